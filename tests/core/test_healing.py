@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from diloco.core.healing import (
+from diloco.core.state_relay import (
     AGAIN_S,
     ANSWER_CAP_S,
     ANSWER_FLOOR_S,
@@ -200,6 +200,24 @@ def test_a_joiner_that_is_started_again_begins_anew() -> None:
     assert relay.wanted(3.0, "joiner", 78, DIGEST, PEERS) == HealAnswer("wait")
     assert relay.number_for("old", 1) not in (0, number)
     assert "another process" in relay.ended()[0].reason
+
+
+@pytest.mark.parametrize("ends", ["by silence", "by another process"])
+def test_a_joiner_that_takes_no_state_gets_none_for_a_while(ends: str) -> None:
+    relay, _ = asked()
+    if ends == "by silence":
+        relay.tick(SILENT_S, PEERS)
+    assert relay.wanted(SILENT_S, "joiner", 78, DIGEST, PEERS) == HealAnswer("wait")  # it was started again
+    assert relay.asks == ("old", 1)
+    if ends == "by silence":
+        relay.tick(2 * SILENT_S, PEERS)
+    answer = relay.wanted(2 * SILENT_S, "joiner", 79, DIGEST, PEERS)
+    assert (answer.state, relay.asks) == ("refused", None)
+    assert "asked for it 2 times within 60 s, and it took no state" in answer.reason
+    assert wanted(relay, 2 * SILENT_S, joiner="another") == HealAnswer("wait")
+    relay.tick(3 * SILENT_S, PEERS)
+    assert relay.wanted(SILENT_S + AGAIN_S, "joiner", 80, DIGEST, PEERS) == HealAnswer("wait")
+    assert relay.asks == ("old", 1)
 
 
 def test_without_a_healthy_learner_the_joiner_is_refused_at_once() -> None:

@@ -40,11 +40,11 @@ from diloco.core.actions import (
     WakeAt,
 )  # fmt: skip
 from diloco.core.contribution import NOT_FINITE, Contribution, Standing
-from diloco.core.healing import HealAnswer
 from diloco.core.leases import Ask, Grant
 from diloco.core.lineage import Lineage, lost, refusal
 from diloco.core.members import Deadlines
 from diloco.core.pool import Pool
+from diloco.core.state_relay import HealAnswer
 from diloco.core.syncer import SyncerCore
 from diloco.errors import (
     BusyError,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic
 
-from diloco.core.healing import Peer, StateRelay
+from diloco.core.state_relay import Peer, StateRelay
 from diloco.errors import NoRoomError
 from diloco.run import sense
 from diloco.run.connections import Connections

@@ -13,10 +13,10 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from diloco.core.actions import Action, Evict, MergeRound, Reject
 from diloco.core.contribution import Contribution, Standing
-from diloco.core.healing import Relayed
 from diloco.core.leases import Leases
 from diloco.core.lineage import Epoch
 from diloco.core.rounds.base import Rules
+from diloco.core.state_relay import Relayed
 from diloco.core.syncer import SyncerCore
 from diloco.core.update import Update
 from diloco.errors import NoRoomError, PayloadError, StoreError

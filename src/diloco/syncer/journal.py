@@ -10,9 +10,9 @@ from typing import Any
 from diloco import events
 from diloco.core.actions import Evict, MergeRound, Reject
 from diloco.core.contribution import Contribution
-from diloco.core.healing import Relayed
 from diloco.core.leases import Leases
 from diloco.core.ranges import count, union
+from diloco.core.state_relay import Relayed
 from diloco.core.syncer import SyncerCore
 from diloco.errors import NoRoomError, PayloadError, StoreError
 from diloco.event_log import EventLog
