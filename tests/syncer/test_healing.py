@@ -217,8 +217,11 @@ def without(ending: str) -> bytes:
     ("content", "said"),
     [
         (b"", "0 bytes"),
-        (without("layers.0.weight/exp_avg"), "of another one"),
-        (changed("0/layers.1.weight/exp_avg_sq", torch.ones(())), "of another one"),
+        (without("layers.0.weight/exp_avg"), r"lacks \['exp_avg'\]"),
+        (without("/exp_avg_sq"), r"lacks \['exp_avg_sq'\] of a parameter, which AdamW needs"),
+        (without("/step"), r"lacks \['step'\]"),
+        (changed("0/layers.1.weight/exp_avg_sq", torch.ones(())), r"lacks \['exp_avg_sq'\]"),
+        (changed("0/layers.1.weight/more", torch.ones(())), "of another one"),
         (b"\x07" * 200, "cannot be read"),
         (changed("0/layers.0.weight/exp_avg", torch.full((8, 4), float("nan"))), "not finite"),
         (changed("0/layers.0.weight/exp_avg", torch.ones(4, 8)), "of shape"),
@@ -264,7 +267,7 @@ def test_a_learner_may_give_a_state_only_when_asked_and_only_one_that_fits(tmp_p
     [
         (valid(), ""),
         (changed("0/layers.0.weight/exp_avg", torch.full((8, 4), float("inf"))), "not finite"),
-        (without("/step"), "refused by the optimizer"),
+        (without("/exp_avg_sq"), "lacks ['exp_avg_sq']"),
     ],
 )
 def test_a_state_that_is_no_state_costs_the_joiner_nothing_but_time(content: bytes, said: str, tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ class Healing:
                 raise ConfigError(
                     "a peer's inner state needs a syncer that relays it (diloco.connect); use Heal(source='global')."
                 )
-            self._inner = exchange.each("the inner optimizers", lambda: InnerState(optimizers, parameters, gather))
+            self._inner = exchange.each("the inner optimizers", lambda: _checked(optimizers, parameters, gather))
 
     def prepare(self) -> None:
         """Before the learner joins: ask for a peer's state, where it is to have one. Blocks."""
@@ -84,6 +84,15 @@ class Healing:
         self._found = ""
         self._rewarm.begin(heal.rewarm_steps)
         return Healed("global", heal.rewarm_steps, reason=reason)
+
+
+def _checked(
+    optimizers: Sequence[torch.optim.Optimizer], parameters: Mapping[str, Tensor], gather: Gather
+) -> InnerState:
+    """It has learnt what a peer's state is checked against; raises ConfigError where it cannot."""
+    inner = InnerState(optimizers, parameters, gather)
+    _ = inner.made
+    return inner
 
 
 class Sharing:

@@ -14,6 +14,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,15 +25,13 @@ from torch.distributed.tensor import DTensor
 
 from diloco.core.healing import INNER_ELEMENT_BYTES, INNER_TENSOR_BYTES
 from diloco.errors import ConfigError, CorruptPayloadError, PayloadError, first_line
+from diloco.learner.inner_layout import KINDS, Entries, entries_of, made_by, parts_of
 from diloco.learner.pieces import Gather, read_dtensor
 from diloco.learner.schedule_free import is_in_train_mode
 from diloco.plain_json import MALFORMED
 
 States = list[dict[int, dict[str, Any]]]
 """Of each optimizer: by the number of a parameter, its entries."""
-
-KINDS = (int, float, bool)
-"""Of plain values beside tensors: counters of steps."""
 
 
 class InnerState:
@@ -112,6 +111,15 @@ class InnerState:
                         )
         return lambda: save(tensors, metadata={"plain": json.dumps(plain)})
 
+    @cached_property
+    def made(self) -> list[dict[tuple[int, int], Entries]]:
+        """Of each optimizer, what it keeps of its parameters; see `made_by`.
+
+        Raises:
+            ConfigError: as that.
+        """
+        return [made_by(optimizer) for optimizer in self._optimizers]
+
     @property
     def most_bytes(self) -> int:
         """That the state of these optimizers can need."""
@@ -141,8 +149,8 @@ class InnerState:
             states[number].setdefault(index, {})[entry] = value
         if places and not any(states):
             raise CorruptPayloadError("a peer's inner state is empty.")
-        for optimizer, state in zip(self._optimizers, states, strict=True):
-            _require_alike(optimizer, state)
+        for optimizer, state, made in zip(self._optimizers, states, self.made, strict=True):
+            _require_entries(optimizer, state, made)
         return states
 
     def take(self, states: States) -> None:
@@ -212,20 +220,31 @@ def _placed(key: str, value: Tensor, parameter: Tensor) -> Tensor:
     )  # fmt: skip
 
 
-def _require_alike(optimizer: torch.optim.Optimizer, state: Mapping[int, Mapping[str, Any]]) -> None:
-    """Parameters of one group, with as many dimensions, have the same entries: one that is missing would be missed in a
-    later step."""
-    index, known = 0, dict[tuple[int, int], set[tuple[str, bool]]]()
+def _require_entries(
+    optimizer: torch.optim.Optimizer, state: Mapping[int, Mapping[str, Any]], made: Mapping[tuple[int, int], Entries]
+) -> None:
+    """Every parameter has what the optimizer makes in its first step: what is missing would be missed in a later one.
+    Parameters of one group, with as many dimensions, have the same."""
+    index, known = 0, dict[tuple[int, int], Entries]()
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if index in state:
-                entries = {(name, isinstance(each, Tensor) and bool(each.dim())) for name, each in state[index].items()}
-                if known.setdefault((number, parameter.dim()), entries) != entries:
+                alike, entries = (number, parameter.dim()), entries_of(state[index])
+                if lacking := made[alike] - entries:
                     raise CorruptPayloadError(
-                        f"a peer's inner state has {sorted(name for name, _ in entries)!r} of one parameter and "
-                        f"{sorted(name for name, _ in known[number, parameter.dim()])!r} of another one."
+                        f"a peer's inner state lacks {_names(lacking)!r} of a parameter, which "
+                        f"{type(optimizer).__name__} needs."
+                    )
+                if known.setdefault(alike, entries) != entries:
+                    raise CorruptPayloadError(
+                        f"a peer's inner state has {_names(entries)!r} of one parameter and {_names(known[alike])!r} "
+                        "of another one."
                     )
             index += 1
+
+
+def _names(entries: Entries) -> list[str]:
+    return sorted(name for name, _ in entries)
 
 
 def _read(content: bytes) -> dict[str, Any]:
@@ -250,5 +269,4 @@ def _trained(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 def _kinds(optimizer: torch.optim.Optimizer) -> list[str]:
     """Of an optimizer, or of those that it is made of (`diloco.training.optimizers.Chained`)."""
-    parts = getattr(optimizer, "optimizers", ()) or (optimizer,)
-    return [type(each).__qualname__ for each in parts]
+    return [type(each).__qualname__ for each in parts_of(optimizer)]
