@@ -697,7 +697,7 @@ def test_an_evicted_learner_joins_again_and_what_it_said_is_void(told_by: str) -
     it.offer(2, incarnation=1)
     it.standing = replace(it.standing, step=10, start_step=10, num_live=0)
     it.fetch(1, 0)
-    assert it.until(requests.Beat).report == Report(step=9), "the tokens of the old incarnation"
+    assert it.until(requests.Beat).report == Report(step=9, earlier_tokens=50), "also what it trained before it knew"
     it.beat()
     it.until(requests.Watch)
     it.welcome()
@@ -799,7 +799,116 @@ def test_a_finished_learner_comes_back_as_finished() -> None:
     it.do(it.core.evicted, it.open.pop(requests.Watch), "gone", replaced=False)
     it.join(2)
     it.fetch(0, 0)
-    assert it.until(requests.Beat).report == Report(step=9, finished=True)
+    assert it.until(requests.Beat).report == Report(step=9, finished=True, earlier_tokens=45)
+
+
+def test_a_new_incarnation_says_what_the_process_has_trained_before_it() -> None:
+    """Also steps between its start and the boundary at which the learner hears of it, and over several evictions."""
+    it = Script().start()
+    for incarnation in (2, 3):
+        it.do(it.core.report, incarnation - 1, Report(step=9, tokens=45, earlier_tokens=60 * (incarnation - 2)))
+        it.do(it.core.evicted, it.open[requests.Watch], "gone", replaced=False)
+        it.fail(requests.Watch, STALE)
+        it.until(requests.Join)
+        it.do(it.core.report, incarnation - 1, Report(step=10, tokens=50, earlier_tokens=60 * (incarnation - 2)))
+        it.join(incarnation)
+        it.fetch(0, 0)
+        it.until(requests.Beat)
+        it.beat()
+        it.until(requests.Watch)
+        it.welcome()
+        it.do(it.core.report, incarnation - 1, Report(step=12, tokens=60, earlier_tokens=60 * (incarnation - 2)))
+        it.until(requests.Beat)
+        assert it.beat().report.earlier_tokens == 60 * (incarnation - 1)
+    it.do(it.core.report, 3, Report(step=13, tokens=5, earlier_tokens=120))
+    it.do(it.core.leave)
+    leave = it.open[requests.Leave]
+    assert (leave.tokens, leave.earlier_tokens) == (5, 120)
+
+
+@pytest.mark.parametrize("phase", ["joining", "leaving", "parting"])
+def test_an_evicted_learner_that_leaves_says_what_it_has_trained(phase: str) -> None:
+    it = Script().start()
+    it.do(it.core.report, 1, Report(step=9, tokens=45))
+    if phase == "parting":
+        it.do(it.core.leave)
+        it.fail(requests.Leave, STALE)
+    elif phase == "leaving":
+        it.offer(1)
+        it.do(it.core.leave)
+        it.do(it.core.evicted, it.open[requests.Watch], "gone", replaced=False)
+    else:
+        it.do(it.core.evicted, it.open[requests.Watch], "gone", replaced=False)
+        it.until(requests.Join)
+        it.do(it.core.report, 1, Report(step=10, tokens=50))
+        it.do(it.core.leave)
+    leave = it.open.pop(requests.Leave)
+    assert leave.who.incarnation == 0
+    assert leave.tokens + leave.earlier_tokens == (50 if phase == "joining" else 45)
+    assert it.core.wake_at == math.inf
+    it.do(it.core.failed, leave, STALE)
+    assert [type(each) for each in it.told[-2:]] == [requests.Warn, requests.Close]
+
+
+def test_a_learner_that_leaves_before_it_has_trained_says_no_goodbye() -> None:
+    it = Script().start()
+    it.do(it.core.evicted, it.open[requests.Watch], "gone", replaced=False)
+    it.do(it.core.leave)
+    assert requests.Leave not in it.open
+    assert it.take(requests.Close)
+
+
+LATER = Lineage("run", epoch=3, boot=3)
+"""That a checkpoint has followed."""
+
+
+def test_a_learner_that_goes_on_from_a_checkpoint_joins_no_older_copy_of_the_run() -> None:
+    it = Script(seen=LATER)
+    it.do(it.core.begin)
+    for _ in range(2):
+        it.answer(requests.Describe, it.core.described, it.lineage, initialised=True)
+        assert not it.open
+        it.until(requests.Describe)
+    [warned] = it.take(requests.Warn)
+    assert "epoch 1 of the run, which has been at epoch 3: an older copy of its state" in warned.text
+    it.boot = 4
+    it.answer(requests.Describe, it.core.described, it.lineage, initialised=True)
+    assert it.open[requests.Join].seen == LATER
+    it.boot = 1  # the older copy is at the address again, and would give it a place
+    it.join()
+    assert requests.Fetch not in it.open
+    assert it.core.phase == "joining"
+    it.boot = 5
+    it.until(requests.Join)
+    it.join()
+    it.fetch(0, 0)
+    assert it.core.seen == it.lineage
+
+
+def test_a_learner_that_goes_on_from_a_checkpoint_follows_the_same_syncer_and_no_other_of_its_epoch() -> None:
+    for boot, follows in ((3, True), (5, False)):
+        it = Script(seen=LATER)
+        it.do(it.core.begin)
+        it.answer(requests.Describe, it.core.described, replace(LATER, boot=boot), initialised=True)
+        assert (requests.Join in it.open) == follows
+
+
+def test_a_learner_that_finds_only_an_older_copy_in_time_ends_with_that_sentence() -> None:
+    it = Script(seen=LATER, join_timeout_s=30.0)
+    it.do(it.core.begin)
+    while not (failed := [each for each in it.told if isinstance(each, requests.Fail)]):
+        it.until(requests.Describe)
+        it.answer(requests.Describe, it.core.described, it.lineage, initialised=True)
+    assert isinstance(failed[0].error, errors.LineageError)
+    assert 130.0 <= it.now <= 135.0
+
+
+def test_a_learner_of_another_run_of_the_name_ends() -> None:
+    it = Script(seen=replace(LATER, run_id="other"))
+    it.do(it.core.begin)
+    it.answer(requests.Describe, it.core.described, it.lineage, initialised=True)
+    [failed] = it.take(requests.Fail)
+    assert isinstance(failed.error, errors.UnknownRunError)
 
 
 def test_a_learner_is_blocked_once_its_contributions_are_acknowledged() -> None:
@@ -885,11 +994,19 @@ def test_a_learner_that_is_evicted_and_has_lost_its_place_for_good_asks_no_more(
     it.do(it.core.evicted, it.open[requests.Watch], "nothing heard for 6.0 s", replaced=False)
     it.take(requests.Warn)
     it.until(requests.Join)
+    it.do(it.core.report, 1, Report(step=9, tokens=45))
     it.fail(requests.Join, DRAINED)
-    assert it.told == [requests.Warn(str(DRAINED)), Drained(), requests.Close()]
+    assert it.told == [requests.Warn(str(DRAINED)), Drained()]
+    it.do(it.core.report, 1, Report(step=10, tokens=50))
+    for kind in [*it.open]:
+        it.fail(kind, errors.AuthError("no such token."))
     assert it.core.wake_at == math.inf
+    assert not it.open
     it.do(it.core.leave)
-    assert requests.Join not in it.open
+    leave = it.open.pop(requests.Leave)
+    assert (leave.tokens, leave.earlier_tokens) == (0, 50)
+    it.do(it.core.left)
+    assert it.take(requests.Close)
 
 
 def test_a_joiner_without_a_place_for_good_fails() -> None:

@@ -663,6 +663,62 @@ def test_a_newer_incarnation_replaces_a_live_one() -> None:
     assert run.core.accounting.run_tokens == 61
 
 
+def test_what_an_evicted_learner_has_trained_unheard_is_lost_and_counted_once() -> None:
+    """The next incarnation says it of all before, as often as it speaks. Another process says it of its own."""
+    run = Run()
+
+    def join(process: int) -> int:
+        return run.core.joined(1.0, "b", process=process)[0]
+
+    def beat(tokens: int, earlier: int, step: int = 20) -> None:
+        run.core.heartbeat(
+            2.0, "b", run.incarnation("b"), step=step, steps=tokens // 10, tokens=tokens, step_s=None, waiting=False,
+            earlier_tokens=earlier,
+        )  # fmt: skip
+
+    join(process=7)
+    beat(100, earlier=0)
+    run.send(2.5, "b", 0)
+    run.record(2.5)
+    join(process=7)
+    for _ in range(2):
+        beat(0, earlier=120)  # it may not know yet at which step it will hear of it
+    beat(30, earlier=130)
+    expected = {"trained": 160, "pending": 130, "merged": 0, "lost": 30, "discarded": {}}
+    assert run.ledger("b") == expected
+    found = run.record(3.0)
+    run.restart(3.0, found)
+    beat(30, earlier=130)
+    assert run.ledger("b") == {**expected, "pending": 30, "lost": 130}  # what is open is not sent again
+    join(process=7)
+    beat(10, earlier=165)
+    assert run.ledger("b") == {"trained": 175, "pending": 10, "merged": 0, "lost": 165, "discarded": {}}
+    join(process=8)
+    beat(20, earlier=0)
+    assert run.ledger("b") == {"trained": 195, "pending": 20, "merged": 0, "lost": 175, "discarded": {}}
+    join(process=8)
+    beat(0, earlier=25)
+    assert run.ledger("b") == {"trained": 200, "pending": 0, "merged": 0, "lost": 200, "discarded": {}}
+    assert run.core.accounting.run_tokens == 200
+
+
+@pytest.mark.parametrize("is_member", [False, True], ids=["gone", "joined again"])
+def test_a_goodbye_of_an_incarnation_that_is_out_says_what_it_has_trained(is_member: bool) -> None:
+    run = Run()
+    run.core.joined(0.0, "b", process=7)
+    run.beat(1.0, "b", step=10, tokens=100)
+    run.core.tick(1000.0)
+    if is_member:
+        run.core.joined(1000.0, "b", process=7)
+    for _ in range(2):
+        run.core.left_late(1001.0, "b", process=7, tokens=120)
+        assert "b" not in run.core.members
+        assert run.ledger("b") == {"trained": 120, "pending": 0, "merged": 0, "lost": 120, "discarded": {}}
+    for learner, process in (("b", 8), ("c", 7)):
+        with pytest.raises(StaleIncarnationError, match="not known as learner"):
+            run.core.left_late(1002.0, learner, process=process, tokens=500)
+
+
 def test_what_an_evicted_learner_was_acknowledged_for_is_merged() -> None:
     run = Run("a", "b")
     run.send(1.0, "b", 0, tokens=100, trained=100)

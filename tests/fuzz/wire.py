@@ -121,13 +121,16 @@ class SyncerUnderFire:
             ("Describe", [pb.DescribeRequest(run=RUN).SerializeToString()]),
             ("Join", [pb.JoinRequest(**who, layout=text, process=3).SerializeToString()]),
             ("Heartbeat", [pb.HeartbeatRequest(
-                **who, incarnation=1, step=4, steps=4, tokens=9, step_s=0.5, versions=[0, 0], confirmed=[0, 0]
+                **who, incarnation=1, step=4, steps=4, tokens=9, step_s=0.5, versions=[0, 0], confirmed=[0, 0],
+                earlier_tokens=7,
             ).SerializeToString()]),
             ("Lease", [pb.LeaseRequest(
                 **who, incarnation=1, number=1, num_units=2, data_units=10, data_passes=3, data_digest="ab",
                 unit_tokens=4, claim=[pb.UnitSet(ranges=[pb.Units(first=1, stop=2)])] * 2
             ).SerializeToString()]),
-            ("Leave", [pb.LeaveRequest(**who, incarnation=1, tokens=9).SerializeToString()]),
+            ("Leave", [pb.LeaveRequest(
+                **who, incarnation=1, tokens=9, earlier_tokens=7, process=3
+            ).SerializeToString()]),
             ("Status", [pb.StatusRequest(run=RUN).SerializeToString()]),
             ("Watch", [pb.WatchRequest(**who, incarnation=1, versions=[0, 0]).SerializeToString()]),
             ("Pull", [pb.PullRequest(

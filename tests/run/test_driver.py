@@ -558,6 +558,25 @@ def test_a_restarted_syncer_knows_the_newest_process_of_a_name(is_gone: bool) ->
     assert scene.driver.core.accounting.accounts["a"].incarnation == 3
 
 
+def test_a_late_goodbye_is_answered_once_its_tokens_are_durable() -> None:
+    scene, answers = started(), list[str]()
+    for process in (7, 7):
+        scene.driver.join("a", LAYOUT, lambda _: None, process=process)
+        scene.settle()
+    scene.beat("a", 1, incarnation=2, tokens=10, earlier_tokens=40)
+    with pytest.raises(StaleIncarnationError):
+        scene.driver.leave("a", 1, lambda: None, tokens=30, process=7)
+    scene.driver.leave("a", 0, lambda: answers.append("gone"), tokens=0, earlier_tokens=50, process=7)
+    assert answers == []
+    scene.settle()
+    assert answers == ["gone"]
+    scene.restart()
+    [ledger, _] = scene.driver.core.accounting.accounts["a"].ledgers
+    assert (ledger.trained, ledger.lost, ledger.pending) == (50, 50, 0)
+    with pytest.raises(StaleIncarnationError, match="not known as learner"):
+        scene.driver.leave("a", 0, lambda: None, tokens=30, process=8)
+
+
 def test_an_evicted_learner_is_told_and_its_round_goes_on() -> None:
     scene = started("a", "b", method=scheduled(at_least=1), deadlines=Deadlines())
     lines: dict[str, Line] = {learner: scene.listen(learner) for learner in ("a", "b")}

@@ -197,6 +197,21 @@ def follows_an_older_copy(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(driver, "refusal", lambda seen, offered: None)
 
 
+def counts_nothing_of_evicted_incarnations(patch: pytest.MonkeyPatch) -> None:
+    trained = Accounting.trained
+    patch.setattr(Accounting, "trained", lambda self, learner, tokens, _: trained(self, learner, tokens))
+
+
+def counts_evicted_incarnations_again(patch: pytest.MonkeyPatch) -> None:
+    lose = Accounting._lose_late
+
+    def twice(self: Accounting, account: Account, tokens: int) -> None:
+        lose(self, account, tokens)
+        lose(self, account, tokens)
+
+    patch.setattr(Accounting, "_lose_late", twice)
+
+
 DEFECTS: dict[Defect, type | None] = {
     forgets_that_it_was_merged: None,
     never_sends_again: None,
@@ -215,6 +230,8 @@ DEFECTS: dict[Defect, type | None] = {
     discards_nothing: None,
     books_nothing_as_lost: None,
     books_acknowledged_work_as_lost: None,
+    counts_nothing_of_evicted_incarnations: None,
+    counts_evicted_incarnations_again: None,
     keeps_verdicts: None,
     confirms_what_has_no_verdict: None,
     tells_verdicts_before_they_are_durable: None,

@@ -38,13 +38,15 @@ class Process:
     """One process of a learner.
 
     Attributes:
+        number: its own.
         is_alive: it was neither killed nor has it given up or left.
         core: the learner's state machine, once it has started.
+        tokens: trained, by all its incarnations.
     """
 
     def __init__(self, learner: LearnerProcess, storm: Storm, number: int, checkpoint: dict[str, Any] | None) -> None:
         plan = storm.plan
-        self.name = learner.name
+        self.name, self.number, self.tokens = learner.name, number, 0
         self.is_alive, self.core = True, None  # type: tuple[bool, LearnerCore | None]
         self._learner, self._storm, self._checkpoint = learner, storm, checkpoint
         self._rules = plan.rules_of(learner.index)
@@ -59,6 +61,7 @@ class Process:
         core = SessionCore(
             who, len(plan.sizes), at_least=plan.method.quorum.at_least,
             reports_every_step=plan.method.quorum.reports_every_step, initialises=initialises,
+            seen=None if checkpoint is None else checkpoint["seen"],
         )  # fmt: skip
         from tests.storms.world import StormClock
 
@@ -73,6 +76,16 @@ class Process:
     def incarnation(self) -> int:
         """That its core has started as."""
         return self._incarnation
+
+    @property
+    def is_leaving(self) -> bool:
+        """It has taken all its steps, and was not killed since."""
+        return self._is_leaving
+
+    @property
+    def speaks(self) -> bool:
+        """The syncer is to hear what it has trained."""
+        return self._is_leaving or (self.is_alive and self.client.core.phase == "running")
 
     def check_line(self) -> None:
         """It follows one line of epochs: never an earlier one, and not two syncers in one."""
@@ -251,7 +264,9 @@ class Process:
         standing = self.client.core.standing
         sync_every = None if standing is None else standing.sync_every
         units = () if self._reader is None else self._reader.trained()
-        for send in core.stepped(draws.whole(f"{self.name} tokens", 1, 100), units=units, sync_every=sync_every):
+        tokens = draws.whole(f"{self.name} tokens", 1, 100)
+        self.tokens += tokens
+        for send in core.stepped(tokens, units=units, sync_every=sync_every):
             self._send(send)
         self._report()
         self._settle()
@@ -263,7 +278,7 @@ class Process:
         assert self.core is not None
         if all(answer in self._tensors.received for answer in self.core.answers_on_their_way()):
             state = {"core": deepcopy(self.core.state_dict()), "tensors": self._tensors.saved()}
-            self._learner.checkpoints.append(state)
+            self._learner.checkpoints.append({**state, "seen": self.client.core.seen})
 
     def _send(self, send: Send) -> None:
         core, f = self.core, send.fragment
@@ -281,7 +296,9 @@ class Process:
         core = self.core
         assert core is not None
         step_s = self._storm.plan.step_s[self._learner.index]
-        report = Report(core.step, core.tokens, step_s, waiting, finished, core.steps, blocked_with)
+        report = Report(
+            core.step, core.tokens, step_s, waiting, finished, core.steps, blocked_with, core.earlier_tokens
+        )
         self.client.report(self._incarnation, report)
 
     def _settle_again(self) -> None:
@@ -353,8 +370,9 @@ class LearnerProcess:
         return f"{self.name}: {phase}, step {core.step if core else None}, waits for {core.waiting() if core else None}"
 
     def start(self, checkpoint: dict[str, Any] | None = None) -> None:
-        """A new process; it knows of no epoch yet, and would follow any."""
-        if self.storm.impostor is not None:
+        """A new process. Without a checkpoint it knows of no epoch yet, and would follow any."""
+        impostor = self.storm.impostor
+        if impostor is not None and (checkpoint is None or checkpoint["seen"].epoch < impostor.epoch):
             self.storm.after(1.0, lambda: self.start(checkpoint))
             return
         self._num_processes += 1

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 from tests.run.memory import LaterWorker, LimitedSpool
 from tests.storms.accounts import Accounts
+from tests.storms.counts import Counts
 from tests.storms.draws import Draws
 from tests.storms.drivers import RecordingStore, RecordingWorker, StormDriver, StormJobs
 from tests.storms.invariants import Ledger, check_learner
@@ -79,6 +80,7 @@ class Storm:
         ledger: what is durable.
         accounts: where the tokens are.
         progress: what goes on.
+        counts: that all tokens are counted.
         num_events: that have happened.
         num_finished: learners that have taken all their steps.
         struck: faults that have happened, by kind.
@@ -106,7 +108,7 @@ class Storm:
         self._num_at_once = 0
         self._is_driver_touched = False
         self._touched: dict[LearnerProcess, None] = {}
-        self.progress = Progress(self)
+        self.progress, self.counts = Progress(self), Counts(self)
         ends_s = (*(fault.at_s + fault.seconds for fault in self.faults), plan.room_at_s)
         self.calm_s = max(ends_s) + max(plan.starts_s)
         self._tears_at: int | None = None
@@ -156,6 +158,7 @@ class Storm:
         if self.now_s >= self._look_s:
             self._look_s = self.now_s + LOOK_S
             self.progress.look()
+            self.counts.look()
 
     def _wind_up(self) -> None:
         """What learners have left behind ends too."""
@@ -356,6 +359,7 @@ class Impostor:
 
     Attributes:
         driver: its.
+        epoch: that it has begun.
     """
 
     def __init__(self, storm: Storm, saved: SavedRun[HeldFragment], boot: int) -> None:
@@ -365,8 +369,10 @@ class Impostor:
         clock = StormClock(storm, lambda: self._if_there(self.driver.tick))
         ports = Ports(clock, LimitedSpool(), jobs, store, LaterWorker(self._later), NullObserver())
         begun = store.begin(store.load() or saved)
+        self.epoch = begun.epochs[-1].number
         self._versions = tuple(held.version for held in saved.fragments)
         self.driver = SimulatedDriver(RUN, storm.plan.method, ports, boot=boot, saved=begun)
+        self._incarnations = self._newest()
 
     def _later(self, what: str, fragment: int | None, do: Callable[[], None]) -> None:
         self._storm.after(DURATIONS_S[what][1], lambda: self._if_there(do))
@@ -375,9 +381,15 @@ class Impostor:
         if self._storm.impostor is self:
             do()
 
+    def _newest(self) -> dict[str, int]:
+        accounts = self.driver.core.accounting.accounts
+        return {learner: account.incarnation for learner, account in accounts.items()}
+
     def check(self) -> None:
-        """No learner has given it anything."""
+        """No learner has joined it, or given it anything."""
         core = self.driver.core
+        newest = self._newest()
+        require(newest == self._incarnations, f"an older copy of the state has had {self._incarnations}, now {newest}")
         require(not core.accounting.open, f"an older copy of the state has {[*core.accounting.open]}")
         now = self.driver.state.versions
         require(now == self._versions, f"an older copy of the state went from versions {self._versions} to {now}")

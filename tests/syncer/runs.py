@@ -113,16 +113,15 @@ class Raw:
         self.beat(0, 0)
 
     def beat(self, step: int = 1, tokens: int = 5, **fields: Any) -> pb.HeartbeatReply:
-        request = pb.HeartbeatRequest(
-            run=RUN, learner=self.name, incarnation=self.incarnation, step=step, steps=step, tokens=tokens,
-            **fields
-        )  # fmt: skip
+        values = {"incarnation": self.incarnation, **fields}
+        request = pb.HeartbeatRequest(run=RUN, learner=self.name, step=step, steps=step, tokens=tokens, **values)
         reply = self.connection.call("control", "Heartbeat", request, pb.HeartbeatReply)
         self.boot, self.heard = reply.lineage.boot, reply.standing
         return reply
 
-    def leave(self, tokens: int = 0) -> None:
-        request = pb.LeaveRequest(run=RUN, learner=self.name, incarnation=self.incarnation, tokens=tokens)
+    def leave(self, tokens: int = 0, **fields: Any) -> None:
+        values = {"incarnation": self.incarnation, "tokens": tokens, **fields}
+        request = pb.LeaveRequest(run=RUN, learner=self.name, **values)
         self.connection.call("control", "Leave", request, pb.LeaveReply)
 
     def header(self, num_bytes: int, **fields: Any) -> pb.PushHeader:

@@ -125,6 +125,12 @@ def test_a_syncer_refuses_a_learner_that_has_seen_a_later_state_or_another_run(t
         for seen, kind in ((later, LineageError), (second, LineageError), (other, UnknownRunError)):
             with pytest.raises(kind):
                 raw.beat(seen=seen)
+            with pytest.raises(kind):
+                raw.leave(seen=seen)
+            with pytest.raises(kind):  # which incarnations are out it learns from the syncer that it follows
+                raw.beat(seen=seen, incarnation=9)
+            with pytest.raises(kind):
+                raw.leave(seen=seen, incarnation=0)
         raw.beat(seen=pb.Lineage(run_id=mine.run_id, epoch=mine.epoch, boot=mine.boot))
         raw.connection.close()
 
@@ -181,3 +187,41 @@ def test_learners_that_all_wait_for_each_other_go_on_from_where_the_run_went_bac
             learners = [life.result(timeout=60) for life in run.lives]
     assert [learner.metrics()["incarnation"] for learner in learners] == [2, 2]
     assert [learner.steps for learner in learners] == [steps, steps]
+
+
+def test_a_learner_that_goes_on_from_a_checkpoint_joins_no_older_copy_of_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It pulls nothing of it, and joins the newest state once that is served."""
+    state, copy, saved = tmp_path / "state", tmp_path / "copy", list[dict[str, Any]]()
+    given = method(at_least=1)
+
+    def learner_of(exchange: diloco.Exchange) -> diloco.Learner:
+        model = Net()
+        return diloco.Learner(model, torch.optim.SGD(model.parameters(), lr=0.1), exchange=exchange)
+
+    with Syncer(RUN, given, Options("127.0.0.1:0", state)) as syncer:
+        port, address = syncer.port, syncer.address
+        with learner_of(diloco.connect(address, run=RUN, learner="a", initialise=True)):
+            pass
+    shutil.copytree(state, copy)
+    for _ in range(2):
+        with Syncer(RUN, given, Options(f"127.0.0.1:{port}", state)):
+            with learner_of(diloco.connect(address, run=RUN, learner="a")) as learner:
+                saved.append(learner.state_dict())
+    exchange = diloco.connect(address, run=RUN, learner="a", lineage=saved[-1]["lineage"])
+    with ThreadPoolExecutor(1) as pool:
+        with Syncer(RUN, given, Options(f"127.0.0.1:{port}", copy)) as older:
+            coming = pool.submit(learner_of, exchange)
+            until(lambda: "older copy of its state" in caplog.text or coming.done(), "it does not say so")
+            raw = Raw(address, "b")
+            with pytest.raises(LineageError, match="older copy of its state"):  # also where it only asks to join
+                raw.join(seen=pb.Lineage(**saved[-1]["lineage"]))
+            raw.connection.close()
+            assert older.driver.ask(lambda driver: driver.core.accounting.accounts["a"].incarnation) == 1
+            assert exchange.num_bytes["joins"] == 0
+        with Syncer(RUN, given, Options(f"127.0.0.1:{port}", state)):
+            with coming.result(timeout=60) as learner:
+                assert learner.load_state_dict(saved[-1])
+                assert exchange.num_bytes["joins"] > 0
+                assert learner.state_dict()["lineage"]["epoch"] == 4

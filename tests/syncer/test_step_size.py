@@ -32,11 +32,12 @@ def ledgers(syncer: Syncer) -> list[dict[str, Any]]:
     "lie",
     [
         lambda it: it.beat(3, 16),
+        lambda it: it.beat(3, 15, earlier_tokens=10**12),
         lambda it: it.push(ONES, tokens=11, steps=2, trained=15, step=3),
         lambda it: it.push(ONES, tokens=10, steps=2, trained=16, step=3),
         lambda it: it.leave(10**12),
     ],
-    ids=["heartbeat", "work", "trained", "goodbye"],
+    ids=["heartbeat", "earlier incarnations", "work", "trained", "goodbye"],
 )
 def test_more_tokens_than_the_declared_step_has_are_refused(lie: Callable[[Raw], Any], tmp_path: Path) -> None:
     """To that learner, on the record; the others go on. A syncer that was started again knows what was said."""

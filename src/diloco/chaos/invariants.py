@@ -142,7 +142,7 @@ def broken_chain(told: Told, facts: Facts) -> Iterator[str]:
 
 def older_copies_followed(told: Told, facts: Facts) -> Iterator[str]:
     """A syncer that was started on an older copy of the state gets no work, and learners say why. One that was started
-    again meanwhile may join before it reads in its checkpoint that the run was further."""
+    again meanwhile, without a checkpoint, may join it."""
     if any(isinstance(event, SyncerStarted) for events in facts.stale for event in events) and not facts.refusals:
         yield "an older copy was served, and no learner has said that it does not follow it"
     for path, events in zip(told.stale_dirs, facts.stale, strict=True):

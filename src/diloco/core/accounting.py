@@ -2,7 +2,8 @@
 
 Per learner and fragment, trained = pending + merged + discarded + lost (`core.ledger`). The syncer is responsible for
 an acknowledged contribution until it is merged or rejected, even if the learner is gone. All other pending tokens are
-lost with their learner. If the syncer restarts, open contributions of learners that are gone are lost too: they are not
+lost with their learner; so are those that an evicted incarnation has trained before it heard of that, of which its
+process tells later. If the syncer restarts, open contributions of learners that are gone are lost too: they are not
 sent again.
 
 A contribution is known by its number, so a retransmission is recognised. It is open from its acknowledgement to its
@@ -38,11 +39,12 @@ class Account:
 
     Attributes:
         incarnation: the newest.
-        process: whose it is; None: unknown, from a record of an earlier version of this package.
+        process: whose it is.
         ledgers: one per fragment.
         ended_at: the inner step at which the newest incarnation finished or left; None: it did neither.
         is_gone: the newest incarnation is no member any more.
         earlier_tokens: trained by earlier incarnations.
+        others_tokens: of those, trained before the process joined first.
         confirmed: per fragment, the newest incarnation knows the verdicts of all its contributions up to this number.
         verdicts: of the newest incarnation, those not confirmed, by fragment and number.
     """
@@ -53,6 +55,7 @@ class Account:
     ended_at: int | None = None
     is_gone: bool = False
     earlier_tokens: int = 0
+    others_tokens: int = 0
     confirmed: list[int] = field(default_factory=list)
     verdicts: dict[tuple[int, int], Verdict] = field(default_factory=dict)
 
@@ -82,6 +85,7 @@ class Account:
             "process": self.process,
             "ended_at": self.ended_at,
             "earlier_tokens": self.earlier_tokens,
+            "others_tokens": self.others_tokens,
             "confirmed": list(self.confirmed),
             "verdicts": [[it.fragment, it.number, it.reason, it.version] for it in self.verdicts.values()],
             "ledgers": [[it.trained, it.merged, it.lost, dict(it.discarded)] for it in self.ledgers],
@@ -97,7 +101,8 @@ class Account:
         by_number = {(each.fragment, each.number): each for each in verdicts}
         return cls(
             ledgers, values["incarnation"], values["process"], values["ended_at"],
-            earlier_tokens=values["earlier_tokens"], confirmed=list(values["confirmed"]), verdicts=by_number,
+            earlier_tokens=values["earlier_tokens"], others_tokens=values["others_tokens"],
+            confirmed=list(values["confirmed"]), verdicts=by_number,
         )  # fmt: skip
 
 
@@ -127,26 +132,49 @@ class Accounting:
     def begin(self, learner: str, process: int) -> int:
         """A new incarnation, which has trained nothing, of this process; returns its number."""
         account = self.accounts.setdefault(learner, Account([Ledger() for _ in range(self._num_fragments)]))
+        account.earlier_tokens = account.ledgers[0].trained
+        if process != account.process:
+            account.others_tokens = account.earlier_tokens
         account.incarnation, account.process = account.incarnation + 1, process
         account.ended_at, account.is_gone = None, False
-        account.earlier_tokens = account.ledgers[0].trained
         account.confirmed, account.verdicts = [0] * self._num_fragments, {}
         return account.incarnation
 
-    def trained(self, learner: str, tokens: int) -> None:
-        """The newest incarnation has trained `tokens` in all; they only ever grow.
+    def trained(self, learner: str, tokens: int, earlier_tokens: int = 0) -> None:
+        """The newest incarnation has trained `tokens` in all, and earlier ones of its process `earlier_tokens`; both
+        only ever grow.
+
+        Of the earlier ones, those that were not known when it joined are lost: what was sent was known with it.
 
         Raises:
             PayloadError: all its learner's incarnations together would have trained more than can be counted.
         """
         account = self.accounts[learner]
-        total = account.earlier_tokens + tokens
-        if total > MAX_COUNTED_TOKENS:
-            raise PayloadError(
-                f"{learner!r} would have trained {total} tokens, and {MAX_COUNTED_TOKENS} can be counted."
-            )
+        earlier = max(account.earlier_tokens, account.others_tokens + earlier_tokens)
+        _require_countable(learner, earlier + tokens)
+        self._lose_late(account, earlier - account.earlier_tokens)
         for ledger in account.ledgers:
-            ledger.trained = max(ledger.trained, total)
+            ledger.trained = max(ledger.trained, earlier + tokens)
+
+    def trained_late(self, learner: str, tokens: int) -> bool:
+        """The process of the newest incarnation has trained `tokens` in all, and trains no more. Returns whether any of
+        them were not known: those are lost.
+
+        Raises:
+            PayloadError: as `trained`.
+        """
+        account = self.accounts[learner]
+        _require_countable(learner, account.others_tokens + tokens)
+        late = max(0, account.others_tokens + tokens - account.ledgers[0].trained)
+        self._lose_late(account, late)
+        return late > 0
+
+    def _lose_late(self, account: Account, tokens: int) -> None:
+        """Count tokens of incarnations that are gone."""
+        account.earlier_tokens += tokens
+        for ledger in account.ledgers:
+            ledger.trained += tokens
+            ledger.lost += tokens
 
     def end(self, learner: str) -> None:
         """The learner is gone: its acknowledged contributions stay, and its other pending tokens are lost."""
@@ -278,3 +306,9 @@ class Accounting:
             account.is_gone = learner not in living
             for ledger, void in zip(account.ledgers, values[learner]["void_on_restart"], strict=True):
                 ledger.lost += ledger.pending if account.is_gone else void
+
+
+def _require_countable(learner: str, tokens: int) -> None:
+    """Check that a learner's tokens can be counted. Raises PayloadError."""
+    if tokens > MAX_COUNTED_TOKENS:
+        raise PayloadError(f"{learner!r} would have trained {tokens} tokens, and {MAX_COUNTED_TOKENS} can be counted.")

@@ -38,11 +38,13 @@ class LearnerCore:
 
     Attributes:
         tokens: trained by this incarnation.
+        earlier_tokens: trained by earlier incarnations of this process.
         fragments: per fragment, pending work, contributions in flight and where the tokens went.
     """
 
     def __init__(self, rules: Rules, versions: Sequence[int], *, step: int = 0) -> None:
         self.rules = rules
+        self.earlier_tokens = 0
         self._begin(versions, step)
 
     def _begin(self, versions: Sequence[int], step: int) -> None:
@@ -187,6 +189,7 @@ class LearnerCore:
 
         `awaited`: a round waits for the send that follows `step`, so the learner goes back to `step`.
         """
+        self.earlier_tokens += self.tokens
         self._begin(versions, step if awaited else max(step, self.step))
 
     def drained(self) -> None:

@@ -88,13 +88,16 @@ def elector(learner: str, process: int) -> str:
 class Witness:
     """A learner's part.
 
+    Arguments:
+        seen: the syncer that its checkpoint has followed; None: it has none.
+
     Attributes:
         seen: the syncer that it follows; None: none yet.
         promised: as in `Word`.
     """
 
-    def __init__(self) -> None:
-        self.seen: Lineage | None = None
+    def __init__(self, seen: Lineage | None = None) -> None:
+        self.seen = seen
         self.promised: Ballot | None = None
 
     def refusal(self, lineage: Lineage) -> DilocoError | None:

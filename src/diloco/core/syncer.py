@@ -209,7 +209,7 @@ class SyncerCore:
     def heartbeat(
         self, now: float, learner: str, incarnation: int, *, step: int, steps: int, tokens: int, step_s: float | None,
         waiting: bool, finished: bool = False, blocked_with: tuple[int, ...] = (),
-        confirmed: Sequence[int] = (),
+        confirmed: Sequence[int] = (), earlier_tokens: int = 0,
     ) -> list[Action]:  # fmt: skip
         """A heartbeat.
 
@@ -221,13 +221,14 @@ class SyncerCore:
             finished: the learner takes no more steps.
             blocked_with: as in `Member`.
             confirmed: per fragment, it knows the verdicts of all its contributions up to this number.
+            earlier_tokens: trained by earlier incarnations of its process.
         """
         self.check(learner, incarnation)
         member = self.members[learner]
         member.waiting, member.step_s, was_ready = waiting, step_s or member.step_s, member.ready
         has_gone_on = step < member.step  # a contribution of a later step has overtaken this
         member.blocked_with = () if has_gone_on else blocked_with
-        look = self._alive(now, member, step, tokens, steps)
+        look = self._alive(now, member, step, tokens, steps, earlier_tokens)
         if finished:
             member.finished, member.ready = True, False
             self.accounting.accounts[learner].ended_at = step
@@ -246,14 +247,32 @@ class SyncerCore:
         member.connected, member.broken_at = False, now
         return self._wake(now)
 
-    def left(self, now: float, learner: str, incarnation: int, *, tokens: int) -> list[Action]:
-        """A learner leaves. Its acknowledged contributions stay; its pending tokens are lost."""
+    def left(
+        self, now: float, learner: str, incarnation: int, *, tokens: int, earlier_tokens: int = 0
+    ) -> list[Action]:  # fmt: skip
+        """A learner leaves. Its acknowledged contributions stay; its pending tokens are lost. Tokens as in
+        `heartbeat`."""
         self.check(learner, incarnation)
         member = self.members[learner]
-        self._alive(now, member, member.step, tokens, 0)
+        self._alive(now, member, member.step, tokens, 0, earlier_tokens)
         if member.tokens > 0:
             self.accounting.accounts[learner].ended_at = member.step
         self._remove(learner)
+        return self._look_again(now)
+
+    def left_late(self, now: float, learner: str, *, process: int, tokens: int) -> list[Action]:
+        """A learner's process leaves that knows of no incarnation of its own which is not out: an eviction may not have
+        been durable, or the answer to a request to join is on its way. `tokens`: trained by it in all.
+
+        Raises:
+            StaleIncarnationError: another process is known by its name, or none.
+        """
+        account = self.accounting.accounts.get(learner)
+        if account is None or account.process != process:
+            raise StaleIncarnationError(f"this process is not known as learner {learner!r}; its goodbye means nothing.")
+        self._wants_record |= self.accounting.trained_late(learner, tokens)
+        if learner in self.members:
+            self._remove(learner)
         return self._look_again(now)
 
     def tick(self, now: float) -> list[Action]:
@@ -496,9 +515,11 @@ class SyncerCore:
         self.rounds.removed(learner)
         self._wants_record = True
 
-    def _alive(self, now: float, member: Member, step: int, tokens: int, steps: int) -> bool:
+    def _alive(
+        self, now: float, member: Member, step: int, tokens: int, steps: int, earlier_tokens: int = 0
+    ) -> bool:  # fmt: skip
         """Take in a member's progress; returns whether it may change a round."""
-        self.accounting.trained(member.learner, tokens)  # may refuse, before a number is counted
+        self.accounting.trained(member.learner, tokens, earlier_tokens)  # may refuse, before a number is counted
         num_new = member.heard(now, step, tokens, steps)
         self.step = max(self.step, member.step)
         return self.rounds.heard(member, num_new)

@@ -131,7 +131,9 @@ class Boundary:
     def report(self, *, waiting: bool = False, blocked_with: tuple[int, ...] = ()) -> None:
         """Report this learner's progress to the exchange."""
         core, step_s = self.core, self.timing.step_s
-        report = Report(core.step, core.tokens, step_s, waiting, self.has_finished, core.steps, blocked_with)
+        report = Report(
+            core.step, core.tokens, step_s, waiting, self.has_finished, core.steps, blocked_with, core.earlier_tokens
+        )
         self.exchange.report(report)
 
     @property

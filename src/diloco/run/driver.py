@@ -176,6 +176,7 @@ class Driver(Generic[H, S, P]):
                 LineageError, UnknownRunError, PayloadError: as `connected`.
         """
         if learner:
+            self._require_line(seen)
             self.core.check(learner, incarnation)
             sense.check_versions(learner, len(versions), len(self.state.versions))
             self._require_line(seen, versions)
@@ -293,6 +294,8 @@ class Driver(Generic[H, S, P]):
     def _require_line(self, seen: Lineage | None, versions: Sequence[int] = ()) -> None:
         """Check that a learner can follow this syncer, and that the versions that it holds are part of the run.
 
+        The first comes before all else: an older copy of the state does not say which incarnations are out.
+
         Raises:
             LineageError, UnknownRunError: it cannot. StaleIncarnationError: they are not.
         """
@@ -311,7 +314,7 @@ class Driver(Generic[H, S, P]):
     def heartbeat(
         self, learner: str, incarnation: int, *, step: int, steps: int, tokens: int, step_s: float | None,
         waiting: bool, finished: bool = False, blocked_with: Sequence[int] = (), versions: Sequence[int] = (),
-        confirmed: Sequence[int] = (), seen: Lineage | None = None,
+        confirmed: Sequence[int] = (), seen: Lineage | None = None, earlier_tokens: int = 0,
     ) -> Standing:  # fmt: skip
         """A heartbeat; returns the learner's standing.
 
@@ -326,11 +329,12 @@ class Driver(Generic[H, S, P]):
                 its numbers make no sense. LineageError, UnknownRunError: as `core.lineage.refusal`.
         """
         core = self.core
+        self._require_line(seen)
         core.check(learner, incarnation)
         sense.check_heartbeat(
             learner, step=step, steps=steps, tokens=tokens, step_s=step_s, num_versions=len(versions),
             num_confirmed=len(confirmed), num_fragments=len(self.state.versions), run_step=core.step,
-            tokens_per_step=core.members[learner].tokens_per_step,
+            tokens_per_step=core.members[learner].tokens_per_step, earlier_tokens=earlier_tokens,
         )  # fmt: skip
         self._require_line(seen, versions)
         sense.check_forward(learner, steps, self._heard_steps.get((learner, incarnation), 0))
@@ -339,24 +343,43 @@ class Driver(Generic[H, S, P]):
             self._clock.now_s(), learner, incarnation, step=step, steps=steps, tokens=tokens, step_s=step_s,
             waiting=waiting, finished=finished and seen == self.lineage,
             blocked_with=tuple(blocked_with) if seen == self.lineage else (), confirmed=tuple(confirmed),
+            earlier_tokens=earlier_tokens,
         )  # fmt: skip
         self._status.heard(learner, incarnation, versions)
         self._execute(actions)
         return self.standing(learner)
 
     @event
-    def leave(self, learner: str, incarnation: int, done: Callable[[], None], *, tokens: int) -> None:
+    def leave(
+        self, learner: str, incarnation: int, done: Callable[[], None], *, tokens: int, earlier_tokens: int = 0,
+        process: int = 0, seen: Lineage | None = None,
+    ) -> None:  # fmt: skip
         """A learner leaves. `done`: called once that is durable.
 
+        Arguments:
+            incarnation: 0: all that its process knows of are out, and what is to be counted are its tokens.
+            tokens, earlier_tokens: trained by this incarnation, and by earlier ones of its process.
+            seen: what the learner follows.
+
         Raises:
-            StaleIncarnationError: the incarnation is out. PayloadError: its tokens make no sense.
+            StaleIncarnationError: the incarnation is out, or the process is not the newest of its name. PayloadError:
+                its tokens make no sense. LineageError, UnknownRunError: it has followed a later state.
         """
-        self.core.check(learner, incarnation)
-        sense.check_tokens(learner, tokens, self.core.step, self.core.members[learner].tokens_per_step)
-        actions = self.core.left(self._clock.now_s(), learner, incarnation, tokens=tokens)
-        self._observer.left(learner, incarnation, tokens)
-        self._end(learner, incarnation)
-        self._writes.record(self._clock.now_s(), done)
+        core, now_s = self.core, self._clock.now_s()
+        self._require_line(seen)
+        if incarnation:
+            core.check(learner, incarnation)
+        member = core.members.get(learner)
+        for each in (tokens, earlier_tokens):
+            sense.check_tokens(learner, each, core.step, None if member is None else member.tokens_per_step)
+        if incarnation:
+            actions = core.left(now_s, learner, incarnation, tokens=tokens, earlier_tokens=earlier_tokens)
+        else:
+            actions = core.left_late(now_s, learner, process=process, tokens=earlier_tokens + tokens)
+        if member is not None:
+            self._observer.left(learner, member.incarnation, tokens)
+            self._end(learner, member.incarnation)
+        self._writes.record(now_s, done)
         self._execute(actions)
 
     @event
@@ -396,6 +419,7 @@ class Driver(Generic[H, S, P]):
             StaleIncarnationError, LineageError, UnknownRunError: as `heartbeat`. PayloadError: more versions than
                 fragments.
         """
+        self._require_line(seen)
         self.core.check(learner, incarnation)
         sense.check_versions(learner, len(versions), len(self.state.versions))
         self._require_line(seen, versions)
@@ -430,11 +454,11 @@ class Driver(Generic[H, S, P]):
                 has ended, which uploads the same.
         """
         c = contribution
-        self.core.check(c.learner, c.incarnation)
         if boot != self.boot:
             raise RestartedError(
                 "the syncer was started again; what it has not given a verdict on is sent again, the oldest first."
             )
+        self.core.check(c.learner, c.incarnation)
         sense.check_contribution(c, self.core.step, self.core.members[c.learner].tokens_per_step)
         self.state.model.held(c.fragment)
         fragment = self.state.model.layout.fragments[c.fragment]

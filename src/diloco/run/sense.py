@@ -65,7 +65,7 @@ def check_step_size(learner: str, tokens_per_step: int | None) -> None:
 
 def check_heartbeat(
     learner: str, *, step: int, steps: int, tokens: int, step_s: float | None, num_versions: int,
-    num_confirmed: int, num_fragments: int, run_step: int, tokens_per_step: int | None,
+    num_confirmed: int, num_fragments: int, run_step: int, tokens_per_step: int | None, earlier_tokens: int = 0,
 ) -> None:  # fmt: skip
     """`run_step`: the highest inner step known. Versions newer than the run's are those of a syncer that was put back
     to an earlier state; they are shown and no more. `tokens_per_step`: as the learner declared; None: it did not."""
@@ -73,6 +73,7 @@ def check_heartbeat(
     _within(learner, "inner steps of its own", steps, step)
     _within(learner, "trained tokens", tokens, MAX_TOKENS)
     _within_steps(learner, tokens, steps, tokens_per_step)
+    check_tokens(learner, earlier_tokens, run_step, tokens_per_step)
     if step_s is not None and not (math.isfinite(step_s) and 0 <= step_s <= MAX_STEP_S):
         raise PayloadError(f"{learner!r} says that an inner step takes {step_s} s, which is no duration of a step.")
     check_versions(learner, num_versions, num_fragments)
@@ -205,7 +206,7 @@ def most_inner_bytes(layout: ModelLayout) -> int:
 
 
 def check_tokens(learner: str, tokens: int, run_step: int, tokens_per_step: int | None) -> None:
-    """Check the tokens of a goodbye. It may come before a heartbeat that says of how many steps they are."""
+    """Check the tokens of a goodbye, or of earlier incarnations. Of how many steps they are may not be known."""
     _within(learner, "trained tokens", tokens, MAX_TOKENS)
     _within_steps(learner, tokens, run_step + MAX_AHEAD, tokens_per_step)
 

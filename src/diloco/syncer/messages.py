@@ -31,6 +31,7 @@ def seen_of(
     message: pb.JoinRequest
     | pb.HeartbeatRequest
     | pb.LeaseRequest
+    | pb.LeaveRequest
     | pb.WatchRequest
     | pb.PullRequest
     | pb.InitialiseHeader,

@@ -197,7 +197,7 @@ class Service:
                 request.learner, request.incarnation, step=request.step, steps=request.steps, tokens=request.tokens,
                 step_s=request.step_s or None, waiting=request.waiting, finished=request.finished,
                 blocked_with=tuple(request.blocked_with), versions=tuple(request.versions),
-                confirmed=tuple(request.confirmed), seen=seen_of(request),
+                confirmed=tuple(request.confirmed), seen=seen_of(request), earlier_tokens=request.earlier_tokens,
             )  # fmt: skip
             lineage = lineage_message(driver.lineage)
             return pb.HeartbeatReply(lineage=lineage, standing=standing_message(standing), proposal=proposal)
@@ -217,7 +217,10 @@ class Service:
         self._admit(context, caller, request.run, "learner", request.learner, "control")
 
         def leave(driver: SyncerDriver, done: Callable[[pb.LeaveReply], None]) -> None:
-            driver.leave(request.learner, request.incarnation, lambda: done(pb.LeaveReply()), tokens=request.tokens)
+            driver.leave(
+                request.learner, request.incarnation, lambda: done(pb.LeaveReply()), tokens=request.tokens,
+                earlier_tokens=request.earlier_tokens, process=request.process, seen=seen_of(request),
+            )  # fmt: skip
 
         return self._driver.wait_for(leave)
 

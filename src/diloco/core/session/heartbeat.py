@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from diloco.core.session.lanes import STALL_FACTOR, StallTimeout
 from diloco.core.session.requests import Report
@@ -50,11 +51,16 @@ class Heartbeat:
         has_worked = (report.step, report.tokens) > (self.report.step, self.report.tokens)
         if is_first or waits_or_waited or report.finished or (self._reports_every_step and has_worked):
             self.urge()
-        self.report = report
+        self.report = replace(report, earlier_tokens=max(report.earlier_tokens, self.report.earlier_tokens))
+
+    def trained_earlier(self, tokens: int) -> None:
+        """Incarnations before the newest, which has trained nothing, have trained `tokens` in all."""
+        self.report = replace(self.report, earlier_tokens=max(tokens, self.report.earlier_tokens))
 
     def start_over(self) -> None:
         """A new incarnation has trained nothing."""
-        self.report = Report(step=self.report.step, finished=self.report.finished)
+        before = self.report
+        self.report = Report(step=before.step, finished=before.finished, earlier_tokens=before.all_tokens)
 
     def urge(self) -> None:
         """The next one is due as soon as it may be."""

@@ -45,6 +45,7 @@ class Report:
         steps: inner steps taken by this incarnation.
         blocked_with: the newest versions that it had when it began to wait for others: it sends nothing before there is
             another one. Empty: it does not wait for a version.
+        earlier_tokens: trained by earlier incarnations of this process.
     """
 
     step: int = 0
@@ -54,6 +55,12 @@ class Report:
     finished: bool = False
     steps: int = 0
     blocked_with: tuple[int, ...] = ()
+    earlier_tokens: int = 0
+
+    @property
+    def all_tokens(self) -> int:
+        """Trained by this process."""
+        return self.earlier_tokens + self.tokens
 
 
 # --- requests to the syncer: each ends in exactly one event, its own or `failed` --------------------------------------
@@ -204,7 +211,12 @@ class Lease:
 
 @dataclass(frozen=True)
 class Leave:
-    """Say goodbye over this control connection; then call `left`, or `failed` after `timeout_s` without an answer."""
+    """Say goodbye over this control connection; then call `left`, or `failed` after `timeout_s` without an answer.
+
+    Attributes:
+        tokens, earlier_tokens: as in `Report`.
+        seen: the syncer followed so far.
+    """
 
     lane: ClassVar[LaneName] = "leave"
 
@@ -212,6 +224,8 @@ class Leave:
     connection: int
     timeout_s: float
     tokens: int
+    earlier_tokens: int
+    seen: Lineage | None
 
 
 # --- the executor's own resources -------------------------------------------------------------------------------------

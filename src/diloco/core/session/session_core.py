@@ -7,7 +7,7 @@
     answers   requests to make and news for the learner: `core.session.requests`
 
     entering → joining → fetching → starting → running → leaving → parting → over
-    an evicted learner goes back to joining; where the pool has no place for it any more, all is over
+    an evicted learner goes back to joining; where the pool has no place for it any more, it is drained, until it leaves
 
 Requests belong to lanes (control, watch, receive, send, data), and each lane has at most one under way. What is done
 next follows from what is known: the phase, the versions held and published, the contributions without a verdict, and
@@ -60,7 +60,9 @@ CALL_TIMEOUT_S = 30.0
 ASK_AGAIN_S = 0.3
 """Poll interval while waiting for the run's initial model."""
 
-SessionPhase = Literal["entering", "joining", "fetching", "starting", "running", "leaving", "parting", "over"]
+SessionPhase = Literal[
+    "entering", "joining", "fetching", "starting", "running", "leaving", "drained", "parting", "over"
+]  # fmt: skip
 Actions = list[SessionAction]
 
 
@@ -77,6 +79,7 @@ class SessionCore:
         initialises: this learner gives the run its model.
         join_timeout_s: how long to wait for a syncer, and for the run to have a model; None: as long as it takes.
         num_addresses: of syncers, which are tried in turn.
+        seen: the syncer that a checkpoint has followed, which the learner goes on from; None: there is none.
 
     Attributes:
         who: the newest incarnation.
@@ -97,6 +100,7 @@ class SessionCore:
         initialises: bool = False,
         join_timeout_s: float | None = None,
         num_addresses: int = 1,
+        seen: Lineage | None = None,
     ) -> None:
         self.who = who
         self.phase: SessionPhase = "entering"
@@ -115,7 +119,7 @@ class SessionCore:
         self._reason: str | None = None  # why the incarnation before was evicted
         self._started_in: Lineage | None = None
         self._said = set[str]()
-        self._witness, self._votes = Witness(), Votes()
+        self._witness, self._votes = Witness(seen), Votes()
         self._followed_at = -math.inf  # when the syncer that is followed was heard last
 
     @property
@@ -145,8 +149,9 @@ class SessionCore:
         return self._go_on(now)
 
     def report(self, now: float, incarnation: int, report: Report) -> Actions:
-        """The content of the next heartbeats. It is ignored if the incarnation was evicted."""
+        """The content of the next heartbeats. Of one that was evicted, they only say what it has trained."""
         if not self._speaks(incarnation):
+            self._heartbeat.trained_earlier(report.all_tokens)
             return []
         self._heartbeat.reported(report)
         return self._go_on(now)
@@ -160,7 +165,10 @@ class SessionCore:
         """The learner takes no more steps and wants to leave; all ends with `Close`. `timeout_s`: how long it waits for
         a syncer that answers, until that has its contributions."""
         if not self._is_member:
-            return self._over() if self.phase in ("entering", "joining") else []
+            if self.phase in ("joining", "drained"):
+                self._departure.begin(now, timeout_s)
+                return self._say_late(now)
+            return self._over() if self.phase == "entering" else []
         self.phase = "leaving"
         self._departure.begin(now, timeout_s)
         self._heartbeat.leave(now)
@@ -238,10 +246,10 @@ class SessionCore:
         before, now = self._started_in, self.seen
         return before is not None and now is not None and before.epoch < now.epoch
 
-    def _join_again(self, reason: str) -> Actions:
+    def _join_again(self, now: float, reason: str) -> Actions:
         """This incarnation is out, and what it sent is void."""
         if self.phase == "leaving":
-            return self._over()
+            return self._say_late(now)
         self.phase, self._reason = "joining", reason
         drops = [requests.Drop(c) for c in self._outbox.contributions]
         self._outbox, self._cache = Outbox(self._num_fragments), ModelCache(self._num_fragments)
@@ -360,7 +368,7 @@ class SessionCore:
             for lane in self._lanes.all:
                 lane.is_stopped = True
             return [requests.Fail(StaleIncarnationError(text))]
-        return self._join_again(reason) + self._go_on(now)
+        return self._join_again(now, reason) + self._go_on(now)
 
     def ended(self, now: float, watch: requests.Watch) -> Actions:
         """The syncer has closed a stream of notices."""
@@ -411,7 +419,11 @@ class SessionCore:
     def failed(self, now: float, request: requests.Request, error: DilocoError) -> Actions:
         """A request has failed: it is repeated, this incarnation is out, or the learner fails."""
         if isinstance(request, requests.Leave):
+            if isinstance(error, StaleIncarnationError) and request.who.incarnation:
+                return self._say_late(now)  # it had not heard of its eviction
             return [requests.Warn(f"{self.who.learner} left without the syncer's answer: {error}"), *self._over()]
+        if self.phase == "drained":
+            return []
         lane = self._lanes.of(request)
         lane.is_busy = False
         if isinstance(request, requests.Beat):
@@ -423,7 +435,7 @@ class SessionCore:
 
     def _mend(self, now: float, request: requests.Request, lane: Lane, error: DilocoError) -> Actions:
         match request, error:
-            case requests.Describe(), UnreachableError() if self._entrance.is_late(now):
+            case requests.Describe(), UnreachableError() | LineageError() if self._gives_up(now):
                 return self._fail(lane, error)
             case requests.Beat(connection=connection), StandbyError() if connection == self._lanes.connection.number:
                 self._votes.begin(now, connection, now - self._followed_at)
@@ -446,7 +458,8 @@ class SessionCore:
                     self._looks_around |= isinstance(request, requests.Join) and not self._is_alone
                 return self._lanes.failed(now, request, error)
             case requests.Join(), DrainedError() if self._has_started:
-                return [requests.Warn(str(error)), Drained(), *self._over()]
+                self.phase = "drained"
+                return [requests.Warn(str(error)), Drained()]
             case requests.Initialise(), AlreadyInitialisedError() if self._entrance.refused():
                 return []
             case requests.Push(boot=boot), RestartedError():
@@ -467,8 +480,12 @@ class SessionCore:
                 requests.Fetch() | requests.Watch() | requests.Beat() | requests.Push() | requests.Lease(),
                 StaleIncarnationError(),
             ):
-                return self._join_again(str(error)) if self._is_current(request.who) else []
+                return self._join_again(now, str(error)) if self._is_current(request.who) else []
         return self._fail(lane, error)
+
+    def _gives_up(self, now: float) -> bool:
+        """Whether it has taken too long to become part of the run."""
+        return not self._has_started and self._entrance.is_late(now)
 
     def _fail(self, lane: Lane, error: DilocoError) -> Actions:
         lane.is_stopped = True
@@ -480,7 +497,7 @@ class SessionCore:
         """Begin the requests that there are to make."""
         lanes, actions = self._lanes, list[SessionAction]()
         self.wake_at = math.inf
-        if self.phase in ("parting", "over"):
+        if self.phase in ("drained", "parting", "over"):
             return actions
         if self.phase == "entering" and self._entrance.step == "join":
             self.phase = "joining"
@@ -574,11 +591,23 @@ class SessionCore:
         is_gone = departure.is_silent(now) or (self._lanes.send if is_sending else self._lanes).is_away
         if is_sending and not is_gone and not departure.is_late(now):
             return []
-        self.phase = "parting"
-        timeout_s = GONE_TIMEOUT_S if is_gone else departure.timeout_s(now)
-        leave = requests.Leave(self.who, self._lanes.connection.number, timeout_s, self._heartbeat.report.tokens)
+        leave = self._goodbye(self.who, GONE_TIMEOUT_S if is_gone else departure.timeout_s(now))
         text = f"{self.who.learner} leaves while a contribution is still in flight"
         return [requests.Warn(text), leave] if is_sending else [leave]
+
+    def _say_late(self, now: float) -> Actions:
+        """Leave, as no incarnation: the newest is out, and may have trained more than it had said by then."""
+        if self._heartbeat.report.all_tokens == 0:
+            return self._over()
+        timeout_s = GONE_TIMEOUT_S if self._lanes.is_away else self._departure.timeout_s(now)
+        return [self._goodbye(replace(self.who, incarnation=0), timeout_s)]
+
+    def _goodbye(self, who: Identity, timeout_s: float) -> requests.Leave:
+        self.phase, self.wake_at = "parting", math.inf
+        report = self._heartbeat.report
+        return requests.Leave(
+            who, self._lanes.connection.number, timeout_s, report.tokens, report.earlier_tokens, self.seen
+        )
 
     def _over(self) -> Actions:
         self.phase, self.wake_at = "over", math.inf

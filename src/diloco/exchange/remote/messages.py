@@ -83,6 +83,7 @@ def heartbeat_request(beat: requests.Beat) -> pb.HeartbeatRequest:
         seen=lineage_message(beat.seen),
         process=who.process,
         promised=_ballot_message(beat.promised),
+        earlier_tokens=report.earlier_tokens,
     )
 
 
@@ -178,7 +179,15 @@ def lineage_of(message: pb.Lineage) -> Lineage:
 def leave_request(leave: requests.Leave) -> pb.LeaveRequest:
     """Goodbye."""
     who = leave.who
-    return pb.LeaveRequest(run=who.run, learner=who.learner, incarnation=who.incarnation, tokens=leave.tokens)
+    return pb.LeaveRequest(
+        run=who.run,
+        learner=who.learner,
+        incarnation=who.incarnation,
+        tokens=leave.tokens,
+        earlier_tokens=leave.earlier_tokens,
+        process=who.process,
+        seen=lineage_message(leave.seen),
+    )
 
 
 def standing_of(message: pb.Standing) -> Standing:

@@ -81,8 +81,10 @@ def connect(
         initialise: give the run this learner's model. Exactly one learner does so, once.
         initial_step, initial_tokens: what that model was trained on before (a warm start).
         source: for people: where that model came from.
-        lineage: of a checkpoint of a run whose syncer has lost its state ("lineage" of `Learner.state_dict`): the run
-            goes on from that model under its old id, so that the other learners follow. None: a new run.
+        lineage: of the checkpoint that this learner goes on from ("lineage" of `Learner.state_dict`). A syncer that
+            serves an older copy of the run's state is not followed: the learner says so in a warning, and waits for the
+            newest. With `initialise`, for a run whose syncer has lost its state: the run goes on from that model under
+            its old id, so that the other learners follow. None: it follows any syncer of the run, or begins a new one.
         join_timeout_s: how long to wait for a syncer to answer, and for the run to have a model; None: as long as it
             takes.
         tokens_per_step: the most that this learner trains in an inner step, over all of its ranks: the syncer refuses
@@ -101,6 +103,7 @@ def connect(
         run=run,
         learner=learner or socket.gethostname(),
         initial=Initial(initial_step, initial_tokens, source, seen) if initialise else None,
+        seen=None if initialise else seen,
         join_timeout_s=join_timeout_s,
         tokens_per_step=tokens_per_step,
     )
@@ -120,11 +123,13 @@ class Remote(ShardedExchange):
         run: str,
         learner: str,
         initial: Initial | None = None,
+        seen: Lineage | None = None,
         join_timeout_s: float | None = None,
         tokens_per_step: int | None = None,
     ) -> None:
         self._tokens_per_step = tokens_per_step
         self._dialler, self._initial, self._join_timeout_s = dialler, initial, join_timeout_s
+        self._seen = seen  # by the checkpoint
         self._who = Identity(run, learner, process=secrets.randbits(64))
         self._incarnation = 0  # as which the training thread speaks
         self._session: Session | None = None
@@ -167,6 +172,7 @@ class Remote(ShardedExchange):
             initialises=self._initial is not None,
             join_timeout_s=self._join_timeout_s,
             num_addresses=self._dialler.num_addresses,
+            seen=self._seen,
         )
         model, dialler, lanes = None if self._initial is None else initial(), self._dialler, self._lanes
         sender, receiver, parts = Sender(dialler), Receiver(dialler, layout, method), model_parts

@@ -239,12 +239,16 @@ class SessionClient:
                     who.learner, who.incarnation, step=report.step, steps=report.steps, tokens=report.tokens,
                     step_s=report.step_s, waiting=report.waiting, finished=report.finished,
                     blocked_with=report.blocked_with, versions=call.versions, confirmed=call.confirmed, seen=call.seen,
+                    earlier_tokens=report.earlier_tokens,
                 )  # fmt: skip
                 reply((driver.lineage, standing))
             case requests.Lease(who=who, ask=ask):
                 driver.lease(who.learner, who.incarnation, ask, reply, seen=call.seen)
-            case requests.Leave(who=who, tokens=tokens):
-                driver.leave(who.learner, who.incarnation, reply, tokens=tokens)
+            case requests.Leave(who=who, tokens=tokens, earlier_tokens=earlier_tokens):
+                driver.leave(
+                    who.learner, who.incarnation, reply, tokens=tokens, earlier_tokens=earlier_tokens,
+                    process=who.process, seen=call.seen,
+                )  # fmt: skip
 
     def _push(self, open_: _Open, call: requests.Push) -> None:
         """Its header goes before its payload; what is cut in between never becomes complete."""

@@ -387,7 +387,7 @@ class Notice(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., standing: _Optional[_Union[Standing, _Mapping]] = ..., evicted: _Optional[_Union[Evicted, _Mapping]] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("run", "learner", "incarnation", "step", "tokens", "step_s", "waiting", "versions", "finished", "confirmed", "seen", "steps", "process", "promised", "blocked_with")
+    __slots__ = ("run", "learner", "incarnation", "step", "tokens", "step_s", "waiting", "versions", "finished", "confirmed", "seen", "steps", "process", "promised", "earlier_tokens", "blocked_with")
     RUN_FIELD_NUMBER: _ClassVar[int]
     LEARNER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -402,6 +402,7 @@ class HeartbeatRequest(_message.Message):
     STEPS_FIELD_NUMBER: _ClassVar[int]
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     PROMISED_FIELD_NUMBER: _ClassVar[int]
+    EARLIER_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BLOCKED_WITH_FIELD_NUMBER: _ClassVar[int]
     run: str
     learner: str
@@ -417,8 +418,9 @@ class HeartbeatRequest(_message.Message):
     steps: int
     process: int
     promised: Ballot
+    earlier_tokens: int
     blocked_with: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., tokens: _Optional[int] = ..., step_s: _Optional[float] = ..., waiting: _Optional[bool] = ..., versions: _Optional[_Iterable[int]] = ..., finished: _Optional[bool] = ..., confirmed: _Optional[_Iterable[int]] = ..., seen: _Optional[_Union[Lineage, _Mapping]] = ..., steps: _Optional[int] = ..., process: _Optional[int] = ..., promised: _Optional[_Union[Ballot, _Mapping]] = ..., blocked_with: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., tokens: _Optional[int] = ..., step_s: _Optional[float] = ..., waiting: _Optional[bool] = ..., versions: _Optional[_Iterable[int]] = ..., finished: _Optional[bool] = ..., confirmed: _Optional[_Iterable[int]] = ..., seen: _Optional[_Union[Lineage, _Mapping]] = ..., steps: _Optional[int] = ..., process: _Optional[int] = ..., promised: _Optional[_Union[Ballot, _Mapping]] = ..., earlier_tokens: _Optional[int] = ..., blocked_with: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
     __slots__ = ("lineage", "standing", "proposal")
@@ -625,16 +627,22 @@ class PromoteReply(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., fenced: _Optional[bool] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
-    __slots__ = ("run", "learner", "incarnation", "tokens")
+    __slots__ = ("run", "learner", "incarnation", "tokens", "earlier_tokens", "process", "seen")
     RUN_FIELD_NUMBER: _ClassVar[int]
     LEARNER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EARLIER_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
+    SEEN_FIELD_NUMBER: _ClassVar[int]
     run: str
     learner: str
     incarnation: int
     tokens: int
-    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., tokens: _Optional[int] = ...) -> None: ...
+    earlier_tokens: int
+    process: int
+    seen: Lineage
+    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., tokens: _Optional[int] = ..., earlier_tokens: _Optional[int] = ..., process: _Optional[int] = ..., seen: _Optional[_Union[Lineage, _Mapping]] = ...) -> None: ...
 
 class LeaveReply(_message.Message):
     __slots__ = ()
