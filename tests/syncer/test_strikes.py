@@ -5,9 +5,11 @@ from __future__ import annotations
 import datetime as dt
 import socket
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
+import grpc
 import pytest
 from benchmarks.hostile import CONTINUATION, ENDLESS, Http2, Target, frame, headers
 from benchmarks.processes import until
@@ -21,6 +23,7 @@ from diloco.syncer.keyring import Keyring
 from diloco.syncer.sockets import SocketLedger
 from diloco.syncer.syn_filter import SynFilter
 from diloco.syncer.tcp import duplicate_of, listeners, network_of, tcp_counts
+from diloco.syncer.tls import server_credentials
 
 SYN_SENT, SO_GET_FILTER = 2, 26
 NEVER = 31
@@ -58,6 +61,7 @@ def test_strikes_are_of_one_host_and_are_forgotten() -> None:
 def test_a_host_with_learners_keeps_one_connection_in_eight() -> None:
     strikes = Strikes(FREE)
     strikes.known(0.0, HOST)
+    assert struck(strikes, HOST, limits.KNOWN_FACTOR * FREE) == 0
     assert struck(strikes, HOST, 100_000) == limits.MOST_THINNED_KNOWN == 3
     later = limits.KNOWN_S + 1
     assert struck(strikes, HOST, 100_000, now=later) == limits.MOST_THINNED
@@ -190,9 +194,9 @@ def num_instructions(port: int) -> int:
 @pytest.mark.parametrize("thins", [True, False])
 def test_fewer_connections_are_taken_from_a_host_whose_connections_bring_no_call(thins: bool) -> None:
     now = [0.0]
-    with guarded(Guard(thins=thins, free_strikes=4), lambda: now[0]) as (ledger, accepted, dial):
+    with guarded(Guard(thins=thins, free_strikes=1), lambda: now[0]) as (ledger, accepted, dial):
         know(ledger, dial())
-        for _ in range(6):
+        for _ in range(2 * limits.KNOWN_FACTOR):
             dial()
         for each in accepted[1:]:
             each.close()
@@ -206,8 +210,8 @@ def test_fewer_connections_are_taken_from_a_host_whose_connections_bring_no_call
 
 @needs_counts
 def test_connections_that_bring_calls_are_no_strikes() -> None:
-    with guarded(Guard(thins=True, free_strikes=4)) as (ledger, accepted, dial):
-        for _ in range(10):
+    with guarded(Guard(thins=True, free_strikes=1)) as (ledger, accepted, dial):
+        for _ in range(2 * limits.KNOWN_FACTOR):
             client = dial()
             know(ledger, client)
             client.close()
@@ -307,16 +311,23 @@ def test_endless_headers_with_a_certificate_end_their_connection(tmp_path: Path)
 @needs_counts
 def test_a_refused_handshake_is_a_strike(tmp_path: Path) -> None:
     Keyring.new(tmp_path / "keys", RUN, ["127.0.0.1"], [("raw", "learner")], dt.timedelta(days=1))
-    with start(tmp_path, method(), keys=tmp_path / "keys" / "syncer") as syncer:
-        target = Target(syncer.address, tls=True, source=HOST)
+    ledgers: list[SocketLedger] = []
+    credentials = server_credentials(
+        tmp_path / "keys" / "syncer", client_certificates=True, begins=lambda: [each.dialled() for each in ledgers]
+    )
+    server = grpc.server(ThreadPoolExecutor(1))
+    port = server.add_secure_port("127.0.0.1:0", credentials)
+    with SocketLedger(port, Guard(thins=True, free_strikes=4), clock=lambda: 0.0) as ledger:
+        ledgers.append(ledger)
+        server.start()
+        target = Target(f"127.0.0.1:{port}", tls=True, source=HOST)
 
         def is_thinned() -> bool:
             with suppress(OSError), closing(Http2(target)) as stranger:
                 stranger.socket.settimeout(5)
                 stranger.socket.recv(1)
-            return num_instructions(syncer.port) > 0
+            ledger.sample()
+            return num_instructions(port) > 0
 
         until(is_thinned, "all connections are taken")
-        raw = Raw(syncer.address, keys=tmp_path / "keys" / "raw")
-        raw.initialise()
-        raw.connection.close()
+        server.stop(None).wait()

@@ -25,7 +25,9 @@ STRIKE_BYTES = 1 << 20
 MOST_THINNED, MOST_THINNED_KNOWN = 10, 3
 """One in 2^k new connections is taken at least; of a host that learners were known at within `KNOWN_S`, the second."""
 
-KNOWN_S = 3600.0
+KNOWN_S, KNOWN_FACTOR = 3600.0, 8
+"""Such a host has so many times the free strikes: many learners behind a link that keeps breaking are no flood."""
+
 MOST_REMEMBERED, MOST_FILTERED = 1024, 64
 """Hosts that are remembered, and whose connections are thinned out at a time: those with most strikes."""
 
@@ -96,11 +98,11 @@ class Strikes:
         a flood of any rate at a few connections a second."""
         found = {}
         for network, score in self._by_host.items(now):
-            if score >= math.sqrt(2) * self._free:
-                known_at = self._known_at.get(network)
-                is_known = known_at is not None and now - known_at < KNOWN_S
-                most = MOST_THINNED_KNOWN if is_known else MOST_THINNED
-                found[network] = score, min(most, int(2 * math.log2(score / self._free)))
+            known_at = self._known_at.get(network)
+            is_known = known_at is not None and now - known_at < KNOWN_S
+            most, free = (MOST_THINNED_KNOWN, KNOWN_FACTOR * self._free) if is_known else (MOST_THINNED, self._free)
+            if score >= math.sqrt(2) * free:
+                found[network] = score, min(most, int(2 * math.log2(score / free)))
         worst = sorted(found, key=lambda network: (-found[network][0], network))[:MOST_FILTERED]
         return {network: found[network][1] for network in worst}
 
