@@ -90,7 +90,7 @@ class Raw:
     ) -> None:  # fmt: skip
         self.name = name
         self.layout = held or layout()
-        self.connection = Connection(address, keys=keys, token=token)
+        self.connection = Connection(address, keys=keys, token=token, stall_floor_s=60.0)  # also on a busy machine
         self.incarnation = self.boot = 0
         self.numbers: dict[int, int] = {}
         self.heard = pb.Standing()

@@ -72,13 +72,14 @@ def test_calls_that_say_nothing_leave_the_threads_of_others(called: str, tmp_pat
 
 def test_an_idle_control_call_reads_nothing_and_is_cancelled_at_its_deadline() -> None:
     now = [0.0]
-    deadlines = CallDeadlines(first_s=5.0, next_s=50.0, clock=lambda: now[0])
+    deadlines = CallDeadlines(6.0, first_s=5.0, next_s=50.0, clock=lambda: now[0])
     begun, ended = [], []
 
     def behaviour(stream: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         begun.append(1)
         try:
-            yield from deadlines.replies((message for message in deadlines.messages(stream, context)), context)
+            messages = deadlines.messages(stream, "a", context)
+            yield from deadlines.replies((message for message in messages), "a", context)
         finally:
             ended.append(1)
 

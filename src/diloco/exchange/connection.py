@@ -16,6 +16,7 @@ from typing import Any, Self, TypeVar
 import grpc
 from google.protobuf.message import Message
 
+from diloco.core.members import Deadlines
 from diloco.core.session.lanes import StallTimeout
 from diloco.errors import AuthError, DilocoError, ExchangeError, UnreachableError
 from diloco.exchange.credentials import Credentials
@@ -28,10 +29,12 @@ from diloco.exchange.wire.rpc import CHANNEL_OPTIONS, from_rpc_error, is_retryab
 R = TypeVar("R", bound=Message)
 D = TypeVar("D", pb.PullHeader, pb.PullInnerHeader)
 
-STALL_FLOOR_S, STALL_CAP_S = 60.0, 3600.0
-"""The stall timeout of a transfer before anything is known of the run, and at most. A syncer says what it is in its run
-(`expect_answers_within`): as long as a silent learner has."""
+STALL_FLOOR_S, STALL_CAP_S = Deadlines().lost_floor_s, 3600.0
+"""The stall timeout of a transfer before anything is known of the run, and at most: as long as a silent learner has,
+which a syncer says of its run (`expect_answers_within`)."""
 
+ANSWER_CAP_S = 30.0
+"""The most that an answer to a call may take; the least is the stall timeout's."""
 
 LOOK_EVERY_S = 10.0
 """Between two looks at why TLS with the syncer fails."""
@@ -94,13 +97,14 @@ class Connection:
     """Channels to one syncer, one TCP connection each, made when first used.
 
     Bulk transfers have channels of their own ("contributions", "updates", "joins"), so that they cannot starve the
-    heartbeats. A transfer that stands still is cut off after a stall timeout that is measured, and its channel is
-    closed: the next call dials anew.
+    heartbeats. A transfer that stands still, and a call that is not answered, is cut off after a stall timeout that is
+    measured, and its channel is closed: the next call dials anew.
 
     Arguments:
         address: "host:port"; a learner only ever dials out, to this one address.
         keys, token, ca, insecure: as `Credentials`.
-        stall_floor_s: the stall timeout before anything is known of the link, seconds.
+        stall_floor_s: the stall timeout before anything is known of the link, seconds, also where the run's is longer;
+            None: the run's, once it is known.
 
     Attributes:
         closing: set once the connection is being closed.
@@ -114,7 +118,7 @@ class Connection:
         token: str | None = None,
         ca: str | Path | None = None,
         insecure: bool = False,
-        stall_floor_s: float = STALL_FLOOR_S,
+        stall_floor_s: float | None = None,
     ) -> None:
         self.address = address
         self._credentials = Credentials(address, keys=_path(keys), token=token, ca=_path(ca), insecure=insecure)
@@ -124,31 +128,57 @@ class Connection:
         self._refused_at: float | None = None  # by TLS, for the first time since an answer
         self._channels: dict[str, grpc.Channel] = {}
         self._lock = threading.Lock()
-        self._stall_floor_s = stall_floor_s
+        self._longest_floor_s = math.inf if stall_floor_s is None else stall_floor_s
+        self._stall_floor_s = STALL_FLOOR_S if stall_floor_s is None else stall_floor_s
+        self._answers = StallTimeout(self._stall_floor_s, ANSWER_CAP_S)
         self._timeouts: defaultdict[str, StallTimeout] = defaultdict(
             lambda: StallTimeout(self._stall_floor_s, STALL_CAP_S)
         )
         self.closing = threading.Event()
 
     def expect_answers_within(self, floor_s: float) -> None:
-        """Give up a transfer in which nothing moves for so long, unless such pauses are usual on its link. It may have
-        to be sooner already."""
-        self._stall_floor_s = min(self._stall_floor_s, floor_s)
-        for timeout in list(self._timeouts.values()):
+        """Give up a call in which nothing moves for so long, unless such pauses are usual on its link."""
+        self._stall_floor_s = min(self._longest_floor_s, floor_s)
+        for timeout in (self._answers, *list(self._timeouts.values())):
             timeout.floor_s = self._stall_floor_s
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
-    def call(self, channel: str, method: str, request: Message, kind: type[R], *, timeout_s: float = 30.0) -> R:
+    def call(
+        self, channel: str, method: str, request: Message, kind: type[R], *, timeout_s: float | None = None
+    ) -> R:  # fmt: skip
         """One unary call.
+
+        Arguments:
+            timeout_s: for the answer; the caller hangs up after it. None: the stall timeout of answers, after which the
+                channel is closed.
 
         Raises:
             DilocoError: what the syncer answered, as its own class; UnreachableError where it did not answer.
         """
-        with self._mapping():
+        with self._mapping(), self._answering(channel, method, timeout_s) as limit_s:
             stub = self._channel(channel).unary_unary(path(method), _serialize, kind.FromString)
-            reply: R = stub(request, timeout=timeout_s, metadata=self._metadata)
+            reply: R = stub(request, timeout=limit_s, metadata=self._metadata)
         return reply
+
+    @contextmanager
+    def _answering(self, channel: str, method: str, timeout_s: float | None) -> Iterator[float]:
+        """Gives how long a call's answer may take, inside of which it is waited for."""
+        if timeout_s is not None:
+            yield timeout_s
+            return
+        limit_s, began_at = self._answers.limit_s, time.monotonic()
+        try:
+            yield limit_s
+        except grpc.RpcError as error:
+            if _code(error) is not grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise
+            self.close_channel(channel)
+            raise UnreachableError(
+                f"the syncer at {self.address} has not answered {method} within {limit_s:.1f} s; is the link up?"
+            ) from error
+        finally:
+            self._answers.waited(time.monotonic() - began_at)
 
     def upload(
         self,
@@ -230,8 +260,7 @@ class Connection:
             stub = self._channel(channel).stream_stream(path("Probe"), None, None)
             call: Any = stub(chain([_serialize(header)], noise(header.up_bytes)), metadata=self._metadata)
             with self._watching(call, channel) as watchdog:
-                reply = read_header(call, pb.ProbeReply)
-                watchdog.moved()
+                reply = _reply(call, watchdog.moved)
                 return reply, timed(call, header.down_bytes, watchdog.moved)
 
     def watch(self, channel: str, request: pb.WatchRequest) -> Iterator[pb.Notice]:
@@ -334,6 +363,14 @@ class Connection:
                     else grpc.secure_channel(self.address, credentials, options=CHANNEL_OPTIONS)
                 )
             return self._channels[name]
+
+
+def _reply(replies: Iterator[bytes], moved: Callable[[], None]) -> pb.ProbeReply:
+    """That to a probe, which comes once all of it has arrived; what comes before says how much has."""
+    while (reply := read_header(replies, pb.ProbeReply)).HasField("received"):
+        moved()
+    moved()
+    return reply
 
 
 def _serialize(message: Any) -> bytes:

@@ -78,9 +78,9 @@ class Dialler:
     def _place_of(self, address: int) -> int:
         return (self._first + address) % self.num_addresses
 
-    def call(self, channel: str, method: str, request: Message, kind: type[R], *, timeout_s: float = 30.0) -> R:
+    def call(self, channel: str, method: str, request: Message, kind: type[R]) -> R:
         """As `Connection.call`."""
-        return self.current.call(channel, method, request, kind, timeout_s=timeout_s)
+        return self.current.call(channel, method, request, kind)
 
     def upload(
         self,
@@ -143,7 +143,9 @@ def found(syncers: Dialler, run: str) -> pb.DescribeReply:
     failures = list[tuple[int, UnreachableError | AuthError]]()
     for _ in range(syncers.num_addresses):
         try:
-            return syncers.call("control", "Describe", pb.DescribeRequest(run=run), pb.DescribeReply)
+            description = syncers.call("control", "Describe", pb.DescribeRequest(run=run), pb.DescribeReply)
+            syncers.expect_answers_within(description.lost_floor_s)
+            return description
         except (UnreachableError, AuthError) as error:
             failures.append((syncers.place, error))
         syncers.next()

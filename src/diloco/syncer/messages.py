@@ -6,10 +6,13 @@ import threading
 from collections.abc import Iterable, Iterator
 
 from diloco.core.contribution import Contribution, Standing, Verdict
+from diloco.core.fragments import Layout
 from diloco.core.leases import Ask, DataSet, Grant
 from diloco.core.lineage import Lineage
 from diloco.core.ranges import Ranges
+from diloco.errors import LayoutError
 from diloco.exchange.wire import syncer_pb2 as pb
+from diloco.plain_json import read_json
 
 
 def contribution_of(header: pb.PushHeader) -> Contribution:
@@ -122,3 +125,8 @@ class WatchStream:
                 return pb.Notice(standing=standing_message(standing))
             evicted, self._evicted = self._evicted, None
             return None if evicted is None else pb.Notice(evicted=evicted)
+
+
+def layout_of(text: str) -> Layout:
+    """The layout that a learner's model has. Raises LayoutError: the text is none."""
+    return Layout.from_dict(read_json(text, "the layout", LayoutError, "send Layout.to_dict()"))

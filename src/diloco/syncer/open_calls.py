@@ -80,6 +80,12 @@ class OpenCalls:
             if each is not call and (each.name, each.caller.name) == who and each.is_settled is is_settled
         ]  # fmt: skip
 
+    @property
+    def num_open(self) -> int:
+        """How many are open."""
+        with self._lock:
+            return len(self._calls)
+
     def close(self) -> None:
         """Look no more."""
         self._stop.set()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 from diloco.errors import ConfigError, RunError
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.probe import MAX_PROBE_BYTES, noise, timed
+from diloco.exchange.wire.incoming import Progress
+from diloco.exchange.wire.probe import MAX_PROBE_BYTES, noise, timing
 
 
 class Prober:
@@ -28,8 +29,21 @@ class Prober:
         if not self._busy.acquire(blocking=False):
             raise RunError("another learner's link is being measured; measure again in a minute.")
         try:
-            num_bytes, seconds = timed(stream, header.up_bytes)
+            num_bytes, seconds = yield from _taking(stream, header.up_bytes)
             yield pb.ProbeReply(num_bytes=num_bytes, seconds=seconds).SerializeToString()
             yield from noise(header.down_bytes)
         finally:
             self._busy.release()
+
+
+def _taking(stream: Iterator[bytes], num_bytes: int) -> Generator[bytes, None, tuple[int, float]]:
+    """As `timing`; says to the sender how much has arrived."""
+    chunks, progress = timing(stream, num_bytes), Progress()
+    while True:
+        try:
+            arrived = next(chunks)
+        except StopIteration as ended:
+            found: tuple[int, float] = ended.value
+            return found
+        if progress.is_due():
+            yield pb.ProbeReply(received=pb.Received(num_bytes=arrived)).SerializeToString()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+import time
 import zlib
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
 
 from diloco.errors import CorruptPayloadError
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import filling, read_header
 from diloco.exchange.wire.incoming import Progress
+from diloco.run.prefixes import KEPT_S
 
 
 def receiving(stream: Iterator[bytes], buffer: memoryview) -> Iterator[pb.Received]:
@@ -34,12 +38,39 @@ def resumed_at(start: int, received: int) -> int:
     return start
 
 
+@dataclass(frozen=True)
+class _Kept:
+    """The first `filled` bytes of an upload, and what it announced."""
+
+    announced: bytes
+    buffer: memoryview
+    filled: int
+    cut_at_s: float
+
+
 class IncomingModel:
     """The bytes of a run's initial model, as they arrive. Those of an upload that is cut off are kept for the next one
-    that says the same; one upload at a time."""
+    that says the same, if it begins within `KEPT_S`; one upload at a time, and `look` from any thread.
 
-    def __init__(self) -> None:
-        self._kept: tuple[bytes, memoryview, int] | None = None  # what was announced; the first bytes, and how many
+    Arguments:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._lock = clock, threading.Lock()
+        self._kept: _Kept | None = None
+
+    @property
+    def kept_bytes(self) -> int:
+        """That wait for the next upload, of memory."""
+        with self._lock:
+            return 0 if self._kept is None else len(self._kept.buffer)
+
+    def look(self) -> None:
+        """Drop what has waited for too long."""
+        with self._lock:
+            if self._kept is not None and self._clock() - self._kept.cut_at_s >= KEPT_S:
+                self._kept = None
 
     def receive(
         self, header: pb.InitialiseHeader, stream: Iterator[bytes], room: Callable[[int], memoryview],
@@ -57,9 +88,13 @@ class IncomingModel:
         announced = pb.InitialiseHeader()
         announced.CopyFrom(header)
         announced.resumes = False
-        what, (kept_of, buffer, filled) = announced.SerializeToString(), self._kept or (b"", memoryview(b""), 0)
-        self._kept = None
-        if kept_of != what or not header.resumes:
+        what = announced.SerializeToString()
+        with self._lock:
+            kept, self._kept = self._kept, None
+        if kept is not None and kept.announced == what and header.resumes:
+            buffer, filled = kept.buffer, kept.filled
+        else:
+            kept = None  # its memory, before there is room for the other
             buffer, filled = room(sum(header.part_bytes)), 0
         start, is_whole = 0, False
         try:
@@ -75,5 +110,6 @@ class IncomingModel:
             is_whole = True
         finally:
             if not is_whole and filled < len(buffer):  # else it is the checksum that is another one
-                self._kept = what, buffer, filled
+                with self._lock:
+                    self._kept = _Kept(what, buffer, filled, self._clock())
         return buffer

@@ -41,6 +41,7 @@ from diloco.syncer.metrics import SyncerMetrics
 from diloco.syncer.open_calls import OpenCalls
 from diloco.syncer.pair_calls import PairCalls, StandingJournal
 from diloco.syncer.pairing import TICK_S, Pairing
+from diloco.syncer.receiving import IncomingModel
 from diloco.syncer.replica import Replica
 from diloco.syncer.replicated import ReplicatedStore
 from diloco.syncer.service import Service
@@ -161,20 +162,22 @@ class Syncer:
             self._sockets = SocketLedger(self.port, Guard(thins=asks))
         audit = Audit(self._events, self._metrics)
         self._calls = OpenCalls(auth, audit)
-        self._deadlines = CallDeadlines()
-        self.transfers = Transfers(lambda: self.driver)
+        self._deadlines = CallDeadlines(options.deadlines.lost_floor_s)
+        self.transfers = Transfers(lambda: self.driver, self._deadlines)
         self._following = None
         if options.follow is not None:
             self._following = Following(
                 run, self._store, self.pairing, options.follow_with, let_go=self._host_as_it_stands, failed=self._failed
             )
+        self._incoming = IncomingModel()
         pair = PairCalls(
             self.pairing, Leading(self._store, self.pairing), self._following, lambda: self._hosted is not None
         )
         service = Service(
             run, method, lambda: self.driver, pair=pair, auth=auth, calls=self._calls, deadlines=self._deadlines,
-            transfers=self.transfers, audit=audit, sockets=self._sockets, lost_floor_s=options.deadlines.lost_floor_s,
-            resumed=self._observer.resumed, status_extra=self._status_extra,
+            transfers=self.transfers, incoming=self._incoming, audit=audit, sockets=self._sockets,
+            lost_floor_s=options.deadlines.lost_floor_s, resumed=self._observer.resumed,
+            status_extra=self._status_extra,
         )  # fmt: skip
         self._server.add_generic_rpc_handlers((service.handlers(),))
         self.metrics_port = None if options.metrics_address is None else self._metrics.serve(options.metrics_address)
@@ -333,6 +336,7 @@ class Syncer:
     def _report_traffic(self) -> None:
         while not self._stopping.wait(TRAFFIC_EVERY_S):
             self._append_traffic()
+            self._incoming.look()
 
     def _append_traffic(self) -> None:
         if self._sockets is None:

@@ -6,13 +6,9 @@ gRPC hands over requests as raw bytes: a caller is authenticated before anything
 from __future__ import annotations
 
 import json
-import secrets
-import threading
 import zlib
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import closing, contextmanager
-from functools import partial
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import grpc
@@ -21,43 +17,38 @@ from google.protobuf.message import Message
 from safetensors.torch import save
 
 from diloco.core.contribution import Contribution
-from diloco.core.fragments import Layout
-from diloco.core.held import HeldFragment
 from diloco.core.leases import Grant
-from diloco.core.lineage import Lineage
-from diloco.core.memory import room
 from diloco.core.method import Method
 from diloco.core.shards import Segments, num_segments_of
 from diloco.errors import (
-    BusyError,
     CorruptPayloadError,
     DilocoError,
     LayoutError,
     NoRoomError,
     StandbyError,
-    StoreError,
 )
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import bytes_of, filling, read_header, streamed, tensor_of, tensors_of
+from diloco.exchange.wire.frames import bytes_of, filling, read_header, streamed
 from diloco.exchange.wire.incoming import Progress, start_of
 from diloco.exchange.wire.outgoing import Acknowledged
 from diloco.exchange.wire.rpc import abort
-from diloco.plain_json import read_json
 from diloco.run import sense
-from diloco.run.ports import InitialModel
 from diloco.run.run_state import require_run
 from diloco.run.uploads import Upload
 from diloco.syncer.admission import Admission, Call, Kind, Shares
+from diloco.syncer.answers import until_done
 from diloco.syncer.audit import Audit
 from diloco.syncer.auth import Authenticator
 from diloco.syncer.call_deadlines import CallDeadlines
 from diloco.syncer.callers import Caller, Role
 from diloco.syncer.healing import HealingService
 from diloco.syncer.hosting import HostedDriver, SyncerDriver
+from diloco.syncer.initialising import Initialising
 from diloco.syncer.messages import (
     WatchStream,
     ask_of,
     contribution_of,
+    layout_of,
     lease_reply,
     lineage_message,
     seen_of,
@@ -74,8 +65,6 @@ from diloco.syncer.transfers import Transfers
 
 M = TypeVar("M", bound=Message)
 Replies = Iterator[Message] | Iterator[pb.Notice] | Iterator[bytes]
-SAY_EVERY_S = 0.5
-"""Between two words on an upload that is here and not answered yet."""
 
 
 class Service:
@@ -88,6 +77,7 @@ class Service:
         auth: says who calls.
         calls: ends those whose caller may no longer call. deadlines: end those whose peer lets them wait.
         transfers: end those of learners that are gone.
+        incoming: keeps what arrived of the run's initial model.
         audit: is told who was let in, and who was refused.
         sockets: counts bytes; told whose connection each call came on.
         lost_floor_s: the least time that a silent learner has.
@@ -106,6 +96,7 @@ class Service:
         calls: OpenCalls,
         deadlines: CallDeadlines,
         transfers: Transfers,
+        incoming: IncomingModel,
         audit: Audit,
         sockets: SocketLedger | None,
         lost_floor_s: float,
@@ -122,7 +113,9 @@ class Service:
         self._transfers, self._lost_floor_s, self._resumed = transfers, lost_floor_s, resumed
         self._status_extra = status_extra
         self._prober = Prober()
-        self._initialising, self._incoming = threading.Lock(), IncomingModel()
+        self._initialising = Initialising(
+            host, transfers=transfers, audit=audit, incoming=incoming, resumed=resumed
+        )  # fmt: skip
         self._healing = HealingService(self._host, self._admit)
 
     def handlers(self) -> Admission:
@@ -170,7 +163,7 @@ class Service:
 
     def join(self, caller: Caller, request: pb.JoinRequest, context: grpc.ServicerContext) -> pb.JoinReply:
         self._admit(context, caller, request.run, "learner", request.learner, "joins")
-        layout = _layout(request.layout)
+        layout = layout_of(request.layout)
 
         def join(driver: SyncerDriver, done: Callable[[pb.JoinReply], None]) -> None:
             def joined(incarnation: int) -> None:
@@ -261,58 +254,7 @@ class Service:
         self, caller: Caller, header: pb.InitialiseHeader, stream: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[pb.InitialiseReply]:
         self._admit(context, caller, header.run, "learner", header.learner, "joins")
-        layout, seen = _layout(header.layout), seen_of(header)
-        _check_sizes(list(header.part_bytes), layout)
-        with self._transfers.open(header.learner, None, "Initialise", context):  # this learner's own, over a dead link
-            if not self._initialising.acquire(blocking=False):
-                raise BusyError(
-                    "another learner gives the run its model; the same call is taken if that one breaks off."
-                )
-            try:
-                self._driver.ask(_check_has_no_model)
-                yield from self._initialise(caller, header, layout, seen, stream, context)
-            finally:
-                self._initialising.release()
-
-    def _initialise(
-        self, caller: Caller, header: pb.InitialiseHeader, layout: Layout, seen: Lineage | None,
-        stream: Iterator[bytes], context: grpc.ServicerContext,
-    ) -> Iterator[pb.InitialiseReply]:  # fmt: skip
-        resumed = partial(self._resumed, header.learner, "joins")
-        buffer = yield from _replying(self._incoming.receive(header, stream, _room_for_model, resumed))
-        all_here = pb.Received(num_bytes=len(buffer), all=True)
-        with ThreadPoolExecutor(1, thread_name_prefix="diloco-initialise") as worker:
-            making = worker.submit(self._initial_model, header, layout, seen, buffer)
-            yield from (pb.InitialiseReply(received=all_here) for _ in while_waiting(making))
-            model = making.result()
-
-        def initialise(driver: SyncerDriver, done: Callable[[DilocoError | None], None]) -> None:
-            driver.initialise(model, done)
-
-        yield from (pb.InitialiseReply(received=all_here) for _ in self._until_done(initialise))
-        self._audit.admitted("Initialise", caller, header.learner, context.peer())
-        yield pb.InitialiseReply()
-
-    def _initial_model(
-        self, header: pb.InitialiseHeader, layout: Layout, seen: Lineage | None, buffer: memoryview
-    ) -> InitialModel[HeldFragment]:
-        """What has come, checked and with its digests: seconds for each GB."""
-        thetas, start = [], 0
-        for num_bytes in header.part_bytes[:-1]:
-            thetas.append(tensor_of(buffer[start : start + num_bytes], torch.float32))
-            start += num_bytes
-        static = bytes(buffer[start:])
-        for fragment, theta in zip(layout.fragments, thetas, strict=True):
-            if not torch.isfinite(theta).all():
-                raise LayoutError(
-                    f"fragment {fragment.index} of the initial model is not finite; start from other weights."
-                )
-        _check_static(layout, static)
-        return self._driver.jobs.initial(
-            layout, thetas, static, learner=header.learner, source=header.source, step=header.step,
-            tokens=header.tokens, run_id=secrets.token_hex(16) if seen is None else seen.run_id,
-            epoch=1 if seen is None else seen.epoch + 1,
-        )  # fmt: skip
+        yield from self._initialising.take(caller, header, stream, context)
 
     def push(
         self, caller: Caller, header: pb.PushHeader, stream: Iterator[bytes], context: grpc.ServicerContext
@@ -328,7 +270,7 @@ class Service:
 
         start, stop = push.room
         all_here = pb.Received(num_bytes=stop - start, all=True)
-        yield from (pb.PushReply(received=all_here) for _ in self._until_done(complete))
+        yield from (pb.PushReply(received=all_here) for _ in until_done(self._driver, complete))
         yield pb.PushReply()
 
     def _receive(
@@ -369,17 +311,6 @@ class Service:
                 received = filled
                 self._driver.ask(lambda driver: driver.cut_push(push, no_room, received=received))
         return push
-
-    def _until_done(
-        self, event: Callable[[SyncerDriver, Callable[[DilocoError | None], None]], None]
-    ) -> Iterator[None]:
-        """Gives now and then until an event is answered: its caller must hear that it is not forgotten. Raises the
-        answer, if it is a refusal."""
-        with self._driver.asking(event) as answer:
-            yield from while_waiting(answer)
-            refusal = answer.result()
-        if refusal is not None:
-            raise refusal
 
     def pull(
         self, caller: Caller, request: pb.PullRequest, stream: Iterator[bytes], context: grpc.ServicerContext
@@ -449,11 +380,12 @@ class Service:
     ) -> Iterator[bytes]:
         self._admit(context, caller, hello.run, "standby", "", "standby")
         parts = self._pair.follow(hello, stream, context)
-        first = next(parts)
-        self._calls.settled(context)
-        self._audit.admitted("Follow", caller, "", context.peer())
-        yield first
-        yield from parts
+        with self._deadlines.member(context):  # the pair has a deadline of its own
+            first = next(parts)
+            self._calls.settled(context)
+            self._audit.admitted("Follow", caller, "", context.peer())
+            yield first
+            yield from parts
 
     def probe(
         self, caller: Caller, header: pb.ProbeHeader, stream: Iterator[bytes], context: grpc.ServicerContext
@@ -481,7 +413,7 @@ class Service:
         def call(stream: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
             with self._known(name, kind, context) as caller, self._calls.open(name, caller, context):
                 found = read_header(self._messages(stream, caller, context), request)
-                yield from self._deadlines.replies(_serialized(handler(caller, found, context)), context)
+                yield from self._deadlines.replies(_serialized(handler(caller, found, context)), caller.name, context)
 
         return call
 
@@ -496,7 +428,7 @@ class Service:
             with self._known(name, kind, context) as caller, self._calls.open(name, caller, context, single=single):
                 messages = self._messages(stream, caller, context)
                 replies = handler(caller, read_header(messages, header), messages, context)
-                yield from self._deadlines.replies(_serialized(replies), context)
+                yield from self._deadlines.replies(_serialized(replies), caller.name, context)
 
         return call
 
@@ -519,7 +451,7 @@ class Service:
 
     def _messages(self, stream: Iterator[bytes], caller: Caller, context: grpc.ServicerContext) -> Iterator[bytes]:
         """What a known caller sends, each message in time."""
-        messages = self._deadlines.messages(stream, context)
+        messages = self._deadlines.messages(stream, caller.name, context)
         if self._sockets is None:
             return messages
         return self._sockets.taken(messages, context.peer(), "" if caller.is_shared else caller.name)
@@ -548,73 +480,6 @@ def _segments(request: pb.PullRequest, num_elements: int) -> Segments:
             "use the run's layout."
         )
     return asked
-
-
-def _layout(text: str) -> Layout:
-    return Layout.from_dict(read_json(text, "the layout", LayoutError, "send Layout.to_dict()"))
-
-
-MAX_STATIC_ELEMENT_BYTES, MAX_STATIC_HEADER_BYTES = 16, 4096
-"""What a tensor that training leaves alone takes, by element, and besides."""
-
-
-def _check_sizes(sizes: list[int], layout: Layout) -> None:
-    """A model has the size that its layout needs; asked before room is made for it."""
-    expected = [4 * fragment.numel for fragment in layout.fragments]
-    if sizes[:-1] != expected:
-        raise CorruptPayloadError(f"the model has parts of {sizes[:-1]} bytes and its layout needs {expected}.")
-    most = MAX_STATIC_HEADER_BYTES + sum(
-        MAX_STATIC_HEADER_BYTES + MAX_STATIC_ELEMENT_BYTES * spec.numel for spec in layout.static
-    )
-    if not sizes or sizes[-1] > most:
-        raise CorruptPayloadError(
-            f"the {len(layout.static)} static tensors of the model come as {sizes[-1:]} bytes, and take at most {most}."
-        )
-
-
-def _check_has_no_model(driver: SyncerDriver) -> None:
-    """Before anything of another one is taken."""
-    if driver.state.is_initialised:
-        raise driver.state.already_initialised()
-
-
-def while_waiting(answer: Future[Any]) -> Iterator[None]:
-    """Gives at once, and now and then until there is an answer: a sender hears that it is not forgotten."""
-    yield
-    while not wait([answer], SAY_EVERY_S).done:
-        yield
-
-
-def _replying(
-    arriving: Generator[pb.Received, None, memoryview],
-) -> Generator[pb.InitialiseReply, None, memoryview]:
-    """What has arrived, as replies."""
-    with closing(arriving):
-        while True:
-            try:
-                received = next(arriving)
-            except StopIteration as ended:
-                whole: memoryview = ended.value
-                return whole
-            yield pb.InitialiseReply(received=received)
-
-
-def _room_for_model(num_bytes: int) -> memoryview:
-    """The system gives it page by page, as bytes arrive."""
-    try:
-        return room(num_bytes)
-    except (MemoryError, OSError, OverflowError) as error:
-        raise StoreError(f"a model of {num_bytes} bytes does not fit into the syncer's memory ({error}).") from error
-
-
-def _check_static(layout: Layout, static: bytes) -> None:
-    """The frozen tensors and buffers are what the layout says."""
-    tensors = tensors_of(static, "the static tensors")
-    if set(tensors) != {spec.name for spec in layout.static}:
-        raise LayoutError(
-            f"the model brings the static tensors {sorted(tensors)} and its layout names "
-            f"{[s.name for s in layout.static]}."
-        )
 
 
 def _serialized(replies: Replies) -> Iterator[bytes]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
 
 from diloco.errors import DilocoError
+from diloco.syncer.call_deadlines import CallDeadlines
 from diloco.syncer.hosting import HostedDriver
 
 log = logging.getLogger("diloco.syncer")
@@ -29,14 +30,15 @@ class _Transfer:
 
 
 class Transfers:
-    """The open transfers of incarnations. Any thread may call any method. `host` gives the driver.
+    """The open transfers of incarnations. Any thread may call any method. `host` gives the driver; `deadlines` need not
+    look at what is open here.
 
     A connection whose other end is gone without a word looks like a slow one. But its learner's heartbeats have a
     deadline, and a learner that finds its connection dead uploads the same again over another one.
     """
 
-    def __init__(self, host: Callable[[], HostedDriver]) -> None:
-        self._host = host
+    def __init__(self, host: Callable[[], HostedDriver], deadlines: CallDeadlines) -> None:
+        self._host, self._deadlines = host, deadlines
         self._lock = threading.Lock()
         self._open: set[_Transfer] = set()
         self._stop = threading.Event()
@@ -72,7 +74,8 @@ class Transfers:
                 earlier.context.cancel()
                 while not earlier.ended.wait(LOOK_EVERY_S) and context.is_active():
                     pass
-            yield
+            with nullcontext() if incarnation is None else self._deadlines.member(context):
+                yield
         finally:
             mine.ended.set()
             with self._lock:

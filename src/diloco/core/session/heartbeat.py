@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from diloco.core.session.lanes import STALL_FACTOR, StallTimeout
+from diloco.core.session.lanes import StallTimeout
 from diloco.core.session.requests import Report
 
 HEARTBEAT_S = 0.5
@@ -91,8 +91,5 @@ class Heartbeat:
         self._began_at, self._due_at = now, math.inf
 
     def ended(self, now: float) -> None:
-        """It was answered, or failed.
-
-        One connection that died does not make a link slow: the next limit is at most twice this one.
-        """
-        self._answer_time.paused(min(now - self._began_at, 2 * self._answer_time.limit_s / STALL_FACTOR))
+        """It was answered, or failed."""
+        self._answer_time.waited(now - self._began_at)

@@ -44,6 +44,11 @@ class StallTimeout:
         """A pause of this length has ended, by progress or by the limit."""
         self._longest_s = max(pause_s, STALL_DECAY * self._longest_s)
 
+    def waited(self, pause_s: float) -> None:
+        """As `paused`, of one connection among many: one that died does not make a link slow, so that the next limit is
+        at most twice this one."""
+        self.paused(min(pause_s, 2 * self.limit_s / STALL_FACTOR))
+
 
 class Lane:
     """Requests of one kind, one at a time, repeated with growing pauses while the syncer is away or has no room.

@@ -76,7 +76,6 @@ class Describe:
     lane: ClassVar[LaneName] = "control"
 
     connection: int
-    timeout_s: float
 
 
 @dataclass(frozen=True)

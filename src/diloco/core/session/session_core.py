@@ -54,8 +54,8 @@ from diloco.errors import (
     VersionError,
 )
 
-CALL_TIMEOUT_S = 30.0
-"""Timeout of a control request other than a heartbeat."""
+LEASE_TIMEOUT_S = 30.0
+"""For units of data. A connection that has died is found by the heartbeats over it, which end its other calls."""
 
 ASK_AGAIN_S = 0.3
 """Poll interval while waiting for the run's initial model."""
@@ -521,7 +521,7 @@ class SessionCore:
     def _control_request(self, now: float) -> requests.Request | None:
         connection = self._lanes.connection.number
         if self._looks_around or (self.phase == "entering" and self._entrance.step == "ask"):
-            return requests.Describe(connection, CALL_TIMEOUT_S)
+            return requests.Describe(connection)
         if self._votes.connection is not None and self.seen is not None:
             return self._vote(now, self.seen) if now >= self._votes.due_at else None
         if not self._is_member or now < self._heartbeat.due_at:
@@ -577,7 +577,7 @@ class SessionCore:
     def _data_request(self, now: float) -> requests.Request | None:
         if self.phase != "running" or self._ask is None:
             return None
-        return requests.Lease(self.who, self._lanes.connection.number, CALL_TIMEOUT_S, self._ask, self.seen)
+        return requests.Lease(self.who, self._lanes.connection.number, LEASE_TIMEOUT_S, self._ask, self.seen)
 
     def _is_sending(self, now: float) -> bool:
         """Whether a contribution is not acknowledged yet."""

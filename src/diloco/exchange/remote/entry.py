@@ -135,11 +135,7 @@ class Entry:
             tokens_per_step=self._tokens_per_step or 0,
             seen=lineage_message(call.seen),
         )
-        try:
-            return self._dialler.call("joins", "Join", request, pb.JoinReply)
-        except UnreachableError:
-            self._dialler.close_channel("joins")
-            raise
+        return self._dialler.call("joins", "Join", request, pb.JoinReply)
 
 
 def model_parts(model: Model, static: memoryview) -> Iterator[memoryview]:

@@ -186,7 +186,8 @@ class Session:
         core = self.core
         match call:
             case requests.Describe():
-                described = self._ask(call, "Describe", pb.DescribeRequest(run=core.who.run), pb.DescribeReply)
+                description = pb.DescribeRequest(run=core.who.run)
+                described = self._ask(call, "Describe", description, pb.DescribeReply)
                 return partial(
                     core.described,
                     describe=call,
@@ -236,7 +237,8 @@ class Session:
         kind: type[R],
     ) -> R:
         connection, channel = self._dialler.control(call.connection), _control(call.connection)
-        return connection.call(channel, method, request, kind, timeout_s=call.timeout_s)
+        timeout_s = None if isinstance(call, requests.Describe) else call.timeout_s
+        return connection.call(channel, method, request, kind, timeout_s=timeout_s)
 
     def _fetched(self, now: float, fetch: requests.Fetch, fetched: Download) -> Sequence[SessionAction]:
         if (error := self.core.distrusts(fetched.lineage)) is not None:

@@ -32,8 +32,8 @@ log = logging.getLogger("diloco")
 News = requests.TellStart | Arrived | CallForWork | Rejected | Grant | Drained | requests.Fail
 """What a learner is told."""
 
-_TIMED = (requests.Describe, requests.Beat, requests.Lease, requests.Leave)
-_CONTROL = (*_TIMED, requests.Watch)
+_TIMED = (requests.Beat, requests.Lease, requests.Leave)
+_CONTROL = (*_TIMED, requests.Describe, requests.Watch)
 
 SimulatedDriver = Driver[HeldFragment, MemorySlot, Tensor]
 Reply = Callable[..., None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 from diloco.errors import CorruptPayloadError
 from diloco.exchange.wire.window import LONGEST_CHUNK_BYTES
@@ -30,10 +30,24 @@ def timed(
     stream: Iterator[bytes], num_bytes: int, moved: Callable[[], None] = lambda: None,
     clock: Callable[[], float] = time.monotonic
 ) -> tuple[int, float]:  # fmt: skip
+    """As `timing`; `moved` is called after each chunk."""
+    chunks = timing(stream, num_bytes, clock)
+    while True:
+        try:
+            next(chunks)
+        except StopIteration as ended:
+            found: tuple[int, float] = ended.value
+            return found
+        moved()
+
+
+def timing(
+    stream: Iterator[bytes], num_bytes: int, clock: Callable[[], float] = time.monotonic
+) -> Generator[int, None, tuple[int, float]]:  # fmt: skip
     """Drop the `num_bytes` of a stream as they come, to its end; how many came after the beginning, and in how many
     seconds by `clock`.
 
-    `moved` is called after each chunk. Raises CorruptPayloadError for another number of bytes.
+    Gives after each chunk how many have arrived. Raises CorruptPayloadError for another number of bytes.
     """
     arrived = counted_from = 0
     began_s = now_s = 0.0
@@ -42,10 +56,10 @@ def timed(
         if chunk is None:
             raise CorruptPayloadError(f"the probe ended after {arrived} of {num_bytes} bytes; measure again.")
         now_s = clock()
-        moved()
         arrived += len(chunk)
         if not counted_from and arrived >= _SKIPPED * num_bytes:
             counted_from, began_s = arrived, now_s
+        yield arrived
     if arrived > num_bytes or next(stream, None) is not None:
         raise CorruptPayloadError(f"the probe carries more than the {num_bytes} bytes it announced; measure again.")
     return arrived - counted_from, now_s - began_s

@@ -673,9 +673,11 @@ class ProbeHeader(_message.Message):
     def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., up_bytes: _Optional[int] = ..., down_bytes: _Optional[int] = ...) -> None: ...
 
 class ProbeReply(_message.Message):
-    __slots__ = ("num_bytes", "seconds")
+    __slots__ = ("num_bytes", "seconds", "received")
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_FIELD_NUMBER: _ClassVar[int]
     num_bytes: int
     seconds: float
-    def __init__(self, num_bytes: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
+    received: Received
+    def __init__(self, num_bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., received: _Optional[_Union[Received, _Mapping]] = ...) -> None: ...

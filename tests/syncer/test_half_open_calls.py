@@ -1,0 +1,335 @@
+"""A peer that is gone without a word is noticed in every call by the deadline that is configured: what either end sends
+over the connection is taken on the way and goes nowhere."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from benchmarks.processes import until
+from safetensors.torch import save
+from tests.syncer.runs import RUN, Net, Raw, method, start, train
+
+import diloco
+from diloco.chaos.proxy import Link, Relay
+from diloco.core.fragments import Layout, make_layout
+from diloco.core.members import Deadlines
+from diloco.core.session import requests
+from diloco.core.session.requests import Identity
+from diloco.errors import DilocoError, UnreachableError
+from diloco.exchange.connection import Connection
+from diloco.exchange.dialling import Dialler, found
+from diloco.exchange.remote.entry import Entry, describe, model_parts
+from diloco.exchange.remote.inner_states import peer_state
+from diloco.exchange.wire import syncer_pb2 as pb
+from diloco.exchange.wire.frames import bytes_of, frames, read_header
+from diloco.exchange.wire.window import CHUNKS_UNSAID, FIRST_BYTES
+from diloco.run.prefixes import KEPT_S
+from diloco.syncer.call_deadlines import CallDeadlines
+from diloco.syncer.receiving import IncomingModel
+from diloco.syncer.server import Syncer
+
+LOST_S = 1.5
+MOST_S = 8 * LOST_S
+"""Where pauses up to that have been usual on the link, as they may be on a busy machine."""
+
+SWALLOWED_AT = FIRST_BYTES
+WIDTH = 1_000_000
+"""Its first fragment has 20 MB, more than is on its way before the connection is dead."""
+
+
+def serve(tmp_path: Path) -> Syncer:
+    return start(tmp_path, method(), deadlines=Deadlines(lost_floor_s=LOST_S))
+
+
+def swallow(link: Link) -> None:
+    link.is_swallowed = True
+
+
+def swallow_at_length(link: Link) -> None:
+    if max(link.up_bytes, link.down_bytes) >= SWALLOWED_AT:
+        link.is_swallowed = True
+
+
+# ------------------------------------------------------------------------------------------------------ a caller's end
+
+
+def status(syncers: Dialler) -> None:
+    syncers.call("control", "Status", pb.StatusRequest(run=RUN), pb.StatusReply)
+
+
+def join(syncers: Dialler) -> None:
+    layout = make_layout(Net(), method().fragments)
+    entry = Entry(syncers, layout, None, None, model_parts, overlap=None, tokens_per_step=None)
+    entry.join(requests.Join(Identity(RUN, "a", process=1), again=False, seen=None))
+
+
+def heal(syncers: Dialler) -> None:
+    """It says why there is no state, instead of raising."""
+    answer = str(peer_state(syncers, Identity(RUN, "a", process=1), "0" * 64, 100, 0.0))
+    if "has not answered" in answer:
+        raise UnreachableError(answer)
+
+
+def again(call: Callable[[], object]) -> None:
+    """Until it is not given up; it has more time after each try, as much as a busy machine needs."""
+    while True:
+        with suppress(UnreachableError):
+            call()
+            return
+
+
+def initialise_small(syncer: Syncer) -> None:
+    raw = Raw(syncer.address)
+    with closing(raw.connection):
+        again(raw.initialise)
+
+
+def limit_s(text: str, name: str) -> float:
+    """By which time a call was to be answered, as its error says."""
+    found = re.search(rf"has not answered {name} within (\d+\.\d) s", text)
+    assert found is not None, text
+    return float(found[1])
+
+
+CALLS: dict[str, Callable[[Dialler], object]] = {
+    "Describe": lambda it: describe(it, RUN, 0.0), "Status": status, "Join": join, "Heal": heal,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_answer_that_does_not_come_is_given_up_by_the_lost_deadline_of_the_run(name: str, tmp_path: Path) -> None:
+    """And the next one comes over another connection."""
+    with serve(tmp_path) as syncer, Relay(syncer.port) as relay, closing(Connection(relay.address)) as connection:
+        syncers = Dialler([connection])
+        initialise_small(syncer)
+        found(syncers, RUN)
+        for channel in ("control", "joins"):
+            again(partial(connection.call, channel, "Status", pb.StatusRequest(run=RUN), pb.StatusReply))
+        relay.swallow()
+        with pytest.raises(UnreachableError) as lost:
+            CALLS[name](syncers)
+        assert LOST_S <= limit_s(str(lost.value), name) <= MOST_S
+        num_links = len(relay.links)
+        again(lambda: CALLS[name](syncers))
+        assert len(relay.links) > num_links
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_before_anything_is_known_of_a_run_its_caller_says_how_long_it_waits(name: str, tmp_path: Path) -> None:
+    with serve(tmp_path) as syncer, Relay(syncer.port, before_up=swallow) as relay:
+        with closing(Connection(relay.address, stall_floor_s=0.4)) as connection:
+            with pytest.raises(UnreachableError, match=rf"has not answered {name} within 0\.4 s"):
+                CALLS[name](Dialler([connection]))
+
+
+def test_the_usual_lost_deadline_holds_where_that_of_the_run_is_not_known() -> None:
+    with closing(Connection("127.0.0.1:1")) as connection:
+        assert connection._answers.limit_s == connection._timeouts["updates"].limit_s == Deadlines().lost_floor_s
+        connection.expect_answers_within(17.0)
+        assert connection._answers.limit_s == connection._timeouts["updates"].limit_s == 17.0
+
+
+class Swallowed:
+    """Connections by their numbers."""
+
+    relay: Relay | None = None
+
+    def __init__(self, numbers: Collection[int]) -> None:
+        self._numbers = numbers
+
+    def __call__(self, link: Link) -> None:
+        assert self.relay is not None
+        if self.relay.links.index(link) in self._numbers:
+            link.is_swallowed = True
+
+
+def test_a_learner_whose_first_connections_are_dead_joins_all_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Over the first one it learns the method, and the deadline. The first one that it would join over is dead, and so
+    is the first one for bulk."""
+    swallowed = Swallowed({1, 3})
+    with serve(tmp_path) as syncer, Relay(syncer.port, before_up=swallowed) as relay:
+        swallowed.relay = relay
+        initialise_small(syncer)
+        _, metrics = train(1, diloco.connect(relay.address, run=RUN, learner="a"), None, 8)
+    assert metrics["merges"] > 0
+    warned = [record.message for record in caplog.records if "has not answered" in record.message]
+    for name in ("Describe", "Join"):
+        assert LOST_S <= limit_s(next(text for text in warned if name in text), name) <= MOST_S
+
+
+# ---------------------------------------------------------------------------------------------------- the syncer's end
+
+
+def wide() -> Layout:
+    return make_layout(Net(WIDTH), method().fragments)
+
+
+def pull(connection: Connection) -> None:
+    """A viewer's."""
+    connection.pull("joins", pb.PullRequest(run=RUN, fragment=0, base=-1))
+
+
+def probe_up(connection: Connection) -> None:
+    connection.probe("probes", pb.ProbeHeader(run=RUN, learner="a", up_bytes=1 << 25))
+
+
+def probe_down(connection: Connection) -> None:
+    connection.probe("probes", pb.ProbeHeader(run=RUN, learner="a", down_bytes=1 << 25))
+
+
+def initialise(connection: Connection) -> None:
+    parts = [bytes_of(torch.ones(it.numel)) for it in wide().fragments]
+    static = memoryview(save({}))
+    header = pb.InitialiseHeader(
+        run=RUN, learner="a", layout=json.dumps(wide().to_dict()), part_bytes=[*map(len, parts), len(static)]
+    )
+    connection.upload("joins", "Initialise", frames(header, *parts, static), pb.InitialiseReply)
+
+
+TRANSFERS: dict[str, Callable[[Connection], object]] = {
+    "pull": pull, "probe up": probe_up, "probe down": probe_down, "initialise": initialise,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TRANSFERS)
+def test_the_syncer_ends_the_transfer_of_a_peer_that_no_heartbeat_speaks_for(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "diloco.syncer")
+    with (
+        serve(tmp_path) as syncer,
+        Relay(syncer.port, swallow_at_length, swallow_at_length) as relay,
+        closing(Connection(relay.address, stall_floor_s=300.0)) as patient,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        if name != "initialise":
+            raw = Raw(syncer.address, held=wide())
+            again(raw.initialise)
+            raw.connection.close()
+        lost = pool.submit(TRANSFERS[name], patient)
+        try:
+            until(lambda: any(link.is_swallowed for link in relay.links), "nothing crosses")
+            until(lambda: not syncer._calls.num_open, "the call is still open")
+            ended = [record.message for record in caplog.records if "nothing has moved" in record.message]
+            assert LOST_S <= float(ended[-1].split()[-2]) <= MOST_S
+        finally:
+            relay.cut()
+        assert isinstance(lost.exception(), UnreachableError)
+        with closing(Connection(syncer.address, stall_floor_s=300.0)) as another:
+            again(lambda: TRANSFERS[name](another))  # nothing of the other one is in its way
+
+
+@pytest.mark.parametrize("name", ["probe up", "probe down"])
+def test_a_learner_gives_up_a_probe_in_which_nothing_moves(name: str, tmp_path: Path) -> None:
+    with (
+        start(tmp_path, method(), deadlines=Deadlines(lost_floor_s=300.0, lost_cap_s=300.0)) as syncer,
+        Relay(syncer.port, swallow_at_length, swallow_at_length) as relay,
+        closing(Connection(relay.address, stall_floor_s=LOST_S)) as connection,
+    ):
+        with pytest.raises(UnreachableError, match=r"nothing has moved .* for \d\.\d s"):
+            TRANSFERS[name](connection)
+
+
+class Call:
+    """Of gRPC, as far as a deadline sees it."""
+
+    def __init__(self) -> None:
+        self.is_cancelled = False
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+
+def test_a_caller_that_was_given_up_has_twice_the_time_and_a_member_has_no_such_limit() -> None:
+    now = [0.0]
+    deadlines = CallDeadlines(6.0, first_s=20.0, next_s=300.0, clock=lambda: now[0])
+
+    def waits(caller: str, seconds: float, *, is_member: bool = False) -> bool:
+        """Whether a call is cancelled whose second message takes so long."""
+        call: Any = Call()
+
+        def stream() -> Iterator[bytes]:
+            yield b""
+            now[0] += seconds
+            deadlines.look()
+
+        messages = deadlines.messages(stream(), caller, call)
+        next(messages)
+        if is_member:
+            with deadlines.member(call):
+                assert list(messages) == []
+        else:
+            assert list(messages) == []
+        return bool(call.is_cancelled)
+
+    assert not waits("a", 5.9)
+    assert [waits("b", 100.0) for _ in range(6)] == [True] * 5 + [False]  # 6, 12, 24, 48, 96, 192 s
+    assert not waits("c", 299.0, is_member=True)
+    assert waits("c", 300.0, is_member=True)
+    assert waits("c", 6.1)
+
+
+# ------------------------------------------------------------------------------- what is kept of a run's initial model
+
+
+def cut_short(incoming: IncomingModel, header: pb.InitialiseHeader, num_chunks: int) -> list[int]:
+    """What the receiver says of an upload that ends after some chunks."""
+    messages = frames(header, *(memoryview(bytes(num_bytes)) for num_bytes in header.part_bytes))
+    read_header(messages, pb.InitialiseHeader)
+
+    def stream() -> Iterator[bytes]:
+        if header.resumes:
+            yield pb.Resume(start=0).SerializeToString()
+        for _ in range(num_chunks):
+            yield next(messages)
+
+    said = list[int]()
+    with suppress(DilocoError):
+        for received in incoming.receive(header, stream(), lambda n: memoryview(bytearray(n)), lambda _: None):
+            said.append(received.num_bytes)
+    return said
+
+
+def test_what_came_of_the_initial_model_waits_as_long_as_what_came_of_a_contribution() -> None:
+    now = [0.0]
+    incoming = IncomingModel(clock=lambda: now[0])
+    header = pb.InitialiseHeader(run=RUN, learner="a", part_bytes=[1 << 24])
+    kept_bytes = cut_short(incoming, header, CHUNKS_UNSAID)[-1]
+    assert incoming.kept_bytes == 1 << 24
+    now[0] = KEPT_S - 1.0
+    incoming.look()
+    header.resumes = True
+    assert cut_short(incoming, header, CHUNKS_UNSAID)[0] == kept_bytes
+    now[0] += KEPT_S
+    incoming.look()
+    assert incoming.kept_bytes == 0
+    assert cut_short(incoming, header, CHUNKS_UNSAID)[0] == 0
+
+
+def test_a_syncer_releases_what_came_of_a_model_that_does_not_go_on(tmp_path: Path) -> None:
+    with (
+        start(tmp_path, method()) as syncer,
+        Relay(syncer.port, swallow_at_length) as relay,
+        closing(Connection(relay.address, stall_floor_s=300.0)) as connection,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        lost = pool.submit(initialise, connection)
+        until(lambda: any(link.is_swallowed for link in relay.links), "nothing crosses")
+        relay.cut()
+        assert isinstance(lost.exception(), UnreachableError)
+        until(lambda: syncer._incoming.kept_bytes > 0, "nothing is kept")
+        syncer._incoming._clock = lambda: time.monotonic() + KEPT_S
+        until(lambda: syncer._incoming.kept_bytes == 0, "it is kept for good")
