@@ -6,6 +6,7 @@
     python -m benchmarks.reliability storms 1-100000                                  storms in virtual time
     python -m benchmarks.reliability floods                                           `python -m benchmarks.floods`
     python -m benchmarks.reliability restart                                          `python -m benchmarks.restart`
+    python -m benchmarks.reliability control                                          `python -m benchmarks.control`
     make fuzz ARGS="--json benchmarks/results/fuzz.json"                              then the first line again
 
 Each keeps its numbers and writes the page again. What was not measured is said to be that.
@@ -38,11 +39,12 @@ with what else ran on it that day.
 
 
 def page(results: dict[str, Any]) -> str:
-    """The page, from results by name: lists of "chaos" and "storms"; "restart", "floods", "fuzz" and "soak" may be
-    absent."""
+    """The page, from results by name: lists of "chaos" and "storms"; "restart", "floods", "control", "fuzz" and "soak"
+    may be absent."""
     parts = (
         INTRODUCTION, _summary(results), _real(results["chaos"]), _virtual(results["storms"]),
-        _recovery(results["chaos"]), _restart(results.get("restart")), _floods(results.get("floods")), _others(results),
+        _recovery(results["chaos"]), _restart(results.get("restart")), _floods(results.get("floods")),
+        _control(results.get("control")), _others(results),
     )  # fmt: skip
     return "\n".join(parts)
 
@@ -229,6 +231,31 @@ two learners. Goals: 2 % of the goodput, 200 MB.
     return f"{head}\n{_table(('flood', 'certificate', 'size', 'goodput', 'memory', 'the run'), table)}"
 
 
+def _control(result: dict[str, Any] | None) -> str:
+    head = """## Control beside bulk
+
+`python -m benchmarks.reliability control`: heartbeats of real learners, over a link between two network namespaces that
+their contributions and updates fill in both directions, and over the same link without those. Times are from a
+heartbeat to its answer. Goal: shorter than the lost deadline, and no eviction.
+"""
+    if result is None:
+        return f"{head}\n{NOT_MEASURED}.\n"
+    table = [
+        (f"{row['queue_ms']} ms", "yes" if row["bulk"] else "no", row["heartbeats"], f"{1e3 * row['median_s']:.0f} ms",
+         f"{1e3 * row['worst_s']:.0f} ms", f"{1e3 * row['lost_s']:,.0f} ms", row["unanswered"], row["evictions"],
+         f"{row['up']:.0%}", f"{row['down']:.0%}")
+        for row in result["rows"]
+    ]  # fmt: skip
+    heads = (
+        "queues before the link", "bulk", "heartbeats", "median", "worst", "deadline", "unanswered", "evictions",
+        "link used up", "down",
+    )  # fmt: skip
+    its = result["machine"]
+    machine = f"{its['cores']} cores at a load of {its['load']}"
+    where = f"{result['learners']} learners over {result['rate']} each way, on {machine}:"
+    return f"{head}\n{where}\n\n{_table(heads, table)}"
+
+
 def _others(results: dict[str, Any]) -> str:
     resumed = [run["bytes_resumed"] for run in results["chaos"] if run.get("bytes_resumed") is not None]
     number = f"{sum(resumed):,} bytes" if resumed else NOT_MEASURED
@@ -263,14 +290,15 @@ def _output(*command: str) -> Any:
     """What a command prints as JSON; what it says otherwise goes to this one's standard error."""
     done = subprocess.run([sys.executable, "-m", *command], stdout=subprocess.PIPE, check=False, cwd=ROOT)
     if not done.stdout:
-        raise SystemExit(f"{' '.join(command)} has printed nothing")
+        print(f"{' '.join(command)} has printed nothing", file=sys.stderr)
+        raise SystemExit(done.returncode or 1)
     return json.loads(done.stdout)
 
 
 def main() -> None:
     """Measure what is asked for, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=("chaos", "storms", "restart", "floods"))
+    parser.add_argument("what", nargs="?", choices=("chaos", "storms", "restart", "floods", "control"))
     parser.add_argument("which", nargs="?", help="the seed of chaos, or FIRST-LAST of storms")
     chosen, more = parser.parse_known_args()
     match chosen.what:
@@ -285,7 +313,7 @@ def main() -> None:
         case "storms":
             leased = "-leased" if "--leased" in more else ""
             keep(f"storms-{chosen.which}{leased}", _output("tests.storms", chosen.which, "--json", *more))
-        case "restart" | "floods":
+        case "restart" | "floods" | "control":
             keep(chosen.what, _output(f"benchmarks.{chosen.what}", "--json", *more))
     PAGE.write_text(page(read_results()), encoding="utf-8")
 

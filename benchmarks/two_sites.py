@@ -103,7 +103,7 @@ def measure(rate: str, overrides: list[str], steps: int) -> dict[str, float]:
         stack.callback(
             _stop, _start(work, "site-a", ["syncer", str(RUN_FILE), "--address", "0.0.0.0:7700"], settings, "syncer")
         )
-        before = _link_bytes()
+        before = sum(counted_bytes())
         learners = {
             site: _start(
                 work,
@@ -128,7 +128,7 @@ def measure(rate: str, overrides: list[str], steps: int) -> dict[str, float]:
         for site, learner in learners.items():
             if learner.wait(timeout=900) != 0:
                 sys.exit(f"two_sites: {site} failed:\n{(work / f'{site}.log').read_text()[-2000:]}")
-        link_bytes = _link_bytes() - before
+        link_bytes = sum(counted_bytes()) - before
         summaries = {site: json.loads((work / f"{site}.out").read_text()) for site in SITES}
     return {
         **{site: 1.0 - summary["metrics"]["blocked_s"] / summary["seconds"] for site, summary in summaries.items()},
@@ -140,9 +140,9 @@ def measure(rate: str, overrides: list[str], steps: int) -> dict[str, float]:
 
 
 @contextmanager
-def two_sites(rate: str, back: str | None = None) -> Iterator[None]:
+def two_sites(rate: str, back: str | None = None, *, queue_ms: int = 50) -> Iterator[None]:
     """Two namespaces and a link of this rate from site B to A, and `back` (default: the same), with a token bucket's
-    queue of 50 ms."""
+    queue of so many milliseconds."""
     try:
         for site in SITES:
             _run("ip", "netns", "add", site)
@@ -180,7 +180,7 @@ def two_sites(rate: str, back: str | None = None) -> Iterator[None]:
                 "burst",
                 "64kb",
                 "latency",
-                "50ms",
+                f"{queue_ms}ms",
             )
         yield
     finally:
@@ -188,13 +188,13 @@ def two_sites(rate: str, back: str | None = None) -> Iterator[None]:
             subprocess.run(["ip", "netns", "del", site], check=False, capture_output=True)
 
 
-def _link_bytes() -> int:
-    """Bytes that have crossed the link, both ways, Ethernet headers included."""
+def counted_bytes() -> tuple[int, int]:
+    """Bytes that have crossed the link from site B to A, and back, Ethernet headers included."""
     listing = subprocess.run(
         ["ip", "-n", "site-b", "-s", "-j", "link", "show", "link-b"], check=True, capture_output=True, text=True
     )
     stats = json.loads(listing.stdout)[0]["stats64"]
-    return int(stats["rx"]["bytes"]) + int(stats["tx"]["bytes"])
+    return int(stats["tx"]["bytes"]), int(stats["rx"]["bytes"])
 
 
 def _start(work: Path, site: str, command: list[str], settings: list[str], name: str) -> subprocess.Popen[bytes]:

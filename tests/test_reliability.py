@@ -42,3 +42,14 @@ def test_takeovers_are_on_the_page_with_the_deadline_in_force() -> None:
     text = page({**results, "chaos": [run, taken]})
     assert "nothing else wrong | 3 | 3.10 s | 4.60 s | the lost deadline and 5 s (deadline 2.5 s) |" in text
     assert "131,072 bytes" in text
+
+
+def test_heartbeats_beside_bulk_are_on_the_page() -> None:
+    row = {
+        "queue_ms": 4000, "bulk": True, "seconds": 20.0, "heartbeats": 120, "unanswered": 0, "median_s": 0.053,
+        "worst_s": 0.068, "lost_s": 6.0, "evictions": 2, "up": 0.97, "down": 0.961,
+    }  # fmt: skip
+    control = {"rate": "10mbit", "learners": 3, "machine": {"cores": 2, "load": 1.5}, "rows": [row]}
+    text = page({"chaos": [], "storms": [], "control": control})
+    assert "| 4000 ms | yes | 120 | 53 ms | 68 ms | 6,000 ms | 0 | 2 | 97% | 96% |" in text
+    assert "3 learners over 10mbit each way, on 2 cores at a load of 1.5:" in text

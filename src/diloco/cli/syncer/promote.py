@@ -9,6 +9,9 @@ import typer
 from diloco.cli._input import read_token
 from diloco.cli._options import Authority, Insecure, Json, Keys, TokenFile
 
+ANSWER_TIMEOUT_S = 30.0
+"""The syncer answers once the other one has heard of it, or some seconds later."""
+
 
 def command(
     address: Annotated[str, typer.Argument(help="host:port of the syncer that is to serve the run.")],
@@ -34,7 +37,8 @@ def command(
 
     connection = Connection(address, keys=keys, token=read_token(token_file), ca=ca, insecure=insecure)
     with closing(connection):
-        reply = connection.call("control", "Promote", pb.PromoteRequest(run=run, force=force), pb.PromoteReply)
+        request = pb.PromoteRequest(run=run, force=force)
+        reply = connection.call("control", "Promote", request, pb.PromoteReply, timeout_s=ANSWER_TIMEOUT_S)
     epoch, versions = reply.epoch, list(reply.versions)
     if as_json:
         typer.echo(json.dumps({"address": address, "epoch": epoch, "versions": versions, "fenced": reply.fenced}))
