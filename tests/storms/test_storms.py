@@ -97,7 +97,7 @@ def test_seeds_differ_in_all_that_is_drawn() -> None:
 def test_a_defect_is_found(break_it: Defect, quorum: type | None, monkeypatch: pytest.MonkeyPatch) -> None:
     break_it(monkeypatch)
     with quiet():
-        for plan in map(plan_of, range(200)):
+        for plan in map(plan_of, range(400)):
             if (quorum is None or type(plan.method.quorum) is quorum) and run(plan, plan.faults) is not None:
                 return
     pytest.fail("no storm has found it")
