@@ -7,6 +7,7 @@
     python -m benchmarks.reliability floods                                           `python -m benchmarks.floods`
     python -m benchmarks.reliability restart                                          `python -m benchmarks.restart`
     python -m benchmarks.reliability control                                          `python -m benchmarks.control`
+    python -m benchmarks.reliability stopping                                         `python -m benchmarks.stopping`
     make fuzz ARGS="--json benchmarks/results/fuzz.json"                              then the first line again
 
 Each keeps its numbers and writes the page again. What was not measured is said to be that.
@@ -28,6 +29,9 @@ ROOT = Path(__file__).parents[1]
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "reliability.md"
 NOT_MEASURED = "not measured"
 
+ALONE = ("restart", "stopping", "floods", "control")
+"""Modules of this package that print the result of that name."""
+
 INTRODUCTION = """\
 # Reliability
 
@@ -39,12 +43,12 @@ with what else ran on it that day.
 
 
 def page(results: dict[str, Any]) -> str:
-    """The page, from results by name: lists of "chaos" and "storms"; "restart", "floods", "control", "fuzz" and "soak"
-    may be absent."""
+    """The page, from results by name: lists of "chaos" and "storms"; "restart", "stopping", "floods", "control", "fuzz"
+    and "soak" may be absent."""
     parts = (
         INTRODUCTION, _summary(results), _real(results["chaos"]), _virtual(results["storms"]),
-        _recovery(results["chaos"]), _restart(results.get("restart")), _floods(results.get("floods")),
-        _control(results.get("control")), _others(results),
+        _recovery(results["chaos"]), _restart(results.get("restart")), _stopping(results.get("stopping")),
+        _floods(results.get("floods")), _control(results.get("control")), _others(results),
     )  # fmt: skip
     return "\n".join(parts)
 
@@ -209,6 +213,28 @@ of Python and torch; goal: 2 s per GB beyond it.
     return f"{head}\n{_table(heads, table)}"
 
 
+BLOCKED = {
+    "round": "a round that waits for another learner",
+    "lease": "a lease of data, over a network that takes nothing",
+    "join": "the syncer's answer when it joins",
+    "push": "a push, over a network that takes nothing",
+}
+
+
+def _stopping(rows: Sequence[dict[str, Any]] | None) -> str:
+    head = """## A blocked learner that is told to stop
+
+`python -m benchmarks.reliability stopping`: SIGTERM to a `diloco train` that is blocked, until the checkpoint of its
+last step has its final name, and until its process has ended (Python and torch included). Goal: 1 s.
+"""
+    if rows is None:
+        return f"{head}\n{NOT_MEASURED}.\n"
+    keys = ("saved_s", "saved_worst_s", "gone_s", "gone_worst_s")
+    table = [(BLOCKED[row["place"]], row["times"], *(f"{row[key]:.2f} s" for key in keys)) for row in rows]
+    heads = ("it waits for", "times", "saved after (median)", "worst", "gone after (median)", "worst")
+    return f"{head}\n{_table(heads, table)}"
+
+
 def _deadlines(runs: Iterable[dict[str, Any]]) -> str:
     """The deadlines that were in force, where there are any."""
     deadlines = sorted({run["lost_deadline_s"] for run in runs})
@@ -219,19 +245,16 @@ def _floods(rows: Sequence[dict[str, Any]] | None) -> str:
     head = """## Hostile senders
 
 `python -m benchmarks.reliability floods`: ten times what brought a syncer down or to gigabytes once, beside a run of
-two learners. Goals: 2 % of the goodput, 200 MB. The noise is by how much two windows without a flood differ; the
-processor's time is the syncer's, in seconds a second, under the flood and without it.
+two learners. Goals: 2 % of the goodput, 200 MB.
 """
     if rows is None:
         return f"{head}\n{NOT_MEASURED}.\n"
     table = [
-        (row["flood"], "yes" if row["certificate"] else "no", f"{row['size']:,}", f"{row['goodput']:.1%}",
-         f"{row['noise']:.1%}", "{:.2f} ({:.2f})".format(*row["processor"]), f"{row['memory_mb']:+.0f} MB",
-         "goes on" if row["survived"] else "ended")
+        (row["flood"], "yes" if row["certificate"] else "no", f"{row['size']:,}", f"{row['goodput']:.0%}",
+         f"{row['memory_mb']:+.0f} MB", "goes on" if row["survived"] else "ended")
         for row in rows
     ]  # fmt: skip
-    titles = "flood", "certificate", "size", "goodput", "noise", "processor", "memory", "the run"
-    return f"{head}\n{_table(titles, table)}"
+    return f"{head}\n{_table(('flood', 'certificate', 'size', 'goodput', 'memory', 'the run'), table)}"
 
 
 def _control(result: dict[str, Any] | None) -> str:
@@ -301,7 +324,7 @@ def _output(*command: str) -> Any:
 def main() -> None:
     """Measure what is asked for, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=("chaos", "storms", "restart", "floods", "control"))
+    parser.add_argument("what", nargs="?", choices=("chaos", "storms", *ALONE))
     parser.add_argument("which", nargs="?", help="the seed of chaos, or FIRST-LAST of storms")
     chosen, more = parser.parse_known_args()
     match chosen.what:
@@ -316,7 +339,7 @@ def main() -> None:
         case "storms":
             leased = "-leased" if "--leased" in more else ""
             keep(f"storms-{chosen.which}{leased}", _output("tests.storms", chosen.which, "--json", *more))
-        case "restart" | "floods" | "control":
+        case name if name in ALONE:
             keep(chosen.what, _output(f"benchmarks.{chosen.what}", "--json", *more))
     PAGE.write_text(page(read_results()), encoding="utf-8")
 

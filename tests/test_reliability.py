@@ -53,3 +53,9 @@ def test_heartbeats_beside_bulk_are_on_the_page() -> None:
     text = page({"chaos": [], "storms": [], "control": control})
     assert "| 4000 ms | yes | 120 | 53 ms | 68 ms | 6,000 ms | 0 | 2 | 97% | 96% |" in text
     assert "3 learners over 10mbit each way, on 2 cores at a load of 1.5:" in text
+
+
+def test_where_a_stopped_learner_was_blocked_is_on_the_page() -> None:
+    row = {"place": "push", "times": 5, "saved_s": 0.25, "saved_worst_s": 0.5, "gone_s": 0.75, "gone_worst_s": 1.25}
+    text = page({"chaos": [], "storms": [], "stopping": [row]})
+    assert "| a push, over a network that takes nothing | 5 | 0.25 s | 0.50 s | 0.75 s | 1.25 s |" in text

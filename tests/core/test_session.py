@@ -1065,6 +1065,18 @@ def test_a_learner_does_not_wait_for_a_syncer_that_is_away() -> None:
     assert it.core.phase == "over"
 
 
+def test_a_learner_that_is_to_end_soon_says_a_short_goodbye() -> None:
+    it = Script().start()
+    it.do(it.core.leave, timeout_s=0.25)
+    assert it.open[requests.Leave].timeout_s == 0.25
+    it = Script().start()
+    it.offer(1)
+    it.do(it.core.leave, timeout_s=0.25)
+    it.sleep(0.25)
+    assert it.open[requests.Leave].timeout_s == 0.25
+    assert "still in flight" in it.take(requests.Warn)[0].text
+
+
 def test_a_fragment_that_rises_faster_than_it_is_fetched_holds_no_other_up() -> None:
     it, fetched = Script().start(), list[int]()
     for version in range(1, 5):

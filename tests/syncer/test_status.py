@@ -48,10 +48,10 @@ def beat(raw: Raw, step: int, versions: tuple[int, ...] = (0, 0)) -> None:
     raw.connection.call("control", "Heartbeat", request, pb.HeartbeatReply)
 
 
-def shown(syncer: Syncer, *options: str) -> str:
+def shown(syncer: Syncer, *options: str, columns: int = 100) -> str:
     app = typer.Typer()
     app.command()(command)
-    result = CliRunner(env={"COLUMNS": "100"}).invoke(app, ["--address", syncer.address, "--run", RUN, *options])
+    result = CliRunner(env={"COLUMNS": str(columns)}).invoke(app, ["--address", syncer.address, "--run", RUN, *options])
     assert result.exit_code == 0, result.output
     return result.output
 
@@ -97,6 +97,14 @@ def test_who_takes_part_and_who_is_behind(syncer: Syncer) -> None:
     assert max(map(len, text.splitlines())) <= 100
     for raw in (first, second):
         raw.connection.close()
+
+
+def test_a_narrow_terminal_leaves_nothing_out(syncer: Syncer) -> None:
+    for name in ("site-north", "site-north-2"):
+        beat(joined(syncer, name), 20)
+    said = shown(syncer, columns=70)
+    assert "…" not in said
+    assert all(re.search(rf"^ {name} ", said, re.MULTILINE) for name in ("site-north", "site-north-2"))
 
 
 def test_whom_a_round_waits_for_and_who_is_lost(syncer: Syncer) -> None:

@@ -25,7 +25,7 @@ from diloco.core.members import Deadlines
 from diloco.core.presets import method_from_table
 from diloco.event_log import read_events
 from diloco.events import Merged
-from diloco.exchange.remote import fetch_status
+from diloco.exchange.remote import fetch_status, remote
 from diloco.secret_files import write_secret
 from diloco.syncer.server import Options, Syncer
 from diloco.syncer.tokens import TokenEntry, token_sha256, write_tokens
@@ -112,9 +112,10 @@ def ledgers_add_up(syncer: Syncer) -> None:
 
 @pytest.mark.parametrize(("method", "step"), [(SCHEDULED, 6), (STREAMING, 8)])
 def test_a_learner_that_waits_for_another_one_stops_with_a_checkpoint(
-    method: str, step: int, tiny: Tiny, tmp_path: Path
+    method: str, step: int, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its contribution is with the syncer, and is merged after it has left."""
+    monkeypatch.setattr(remote, "STOPPED_TIMEOUT_S", WAIT_S)  # for an answer that comes, however slow the machine is
     with serve(tiny(method), tmp_path / "state") as syncer:
         config = tiny(method, f"syncer.address={syncer.address}", *LONG)
         with held_up(config) as (pause, first):

@@ -186,7 +186,7 @@ def _traffic(num_bytes: dict[str, dict[str, dict[str, int]]], name: str) -> tupl
 
 def _fragments(status: dict[str, Any]) -> Table:
     table = _table((), FRAGMENT_HEADS)
-    table.add_column("now")
+    table.add_column("now", overflow="fold")
     for it in status["fragments"]:
         ledger = it["ledger"]
         counts = (*(ledger[key] for key in ("trained", "merged", "pending")), sum(ledger["discarded"].values()))
@@ -197,9 +197,12 @@ def _fragments(status: dict[str, Any]) -> Table:
 
 
 def _table(text_heads: tuple[str, ...], heads: tuple[str, ...]) -> Table:
-    table = Table(*text_heads, box=SIMPLE, padding=(0, 1, 0, 0))
+    """A narrow terminal gets longer rows: nothing is left out, and names are the last to be broken."""
+    table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
+    for head in text_heads:
+        table.add_column(head, no_wrap=True, overflow="fold")
     for head in heads:
-        table.add_column(head, justify="right")
+        table.add_column(head, justify="right", overflow="fold")
     return table
 
 

@@ -53,9 +53,6 @@ SAMPLE_S, LOOK_S, NEW_S = 0.25, 0.02, 1.0
 """Between two samples; between two looks at connections of which no call has taken a message, while one of them is new
 or brings bytes: in a quarter of a second a hundred megabytes may come; and how long a connection is new."""
 
-PROVEN_S = 5.0
-"""A connection that is used for so long, without a refused call, says that there is a learner at its host."""
-
 SAMPLING_SHARE = 0.05
 """Of the time, at most, goes into listing descriptors."""
 
@@ -162,8 +159,17 @@ class SocketLedger:
                 connection.is_known, connection.caller = True, caller
         for message in messages:
             if connection is not None:
-                connection.is_used = connection.has_taken = True
+                self._takes(connection)
             yield message
+
+    def _takes(self, connection: _Connection) -> None:
+        """A call takes a message."""
+        connection.has_taken = True
+        if not connection.is_used:
+            connection.is_used = True
+            with self._lock:
+                if self._has_credit(connection):
+                    self._strikes.known(self._clock(), connection.peer[0])
 
     def refused(self, peer: str) -> None:
         """A call was refused for what its sender did; a connection with many of them is ended."""
@@ -264,7 +270,6 @@ class SocketLedger:
                 self._release(inode)
             elif self._guard is not None:
                 self._check(connection, counts, self._guard)
-                self._vouch(connection)
                 if counts.received > connection.looked_bytes and not connection.is_used:
                     self._suspects.append(connection)
         if self._guard is not None:
@@ -328,13 +333,6 @@ class SocketLedger:
         if not connection.is_known or not self._has_credit(connection):
             return guard.unknown_bytes
         return guard.untaken_bytes if connection.is_used else guard.first_bytes
-
-    def _vouch(self, connection: _Connection) -> None:
-        """A host is known by a connection that is used for a while, and well."""
-        now = self._clock()
-        is_good = connection.is_used and not connection.num_refused and not connection.is_ended
-        if is_good and now - connection.seen_at > PROVEN_S and self._has_credit(connection):
-            self._strikes.known(now, connection.peer[0])
 
     def _end_unknown(self, most: int) -> None:
         """End connections without a known caller until there are not too many."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-STOP_AFTER_S = 0.5
+STOP_AFTER_S = 0.2
 """How long a learner that is told to stop waits for others, if it does."""
 
 

@@ -11,7 +11,7 @@ LEAVE_TIMEOUT_S = 10.0
 """How long a leaving learner waits for a syncer that answers, to acknowledge its contributions and its goodbye."""
 
 GONE_TIMEOUT_S = 1.0
-"""How long it waits for a syncer that does not answer."""
+"""How long it waits for a syncer that does not answer, at most."""
 
 AWAY_AFTER_S = 4.0
 """After this long without a message the syncer counts as not answering."""
@@ -76,14 +76,20 @@ class Entrance:
 
 
 class Departure:
-    """The deadlines of a learner that leaves. Without `begin` it stays."""
+    """The deadlines of a learner that leaves. Without `begin` it stays.
+
+    Attributes:
+        gone_timeout_s: the timeout of the goodbye to a syncer that does not answer.
+    """
 
     def __init__(self) -> None:
         self._leave_by = self._heard_at = math.inf
+        self.gone_timeout_s = GONE_TIMEOUT_S
 
     def begin(self, now: float, timeout_s: float) -> None:
         """The learner wants to leave, within this time if the syncer answers."""
         self._leave_by = now + timeout_s
+        self.gone_timeout_s = min(GONE_TIMEOUT_S, timeout_s)
 
     def heard(self, now: float) -> None:
         """A message from the syncer has arrived."""
@@ -99,7 +105,7 @@ class Departure:
 
     def timeout_s(self, now: float) -> float:
         """The timeout of the goodbye to a syncer that answers."""
-        return max(GONE_TIMEOUT_S, self._leave_by - now)
+        return max(self.gone_timeout_s, self._leave_by - now)
 
     @property
     def next_at(self) -> float:

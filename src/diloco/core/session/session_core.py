@@ -30,7 +30,7 @@ from diloco.core.contribution import CallForWork, Contribution, Drained, Rejecte
 from diloco.core.leases import Ask, Grant
 from diloco.core.lineage import Lineage
 from diloco.core.session import requests
-from diloco.core.session.ends import GONE_TIMEOUT_S, LEAVE_TIMEOUT_S, Departure, Entrance
+from diloco.core.session.ends import LEAVE_TIMEOUT_S, Departure, Entrance
 from diloco.core.session.heartbeat import HEARTBEAT_S, SHORTEST_S, Heartbeat
 from diloco.core.session.lanes import Lane, Lanes
 from diloco.core.session.model_cache import NOTHING, ModelCache
@@ -163,7 +163,7 @@ class SessionCore:
 
     def leave(self, now: float, *, timeout_s: float = LEAVE_TIMEOUT_S) -> Actions:
         """The learner takes no more steps and wants to leave; all ends with `Close`. `timeout_s`: how long it waits for
-        a syncer that answers, until that has its contributions."""
+        a syncer that answers, until that has its contributions, and as long again at most for its goodbye."""
         if not self._is_member:
             if self.phase in ("joining", "drained"):
                 self._departure.begin(now, timeout_s)
@@ -591,7 +591,7 @@ class SessionCore:
         is_gone = departure.is_silent(now) or (self._lanes.send if is_sending else self._lanes).is_away
         if is_sending and not is_gone and not departure.is_late(now):
             return []
-        leave = self._goodbye(self.who, GONE_TIMEOUT_S if is_gone else departure.timeout_s(now))
+        leave = self._goodbye(self.who, departure.gone_timeout_s if is_gone else departure.timeout_s(now))
         text = f"{self.who.learner} leaves while a contribution is still in flight"
         return [requests.Warn(text), leave] if is_sending else [leave]
 
@@ -599,7 +599,8 @@ class SessionCore:
         """Leave, as no incarnation: the newest is out, and may have trained more than it had said by then."""
         if self._heartbeat.report.all_tokens == 0:
             return self._over()
-        timeout_s = GONE_TIMEOUT_S if self._lanes.is_away else self._departure.timeout_s(now)
+        departure = self._departure
+        timeout_s = departure.gone_timeout_s if self._lanes.is_away else departure.timeout_s(now)
         return [self._goodbye(replace(self.who, incarnation=0), timeout_s)]
 
     def _goodbye(self, who: Identity, timeout_s: float) -> requests.Leave:

@@ -43,7 +43,8 @@ from diloco.exchange.remote.session import Session
 from diloco.exchange.remote.transfers import Receiver, Sender, num_bytes_of
 
 STOPPED_TIMEOUT_S = 0.2
-"""How long a learner that was told to stop waits until the syncer has all of its contributions."""
+"""How long a learner that was told to stop waits until the syncer has all of its contributions, and then for an answer
+to its goodbye: with the time that it waits before (`interrupt`) and the end of a process, less than a second."""
 
 
 def connect(

@@ -109,10 +109,10 @@ class Session:
         """Leave the run, as far as the syncer answers in time, and end the threads.
 
         Arguments:
-            timeout_s: how long to wait until it has all contributions.
+            timeout_s: how long to wait until it has all contributions; for the goodbye it has as long again at most.
         """
         self.enter(partial(self.core.leave, timeout_s=timeout_s))
-        give_up_at = time.monotonic() + timeout_s + GONE_TIMEOUT_S
+        give_up_at = time.monotonic() + timeout_s + min(timeout_s, GONE_TIMEOUT_S)
         while not self._is_over:
             try:
                 call = self._lanes["leave"].get(timeout=max(0.0, give_up_at - time.monotonic()))
