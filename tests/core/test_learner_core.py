@@ -459,6 +459,22 @@ def test_a_call_that_is_quicker_than_its_version_is_answered_after_it() -> None:
     assert (send.number, send.base, send.tokens) == (2, 1, 5)
 
 
+def test_a_resumed_learner_answers_a_call_once_it_knows_which_units_are_its_own() -> None:
+    learner, copy = called(), called()
+    learner.stepped(5, units=((0, 2),))
+    learner.stepped(5, units=((2, 4),))
+    copy.load_state_dict(learner.state_dict())
+    copy.reincarnated()
+    assert copy.called(0, 0) is None
+    [send] = copy.keep_units(((1, 3),))
+    assert (send.fragment, send.base, send.units, send.steps) == (0, 0, ((1, 3),), 2)
+    assert copy.keep_units(((1, 3),)) == ()
+    other = called()
+    other.load_state_dict(called().state_dict())
+    other.stepped(5, units=((0, 2),))
+    assert other.called(0, 0) is not None, "units of its own"
+
+
 def test_a_call_heard_again_is_answered_once() -> None:
     learner = called()
     learner.stepped(5)

@@ -203,6 +203,8 @@ def test_an_island_that_was_given_up_is_one_learner_again(world: World) -> None:
     assert island.facts["incarnation"] == 2
     assert island.facts["merges"] > 0
     assert island.facts["versions"] > [1]
+    # The step in which it heard of that is counted, of all ranks.
+    assert island.facts["tokens"] < status_of(world.syncers["given up"])["tokens"] == 10 * island.facts["num_steps"]
     log = (world.directory / "rank0.log").read_text()
     assert re.search(r"rank 0 of 2 has waited \d+ s for other ranks in learner\.step\(\)", log)
 

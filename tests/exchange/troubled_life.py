@@ -36,13 +36,14 @@ class Life:
 
     Attributes:
         store: over which the test and the ranks hear of each other.
+        num_steps: that it has taken, as any incarnation.
     """
 
     def __init__(
         self, model: nn.Module, exchange: Exchange, store: dist.Store | None = None,
         method: diloco.Method | None = None, ranks: dist.ProcessGroup | None = None, buffers: Any = "refuse",
     ) -> None:  # fmt: skip
-        self.model, self.store = model, store
+        self.model, self.store, self.num_steps = model, store, 0
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
         self.learner = diloco.Learner(
             model, self.optimizer, method=method, exchange=exchange, ranks=ranks, buffers=buffers
@@ -54,6 +55,10 @@ class Life:
 
     def step(self) -> None:
         self.compute()
+        self.end_step()
+
+    def end_step(self) -> None:
+        self.num_steps += 1
         self.learner.step(tokens=5)
 
     def compute(self) -> None:
@@ -74,7 +79,7 @@ class Life:
         self.learner.state_dict()  # answers that are on their way
         weights = full(self.learner.global_state_dict())
         own = {f"own.{name}": value for name, value in full(dict(named_parameters(self.model))).items()}
-        return Result(weights | own, self.learner.metrics())
+        return Result(weights | own, {**self.learner.metrics(), "num_steps": self.num_steps})
 
 
 def error_of(act: Callable[[], object]) -> list[str]:
@@ -98,7 +103,7 @@ def is_given_up(life: Life) -> Result:
     if dist.get_rank() == 1:
         life.wait_for("a new incarnation has started")
     life.say("goes on")
-    life.learner.step(tokens=5)
+    life.end_step()
     life.train(STEPS)
     return life.result()
 

@@ -249,7 +249,8 @@ class Process:
         assert self._reader is not None
         self._reader.queue.granted(grant)
         if grant.number == 1:
-            self.core.keep_units(grant.claimed)
+            for send in self.core.keep_units(grant.claimed):
+                self._send(send)
         if self._is_starved:
             self._is_starved = False
             self._report()

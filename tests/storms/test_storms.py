@@ -47,6 +47,8 @@ FOUND = {
     120368: "learners waited for each other in rounds that lacked learners, after a restart that lost a contribution",
     122683: "a connection that broke after a silence gave its learner more time than the silence would have",
     10874: "with late='drop' a learner pushed again before it adopted, so that all its pushes were late",
+    2646: "a goodbye of an incarnation whose eviction was not durable counted its tokens twice",
+    261: "an older copy of the state evicted a learner that does not follow it, and took its goodbye",
 }
 """Seeds that found a defect."""
 
@@ -66,6 +68,12 @@ def test_storms_with_leased_data(first: int) -> None:
 def test_seeds_that_found_a_defect(seed: int) -> None:
     with quiet():
         assert run_seed(seed) is None
+
+
+def test_a_seed_with_leased_data_that_found_a_defect() -> None:
+    """A learner that came back from a checkpoint answered a call before it knew which of its units are its own."""
+    with quiet():
+        assert run_seed(62, leased=True) is None
 
 
 def test_a_storm_is_the_same_each_time() -> None:

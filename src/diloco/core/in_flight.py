@@ -154,6 +154,11 @@ class FragmentWork:
                 self.pending_units = ()
         return bool(void)
 
+    @property
+    def has_units(self) -> bool:
+        """Whether the next contribution accounts for units of data."""
+        return bool(self.pending_units or self.overwritten_units)
+
     def keep_units(self, units: Ranges) -> None:
         """Of its units, only these are leased to the learner."""
         self.pending_units = common(self.pending_units, units)

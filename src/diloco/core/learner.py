@@ -50,6 +50,7 @@ class LearnerCore:
     def _begin(self, versions: Sequence[int], step: int) -> None:
         self.step = self._start_step = step
         self.tokens = 0
+        self._is_unsure, self._calls = False, dict[int, int]()  # which units are leased; by fragment, calls until then
         self.fragments = [FragmentWork(version) for version in versions]
         self._rounds = self.rules.quorum.learner_rounds(self.rules, self.fragments, step)
 
@@ -92,8 +93,12 @@ class LearnerCore:
     def called(self, fragment: int, version: int) -> Send | None:
         """The syncer calls for a contribution to a fragment, which is at this version.
 
-        Returns None if none can be sent now: the work stays pending.
+        Returns None if none can be sent now: the work stays pending. Work on units of a checkpoint, of which it is not
+        known yet which are leased to this incarnation, is sent by `keep_units`.
         """
+        if self._is_unsure and self.fragments[fragment].has_units:
+            self._calls[fragment] = version
+            return None
         return self._send(fragment, None) if self._rounds.called(fragment, version) else None
 
     def _send(self, fragment: int, sync_every: int | None) -> Send | None:
@@ -232,6 +237,7 @@ class LearnerCore:
         self.tokens = state["tokens"]
         self.fragments[:] = [FragmentWork.from_dict(work) for work in state["fragments"]]
         self._rounds.load_state_dict(state["rounds"])
+        self._is_unsure = self.has_units
 
     @property
     def unsent_units(self) -> tuple[Ranges, ...]:
@@ -241,12 +247,16 @@ class LearnerCore:
     @property
     def has_units(self) -> bool:
         """Whether the next contribution to any fragment accounts for units of data."""
-        return any(work.pending_units or work.overwritten_units for work in self.fragments)
+        return any(work.has_units for work in self.fragments)
 
-    def keep_units(self, units: Ranges) -> None:
-        """Of the units without a contribution, only these are leased to this incarnation."""
+    def keep_units(self, units: Ranges) -> tuple[Send, ...]:
+        """Of the units without a contribution, only these are leased to this incarnation. Returns the answers to calls
+        that have waited for that."""
         for work in self.fragments:
             work.keep_units(units)
+        calls, self._is_unsure, self._calls = self._calls, False, {}
+        sends = [self.called(fragment, version) for fragment, version in sorted(calls.items())]
+        return tuple(send for send in sends if send is not None)
 
     def forget_in_flight(self, *, keep_work: bool) -> tuple[int, ...]:
         """After `load_state_dict`: drop the contributions in flight that no received version lists, unless their

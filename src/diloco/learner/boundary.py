@@ -314,7 +314,8 @@ class Boundary:
         assert self.units is not None
         self.units.granted(grant)
         if grant.number == 1:
-            self.core.keep_units(grant.claimed)
+            for send in self.core.keep_units(grant.claimed):
+                self._send(send, self.tensors.parameters)
 
     def _arrived(self, arrived: Arrived) -> None:
         update, fragment = arrived.update, arrived.update.fragment
