@@ -245,16 +245,19 @@ def _floods(rows: Sequence[dict[str, Any]] | None) -> str:
     head = """## Hostile senders
 
 `python -m benchmarks.reliability floods`: ten times what brought a syncer down or to gigabytes once, beside a run of
-two learners. Goals: 2 % of the goodput, 200 MB.
+two learners. Goals: 2 % of the goodput, 200 MB. The noise is by how much two windows without a flood differ; the
+processor's time is the syncer's, in seconds a second, under the flood and without it.
 """
     if rows is None:
         return f"{head}\n{NOT_MEASURED}.\n"
     table = [
-        (row["flood"], "yes" if row["certificate"] else "no", f"{row['size']:,}", f"{row['goodput']:.0%}",
-         f"{row['memory_mb']:+.0f} MB", "goes on" if row["survived"] else "ended")
+        (row["flood"], "yes" if row["certificate"] else "no", f"{row['size']:,}", f"{row['goodput']:.1%}",
+         f"{row['noise']:.1%}", "{:.2f} ({:.2f})".format(*row["processor"]), f"{row['memory_mb']:+.0f} MB",
+         "goes on" if row["survived"] else "ended")
         for row in rows
     ]  # fmt: skip
-    return f"{head}\n{_table(('flood', 'certificate', 'size', 'goodput', 'memory', 'the run'), table)}"
+    titles = "flood", "certificate", "size", "goodput", "noise", "processor", "memory", "the run"
+    return f"{head}\n{_table(titles, table)}"
 
 
 def _control(result: dict[str, Any] | None) -> str:

@@ -18,6 +18,7 @@ from tests.syncer.test_floods import ONES, guarded, is_open, know, needs_counts
 
 from diloco.syncer import guard as limits
 from diloco.syncer.callers import UNKNOWN, Caller
+from diloco.syncer.ending import PROVEN_S
 from diloco.syncer.guard import Guard, Strikes
 from diloco.syncer.keyring import Keyring
 from diloco.syncer.sockets import SocketLedger
@@ -194,12 +195,9 @@ def num_instructions(port: int) -> int:
 @pytest.mark.parametrize("thins", [True, False])
 def test_fewer_connections_are_taken_from_a_host_whose_connections_bring_no_call(thins: bool) -> None:
     now = [0.0]
-    with guarded(Guard(thins=thins, free_strikes=1), lambda: now[0]) as (ledger, accepted, dial):
+    with guarded(Guard(thins=thins, free_strikes=4), lambda: now[0]) as (ledger, accepted, dial):
         know(ledger, dial())
-        for _ in range(2 * limits.KNOWN_FACTOR):
-            dial()
-        for each in accepted[1:]:
-            each.close()
+        come_and_go(dial, accepted, 6)
         ledger.sample()
         assert (num_instructions(ledger.port) > 0) is thins
         assert is_open(accepted[0])
@@ -209,9 +207,32 @@ def test_fewer_connections_are_taken_from_a_host_whose_connections_bring_no_call
 
 
 @needs_counts
+def test_a_host_is_known_by_a_connection_that_is_used_for_a_while() -> None:
+    now = [0.0]
+    with guarded(Guard(thins=True, free_strikes=1), lambda: now[0]) as (ledger, accepted, dial):
+        know(ledger, dial())
+        now[0] = PROVEN_S + 1
+        ledger.sample()
+        come_and_go(dial, accepted, limits.KNOWN_FACTOR)
+        ledger.sample()
+        assert num_instructions(ledger.port) == 0
+        come_and_go(dial, accepted, limits.KNOWN_FACTOR)
+        ledger.sample()
+        assert num_instructions(ledger.port) > 0
+
+
+def come_and_go(dial: Callable[[], socket.socket], accepted: list[socket.socket], num: int) -> None:
+    """Connections of which no call comes."""
+    for _ in range(num):
+        dial()
+    for each in accepted[-num:]:
+        each.close()
+
+
+@needs_counts
 def test_connections_that_bring_calls_are_no_strikes() -> None:
     with guarded(Guard(thins=True, free_strikes=1)) as (ledger, accepted, dial):
-        for _ in range(2 * limits.KNOWN_FACTOR):
+        for _ in range(4):
             client = dial()
             know(ledger, client)
             client.close()

@@ -10,25 +10,20 @@ open descriptor would keep the peer waiting for the end of the stream where the 
 Each `sample` therefore looks whether the process still has the connection elsewhere, and if not reads it a last time
 and lets go.
 
-With the duplicate a connection can also be ended, which gRPC lets no program do. `Guard` says when: a connection on
-which no caller has become known in time, the oldest of too many of those, one that brings bytes which no call takes,
-such as a header without an end, and one with many refused calls. Fewer new ones are taken from where those come.
+With the duplicate a connection can also be ended, which gRPC lets no program do: `ending.py`.
 """
 
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass, replace
 from typing import Literal, Self
 
 from diloco.errors import ConfigError
-from diloco.syncer.guard import Guard, Strikes
-from diloco.syncer.syn_filter import SynFilter
+from diloco.syncer.ending import Connection, Ending
+from diloco.syncer.guard import Guard
 from diloco.syncer.tcp import (
     CLOSED,
     ESTABLISHED,
@@ -46,44 +41,14 @@ Direction = Literal["received", "sent"]  # as this process sees it
 Label = tuple[str, str]  # learner, kind
 UNLABELLED: Label = ("", "unlabelled")  # failed handshakes, strangers
 
-ACKNOWLEDGING = 16
-"""A peer that only receives sends less than one byte for so many: window updates and the framing of TLS."""
-
-SAMPLE_S, LOOK_S, NEW_S = 0.25, 0.02, 1.0
-"""Between two samples; between two looks at connections of which no call has taken a message, while one of them is new
-or brings bytes: in a quarter of a second a hundred megabytes may come; and how long a connection is new."""
+SAMPLE_S, LOOK_S = 0.25, 0.02
+"""Between two samples; between two looks at connections that are suspect: in a quarter of a second a hundred megabytes
+may come."""
 
 SAMPLING_SHARE = 0.05
 """Of the time, at most, goes into listing descriptors."""
 
 log = logging.getLogger("diloco.syncer")
-
-
-@dataclass(eq=False)
-class _Connection:
-    """A duplicate of one connection's socket, what was counted of it so far, and whose it is.
-
-    Attributes:
-        is_known: a caller on it is known. caller: as in `taken`. is_used: a call has taken a message of it.
-        has_taken: since it was looked at last.
-        untaken_from: bytes (sent, received) when a call took a message last.
-        looked_bytes: received when it was looked at last.
-    """
-
-    socket: socket.socket
-    peer: Peer
-    seen_at: float
-    label: Label | None = None
-    sent: int = 0
-    received: int = 0
-    is_known: bool = False
-    caller: str = ""
-    is_used: bool = False
-    has_taken: bool = False
-    untaken_from: tuple[int, int] = (0, 0)
-    num_refused: int = 0
-    looked_bytes: int = 0
-    is_ended: bool = False
 
 
 class SocketLedger:
@@ -99,7 +64,6 @@ class SocketLedger:
         clock: monotonic seconds.
 
     Attributes:
-        num_ended: connections that the guard has ended.
         available: False where the system cannot count; then nothing is counted, and reports must say so.
     """
 
@@ -107,16 +71,13 @@ class SocketLedger:
         if not 0 < port < 65536:
             raise ConfigError(f"port {port} is not one that connections arrive at; pass the port that was bound.")
         self.port = port
-        self.num_ended = 0
-        self._guard, self._clock = guard, clock
+        self._clock = clock
         self.available = is_available()
         self._lock = threading.Lock()
-        self._connections: dict[int, _Connection] = {}  # by inode, which names a socket for as long as it lives
-        self._by_peer: dict[Peer, _Connection] = {}
+        self._connections: dict[int, Connection] = {}  # by inode, which names a socket for as long as it lives
+        self._by_peer: dict[Peer, Connection] = {}
         self._others: set[int] = set()  # inodes of sockets that are not the port's
-        self._suspects: list[_Connection] = []
-        self._strikes = Strikes((guard or Guard()).free_strikes)
-        self._filter: SynFilter | None = None
+        self._ending = None if guard is None else Ending(port, guard, clock)
         self._totals: dict[tuple[str, str, Direction], int] = {}
         self._sampled_at, self._sampling_s = -1.0, 0.0  # monotonic; and how long it took
         self._is_closed = self._is_stopping = False
@@ -159,32 +120,21 @@ class SocketLedger:
                 connection.is_known, connection.caller = True, caller
         for message in messages:
             if connection is not None:
-                self._takes(connection)
+                connection.is_used = connection.has_taken = True
             yield message
-
-    def _takes(self, connection: _Connection) -> None:
-        """A call takes a message."""
-        connection.has_taken = True
-        if not connection.is_used:
-            connection.is_used = True
-            with self._lock:
-                if self._has_credit(connection):
-                    self._strikes.known(self._clock(), connection.peer[0])
 
     def refused(self, peer: str) -> None:
         """A call was refused for what its sender did; a connection with many of them is ended."""
         key = parse_peer(peer)
         with self._lock:
             connection = None if key is None else self._by_peer.get(key)
-            if connection is not None and self._guard is not None:
-                connection.num_refused += 1
-                most = self._guard.num_refused if self._has_credit(connection) else self._guard.few_refused
-                if connection.num_refused > most:
-                    self._end(connection)
+            if connection is not None and self._ending is not None:
+                self._ending.refused(connection)
 
-    def _has_credit(self, connection: _Connection) -> bool:
-        """Whether no connection of the same caller was ended lately for what it brought."""
-        return not (connection.caller and self._strikes.of_caller(self._clock(), connection.caller))
+    @property
+    def num_ended(self) -> int:
+        """Connections that the guard has ended."""
+        return 0 if self._ending is None else self._ending.num_ended
 
     def dialled(self) -> None:
         """A handshake begins. One that fails is over within milliseconds, so that its connection is taken up now, while
@@ -200,13 +150,14 @@ class SocketLedger:
         if self.available:
             with self._lock:
                 self._sample()
-                self._thin()
+                if self._ending is not None:
+                    self._ending.thin()
 
     def look(self) -> None:
-        """End connections that are new, or bring bytes of which no call has taken any, and are over a limit. Cheap."""
-        with self._lock:
-            now = self._clock()
-            self._suspects = [each for each in self._suspects if self._is_suspect(each, now)]
+        """End connections that are suspect and over a limit. Cheap."""
+        if self._ending is not None:
+            with self._lock:
+                self._ending.look()
 
     def totals(self) -> dict[tuple[str, str, Direction], int]:
         """Bytes by (learner, kind, direction), as of the last sample."""
@@ -245,7 +196,8 @@ class SocketLedger:
                 due_at = time.monotonic() + max(interval_s, self._sampling_s / SAMPLING_SHARE)
             else:
                 self.look()
-            self._wake.wait(LOOK_S if self._suspects else max(0.0, due_at - now))
+            has_suspects = self._ending is not None and self._ending.has_suspects
+            self._wake.wait(LOOK_S if has_suspects else max(0.0, due_at - now))
             self._wake.clear()
 
     def _sample(self) -> None:
@@ -268,12 +220,10 @@ class SocketLedger:
             counts = self._count(connection)
             if inode not in present or counts.state == CLOSED:
                 self._release(inode)
-            elif self._guard is not None:
-                self._check(connection, counts, self._guard)
-                if counts.received > connection.looked_bytes and not connection.is_used:
-                    self._suspects.append(connection)
-        if self._guard is not None:
-            self._end_unknown(self._guard.num_unknown)
+            elif self._ending is not None:
+                self._ending.counted(connection, counts)
+        if self._ending is not None:
+            self._ending.end_unknown(self._connections.values())
         self._others &= present.keys()
         for inode, fd in present.items():
             if inode not in self._connections and inode not in self._others:
@@ -288,72 +238,12 @@ class SocketLedger:
             self._others.add(inode)
             duplicate.close()
             return
-        connection = _Connection(duplicate, peer, self._clock())
+        connection = Connection(duplicate, peer, self._clock())
         self._connections[inode] = self._by_peer[peer] = connection
-        if self._guard is not None:
-            self._suspects.append(connection)
+        if self._ending is not None:
+            self._ending.taken_up(connection)
 
-    def _is_suspect(self, connection: _Connection, now: float) -> bool:
-        """Whether it is to be looked at soon again, after this look."""
-        if connection.is_ended or self._guard is None or (connection.is_used and self._has_credit(connection)):
-            return False
-        counts = tcp_counts(connection.socket)
-        self._check(connection, counts, self._guard)
-        before, connection.looked_bytes = connection.looked_bytes, counts.received
-        return now - connection.seen_at < NEW_S or counts.received > before
-
-    def _thin(self) -> None:
-        """Leave out new connections where they are mostly such as bring no call."""
-        if self._guard is None or not self._guard.thins:
-            return
-        thinned = self._strikes.thinned(self._clock())
-        try:
-            if self._filter is None and thinned:
-                self._filter = SynFilter(self.port)
-            if self._filter is not None:
-                self._filter.thin(thinned)
-        except OSError as error:
-            log.warning("new connections cannot be left out by where they come from: %s", error)
-            self._guard = replace(self._guard, thins=False)
-
-    def _check(self, connection: _Connection, counts: TcpCounts, guard: Guard) -> None:
-        """End a connection that is over a limit."""
-        if not connection.is_known and self._clock() - connection.seen_at > guard.unknown_s:
-            self._end(connection)
-        if connection.has_taken:
-            connection.has_taken, connection.untaken_from = False, (counts.sent, counts.received)
-        sent, received = (now - then for now, then in zip(
-            (counts.sent, counts.received), connection.untaken_from, strict=True
-        ))  # fmt: skip
-        if received - sent // ACKNOWLEDGING > self._most_untaken(connection, guard):
-            self._end(connection)
-
-    def _most_untaken(self, connection: _Connection, guard: Guard) -> int:
-        """Bytes that a connection may bring before a call takes a message."""
-        if not connection.is_known or not self._has_credit(connection):
-            return guard.unknown_bytes
-        return guard.untaken_bytes if connection.is_used else guard.first_bytes
-
-    def _end_unknown(self, most: int) -> None:
-        """End connections without a known caller until there are not too many."""
-        unknown = [each for each in self._connections.values() if not each.is_known and not each.is_ended]
-        by_host: dict[str, list[_Connection]] = {}
-        for each in unknown:  # the oldest first
-            by_host.setdefault(each.peer[0], []).append(each)
-        for _ in range(len(unknown) - most):
-            self._end(max(by_host.values(), key=len).pop(0))
-
-    def _end(self, connection: _Connection) -> None:
-        """gRPC sees that it has ended, and closes it."""
-        if not connection.is_ended:
-            connection.is_ended = True
-            self.num_ended += 1
-            untaken = tcp_counts(connection.socket).received - connection.untaken_from[1]
-            self._strikes.add(self._clock(), connection.peer[0], untaken, connection.caller)
-            with suppress(OSError):  # the peer was quicker
-                connection.socket.shutdown(socket.SHUT_RDWR)
-
-    def _count(self, connection: _Connection) -> TcpCounts:
+    def _count(self, connection: Connection) -> TcpCounts:
         counts = tcp_counts(connection.socket)
         if connection.label is not None:
             self._add(connection.label, counts.sent - connection.sent, counts.received - connection.received)
@@ -367,9 +257,8 @@ class SocketLedger:
         if connection.label is None:
             connection.label = UNLABELLED
             self._count(connection)
-        if not (connection.is_known or connection.is_ended):  # it came and went
-            self._strikes.add(self._clock(), connection.peer[0], tcp_counts(connection.socket).received)
-        connection.is_ended = True
+        if self._ending is not None:
+            self._ending.released(connection)
         connection.socket.close()
         self._others.add(inode)  # its owner may hold a dead socket a little longer
 
