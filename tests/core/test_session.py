@@ -1299,6 +1299,66 @@ def test_a_learner_that_cannot_join_asks_around_who_serves_the_run() -> None:
     assert it.core.phase == "fetching"
 
 
+def evicted(it: Script) -> None:
+    """The learner was given up, and its syncer is gone before it has joined again."""
+    it.do(it.core.evicted, it.open[requests.Watch], "lost", replaced=False)
+    for kind in (requests.Join, requests.Watch, requests.Beat):
+        if kind in it.open:
+            it.fail(kind)
+
+
+def test_a_learner_that_is_to_join_again_votes_at_the_standby() -> None:
+    it = Script(num_addresses=2).start()
+    evicted(it)
+    it.fail(requests.Describe)
+    assert it.until(requests.Describe).connection == 2
+    it.fail(requests.Describe, FOLLOWS)
+    assert it.until(requests.Vote).word.seen == it.lineage
+
+
+def test_a_learner_that_is_to_join_again_follows_the_syncer_that_needs_its_vote_first() -> None:
+    """That one makes nothing durable before it has most votes, so that it lets none join."""
+    it = Script(num_addresses=2).start()
+    evicted(it)
+    it.fail(requests.Describe)
+    it.boot = 2
+    it.until(requests.Describe)
+    it.answer(requests.Describe, it.core.described, it.lineage, initialised=True)
+    it.until(requests.Join)
+    assert it.core.seen == it.lineage, "it holds nothing that this one may lack"
+    proposal = Proposal(Ballot(3, boot=2), base=2)
+    assert it.until(requests.Vote).word.seen == it.lineage
+    vote(it, serves=True, proposal=proposal)
+    it.until(requests.Describe)
+    it.answer(requests.Describe, it.core.described, it.lineage, initialised=True)
+    assert it.until(requests.Vote).word.promised == proposal.ballot
+    now = it.now
+    vote(it, serves=True)
+    it.until(requests.Describe)
+    assert it.now - now == pytest.approx(0.5), "not more often than otherwise"
+    assert requests.Join in it.open
+
+
+def test_a_learner_that_is_to_join_again_says_why_it_cannot_follow() -> None:
+    """It has promised this epoch to the other syncer; the one that serves begins a later one for it."""
+    it = Script(num_addresses=2).start()
+    until_silent(it, seconds=6.5)
+    vote(it, proposal=Proposal(Ballot(2, boot=9), base=1))
+    evicted(it)
+    it.boot = 2
+    for _ in range(9):
+        if requests.Vote in it.open and it.open[requests.Vote].word.promised == Ballot(2, boot=9):
+            break
+        it.until(requests.Describe)
+        it.answer(requests.Describe, it.core.described, it.lineage, initialised=True)
+    vote(it, serves=True)
+    assert it.core.seen == Lineage("run", 1, 1)
+    it.boot = 3
+    it.until(requests.Describe)
+    it.answer(requests.Describe, it.core.described, it.lineage, initialised=True)
+    assert it.core.seen == it.lineage
+
+
 def test_with_one_address_a_join_is_tried_again_and_nothing_else() -> None:
     it = Script()
     it.do(it.core.begin)

@@ -131,9 +131,10 @@ class World:
         process.tick(self.now)
         if process.wants is not None:
             disk.place, disk.is_paired, disk.epoch = "first", True, process.wants
+            disk.base = disk.epoch
             process.begun(disk.epoch)
         if process.is_installed:
-            disk.is_paired, disk.base = False, disk.epoch
+            disk.is_paired = False
             process.alone()
         if process.standing == "alone" and process.is_refused:
             disk.epoch = disk.base = process.next_epoch(0)
@@ -151,7 +152,7 @@ class World:
         first, second = leader.process, follower.process
         assert first is not None
         assert second is not None
-        if len(follower.disk.log) > len(leader.disk.log):
+        if len(follower.disk.log) > len(leader.disk.log) and follower.disk.base >= leader.disk.base:
             return
         if follower.disk.place == "first":
             follower.disk.place = "standby"
@@ -405,6 +406,40 @@ def test_only_learners_of_the_electorate_vote_and_each_once() -> None:
     assert it.wants is None, "one of three: the other one has left"
     it.heard(10.0, Word("c", SEEN, promise, silent_s=9.0))
     assert it.wants == promise.epoch
+
+
+def test_a_learner_that_has_promised_the_epoch_to_the_other_one_is_heard_also_where_it_is_no_elector() -> None:
+    it = first_of("a", "b")
+    for second in range(8):
+        it.linked(float(second))
+        it.heard(float(second), Word("c", Lineage(RUN, 4, 3), Ballot(5, 99), silent_s=0.0))
+        it.tick(float(second))
+    assert it.raises()
+    assert it.next_epoch(0) == 6
+    it.raised(6)
+    assert not it.is_refused
+
+
+def test_a_syncer_with_most_promises_has_its_epoch_as_its_base_also_after_it_was_started_again() -> None:
+    """Learners that follow the epoch promise nothing to a lower base; only that syncer may have published in it."""
+    it = Succession("standby", is_paired=True, epoch=5, base=5, boot=99, electorate="a", patience_s=6.0, now=0.0)
+    learner = witness()
+    for second in range(7, 12):
+        it.heard(float(second), Word("a", learner.seen or SEEN, learner.promised, silent_s=9.0))
+        it.tick(float(second))
+        if it.proposal is not None:
+            assert learner.asked(it.proposal, is_silent=True)
+        if it.wants is not None:
+            it.begun(it.wants)
+            learner.follow(Lineage(RUN, it.epoch, it.boot))
+    assert (it.standing, it.epoch, it.base) == ("installing", 6, 6)
+    again = Succession(
+        "first", is_paired=True, epoch=6, base=it.base, boot=100, electorate="a", patience_s=6.0, now=0.0
+    )
+    again.heard(7.0, Word("a", Lineage(RUN, 6, 99), learner.promised, silent_s=9.0))
+    again.tick(7.0)
+    assert again.proposal is not None
+    assert learner.asked(again.proposal, is_silent=True)
 
 
 def test_a_learner_that_claims_promises_does_not_have_the_run_begin_epochs_without_end() -> None:

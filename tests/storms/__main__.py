@@ -2,6 +2,7 @@
 python -m tests.storms SEED --faults 0,2          with some of its faults (none: '')
 python -m tests.storms FIRST-LAST                 storms of many seeds, in two processes      (make storm SEEDS=1-1000)
 python -m tests.storms FIRST-LAST --leased        the same with leased data
+python -m tests.storms FIRST-LAST --standby       the same with two syncers
 python -m tests.storms FIRST-LAST --json          how many, how fast, which faults, and which storms failed, as JSON
 """
 
@@ -22,10 +23,11 @@ AT_ONCE = 20
 """Seeds that a process takes at a time."""
 
 
-def storm_of(seeds: list[int], *, leased: bool) -> tuple[list[str], Counter[str]]:
+def said_of(seeds: list[int], *, leased: bool, standby: bool) -> tuple[list[str], Counter[str]]:
     """What there is to say of those that failed, and the faults that happened, by kind."""
     struck: Counter[str] = Counter()
-    return [str(each) for each in failures(seeds, leased=leased, struck=struck) if each is not None], struck
+    found = failures(seeds, leased=leased, standby=standby, struck=struck)
+    return [str(each) for each in found if each is not None], struck
 
 
 def main() -> int:
@@ -34,13 +36,14 @@ def main() -> int:
     parser.add_argument("seeds", help="one seed, or FIRST-LAST")
     parser.add_argument("--faults", help="indices of the faults to keep, with commas")
     parser.add_argument("--leased", action="store_true", help="learners read leased data")
+    parser.add_argument("--standby", action="store_true", help="a second syncer follows the first")
     parser.add_argument("--processes", type=int, default=2, help="at a time; default %(default)s")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args()
     first, _, last = options.seeds.partition("-")
     seeds = list(range(int(first), int(last or first) + 1))
     if options.faults is not None:
-        plan = plan_of(seeds[0], leased=options.leased)
+        plan = plan_of(seeds[0], leased=options.leased, standby=options.standby)
         kept = [plan.faults[int(index)] for index in options.faults.split(",") if index]
         with quiet():
             failure = run(plan, kept)
@@ -49,16 +52,26 @@ def main() -> int:
     began_s, failed, struck = time.monotonic(), list[str](), Counter[str]()
     parts = [seeds[begin : begin + AT_ONCE] for begin in range(0, len(seeds), AT_ONCE)]
     with ProcessPoolExecutor(options.processes) as pool:
-        for said, faults in pool.map(partial(storm_of, leased=options.leased), parts):
+        for said, faults in pool.map(partial(said_of, leased=options.leased, standby=options.standby), parts):
             failed += said
             struck += faults
             for each in said:
                 print(each, flush=True, file=sys.stderr if options.json else sys.stdout)
     seconds = time.monotonic() - began_s
     if options.json:
-        found = {"storms": len(seeds), "first": seeds[0], "leased": options.leased, "processes": options.processes}
+        found = {"storms": len(seeds), "first": seeds[0], "leased": options.leased, "standby": options.standby}
         faults = dict(sorted(struck.items()))
-        print(json.dumps({**found, "seconds": round(seconds, 1), "faults": faults, "failed": failed}))
+        print(
+            json.dumps(
+                {
+                    **found,
+                    "processes": options.processes,
+                    "seconds": round(seconds, 1),
+                    "faults": faults,
+                    "failed": failed,
+                }
+            )
+        )
     else:
         rate = 60 * len(seeds) / seconds
         print(f"{len(seeds)} storms in {seconds:.1f} s, {rate:.0f} a minute; {len(failed)} failed")

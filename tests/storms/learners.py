@@ -46,7 +46,8 @@ class Process:
 
     def __init__(self, learner: LearnerProcess, storm: Storm, number: int, checkpoint: dict[str, Any] | None) -> None:
         plan = storm.plan
-        self.name, self.number, self.tokens = learner.name, number, 0
+        self.name, self.index = learner.name, learner.index
+        self.number, self.tokens = number, 0
         self.is_alive, self.core = True, None  # type: tuple[bool, LearnerCore | None]
         self._learner, self._storm, self._checkpoint = learner, storm, checkpoint
         self._rules = plan.rules_of(learner.index)
@@ -62,6 +63,7 @@ class Process:
             who, len(plan.sizes), at_least=plan.method.quorum.at_least,
             reports_every_step=plan.method.quorum.reports_every_step, initialises=initialises,
             seen=None if checkpoint is None else checkpoint["seen"],
+            num_addresses=storm.num_addresses,
         )  # fmt: skip
         from tests.storms.world import StormClock
 

@@ -38,6 +38,19 @@ OLDER_COPY = "older copy"
     older copy      the syncer dies, and for some seconds one is started on an older copy of its state; drawn apart
 """
 
+PairKind = Literal[
+    "kill first", "kill standby", "kill both", "standby refuses", "split", "cut off", "isolate", "promote",
+]  # fmt: skip
+"""Where there are two syncers; "first" is the one that serves the run then.
+
+    kill first, kill standby, kill both   as "kill syncer"
+    standby refuses   the standby's disk refuses for some seconds
+    split             the two do not reach each other for some seconds
+    cut off           one of the two does not reach half of the learners, or more
+    isolate           the first reaches neither the standby nor those learners
+    promote           a person promotes the one that is there, if it has all that was published
+"""
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -48,11 +61,12 @@ class Fault:
         learner: which one; the syncer's faults leave it out.
         seconds: how long.
         choice: "kill learner": 0 no checkpoint, 1 an old one, 2 the newest. "tear write": the index of the step. "older
-            copy": 0 the oldest, 1 one from the middle, 2 the newest.
+            copy": 0 the oldest, 1 one from the middle, 2 the newest. "cut off", "isolate": 0 half of the learners, 1
+            more; 2 the standby from half.
     """
 
     at_s: float
-    kind: Kind | Literal["older copy"]
+    kind: Kind | Literal["older copy"] | PairKind
     learner: int = 0
     seconds: float = 0.0
     choice: int = 0
@@ -73,6 +87,7 @@ class Plan:
         spool_fits: how many contributions the spool takes until `room_at_s`; None: all.
         repeats: how often a push, heartbeat or notice arrives twice.
         num_units: of leased data that each learner trains in a step; 0: data is not leased.
+        patience_s: of two syncers with each other (`Succession`); 0: there is one.
     """
 
     seed: int
@@ -89,6 +104,7 @@ class Plan:
     room_at_s: float
     repeats: float
     num_units: int = 0
+    patience_s: float = 0.0
 
     @cached_property
     def layout(self) -> Layout:
@@ -110,9 +126,14 @@ def _tensors(fragment: int, size: int) -> list[TensorSpec]:
     ]
 
 
-def plan_of(seed: int, *, leased: bool = False) -> Plan:
-    """The storm of a seed. `leased`: with leased data."""
+def plan_of(seed: int, *, leased: bool = False, standby: bool = False) -> Plan:
+    """The storm of a seed. `leased`: with leased data. `standby`: with two syncers."""
     draws = Draws(seed)
+    plan = _plan(draws, leased=leased)
+    return _with_standby(draws, plan) if standby else plan
+
+
+def _plan(draws: Draws, *, leased: bool) -> Plan:
     num_learners, num_fragments = draws.whole("learners", 1, 4), draws.whole("fragments", 1, 3)
     method = None
     while method is None:
@@ -121,7 +142,7 @@ def plan_of(seed: int, *, leased: bool = False) -> Plan:
     each, has_room = range(num_learners), draws.unit("has room") < 0.8
     sizes = tuple(draws.whole("size", 1, 9) for _ in range(num_fragments))
     return Plan(
-        seed,
+        draws.seed,
         method,
         steps=draws.whole("steps", 8, 30),
         step_s=tuple(draws.between("step_s", 0.15, 1.2) for _ in each),
@@ -135,6 +156,24 @@ def plan_of(seed: int, *, leased: bool = False) -> Plan:
         room_at_s=0.0 if has_room else draws.between("room at", 2.0, 12.0),
         repeats=0.0 if draws.unit("repeats") < 0.7 else 0.1,
         num_units=draws.whole("num_units", 1, 5) if leased else 0,
+    )
+
+
+def _with_standby(draws: Draws, plan: Plan) -> Plan:
+    """Longer, since a takeover takes its time, and with faults of both syncers and of what is between them."""
+    faults = [each for each in plan.faults if each.kind != OLDER_COPY]
+    for _ in range(draws.whole("pair faults", 1, 5)):
+        kind, choice = draws.of("pair fault", get_args(PairKind)), draws.whole("pair fault's choice", 0, 2)
+        at_s, seconds = draws.between("pair fault at", 1.0, 45.0), draws.between("pair fault for", 0.3, 25.0)
+        learner = draws.whole("pair fault's learner", 0, len(plan.step_s) - 1)
+        faults.append(Fault(round(at_s, 3), kind, learner, round(seconds, 3), choice))
+        if kind == "kill first" and draws.unit("and promote") < 0.3:
+            faults.append(Fault(round(at_s + 0.9 * seconds, 3), "promote"))
+    return replace(
+        plan,
+        steps=plan.steps + draws.whole("more steps", 20, 70),
+        faults=tuple(sorted(faults, key=lambda it: it.at_s)),
+        patience_s=draws.of("patience_s", (2.0, 6.0)),
     )
 
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from tests.storms.pair_world import PairStorm
 from tests.storms.plans import Fault, Plan, plan_of, told
 from tests.storms.world import Storm
 
@@ -33,15 +34,21 @@ class Failure:
         kind = "" if isinstance(self.error, BrokenInvariantError) else f"{type(self.error).__name__}: "
         kept = ",".join(str(self.plan.faults.index(fault)) for fault in self.faults)
         leased = " --leased" if self.plan.num_units else ""
+        standby = " --standby" if self.plan.patience_s else ""
         return (
             f"{told(self.plan, self.faults)}\n  at {self.at_s:.3f} s: {kind}{self.error}\n"
-            f"  replay: python -m tests.storms {self.plan.seed} --faults '{kept}'{leased}"
+            f"  replay: python -m tests.storms {self.plan.seed} --faults '{kept}'{leased}{standby}"
         )
+
+
+def storm_of(plan: Plan, faults: Sequence[Fault] | None = None) -> Storm:
+    """With one syncer, or with two."""
+    return PairStorm(plan, faults) if plan.patience_s else Storm(plan, faults)
 
 
 def run(plan: Plan, faults: Sequence[Fault], struck: Counter[str] | None = None) -> Failure | None:
     """One storm with these faults; `struck` is told how many of each kind have happened."""
-    storm = Storm(plan, faults)
+    storm = storm_of(plan, faults)
     try:
         storm.run()
     except Exception as error:  # noqa: BLE001 - whatever it is, it is a finding
@@ -52,9 +59,11 @@ def run(plan: Plan, faults: Sequence[Fault], struck: Counter[str] | None = None)
     return None
 
 
-def run_seed(seed: int, *, leased: bool = False, struck: Counter[str] | None = None) -> Failure | None:
+def run_seed(
+    seed: int, *, leased: bool = False, standby: bool = False, struck: Counter[str] | None = None
+) -> Failure | None:
     """The storm of a seed; a failure comes with the shortest list of faults that was found."""
-    plan = plan_of(seed, leased=leased)
+    plan = plan_of(seed, leased=leased, standby=standby)
     failure = run(plan, plan.faults, struck)
     return None if failure is None else shortest(failure)
 
@@ -79,12 +88,12 @@ def shortest(failure: Failure) -> Failure:
 
 
 def failures(
-    seeds: Sequence[int], *, leased: bool = False, struck: Counter[str] | None = None
+    seeds: Sequence[int], *, leased: bool = False, standby: bool = False, struck: Counter[str] | None = None
 ) -> Iterator[Failure | None]:
     """Of each seed, in order."""
     with quiet():
         for seed in seeds:
-            yield run_seed(seed, leased=leased, struck=struck)
+            yield run_seed(seed, leased=leased, standby=standby, struck=struck)
 
 
 @contextmanager

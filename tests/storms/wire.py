@@ -8,8 +8,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from diloco.core.session import requests
+from diloco.core.session.lanes import address_of
 from diloco.errors import DilocoError, UnreachableError
-from diloco.exchange.virtual.client import SimulatedDriver
+from diloco.exchange.virtual.doors import Door
 
 if TYPE_CHECKING:
     from tests.storms.learners import Process
@@ -20,15 +21,17 @@ STALL_S = 12.0
 
 
 class _Connection:
-    """One connection to one process of the syncer.
+    """One connection to one process of a syncer.
 
     Attributes:
+        address: of the syncer.
+        boot: names its process.
         is_open: bytes can be sent on it.
         is_silent: what is sent on it is lost, and neither end knows.
     """
 
-    def __init__(self, boot: int) -> None:
-        self.boot = boot
+    def __init__(self, address: int, boot: int) -> None:
+        self.address, self.boot = address, boot
         self.is_open, self.is_silent = True, False
         self.calls: list[requests.Request] = []
         self.broken: dict[int, Callable[[], None]] = {}  # by the call's identity
@@ -44,30 +47,27 @@ class StormWire:
         self._connections: dict[str, _Connection] = {}
         self._of: dict[int, _Connection] = {}  # by the identity of the call that is open on it
         self._frozen_until_s = 0.0
+        self._address = 0  # of the syncer that calls other than control ones go to
 
     # --- messages -----------------------------------------------------------------------------------------------------
 
-    def up(self, call: requests.Request, num_bytes: int, arrive: Callable[[SimulatedDriver], None]) -> None:
+    def up(self, call: requests.Request, num_bytes: int, arrive: Callable[[Door], None]) -> None:
         connection = self._dial(call)
         if connection is None:
             self._storm.after(self._delay("refused", 0), lambda: self._process.client.lost(call, gone()))
             return
 
         def arrives() -> None:
-            driver = self._storm.reached
-            if (
-                connection.is_open
-                and not connection.is_silent
-                and driver is not None
-                and self._storm.boot == connection.boot
-            ):
+            door = self._storm.door(connection.address)
+            is_there = door is not None and self._storm.boot_at(connection.address) == connection.boot
+            if connection.is_open and not connection.is_silent and door is not None and is_there:
                 self._storm.touched()
-                self._storm.progress.heard_s[self._process.name] = self._storm.now_s
-                arrive(driver)
+                self._storm.heard(self._name, connection.address)
+                arrive(door)
 
         self._carry(connection, "up", num_bytes, arrives)
         if self._repeats(call, num_bytes):
-            self._storm.after(self._delay("again", 0), lambda: self._again(connection.boot, call, arrive))
+            self._storm.after(self._delay("again", 0), lambda: self._again(connection, call, arrive))
 
     def down(self, call: requests.Request, num_bytes: int, arrive: Callable[[], None]) -> None:
         connection = self._of.get(id(call))
@@ -91,18 +91,19 @@ class StormWire:
         is_one = isinstance(call, requests.Beat | requests.Watch) or (isinstance(call, requests.Push) and num_bytes > 0)
         return is_one and self._storm.draws.unit(f"{self._name} repeats") < repeats
 
-    def _again(self, boot: int, call: requests.Request, arrive: Callable[[SimulatedDriver], None]) -> None:
+    def _again(self, connection: _Connection, call: requests.Request, arrive: Callable[[Door], None]) -> None:
         """A request arrives once more, be it from a connection that is broken by now."""
-        driver = self._storm.reached
-        if driver is None or self._storm.boot != boot:
+        door = self._storm.door(connection.address)
+        if door is None or self._storm.boot_at(connection.address) != connection.boot:
             return
         self._storm.touched()
         self._storm.progress.heard_s[self._process.name] = self._storm.now_s
         if not isinstance(call, requests.Push):
-            arrive(driver)
+            arrive(door)
             return
         payload = self._storm.accounts.payload(call.contribution)
         try:
+            driver = door.driver
             upload = driver.begin_push(call.contribution, payload.numel(), boot=call.boot)
         except DilocoError:
             return
@@ -136,13 +137,22 @@ class StormWire:
         if (it := self._connections.pop(f"control {connection}", None)) is not None:
             self._break(it, knows_s=0.0)
 
+    def dial(self, address: int) -> None:
+        self._address = address
+        for channel in [each for each in self._connections if not each.startswith("control")]:
+            if self._connections[channel].address != address:
+                self._break(self._connections.pop(channel), knows_s=0.0)
+
     def _dial(self, call: requests.Request) -> _Connection | None:
         channel = _channel(call)
         connection = self._connections.get(channel)
         if connection is None or not connection.is_open:
-            if self._storm.reached is None:
+            address = self._address
+            if channel.startswith("control"):
+                address = address_of(int(channel.split()[1]), self._storm.num_addresses)
+            if not self._storm.reaches(self._process.index, address):
                 return None
-            connection = self._connections[channel] = _Connection(self._storm.boot)
+            connection = self._connections[channel] = _Connection(address, self._storm.boot_at(address))
         if id(call) not in self._of:
             self._of[id(call)] = connection
             connection.calls.append(call)
@@ -159,11 +169,11 @@ class StormWire:
         for call in open_calls:
             self._storm.after(knows_s, lambda call=call: self._process.lost(call))  # type: ignore[misc]
         broken, connection.broken = list(connection.broken.values()), {}
-        is_silent, boot = connection.is_silent, connection.boot
+        is_silent, boot, address = connection.is_silent, connection.boot, connection.address
         delay_s = STALL_S if is_silent else self._storm.draws.between(f"{self._name} syncer knows", 0.0, 1.0)
 
         def tell() -> None:
-            if self._storm.reached is not None and self._storm.boot == boot:
+            if self._storm.door(address) is not None and self._storm.boot_at(address) == boot:
                 self._storm.touched()
                 for each in broken:
                     each()
@@ -186,12 +196,23 @@ class StormWire:
         """Messages stand still for some seconds."""
         self._frozen_until_s = max(self._frozen_until_s, self._storm.now_s + seconds)
 
-    def syncer_died(self) -> None:
+    def lose(self, address: int, *, is_silent: bool) -> None:
+        """This syncer is out of reach. `is_silent`: neither end hears of it."""
+        for channel, connection in list(self._connections.items()):
+            if connection.address == address and is_silent:
+                connection.is_silent = True
+                self._storm.after(STALL_S, partial(self._break, connection, knows_s=0.0))
+            elif connection.address == address:
+                del self._connections[channel]
+                self._break(connection, knows_s=self._latency_s)
+
+    def syncer_died(self, address: int) -> None:
         """Its connections are gone, and the learner hears of it at once."""
-        connections, self._connections = list(self._connections.values()), {}
-        for connection in connections:
-            connection.broken = {}
-            self._break(connection, knows_s=self._latency_s)
+        for channel, connection in list(self._connections.items()):
+            if connection.address == address:
+                del self._connections[channel]
+                connection.broken = {}
+                self._break(connection, knows_s=self._latency_s)
 
 
 def gone() -> UnreachableError:
@@ -201,7 +222,7 @@ def gone() -> UnreachableError:
 
 def _channel(call: requests.Request) -> str:
     match call:
-        case requests.Describe() | requests.Watch() | requests.Beat() | requests.Leave():
+        case requests.Describe() | requests.Watch() | requests.Beat() | requests.Vote() | requests.Leave():
             return f"control {call.connection}"
         case requests.Push():
             return "contributions"

@@ -31,7 +31,7 @@ from diloco.core.contribution import OUTLIER
 from diloco.core.held import Advanced, HeldFragment
 from diloco.core.rounds import AllLive
 from diloco.errors import DigestError
-from diloco.exchange.virtual.client import SimulatedDriver
+from diloco.exchange.virtual.doors import Door, OneSyncer, SimulatedDriver
 from diloco.exchange.virtual.replicas import Replicas
 from diloco.run.global_model import Fetched
 from diloco.run.memory import POINTS, MemoryStore
@@ -65,7 +65,7 @@ class ProcessKilled(BaseException):
 
 
 class Storm:
-    """A plan as it happens, with some of its faults.
+    """A plan as it happens, with some of its faults. A run with two syncers is a `pair_world.PairStorm`.
 
     Arguments:
         journal: keeps all events of the syncer; None: they are not kept.
@@ -85,6 +85,9 @@ class Storm:
         num_finished: learners that have taken all their steps.
         struck: faults that have happened, by kind.
     """
+
+    num_addresses = 1
+    """Of syncers."""
 
     def __init__(self, plan: Plan, faults: Sequence[Fault] | None = None, journal: StormJournal | None = None) -> None:
         self.plan = plan
@@ -210,18 +213,22 @@ class Storm:
     def _check(self) -> None:
         """What the event has changed is as it must be."""
         is_touched, self._is_driver_touched = self._is_driver_touched, False
-        if is_touched and self.driver is not None and self.driver.state.is_initialised:
-            self.accounts.take_events(self.now_s)
-            self.accounts.check(self.driver.core)
-            check_leases(self.driver.core.leases)
-            for fragment, version in enumerate(self.driver.state.versions):
-                self.ledger.published(fragment, version)
+        if is_touched:
+            self._check_syncer()
         for learner in self._touched:
             if learner.core is not None:
                 check_learner(learner.name, learner.core)
                 learner.process.check_line()
                 self.accounts.check_learner(learner.name, learner.process.incarnation, learner.core)
         self._touched.clear()
+
+    def _check_syncer(self) -> None:
+        if self.driver is not None and self.driver.state.is_initialised:
+            self.accounts.take_events(self.now_s)
+            self.accounts.check(self.driver.core)
+            check_leases(self.driver.core.leases)
+            for fragment, version in enumerate(self.driver.state.versions):
+                self.ledger.published(fragment, version)
 
     # --- the syncer's process -----------------------------------------------------------------------------------------
 
@@ -272,10 +279,22 @@ class Storm:
         self.driver.ledger, self.driver.accounts = self.ledger, self.accounts
         self.touched()
 
-    @property
-    def reached(self) -> SimulatedDriver | None:
-        """The driver at the syncer's address."""
-        return self.driver if self.impostor is None else self.impostor.driver
+    def door(self, address: int) -> Door | None:
+        """What answers at a syncer's address; None: nothing does."""
+        driver = self.driver if self.impostor is None else self.impostor.driver
+        return None if driver is None else OneSyncer(driver)
+
+    def boot_at(self, address: int) -> int:
+        """Names the process that answers there."""
+        return self.boot
+
+    def reaches(self, learner: int, address: int) -> bool:
+        """Whether a learner can connect to the syncer there."""
+        return self.door(address) is not None
+
+    def heard(self, learner: str, address: int) -> None:
+        """Something of a learner has arrived at a syncer."""
+        self.progress.heard_s[learner] = self.now_s
 
     def _start_impostor(self, choice: int) -> None:
         """On a copy of the state that is so old that every learner has followed the epoch that it will begin, or a
@@ -313,7 +332,7 @@ class Storm:
         self.boot += 1
         for learner in self.learners:
             for process in learner.processes:
-                process.wire.syncer_died()
+                process.wire.syncer_died(0)
 
     def _at_point(self, point: str) -> None:
         """The disk is at one of its steps."""

@@ -178,6 +178,7 @@ class Succession:
         self._serves = self.standing == "alone"
         self._words: dict[str, tuple[float, Word]] = {}
         self._raised_at, self._raises_after_s = -math.inf, patience_s
+        self._refusal: tuple[float, Word | None] = -math.inf, None  # the newest word of one that cannot follow
 
     # --- the other syncer ---------------------------------------------------------------------------------------------
 
@@ -223,6 +224,8 @@ class Succession:
         self.highest = max(self.highest, word.seen.epoch, 0 if word.promised is None else word.promised.epoch)
         if word.elector in self.electorate:
             self._words[word.elector] = now, word
+        if self._cannot_follow(word):
+            self._refusal = now, word
 
     def tick(self, now: float) -> None:
         """Time has passed."""
@@ -248,9 +251,11 @@ class Succession:
         return proposal.ballot.epoch if self._is_majority(promised) else None
 
     def begun(self, epoch: int) -> None:
-        """The epoch is durable: this syncer serves it from here on."""
+        """The epoch is durable, and as the base: most learners have promised it, so that nothing that this syncer lacks
+        was published in an earlier one, or will be. It serves the epoch from here on; only itself may publish in it."""
         assert self.proposal is not None
         assert self.proposal.ballot.epoch == epoch
+        self.base = epoch
         self.epoch, self.standing, self.proposal, self._place = epoch, "installing", None, "first"
         self._serves = True
 
@@ -263,9 +268,9 @@ class Succession:
         return self.standing == "installing" and self._is_majority(following)
 
     def alone(self) -> None:
-        """It is durable that this syncer needs no standby, and that it has every published version of its epoch."""
+        """It is durable that this syncer needs no standby."""
         assert self.is_installed
-        self.standing, self.base = "alone", self.epoch
+        self.standing = "alone"
 
     # --- by hand, or by the other one's word --------------------------------------------------------------------------
 
@@ -292,17 +297,11 @@ class Succession:
 
     @property
     def is_refused(self) -> bool:
-        """Whether a learner cannot follow this epoch, since it has promised the same one or a later one to the other
-        syncer. It can follow a later one than that, which a first may always begin: alone, or with its standby."""
-        mine = (self.epoch, self.boot)
-        return self.standing in ("paired", "alone") and any(
-            (word.seen.epoch, word.seen.boot) != mine
-            and word.promised is not None
-            and word.promised.boot != self.boot
-            and word.promised.epoch >= self.epoch
-            for at, word in self._heard()
-            if self._now - at < self._recent_s
-        )
+        """Whether a learner, elector or not, cannot follow this epoch, since it has promised it or a later one to the
+        other syncer. It can follow one after that, which a first may always begin: alone, or with its standby."""
+        at, word = self._refusal
+        is_now = word is not None and self._now - at < self._recent_s and self._cannot_follow(word)
+        return is_now and self.standing in ("paired", "alone")
 
     def raises(self) -> bool:
         """Whether it is time to begin a later epoch for a learner that refuses this one."""
@@ -332,6 +331,11 @@ class Succession:
         self.standing, self._asked_at = "proposing", now
         self.highest += 1
         self.proposal = Proposal(Ballot(self.highest, self.boot), self.base)
+
+    def _cannot_follow(self, word: Word) -> bool:
+        is_mine = (word.seen.epoch, word.seen.boot) == (self.epoch, self.boot)
+        ballot = word.promised
+        return not is_mine and ballot is not None and ballot.boot != self.boot and ballot.epoch >= self.epoch
 
     def _is_alone(self, word: Word) -> bool:
         return word.silent_s >= self._patience_s

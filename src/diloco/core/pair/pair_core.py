@@ -261,13 +261,13 @@ class PairCore:
         it.tick(now)
         if (epoch := it.wants) is not None:
             self.durable.begin_epoch(epoch)
-            self.keep(place="first", is_paired=True)
+            self.keep(place="first", is_paired=True, base=epoch)
             it.begun(epoch)
         self.renew_epoch()
         if self.had_position:
             self._renew_electorate()
         if it.is_installed:
-            self.keep(place="first", is_paired=False, base=it.epoch)
+            self.keep(place="first", is_paired=False)
             it.alone()
         self._begin_later_epoch()
         if (link := self.link) is not None:

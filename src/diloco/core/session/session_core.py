@@ -185,11 +185,18 @@ class SessionCore:
     ) -> Actions:  # fmt: skip
         """Whether the run has a model."""
         if (error := self._witness.refusal(lineage)) is not None:
+            if self._joins_again and self._votes.connection is None:
+                self._votes.begin(now, describe.connection, 0.0, is_refused=True)
+                self._lanes.control.is_busy = False
+                return self._go_on(now)
             return self.failed(now, describe, error)
         actions: Actions = [*self._lanes.answered(describe)]
         self._looks_around = False
         self._departure.heard(now)
         if self.phase != "entering":
+            if self._joins_again:  # it holds nothing that another syncer may lack
+                self._follow(now, lineage)
+                self._votes.has_asked = True
             return actions + self._go_on(now)
         if (error := self._entrance.described(now, has_model=initialised)) is not None:
             return actions + self._fail(self._lanes.control, error)
@@ -322,9 +329,11 @@ class SessionCore:
     def voted(self, now: float, vote: requests.Vote, *, serves: bool, proposal: Proposal | None) -> Actions:
         """A syncer that did not serve the run has heard the vote. `serves`: it does now."""
         self._lanes.control.is_busy = False
-        if serves:
+        if serves and not self._votes.is_refused:
             self._votes.end()
             self._heartbeat.urge()
+            if self._joins_again:
+                self._votes.joining(now, promised=self._promises(proposal, is_silent=False))
         elif self._promises(proposal, is_silent=True):
             self._votes.begin(now, vote.connection, math.inf)
         elif self._votes.said(now):
@@ -437,7 +446,10 @@ class SessionCore:
         match request, error:
             case requests.Describe(), UnreachableError() | LineageError() if self._gives_up(now):
                 return self._fail(lane, error)
-            case requests.Beat(connection=connection), StandbyError() if connection == self._lanes.connection.number:
+            case requests.Describe() | requests.Beat(), StandbyError() if (
+                self.seen is not None and request.connection == self._lanes.connection.number
+            ):  # one that is to join again has a vote, too
+                connection = request.connection
                 self._votes.begin(now, connection, now - self._followed_at)
                 lane.is_away = True
                 return self._warn_once("standby", str(error))
@@ -512,7 +524,8 @@ class SessionCore:
             actions += self._part(now)
         if self.phase != "parting":
             is_free = not lanes.control.is_busy and not lanes.control.is_stopped
-            votes_at, beats_at = self._votes.due_at, self._heartbeat.due_at if self._is_member else math.inf
+            beats_at = self._votes.joins_at if self._joins_again else math.inf
+            votes_at, beats_at = self._votes.due_at, self._heartbeat.due_at if self._is_member else beats_at
             due_at = beats_at if self._votes.connection is None else votes_at
             control_at = max(due_at, lanes.control.ready_at) if is_free else math.inf
             self.wake_at = min(lanes.next_at(now), self._departure.next_at, control_at)
@@ -520,10 +533,13 @@ class SessionCore:
 
     def _control_request(self, now: float) -> requests.Request | None:
         connection = self._lanes.connection.number
-        if self._looks_around or (self.phase == "entering" and self._entrance.step == "ask"):
-            return requests.Describe(connection)
         if self._votes.connection is not None and self.seen is not None:
             return self._vote(now, self.seen) if now >= self._votes.due_at else None
+        if self._looks_around or (self.phase == "entering" and self._entrance.step == "ask"):
+            return requests.Describe(connection)
+        if self._joins_again and self.seen is not None and now >= self._votes.joins_at:
+            is_asked = self._votes.has_asked
+            return self._vote(now, self.seen) if is_asked else requests.Describe(connection)
         if not self._is_member or now < self._heartbeat.due_at:
             return None
         self._heartbeat.began(now)
@@ -534,12 +550,9 @@ class SessionCore:
         )  # fmt: skip
 
     def _vote(self, now: float, seen: Lineage) -> requests.Vote:
-        word = Word(self._elector, seen, self._witness.promised, now - self._followed_at)
+        voter = elector(self.who.learner, self.who.process)
+        word = Word(voter, seen, self._witness.promised, now - self._followed_at)
         return requests.Vote(self.who, self._lanes.connection.number, self._heartbeat.timeout_s, word)
-
-    @property
-    def _elector(self) -> str:
-        return elector(self.who.learner, self.who.process)
 
     @property
     def _report(self) -> Report:
@@ -620,6 +633,11 @@ class SessionCore:
     def _is_member(self) -> bool:
         """Whether the newest incarnation is part of the run, as far as is known."""
         return self.phase in ("fetching", "starting", "running", "leaving")
+
+    @property
+    def _joins_again(self) -> bool:
+        """Whether it has followed a syncer, and is not part of the run."""
+        return self.phase == "joining" and self.seen is not None and not self._is_alone
 
     @property
     def _has_voice(self) -> bool:

@@ -3,6 +3,7 @@ takes the time it is given.
 
     turns.py       learners' threads take turns; whose turn it is follows from virtual time
     delivery.py    what is on its way, and when it arrives; faults
+    doors.py       what learners reach at a syncer's address
     client.py      carries out what a learner's `SessionCore` decides
     replicas.py    the fragments that learners fetch, decoded once for all of them
     syncer.py      the driver, its jobs and writes done at once

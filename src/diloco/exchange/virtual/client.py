@@ -17,11 +17,12 @@ from diloco.core.layout import Layout
 from diloco.core.leases import Ask, Grant
 from diloco.core.lineage import Lineage
 from diloco.core.session import SessionCore, requests
+from diloco.core.succession import Word, elector
 from diloco.core.update import Update
 from diloco.errors import DilocoError, UnreachableError
 from diloco.exchange.base import Arrived
+from diloco.exchange.virtual.doors import Door, SimulatedDriver
 from diloco.exchange.virtual.replicas import Replicas
-from diloco.run.driver import Driver
 from diloco.run.global_model import Fetched
 from diloco.run.memory import MemorySlot
 from diloco.run.ports import ClockPort, InitialModel
@@ -32,25 +33,28 @@ log = logging.getLogger("diloco")
 News = requests.TellStart | Arrived | CallForWork | Rejected | Grant | Drained | requests.Fail
 """What a learner is told."""
 
-_TIMED = (requests.Beat, requests.Lease, requests.Leave)
+_TIMED = (requests.Beat, requests.Vote, requests.Lease, requests.Leave)
 _CONTROL = (*_TIMED, requests.Describe, requests.Watch)
 
-SimulatedDriver = Driver[HeldFragment, MemorySlot, Tensor]
 Reply = Callable[..., None]
 """Called with the answer to a request, or with a DilocoError; then with the bytes of it, where those are not few."""
 
 
 class Wire(Protocol):
-    """The connections of one learner to its syncer. What belongs to one call is lost together."""
+    """The connections of one learner to its syncer, or to two. What belongs to one call is lost together."""
 
-    def up(self, call: requests.Request, num_bytes: int, arrive: Callable[[SimulatedDriver], None]) -> None:
-        """Carry this many bytes to the syncer; `arrive` is called with its driver then."""
+    def up(self, call: requests.Request, num_bytes: int, arrive: Callable[[Door], None]) -> None:
+        """Carry this many bytes to the syncer; `arrive` is called with what answers there then."""
 
     def down(self, call: requests.Request, num_bytes: int, arrive: Callable[[], None]) -> None:
         """Carry this many bytes from the syncer."""
 
     def on_break(self, call: requests.Request, broken: Callable[[], None]) -> None:
         """Call `broken` when the syncer finds that the connection of the call is gone."""
+
+    def dial(self, address: int) -> None:
+        """Calls other than control ones go to the syncer at this address from here on; those under way at another one
+        fail."""
 
     def hang_up(self, connection: int) -> None:
         """Close a control connection."""
@@ -166,8 +170,8 @@ class SessionClient:
                 case requests.TellArrival(merged=merged):
                     assert self._last is not None
                     self._on_news(Arrived.of(*self._last, merged))
-                case requests.Dial() | requests.Vote():
-                    raise AssertionError(f"there is one syncer in virtual time, and {action} is for two")
+                case requests.Dial(address=address):
+                    self._wire.dial(address)
                 case requests.TellStart() | CallForWork() | Rejected() | Grant() | Drained() | requests.Fail():
                     self._on_news(action)
                 case _:
@@ -188,26 +192,30 @@ class SessionClient:
                 model = self._initial()
                 num_bytes = len(model.static) + sum(4 * each.theta.numel() for each in model.fragments)
                 self.num_bytes["joins"] += num_bytes
-                self._ask(open_, lambda driver, reply: driver.initialise(model, reply), num_bytes)
+                self._ask(open_, lambda door, reply: door.driver.initialise(model, reply), num_bytes)
+            case requests.Vote(word=word):
+                self._ask(open_, lambda door, reply: reply((door.heard(word), door.serves)))
             case _:
-                self._ask(open_, lambda driver, reply: self._request(driver, open_, call, reply))
+                self._ask(open_, lambda door, reply: self._request(door, open_, call, reply))
 
-    def _ask(self, open_: _Open, request: Callable[[SimulatedDriver, Reply], None], num_bytes: int = 0) -> None:
+    def _ask(self, open_: _Open, request: Callable[[Door, Reply], None], num_bytes: int = 0) -> None:
         """Carry a request to the syncer, and what it answers back."""
 
         def reply(answer: object = None, num_bytes: int = 0) -> None:
             self._wire.down(open_.call, num_bytes, lambda: self._finish(open_, answer))
 
-        def arrive(driver: SimulatedDriver) -> None:
+        def arrive(door: Door) -> None:
             try:
-                request(driver, reply)
+                request(door, reply)
             except DilocoError as error:
                 reply(error)
 
         self._wire.up(open_.call, num_bytes, arrive)
 
-    def _request(self, driver: SimulatedDriver, open_: _Open, call: requests.Request, reply: Reply) -> None:
+    def _request(self, door: Door, open_: _Open, call: requests.Request, reply: Reply) -> None:
         """A request has arrived at the syncer."""
+        proposal = door.heard(_word(call, call.seen)) if isinstance(call, requests.Beat) and call.seen else None
+        driver = door.driver
         match call:
             case requests.Describe():
                 reply((driver.lineage, driver.state.is_initialised))
@@ -241,7 +249,7 @@ class SessionClient:
                     blocked_with=report.blocked_with, versions=call.versions, confirmed=call.confirmed, seen=call.seen,
                     earlier_tokens=report.earlier_tokens,
                 )  # fmt: skip
-                reply((driver.lineage, standing))
+                reply((driver.lineage, standing, proposal))
             case requests.Lease(who=who, ask=ask):
                 driver.lease(who.learner, who.incarnation, ask, reply, seen=call.seen)
             case requests.Leave(who=who, tokens=tokens, earlier_tokens=earlier_tokens):
@@ -259,8 +267,9 @@ class SessionClient:
         def reply(error: DilocoError | None) -> None:
             self._wire.down(call, 0, lambda: self._finish(open_, error))
 
-        def begin(driver: SimulatedDriver) -> None:
+        def begin(door: Door) -> None:
             try:
+                driver = door.driver
                 self._pushes[open_] = driver, driver.begin_push(c, payload.numel(), boot=call.boot)
             except DilocoError as error:
                 reply(error)
@@ -271,16 +280,16 @@ class SessionClient:
             if (begun := self._pushes.pop(open_, None)) is not None:
                 begun[0].cut_push(begun[1], received=payload.numel() // 2)
 
-        def complete(driver: SimulatedDriver) -> None:
+        def complete(door: Door) -> None:
             begun = self._pushes.pop(open_, None)
             if begun is None:
                 return
-            if begun[0] is not driver:
+            if not door.serves or begun[0] is not door.driver:
                 reply(UnreachableError("the syncer was started again."))
                 return
             push = begun[1]
             push.slot.payload = payload
-            driver.complete_push(push, reply)
+            begun[0].complete_push(push, reply)
 
         self._wire.up(call, 0, begin)
         self._wire.up(call, payload.numel(), complete)
@@ -309,6 +318,9 @@ class SessionClient:
                 return self._take(call, *answer)
             case requests.Beat():
                 return self.core.beaten(self._now, call, *answer)
+            case requests.Vote():
+                proposal, serves = answer
+                return self.core.voted(self._now, call, serves=serves, proposal=proposal)
             case requests.Push():
                 return self.core.pushed(self._now, call)
             case requests.Lease():
@@ -375,6 +387,11 @@ class _Stream:
 
     def _send(self, arrive: Callable[[], None]) -> None:
         self._wire.down(self._open.call, 0, arrive)
+
+
+def _word(beat: requests.Beat, seen: Lineage) -> Word:
+    """A heartbeat is a word too: its learner has just been answered."""
+    return Word(elector(beat.who.learner, beat.who.process), seen, beat.promised, 0.0)
 
 
 def _connection_of(call: requests.Request) -> int | None:

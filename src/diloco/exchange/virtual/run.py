@@ -17,8 +17,8 @@ from diloco.core.pool import Pool
 from diloco.core.session import requests
 from diloco.core.syncer import rewound
 from diloco.errors import ConfigError, LayoutError
-from diloco.exchange.virtual.client import SimulatedDriver
 from diloco.exchange.virtual.delivery import Delivery, Fault, Faults, Links
+from diloco.exchange.virtual.doors import Door, OneSyncer, SimulatedDriver
 from diloco.exchange.virtual.replicas import Replicas
 from diloco.exchange.virtual.syncer import VirtualSyncer
 from diloco.exchange.virtual.turns import StepSeconds, VirtualTime, Watch
@@ -233,12 +233,12 @@ class Line:
         self._run, self._index = run, index
         self._broken: dict[requests.Request, Callable[[], None]] = {}
 
-    def up(self, call: requests.Request, num_bytes: int, arrive: Callable[[SimulatedDriver], None]) -> None:
+    def up(self, call: requests.Request, num_bytes: int, arrive: Callable[[Door], None]) -> None:
         """As `Wire`."""
 
         def arrives() -> None:
             assert self._run.driver is not None
-            arrive(self._run.driver)
+            arrive(OneSyncer(self._run.driver))
 
         self._run.delivery.carry(self._index, "up", num_bytes, arrives)
 
@@ -249,6 +249,10 @@ class Line:
     def on_break(self, call: requests.Request, broken: Callable[[], None]) -> None:
         """As `Wire`."""
         self._broken[call] = broken
+
+    def dial(self, address: int) -> None:
+        """As `Wire`."""
+        raise AssertionError(f"a run in one process has one syncer, and address {address} is of another one")
 
     def hang_up(self, connection: int) -> None:
         """As `Wire`."""
