@@ -156,7 +156,8 @@ with a method, learners and up to six faults drawn from its seed, and every even
 
 def _seeds(run: dict[str, Any]) -> str:
     last = run["first"] + run["storms"] - 1
-    return f"{run['first']} to {last}{', leased data' if run['leased'] else ''}"
+    kinds = f"{', leased data' if run['leased'] else ''}{', two syncers' if run['standby'] else ''}"
+    return f"{run['first']} to {last}{kinds}"
 
 
 RECOVERIES = (
@@ -340,8 +341,8 @@ def main() -> None:
                     _output("diloco", "chaos", "--seed", chosen.which, "--out", out, "--json", *more),
                 )
         case "storms":
-            leased = "-leased" if "--leased" in more else ""
-            keep(f"storms-{chosen.which}{leased}", _output("tests.storms", chosen.which, "--json", *more))
+            kinds = "".join(f"-{kind}" for kind in ("leased", "standby") if f"--{kind}" in more)
+            keep(f"storms-{chosen.which}{kinds}", _output("tests.storms", chosen.which, "--json", *more))
         case name if name in ALONE:
             keep(chosen.what, _output(f"benchmarks.{chosen.what}", "--json", *more))
     PAGE.write_text(page(read_results()), encoding="utf-8")

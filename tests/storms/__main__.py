@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from typing import Any
 
 from tests.storms.plans import plan_of, told
 from tests.storms.runs import failures, quiet, run
@@ -59,19 +60,15 @@ def main() -> int:
                 print(each, flush=True, file=sys.stderr if options.json else sys.stdout)
     seconds = time.monotonic() - began_s
     if options.json:
-        found = {"storms": len(seeds), "first": seeds[0], "leased": options.leased, "standby": options.standby}
+        found: dict[str, Any] = {
+            "storms": len(seeds),
+            "first": seeds[0],
+            "leased": options.leased,
+            "standby": options.standby,
+        }
         faults = dict(sorted(struck.items()))
-        print(
-            json.dumps(
-                {
-                    **found,
-                    "processes": options.processes,
-                    "seconds": round(seconds, 1),
-                    "faults": faults,
-                    "failed": failed,
-                }
-            )
-        )
+        found |= {"processes": options.processes, "seconds": round(seconds, 1)}
+        print(json.dumps({**found, "faults": faults, "failed": failed}))
     else:
         rate = 60 * len(seeds) / seconds
         print(f"{len(seeds)} storms in {seconds:.1f} s, {rate:.0f} a minute; {len(failed)} failed")

@@ -13,8 +13,7 @@ from diloco.core.pair.link import Link
 from diloco.core.pair.pair_core import PairCore
 from diloco.core.pair.standby_end import StandbyEnd
 from diloco.core.pair.writes import PairedWrites
-from diloco.core.session.session_core import SessionCore
-from diloco.core.succession import Proposal, Succession, Witness
+from diloco.core.succession import Succession, Witness
 
 
 def publishes_what_the_standby_lacks(patch: pytest.MonkeyPatch) -> None:
@@ -34,14 +33,6 @@ def confirms_what_it_has_not_written(patch: pytest.MonkeyPatch) -> None:
 
 def goes_on_with_one_vote(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Succession, "_is_majority", lambda self, number: number > 0)
-
-
-def promises_whatever_it_is_asked(patch: pytest.MonkeyPatch) -> None:
-    def asked(self: Witness, proposal: Proposal, *, is_silent: bool) -> bool:
-        self.promised = proposal.ballot
-        return True
-
-    patch.setattr(Witness, "asked", asked)
 
 
 def follows_whatever_serves(patch: pytest.MonkeyPatch) -> None:
@@ -77,19 +68,13 @@ def has_a_base_only_once_it_is_alone(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Succession, "begun", without)
 
 
-def gives_no_word_while_it_is_to_join_again(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SessionCore, "_joins_again", property(lambda self: False))
-
-
 DEFECTS: dict[Defect, int] = {
     publishes_what_the_standby_lacks: 0,
     confirms_what_it_has_not_written: 0,
     goes_on_with_one_vote: 28,
-    promises_whatever_it_is_asked: 28,
     follows_whatever_serves: 0,
     forgets_that_it_has_a_standby: 6,
     writes_past_what_is_not_confirmed: 31,
     has_a_base_only_once_it_is_alone: 28,
-    gives_no_word_while_it_is_to_join_again: 12,
 }
 """Each with the first seed to try: the storms before it are good all the same."""

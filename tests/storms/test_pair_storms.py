@@ -15,7 +15,7 @@ from tests.storms.runs import failures, quiet, run, run_seed
 from diloco.chaos.versions import BrokenInvariantError
 from diloco.core.contribution import OUTLIER
 
-NUM_SEEDS, PER_TEST = 40, 20
+NUM_SEEDS, PER_TEST = 40, 4
 
 FOUND = {
     9: "a syncer that was started again after most learners had followed its epoch, before it was alone, got no vote",
@@ -39,22 +39,22 @@ def test_storms_with_a_standby(first: int) -> None:
 
 
 @pytest.mark.parametrize("seed", FOUND)
-def test_seeds_that_found_a_defect(seed: int) -> None:
+def test_seeds_of_two_syncers_that_found_a_defect(seed: int) -> None:
     with quiet():
         assert run_seed(seed, leased=seed % 3 == 0, standby=True) is None
 
 
 def test_storms_have_takeovers_and_all_faults() -> None:
-    struck, stood, num_takeovers = Counter[str](), Counter[str](), 0
+    assert {fault.kind for seed in range(100) for fault in plan(seed).faults} >= set(get_args(PairKind))
+    stood, num_takeovers = Counter[str](), 0
     with quiet():
-        for seed in range(1000, 1015):
+        for seed in FOUND:
             storm = PairStorm(plan(seed))
             storm.run()
-            struck, stood = struck + storm.struck, stood + storm.stood
+            stood += storm.stood
             num_takeovers += storm.num_takeovers
-    assert struck.keys() >= set(get_args(PairKind))
     assert stood.keys() == {"waiting", "paired", "following", "proposing", "installing", "alone", "fenced"}
-    assert num_takeovers >= 3
+    assert num_takeovers >= len(FOUND)
 
 
 def test_a_storm_with_a_standby_is_the_same_each_time() -> None:
