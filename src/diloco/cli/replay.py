@@ -138,7 +138,8 @@ def _show(found: dict[str, Any]) -> None:
     unmerged = found["merges"] - found["merges_equal"]
     if unmerged and found["difference"] is None:
         console.print(
-            f"{unmerged} rounds were not merged again: their contributions are not recorded, or not asked for."
+            f"{unmerged} rounds were not merged again: their contributions are not recorded (--record-contributions of "
+            "the syncer), or --fragment leaves them out."
         )
     if (asked := found.get("what_if")) is not None:
         console.print(make_table(asked["heads"], [[str(cell) for cell in row] for row in asked["rows"]]))

@@ -10,7 +10,7 @@ from diloco.cli._options import Json
 from diloco.errors import StoreError
 
 if TYPE_CHECKING:
-    from diloco.syncer.inspection import Found
+    from diloco.syncer.inspection import Found, Problem
 
 StateDir = Annotated[Path, typer.Argument(help="The state directory of a syncer that is not running.")]
 
@@ -30,18 +30,18 @@ def command(
     from diloco.syncer.inspection import inspect
     from diloco.syncer.repair import repair as repair_directory
 
-    aside: list[Path] = []
+    aside, mended = list[Path](), list["Problem"]()
     if not repair:
         found = inspect(state_dir)
     else:
         found, aside = repair_directory(state_dir)
         if not found.starts:
-            before, found = found, inspect(state_dir)
-            found.problems[:0] = [] if as_json else before.problems
+            mended, found = found.problems, inspect(state_dir)
     if as_json:
         typer.echo(json.dumps({**found.to_dict(), "set_aside": [str(each) for each in aside]}))
     else:
-        typer.echo("\n".join([*_lines(found), *(f"set aside: {each}" for each in aside)]))
+        repaired = [f"repaired: {each.file}: {each.what}" for each in mended]
+        typer.echo("\n".join([*_lines(found), *repaired, *(f"set aside: {each}" for each in aside)]))
     if not found.starts:
         can = (
             f"--repair goes back to {_versions(found)}"
