@@ -110,6 +110,7 @@ class Node:
             if driver is not None:
                 driver.stop()
                 driver.end()
+                self.storm.refuse_calls(self)
         elif driver is None:
             self._new_driver(is_begun=True)
         elif driver.lineage.epoch < pair.succession.epoch:
@@ -169,10 +170,11 @@ class Node:
 
     def confirmed(self, merged: Merged | None) -> None:
         """A write may be seen: where there is a standby, it has it."""
-        pair, state = self.pair, self.store.state
+        pair, state, driver = self.pair, self.store.state, self.driver
         assert pair is not None
         assert state is not None
-        self.storm.published.confirmed(pair.succession.epoch, pair.succession.boot, merged, state)
+        assert driver is not None
+        self.storm.published.confirmed(driver.lineage.epoch, driver.boot, merged, state)
         if merged is not None and pair.standing in ("paired", "proposing"):
             other, update = self.storm.nodes[1 - self.address].store.contents(), merged.update
             version, digest = other.held.get(update.fragment, (-1, ""))

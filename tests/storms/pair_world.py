@@ -146,6 +146,12 @@ class PairStorm(Storm):
                 process.wire.syncer_died(node.address)
         self.after(back_s, lambda: self._come_back(node))
 
+    def refuse_calls(self, node: Node) -> None:
+        """Its driver has ended: calls that wait for an answer of it fail."""
+        for learner in self.learners:
+            for process in learner.processes:
+                process.wire.lose(node.address, is_silent=False)
+
     def _come_back(self, node: Node) -> None:
         if node.pair is None:
             follows = node.store.is_initialised and self.draws.unit("first follows") < 0.7
@@ -213,7 +219,7 @@ class PairStorm(Storm):
         other, pair = self.nodes[1 - node.address].store, node.pair
         assert pair is not None
         newest = sum(self.ledger.versions.newest(f) for f in range(len(self.plan.sizes))) if self.has_model else 0
-        other_base = 0 if other.position is None else other.position.base
+        other_base = other.epoch() if other.position is None else other.position.base  # one that never had a standby
         has_all = pair.position.base >= other_base and node.store.contents().num_published >= newest
         if pair.standing in ("alone", "paired") or not node.store.is_initialised or not has_all:
             return
