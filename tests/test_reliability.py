@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from benchmarks.reliability import NOT_MEASURED, PAGE, page, read_results
+from benchmarks.reliability import PAGE, read_results
+from benchmarks.reliability_page import NOT_MEASURED, page
 
 
 def test_the_page_is_that_of_the_results() -> None:

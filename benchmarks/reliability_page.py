@@ -1,0 +1,271 @@
+"""What docs/reliability.md says, from the results that `benchmarks.reliability` keeps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+NOT_MEASURED = "not measured"
+
+INTRODUCTION = """\
+# Reliability
+
+What was tried against a run, and what became of it. This page is written by `python -m benchmarks.reliability` from the
+numbers in `benchmarks/results/`, which the commands named below have left there; what has no number is not measured.
+Survived: versions were published after the fault, and in the end every learner merged again. Times are of one machine
+with what else ran on it that day.
+"""
+
+
+def page(results: dict[str, Any]) -> str:
+    """The page, from results by name: lists of "chaos" and "storms"; "restart", "stopping", "floods", "control", "fuzz"
+    and "soak" may be absent."""
+    parts = (
+        INTRODUCTION, _summary(results), _real(results["chaos"]), _virtual(results["storms"]),
+        _recovery(results["chaos"]), _restart(results.get("restart")), _stopping(results.get("stopping")),
+        _floods(results.get("floods")), _control(results.get("control")), _others(results),
+    )  # fmt: skip
+    return "\n".join(parts)
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
+
+
+def _summary(results: dict[str, Any]) -> str:
+    chaos, storms = results["chaos"], results["storms"]
+    faults, survived = (sum(each[key] for each in chaos) for key in ("num_faults", "num_survived"))
+    num_storms = sum(each["storms"] for each in storms)
+    virtual = sum(sum(each["faults"].values()) for each in storms)
+    ledgers = [not each["invariants"]["every token is accounted for"] for each in chaos]
+    rows = [
+        ("faults of real processes, sockets and files", f"{faults:,} of 1,000", f"{survived:,} survived"),
+        ("runs in virtual time", f"{num_storms:,} of 100,000", f"{sum(len(each['failed']) for each in storms)} failed"),
+        ("faults in them", f"{virtual:,}", ""),
+        ("published versions lost", f"of {sum(each['versions_published'] for each in chaos):,}",
+         str(sum(each["versions_lost"] for each in chaos))),
+        ("reported holdings compared by digest", f"{sum(each['holdings_compared'] for each in chaos):,}",
+         f"{sum(len(each['invariants']['learners hold what was published']) for each in chaos)} foreign"),
+        ("runs whose ledger adds up exactly", f"{sum(ledgers)} of {len(ledgers)}", ""),
+        ("bad inputs tried", *_inputs(results.get("fuzz"))),
+        ("longest soak", *_soaked(results.get("soak"))),
+    ]  # fmt: skip
+    return _table(("", "tried", "found"), rows)
+
+
+def _inputs(fuzz: dict[str, Any] | None) -> tuple[str, str]:
+    return (
+        (NOT_MEASURED, "`make fuzz`")
+        if fuzz is None
+        else (f"{fuzz['tried']:,}", f"{fuzz['found']} ways to break a reader")
+    )
+
+
+def _soaked(soak: dict[str, Any] | None) -> tuple[str, str]:
+    if soak is None:
+        return NOT_MEASURED, "`make soak`"
+    broken = [*soak["leaks"], *soak["stuck"], *soak["broken"]]
+    return f"{soak['hours']:.2f} h", "; ".join(broken) or "no leak, no stuck fragment, every token accounted for"
+
+
+def _real(runs: Sequence[dict[str, Any]]) -> str:
+    injected, survived = Counter[str](), Counter[str]()
+    for run in runs:
+        for kind, each in run["faults"].items():
+            injected[kind] += each["injected"]
+            survived[kind] += each["survived"]
+    rows = [(kind, f"{injected[kind]:,}", f"{survived[kind]:,}") for kind in sorted(injected)]
+    each = [
+        (run["seed"], run.get("syncers", 1), run["learners"], f"{run['seconds']:,.0f} s", run["num_faults"],
+         f"{run['versions_published']:,}", run["versions_lost"], _percent(run["goodput"]["ratio"]),
+         "yes" if run["holds"] else _broken(run))
+        for run in runs
+    ]  # fmt: skip
+    heads = (
+        "seed",
+        "syncers",
+        "learners",
+        "faults for",
+        "faults",
+        "versions",
+        "lost",
+        "goodput",
+        "all invariants hold",
+    )
+    return f"""## Real faults
+
+`python -m benchmarks.reliability chaos SEED --minutes M`, a run of [`diloco chaos`](chaos.md). Goodput: tokens merged
+a second, against the stretch of the same run without faults. All processes share one machine, and a learner's start
+takes seconds of its processor time.
+
+{_table(heads, each)}
+{_table(("fault", "injected", "survived"), rows)}"""
+
+
+def _broken(run: dict[str, Any]) -> str:
+    return "no: " + ", ".join(name for name, broken in run["invariants"].items() if broken)
+
+
+def _percent(ratio: float | None) -> str:
+    return NOT_MEASURED if ratio is None else f"{ratio:.0%}"
+
+
+def _virtual(runs: Sequence[dict[str, Any]]) -> str:
+    faults = Counter[str]()
+    for run in runs:
+        faults.update(run["faults"])
+    each = [
+        (_seeds(run), f"{run['storms']:,}", f"{run['storms'] / run['seconds']:.1f}", run["processes"],
+         len(run["failed"]))
+        for run in runs
+    ]  # fmt: skip
+    return f"""## Virtual time
+
+`python -m benchmarks.reliability storms FIRST-LAST`: whole runs of the same driver, sessions and state machines, each
+with a method, learners and up to six faults drawn from its seed, and every event looked at.
+
+{_table(("seeds", "runs", "runs a second", "processes", "failed"), each)}
+{_table(("fault", "happened"), [(kind, f"{number:,}") for kind, number in sorted(faults.items())])}"""
+
+
+def _seeds(run: dict[str, Any]) -> str:
+    last = run["first"] + run["storms"] - 1
+    kinds = f"{', leased data' if run['leased'] else ''}{', two syncers' if run['standby'] else ''}"
+    return f"{run['first']} to {last}{kinds}"
+
+
+RECOVERIES = (
+    ("survivor", "a survivor's next version after a learner's kill -9", "two step times and the deadline"),
+    ("learner", "a learner that was ended, until a version has its work again", ""),
+    ("learner_from_its_start", "the same, from the start of its process", ""),
+    ("syncer", "a syncer that was ended, until the next one serves", ""),
+    ("syncer_from_its_start", "the same, from the start of its process", ""),
+    (
+        "takeover",
+        "a takeover: from the first's fault until its standby serves, nothing else wrong",
+        "the lost deadline and 5 s",
+    ),
+    ("takeover_amid_faults", "all takeovers, whatever else was wrong", ""),
+    ("takeover_published", "the same, until the new first has published a version", ""),
+)
+
+
+def _recovery(runs: Sequence[dict[str, Any]]) -> str:
+    rows = []
+    for key, what, goal in RECOVERIES:
+        measured = [run for run in runs if run["recovery"].get(key) is not None]
+        found = [run["recovery"][key] for run in measured]
+        due = f"{goal}{_deadlines(measured)}" if key == "takeover" else goal
+        num = sum(each["num"] for each in found)
+        medians = sorted(each["median"] for each in found for _ in range(each["num"]))
+        median = f"{medians[len(medians) // 2]:.2f} s" if num else NOT_MEASURED
+        rows.append((what, num, median, f"{max(each['worst'] for each in found):.2f} s" if num else "", due))
+    bounds = [run["survivor_bound_s"] for run in runs if run["survivor_bound_s"] is not None]
+    bound = f"The bound of a survivor's next version was {min(bounds):.2f} to {max(bounds):.2f} s." if bounds else ""
+    return f"""## Time to come back
+
+From the same runs of `diloco chaos`, where nothing else hit the process meanwhile; the median is that of the runs'
+medians, each counted as often as it was measured. A process's start includes Python's and torch's. {bound}
+
+{_table(("", "times", "median", "worst", "goal"), rows)}"""
+
+
+def _restart(rows: Sequence[dict[str, Any]] | None) -> str:
+    head = """## A syncer's restart
+
+`python -m benchmarks.reliability restart`: `kill -9`, the files' pages dropped from the system's cache, and a start,
+until a viewer has its answer, and until a whole model has been fetched. Sizes in fp32. The first line is the start-up
+of Python and torch; goal: 2 s per GB beyond it.
+"""
+    if rows is None:
+        return f"{head}\n{NOT_MEASURED}.\n"
+    table = [
+        (f"{row['model_gb']:.2f} GB", row["times"], f"{row['serves_s']:.2f} s", f"{row['worst_s']:.2f} s",
+         "" if row["s_per_gb"] is None else f"{row['s_per_gb']:.2f}", f"{row['pulled_s']:.2f} s")
+        for row in rows
+    ]  # fmt: skip
+    heads = ("model", "times", "serves after (median)", "worst", "s per GB", "whole model fetched after")
+    return f"{head}\n{_table(heads, table)}"
+
+
+BLOCKED = {
+    "round": "a round that waits for another learner",
+    "lease": "a lease of data, over a network that takes nothing",
+    "join": "the syncer's answer when it joins",
+    "push": "a push, over a network that takes nothing",
+}
+
+
+def _stopping(rows: Sequence[dict[str, Any]] | None) -> str:
+    head = """## A blocked learner that is told to stop
+
+`python -m benchmarks.reliability stopping`: SIGTERM to a `diloco train` that is blocked, until the checkpoint of its
+last step has its final name, and until its process has ended (Python and torch included). Goal: 1 s.
+"""
+    if rows is None:
+        return f"{head}\n{NOT_MEASURED}.\n"
+    keys = ("saved_s", "saved_worst_s", "gone_s", "gone_worst_s")
+    table = [(BLOCKED[row["place"]], row["times"], *(f"{row[key]:.2f} s" for key in keys)) for row in rows]
+    heads = ("it waits for", "times", "saved after (median)", "worst", "gone after (median)", "worst")
+    return f"{head}\n{_table(heads, table)}"
+
+
+def _deadlines(runs: Iterable[dict[str, Any]]) -> str:
+    """The deadlines that were in force, where there are any."""
+    deadlines = sorted({run["lost_deadline_s"] for run in runs})
+    return f" (deadline {', '.join(f'{each:g} s' for each in deadlines)})" if deadlines else ""
+
+
+def _floods(rows: Sequence[dict[str, Any]] | None) -> str:
+    head = """## Hostile senders
+
+`python -m benchmarks.reliability floods`: ten times what brought a syncer down or to gigabytes once, beside a run of
+two learners. Goals: 2 % of the goodput, 200 MB. The noise is by how much two windows without a flood differ; the
+processor's time is the syncer's, in seconds a second, under the flood and without it.
+"""
+    if rows is None:
+        return f"{head}\n{NOT_MEASURED}.\n"
+    table = [
+        (row["flood"], "yes" if row["certificate"] else "no", f"{row['size']:,}", f"{row['goodput']:.1%}",
+         f"{row['noise']:.1%}", "{:.2f} ({:.2f})".format(*row["processor"]), f"{row['memory_mb']:+.0f} MB",
+         "goes on" if row["survived"] else "ended")
+        for row in rows
+    ]  # fmt: skip
+    titles = "flood", "certificate", "size", "goodput", "noise", "processor", "memory", "the run"
+    return f"{head}\n{_table(titles, table)}"
+
+
+def _control(result: dict[str, Any] | None) -> str:
+    head = """## Control beside bulk
+
+`python -m benchmarks.reliability control`: heartbeats of real learners, over a link between two network namespaces that
+their contributions and updates fill in both directions, and over the same link without those. Times are from a
+heartbeat to its answer. Goal: shorter than the lost deadline, and no eviction.
+"""
+    if result is None:
+        return f"{head}\n{NOT_MEASURED}.\n"
+    table = [
+        (f"{row['queue_ms']} ms", "yes" if row["bulk"] else "no", row["heartbeats"], f"{1e3 * row['median_s']:.0f} ms",
+         f"{1e3 * row['worst_s']:.0f} ms", f"{1e3 * row['lost_s']:,.0f} ms", row["unanswered"], row["evictions"],
+         f"{row['up']:.0%}", f"{row['down']:.0%}")
+        for row in result["rows"]
+    ]  # fmt: skip
+    heads = (
+        "queues before the link", "bulk", "heartbeats", "median", "worst", "deadline", "unanswered", "evictions",
+        "link used up", "down",
+    )  # fmt: skip
+    its = result["machine"]
+    machine = f"{its['cores']} cores at a load of {its['load']}"
+    where = f"{result['learners']} learners over {result['rate']} each way, on {machine}:"
+    return f"{head}\n{where}\n\n{_table(heads, table)}"
+
+
+def _others(results: dict[str, Any]) -> str:
+    resumed = [run["bytes_resumed"] for run in results["chaos"] if run.get("bytes_resumed") is not None]
+    number = f"{sum(resumed):,} bytes" if resumed else NOT_MEASURED
+    return f"""## Transfers
+
+Bytes of cut transfers that were resumed rather than sent again, in the runs of `diloco chaos`: {number}.
+"""
