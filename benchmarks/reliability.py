@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -67,13 +68,13 @@ def main() -> None:
     chosen, more = parser.parse_known_args()
     match chosen.what:
         case "chaos":
-            with tempfile.TemporaryDirectory() as directory:
-                out = str(Path(directory) / "chaos")
-                standby = "-standby" if "--standby" in more else ""
-                keep(
-                    f"chaos-{chosen.which}{standby}",
-                    _output("diloco", "chaos", "--seed", chosen.which, "--out", out, "--json", *more),
-                )
+            directory = tempfile.mkdtemp(prefix="diloco-chaos-")
+            run = _output("diloco", "chaos", "--seed", chosen.which, "--out", f"{directory}/out", "--json", *more)
+            keep(f"chaos-{chosen.which}{'-standby' if '--standby' in more else ''}", run)
+            if run["holds"]:
+                shutil.rmtree(directory)
+            else:
+                print(f"not everything holds; the run is kept in {directory}", file=sys.stderr)
         case "storms":
             kinds = "".join(f"-{kind}" for kind in ("leased", "standby") if f"--{kind}" in more)
             keep(f"storms-{chosen.which}{kinds}", _output("tests.storms", chosen.which, "--json", *more))

@@ -130,6 +130,13 @@ def gap(told: Told, facts: Facts) -> tuple[Told, Facts]:
     return told, replace(facts, stores=[[row for row in HISTORY if row.version != 1]])
 
 
+def gap_without_a_word(told: Told, facts: Facts) -> tuple[Told, Facts]:
+    """Of a database that was damaged on purpose, but what is missing was never published."""
+    fault = Injected(Fault(9.0, "damage state", "syncer", 1.0, 0.5), 27.0, 27.5, True)
+    history = [StoredVersion(0, 7, "d7", 10)]
+    return replace(told, injected=(*told.injected, fault)), replace(facts, stores=[HISTORY, history])
+
+
 def foreign(told: Told, facts: Facts) -> tuple[Told, Facts]:
     event = ev.Adopted(t=7, step=1, fragment=0, version=2, digest="other")
     return told, replace(facts, learners={**facts.learners, "learner-1": [event]})
@@ -223,7 +230,7 @@ def unreplayed(told: Told, facts: Facts) -> tuple[Told, Facts]:
 BREAKS = {
     "no published version is lost": (forgotten,),
     "every version is published once": (twice,),
-    "the history has no gap": (gap,),
+    "the history has no gap": (gap, gap_without_a_word),
     "learners hold what was published": (foreign, unpublished),
     "no learner follows an older copy": (copy_worked_for, copy_published, copy_not_refused),
     "every token is accounted for": (token_vanished, token_stays, counted_otherwise, said_nothing),
@@ -245,6 +252,12 @@ def test_every_invariant_can_break() -> None:
 def test_an_invariant_is_broken(name: str, break_it: Any, told: Told, facts: Facts) -> None:
     findings = {finding.name: finding for finding in check(*break_it(told, facts))}
     assert not findings[name].holds
+
+
+def test_a_damaged_database_takes_its_part_of_the_history_with_it(told: Told, facts: Facts) -> None:
+    fault = Injected(Fault(9.0, "damage state", "syncer", 1.0, 0.5), 27.0, 27.5, True)
+    damaged = replace(told, injected=(*told.injected, fault))
+    assert broken_by(damaged, gap(told, facts)[1], "the history has no gap") == ()
 
 
 def test_a_process_may_give_way_to_another_one_of_its_name(told: Told, facts: Facts) -> None:

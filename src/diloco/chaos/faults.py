@@ -100,8 +100,9 @@ def is_taken_over(world: World, fault: Fault, began_at: float) -> bool:
 
 
 def begin_twin(world: World, fault: Fault) -> bool:
-    """A second process joins under the name of a learner that is there."""
-    if not world.is_running(fault.target):
+    """A second process joins under the name of a learner that is there. It knows of no epoch: where an older copy of
+    the state is served it would follow that."""
+    if not world.is_running(fault.target) or world.is_stale:
         return False
     world.start_twin(fault.target)
     return True
@@ -195,8 +196,9 @@ def restore(world: World, fault: Fault) -> bool:
 
 
 def serve_an_older_copy(world: World, fault: Fault) -> bool:
-    """Kill the syncer, and put the copy of its state in its place that was made before the faults."""
-    if not world.is_running(SYNCER):
+    """Kill the syncer, and put the copy of its state in its place that was made before the faults. Not while there is a
+    second process of a name (`begin_twin`)."""
+    if not world.is_running(SYNCER) or world.has_twins:
         return False
     world.family.kill(SYNCER, back_after_s=0.0)
     world.family.children[SYNCER].process.wait()

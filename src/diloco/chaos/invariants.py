@@ -130,11 +130,16 @@ def foreign_holdings(told: Told, facts: Facts) -> Iterator[str]:
 
 
 def broken_chain(told: Told, facts: Facts) -> Iterator[str]:
-    """The history at the end has every version from the first on once."""
+    """The history at the end has every version from the first on once. A database that was damaged on purpose takes its
+    part of the history with it: there the events say what was published."""
+    is_damaged = any(each.hit and each.fault.kind == "damage state" for each in told.injected)
+    published = {(it.fragment, it.version) for it in facts.syncer if isinstance(it, Published)} if is_damaged else set()
     for fragment in sorted({row.fragment for row in facts.line}):
         versions = sorted(row.version for row in facts.line if row.fragment == fragment)
-        if versions != list(range(versions[0], versions[-1] + 1)):
-            yield f"the history of fragment {fragment} is not without a gap: {versions}"
+        due = set(range(versions[0], versions[-1] + 1))
+        missing = sorted(version for version in due - {*versions} if (fragment, version) not in published)
+        if missing or len(versions) > len({*versions}):
+            yield f"the history of fragment {fragment} has no version {missing}, or one twice, of {len(versions)}"
 
 
 # --- tokens and data

@@ -114,6 +114,11 @@ class World:
         self.family.start(f"{name}{TWIN}", command, serves=True, supervised=True)
         self.family.children[f"{name}{TWIN}"].back_after_s = math.inf
 
+    @property
+    def has_twins(self) -> bool:
+        """Whether there is a second process of a learner's name."""
+        return any(name.endswith(TWIN) for name in self.family.children)
+
     def end_twin(self, name: str) -> bool:
         """SIGKILL, if it is still there."""
         child = self.family.children.pop(f"{name}{TWIN}", None)
