@@ -156,7 +156,7 @@ def test_a_learner_joins_fetches_listens_and_starts_from_where_it_was_welcome() 
     it.standing = replace(STANDING, step=12, start_step=8, run_tokens=70, versions=(3, 4))
     it.do(it.core.begin)
     it.answer(requests.Describe, it.core.described, it.lineage, initialised=True)
-    assert it.open[requests.Join] == requests.Join(WHO, again=False, seen=None)
+    assert it.open[requests.Join] == requests.Join(WHO, seen=None)
     it.join()
     assert requests.Watch not in it.open, "it counts as live before it has the model"
     it.fetch(3, 4)
@@ -651,7 +651,7 @@ def test_an_eviction_voids_the_request_for_a_lease_and_its_answer() -> None:
     it = Script().start()
     it.do(it.core.asked, 1, ASK)
     it.fail(requests.Lease, STALE)
-    assert it.until(requests.Join).again
+    assert it.until(requests.Join).who.incarnation == 1
 
 
 def test_other_data_than_the_runs_ends_the_learner() -> None:
@@ -691,7 +691,7 @@ def test_an_evicted_learner_joins_again_and_what_it_said_is_void(told_by: str) -
     ):  # all that was under way fails too
         if kind in it.open:
             it.fail(kind, STALE)
-    assert it.until(requests.Join).again
+    assert it.until(requests.Join).who.incarnation == 1
     it.join(2)
     it.do(it.core.report, 1, Report(step=10, tokens=50))
     it.offer(2, incarnation=1)
@@ -729,7 +729,7 @@ def test_a_joiner_evicted_while_it_fetches_joins_again() -> None:
     it.join()
     it.answer(requests.Fetch, it.core.fetched, it.lineage, 3)
     it.fail(requests.Fetch, STALE)
-    assert it.open[requests.Join].again
+    assert it.open[requests.Join].who.incarnation == 1
     it.join(2)
     it.fetch(4, 4)
     it.until(requests.Beat)
@@ -779,7 +779,7 @@ def test_a_call_to_join_that_arrives_late_is_no_other_process() -> None:
     it.beat()
     it.welcome()
     it.do(it.core.evicted, it.open[requests.Watch], "replaced", replaced=True)
-    assert it.open[requests.Join].again
+    assert it.open[requests.Join].who.incarnation == 1
     assert it.take(requests.Fail) == []
 
 
@@ -1189,7 +1189,7 @@ def test_requests_say_which_syncer_was_followed_and_what_is_held() -> None:
     watch = it.open[requests.Watch]
     assert (watch.seen, watch.versions) == (it.lineage, (3, 4))
     it.fail(requests.Watch, errors.StaleIncarnationError("version 4 is not part of it any more"))
-    assert it.until(requests.Join) == requests.Join(it.core.who, again=True, seen=it.lineage)
+    assert it.until(requests.Join) == requests.Join(it.core.who, seen=it.lineage)
 
 
 # --- two syncers ------------------------------------------------------------------------------------------------------

@@ -537,8 +537,30 @@ def test_a_name_is_not_taken_back_from_a_newer_process() -> None:
         scene.driver.join("a", LAYOUT, answers.append, process=process)
         scene.settle()
     with pytest.raises(StaleIncarnationError, match="another process"):
-        scene.driver.join("a", LAYOUT, answers.append, process=1, again=True)
+        scene.driver.join("a", LAYOUT, answers.append, process=1, after=1)
     assert answers == [1, 2]
+
+
+def test_a_process_that_a_run_which_has_gone_back_does_not_know_joins_again() -> None:
+    """It was incarnation 3, and the record that was repaired, or restored, knows an earlier process and 1."""
+    scene, answers = started(), list[int]()
+    scene.driver.join("a", LAYOUT, answers.append, process=1)
+    scene.driver.join("a", LAYOUT, answers.append, process=3, after=3)
+    scene.driver.join("b", LAYOUT, answers.append, process=4, after=5)  # by a name that is not in the record
+    scene.settle()
+    scene.beat("a", 2, incarnation=4, earlier_tokens=70)
+    assert answers == [1, 4, 6]  # no incarnation is another one's again
+    account = scene.driver.core.accounting.accounts["a"]
+    assert (account.ledgers[0].trained, account.ledgers[0].lost) == (90, 70)
+    for process, after in ((1, 1), (2, 2), (2, 3)):
+        with pytest.raises(StaleIncarnationError, match="another process"):
+            scene.driver.join("a", LAYOUT, answers.append, process=process, after=after)
+
+
+@pytest.mark.parametrize("after", [-1, 2**53])
+def test_an_incarnation_that_cannot_be_is_refused(after: int) -> None:
+    with pytest.raises(PayloadError, match="'a' was never incarnation"):
+        started().driver.join("a", LAYOUT, lambda _: None, process=1, after=after)
 
 
 @pytest.mark.parametrize("is_gone", [False, True], ids=["present", "gone"])
@@ -552,8 +574,8 @@ def test_a_restarted_syncer_knows_the_newest_process_of_a_name(is_gone: bool) ->
         scene.settle()
     scene.restart()
     with pytest.raises(StaleIncarnationError, match="another process"):
-        scene.driver.join("a", LAYOUT, lambda _: None, process=1, again=True)
-    scene.driver.join("a", LAYOUT, lambda _: None, process=2**64 - 1, again=True)
+        scene.driver.join("a", LAYOUT, lambda _: None, process=1, after=1)
+    scene.driver.join("a", LAYOUT, lambda _: None, process=2**64 - 1, after=2)
     scene.settle()
     assert scene.driver.core.accounting.accounts["a"].incarnation == 3
 

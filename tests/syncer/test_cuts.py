@@ -131,7 +131,7 @@ def test_a_goodbye_of_a_learner_that_is_out_says_what_it_has_trained(tmp_path: P
             raw.initialise()
             raw.join(process=7)
             raw.beat(8, 40)
-            raw.join(process=7, again=True)
+            raw.join(process=7, after=1)
             raw.leave(incarnation=0, earlier_tokens=50, process=7)
             with pytest.raises(StaleIncarnationError, match="not known as learner 'raw'"):
                 raw.leave(incarnation=0, earlier_tokens=60, process=8)

@@ -71,7 +71,7 @@ def status(syncers: Dialler) -> None:
 def join(syncers: Dialler) -> None:
     layout = make_layout(Net(), method().fragments)
     entry = Entry(syncers, layout, None, None, model_parts, overlap=None, tokens_per_step=None)
-    entry.join(requests.Join(Identity(RUN, "a", process=1), again=False, seen=None))
+    entry.join(requests.Join(Identity(RUN, "a", process=1), seen=None))
 
 
 def heal(syncers: Dialler) -> None:

@@ -129,13 +129,14 @@ class Accounting:
         """Tokens trained by all learners, present and past."""
         return sum(account.ledgers[0].trained for account in self.accounts.values())
 
-    def begin(self, learner: str, process: int) -> int:
-        """A new incarnation, which has trained nothing, of this process; returns its number."""
+    def begin(self, learner: str, process: int, after: int = 0) -> int:
+        """A new incarnation, which has trained nothing, of this process, whose last one was `after`; returns its
+        number."""
         account = self.accounts.setdefault(learner, Account([Ledger() for _ in range(self._num_fragments)]))
         account.earlier_tokens = account.ledgers[0].trained
         if process != account.process:
             account.others_tokens = account.earlier_tokens
-        account.incarnation, account.process = account.incarnation + 1, process
+        account.incarnation, account.process = max(account.incarnation, after) + 1, process
         account.ended_at, account.is_gone = None, False
         account.confirmed, account.verdicts = [0] * self._num_fragments, {}
         return account.incarnation
@@ -187,10 +188,13 @@ class Accounting:
         for ledger, tokens in zip(account.ledgers, acknowledged, strict=True):
             ledger.lost += ledger.pending - tokens
 
-    def is_newest(self, learner: str, process: int) -> bool:
-        """Whether no other process is known to have joined since by this learner's name."""
+    def is_newest(self, learner: str, process: int, incarnation: int) -> bool:
+        """Whether no other process is known to have joined by this learner's name since this incarnation of `process`.
+
+        A run that was repaired, or goes on from a backup, may know none but earlier ones.
+        """
         account = self.accounts.get(learner)
-        return account is None or account.process in (None, process)
+        return account is None or account.process == process or account.incarnation < incarnation
 
     # --- contributions ------------------------------------------------------------------------------------------------
 

@@ -160,14 +160,15 @@ class SyncerCore:
     # --- membership ---------------------------------------------------------------------------------------------------
 
     def joined(
-        self, now: float, learner: str, *, process: int = 0, again: bool = False, ready: bool = False,
+        self, now: float, learner: str, *, process: int = 0, after: int = 0, ready: bool = False,
         overlap: int | None = None, tokens_per_step: int | None = None,
     ) -> tuple[int, list[Action]]:  # fmt: skip
         """A learner joins as a new incarnation; returns its number. An older live incarnation is replaced.
 
         Arguments:
             process: whose it is.
-            again: after an incarnation of the same process was evicted.
+            after: the incarnation of the same process that is out; 0: it had none. A run that has gone back to an older
+                state may know of none so late.
             ready: rounds wait for it from the start (fixed membership), not only once it has trained.
             overlap: the learner's own τ; None: the method's.
             tokens_per_step: the most that it trains in an inner step; None: it does not say.
@@ -176,7 +177,7 @@ class SyncerCore:
             StaleIncarnationError: it joins again, but a newer process has its place.
             NoRoomError: the pool has no place for it now. DrainedError: nor will it have one.
         """
-        if again and not self.accounting.is_newest(learner, process):
+        if after and not self.accounting.is_newest(learner, process, after):
             raise StaleIncarnationError(
                 f"another process has joined the run as {learner!r}; give every learner its own name, or pass "
                 "ranks= to Learner where the processes are ranks of one learner."
@@ -185,7 +186,7 @@ class SyncerCore:
         actions: list[Action] = []
         if learner in self.members:
             actions += self._evict(learner, "replaced by a newer incarnation", replaced=True)
-        incarnation = self.accounting.begin(learner, process)
+        incarnation = self.accounting.begin(learner, process, after)
         self.members[learner] = Member(
             learner, incarnation, self.step, now, now, overlap, tokens_per_step=tokens_per_step, ready=ready
         )

@@ -254,19 +254,19 @@ class Driver(Generic[H, S, P]):
 
     @event
     def join(
-        self, learner: str, layout: ModelLayout, done: Callable[[int], None], *, process: int = 0, again: bool = False,
+        self, learner: str, layout: ModelLayout, done: Callable[[int], None], *, process: int = 0, after: int = 0,
         ready: bool = False, overlap: int | None = None, tokens_per_step: int | None = None,
         seen: Lineage | None = None,
     ) -> None:  # fmt: skip
         """A learner joins as a new incarnation. `done`: called with its number once that is durable.
 
         Arguments:
-            process, again, ready, overlap, tokens_per_step: as in `SyncerCore.joined`.
+            process, after, ready, overlap, tokens_per_step: as in `SyncerCore.joined`.
             seen: what the learner has followed; None: nothing yet.
 
         Raises:
             NotInitialisedError: there is no model yet. LayoutError: it holds another model.
-            LineageError, UnknownRunError: as `core.lineage.refusal`. PayloadError: no such step size can be.
+            LineageError, UnknownRunError: as `core.lineage.refusal`. PayloadError: no such step size or incarnation can be.
             StaleIncarnationError: it joins again, but a newer process has its place.
             ConfigError: the run's method gives learners no overlap of their own, or not this one.
             NoRoomError: the run's pool has no place for it now. DrainedError: nor will it have one.
@@ -274,13 +274,14 @@ class Driver(Generic[H, S, P]):
         core = self.core
         sense.check_name(learner)
         sense.check_step_size(learner, tokens_per_step)
+        sense.check_incarnation(learner, after)
         self._require_line(seen)
         if overlap is not None:
             self.state.method.with_own_overlap(overlap)
         if difference := layout.first_difference(self.state.model.layout):
             raise LayoutError(f"learner {learner!r} (here) does not hold the run's model (there): {difference}.")
         incarnation, actions = core.joined(
-            self._clock.now_s(), learner, process=process, again=again, ready=ready, overlap=overlap,
+            self._clock.now_s(), learner, process=process, after=after, ready=ready, overlap=overlap,
             tokens_per_step=tokens_per_step,
         )  # fmt: skip
         self._observer.joined(learner, incarnation, core.step)

@@ -30,6 +30,9 @@ MAX_INITIAL_STEP = 10**10
 MAX_TOKENS = 10**15
 """Tokens that one incarnation of a learner trains, and that a model was trained on before."""
 
+MAX_INCARNATION = 2**53
+"""Times that a learner joins."""
+
 MAX_STEP_S = 10.0**6
 """Seconds that an inner step takes: eleven days."""
 
@@ -56,6 +59,12 @@ def check_name(learner: str) -> None:
             f"a learner cannot be called {learner[:64]!r}{'...' if len(learner) > 64 else ''}; use 1 to 64 letters, "
             "digits, dots, dashes and underscores, the first one a letter or digit."
         )
+
+
+def check_incarnation(learner: str, incarnation: int) -> None:
+    """Check the incarnation that a learner says it was."""
+    if not 0 <= incarnation < MAX_INCARNATION:
+        raise PayloadError(f"{learner!r} was never incarnation {incarnation}; fewer than {MAX_INCARNATION} can be.")
 
 
 def check_step_size(learner: str, tokens_per_step: int | None) -> None:

@@ -171,7 +171,7 @@ class Service:
 
             overlap = request.overlap if request.HasField("overlap") else None
             driver.join(
-                request.learner, layout, joined, process=request.process, again=request.again, overlap=overlap,
+                request.learner, layout, joined, process=request.process, after=request.after, overlap=overlap,
                 tokens_per_step=request.tokens_per_step or None, seen=seen_of(request),
             )  # fmt: skip
 

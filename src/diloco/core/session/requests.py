@@ -92,14 +92,13 @@ class Join:
     """Ask for a new incarnation; then call `joined`.
 
     Attributes:
-        again: after an eviction; must not replace another process.
+        who: the incarnation that is out, which must not replace another process; 0: there was none.
         seen: the syncer followed so far; None: none yet.
     """
 
     lane: ClassVar[LaneName] = "receive"
 
     who: Identity
-    again: bool
     seen: Lineage | None
 
 

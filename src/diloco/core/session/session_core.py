@@ -574,7 +574,7 @@ class SessionCore:
             case "entering" if self._entrance.step == "initialise":
                 return requests.Initialise(self.who)
             case "joining":
-                return requests.Join(self.who, again=self.who.incarnation > 0, seen=self.seen)
+                return requests.Join(self.who, seen=self.seen)
             case "fetching" | "starting" | "running":
                 fetch = self._cache.next(self.who)
                 versions = tuple(self._cache.held)

@@ -130,7 +130,7 @@ class Entry:
             learner=call.who.learner,
             layout=json.dumps(self._layout.to_dict()),
             process=call.who.process,
-            again=call.again,
+            after=call.who.incarnation,
             overlap=self._overlap,
             tokens_per_step=self._tokens_per_step or 0,
             seen=lineage_message(call.seen),

@@ -219,14 +219,14 @@ class SessionClient:
         match call:
             case requests.Describe():
                 reply((driver.lineage, driver.state.is_initialised))
-            case requests.Join(who=who, again=again, seen=seen):
-                ready, self._ready = self._ready and not again, False  # one that has to ask again comes late
+            case requests.Join(who=who, seen=seen):
+                ready, self._ready = self._ready and not who.incarnation, False  # one that has to ask again comes late
                 driver.join(
                     who.learner,
                     self._layout,
                     lambda incarnation: reply((driver.lineage, incarnation)),
                     process=who.process,
-                    again=again,
+                    after=who.incarnation,
                     ready=ready,
                     overlap=self._overlap,
                     seen=seen,
