@@ -266,8 +266,8 @@ class Driver(Generic[H, S, P]):
 
         Raises:
             NotInitialisedError: there is no model yet. LayoutError: it holds another model.
-            LineageError, UnknownRunError: as `core.lineage.refusal`. PayloadError: no such step size, or incarnation, can
-                be.
+            LineageError, UnknownRunError: as `core.lineage.refusal`. PayloadError: no such step size, or such an
+                incarnation, can be.
             StaleIncarnationError: it joins again, but a newer process has its place.
             ConfigError: the run's method gives learners no overlap of their own, or not this one.
             NoRoomError: the run's pool has no place for it now. DrainedError: nor will it have one.
