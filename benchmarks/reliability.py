@@ -76,7 +76,7 @@ def main() -> None:
             else:
                 print(f"not everything holds; the run is kept in {directory}", file=sys.stderr)
         case "storms":
-            kinds = "".join(f"-{kind}" for kind in ("leased", "standby") if f"--{kind}" in more)
+            kinds = "".join(f"-{kind}" for kind in ("leased", "standby", "goes-back") if f"--{kind}" in more)
             keep(f"storms-{chosen.which}{kinds}", _output("tests.storms", chosen.which, "--json", *more))
         case name if name in ALONE:
             keep(chosen.what, _output(f"benchmarks.{chosen.what}", "--json", *more))

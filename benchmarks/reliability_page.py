@@ -131,9 +131,9 @@ with a method, learners and up to six faults drawn from its seed, and every even
 
 
 def _seeds(run: dict[str, Any]) -> str:
-    last = run["first"] + run["storms"] - 1
-    kinds = f"{', leased data' if run['leased'] else ''}{', two syncers' if run['standby'] else ''}"
-    return f"{run['first']} to {last}{kinds}"
+    kinds = {"leased": "leased data", "standby": "two syncers", "goes_back": "a run that goes back"}
+    named = [f", {kind}" for key, kind in kinds.items() if run[key]]
+    return f"{run['first']} to {run['first'] + run['storms'] - 1}{''.join(named)}"
 
 
 RECOVERIES = (

@@ -1278,6 +1278,23 @@ def test_a_syncer_that_is_followed_is_promised_its_next_epoch() -> None:
     assert it.until(requests.Beat).promised == proposal.ballot
 
 
+def test_a_syncer_that_cannot_be_followed_is_promised_an_epoch_in_which_it_can_be() -> None:
+    """The other one has been promised an epoch, and does not come to serve it."""
+    it = Script(num_addresses=2).start()
+    at_the_standby(it)
+    vote(it, proposal=Proposal(Ballot(9, boot=2), base=1))
+    for _ in range(4):
+        it.until(requests.Vote)
+        vote(it)
+    it.until(requests.Beat)
+    it.boot = 3
+    it.told.clear()
+    for epoch, promised in ((9, Ballot(9, boot=2)), (10, Ballot(10, boot=3))):
+        it.answer(requests.Beat, it.core.beaten, it.lineage, it.standing, Proposal(Ballot(epoch, boot=3), base=1))
+        assert it.until(requests.Beat).promised == promised
+    assert it.core.seen != it.lineage
+
+
 def test_a_learner_that_cannot_join_asks_around_who_serves_the_run() -> None:
     """Once for each join that is lost; a syncer that has answered is not left for one slow join."""
     it = Script(num_addresses=2)

@@ -438,6 +438,16 @@ def test_a_heartbeat_that_a_contribution_has_overtaken_does_not_say_that_a_learn
     assert run.core.members["a"].blocked_with == (0,)
 
 
+def test_a_heartbeat_from_before_the_first_step_of_an_incarnation_says_nothing_of_its_steps() -> None:
+    """The learner had been further, in a run that has gone back; a contribution has overtaken the heartbeat."""
+    run = Run("a", "b")
+    run.send(2.0, "a", 0, step=3)
+    run.core.heartbeat(3.0, "a", 1, step=9, steps=0, tokens=0, step_s=None, waiting=False)
+    assert run.core.members["a"].step == 3
+    run.beat(3.0, "a", step=4, tokens=100)
+    assert run.core.members["a"].step == 4
+
+
 def test_learners_past_a_round_count_for_it_where_all_wait_for_each_other() -> None:
     """The third contribution to the earlier round was lost, and the learner that made it is past its step."""
     run = Run("a", "b", "c", fragments=2, at_least=3)

@@ -3,6 +3,7 @@ python -m tests.storms SEED --faults 0,2          with some of its faults (none:
 python -m tests.storms FIRST-LAST                 storms of many seeds, in two processes      (make storm SEEDS=1-1000)
 python -m tests.storms FIRST-LAST --leased        the same with leased data
 python -m tests.storms FIRST-LAST --standby       the same with two syncers
+python -m tests.storms FIRST-LAST --goes-back     the same with runs that are restored from a backup, or repaired
 python -m tests.storms FIRST-LAST --json          how many, how fast, which faults, and which storms failed, as JSON
 """
 
@@ -24,10 +25,10 @@ AT_ONCE = 20
 """Seeds that a process takes at a time."""
 
 
-def said_of(seeds: list[int], *, leased: bool, standby: bool) -> tuple[list[str], Counter[str]]:
+def said_of(seeds: list[int], *, kind: dict[str, bool]) -> tuple[list[str], Counter[str]]:
     """What there is to say of those that failed, and the faults that happened, by kind."""
     struck: Counter[str] = Counter()
-    found = failures(seeds, leased=leased, standby=standby, struck=struck)
+    found = failures(seeds, **kind, struck=struck)
     return [str(each) for each in found if each is not None], struck
 
 
@@ -38,13 +39,15 @@ def main() -> int:
     parser.add_argument("--faults", help="indices of the faults to keep, with commas")
     parser.add_argument("--leased", action="store_true", help="learners read leased data")
     parser.add_argument("--standby", action="store_true", help="a second syncer follows the first")
+    parser.add_argument("--goes-back", action="store_true", help="the run goes back to an older state")
     parser.add_argument("--processes", type=int, default=2, help="at a time; default %(default)s")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args()
+    kind = {"leased": options.leased, "standby": options.standby, "goes_back": options.goes_back}
     first, _, last = options.seeds.partition("-")
     seeds = list(range(int(first), int(last or first) + 1))
     if options.faults is not None:
-        plan = plan_of(seeds[0], leased=options.leased, standby=options.standby)
+        plan = plan_of(seeds[0], **kind)
         kept = [plan.faults[int(index)] for index in options.faults.split(",") if index]
         with quiet():
             failure = run(plan, kept)
@@ -53,7 +56,7 @@ def main() -> int:
     began_s, failed, struck = time.monotonic(), list[str](), Counter[str]()
     parts = [seeds[begin : begin + AT_ONCE] for begin in range(0, len(seeds), AT_ONCE)]
     with ProcessPoolExecutor(options.processes) as pool:
-        for said, faults in pool.map(partial(said_of, leased=options.leased, standby=options.standby), parts):
+        for said, faults in pool.map(partial(said_of, kind=kind), parts):
             failed += said
             struck += faults
             for each in said:
@@ -63,8 +66,7 @@ def main() -> int:
         found: dict[str, Any] = {
             "storms": len(seeds),
             "first": seeds[0],
-            "leased": options.leased,
-            "standby": options.standby,
+            **kind,
         }
         faults = dict(sorted(struck.items()))
         found |= {"processes": options.processes, "seconds": round(seconds, 1)}

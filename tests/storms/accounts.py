@@ -4,7 +4,7 @@ accounting and the ledgers of its learners say the same."""
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,14 +120,14 @@ class Accounts(NullObserver):
         for c, payload in zip(action.contributions, payloads, strict=True):
             require(payload is self.payload(c), f"{key_of(c)} is merged with the payload of another one")
 
-    def restarted(self) -> None:
-        """A driver begins with what is durable."""
+    def restarted(self, verdicts: Mapping[Key, str | None]) -> None:
+        """A driver begins with what is durable, with these verdicts."""
         self._events, self.open, self._volatile, self._admitted = [], {}, {}, []
         self._of_learner.clear()
         self._of_incarnation.clear()
         for c, _ in self._sent.values():
             self._undecided[c.learner, c.incarnation, c.fragment][c.number] = c
-        self.decided = dict(self._ledger.verdicts)
+        self.decided = dict(verdicts)
         for key, reason in self.decided.items():
             self._count(key, reason)
 

@@ -89,16 +89,17 @@ class RecordingStore(MemoryStore[HeldFragment, Tensor]):
     """Tells the ledger what is durable, also where the process dies at that very step.
 
     Attributes:
+        ledger, units: what is durable, as far as storms look at it.
         verdicts: that become durable with the write which is under way.
         copies: of what was durable with each version, oldest first.
     """
 
     def __init__(self, ledger: Ledger, units: UnitLedger, at: Callable[[str], None]) -> None:
         super().__init__(at)
-        self._units = units
+        self.units = units
         self.copies: list[SavedRun[HeldFragment]] = []
         self.verdicts: dict[Key, str | None] = {}
-        self._ledger = ledger
+        self.ledger = ledger
 
     def initialise(self, run: str, method: RunMethod, model: InitialModel[HeldFragment]) -> None:
         before = self._saved
@@ -106,7 +107,7 @@ class RecordingStore(MemoryStore[HeldFragment, Tensor]):
             super().initialise(run, method, model)
         finally:
             if self._saved is not before:
-                self._ledger.initial(model.fragments)
+                self.ledger.initial(model.fragments)
 
     def publish(self, merged: MergedRound[HeldFragment, Tensor], record: Json) -> None:
         before = self._saved
@@ -115,10 +116,14 @@ class RecordingStore(MemoryStore[HeldFragment, Tensor]):
         finally:
             if self._saved is not before and self._saved is not None:
                 self.copies.append(self._saved)
-                self._ledger.durable(merged)
+                self.ledger.durable(merged)
                 kept = [c for c in merged.action.contributions if c.learner not in merged.refused]
-                self._units.durable(kept, record)
-                self._ledger.recorded(self.verdicts)
+                self.units.durable(kept, record)
+                self.ledger.recorded(self.verdicts)
+                self.backed_up()
+
+    def backed_up(self) -> None:
+        """There is a new version."""
 
     def save_record(self, record: Json) -> None:
         before = self._saved
@@ -126,8 +131,8 @@ class RecordingStore(MemoryStore[HeldFragment, Tensor]):
             super().save_record(record)
         finally:
             if self._saved is not before:
-                self._units.durable((), record)
-                self._ledger.recorded(self.verdicts)
+                self.units.durable((), record)
+                self.ledger.recorded(self.verdicts)
 
 
 class RecordingWorker(LaterWorker):

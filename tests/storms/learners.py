@@ -177,6 +177,7 @@ class Process:
     def _start(self, start: TellStart) -> None:
         held = [each for each in self.client.held if each is not None]
         self._incarnation = start.who.incarnation
+        self._storm.began(self)
         for each in held:
             self._storm.ledger.held(self.name, each)
         self._tensors = StormTensors(self._storm.plan, self._learner.index, held)

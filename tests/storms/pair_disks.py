@@ -42,6 +42,7 @@ class Published:
         units: of leased data in it.
         written: versions that were written on any disk, by fragment, version and digest.
         by_epoch: which process has published in each epoch.
+        begun: the highest epoch in which a driver has begun.
         num_published: writes that both have where both must.
     """
 
@@ -49,6 +50,7 @@ class Published:
     units: UnitLedger
     written: dict[tuple[int, int, str], Merged] = field(default_factory=dict)
     by_epoch: dict[int, int] = field(default_factory=dict)
+    begun: int = 0
     num_published: int = 0
 
     def confirmed(self, epoch: int, boot: int, merged: Merged | None, state: DiskState) -> None:
@@ -62,7 +64,14 @@ class Published:
 
     def begins(self, state: DiskState) -> None:
         """A driver begins with what is on its disk: no version that was published is lost, no verdict either. What is
-        there besides is published from here on."""
+        there besides is published from here on.
+
+        One that has lost the run, and does not know it, may begin with less: `confirmed` is never told of its writes.
+        """
+        epoch = state.saved.epochs[-1].number
+        if epoch < self.begun:
+            return
+        self.begun = epoch
         ledger, beyond = self.ledger, list[Merged]()
         for held in state.saved.fragments:
             newest = ledger.versions.newest(held.fragment)

@@ -128,7 +128,7 @@ class Node:
             storm.published.begins(state)
         self.store.started(pair.write_begins)
         self.accounts = accounts = NodeAccounts(storm.ledger, storm.all_accounts)
-        accounts.restarted()
+        accounts.restarted({} if state is None else state.verdicts)
         is_small = storm.plan.spool_fits is not None and storm.now_s < storm.plan.room_at_s
         jobs = StormJobs(storm.plan.method, accounts)
         room_bytes = (storm.plan.spool_fits or 0) * jobs.contribution_bytes(max(storm.plan.sizes))

@@ -50,6 +50,7 @@ class PairStorm(Storm):
         self._cut_until_s: dict[tuple[int, int], float] = {}
         self._publishes_s = 0.0
         self._torn: Node | None = None
+        self._promoted: Node | None = None  # by hand, the last one
         self.nodes = Node(self, 0), Node(self, 1)
         self.nodes[0].start(follows=False)
         self.after(self.draws.between("standby starts", 0.0, 8.0), lambda: self._come_back(self.nodes[1]))
@@ -153,7 +154,12 @@ class PairStorm(Storm):
                 process.wire.lose(node.address, is_silent=False)
 
     def _come_back(self, node: Node) -> None:
-        if node.pair is None:
+        """A person who has promoted the other one has it started only where it reaches that one (`docs/standby.md`)."""
+        other = self.nodes[1 - node.address]
+        if self._promoted is other and (self.is_split or other.pair is None):
+            self._settles(1.0)
+            self.after(1.0, lambda: self._come_back(node))
+        elif node.pair is None:
             follows = node.store.is_initialised and self.draws.unit("first follows") < 0.7
             node.start(follows=node.address == 1 or follows)
 
@@ -225,12 +231,19 @@ class PairStorm(Storm):
             return
         try:
             pair.promote(self.now_s, force=True)
+            self._promoted = node
             node.host_as_it_stands()
         except StoreError:
             return
         finally:
             self.touched()
         self.num_promoted += 1
+
+    @property
+    def _may_publish(self) -> bool:
+        """Whether the syncer that serves the run may publish."""
+        leading = self.leading
+        return leading is not None and leading.pair is not None and leading.pair.succession.may_publish
 
     def _operate(self) -> None:
         """Where nothing is wrong any more and no syncer may publish, too few of those that vote are left."""
@@ -246,12 +259,16 @@ class PairStorm(Storm):
             self._publishes_s = self.now_s
 
     def _are_electors_gone(self) -> bool:
-        """Whether no node can get a majority."""
+        """Whether no node can get a majority. A learner that has not heard that it has joined has no vote yet, and a
+        node that is fenced asks for none."""
         alive = {
             elector(learner.name, process.client.core.who.process)
-            for learner in self.learners for process in learner.processes if process.is_alive
-        }  # fmt: skip
-        electorates = [node.pair.succession.electorate for node in self.nodes if node.pair is not None]
+            for learner in self.learners
+            for process in learner.processes
+            if process.is_alive and process.client.core.seen is not None
+        }
+        pairs = [node.pair.succession for node in self.nodes if node.pair is not None]
+        electorates = [each.electorate for each in pairs if each.standing != "fenced"]
         return all(2 * len(each & alive) <= len(each) for each in electorates)
 
     # --- what holds ---------------------------------------------------------------------------------------------------
@@ -286,9 +303,9 @@ class PairStorm(Storm):
 
     def _wind_up(self) -> None:
         end_s = max(self.now_s, self.calm_s) + 2 * OPERATOR_S
-        while (self.now_s < self.calm_s or self.leading is None) and self._events[0][0] <= end_s:
+        while (self.now_s < self.calm_s or not self._may_publish) and self._events[0][0] <= end_s:
             self._happen()  # where all learners have left, none votes: a person decides
-        require(self.leading is not None, "no syncer serves the run in the end")
+        require(self._may_publish, "no syncer serves the run and may publish in the end")
         self._check_syncer()
         super()._wind_up()
         assert self.leading is not None

@@ -52,6 +52,16 @@ PairKind = Literal[
 """
 
 
+Going = Literal["restore", "repair", "repair without database"]
+"""Where a run goes back; the syncer is back after some seconds, on the versions that are left.
+
+    restore   the state becomes that of a backup
+    repair    the newest versions of any fragments cannot be read, and earlier ones are served
+    repair without database   so it is, and what the syncer knew besides is lost
+"""
+GOINGS = get_args(Going)
+
+
 @dataclass(frozen=True)
 class Fault:
     """One fault.
@@ -62,11 +72,11 @@ class Fault:
         seconds: how long.
         choice: "kill learner": 0 no checkpoint, 1 an old one, 2 the newest. "tear write": the index of the step. "older
             copy": 0 the oldest, 1 one from the middle, 2 the newest. "cut off", "isolate": 0 half of the learners, 1
-            more; 2 the standby from half.
+            more; 2 the standby from half. "restore": the backup after so many thirds of all.
     """
 
     at_s: float
-    kind: Kind | Literal["older copy"] | PairKind
+    kind: Kind | Literal["older copy"] | PairKind | Going
     learner: int = 0
     seconds: float = 0.0
     choice: int = 0
@@ -88,6 +98,7 @@ class Plan:
         repeats: how often a push, heartbeat or notice arrives twice.
         num_units: of leased data that each learner trains in a step; 0: data is not leased.
         patience_s: of two syncers with each other (`Succession`); 0: there is one.
+        goes_back: the run does, on purpose (`Going`).
     """
 
     seed: int
@@ -105,6 +116,7 @@ class Plan:
     repeats: float
     num_units: int = 0
     patience_s: float = 0.0
+    goes_back: bool = False
 
     @cached_property
     def layout(self) -> Layout:
@@ -126,11 +138,13 @@ def _tensors(fragment: int, size: int) -> list[TensorSpec]:
     ]
 
 
-def plan_of(seed: int, *, leased: bool = False, standby: bool = False) -> Plan:
-    """The storm of a seed. `leased`: with leased data. `standby`: with two syncers."""
+def plan_of(seed: int, *, leased: bool = False, standby: bool = False, goes_back: bool = False) -> Plan:
+    """The storm of a seed. `leased`: with leased data. `standby`: with two syncers. `goes_back`: the run does."""
     draws = Draws(seed)
     plan = _plan(draws, leased=leased)
-    return _with_standby(draws, plan) if standby else plan
+    if standby:
+        return _with_standby(draws, plan)
+    return _that_goes_back(draws, plan) if goes_back else plan
 
 
 def _plan(draws: Draws, *, leased: bool) -> Plan:
@@ -174,6 +188,22 @@ def _with_standby(draws: Draws, plan: Plan) -> Plan:
         steps=plan.steps + draws.whole("more steps", 20, 70),
         faults=tuple(sorted(faults, key=lambda it: it.at_s)),
         patience_s=draws.of("patience_s", (2.0, 6.0)),
+    )
+
+
+def _that_goes_back(draws: Draws, plan: Plan) -> Plan:
+    """Longer, since learners take up work again, and without what a state that is older on purpose makes void: a copy
+    that learners refuse, and a second process of a name, of which the state may not know."""
+    faults = [each for each in plan.faults if each.kind not in (OLDER_COPY, "same name")]
+    for _ in range(draws.whole("times back", 1, 2)):
+        kind, choice = draws.of("goes back by", GOINGS), draws.whole("goes back to", 0, 2)
+        at_s, seconds = draws.between("goes back at", 5.0, FAULTS_END_S), draws.between("goes back for", 0.5, 8.0)
+        faults.append(Fault(round(at_s, 3), kind, 0, round(seconds, 3), choice))
+    return replace(
+        plan,
+        steps=plan.steps + draws.whole("steps again", 10, 30),
+        faults=tuple(sorted(faults, key=lambda it: it.at_s)),
+        goes_back=True,
     )
 
 

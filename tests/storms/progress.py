@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tests.storms.wire import BYTE_S
+
 from diloco.chaos.versions import BrokenInvariantError, require
 from diloco.core.members import Deadlines
 from diloco.core.rounds import AllLive
@@ -23,7 +25,7 @@ contributions."""
 RISES_S = 12.0
 """Bound, together with a number of inner steps, of the time to the next version of a fragment, while no fault happens
 and the syncer knows who trains: that a call is heard and answered, that the grace window ends, that work is merged and
-stored, with messages that take up to two seconds more than others."""
+stored, with messages that take up to two seconds more than others. What the bytes themselves take comes on top."""
 
 LOOK_S = 1.0
 
@@ -63,6 +65,8 @@ class Progress:
         overlaps = [rules.schedule.overlap, *(overlap for overlap in storm.plan.overlaps if overlap is not None)]
         self._rise_steps = 2 * storm.plan.method.sync_every + max(overlaps) + 2
         """Inner steps of the slowest learner in which each fragment gets a version."""
+        sent_bytes = sum(map(storm.jobs.contribution_bytes, storm.plan.sizes))
+        self._rises_s = RISES_S + 2 * BYTE_S * sent_bytes  # the first that a learner sends may be too late
 
     def look(self) -> None:
         """Raises BrokenInvariantError."""
@@ -116,7 +120,7 @@ class Progress:
                 self._quiet[fragment] = _Quiet(at, storm.now_s, running)
             return
         steps = min(step - quiet.steps[learner] for learner, step in running.items())
-        if steps >= self._rise_steps and storm.now_s - quiet.since_s >= RISES_S:
+        if steps >= self._rise_steps and storm.now_s - quiet.since_s >= self._rises_s:
             raise BrokenInvariantError(
                 f"fragment {fragment} is at version {version} since {quiet.since_s:.1f} s, and all learners have taken "
                 f"{steps} steps or more: {storm.standstill()}"

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from tests.storms.going_back import GoingBackStorm
 from tests.storms.pair_world import PairStorm
 from tests.storms.plans import Fault, Plan, plan_of, told
 from tests.storms.world import Storm
@@ -35,15 +36,18 @@ class Failure:
         kept = ",".join(str(self.plan.faults.index(fault)) for fault in self.faults)
         leased = " --leased" if self.plan.num_units else ""
         standby = " --standby" if self.plan.patience_s else ""
+        goes_back = " --goes-back" if self.plan.goes_back else ""
         return (
             f"{told(self.plan, self.faults)}\n  at {self.at_s:.3f} s: {kind}{self.error}\n"
-            f"  replay: python -m tests.storms {self.plan.seed} --faults '{kept}'{leased}{standby}"
+            f"  replay: python -m tests.storms {self.plan.seed} --faults '{kept}'{leased}{standby}{goes_back}"
         )
 
 
 def storm_of(plan: Plan, faults: Sequence[Fault] | None = None) -> Storm:
-    """With one syncer, or with two."""
-    return PairStorm(plan, faults) if plan.patience_s else Storm(plan, faults)
+    """With one syncer, or with two, or of a run that goes back."""
+    if plan.patience_s:
+        return PairStorm(plan, faults)
+    return GoingBackStorm(plan, faults) if plan.goes_back else Storm(plan, faults)
 
 
 def run(plan: Plan, faults: Sequence[Fault], struck: Counter[str] | None = None) -> Failure | None:
@@ -60,10 +64,11 @@ def run(plan: Plan, faults: Sequence[Fault], struck: Counter[str] | None = None)
 
 
 def run_seed(
-    seed: int, *, leased: bool = False, standby: bool = False, struck: Counter[str] | None = None
-) -> Failure | None:
+    seed: int, *, leased: bool = False, standby: bool = False, goes_back: bool = False,
+    struck: Counter[str] | None = None,
+) -> Failure | None:  # fmt: skip
     """The storm of a seed; a failure comes with the shortest list of faults that was found."""
-    plan = plan_of(seed, leased=leased, standby=standby)
+    plan = plan_of(seed, leased=leased, standby=standby, goes_back=goes_back)
     failure = run(plan, plan.faults, struck)
     return None if failure is None else shortest(failure)
 
@@ -88,12 +93,13 @@ def shortest(failure: Failure) -> Failure:
 
 
 def failures(
-    seeds: Sequence[int], *, leased: bool = False, standby: bool = False, struck: Counter[str] | None = None
-) -> Iterator[Failure | None]:
+    seeds: Sequence[int], *, leased: bool = False, standby: bool = False, goes_back: bool = False,
+    struck: Counter[str] | None = None,
+) -> Iterator[Failure | None]:  # fmt: skip
     """Of each seed, in order."""
     with quiet():
         for seed in seeds:
-            yield run_seed(seed, leased=leased, standby=standby, struck=struck)
+            yield run_seed(seed, leased=leased, standby=standby, goes_back=goes_back, struck=struck)
 
 
 @contextmanager

@@ -44,6 +44,12 @@ def test_seeds_of_two_syncers_that_found_a_defect(seed: int) -> None:
         assert run_seed(seed, leased=seed % 3 == 0, standby=True) is None
 
 
+def test_a_seed_without_leased_data_that_found_a_defect() -> None:
+    """A learner that had promised an epoch to a syncer which then was fenced had no vote for the other one."""
+    with quiet():
+        assert run_seed(141084, standby=True) is None
+
+
 def test_storms_have_takeovers_and_all_faults() -> None:
     assert {fault.kind for seed in range(100) for fault in plan(seed).faults} >= set(get_args(PairKind))
     stood, num_takeovers = Counter[str](), 0

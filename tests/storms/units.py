@@ -41,24 +41,28 @@ class Reader:
 
 
 class UnitLedger:
-    """What is durable: how often each unit is in a version of each fragment."""
+    """What is durable.
+
+    Attributes:
+        merges: how often each unit is in a version of each fragment.
+    """
 
     def __init__(self, num_fragments: int) -> None:
-        self._merges = [Counter[int]() for _ in range(num_fragments)]
+        self.merges = [Counter[int]() for _ in range(num_fragments)]
 
     def durable(self, contributions: Sequence[Contribution], record: Mapping[str, Any]) -> None:
         """A record is on the disk, with the contributions of its version, if it has one."""
         for c in contributions:
-            self._merges[c.fragment].update(unit for first, stop in c.units for unit in range(first, stop))
+            self.merges[c.fragment].update(unit for first, stop in c.units for unit in range(first, stop))
         if record["leases"] is None:
             return
-        leases = Leases(len(self._merges))
+        leases = Leases(len(self.merges))
         leases.restore(record["leases"], {(learner, number) for learner, number, _ in record["leases"]["leases"]})
         check_leases(leases)
         done = {unit for first, stop in leases.done for unit in range(first, stop)}
-        skipped = done - set[int]().union(*self._merges)
+        skipped = done - set[int]().union(*self.merges)
         require(not skipped, f"units {sorted(skipped)} are done and in no version")
-        for fragment, (totals, merges) in enumerate(zip(leases.totals, self._merges, strict=True)):
+        for fragment, (totals, merges) in enumerate(zip(leases.totals, self.merges, strict=True)):
             num = merges.total()
             require(totals.merges == num, f"fragment {fragment}: {totals.merges} merges are counted, and {num} there")
             again = sum(each - 1 for each in merges.values())

@@ -20,6 +20,10 @@ STALL_S = 12.0
 """After so long without a byte, a transfer gives its connection up, and a syncer a learner's."""
 
 
+BYTE_S = 0.002
+"""That each byte takes."""
+
+
 class _Connection:
     """One connection to one process of a syncer.
 
@@ -75,7 +79,8 @@ class StormWire:
             return
 
         def arrives() -> None:
-            if connection.is_open and not connection.is_silent and self._process.is_alive:
+            is_there = self._process.is_alive or self._process.is_leaving
+            if connection.is_open and not connection.is_silent and is_there:
                 self._process.touched()
                 arrive()
 
@@ -120,7 +125,7 @@ class StormWire:
         jitter_s = draws.between(f"{self._name} {direction}", 0.0, self._latency_s)
         is_slow = draws.unit(f"{self._name} {direction} is slow") < 0.03
         slow_s = draws.between(f"{self._name} {direction} slow", 0.0, 2.0) if is_slow else 0.0
-        return self._latency_s + jitter_s + slow_s + 0.002 * num_bytes
+        return self._latency_s + jitter_s + slow_s + BYTE_S * num_bytes
 
     def on_break(self, call: requests.Request, broken: Callable[[], None]) -> None:
         if (connection := self._of.get(id(call))) is not None:

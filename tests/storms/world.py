@@ -18,7 +18,7 @@ from tests.storms.draws import Draws
 from tests.storms.drivers import RecordingStore, RecordingWorker, StormDriver, StormJobs
 from tests.storms.invariants import Ledger, check_learner
 from tests.storms.journals import StormJournal
-from tests.storms.learners import LearnerProcess
+from tests.storms.learners import LearnerProcess, Process
 from tests.storms.plans import Fault, Plan
 from tests.storms.progress import LOOK_S, Progress
 from tests.storms.units import UnitLedger, check_leases
@@ -89,6 +89,8 @@ class Storm:
     num_addresses = 1
     """Of syncers."""
 
+    ledger_type, accounts_type, store_type = Ledger, Accounts, RecordingStore
+
     def __init__(self, plan: Plan, faults: Sequence[Fault] | None = None, journal: StormJournal | None = None) -> None:
         self.plan = plan
         self.faults = tuple(plan.faults if faults is None else faults)
@@ -97,8 +99,8 @@ class Storm:
         self.now_s = 0.0
         self.num_events = 0
         self.struck: Counter[str] = Counter()
-        self.ledger = Ledger()
-        self.accounts = Accounts(self.ledger)
+        self.ledger = self.ledger_type()
+        self.accounts = self.accounts_type(self.ledger)
         self.driver: StormDriver | None = None
         self.impostor: Impostor | None = None
         self.replicas = StormReplicas(plan.method, plan.layout)
@@ -116,7 +118,7 @@ class Storm:
         self.calm_s = max(ends_s) + max(plan.starts_s)
         self._tears_at: int | None = None
         self._refuses_until_s = -math.inf
-        self._store = RecordingStore(self.ledger, UnitLedger(len(plan.sizes)), self._at_point)
+        self._store = self.store_type(self.ledger, UnitLedger(len(plan.sizes)), self._at_point)
         self._spool = LimitedSpool()
         self.learners = [LearnerProcess(self, index) for index in range(len(plan.step_s))]
         for learner, at_s in zip(self.learners, plan.starts_s, strict=True):
@@ -265,7 +267,7 @@ class Storm:
         if saved is not None:
             saved = self._store.begin(saved)
             self.ledger.restored(saved)
-        self.accounts.restarted()
+        self.accounts.restarted(self.ledger.verdicts)
         worker = RecordingWorker(self._store, later, recorded_with)
         clock = StormClock(self, lambda: at_syncer(self.driver.tick) if self.driver is not None else None)
         is_small = self.plan.spool_fits is not None and self.now_s < self.plan.room_at_s
@@ -278,6 +280,9 @@ class Storm:
         self.driver = StormDriver(RUN, self.plan.method, ports, boot=boot, saved=saved)
         self.driver.ledger, self.driver.accounts = self.ledger, self.accounts
         self.touched()
+
+    def began(self, process: Process) -> None:
+        """A learner's process begins to train as a new incarnation."""
 
     def door(self, address: int) -> Door | None:
         """What answers at a syncer's address; None: nothing does."""

@@ -53,7 +53,8 @@ class Member:
         """A message from the member, which is at this step. Returns the number of new steps.
 
         `tokens`, `steps`: trained and taken by this incarnation. Steps before those are of no interest: the member was
-        welcomed at a later step than it joined at, or has trained elsewhere.
+        welcomed at another step than it joined at, or has trained elsewhere; also in a message from before its first
+        step that arrives after a later one.
         """
         self.seen_at, self.connected, self.broken_at = now, True, None
         if self.presumed:
@@ -61,7 +62,7 @@ class Member:
         if self.tokens == 0 < tokens:
             self.step = step - steps
         self.tokens = max(tokens, self.tokens)
-        new = max(0, step - self.step) if self.tokens > 0 else 0
+        new = max(0, step - self.step) if tokens > 0 else 0
         if new > 0 or self.waiting:
             self.progressed_at = now
         self.step += new

@@ -317,10 +317,18 @@ class SessionCore:
     def beaten(
         self, now: float, beat: requests.Beat, lineage: Lineage, standing: Standing, proposal: Proposal | None = None
     ) -> Actions:  # fmt: skip
-        """A heartbeat was answered, by this syncer, which may ask for a promise."""
-        if (error := self._witness.refusal(lineage)) is not None:
+        """A heartbeat was answered, by this syncer, which may ask for a promise.
+
+        One that cannot be followed may ask too: with its next epoch it can be, where another one has been promised this
+        one or a later one, and has not come to serve it.
+        """
+        error = self._witness.refusal(lineage)
+        if error is not None and not self._promises(proposal, is_silent=True):
             return self.failed(now, beat, error)
         self._heartbeat.ended(now)
+        if error is not None:
+            self._heartbeat.urge()
+            return [*self._lanes.answered(beat), *self._go_on(now)]
         self._heartbeat.plan(now, starting=self.phase == "starting")
         if self._promises(proposal, is_silent=False):
             self._heartbeat.urge()
