@@ -29,7 +29,7 @@ from diloco.exchange.dialling import Dialler
 from diloco.exchange.remote import Remote
 from diloco.exchange.remote.entry import Initial
 
-PROMPT_S = 4.0
+PROMPT_S = 10.0
 """Closing may take a second to say goodbye; the rest is for a busy machine."""
 
 EXCHANGE_BYTES = 4 * (8 * 4 + 8 + 3 * 8 + 3)

@@ -61,11 +61,20 @@ class Registry(Generic[ChoiceT_co]):
         arguments = {key: value for key, value in values.items() if key != "type"}
         for key in arguments:
             if key not in fields:
-                raise ConfigError(f"{self._what} {name} has no field {key!r}{nearest(key, fields)}")
+                raise ConfigError(
+                    f"{self._what} {name} has no field {key!r}{self._elsewhere(key) or nearest(key, fields)}"
+                )
         for key, field in fields.items():
             if key not in arguments and field.default is dataclasses.MISSING:
                 raise ConfigError(f"{self._what} {name} needs a value for {key!r}.")
         return kind(**arguments)
+
+    def _elsewhere(self, field: str) -> str:
+        """The end of a sentence that names the types which have this field; "": none has."""
+        having = [kind.__name__ for kind in self if field in {each.name for each in dataclasses.fields(kind)}]
+        return (
+            f", which {' and '.join(having)} {'have' if having[1:] else 'has'}; give that type too." if having else ""
+        )
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
