@@ -29,8 +29,8 @@ from diloco.exchange.dialling import Dialler
 from diloco.exchange.remote import Remote
 from diloco.exchange.remote.entry import Initial
 
-PROMPT_S = 10.0
-"""Closing may take a second to say goodbye; the rest is for a busy machine."""
+PROMPT_S = 8.0
+"""Closing may take a second to say goodbye; the rest is for a busy machine. A goodbye that waits takes ten seconds."""
 
 EXCHANGE_BYTES = 4 * (8 * 4 + 8 + 3 * 8 + 3)
 """Both fragments in fp32."""
