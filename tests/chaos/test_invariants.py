@@ -260,6 +260,24 @@ def test_a_damaged_database_takes_its_part_of_the_history_with_it(told: Told, fa
     assert broken_by(damaged, gap(told, facts)[1], "the history has no gap") == ()
 
 
+def test_a_version_that_only_a_start_names_is_the_same_for_all(told: Told, facts: Facts) -> None:
+    """A kill kept it from being logged as published, and a damaged database has taken its history along."""
+    fault = Injected(Fault(9.0, "damage state", "syncer", 1.0, 0.5), 27.0, 27.5, True)
+    damaged = replace(told, injected=(*told.injected, fault))
+    logged = [it for it in facts.syncer if not (isinstance(it, ev.Published) and it.version == 2)]
+    stores = [[row for row in HISTORY if row.version != 2]]
+
+    def holding(*digests: str) -> Facts:
+        held = [ev.Adopted(t=23, step=2, fragment=0, version=2, digest=digest) for digest in digests]
+        learners = {name: [*facts.learners[name], each] for name, each in zip(NAMES, held, strict=True)}
+        return replace(facts, syncer=logged, stores=stores, learners=learners)
+
+    for name in ("the history has no gap", "learners hold what was published"):
+        assert broken_by(damaged, holding("d2", "d2"), name) == ()
+        assert broken_by(told, holding("d2", "d2"), name) != ()
+    assert len(broken_by(damaged, holding("d2", "other"), "learners hold what was published")) == 1
+
+
 def test_a_process_may_give_way_to_another_one_of_its_name(told: Told, facts: Facts) -> None:
     """Both have been refused, and one was killed in the end."""
     ends = End("learner-0", 33.0, 1), End("learner-0-twin", 35.0, 1)

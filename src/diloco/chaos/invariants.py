@@ -117,23 +117,40 @@ def repeated_versions(told: Told, facts: Facts) -> Iterator[str]:
                 shown[fragment] = version
 
 
+def is_damaged(told: Told) -> bool:
+    """Whether a database was damaged on purpose, which takes its part of the history with it."""
+    return any(each.hit and each.fault.kind == "damage state" for each in told.injected)
+
+
+def started_from(facts: Facts) -> set[tuple[int, int]]:
+    """The fragments and versions that syncers began with: those that a kill kept from being logged as published."""
+    starts = [event.versions for event in facts.syncer if isinstance(event, SyncerStarted)]
+    return {(fragment, version) for versions in starts for fragment, version in enumerate(versions)}
+
+
 def foreign_holdings(told: Told, facts: Facts) -> Iterator[str]:
-    """Every learner holds the bits that were published."""
-    versions = Versions()
+    """Every learner holds the bits that were published. Of a version that only a start names, since its line of the
+    history is gone with a damaged database, all hold the same."""
+    versions, only_started = Versions(), started_from(facts) if is_damaged(told) else set()
     for row in facts.history:
         versions.ever[row.fragment, row.version].add(row.digest)
     for event in facts.syncer:
         if isinstance(event, Published):
             versions.ever[event.fragment, event.version].add(event.digest)
     for name, event in facts.holdings:
+        known = versions.ever[event.fragment, event.version]
+        if not known and (event.fragment, event.version) in only_started:
+            known.add(event.digest)
         yield from _broken(lambda: versions.held(name, event.fragment, event.version, event.digest))  # noqa: B023
 
 
 def broken_chain(told: Told, facts: Facts) -> Iterator[str]:
-    """The history at the end has every version from the first on once. A database that was damaged on purpose takes its
-    part of the history with it: there the events say what was published."""
-    is_damaged = any(each.hit and each.fault.kind == "damage state" for each in told.injected)
-    published = {(it.fragment, it.version) for it in facts.syncer if isinstance(it, Published)} if is_damaged else set()
+    """The history at the end has every version from the first on once. Where a damaged database has taken its part of
+    it along, the events say what was published."""
+    published = set[tuple[int, int]]()
+    if is_damaged(told):
+        published = {(it.fragment, it.version) for it in facts.syncer if isinstance(it, Published)}
+        published |= started_from(facts)
     for fragment in sorted({row.fragment for row in facts.line}):
         versions = sorted(row.version for row in facts.line if row.fragment == fragment)
         due = set(range(versions[0], versions[-1] + 1))
