@@ -197,7 +197,8 @@ def test_a_write_of_a_first_whose_standby_is_silent_goes_on_with_the_learners_or
         pair.first.tick(8.0 + second)
     assert pair.first.standing == "alone"
     assert pair.first.is_confirmed(serial, 100.0)
-    assert pair.disks[0].position == Position("first", is_paired=False, base=2, electorate=frozenset({ANN}))
+    it = Position("first", is_paired=False, base=2, electorate=frozenset({ANN}), offered=1)
+    assert pair.disks[0].position == it
 
 
 @pytest.mark.parametrize("refuses", [set(), {"epoch"}, {"position"}, {"epoch", "position"}])
@@ -222,10 +223,40 @@ def test_a_standby_takes_over_with_the_learner_also_where_its_disk_refuses_for_a
 
     assert FirstEnd(pair.first).accept(14.0, StandbyEnd(pair.second).hello()) is None, "it is told that it lost the run"
     assert pair.first.standing == "fenced"
-    assert pair.disks[0].position == Position("first", is_paired=True, base=1, electorate=frozenset({ANN}))
+    assert pair.disks[0].position == Position("first", True, base=1, electorate=frozenset({ANN}), offered=1)
     assert "start this one with --follow" in str(pair.first.refusal())
     again = syncer(pair.disks[0], now=20.0)
     assert (again.standing, again.succession.serves) == ("waiting", False)
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_first_publishes_alone_in_no_epoch_that_a_standby_may_have_as_its_base(is_killed: bool) -> None:
+    """It has offered one while the learners came to follow it; the standby's word is lost, and perhaps the process."""
+    pair, witness, now = paired(), Witness(), 1.1 + PATIENCE_S
+    witness.follow(Lineage(RUN_ID, 1, pair.first.succession.boot))
+    pair.first.tick(now)
+    while pair.first.standing != "installing":
+        votes(pair, now, witness, pair.first, 0.0)
+        pair.first.tick(now)
+    pair.second.unlink(pair.up)
+    pair.down, end, offered = pair.dial(now), FirstEnd(pair.first), 0
+    while not offered:
+        offered = end.next_state(now, pair.down)
+        contents = pair.disks[0].contents()
+        number = pair.down.sends(Commit(pair.disks[0].serial, contents.run_id, contents.held, frozenset({ANN})))
+        StandbyEnd(pair.second).take(now, pair.up, frozenset({ANN}), offered, pair._write)
+        if not offered:
+            end.acknowledged(now, pair.down, number)
+    assert pair.disks[1].position.base == offered == pair.first.succession.epoch + 1
+    if is_killed:
+        pair.first = syncer(pair.disks[0], other="second:1", now=now)
+        now += PATIENCE_S + 1.0
+        pair.first.tick(now)
+    while pair.first.standing != "alone":
+        now += 1.0
+        votes(pair, now, witness, pair.first, 10.0 if is_killed else 0.0)
+        pair.first.tick(now)
+    assert pair.first.succession.epoch > offered
 
 
 def test_the_old_first_becomes_the_standby_of_the_new_one() -> None:
@@ -241,7 +272,7 @@ def test_the_old_first_becomes_the_standby_of_the_new_one() -> None:
     assert pair.pass_states(11.0)[-1] == 2
     assert (pair.first.standing, old.standing) == ("paired", "following")
     assert pair.disks[1].epochs == [1, 2]
-    assert pair.disks[1].position == Position("standby", is_paired=True, base=2, electorate=frozenset({ANN}))
+    assert pair.disks[1].position == Position("standby", True, base=2, electorate=frozenset({ANN}), offered=1)
 
 
 def test_a_version_that_is_not_confirmed_comes_before_all_other_writes() -> None:

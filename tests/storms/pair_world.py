@@ -240,7 +240,7 @@ class PairStorm(Storm):
         self.num_promoted += 1
 
     @property
-    def _may_publish(self) -> bool:
+    def may_publish(self) -> bool:
         """Whether the syncer that serves the run may publish."""
         leading = self.leading
         return leading is not None and leading.pair is not None and leading.pair.succession.may_publish
@@ -303,9 +303,9 @@ class PairStorm(Storm):
 
     def _wind_up(self) -> None:
         end_s = max(self.now_s, self.calm_s) + 2 * OPERATOR_S
-        while (self.now_s < self.calm_s or not self._may_publish) and self._events[0][0] <= end_s:
+        while (self.now_s < self.calm_s or not self.may_publish) and self._events[0][0] <= end_s:
             self._happen()  # where all learners have left, none votes: a person decides
-        require(self._may_publish, "no syncer serves the run and may publish in the end")
+        require(self.may_publish, "no syncer serves the run and may publish in the end")
         self._check_syncer()
         super()._wind_up()
         assert self.leading is not None

@@ -110,7 +110,12 @@ class Progress:
         assert storm.driver is not None
         ready = {learner for learner, member in storm.driver.core.members.items() if member.ready}
         is_scheduled = isinstance(self._quorum, AllLive)
-        if not running or ready != running.keys() or (is_scheduled and len(running) < self._quorum.at_least):
+        if (
+            not storm.may_publish
+            or not running
+            or ready != running.keys()
+            or (is_scheduled and len(running) < self._quorum.at_least)
+        ):
             self._quiet.pop(fragment, None)
             return
         at = version, id(storm.driver), *sorted(running)

@@ -235,6 +235,11 @@ class Storm:
     # --- the syncer's process -----------------------------------------------------------------------------------------
 
     @property
+    def may_publish(self) -> bool:
+        """Whether versions that are merged may be published."""
+        return True
+
+    @property
     def has_model(self) -> bool:
         """Whether the run's model is durable."""
         return self._store.is_initialised

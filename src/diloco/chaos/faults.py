@@ -143,8 +143,9 @@ def _signal(world: World, name: str, number: int) -> bool:
 
 
 def fill(world: World, fault: Fault) -> bool:
-    """No file of the process can grow any more."""
-    return _limit(world, fault.target, 0)
+    """No file of the process can grow any more. One that is still starting would fail in an import of a library that
+    looks for a place for its temporary files."""
+    return world.has_begun(fault.target) and _limit(world, fault.target, 0)
 
 
 def free(world: World, fault: Fault) -> bool:

@@ -22,7 +22,7 @@ from diloco.demo.plan import free_port
 from diloco.demo.processes import Family
 from diloco.errors import DilocoError, RunError
 from diloco.event_log import EventTail, read_events
-from diloco.events import Event, Stands, SyncerStarted
+from diloco.events import Event, Joined, Stands, SyncerStarted
 
 POLL_S = 0.05
 OPERATOR = "operator"
@@ -190,6 +190,17 @@ class World:
         """Whether the process is there."""
         child = self.family.children[name]
         return child.restart_at is None and child.process.poll() is None
+
+    def has_begun(self, name: str) -> bool:
+        """Whether the process that is there has begun to serve, or to train, as the syncer's events say; a standby
+        always has."""
+        since = max((end.t for end in self.family.ends if end.name == name), default=0.0)
+        begun = {
+            SYNCER: (each.t for each in self.events if isinstance(each, SyncerStarted)),
+            STANDBY: iter([math.inf]),
+        }
+        joined = (each.t for each in self.events if isinstance(each, Joined) and each.learner == name)
+        return max(begun.get(name, joined), default=0.0) > since
 
     def pid(self, name: str) -> int:
         """Of the process that is there."""

@@ -188,6 +188,11 @@ class Accounting:
         for ledger, tokens in zip(account.ledgers, acknowledged, strict=True):
             ledger.lost += ledger.pending - tokens
 
+    def incarnation_of(self, learner: str) -> int:
+        """The newest; 0: there was none."""
+        account = self.accounts.get(learner)
+        return 0 if account is None else account.incarnation
+
     def is_newest(self, learner: str, process: int, incarnation: int) -> bool:
         """Whether no other process is known to have joined by this learner's name since this incarnation of `process`.
 

@@ -147,6 +147,8 @@ class Succession:
         boot: of its process.
         electorate: the processes of learners that decide.
         patience_s: for which the other one is silent before anything is done about it.
+        offered: the highest epoch that a standby was asked to make its base, which is durable here before. It may have
+            done so unheard, with what was there then: publishing alone takes a later one.
 
     Attributes:
         standing: how it stands:
@@ -163,7 +165,7 @@ class Succession:
 
     def __init__(
         self, place: Place, *, is_paired: bool, epoch: int, base: int, boot: int, electorate: Collection[str],
-        patience_s: float, now: float,
+        patience_s: float, now: float, offered: int = 0,
     ) -> None:  # fmt: skip
         first: Standing = "waiting" if is_paired else "alone"
         self.standing: Standing = "following" if place == "standby" else first
@@ -174,7 +176,7 @@ class Succession:
         self._patience_s, self._recent_s = patience_s, max(RECENT_S, 2 * patience_s)
         self._linked_at = self._now = now
         self._asked_at = -math.inf
-        self.highest = epoch
+        self.offered, self.highest = offered, max(epoch, offered)
         self._serves = self.standing == "alone"
         self._words: dict[str, tuple[float, Word]] = {}
         self._raised_at, self._raises_after_s = -math.inf, patience_s
@@ -261,11 +263,11 @@ class Succession:
 
     @property
     def is_installed(self) -> bool:
-        """Whether most learners follow the epoch that this syncer has begun: that it is alone may be made durable, and
-        then `alone` is called."""
+        """Whether most learners follow the epoch that this syncer has begun, and no standby may have made it, or a later
+        one, its base: that it is alone may be made durable, and then `alone` is called."""
         mine = (self.epoch, self.boot)
         following = sum((word.seen.epoch, word.seen.boot) == mine for _, word in self._heard())
-        return self.standing == "installing" and self._is_majority(following)
+        return self.standing == "installing" and self.offered < self.epoch and self._is_majority(following)
 
     def alone(self) -> None:
         """It is durable that this syncer needs no standby."""

@@ -194,14 +194,16 @@ class SyncerCore:
         self._wants_record = True
         return incarnation, actions + self._look_again(now)
 
-    def check(self, learner: str, incarnation: int) -> None:
-        """Check that this incarnation is a member.
+    def check(self, learner: str, incarnation: int, process: int | None = None) -> None:
+        """Check that this incarnation is a member. `process`: whose it is; None: not said. In a run that has gone back,
+        another process may have been given the same number since.
 
         Raises:
             StaleIncarnationError: it was evicted or replaced.
         """
         member = self.members.get(learner)
-        if member is None or member.incarnation != incarnation:
+        is_known = member is not None and member.incarnation == incarnation
+        if not is_known or (process is not None and process != self.accounting.accounts[learner].process):
             raise StaleIncarnationError(
                 f"incarnation {incarnation} of learner {learner!r} is not part of the run any more; join again for a "
                 "new one."

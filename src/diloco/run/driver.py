@@ -275,7 +275,7 @@ class Driver(Generic[H, S, P]):
         core = self.core
         sense.check_name(learner)
         sense.check_step_size(learner, tokens_per_step)
-        sense.check_incarnation(learner, after)
+        sense.check_incarnation(learner, after, core.accounting.incarnation_of(learner))
         self._require_line(seen)
         if overlap is not None:
             self.state.method.with_own_overlap(overlap)
@@ -317,10 +317,12 @@ class Driver(Generic[H, S, P]):
         self, learner: str, incarnation: int, *, step: int, steps: int, tokens: int, step_s: float | None,
         waiting: bool, finished: bool = False, blocked_with: Sequence[int] = (), versions: Sequence[int] = (),
         confirmed: Sequence[int] = (), seen: Lineage | None = None, earlier_tokens: int = 0,
+        process: int | None = None,
     ) -> Standing:  # fmt: skip
         """A heartbeat; returns the learner's standing.
 
         Arguments:
+            process: as in `SyncerCore.check`.
             versions: the newest that the learner has, by fragment.
             seen: the syncer that it has them from, and that has all contributions of a learner that has `finished` or
                 is blocked: another one may lack some, so that the learner is neither. None: it follows none yet.
@@ -332,7 +334,7 @@ class Driver(Generic[H, S, P]):
         """
         core = self.core
         self._require_line(seen)
-        core.check(learner, incarnation)
+        core.check(learner, incarnation, process)
         sense.check_heartbeat(
             learner, step=step, steps=steps, tokens=tokens, step_s=step_s, num_versions=len(versions),
             num_confirmed=len(confirmed), num_fragments=len(self.state.versions), run_step=core.step,

@@ -30,8 +30,8 @@ MAX_INITIAL_STEP = 10**10
 MAX_TOKENS = 10**15
 """Tokens that one incarnation of a learner trains, and that a model was trained on before."""
 
-MAX_INCARNATION = 2**53
-"""Times that a learner joins."""
+MAX_LATER = 2**20
+"""Times that a learner has joined since the state that a run has gone back to."""
 
 MAX_STEP_S = 10.0**6
 """Seconds that an inner step takes: eleven days."""
@@ -61,10 +61,10 @@ def check_name(learner: str) -> None:
         )
 
 
-def check_incarnation(learner: str, incarnation: int) -> None:
-    """Check the incarnation that a learner says it was."""
-    if not 0 <= incarnation < MAX_INCARNATION:
-        raise PayloadError(f"{learner!r} was never incarnation {incarnation}; fewer than {MAX_INCARNATION} can be.")
+def check_incarnation(learner: str, incarnation: int, known: int) -> None:
+    """Check the incarnation that a learner says it was, which may be later than the newest that is known."""
+    if not 0 <= incarnation <= known + MAX_LATER:
+        raise PayloadError(f"{learner!r} was never incarnation {incarnation}: {known} is the newest that is known of.")
 
 
 def check_step_size(learner: str, tokens_per_step: int | None) -> None:

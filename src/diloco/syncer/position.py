@@ -26,12 +26,15 @@ def read_position(state_dir: Path) -> Position | None:
     path = state_dir / FILE
     try:
         plain = json.loads(path.read_bytes())
-        place, is_paired, base, electorate = (plain[name] for name in ("place", "is_paired", "base", "electorate"))
-        if place not in ("first", "standby") or type(is_paired) is not bool or type(base) is not int or base < 0:
-            raise ValueError(f"place {place!r}, base {base!r}")
+        place, is_paired, electorate = plain["place"], plain["is_paired"], plain["electorate"]
+        base, offered = plain["base"], plain["offered"]
+        if place not in ("first", "standby") or type(is_paired) is not bool:
+            raise ValueError(f"place {place!r}, is_paired {is_paired!r}")
+        if type(base) is not int or base < 0 or type(offered) is not int or offered < 0:
+            raise ValueError(f"base {base!r}, offered {offered!r}")
         if type(electorate) is not list or not all(type(each) is str for each in electorate):
             raise ValueError("the electorate")
-        return Position(place, is_paired, base, frozenset(electorate))
+        return Position(place, is_paired, base, frozenset(electorate), offered)
     except FileNotFoundError:
         return None
     except MALFORMED as error:
@@ -49,7 +52,7 @@ def write_position(state_dir: Path, position: Position) -> None:
     """
     plain = {
         "place": position.place, "is_paired": position.is_paired, "base": position.base,
-        "electorate": sorted(position.electorate),
+        "electorate": sorted(position.electorate), "offered": position.offered,
     }  # fmt: skip
     try:
         write_whole(state_dir / FILE, json.dumps(plain, indent=1))

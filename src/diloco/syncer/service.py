@@ -191,6 +191,7 @@ class Service:
                 step_s=request.step_s or None, waiting=request.waiting, finished=request.finished,
                 blocked_with=tuple(request.blocked_with), versions=tuple(request.versions),
                 confirmed=tuple(request.confirmed), seen=seen_of(request), earlier_tokens=request.earlier_tokens,
+                process=request.process or None,
             )  # fmt: skip
             lineage = lineage_message(driver.lineage)
             return pb.HeartbeatReply(lineage=lineage, standing=standing_message(standing), proposal=proposal)

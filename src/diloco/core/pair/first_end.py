@@ -142,7 +142,8 @@ class FirstEnd:
             epoch = it.next_epoch(link.peer_epoch)
         if not it.electorate and (record := pair.durable.record()) is not None:
             it.electorate = electors(record)
-        pair.keep(place="first", is_paired=True, electorate=it.electorate)
+        pair.keep(place="first", is_paired=True, electorate=it.electorate, offered=max(epoch, it.offered))
+        it.offered = max(epoch, it.offered)
         if pair.standing == "alone":
             it.paired(now, it.epoch)
         pair.tell("a standby has come")
@@ -151,7 +152,7 @@ class FirstEnd:
     def _agreed(self, now: float, link: Link, epoch: int) -> bool:
         """The standby has every version, and this epoch as its base; returns whether the connection goes on."""
         pair = self._pair
-        if link is not pair.link or pair.standing in ("fenced", "following", "alone"):
+        if link is not pair.link or pair.standing in ("fenced", "following", "alone") or epoch < pair.succession.epoch:
             link.is_over = True
             return False
         if epoch > pair.succession.epoch:

@@ -77,7 +77,7 @@ class PairCore:
         position = self.position
         return Succession(
             position.place, is_paired=position.is_paired, epoch=epoch, base=position.base, boot=self._new_boot(),
-            electorate=position.electorate, patience_s=self.patience_s, now=now,
+            electorate=position.electorate, patience_s=self.patience_s, now=now, offered=position.offered,
         )  # fmt: skip
 
     def keep(self, **changes: Any) -> None:

@@ -14,13 +14,14 @@ class Position:
     """What is durable of a syncer's part.
 
     Attributes:
-        place, is_paired, base, electorate: as in `Succession`.
+        place, is_paired, base, electorate, offered: as in `Succession`.
     """
 
     place: Place
     is_paired: bool
     base: int
     electorate: frozenset[str]
+    offered: int = 0
 
 
 @dataclass(frozen=True)

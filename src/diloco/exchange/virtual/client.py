@@ -247,7 +247,7 @@ class SessionClient:
                     who.learner, who.incarnation, step=report.step, steps=report.steps, tokens=report.tokens,
                     step_s=report.step_s, waiting=report.waiting, finished=report.finished,
                     blocked_with=report.blocked_with, versions=call.versions, confirmed=call.confirmed, seen=call.seen,
-                    earlier_tokens=report.earlier_tokens,
+                    earlier_tokens=report.earlier_tokens, process=who.process,
                 )  # fmt: skip
                 reply((driver.lineage, standing, proposal))
             case requests.Lease(who=who, ask=ask):
