@@ -285,6 +285,8 @@ def test_a_process_may_give_way_to_another_one_of_its_name(told: Told, facts: Fa
     assert len(broken_by(named, facts, "no process ends by itself")) == 2
     fault = Injected(Fault(13.0, "same name", "learner-0", 5.0, 0.5), 31.0, 36.0, True)
     assert broken_by(replace(named, injected=(*told.injected, fault)), facts, "no process ends by itself") == ()
+    later = replace(told, ends=(*told.ends, End("learner-0", 900.0, 1)), injected=(*told.injected, fault))
+    assert len(broken_by(later, facts, "no process ends by itself")) == 1
 
 
 def test_a_learner_may_end_where_it_meets_an_older_copy(told: Told, facts: Facts) -> None:

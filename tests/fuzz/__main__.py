@@ -49,7 +49,8 @@ def main() -> int:
         result = fuzz(name, options.seconds, options.folder / name)
         results.append(result)
         print(
-            f"{name:12} {result['tried']:>9,} inputs, {result.get('read', 0):>8,} read, {result.get('covered')} edges, "
+            f"{name:12} {result['tried']:>9,} inputs, {result.get('read', 0):>8,} read, "
+            f"{result.get('refused', 0):>8,} refused, {result.get('covered')} edges, "
             f"{len(result['found'])} ways to break it", flush=True,
         )  # fmt: skip
         for place, text in result["found"].items():

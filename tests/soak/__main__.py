@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from diloco.chaos.plan import ChaosPlan, _tables
 from diloco.demo.plan import free_port
 from diloco.errors import DilocoError
 from diloco.event_log import EventTail
-from diloco.events import Published
+from diloco.events import Contributed, Event, Published
 from diloco.tables import write_toml
 
 FAULTS = ("kill learner", "stop learner", "pause learner", "cut", "half open", "slow link")
@@ -85,6 +86,16 @@ def judge(curves: dict[str, Curve], seconds: float) -> tuple[dict[str, Growth], 
     return found, leaks
 
 
+def note(events: Iterable[Event], newest: dict[int, float]) -> None:
+    """When each fragment got its newest version; one that has none yet, its first contribution."""
+    for event in events:
+        match event:
+            case Published(fragment=fragment, t=at):
+                newest[fragment] = at
+            case Contributed(fragment=fragment, t=at):
+                newest.setdefault(fragment, at)
+
+
 def stuck(newest: dict[int, float], now: float) -> list[str]:
     """Fragments without a new version."""
     return [f"fragment {f} has no new version for {now - at:.0f} s" for f, at in newest.items() if now - at > STUCK_S]
@@ -104,7 +115,7 @@ def look_after(process: subprocess.Popen[bytes], out: Path, every_s: float) -> t
             viewing = subprocess.Popen([sys.executable, "-m", "tests.soak.viewers", str(out)])
         sample(out, time.monotonic() - began_s, curves)
         try:
-            newest |= {event.fragment: event.t for event in tail.read() if isinstance(event, Published)}
+            note(tail.read(), newest)
         except DilocoError as error:
             late.add(str(error))
         late.update(stuck(newest, time.time()))

@@ -5,7 +5,10 @@ from __future__ import annotations
 from random import Random
 
 import pytest
+from tests.soak.__main__ import STUCK_S, note, stuck
 from tests.soak.leaks import growth
+
+from diloco.events import Contributed, Published
 
 MB = 1e6
 
@@ -37,3 +40,13 @@ def test_no_leak_is_found_where_there_is_none(seed: int) -> None:
 
 def test_too_few_samples_say_nothing() -> None:
     assert growth([(0.0, 1.0), (10.0, 100.0)], 0).per_hour == 0
+
+
+def test_a_fragment_that_never_gets_a_version_is_stuck() -> None:
+    newest: dict[int, float] = {}
+    work = {"learner": "a", "round": 0, "base": 0, "tokens": 1, "steps": 1, "num_bytes": 1}
+    note([Contributed(t=float(t), fragment=fragment, **work) for t in (1, 5) for fragment in (0, 1)], newest)
+    note([Published(t=8.0, fragment=0, version=1, digest="d", num_bytes=1)], newest)
+    assert newest == {0: 8.0, 1: 1.0}
+    assert stuck(newest, 1.5 + STUCK_S) == ["fragment 1 has no new version for 120 s"]
+    assert stuck(newest, 0.5 + STUCK_S) == []

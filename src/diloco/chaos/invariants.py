@@ -222,7 +222,8 @@ def uncalled_ends(told: Told, facts: Facts) -> Iterator[str]:
         sent = [each for each in mine if each.began_at - 1.0 <= end.t and each.fault.kind.startswith(ENDS)]
         last = max(sent, key=lambda each: each.began_at, default=None)
         if end.code > 0 and end.code != STOPPED:
-            if (last is None or last.fault.kind not in REFUSES) and not _meets_an_older_copy(told, end):
+            refuses = last is not None and last.fault.kind in REFUSES and end.t <= last.ended_at + LATEST_S
+            if not refuses and not _meets_an_older_copy(told, end):
                 yield f"{end.name} ended by itself with exit code {end.code}"
         elif last is None or end.t > last.ended_at + LATEST_S:
             yield f"{end.name} ended with exit code {end.code}, and nothing was sent to it"

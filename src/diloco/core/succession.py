@@ -263,8 +263,8 @@ class Succession:
 
     @property
     def is_installed(self) -> bool:
-        """Whether most learners follow the epoch that this syncer has begun, and no standby may have made it, or a later
-        one, its base: that it is alone may be made durable, and then `alone` is called."""
+        """Whether most learners follow the epoch that this syncer has begun, and no standby may have made this one or
+        a later one its base: that it is alone may be made durable, and then `alone` is called."""
         mine = (self.epoch, self.boot)
         following = sum((word.seen.epoch, word.seen.boot) == mine for _, word in self._heard())
         return self.standing == "installing" and self.offered < self.epoch and self._is_majority(following)
