@@ -86,10 +86,6 @@ def other_layout(raw: Raw) -> None:
     raw.join(make_layout(Net(width=9), method().fragments))
 
 
-def next_key(fields: dict[str, Any]) -> str:
-    return next(iter(fields))
-
-
 def nameless(raw: Raw, name: str) -> None:
     other = Raw(raw.connection.address, name)
     try:
@@ -170,7 +166,17 @@ def test_bad_input_is_refused_and_changes_nothing(kind: str, syncer: Syncer, raw
     assert versions_of(syncer) == [1, 0]
 
 
-@pytest.mark.parametrize("fields", [{"step": 2**63}, {"tokens": 10**17}, {"source": "x" * 100_000}], ids=next_key)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"step": 2**63},
+        {"tokens": 10**17},
+        {"source": "x" * 100_000},
+        {"seen": pb.Lineage(run_id="0" * 32, epoch=2**63 - 2)},
+        {"seen": pb.Lineage(run_id="\x1b[2Jx", epoch=1)},
+    ],
+    ids=["step", "tokens", "source", "epoch", "run_id"],
+)
 def test_an_initial_model_with_absurd_numbers_is_refused(fields: dict[str, Any], syncer: Syncer) -> None:
     raw = Raw(syncer.address)
     with pytest.raises(errors.PayloadError):

@@ -110,7 +110,8 @@ def revoke(
     from diloco.syncer.keyring import Keyring
 
     revoked = Keyring.read(directory).revoke(name, but_newest=old)
-    _print(directory, revoked, f"Copy {directory}/syncer/revoked.toml to the syncer's machine.", as_json)
+    foot = f"Copy {directory}/syncer/revoked.toml to the syncer's machine, and a standby's to that one's."
+    _print(directory, revoked, foot, as_json)
 
 
 @app.command("list")

@@ -337,7 +337,8 @@ class Driver(Generic[H, S, P]):
         core.check(learner, incarnation, process)
         sense.check_heartbeat(
             learner, step=step, steps=steps, tokens=tokens, step_s=step_s, num_versions=len(versions),
-            num_confirmed=len(confirmed), num_fragments=len(self.state.versions), run_step=core.step,
+            num_confirmed=len(confirmed), num_blocked=len(blocked_with),
+            num_fragments=len(self.state.versions), run_step=core.step,
             tokens_per_step=core.members[learner].tokens_per_step, earlier_tokens=earlier_tokens,
         )  # fmt: skip
         self._require_line(seen, versions)

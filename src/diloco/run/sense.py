@@ -43,6 +43,11 @@ MAX_SOURCE = 200
 """Characters of the place where a model came from, or of a digest."""
 
 
+RUN_ID = re.compile(r"[0-9a-f]{32}")
+
+MAX_EPOCH = 2**53
+"""Starts of a syncer on one state, or seconds of Unix time: every number in a database and in JSON is exact."""
+
 DIGEST = re.compile(r"[0-9a-f]{64}")
 
 MAX_UNIT = 2**53
@@ -74,7 +79,8 @@ def check_step_size(learner: str, tokens_per_step: int | None) -> None:
 
 def check_heartbeat(
     learner: str, *, step: int, steps: int, tokens: int, step_s: float | None, num_versions: int,
-    num_confirmed: int, num_fragments: int, run_step: int, tokens_per_step: int | None, earlier_tokens: int = 0,
+    num_confirmed: int, num_blocked: int, num_fragments: int, run_step: int, tokens_per_step: int | None,
+    earlier_tokens: int = 0,
 ) -> None:  # fmt: skip
     """`run_step`: the highest inner step known. Versions newer than the run's are those of a syncer that was put back
     to an earlier state; they are shown and no more. `tokens_per_step`: as the learner declared; None: it did not."""
@@ -86,6 +92,8 @@ def check_heartbeat(
     if step_s is not None and not (math.isfinite(step_s) and 0 <= step_s <= MAX_STEP_S):
         raise PayloadError(f"{learner!r} says that an inner step takes {step_s} s, which is no duration of a step.")
     check_versions(learner, num_versions, num_fragments)
+    if num_blocked:
+        check_versions(learner, num_blocked, num_fragments)
     if num_confirmed not in (0, num_fragments):
         raise PayloadError(
             f"{learner!r} confirms contributions to {num_confirmed} fragments, and the run has {num_fragments}; "
@@ -224,11 +232,18 @@ def check_initial(model: InitialModel[Any]) -> None:
     """Check the description of an initial model."""
     _within(model.learner, "inner steps before the run", model.step, MAX_INITIAL_STEP)
     _within(model.learner, "tokens before the run", model.tokens, MAX_TOKENS)
+    check_epoch(model.learner, model.epoch, MAX_EPOCH)
     if len(model.source) > MAX_SOURCE or not model.source.isprintable():
         raise PayloadError(
             f"a model cannot come from {model.source[:MAX_SOURCE]!r}; describe its source in at most {MAX_SOURCE} "
             "printable characters."
         )
+
+
+def check_run_id(run_id: str) -> None:
+    """Check a run's id that a learner names."""
+    if not RUN_ID.fullmatch(run_id):
+        raise PayloadError(f"a run cannot have the id {run_id[:64]!r}; it is 32 hexadecimal digits.")
 
 
 def check_word(learner: str, word: Word, most_epoch: int) -> None:

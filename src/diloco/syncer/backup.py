@@ -125,11 +125,11 @@ def back_up(state_dir: Path, target: Target, keep: int) -> Snapshot:
                 target.put(staging / TENSORS / file, f"{TENSORS}/{file}")
             (staging / snapshot.name).write_text(snapshot.to_json())
             target.put(staging / snapshot.name, f"{SNAPSHOTS}/{snapshot.name}")
+            _remove_old(target, keep)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
     except (OSError, sqlite3.DatabaseError) as error:
         raise StoreError(f"no backup of {state_dir} could be taken ({error}); it is tried again.") from error
-    _remove_old(target, keep)
     return snapshot
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diloco import events
-from diloco.errors import NotInitialisedError, StoreError
+from diloco.errors import DilocoError, NotInitialisedError
 from diloco.event_log import EventLog
 from diloco.syncer.backup import back_up
 from diloco.syncer.targets import open_target
@@ -58,7 +58,7 @@ class Backups:
             snapshot = back_up(self._state_dir, self._target, self._plan.keep)
         except NotInitialisedError:
             return
-        except StoreError as error:
+        except DilocoError as error:
             log.error("the run is not backed up: %s", error)
             self._events.append(events.BackupRefused(place=place, error=str(error)))
             return

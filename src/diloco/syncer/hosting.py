@@ -8,10 +8,12 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, TypeVar
 
+import grpc
 from torch import Tensor
 
 from diloco.core.held import HeldFragment
@@ -177,13 +179,18 @@ class HostedDriver:
             self._changed.notify_all()
             return answer
 
-    def wait_for(self, event: Callable[[SyncerDriver, Callable[[T], None]], None]) -> T:
+    def wait_for(
+        self, event: Callable[[SyncerDriver, Callable[[T], None]], None], context: grpc.ServicerContext | None = None,
+    ) -> T:  # fmt: skip
         """An event that is answered later, by a call of its second argument; waits for that.
 
         Raises:
-            UnreachableError: the driver stops before the answer.
+            UnreachableError: the driver stops before the answer, or the call ends. A disk that refuses can take long;
+                callers that have given up must not hold the threads that others need.
         """
         with self.asking(event) as future:
+            if context is not None and not context.add_callback(partial(_fail, future)):
+                _fail(future)
             return future.result()
 
     @contextmanager
@@ -195,7 +202,7 @@ class HostedDriver:
                 raise _stopped()
             self._asking.add(future)
             try:
-                self.ask(lambda driver: event(driver, future.set_result))
+                self.ask(lambda driver: event(driver, partial(_answer, future)))
             except BaseException:
                 self._asking.remove(future)
                 raise
@@ -253,3 +260,13 @@ class HostedDriver:
 
 def _stopped() -> UnreachableError:
     return UnreachableError("the syncer stops; the same call is answered by the one that serves the run next.")
+
+
+def _answer(future: Future[T], value: T) -> None:
+    with suppress(InvalidStateError):  # its caller has given up
+        future.set_result(value)
+
+
+def _fail(future: Future[Any]) -> None:
+    with suppress(InvalidStateError):  # the usual end of a call: it was answered
+        future.set_exception(UnreachableError("the call has ended before its answer."))

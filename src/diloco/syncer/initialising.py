@@ -19,6 +19,7 @@ from diloco.core.memory import room
 from diloco.errors import BusyError, CorruptPayloadError, DilocoError, LayoutError, StoreError
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import tensor_of, tensors_of
+from diloco.run import sense
 from diloco.run.ports import InitialModel
 from diloco.syncer.answers import until_done, while_waiting
 from diloco.syncer.audit import Audit
@@ -97,6 +98,8 @@ class Initialising:
                     f"fragment {fragment.index} of the initial model is not finite; start from other weights."
                 )
         _check_static(layout, static)
+        if seen is not None:
+            sense.check_run_id(seen.run_id)
         return self._host().jobs.initial(
             layout, thetas, static, learner=header.learner, source=header.source, step=header.step,
             tokens=header.tokens, run_id=secrets.token_hex(16) if seen is None else seen.run_id,

@@ -175,7 +175,7 @@ class Service:
                 tokens_per_step=request.tokens_per_step or None, seen=seen_of(request),
             )  # fmt: skip
 
-        reply = self._driver.wait_for(join)
+        reply = self._driver.wait_for(join, context)
         self._audit.admitted("Join", caller, request.learner, context.peer())
         return reply
 
@@ -205,7 +205,7 @@ class Service:
         def lease(driver: SyncerDriver, done: Callable[[Grant], None]) -> None:
             driver.lease(request.learner, request.incarnation, ask, done, seen=seen)
 
-        return lease_reply(self._driver.wait_for(lease))
+        return lease_reply(self._driver.wait_for(lease, context))
 
     def leave(self, caller: Caller, request: pb.LeaveRequest, context: grpc.ServicerContext) -> pb.LeaveReply:
         self._admit(context, caller, request.run, "learner", request.learner, "control")
@@ -216,7 +216,7 @@ class Service:
                 earlier_tokens=request.earlier_tokens, process=request.process, seen=seen_of(request),
             )  # fmt: skip
 
-        return self._driver.wait_for(leave)
+        return self._driver.wait_for(leave, context)
 
     def status(self, caller: Caller, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.StatusReply:
         self._admit(context, caller, request.run, "viewer", "", "control")
