@@ -36,7 +36,8 @@ SERVES = ("paired", "alone")
 """Standings of a syncer that publishes."""
 
 COMMAND_S = 120.0
-"""A command that looks after files ends within this time."""
+"""A command that looks after files ends within this time, and as long again as faults happened: `diloco replay` does
+all that the syncer did."""
 
 
 class World:
@@ -291,12 +292,13 @@ class World:
         Raises:
             RunError: it does not end in time.
         """
+        limit_s = COMMAND_S + self.plan.seconds
         try:
             done = subprocess.run(
-                [sys.executable, "-m", "diloco", *arguments], capture_output=True, timeout=COMMAND_S, check=False
+                [sys.executable, "-m", "diloco", *arguments], capture_output=True, timeout=limit_s, check=False
             )
         except subprocess.TimeoutExpired:
-            raise RunError(f"diloco {' '.join(arguments)} has not ended within {COMMAND_S:.0f} s") from None
+            raise RunError(f"diloco {' '.join(arguments)} has not ended within {limit_s:.0f} s") from None
         found: Any = json.loads(done.stdout or b"{}")
         return {"found": found, "exit_code": done.returncode, "said": done.stderr.decode(errors="replace")}
 
