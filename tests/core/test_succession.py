@@ -442,6 +442,18 @@ def test_a_syncer_with_most_promises_has_its_epoch_as_its_base_also_after_it_was
     assert learner.asked(again.proposal, is_silent=True)
 
 
+@pytest.mark.parametrize(("ahead", "raises"), [(0, False), (1, True)])
+def test_a_first_begins_a_later_epoch_for_a_learner_that_has_promised_it_one_that_came_to_nothing(
+    ahead: int, raises: bool
+) -> None:
+    """It was asked for while the standby was silent, and the two agreed on an earlier one."""
+    it = first_of("a")
+    it.linked(10.0)
+    it.heard(10.0, Word("a", Lineage(RUN, 1, 3), Ballot(it.epoch + ahead, it.boot), silent_s=0.0))
+    it.tick(10.0)
+    assert it.raises() is raises
+
+
 def test_a_learner_that_claims_promises_does_not_have_the_run_begin_epochs_without_end() -> None:
     it = first_of("a", "liar")
     times = []

@@ -337,7 +337,9 @@ class Succession:
     def _cannot_follow(self, word: Word) -> bool:
         is_mine = (word.seen.epoch, word.seen.boot) == (self.epoch, self.boot)
         ballot = word.promised
-        return not is_mine and ballot is not None and ballot.boot != self.boot and ballot.epoch >= self.epoch
+        if is_mine or ballot is None or ballot == Ballot(self.epoch, self.boot):
+            return False
+        return ballot.epoch >= self.epoch  # also one of its own that came to nothing, since the standby was back
 
     def _is_alone(self, word: Word) -> bool:
         return word.silent_s >= self._patience_s
