@@ -45,8 +45,8 @@ def test_seeds_of_two_syncers_that_found_a_defect(seed: int) -> None:
 
 
 def test_seeds_without_leased_data_that_found_a_defect() -> None:
-    """What came of promises: to a syncer which then was fenced; of an epoch that an agreement had overtaken; and a first
-    that published alone what the standby, which had a later epoch as its base, did not have."""
+    """Two promises that were in the way: to a syncer which then was fenced, and of an epoch that an agreement had
+    overtaken; and a first that published alone while its standby had a later epoch as its base."""
     with quiet():
         for seed in (141084, 172998, 171677):
             assert run_seed(seed, standby=True) is None
