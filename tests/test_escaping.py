@@ -112,6 +112,16 @@ def test_a_log_line_is_one_line() -> None:
     assert PlainFormatter("%(levelname)s %(message)s").format(record) == r"WARNING evicted a\nERROR all is lost\x1b[2J"
 
 
+def test_a_traceback_in_a_log_is_printable() -> None:
+    try:
+        raise ValueError("all is lost\x1b[2J")
+    except ValueError as error:
+        record = logging.LogRecord("x", logging.CRITICAL, "", 0, "failed", (), (ValueError, error, error.__traceback__))
+    lines = PlainFormatter("%(message)s").format(record).split("\n")
+    assert lines[:2] == ["failed", "Traceback (most recent call last):"]
+    assert lines[-1] == r"ValueError: all is lost\x1b[2J"
+
+
 def test_a_long_run_name_is_refused_in_one_sentence(tmp_path: Path) -> None:
     with start(tmp_path, method()) as syncer:
         raw = Raw(syncer.address)

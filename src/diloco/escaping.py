@@ -1,6 +1,7 @@
 """Text from another machine, made fit for a terminal, a log or an error: it may be anything."""
 
 import logging
+from typing import Any
 
 MAX_REASON = 300
 """Characters of a reason that a peer gives."""
@@ -17,11 +18,14 @@ def printable(text: str, most: int | None = None) -> str:
 
 
 class PlainFormatter(logging.Formatter):
-    """Messages on one line each, whatever is quoted in them."""
+    """Messages on one line each, and of a traceback only lines that are printable, whatever is quoted in them."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
         record.message = printable(record.message)
         return super().formatMessage(record)
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802 - logging's name
+        return "\n".join(printable(line) for line in super().formatException(ei).split("\n"))
 
 
 def log_plainly(form: str) -> None:
