@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from tests.storms.drivers import RecordingStore
 from tests.storms.invariants import Ledger
 from tests.storms.learners import Process
 from tests.storms.plans import GOINGS, Fault
+from tests.storms.units import UnitLedger
 from tests.storms.world import Storm
 
 from diloco.core.accounting import Key
@@ -91,10 +92,9 @@ class BackedUpStore(RecordingStore):
         backups: oldest first.
     """
 
-    @property
-    def backups(self) -> list[Backup]:
-        backups: list[Backup] = self.__dict__.setdefault("_backups", [])
-        return backups
+    def __init__(self, ledger: Ledger, units: UnitLedger, at: Callable[[str], None]) -> None:
+        super().__init__(ledger, units, at)
+        self.backups: list[Backup] = []
 
     def backed_up(self) -> None:
         assert self._saved is not None
