@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+import tracemalloc
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -18,7 +19,7 @@ from safetensors.torch import load_file
 from tests.syncer.runs import RUN, Raw, layout, method, start, train
 from tests.syncer.test_lineage import syncer_versions
 from tests.syncer.test_repair import flip, record_at, started
-from tests.syncer.test_store import initialise, merged_of
+from tests.syncer.test_store import initialise, lengthen, merged_of
 
 import diloco
 from diloco.cli import main
@@ -96,6 +97,23 @@ def test_the_newest_are_kept_with_the_files_that_they_need(place: str, tmp_path:
     assert restore(target, tmp_path / "older", names[-2]).name == names[-2]
     assert started(tmp_path / "older") == {0: 7, 1: 0}
     assert started(shutil.copytree(tmp_path / "older", tmp_path / "again")) == {0: 7, 1: 0}
+
+
+def test_a_snapshot_takes_as_much_memory_however_long_the_history_is(tmp_path: Path) -> None:
+    """A server that takes one now and then would come to hold the memory of the largest."""
+    make(tmp_path / "run")
+
+    def peak_bytes() -> int:
+        tracemalloc.start()
+        back_up(tmp_path / "run", open_target(str(tmp_path / "backups")), 3)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return peak
+
+    peak_bytes()  # imports
+    few, num_versions = peak_bytes(), 2000
+    lengthen(tmp_path / "run", num_versions)
+    assert peak_bytes() < few + 50 * num_versions  # a row that is read takes more than 500 bytes
 
 
 def test_a_place_for_backups_is_of_one_run(place: str, tmp_path: Path) -> None:

@@ -9,7 +9,9 @@ import sqlite3
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -156,6 +158,32 @@ def test_history_lists_versions_with_their_contributors(store: Store) -> None:
     assert history[0].contributors == ()
     assert (history[2].contributors, history[2].weights, history[2].tokens) == (("site-a", "site-b"), (1.0, 0.5), 96)
     assert [line.version for line in store.history(since=history[2].published_at)] == [1, 1]
+
+
+def lengthen(path: Path, num_versions: int) -> None:
+    """Put so many versions of fragment 0 before its newest, whose files are superseded."""
+    with closing(sqlite3.connect(path / "store.sqlite")) as db, db:
+        db.executemany(
+            "INSERT INTO versions VALUES (0, ?, 0, ?, ?, ?, 1.0, 1, 1.0, 0)",
+            [(-number, f"superseded-{number}", "0" * 64, "0" * 64) for number in range(1, num_versions + 1)],
+        )
+
+
+def test_a_publication_takes_as_long_however_long_the_history_is(store: Store) -> None:
+    """By the steps of SQLite's machine."""
+
+    def steps_of(version: int) -> int:
+        steps = Counter[str]()
+        store._db.set_progress_handler(lambda: steps.update("1"), 1)
+        publish(store, 0, version)
+        store._db.set_progress_handler(None, 1)
+        return steps.total()
+
+    publish(store, 0, 1)
+    few = steps_of(2)
+    lengthen(store.path, 2000)
+    assert few > 0
+    assert steps_of(3) == few
 
 
 def test_a_run_is_initialised_once(store: Store) -> None:

@@ -36,9 +36,9 @@ from diloco.syncer.records import (
     connect,
     connect_read_only,
     epochs_of,
+    newest_versions,
     put_epoch,
     put_version,
-    stored_versions,
 )
 from diloco.syncer.repair import fresh_epoch, transaction
 from diloco.syncer.run_description import insert_run, run_row, write_description
@@ -227,9 +227,7 @@ def _read(state_dir: Path) -> Snapshot:
         if not row:
             raise NotInitialisedError(f"the run in {state_dir} has no model yet, so there is nothing to back up.")
         record = db.execute("SELECT record FROM run").fetchone()[0]
-        versions = stored_versions(db)
-        epoch = epochs_of(db)[-1]
-    newest = tuple(versions[fragment][0] for fragment in sorted(versions))
+        newest, epoch = tuple(newest_versions(db)), epochs_of(db)[-1]
     return Snapshot(row, None if record is None else json.loads(record), epoch, newest, time.time())
 
 
@@ -237,7 +235,7 @@ def _verify(snapshot: Snapshot, staging: Path) -> None:
     files = TensorFiles(staging, ignore_point)
     files.read_static(snapshot.row["static_file"], snapshot.row["static_sha256"])
     for each in snapshot.versions:
-        files.read(each.update.fragment, each.update.version, each.file, each.sha256, each.update.digest)
+        files.read(each)
 
 
 def _remove_old(target: Target, keep: int) -> None:

@@ -129,12 +129,13 @@ class TensorFiles:
         """Frozen parameters and buffers, a safetensors file already; returns as `write`."""
         return write_bytes(self.directory, STATIC, data, self._at)
 
-    def read(self, fragment: int, version: int, file: str, sha256: str, published: str) -> HeldFragment:
-        """What `write` has written. `published`: the digest of the version.
+    def read(self, stored: StoredVersion) -> HeldFragment:
+        """What `write` has written.
 
         Raises:
             StoreError: the file is missing, or another hash was committed.
         """
+        fragment, version, file = stored.update.fragment, stored.update.version, stored.file
         holds = f"fragment {fragment}, version {version}"
         path = self._require_file(file, holds)
         digests: dict[str, str] = {}
@@ -143,14 +144,14 @@ class TensorFiles:
             return digests.setdefault(name, _digest_of(name, tensor))
 
         found = read_tensors(path, digest_of)
-        if found is None or found[0] != sha256 or digests.get("theta") != published:
+        if found is None or found[0] != stored.sha256 or digests.get("theta") != stored.update.digest:
             raise self._damaged(path, holds)
         if not file.startswith(_stem(fragment, version)):
             raise StoreError(
                 f"{self._path / DATABASE} is damaged: it has {file} as {holds}. Nothing was changed or removed; "
                 f"{advice(self._path)}."
             )
-        return _held(fragment, version, found[1], published)
+        return _held(fragment, version, found[1], stored.update.digest)
 
     def recognise(self, name: str) -> Recognised | None:
         """A version by its file alone: it says what it is, and has the hash that is in its name and the digest that it

@@ -193,10 +193,21 @@ def stored_versions(db: sqlite3.Connection) -> dict[int, list[StoredVersion]]:
     return versions
 
 
+def newest_numbers(db: sqlite3.Connection) -> dict[int, int]:
+    """The newest version of each fragment, in ascending order of fragments; as fast however long the history is."""
+    newest, fragment = dict[int, int](), -1
+    following = "SELECT MIN(fragment) FROM versions WHERE fragment > ?"
+    while (found := db.execute(following, (fragment,)).fetchone()[0]) is not None:
+        fragment = int(found)
+        row = db.execute("SELECT MAX(version) FROM versions WHERE fragment = ?", (fragment,)).fetchone()
+        newest[fragment] = int(row[0])
+    return newest
+
+
 def newest_versions(db: sqlite3.Connection) -> list[StoredVersion]:
     """The newest version of each fragment."""
-    newest = "WHERE version = (SELECT MAX(version) FROM versions WHERE fragment = v.fragment) ORDER BY fragment"
-    rows = db.execute(f"{_STORED} {newest}").fetchall()
+    one = f"{_STORED} WHERE fragment = ? AND version = ?"
+    rows = [db.execute(one, key).fetchone() for key in newest_numbers(db).items()]
     return [_stored(row, _pairs(db, *row[:2])) for row in rows]
 
 
@@ -222,9 +233,9 @@ def _stored(row: tuple[Any, ...], pairs: list[tuple[str, float]]) -> StoredVersi
 def kept_files(db: sqlite3.Connection, kept_versions: int) -> set[str]:
     """The files that the newest versions name, and the one of what training leaves alone."""
     named = {row[0] for row in db.execute("SELECT static_file FROM run")}
-    for key in db.execute("SELECT DISTINCT fragment FROM versions").fetchall():
-        newest = "SELECT file FROM versions WHERE fragment = ? ORDER BY version DESC LIMIT ?"
-        named |= {row[0] for row in db.execute(newest, (*key, kept_versions))}
+    newest = "SELECT file FROM versions WHERE fragment = ? ORDER BY version DESC LIMIT ?"
+    for fragment in newest_numbers(db):
+        named |= {row[0] for row in db.execute(newest, (fragment, kept_versions))}
     return named
 
 
@@ -237,12 +248,6 @@ def file_of(db: sqlite3.Connection, fragment: int, version: int) -> str | None:
 def is_named(db: sqlite3.Connection, file: str) -> bool:
     """Whether any version that was ever published names this file."""
     return db.execute("SELECT 1 FROM versions WHERE file = ?", (file,)).fetchone() is not None
-
-
-def contributors_of(db: sqlite3.Connection, fragment: int, version: int) -> tuple[str, ...]:
-    """The learners whose work a version has merged, in merge order."""
-    rows = "SELECT learner FROM contributors WHERE fragment = ? AND version = ? ORDER BY position"
-    return tuple(learner for (learner,) in db.execute(rows, (fragment, version)))
 
 
 def read_history(db: sqlite3.Connection, since: float) -> list[HistoryLine]:

@@ -238,7 +238,7 @@ class Replica(Store):
         for each in {each.update.fragment: each for each in state.versions}.values():  # the newest ones
             it = each.update
             if self._verified.get(each.file) != (each.sha256, it.digest):
-                self._files.read(it.fragment, it.version, each.file, each.sha256, it.digest)
+                self._files.read(each)
         with self._writing, self._mapped("brought to the state of the first syncer"):
             with self._using:
                 known = run_row(self._db)

@@ -55,12 +55,13 @@ from diloco.syncer.records import (
     advice,
     connect,
     connect_read_only,
-    contributors_of,
     epochs_of,
     file_of,
     is_named,
     kept_files,
     look,
+    newest_numbers,
+    newest_versions,
     num_unread_frames,
     put_epoch,
     put_version,
@@ -249,26 +250,22 @@ class Store:
                     "SELECT run, method, layout, source, step, tokens, static_file, static_sha256, record, run_id"
                     " FROM run"
                 ).fetchone()
-                newest = self._db.execute(
-                    "SELECT fragment, version, file, sha256, digest FROM versions AS v WHERE version ="
-                    " (SELECT MAX(version) FROM versions WHERE fragment = v.fragment)"
-                ).fetchall()
-                contributors = {row[0]: contributors_of(self._db, *row[:2]) for row in newest}
+                versions = {each.update.fragment: each for each in newest_versions(self._db)}
                 epochs = epochs_of(self._db)
             if run is None:
                 return None
             self._require_as_described()
             name, method, layout_text, source, step, tokens, static_file, static_sha256, record, run_id = run
             layout = Layout.from_dict(json.loads(layout_text))
+            newest = [versions[fragment.index] for fragment in layout.fragments]
             with ThreadPoolExecutor(READERS) as readers:
-                read = readers.map(lambda row: self._files.read(*row), newest)
-                fragments = {row[0]: fragment for row, fragment in zip(newest, read, strict=True)}
+                fragments = tuple(readers.map(self._files.read, newest))
             return SavedRun(
                 name,
                 Method.from_dict(json.loads(method)),
                 layout,
-                tuple(fragments[fragment.index] for fragment in layout.fragments),
-                tuple(contributors[fragment.index] for fragment in layout.fragments),
+                fragments,
+                tuple(each.update.contributors for each in newest),
                 self._files.read_static(static_file, static_sha256),
                 source,
                 int(step),
@@ -290,8 +287,8 @@ class Store:
 
     def _described(self, update: Update, tokens: int, record: Json) -> Described:
         with self._using:
-            newest = "SELECT SUM(newest) FROM (SELECT MAX(version) AS newest FROM versions GROUP BY fragment)"
-            run_id, num_published = self._db.execute(f"SELECT run_id, ({newest}) FROM run").fetchone()  # noqa: S608
+            num_published = sum(newest_numbers(self._db).values())
+            (run_id,) = self._db.execute("SELECT run_id FROM run").fetchone()
         return Described(run_id, update, tokens, num_published + 1, record)
 
     def _require_as_described(self) -> None:
