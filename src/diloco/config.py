@@ -187,10 +187,10 @@ class SyncerTable(Table):
     spool_bytes: int = Field(default=1 << 30, ge=0)  # contributions held in memory; beyond it they wait on disk
     journal: bool = True  # keep what `diloco replay` needs to make all decisions again
     record_contributions: bool = False  # and all merges: the payload of every contribution
-    backup: str | None = None  # a directory or an fsspec URL for snapshots of the run
+    backup: str | None = Field(default=None, min_length=1)  # a directory or an fsspec URL for snapshots of the run
     backup_every_s: float = Field(default=3600.0, gt=0)
     backup_keep: int = Field(default=3, ge=1)  # snapshots
-    follow: str | None = None  # the address of the run's other syncer, where this one is its standby
+    follow: str | None = Field(default=None, min_length=1)  # the run's other syncer, where this is its standby
     durable: Literal["both", "one"] = "both"  # "one": publish before the standby has it (docs/standby.md)
     lost_steps: float = Field(default=20.0, gt=0)  # silent for this many of its own steps, kept between floor and cap
     lost_floor_s: float = Field(default=6.0, gt=0)

@@ -55,6 +55,7 @@ def test_the_dump_reads_back_to_the_same_value() -> None:
         (MINIMAL + "steps = 5\n[warm_start]\nsteps = 5\n", "warm_start.steps = 5 leaves nothing of run.steps"),
         (MINIMAL + "[syncer]\nkeys = 'a'\ninsecure = true\n", "insecure and keys contradict each other"),
         (MINIMAL + "[syncer]\nno_client_certificates = true\n", "no effect without keys"),
+        (MINIMAL + "[syncer]\nbackup = ''\n", 'syncer.backup = "": string should have at least 1 character'),
         ("[run\n", "run.toml is not TOML"),
     ],
 )
