@@ -1,5 +1,6 @@
 """`diloco syncer RUN_FILE`: serve one run."""
 
+import ctypes
 import os
 import signal
 import threading
@@ -14,6 +15,11 @@ from diloco.config import load_config
 from diloco.errors import ConfigError, translated
 from diloco.escaping import log_plainly
 from diloco.whole_files import write_whole
+
+M_ARENA_MAX = -8
+"""Of glibc's malloc.h."""
+
+NUM_ARENAS = 2
 
 
 def command(
@@ -70,6 +76,7 @@ def command(
     from diloco.syncer.server import Options, Syncer
 
     log_plainly("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    _share_arenas()
     config = load_config(run_file, set_ or ())
     table = config.syncer
     port = metrics_port if metrics_port is not None else table.metrics_port
@@ -110,6 +117,14 @@ def _state(standing: str, versions: list[int], other: str | None) -> str:
     if standing == "following":
         return f"following the one at {other}"
     return f"at versions {versions}, waiting for its standby, or for most learners, to agree that it serves the run"
+
+
+def _share_arenas() -> None:
+    """Let threads share their heaps: glibc gives up to eight to each core, and over weeks each of them comes to be full
+    of holes. Other C libraries are left as they are."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_ARENA_MAX, NUM_ARENAS)
 
 
 def _write_port(path: Path, port: int) -> None:
