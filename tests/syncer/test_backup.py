@@ -26,8 +26,8 @@ from diloco.cli import main
 from diloco.errors import ConfigError, NotInitialisedError, StoreError
 from diloco.event_log import read_events
 from diloco.events import BackedUp, BackupRefused, Event
-from diloco.syncer.backup import back_up, restore
-from diloco.syncer.backups import BackupPlan
+from diloco.syncer.backup import back_up, restore, taken_last_at
+from diloco.syncer.backups import BackupPlan, due_in_s
 from diloco.syncer.repair import repair
 from diloco.syncer.server import Options, Syncer
 from diloco.syncer.store import Store
@@ -127,6 +127,51 @@ def test_a_place_for_backups_is_of_one_run(place: str, tmp_path: Path) -> None:
         back_up(tmp_path / "state", open_target(place), 1)
     assert open_target(place).names("snapshots") == [first.name]
     assert not list((tmp_path / "state").glob(".backup*"))
+
+
+def test_a_damaged_record_is_left_there_and_stops_no_later_backup(tmp_path: Path) -> None:
+    place, run, names = tmp_path / "backups", tmp_path / "run", []
+    target = open_target(str(place))
+    make(run)
+    for version in range(4, 8):
+        names.append(back_up(run, target, 2).name)
+        if version == 5:
+            flip(0.5)(place / "snapshots" / names[-1])
+        with Store(run) as store:
+            store.publish(merged_of(0, version), record_at(version))
+    assert target.names("snapshots") == names[1:]
+    for name, newest in ((names[2], 5), (names[3], 6)):
+        restore(target, tmp_path / name, name)
+        assert started(tmp_path / name) == {0: newest, 1: 0}
+
+
+def test_a_state_that_the_run_has_left_behind_takes_no_place_of_its_backups(place: str, tmp_path: Path) -> None:
+    """As that of a syncer which was taken over, and was started again."""
+    make(tmp_path / "run")
+    target = open_target(place)
+    shutil.copytree(tmp_path / "run", tmp_path / "left behind")
+    first = back_up(tmp_path / "run", target, 2)
+    restore(target, tmp_path / "newer")  # begins a later epoch
+    newer = back_up(tmp_path / "newer", target, 2)
+    with Store(tmp_path / "left behind") as store:
+        store.publish(merged_of(0, 4), record_at(4))
+    with pytest.raises(StoreError, match=rf"has backups of epoch {newer.epoch.number} of this run, which is in epoch"):
+        back_up(tmp_path / "left behind", target, 2)
+    assert target.names("snapshots") == [first.name, newer.name]
+
+
+def test_the_first_backup_is_due_by_the_newest_one_that_is_there(tmp_path: Path) -> None:
+    """A syncer that is started again more often than it takes snapshots takes them all the same."""
+    plan, log = BackupPlan(str(tmp_path / "backups"), 3600.0, 2), tmp_path / "state" / "events.jsonl"
+    with start(tmp_path, method()) as syncer:
+        raw = Raw(syncer.address)
+        raw.initialise()
+        raw.connection.close()
+    with start(tmp_path, method(), backup=plan):
+        until(lambda: any(isinstance(each, BackedUp) for each in read_events(log)), "no first backup")
+    taken_at = taken_last_at(open_target(plan.place))
+    assert taken_at is not None
+    assert [due_in_s(taken_at, taken_at + later_s, 3600.0) for later_s in (-5, 0, 600, 9000)] == [3600, 3600, 3000, 0]
 
 
 def test_what_cannot_be_a_snapshot_or_a_way_back_is_said(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Snapshots of a run, taken while it is served, and the way back from one.
 
-    snapshots/<UTC>-<versions published>.json    one record, and the versions that it belongs to; written last
-    tensors/…                                     the files of the versions, as in the state directory, each once
+    snapshots/<epoch>-<versions published>-<UTC>.json    one record, and the versions that it belongs to; written last
+    tensors/…                                            the files of the versions, as in the state directory, each once
 
 A snapshot is what one read of the database says. The files that it names are linked at once, so that the syncer may
 go on and supersede them. Each is verified before it is written, and read back after.
@@ -9,13 +9,17 @@ go on and supersede them. Each is verified before it is written, and read back a
 
 from __future__ import annotations
 
+import calendar
 import hashlib
 import json
+import logging
 import os
+import re
 import shutil
 import sqlite3
 import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -45,7 +49,12 @@ from diloco.syncer.run_description import insert_run, run_row, write_description
 from diloco.syncer.targets import Target
 from diloco.whole_files import hidden_name, remove_leftovers
 
+log = logging.getLogger("diloco.syncer")
+
 SNAPSHOTS, TENSORS = "snapshots", "tensors"
+
+_UTC = "%Y%m%dT%H%M%SZ"
+_TAKEN = re.compile(r"-(\d{8}T\d{6}Z)\.json$")
 
 _TRIES = 10
 """Of a snapshot whose files were superseded before they were linked."""
@@ -69,9 +78,10 @@ class Snapshot:
 
     @property
     def name(self) -> str:
-        """Of its file; later ones sort behind."""
+        """Of its file; those of later epochs sort behind, then those of later versions."""
         published = sum(each.update.version for each in self.versions)
-        return f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime(self.taken_at))}-{published:012d}.json"
+        taken = time.strftime(_UTC, time.gmtime(self.taken_at))
+        return f"{self.epoch.number:016d}-{published:012d}-{taken}.json"
 
     @property
     def files(self) -> list[str]:
@@ -104,22 +114,19 @@ def back_up(state_dir: Path, target: Target, keep: int) -> Snapshot:
 
     Raises:
         ConfigError: there is no state directory. NotInitialisedError: the run has no model. StoreError: a file is
-            damaged, the disk or the target refused, or the target has another run's backups.
+            damaged, the disk or the target refused, or the target has backups of another run, or of a later epoch.
     """
     if not (state_dir / DATABASE).exists():
         raise ConfigError(f"{state_dir} is not the state directory of a syncer; check the path.")
-    others = target.names(SNAPSHOTS)
+    newest = next((each for _, each in _usable(target)), None)
     try:
         remove_leftovers(state_dir, "backup")
         staging = state_dir / hidden_name("backup")
         staging.mkdir()
         try:
             snapshot = _linked(state_dir, staging / TENSORS)
-            if others and (other := read_snapshot(target, others[-1])).row["run_id"] != snapshot.row["run_id"]:
-                raise StoreError(
-                    f"{target.name} has backups of another run ({other.row['run']!r}, id {other.row['run_id']}); use "
-                    "another place."
-                )
+            if newest is not None:
+                _require_follows(snapshot, newest, target.name)
             _verify(snapshot, staging)
             for file in snapshot.files:
                 target.put(staging / TENSORS / file, f"{TENSORS}/{file}")
@@ -133,19 +140,60 @@ def back_up(state_dir: Path, target: Target, keep: int) -> Snapshot:
     return snapshot
 
 
+def taken_last_at(target: Target) -> float | None:
+    """When the newest snapshot was taken, by its name, in Unix time (seconds); None: there is none that says it.
+
+    Raises:
+        StoreError: the target refuses.
+    """
+    times = [match[1] for name in target.names(SNAPSHOTS) if (match := _TAKEN.search(name))]
+    return calendar.timegm(time.strptime(times[-1], _UTC)) if times else None
+
+
+def _usable(target: Target) -> Iterator[tuple[str, Snapshot]]:
+    """The snapshots that are whole, the newest first, by name. Others are named in the log."""
+    for name in reversed(target.names(SNAPSHOTS)):
+        text = _text_of(target, name)
+        try:
+            yield name, Snapshot.from_json(text)
+        except MALFORMED as error:
+            log.warning("%s", _unusable(target, name, error))
+
+
+def _text_of(target: Target, name: str) -> str:
+    with tempfile.TemporaryDirectory() as directory:
+        here = Path(directory) / name
+        target.get(f"{SNAPSHOTS}/{name}", here)
+        return here.read_text(errors="replace")
+
+
+def _unusable(target: Target, name: str, error: Exception) -> StoreError:
+    return StoreError(f"the snapshot {name} in {target.name} cannot be used: {first_line(error)}.")
+
+
+def _require_follows(snapshot: Snapshot, other: Snapshot, place: str) -> None:
+    if other.row["run_id"] != snapshot.row["run_id"]:
+        raise StoreError(
+            f"{place} has backups of another run ({other.row['run']!r}, id {other.row['run_id']}); use another place."
+        )
+    if other.epoch.number > snapshot.epoch.number:
+        raise StoreError(
+            f"{place} has backups of epoch {other.epoch.number} of this run, which is in epoch {snapshot.epoch.number} "
+            "here: it goes on elsewhere; use another place for what is here."
+        )
+
+
 def read_snapshot(target: Target, name: str) -> Snapshot:
     """A snapshot by the name of its file.
 
     Raises:
         StoreError: it is missing or damaged.
     """
-    with tempfile.TemporaryDirectory() as directory:
-        here = Path(directory) / name
-        target.get(f"{SNAPSHOTS}/{name}", here)
-        try:
-            return Snapshot.from_json(here.read_text())
-        except MALFORMED as error:
-            raise StoreError(f"the snapshot {name} in {target.name} cannot be used: {first_line(error)}.") from error
+    text = _text_of(target, name)
+    try:
+        return Snapshot.from_json(text)
+    except MALFORMED as error:
+        raise _unusable(target, name, error) from error
 
 
 def restore(target: Target, state_dir: Path, name: str | None = None) -> Snapshot:
@@ -239,16 +287,13 @@ def _verify(snapshot: Snapshot, staging: Path) -> None:
 
 
 def _remove_old(target: Target, keep: int) -> None:
-    """Remove snapshots before the newest `keep`, and the files that no other one names."""
-    names = target.names(SNAPSHOTS)
-    old, kept = names[:-keep], names[-keep:]
-    if not old:
-        return
-    needed = {file for name in kept for file in read_snapshot(target, name).files}
-    for name in old:
-        files = set(read_snapshot(target, name).files)
+    """Remove snapshots before the newest `keep`, and the files that no other one names. One that cannot be used is none
+    of those, and stays, for a person to look at."""
+    usable = list(_usable(target))
+    needed = {file for _, each in usable[:keep] for file in each.files}
+    for name, each in usable[keep:]:
         target.remove(f"{SNAPSHOTS}/{name}")
-        for file in files - needed:
+        for file in {*each.files} - needed:
             target.remove(f"{TENSORS}/{file}")
 
 

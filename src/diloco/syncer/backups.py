@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diloco import events
-from diloco.errors import DilocoError, NotInitialisedError
+from diloco.errors import DilocoError, NotInitialisedError, StoreError
 from diloco.event_log import EventLog
-from diloco.syncer.backup import back_up
+from diloco.syncer.backup import back_up, taken_last_at
 from diloco.syncer.targets import open_target
 
 log = logging.getLogger("diloco.syncer")
@@ -40,7 +40,7 @@ class Backups:
         self._thread = threading.Thread(target=self._run, name="syncer-backup", daemon=True)
 
     def start(self) -> None:
-        """Take the first one after `every_s`."""
+        """Take the first one `every_s` after the newest that is there, whichever process took that."""
         self._thread.start()
 
     def close(self) -> None:
@@ -49,8 +49,16 @@ class Backups:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._is_closing.wait(self._plan.every_s):
+        wait_s = self._first_in_s()
+        while not self._is_closing.wait(wait_s):
             self._back_up()
+            wait_s = self._plan.every_s
+
+    def _first_in_s(self) -> float:
+        try:
+            return due_in_s(taken_last_at(self._target), time.time(), self._plan.every_s)
+        except StoreError:  # the first try says it
+            return 0.0
 
     def _back_up(self) -> None:
         started, place = time.monotonic(), self._plan.place
@@ -65,3 +73,8 @@ class Backups:
         versions = tuple(each.update.version for each in snapshot.versions)
         seconds = time.monotonic() - started
         self._events.append(events.BackedUp(place=place, snapshot=snapshot.name, versions=versions, seconds=seconds))
+
+
+def due_in_s(taken_at: float | None, now: float, every_s: float) -> float:
+    """Seconds from `now` to the next snapshot, of which the last was taken at `taken_at`; None: there is none."""
+    return 0.0 if taken_at is None else min(max(0.0, taken_at + every_s - now), every_s)
