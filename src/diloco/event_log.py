@@ -40,7 +40,8 @@ class EventLog:
     append.
 
     A log only watches: a disk that refuses an event never stops who tells it. What could not be written is counted,
-    said once in the process's log, and told by a `Gap` when the disk takes events again.
+    said once in the process's log, and told by a `Gap` when the disk takes events again. What the file has is changed by
+    the first event, not before: a line that a kill has torn is cut off, and what is no log of events is set aside.
 
     Raises StoreError when the file cannot be opened.
 
@@ -56,12 +57,9 @@ class EventLog:
         self._lock = threading.Lock()
         self._gap = 0  # events that are missing since the last one that was written
         self._torn_at: int | None = None  # where a line begins that the disk took only a part of
+        self._has_whole_lines = False
         with translated(OSError, StoreError, f"cannot open the event log {self.path}", "choose a writable directory"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            if not _cut_torn_line(self.path):
-                aside = _unused(self.path)
-                self.path.rename(aside)
-                log.warning("%s does not end like a log of events: set aside as %s, and begun anew", self.path, aside)
             self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
 
     def append(self, event: E) -> E:
@@ -86,6 +84,7 @@ class EventLog:
         """The event, after a gap if there is one; nothing of it where the disk does not take all."""
         events = [self._stamped(Gap(missing=self._gap)), event] if self._gap else [event]
         data = b"".join(each.model_dump_json().encode() + b"\n" for each in events)
+        self._look()
         self._cut()
         written = self._file.write(data)
         if written != len(data):
@@ -95,6 +94,18 @@ class EventLog:
         if self._gap:
             log.warning("%s is written again; %d events are missing from it", self.path, self._gap)
             self._gap = 0
+
+    def _look(self) -> None:
+        """Have a file of whole lines, once."""
+        if self._has_whole_lines:
+            return
+        if not _cut_torn_line(self.path):
+            aside = _unused(self.path)
+            self.path.rename(aside)
+            log.warning("%s does not end like a log of events: set aside as %s, and begun anew", self.path, aside)
+            self._file.close()
+            self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
+        self._has_whole_lines = True
 
     def _cut(self) -> None:
         """Remove what there is of a torn line, so that the next one starts on its own."""
@@ -183,8 +194,6 @@ def _parse(content: bytes, path: str | Path, first_line: int) -> list[Event]:
 def _cut_torn_line(path: Path) -> bool:
     """Remove what a killed writer, or a power cut, has left of a line after the last newline, so that the next line
     starts on its own. False: what is there is no such thing, and was left alone."""
-    if not path.exists():
-        return True
     with open(path, "r+b") as file:
         end = file.seek(0, os.SEEK_END)
         start = max(0, end - MAX_LINE_BYTES)

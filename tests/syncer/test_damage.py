@@ -126,6 +126,8 @@ def test_a_damaged_state_directory_is_refused_and_left_as_it_is(kind: str, damag
     damage, words = REFUSED[kind]
     damage(damaged)
     (damaged / "state" / "store.lock").unlink()
+    log = damaged / "state" / "events.jsonl"
+    log.write_bytes(log.read_bytes() + b"no event")
     tensors, before = contents(damaged / "state" / "tensors"), contents(damaged / "state")
     for _ in range(2):  # the second start finds what the first has left
         with pytest.raises(StoreError, match=words) as caught:
@@ -133,6 +135,7 @@ def test_a_damaged_state_directory_is_refused_and_left_as_it_is(kind: str, damag
         assert "\n" not in str(caught.value)
         assert contents(damaged / "state" / "tensors") == tensors
         assert contents(damaged / "state") >= before
+        assert log.read_bytes().endswith(b"no event")
 
 
 @pytest.mark.parametrize("kind", SET_ASIDE)
