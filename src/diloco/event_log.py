@@ -40,8 +40,8 @@ class EventLog:
     append.
 
     A log only watches: a disk that refuses an event never stops who tells it. What could not be written is counted,
-    said once in the process's log, and told by a `Gap` when the disk takes events again. What the file has is changed by
-    the first event, not before: a line that a kill has torn is cut off, and what is no log of events is set aside.
+    said once in the process's log, and told by a `Gap` when the disk takes events again. The first event changes what
+    the file has, nothing before it: a line that a kill has torn is cut off, and what is no log of events is set aside.
 
     Raises StoreError when the file cannot be opened.
 

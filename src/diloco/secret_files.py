@@ -2,6 +2,8 @@
 
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from diloco.errors import ConfigError, translated
@@ -11,23 +13,34 @@ OTHERS = stat.S_IRWXO
 
 
 def write_secret(path: Path, data: bytes) -> None:
-    """Write a new file that only its owner can read, from its first byte on.
+    """Write a new file, whole or not at all, that only its owner can read, from its first byte on.
 
     Raises:
         FileExistsError: there is one.
     """
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    with _written(path, data) as temporary:
+        path.hardlink_to(temporary)
 
 
 def replace_secret(path: Path, data: bytes) -> None:
     """Replace a file in one step: a reader sees the old one or the new one, and only its owner can read either."""
+    with _written(path, data) as temporary:
+        temporary.replace(path)
+
+
+@contextmanager
+def _written(path: Path, data: bytes) -> Iterator[Path]:
+    """A file beside `path` with this data, which is removed afterwards."""
     temporary = path.with_name(f".tmp-{path.name}")
     temporary.unlink(missing_ok=True)
-    write_secret(temporary, data)
-    temporary.replace(path)
+    try:
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        yield temporary
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def read_secret(path: str | Path, what: str) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import os
+import resource
 import stat
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +13,10 @@ import pytest
 from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
+from diloco.cli import main
 from diloco.errors import AuthError, ConfigError, UnreachableError
 from diloco.exchange.wire.address import is_loopback, split_address
-from diloco.secret_files import read_secret, write_secret
+from diloco.secret_files import read_secret, replace_secret, write_secret
 from diloco.syncer.auth import check_binding
 from diloco.syncer.callers import ROLES, Caller, Role
 from diloco.syncer.certificates import Authority, holder_of, hosts_of
@@ -178,6 +180,29 @@ def test_secrets_are_never_readable_by_others_nor_overwritten(tmp_path: Path) ->
     with pytest.raises(FileExistsError):
         write_secret(tmp_path / "server.key", b"other")
     assert read_secret(tmp_path / "server.key", "key") == b"key"
+
+
+def test_a_disk_that_refuses_leaves_no_part_of_a_secret(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2, before[1]))
+    try:
+        for write in (write_secret, replace_secret):
+            with pytest.raises(OSError, match="File too large"):
+                write(tmp_path / "server.key", b"key")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(tmp_path.iterdir())
+    write_secret(tmp_path / "server.key", b"key")
+    assert [each.name for each in tmp_path.iterdir()] == ["server.key"]
+
+
+def test_a_token_file_without_its_hash_is_made_anew(tmp_path: Path) -> None:
+    """As the full disk leaves it that took the secret and not the list."""
+    (tmp_path / "site-a.token").write_text("half")
+    with pytest.raises(SystemExit):
+        main(["keys", "token", "add", str(tmp_path), "site-a", "--role", "learner"])
+    token = read_secret(tmp_path / "site-a.token", "token").decode().strip()
+    assert read_tokens(tmp_path / "tokens.toml")["site-a"].sha256 == token_sha256(token)
 
 
 @pytest.mark.parametrize("mode", [0o604, 0o644, 0o602, 0o601])

@@ -145,14 +145,14 @@ def add_token(
 ) -> None:
     """Make a token: its hash goes into DIR/tokens.toml, the secret into DIR/NAME.token. A running syncer takes it at
     once."""
-    from diloco.secret_files import write_secret
+    from diloco.secret_files import replace_secret
     from diloco.syncer.tokens import TokenEntry, new_token, read_tokens, token_sha256, write_tokens
 
     if any_learner and speaks_for is not None:
         raise ConfigError(f"--speaks-for {speaks_for} and --any-learner contradict each other; give one of them.")
     file = directory / "tokens.toml"
     entries = read_tokens(file) if file.exists() else {}
-    if name in entries or (directory / _token_file(name)).exists():
+    if name in entries:
         raise ConfigError(f"{name!r} has a token in {directory} already; revoke it first, or choose another name.")
     token = new_token()
     bound = None if any_learner else speaks_for or (name if role == "learner" else None)
@@ -160,7 +160,7 @@ def add_token(
     entry = TokenEntry(name, cast("Role", role), token_sha256(token), bound, expires)  # which checks the role
     with _writing(directory):
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_secret(directory / _token_file(name), f"{token}\n".encode())
+        replace_secret(directory / _token_file(name), f"{token}\n".encode())  # one that no hash is of lets nobody in
         write_tokens(file, [*entries.values(), entry])
     _print_tokens(directory, [entry], as_json)
 
