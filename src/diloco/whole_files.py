@@ -1,5 +1,6 @@
 """Small text files that are whole or absent, and names that say which process works on something."""
 
+import glob
 import os
 import shutil
 import socket
@@ -17,7 +18,8 @@ def write_whole(path: Path, text: str) -> None:
     data = text.encode()
     if path.is_file() and path.read_bytes() == data:
         return
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial = path.with_name(hidden_name(path.name))
+    remove_leftovers(path.parent, glob.escape(path.name))
     try:
         with partial.open("wb") as file:
             file.write(data)
@@ -35,7 +37,7 @@ def hidden_name(what: str) -> str:
 
 
 def remove_leftovers(directory: Path, what: str) -> None:
-    """Remove the directories with a `hidden_name` of this process, or of one of this host that is dead.
+    """Remove what has a `hidden_name` of this process, or of one of this host that is dead.
 
     Arguments:
         what: a glob pattern.
@@ -46,7 +48,7 @@ def remove_leftovers(directory: Path, what: str) -> None:
     for path in directory.glob(f".{what}.{socket.gethostname()}.*"):
         pid = path.name.rpartition(".")[2]
         if pid.isdecimal() and (int(pid) == os.getpid() or not _is_alive(int(pid))):
-            shutil.rmtree(path)
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def _is_alive(pid: int) -> bool:

@@ -304,9 +304,9 @@ def test_revocation_ends_open_streams_and_connections(syncer: Syncer, keys: Path
         thread.join(30)
     assert not any(thread.is_alive() for thread in threads)
     over.set()
-    assert {name: type(error) for name, error in ended.items()} == {
-        "watch": errors.UnreachableError, "push": errors.UnreachableError
-    }  # fmt: skip
+    # a call ends with its connection, or hears the reason just before
+    assert set(ended) == {"watch", "push"}
+    assert {type(error) for error in ended.values()} <= {errors.UnreachableError, errors.AuthError}
     for call in (learner.join, learner.beat, learner.initialise):
         with pytest.raises(errors.AuthError, match="the certificate of 'site-a' was revoked"):
             call()

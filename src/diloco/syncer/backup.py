@@ -10,6 +10,7 @@ go on and supersede them. Each is verified before it is written, and read back a
 from __future__ import annotations
 
 import calendar
+import glob
 import hashlib
 import json
 import logging
@@ -215,7 +216,7 @@ def restore(target: Target, state_dir: Path, name: str | None = None) -> Snapsho
     staging = state_dir.with_name(hidden_name(state_dir.name))
     before = names[: names.index(chosen)]
     try:
-        shutil.rmtree(staging, ignore_errors=True)
+        remove_leftovers(state_dir.parent, glob.escape(state_dir.name))
         (staging / TENSORS).mkdir(parents=True)
         snapshot = read_snapshot(target, chosen)
         _fill(staging, target, snapshot)
