@@ -191,7 +191,7 @@ class Service:
                 step_s=request.step_s or None, waiting=request.waiting, finished=request.finished,
                 blocked_with=tuple(request.blocked_with), versions=tuple(request.versions),
                 confirmed=tuple(request.confirmed), seen=seen_of(request), earlier_tokens=request.earlier_tokens,
-                process=request.process or None,
+                process=request.process,
             )  # fmt: skip
             lineage = lineage_message(driver.lineage)
             return pb.HeartbeatReply(lineage=lineage, standing=standing_message(standing), proposal=proposal)
@@ -203,7 +203,7 @@ class Service:
         ask, seen = ask_of(request), seen_of(request)
 
         def lease(driver: SyncerDriver, done: Callable[[Grant], None]) -> None:
-            driver.lease(request.learner, request.incarnation, ask, done, seen=seen)
+            driver.lease(request.learner, request.incarnation, ask, done, seen=seen, process=request.process)
 
         return lease_reply(self._driver.wait_for(lease, context))
 
@@ -241,7 +241,11 @@ class Service:
         learner, incarnation = request.learner, request.incarnation
         stream = WatchStream(self._driver.ask(lambda driver: driver.lineage))
         seen, versions = seen_of(request), tuple(request.versions)
-        self._driver.ask(lambda driver: driver.connected(learner, incarnation, stream, versions=versions, seen=seen))
+        self._driver.ask(
+            lambda driver: driver.connected(
+                learner, incarnation, stream, versions=versions, seen=seen, process=request.process
+            )
+        )
         if not context.add_callback(stream.end):  # the connection is gone already
             stream.end()
         try:
@@ -281,7 +285,9 @@ class Service:
         span = (header.start, header.stop) if header.stop else None
 
         def begin(driver: SyncerDriver) -> Upload[Slot]:
-            return driver.begin_push(contribution, header.num_bytes, boot=header.boot, span=span)
+            return driver.begin_push(
+                contribution, header.num_bytes, boot=header.boot, span=span, process=header.process
+            )
 
         push = self._driver.ask(begin)
         start, stop = push.room
@@ -322,7 +328,7 @@ class Service:
         lineage = lineage_message(self._driver.ask(lambda driver: driver.lineage))
         if request.WhichOneof("part") == "static":
             if learner:
-                self._driver.ask(lambda driver: driver.check(learner, incarnation))
+                self._driver.ask(lambda driver: driver.check(learner, incarnation, request.process))
             static = memoryview(self._driver.ask(lambda driver: driver.state.model.static))
             header = pb.PullHeader(lossless=True, num_bytes=len(static), lineage=lineage)
             yield from self._send(request, kind, header, [static], stream, context)
@@ -330,8 +336,9 @@ class Service:
         seen, versions = seen_of(request), tuple(request.versions)
         fetched = self._driver.ask(
             lambda driver: driver.fetch(
-                request.fragment, request.base, learner, incarnation, seen=seen, versions=versions
-            )
+                request.fragment, request.base, learner, incarnation, seen=seen, versions=versions,
+                process=request.process,
+            )  # fmt: skip
         )
         update, held, outer = fetched.update, fetched.held, memoryview(b"")
         num_elements = held.theta.numel()
