@@ -123,12 +123,12 @@ class Service:
         return Admission(
             {
                 "Describe": ("control", self._unary("Describe", self.describe, pb.DescribeRequest)),
-                "Join": ("control", self._unary("Join", self.join, pb.JoinRequest)),
+                "Join": ("writes", self._unary("Join", self.join, pb.JoinRequest, "writes")),
                 "Heartbeat": ("control", self._unary("Heartbeat", self.heartbeat, pb.HeartbeatRequest)),
-                "Lease": ("control", self._unary("Lease", self.lease, pb.LeaseRequest)),
+                "Lease": ("writes", self._unary("Lease", self.lease, pb.LeaseRequest, "writes")),
                 "Vote": ("control", self._unary("Vote", self.vote, pb.VoteRequest)),
                 "Promote": ("control", self._unary("Promote", self.promote, pb.PromoteRequest)),
-                "Leave": ("control", self._unary("Leave", self.leave, pb.LeaveRequest)),
+                "Leave": ("writes", self._unary("Leave", self.leave, pb.LeaveRequest, "writes")),
                 "Status": ("control", self._unary("Status", self.status, pb.StatusRequest)),
                 "Watch": ("watches", self._answered("Watch", "watches", self.watch, pb.WatchRequest)),
                 "Pull": ("transfers", self._both("Pull", self.pull, pb.PullRequest)),
@@ -334,11 +334,11 @@ class Service:
             yield from self._send(request, kind, header, [static], stream, context)
             return
         seen, versions = seen_of(request), tuple(request.versions)
+        process = request.process
         fetched = self._driver.ask(
             lambda driver: driver.fetch(
-                request.fragment, request.base, learner, incarnation, seen=seen, versions=versions,
-                process=request.process,
-            )  # fmt: skip
+                request.fragment, request.base, learner, incarnation, seen=seen, versions=versions, process=process
+            )
         )
         update, held, outer = fetched.update, fetched.held, memoryview(b"")
         num_elements = held.theta.numel()
@@ -403,13 +403,16 @@ class Service:
 
     # --- helpers ------------------------------------------------------------------------------------------------------
 
-    def _unary(self, name: str, handler: Callable[[Caller, M, grpc.ServicerContext], Message], kind: type[M]) -> Call:
+    def _unary(
+        self, name: str, handler: Callable[[Caller, M, grpc.ServicerContext], Message], request: type[M],
+        kind: Kind = "control",
+    ) -> Call:  # fmt: skip
         """One request, one reply."""
 
         def call(stream: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-            with self._known(name, "control", context) as caller:
-                request = read_header(self._messages(stream, caller, context), kind)
-                yield handler(caller, request, context).SerializeToString()
+            with self._known(name, kind, context) as caller:
+                found = read_header(self._messages(stream, caller, context), request)
+                yield handler(caller, found, context).SerializeToString()
 
         return call
 
