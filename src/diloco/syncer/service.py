@@ -31,7 +31,7 @@ from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import bytes_of, filling, read_header, streamed
 from diloco.exchange.wire.incoming import Progress, start_of
 from diloco.exchange.wire.outgoing import Acknowledged
-from diloco.exchange.wire.rpc import abort
+from diloco.exchange.wire.rpc import MAX_CONTROL_BYTES, MAX_MESSAGE_BYTES, abort
 from diloco.run import sense
 from diloco.run.run_state import require_run
 from diloco.run.uploads import Upload
@@ -123,7 +123,7 @@ class Service:
         return Admission(
             {
                 "Describe": ("control", self._unary("Describe", self.describe, pb.DescribeRequest)),
-                "Join": ("writes", self._unary("Join", self.join, pb.JoinRequest, "writes")),
+                "Join": ("writes", self._unary("Join", self.join, pb.JoinRequest, "writes", MAX_MESSAGE_BYTES)),
                 "Heartbeat": ("control", self._unary("Heartbeat", self.heartbeat, pb.HeartbeatRequest)),
                 "Lease": ("writes", self._unary("Lease", self.lease, pb.LeaseRequest, "writes")),
                 "Vote": ("control", self._unary("Vote", self.vote, pb.VoteRequest)),
@@ -405,13 +405,13 @@ class Service:
 
     def _unary(
         self, name: str, handler: Callable[[Caller, M, grpc.ServicerContext], Message], request: type[M],
-        kind: Kind = "control",
+        kind: Kind = "control", most_bytes: int = MAX_CONTROL_BYTES,
     ) -> Call:  # fmt: skip
-        """One request, one reply."""
+        """One request of at most so many bytes, one reply."""
 
         def call(stream: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
             with self._known(name, kind, context) as caller:
-                found = read_header(self._messages(stream, caller, context), request)
+                found = read_header(self._messages(stream, caller, context), request, most_bytes)
                 yield handler(caller, found, context).SerializeToString()
 
         return call
@@ -423,7 +423,7 @@ class Service:
 
         def call(stream: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
             with self._known(name, kind, context) as caller, self._calls.open(name, caller, context):
-                found = read_header(self._messages(stream, caller, context), request)
+                found = read_header(self._messages(stream, caller, context), request, MAX_CONTROL_BYTES)
                 yield from self._deadlines.replies(_serialized(handler(caller, found, context)), caller.name, context)
 
         return call
