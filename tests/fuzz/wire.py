@@ -192,11 +192,10 @@ class SyncerUnderFire:
             return data
         fields = {field.name for field in kind.DESCRIPTOR.fields}
         if "incarnation" in fields and message.incarnation == 1:
-            members = self.syncer.driver.ask(lambda driver: dict(driver.core.members))
-            if "liar" not in members:
+            if not self.syncer.driver.ask(lambda driver: "liar" in driver.core.members):
                 self.liar.join()
-                members = self.syncer.driver.ask(lambda driver: dict(driver.core.members))
-            message.incarnation = members["liar"].incarnation
+            account = self.syncer.driver.ask(lambda driver: driver.core.accounting.accounts["liar"])
+            message.incarnation, message.process = account.incarnation, account.process
         if "boot" in fields and message.boot == 1:
             message.boot = self.honest.boot
         return message.SerializeToString()

@@ -3,6 +3,8 @@ that refuses."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +27,7 @@ from tests.run.toy import (
 import diloco
 from diloco.core.contribution import MISSED, NOT_FINITE, OUT_OF_STEP
 from diloco.core.layout import Layout, TensorSpec, place
+from diloco.core.leases import Ask, DataSet
 from diloco.core.members import Deadlines
 from diloco.errors import (
     AlreadyInitialisedError,
@@ -548,15 +551,42 @@ def test_a_process_that_a_run_which_has_gone_back_does_not_know_joins_again() ->
     scene.driver.join("a", LAYOUT, answers.append, process=3, after=3)
     scene.driver.join("b", LAYOUT, answers.append, process=4, after=5)  # by a name that is not in the record
     scene.settle()
-    scene.beat("a", 2, incarnation=4, earlier_tokens=70)
+    scene.beat("a", 2, incarnation=4, earlier_tokens=70, process=3)
     assert answers == [1, 4, 6]
     account = scene.driver.core.accounting.accounts["a"]
     assert (account.ledgers[0].trained, account.ledgers[0].lost) == (90, 70)
-    with pytest.raises(StaleIncarnationError, match="incarnation 4 of learner 'a' is not part"):
-        scene.beat("a", 2, incarnation=4, process=1)  # it was given the same number, of which the record does not know
     for process, after in ((1, 1), (2, 2), (2, 3)):
         with pytest.raises(StaleIncarnationError, match="another process"):
             scene.driver.join("a", LAYOUT, answers.append, process=process, after=after)
+
+
+ASK = Ask(1, 5, DataSet(40, 0, "d"))
+OF_A_PROCESS: dict[str, Callable[[Scene, int], object]] = {
+    "beats": lambda scene, process: scene.beat("a", 2, incarnation=2, process=process),
+    "listens": lambda scene, process: scene.driver.connected("a", 2, Line(), process=process),
+    "leases": lambda scene, process: scene.driver.lease("a", 2, ASK, lambda _: None, process=process),
+    "pushes": lambda scene, process: scene.begin(contribution("a", incarnation=2), process=process),
+    "fetches": lambda scene, process: scene.driver.fetch(0, -1, "a", 2, process=process),
+    "fetches what is static": lambda scene, process: scene.driver.check("a", 2, process),
+    "shares its inner state": lambda scene, process: scene.driver.begin_share(
+        "a", 2, number=1, digest="0" * 64, num_bytes=8, process=process
+    ),
+    "shares none": lambda scene, process: scene.driver.decline_share("a", 2, number=1, reason="", process=process),
+    "leaves": lambda scene, process: scene.driver.leave("a", 2, lambda: None, tokens=0, process=process),
+}
+
+
+@pytest.mark.parametrize("does", OF_A_PROCESS)
+def test_a_number_of_an_incarnation_is_of_one_process(does: str) -> None:
+    """A run that has gone back gives 2 to process 3, and does not know that it was another one's."""
+    scene = started("a")
+    scene.driver.join("a", LAYOUT, lambda _: None, process=3)
+    scene.settle()
+    for process in (1, 0):
+        with pytest.raises(StaleIncarnationError, match="incarnation 2 of learner 'a' is not part of the run"):
+            OF_A_PROCESS[does](scene, process)
+    with nullcontext() if not does.startswith("shares") else pytest.raises(PayloadError, match="was not asked"):
+        OF_A_PROCESS[does](scene, 3)
 
 
 @pytest.mark.parametrize("after", [-1, 2**20 + 1])
@@ -572,7 +602,7 @@ def test_a_restarted_syncer_knows_the_newest_process_of_a_name(is_gone: bool) ->
         scene.driver.join("a", LAYOUT, lambda _: None, process=process)
     scene.settle()
     if is_gone:
-        scene.driver.leave("a", 2, lambda: None, tokens=0)
+        scene.driver.leave("a", 2, lambda: None, tokens=0, process=2**64 - 1)
         scene.settle()
     scene.restart()
     with pytest.raises(StaleIncarnationError, match="another process"):
@@ -587,7 +617,7 @@ def test_a_late_goodbye_is_answered_once_its_tokens_are_durable() -> None:
     for process in (7, 7):
         scene.driver.join("a", LAYOUT, lambda _: None, process=process)
         scene.settle()
-    scene.beat("a", 1, incarnation=2, tokens=10, earlier_tokens=40)
+    scene.beat("a", 1, incarnation=2, tokens=10, earlier_tokens=40, process=7)
     with pytest.raises(StaleIncarnationError):
         scene.driver.leave("a", 1, lambda: None, tokens=30, process=7)
     scene.driver.leave("a", 0, lambda: answers.append("gone"), tokens=0, earlier_tokens=50, process=7)

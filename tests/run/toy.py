@@ -220,9 +220,9 @@ class Scene:
         }
         return self.driver.heartbeat(learner, incarnation, **{**values, **fields})
 
-    def begin(self, c: Contribution, payload: int = 1) -> Upload[MemorySlot]:
+    def begin(self, c: Contribution, payload: int = 1, process: int = 0) -> Upload[MemorySlot]:
         """A push that has come up whole."""
-        push = self.driver.begin_push(c, NUM_BYTES, boot=self.boot)
+        push = self.driver.begin_push(c, NUM_BYTES, boot=self.boot, process=process)
         push.slot.payload = payload
         return push
 
@@ -286,7 +286,7 @@ class Player:
         if not self.is_part:
             if not self.is_joining:
                 self.is_joining = True
-                self.scene.driver.join(self.name, LAYOUT, self._joined, process=id(self))
+                self.scene.driver.join(self.name, LAYOUT, self._joined)
             return
         self._hear(self.line.heard[-1])
         for fragment in (0, 1):

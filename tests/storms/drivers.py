@@ -40,9 +40,9 @@ class StormDriver(Driver[HeldFragment, MemorySlot, Tensor]):
 
     def fetch(
         self, fragment: int, base: int, learner: str = "", incarnation: int = 0, *, versions: Sequence[int] = (),
-        seen: Lineage | None = None,
+        seen: Lineage | None = None, process: int = 0,
     ) -> Fetched[HeldFragment, Tensor]:  # fmt: skip
-        fetched = super().fetch(fragment, base, learner, incarnation, versions=versions, seen=seen)
+        fetched = super().fetch(fragment, base, learner, incarnation, versions=versions, seen=seen, process=process)
         overlap, schedule = self.core.members[learner].overlap, self.core.rules.schedule
         in_flight = schedule.intervals_in_flight if overlap is None else schedule.intervals_in(overlap)
         self.ledger.fetched(fragment, base, fetched, num_due=1 + in_flight)

@@ -73,6 +73,8 @@ class Learner:
         self.witness = Witness()
         self.cut: set[str] = set()
         self.process = secrets.randbits(32) + 1
+        for raw in self.raws.values():
+            raw.process = self.process
         self._at, self._heard_at = 0, time.monotonic()
         self._is_over = threading.Event()
         self._lock = threading.RLock()

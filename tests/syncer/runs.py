@@ -91,7 +91,7 @@ class Raw:
         self.name = name
         self.layout = held or layout()
         self.connection = Connection(address, keys=keys, token=token, stall_floor_s=60.0)  # also on a busy machine
-        self.incarnation = self.boot = 0
+        self.incarnation = self.process = self.boot = 0
         self.numbers: dict[int, int] = {}
         self.heard = pb.Standing()
 
@@ -107,20 +107,21 @@ class Raw:
 
     def join(self, wanted: Layout | None = None, run: str = RUN, text: str | None = None, **fields: Any) -> None:
         held = text or json.dumps((wanted or self.layout).to_dict())
-        request = pb.JoinRequest(run=run, learner=self.name, layout=held, **fields)
+        self.process = fields.pop("process", self.process)
+        request = pb.JoinRequest(run=run, learner=self.name, layout=held, process=self.process, **fields)
         self.incarnation = self.connection.call("joins", "Join", request, pb.JoinReply).incarnation
         self.numbers = {}
         self.beat(0, 0)
 
     def beat(self, step: int = 1, tokens: int = 5, **fields: Any) -> pb.HeartbeatReply:
-        values = {"incarnation": self.incarnation, **fields}
+        values = {"incarnation": self.incarnation, "process": self.process, **fields}
         request = pb.HeartbeatRequest(run=RUN, learner=self.name, step=step, steps=step, tokens=tokens, **values)
         reply = self.connection.call("control", "Heartbeat", request, pb.HeartbeatReply)
         self.boot, self.heard = reply.lineage.boot, reply.standing
         return reply
 
     def leave(self, tokens: int = 0, **fields: Any) -> None:
-        values = {"incarnation": self.incarnation, "tokens": tokens, **fields}
+        values = {"incarnation": self.incarnation, "process": self.process, "tokens": tokens, **fields}
         request = pb.LeaveRequest(run=RUN, learner=self.name, **values)
         self.connection.call("control", "Leave", request, pb.LeaveReply)
 
@@ -130,6 +131,7 @@ class Raw:
         number = self.numbers.get(values["fragment"], 0) + 1
         values = {
             "incarnation": self.incarnation,
+            "process": self.process,
             "boot": self.boot,
             "num_bytes": num_bytes,
             "number": number,

@@ -3,15 +3,18 @@ or evicted for it."""
 
 from __future__ import annotations
 
+import json
 import os
+import resource
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import torch
 from tests.syncer.runs import RUN, Raw, layout, method, start, status_of, train, versions_of
@@ -24,7 +27,10 @@ from diloco.core.members import Deadlines
 from diloco.errors import DilocoError, RestartedError, UnreachableError
 from diloco.event_log import EventLog, read_events
 from diloco.exchange.remote import fetch_status
+from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import bytes_of
+from diloco.exchange.wire.rpc import path
+from diloco.syncer.admission import LIMITS
 from diloco.syncer.hosting import HostedDriver, SyncerDriver
 from diloco.syncer.journal import Journal
 from diloco.syncer.metrics import SyncerMetrics
@@ -123,6 +129,33 @@ def test_a_slow_disk_holds_up_no_sign_of_life(tmp_path: Path) -> None:
         driver.drain()
         assert gone.is_set()
         assert driver.ask(lambda it: it.state.versions) == (1, 0)
+
+
+def test_callers_that_wait_for_a_full_disk_leave_the_threads_of_heartbeats(tmp_path: Path) -> None:
+    """More ask to join than control calls have threads, while the kernel lets the syncer's files grow no further."""
+    num_callers, num_waiting = 2 * LIMITS["control"].threads, LIMITS["writes"].threads
+    with syncer_process(tmp_path, at_least=1) as syncer, ExitStack() as stack:
+        raw = Raw(syncer.address)
+        stack.callback(raw.connection.close)
+        raw.initialise()
+        raw.join()
+        resource.prlimit(syncer.process.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+        join = stack.enter_context(grpc.insecure_channel(syncer.address)).unary_unary(
+            path("Join"), pb.JoinRequest.SerializeToString, pb.JoinReply.FromString
+        )
+        text = json.dumps(layout().to_dict())
+        callers = [
+            join.future(pb.JoinRequest(run=RUN, learner=f"caller-{number}", layout=text))
+            for number in range(num_callers)
+        ]
+        until(
+            lambda: len(fetch_status(syncer.address, run=RUN)["learners"]) == 1 + num_waiting,  # type: ignore[arg-type]
+            "they do not wait for the disk",
+        )
+        raw.beat()
+        assert not any(caller.done() for caller in callers)
+        resource.prlimit(syncer.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        assert [caller.result(timeout=60).incarnation for caller in callers] == [1] * num_callers
 
 
 def test_ledgers_stored_at_any_moment_agree_with_the_versions(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import math
 import weakref
 from collections.abc import Callable, Iterator
@@ -126,6 +127,17 @@ BAD: dict[str, tuple[Callable[[Raw], Any], type[errors.DilocoError], str]] = {
     "heartbeat of -1 seconds": (lambda raw: raw.beat(step_s=-1.0), errors.PayloadError, "-1.0 s"),
     "heartbeat of 1e300 seconds": (lambda raw: raw.beat(step_s=1e300), errors.PayloadError, "no duration"),
     "too many versions": (lambda raw: raw.beat(versions=[0, 0, 0]), errors.PayloadError, "3 fragments"),
+    "heartbeat of a megabyte": (
+        lambda raw: raw.beat(versions=[0] * 2**20), errors.CorruptPayloadError,
+        r"HeartbeatRequest of \d+ bytes .* may have 262144",
+    ),
+    "goodbye of a megabyte": (
+        lambda raw: raw.leave(seen=pb.Lineage(run_id="0" * 2**20)), errors.CorruptPayloadError, "may have 262144",
+    ),
+    "watch of a megabyte": (
+        lambda raw: list(raw.connection.watch("control", pb.WatchRequest(run="x" * 2**20))),
+        errors.CorruptPayloadError, "may have 262144",
+    ),
     "push after step 2^63": (lambda raw: raw.push(good(), step=2**63), errors.PayloadError, "inner step"),
     "push of more steps than taken": (lambda raw: raw.push(good(), steps=3), errors.PayloadError, "3 steps of work"),
     "push of 2^63 tokens": (
@@ -185,6 +197,10 @@ def test_an_initial_model_with_absurd_numbers_is_refused(fields: dict[str, Any],
     raw.initialise(step=100, tokens=10**14)
     assert position(syncer) == (100, 10**14)
     raw.connection.close()
+
+
+def test_a_layout_may_be_longer_than_other_control_calls(syncer: Syncer, raw: Raw) -> None:
+    raw.join(text=json.dumps(layout().to_dict()) + " " * 2**20)
 
 
 def test_steps_do_not_run_back_but_in_a_new_incarnation(syncer: Syncer, raw: Raw) -> None:

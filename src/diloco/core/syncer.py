@@ -195,8 +195,8 @@ class SyncerCore:
         return incarnation, actions + self._look_again(now)
 
     def check(self, learner: str, incarnation: int, process: int | None = None) -> None:
-        """Check that this incarnation is a member. `process`: whose it is; None: not said. In a run that has gone back,
-        another process may have been given the same number since.
+        """Check that this incarnation is a member. `process`: whose it is; None: that was checked before. In a run that
+        has gone back, another process may have been given the same number since.
 
         Raises:
             StaleIncarnationError: it was evicted or replaced.

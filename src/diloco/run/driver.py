@@ -163,13 +163,13 @@ class Driver(Generic[H, S, P]):
 
     def fetch(
         self, fragment: int, base: int, learner: str = "", incarnation: int = 0, *, versions: Sequence[int] = (),
-        seen: Lineage | None = None,
+        seen: Lineage | None = None, process: int = 0,
     ) -> Fetched[H, P]:  # fmt: skip
         """The update that follows version `base`, or the newest whole fragment where that is not kept.
 
         Arguments:
             learner, incarnation: for which it is; "": a viewer.
-            versions, seen: as in `heartbeat`.
+            versions, seen, process: as in `heartbeat`.
 
         Raises:
             LayoutError: no such fragment. NotInitialisedError: there is no model yet. StaleIncarnationError,
@@ -177,7 +177,7 @@ class Driver(Generic[H, S, P]):
         """
         if learner:
             self._require_line(seen)
-            self.core.check(learner, incarnation)
+            self.core.check(learner, incarnation, process)
             sense.check_versions(learner, len(versions), len(self.state.versions))
             self._require_line(seen, versions)
         fetched = self.state.model.fetch(fragment, base)
@@ -289,9 +289,9 @@ class Driver(Generic[H, S, P]):
         self._writes.record(self._clock.now_s(), partial(done, incarnation))
         self._execute(actions)
 
-    def check(self, learner: str, incarnation: int) -> None:
-        """Raises StaleIncarnationError unless this incarnation is part of the run."""
-        self.core.check(learner, incarnation)
+    def check(self, learner: str, incarnation: int, process: int | None = None) -> None:
+        """As `SyncerCore.check`."""
+        self.core.check(learner, incarnation, process)
 
     def _require_line(self, seen: Lineage | None, versions: Sequence[int] = ()) -> None:
         """Check that a learner can follow this syncer, and that the versions that it holds are part of the run.
@@ -317,12 +317,12 @@ class Driver(Generic[H, S, P]):
         self, learner: str, incarnation: int, *, step: int, steps: int, tokens: int, step_s: float | None,
         waiting: bool, finished: bool = False, blocked_with: Sequence[int] = (), versions: Sequence[int] = (),
         confirmed: Sequence[int] = (), seen: Lineage | None = None, earlier_tokens: int = 0,
-        process: int | None = None,
+        process: int = 0,
     ) -> Standing:  # fmt: skip
         """A heartbeat; returns the learner's standing.
 
         Arguments:
-            process: as in `SyncerCore.check`.
+            process: whose incarnation it is, as it said when it joined.
             versions: the newest that the learner has, by fragment.
             seen: the syncer that it has them from, and that has all contributions of a learner that has `finished` or
                 is blocked: another one may lack some, so that the learner is neither. None: it follows none yet.
@@ -364,7 +364,7 @@ class Driver(Generic[H, S, P]):
         Arguments:
             incarnation: 0: all that its process knows of are out, and what is to be counted are its tokens.
             tokens, earlier_tokens: trained by this incarnation, and by earlier ones of its process.
-            seen: what the learner follows.
+            seen: what the learner follows. process: as in `heartbeat`.
 
         Raises:
             StaleIncarnationError: the incarnation is out, or the process is not the newest of its name. PayloadError:
@@ -373,7 +373,7 @@ class Driver(Generic[H, S, P]):
         core, now_s = self.core, self._clock.now_s()
         self._require_line(seen)
         if incarnation:
-            core.check(learner, incarnation)
+            core.check(learner, incarnation, process)
         member = core.members.get(learner)
         for each in (tokens, earlier_tokens):
             sense.check_tokens(learner, each, core.step, None if member is None else member.tokens_per_step)
@@ -389,19 +389,20 @@ class Driver(Generic[H, S, P]):
 
     @event
     def lease(
-        self, learner: str, incarnation: int, ask: Ask, done: Callable[[Grant], None], *, seen: Lineage | None = None
+        self, learner: str, incarnation: int, ask: Ask, done: Callable[[Grant], None], *, seen: Lineage | None = None,
+        process: int = 0,
     ) -> None:  # fmt: skip
         """A learner asks for units of the run's data. `done`: called with them once their lease is durable.
 
         Arguments:
-            seen: what the learner follows.
+            seen: what the learner follows. process: as in `heartbeat`.
 
         Raises:
             StaleIncarnationError: the incarnation is out. ConfigError: it has other data than the run.
             PayloadError: the request makes no sense. LineageError, UnknownRunError: it has followed a later state.
         """
         self._require_line(seen)
-        self.core.check(learner, incarnation)
+        self.core.check(learner, incarnation, process)
         sense.check_ask(learner, ask)
         now_s, tokens_before = self._clock.now_s(), self.state.initial_tokens
         grant, actions = self.core.lease(now_s, learner, incarnation, ask, tokens_before=tokens_before)
@@ -411,21 +412,21 @@ class Driver(Generic[H, S, P]):
     @event
     def connected(
         self, learner: str, incarnation: int, connection: ConnectionPort, *, versions: Sequence[int] = (),
-        seen: Lineage | None = None,
+        seen: Lineage | None = None, process: int = 0,
     ) -> None:  # fmt: skip
         """A learner has opened a connection. Its standing is sent at once, and whenever it changes.
 
         Learners that wait for others before they start are sent theirs too.
 
         Arguments:
-            versions, seen: as in `heartbeat`.
+            versions, seen, process: as in `heartbeat`.
 
         Raises:
             StaleIncarnationError, LineageError, UnknownRunError: as `heartbeat`. PayloadError: more versions than
                 fragments.
         """
         self._require_line(seen)
-        self.core.check(learner, incarnation)
+        self.core.check(learner, incarnation, process)
         sense.check_versions(learner, len(versions), len(self.state.versions))
         self._require_line(seen, versions)
         self._connections.opened(learner, incarnation, connection)
@@ -442,7 +443,7 @@ class Driver(Generic[H, S, P]):
 
     @event
     def begin_push(
-        self, contribution: Contribution, num_bytes: int, *, boot: int, span: Span | None = None
+        self, contribution: Contribution, num_bytes: int, *, boot: int, span: Span | None = None, process: int = 0
     ) -> Upload[S]:
         """Begin the upload of a contribution with a payload of this size: check it, and make room.
 
@@ -450,6 +451,7 @@ class Driver(Generic[H, S, P]):
             boot: the driver that it is meant for.
             span: the part of the payload that is uploaded; None: all of it. The contribution has arrived once all of
                 its parts have.
+            process: as in `heartbeat`.
 
         Raises:
             RestartedError: another driver than this one, which may lack what that one had acknowledged.
@@ -463,7 +465,7 @@ class Driver(Generic[H, S, P]):
             raise RestartedError(
                 "the syncer was started again; what it has not given a verdict on is sent again, the oldest first."
             )
-        self.core.check(c.learner, c.incarnation)
+        self.core.check(c.learner, c.incarnation, process)
         sense.check_contribution(c, self.core.step, self.core.members[c.learner].tokens_per_step)
         self.state.model.held(c.fragment)
         fragment = self.state.model.layout.fragments[c.fragment]
@@ -579,14 +581,17 @@ class Driver(Generic[H, S, P]):
             relay.took(self._clock.now_s(), learner, process, number)
 
     @event
-    def begin_share(self, learner: str, incarnation: int, *, number: int, digest: str, num_bytes: int) -> None:
-        """The learner that was asked begins to upload its inner state: check it, and make room.
+    def begin_share(
+        self, learner: str, incarnation: int, *, number: int, digest: str, num_bytes: int, process: int = 0
+    ) -> None:  # fmt: skip
+        """The learner that was asked begins to upload its inner state: check it, and make room. `process`: as in
+        `heartbeat`.
 
         Raises:
             StaleIncarnationError: the incarnation is out. NoRoomError: there is none.
             PayloadError: it was not asked, or its state cannot be the joiner's.
         """
-        self.core.check(learner, incarnation)
+        self.core.check(learner, incarnation, process)
         sense.check_healing(learner, digest)
         self._inner.began(self._clock.now_s(), learner, incarnation, number, digest, num_bytes)
 
@@ -605,13 +610,13 @@ class Driver(Generic[H, S, P]):
                 relay.completed(self._clock.now_s(), learner, incarnation, number, sha256)
 
     @event
-    def decline_share(self, learner: str, incarnation: int, *, number: int, reason: str) -> None:
-        """The learner that was asked cannot give its inner state.
+    def decline_share(self, learner: str, incarnation: int, *, number: int, reason: str, process: int = 0) -> None:
+        """The learner that was asked cannot give its inner state. `process`: as in `heartbeat`.
 
         Raises:
             StaleIncarnationError: the incarnation is out. PayloadError: it was not asked.
         """
-        self.core.check(learner, incarnation)
+        self.core.check(learner, incarnation, process)
         sense.check_refusal(learner, reason)
         with self._inner.event() as relay:
             relay.declined(self._clock.now_s(), learner, incarnation, number, reason)

@@ -21,7 +21,7 @@ from diloco.errors import UnreachableError
 from diloco.exchange.wire.rpc import abort, path
 from diloco.syncer.callers import UNKNOWN, Caller
 
-Kind = Literal["control", "watches", "transfers", "standby"]
+Kind = Literal["control", "writes", "watches", "transfers", "standby"]
 Call = Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[bytes]]
 
 
@@ -40,11 +40,13 @@ class Limits:
 
 LIMITS: Mapping[Kind, Limits] = {
     "control": Limits(64, 512),
+    "writes": Limits(64, 512),
     "watches": Limits(512, 512),
     "transfers": Limits(256, 256),
     "standby": Limits(8, 16),
 }
-"""Calls of "control" are short, and each learner has one "watch" as long as it trains."""
+"""Calls of "control" are short. Those of "writes" (Join, Lease, Leave) are answered once the disk has what they change,
+however long it refuses that. Each learner has one "watch" as long as it trains."""
 
 BOUND_SHARE, SHARE = 4, 2
 """A caller that speaks for one learner has a quarter of the threads at most, and another one, such as a viewer or a

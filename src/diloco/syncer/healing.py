@@ -55,12 +55,18 @@ class HealingService:
         learner, incarnation, number = header.learner, header.incarnation, header.number
         if header.refusal:
             reason = header.refusal
-            self._driver.ask(lambda driver: driver.decline_share(learner, incarnation, number=number, reason=reason))
+            self._driver.ask(
+                lambda driver: driver.decline_share(
+                    learner, incarnation, number=number, reason=reason, process=header.process
+                )
+            )
             yield pb.ShareReply()
             return
         digest, num_bytes = header.digest, header.num_bytes
         self._driver.ask(
-            lambda driver: driver.begin_share(learner, incarnation, number=number, digest=digest, num_bytes=num_bytes)
+            lambda driver: driver.begin_share(
+                learner, incarnation, number=number, digest=digest, num_bytes=num_bytes, process=header.process
+            )
         )
         sha256 = None
         try:

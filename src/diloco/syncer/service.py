@@ -31,7 +31,7 @@ from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import bytes_of, filling, read_header, streamed
 from diloco.exchange.wire.incoming import Progress, start_of
 from diloco.exchange.wire.outgoing import Acknowledged
-from diloco.exchange.wire.rpc import abort
+from diloco.exchange.wire.rpc import MAX_CONTROL_BYTES, MAX_MESSAGE_BYTES, abort
 from diloco.run import sense
 from diloco.run.run_state import require_run
 from diloco.run.uploads import Upload
@@ -123,12 +123,12 @@ class Service:
         return Admission(
             {
                 "Describe": ("control", self._unary("Describe", self.describe, pb.DescribeRequest)),
-                "Join": ("control", self._unary("Join", self.join, pb.JoinRequest)),
+                "Join": ("writes", self._unary("Join", self.join, pb.JoinRequest, "writes", MAX_MESSAGE_BYTES)),
                 "Heartbeat": ("control", self._unary("Heartbeat", self.heartbeat, pb.HeartbeatRequest)),
-                "Lease": ("control", self._unary("Lease", self.lease, pb.LeaseRequest)),
+                "Lease": ("writes", self._unary("Lease", self.lease, pb.LeaseRequest, "writes")),
                 "Vote": ("control", self._unary("Vote", self.vote, pb.VoteRequest)),
                 "Promote": ("control", self._unary("Promote", self.promote, pb.PromoteRequest)),
-                "Leave": ("control", self._unary("Leave", self.leave, pb.LeaveRequest)),
+                "Leave": ("writes", self._unary("Leave", self.leave, pb.LeaveRequest, "writes")),
                 "Status": ("control", self._unary("Status", self.status, pb.StatusRequest)),
                 "Watch": ("watches", self._answered("Watch", "watches", self.watch, pb.WatchRequest)),
                 "Pull": ("transfers", self._both("Pull", self.pull, pb.PullRequest)),
@@ -191,7 +191,7 @@ class Service:
                 step_s=request.step_s or None, waiting=request.waiting, finished=request.finished,
                 blocked_with=tuple(request.blocked_with), versions=tuple(request.versions),
                 confirmed=tuple(request.confirmed), seen=seen_of(request), earlier_tokens=request.earlier_tokens,
-                process=request.process or None,
+                process=request.process,
             )  # fmt: skip
             lineage = lineage_message(driver.lineage)
             return pb.HeartbeatReply(lineage=lineage, standing=standing_message(standing), proposal=proposal)
@@ -203,7 +203,7 @@ class Service:
         ask, seen = ask_of(request), seen_of(request)
 
         def lease(driver: SyncerDriver, done: Callable[[Grant], None]) -> None:
-            driver.lease(request.learner, request.incarnation, ask, done, seen=seen)
+            driver.lease(request.learner, request.incarnation, ask, done, seen=seen, process=request.process)
 
         return lease_reply(self._driver.wait_for(lease, context))
 
@@ -241,7 +241,11 @@ class Service:
         learner, incarnation = request.learner, request.incarnation
         stream = WatchStream(self._driver.ask(lambda driver: driver.lineage))
         seen, versions = seen_of(request), tuple(request.versions)
-        self._driver.ask(lambda driver: driver.connected(learner, incarnation, stream, versions=versions, seen=seen))
+        self._driver.ask(
+            lambda driver: driver.connected(
+                learner, incarnation, stream, versions=versions, seen=seen, process=request.process
+            )
+        )
         if not context.add_callback(stream.end):  # the connection is gone already
             stream.end()
         try:
@@ -281,7 +285,9 @@ class Service:
         span = (header.start, header.stop) if header.stop else None
 
         def begin(driver: SyncerDriver) -> Upload[Slot]:
-            return driver.begin_push(contribution, header.num_bytes, boot=header.boot, span=span)
+            return driver.begin_push(
+                contribution, header.num_bytes, boot=header.boot, span=span, process=header.process
+            )
 
         push = self._driver.ask(begin)
         start, stop = push.room
@@ -322,15 +328,16 @@ class Service:
         lineage = lineage_message(self._driver.ask(lambda driver: driver.lineage))
         if request.WhichOneof("part") == "static":
             if learner:
-                self._driver.ask(lambda driver: driver.check(learner, incarnation))
+                self._driver.ask(lambda driver: driver.check(learner, incarnation, request.process))
             static = memoryview(self._driver.ask(lambda driver: driver.state.model.static))
             header = pb.PullHeader(lossless=True, num_bytes=len(static), lineage=lineage)
             yield from self._send(request, kind, header, [static], stream, context)
             return
         seen, versions = seen_of(request), tuple(request.versions)
+        process = request.process
         fetched = self._driver.ask(
             lambda driver: driver.fetch(
-                request.fragment, request.base, learner, incarnation, seen=seen, versions=versions
+                request.fragment, request.base, learner, incarnation, seen=seen, versions=versions, process=process
             )
         )
         update, held, outer = fetched.update, fetched.held, memoryview(b"")
@@ -396,13 +403,16 @@ class Service:
 
     # --- helpers ------------------------------------------------------------------------------------------------------
 
-    def _unary(self, name: str, handler: Callable[[Caller, M, grpc.ServicerContext], Message], kind: type[M]) -> Call:
-        """One request, one reply."""
+    def _unary(
+        self, name: str, handler: Callable[[Caller, M, grpc.ServicerContext], Message], request: type[M],
+        kind: Kind = "control", most_bytes: int = MAX_CONTROL_BYTES,
+    ) -> Call:  # fmt: skip
+        """One request of at most so many bytes, one reply."""
 
         def call(stream: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-            with self._known(name, "control", context) as caller:
-                request = read_header(self._messages(stream, caller, context), kind)
-                yield handler(caller, request, context).SerializeToString()
+            with self._known(name, kind, context) as caller:
+                found = read_header(self._messages(stream, caller, context), request, most_bytes)
+                yield handler(caller, found, context).SerializeToString()
 
         return call
 
@@ -413,7 +423,7 @@ class Service:
 
         def call(stream: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
             with self._known(name, kind, context) as caller, self._calls.open(name, caller, context):
-                found = read_header(self._messages(stream, caller, context), request)
+                found = read_header(self._messages(stream, caller, context), request, MAX_CONTROL_BYTES)
                 yield from self._deadlines.replies(_serialized(handler(caller, found, context)), caller.name, context)
 
         return call

@@ -109,7 +109,7 @@ class Sharer:
         who = self._who()
         return pb.ShareHeader(
             run=who.run, learner=who.learner, incarnation=who.incarnation, number=number, digest=digest,
-            num_bytes=num_bytes, refusal=refusal,
+            num_bytes=num_bytes, refusal=refusal, process=who.process,
         )  # fmt: skip
 
     def _start(self, number: int, send: Callable[[], object]) -> None:

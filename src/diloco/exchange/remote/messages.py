@@ -27,6 +27,7 @@ def push_header(push: requests.Push) -> pb.PushHeader:
     return pb.PushHeader(
         run=push.who.run,
         learner=c.learner,
+        process=push.who.process,
         incarnation=c.incarnation,
         fragment=c.fragment,
         number=c.number,
@@ -51,6 +52,7 @@ def pull_request(fetch: requests.Fetch) -> pb.PullRequest:
     request = pb.PullRequest(
         run=who.run,
         learner=who.learner,
+        process=who.process,
         incarnation=who.incarnation,
         base=fetch.base,
         joining=fetch.joining,
@@ -118,6 +120,7 @@ def lease_request(lease: requests.Lease) -> pb.LeaseRequest:
     return pb.LeaseRequest(
         run=who.run,
         learner=who.learner,
+        process=who.process,
         incarnation=who.incarnation,
         number=ask.number,
         num_units=ask.num_units,
@@ -146,6 +149,7 @@ def watch_request(watch: requests.Watch) -> pb.WatchRequest:
     return pb.WatchRequest(
         run=who.run,
         learner=who.learner,
+        process=who.process,
         incarnation=who.incarnation,
         seen=lineage_message(watch.seen),
         versions=[max(version, 0) for version in watch.versions],

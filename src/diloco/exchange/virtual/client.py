@@ -232,15 +232,19 @@ class SessionClient:
                     seen=seen,
                 )
             case requests.Fetch(who=who, fragment=None):
-                driver.check(who.learner, who.incarnation)
+                driver.check(who.learner, who.incarnation, who.process)
                 reply((driver.lineage, driver.state.model.static), len(driver.state.model.static))
             case requests.Fetch(who=who, fragment=int(fragment), base=base):
-                seen, versions = call.seen, call.versions
-                fetched = driver.fetch(fragment, base, who.learner, who.incarnation, seen=seen, versions=versions)
+                fetched = driver.fetch(
+                    fragment, base, who.learner, who.incarnation, seen=call.seen, versions=call.versions,
+                    process=who.process,
+                )  # fmt: skip
                 reply((driver.lineage, fetched), self._replicas.num_bytes(fetched))
             case requests.Watch(who=who):
                 stream = _Stream(self, self._wire, open_, driver.lineage)
-                driver.connected(who.learner, who.incarnation, stream, versions=call.versions, seen=call.seen)
+                driver.connected(
+                    who.learner, who.incarnation, stream, versions=call.versions, seen=call.seen, process=who.process
+                )
                 self._wire.on_break(call, lambda: driver.disconnected(who.learner, who.incarnation, stream))
             case requests.Beat(who=who, report=report):
                 standing = driver.heartbeat(
@@ -251,7 +255,7 @@ class SessionClient:
                 )  # fmt: skip
                 reply((driver.lineage, standing, proposal))
             case requests.Lease(who=who, ask=ask):
-                driver.lease(who.learner, who.incarnation, ask, reply, seen=call.seen)
+                driver.lease(who.learner, who.incarnation, ask, reply, seen=call.seen, process=who.process)
             case requests.Leave(who=who, tokens=tokens, earlier_tokens=earlier_tokens):
                 driver.leave(
                     who.learner, who.incarnation, reply, tokens=tokens, earlier_tokens=earlier_tokens,
@@ -270,7 +274,8 @@ class SessionClient:
         def begin(door: Door) -> None:
             try:
                 driver = door.driver
-                self._pushes[open_] = driver, driver.begin_push(c, payload.numel(), boot=call.boot)
+                push = driver.begin_push(c, payload.numel(), boot=call.boot, process=call.who.process)
+                self._pushes[open_] = driver, push
             except DilocoError as error:
                 reply(error)
             else:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from diloco.core.memory import room
 from diloco.errors import ConfigError, CorruptPayloadError, translated
+from diloco.exchange.wire.rpc import MAX_MESSAGE_BYTES
 from diloco.exchange.wire.window import LONGEST_CHUNK_BYTES
 from diloco.plain_json import MALFORMED
 
@@ -127,16 +128,21 @@ def parse(kind: type[H], data: bytes) -> H:
         ) from error
 
 
-def read_header(stream: Iterator[bytes], kind: type[H]) -> H:
-    """The first message of a stream.
+def read_header(stream: Iterator[bytes], kind: type[H], most_bytes: int = MAX_MESSAGE_BYTES) -> H:
+    """The first message of a stream. `most_bytes`: a longer one is not parsed.
 
     Raises:
-        CorruptPayloadError: there is none, or it is not a `kind`.
+        CorruptPayloadError: there is none, it is too long, or not a `kind`.
     """
     try:
         first = next(stream)
     except StopIteration as error:
         raise CorruptPayloadError("the stream ended before its header; send it again.") from error
+    if len(first) > most_bytes:
+        raise CorruptPayloadError(
+            f"a {kind.DESCRIPTOR.name} of {len(first)} bytes is not read, and one may have {most_bytes} at most; is the "
+            "other side of another version?"
+        )
     return parse(kind, first)
 
 

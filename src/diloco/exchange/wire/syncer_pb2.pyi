@@ -127,7 +127,7 @@ class UnitSet(_message.Message):
     def __init__(self, ranges: _Optional[_Iterable[_Union[Units, _Mapping]]] = ...) -> None: ...
 
 class LeaseRequest(_message.Message):
-    __slots__ = ("run", "learner", "incarnation", "number", "num_units", "data_units", "data_passes", "data_digest", "unit_tokens", "claim", "seen")
+    __slots__ = ("run", "learner", "incarnation", "number", "num_units", "data_units", "data_passes", "data_digest", "unit_tokens", "claim", "seen", "process")
     RUN_FIELD_NUMBER: _ClassVar[int]
     LEARNER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -139,6 +139,7 @@ class LeaseRequest(_message.Message):
     UNIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CLAIM_FIELD_NUMBER: _ClassVar[int]
     SEEN_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
     run: str
     learner: str
     incarnation: int
@@ -150,7 +151,8 @@ class LeaseRequest(_message.Message):
     unit_tokens: int
     claim: _containers.RepeatedCompositeFieldContainer[UnitSet]
     seen: Lineage
-    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., number: _Optional[int] = ..., num_units: _Optional[int] = ..., data_units: _Optional[int] = ..., data_passes: _Optional[int] = ..., data_digest: _Optional[str] = ..., unit_tokens: _Optional[int] = ..., claim: _Optional[_Iterable[_Union[UnitSet, _Mapping]]] = ..., seen: _Optional[_Union[Lineage, _Mapping]] = ...) -> None: ...
+    process: int
+    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., number: _Optional[int] = ..., num_units: _Optional[int] = ..., data_units: _Optional[int] = ..., data_passes: _Optional[int] = ..., data_digest: _Optional[str] = ..., unit_tokens: _Optional[int] = ..., claim: _Optional[_Iterable[_Union[UnitSet, _Mapping]]] = ..., seen: _Optional[_Union[Lineage, _Mapping]] = ..., process: _Optional[int] = ...) -> None: ...
 
 class LeaseReply(_message.Message):
     __slots__ = ("units", "claimed")
@@ -169,7 +171,7 @@ class Discard(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class PushHeader(_message.Message):
-    __slots__ = ("run", "learner", "incarnation", "fragment", "round", "base", "tokens", "steps", "trained", "discarded", "num_bytes", "step", "part", "tensors", "number", "boot", "start", "stop", "units", "overwritten", "resumes")
+    __slots__ = ("run", "learner", "incarnation", "fragment", "round", "base", "tokens", "steps", "trained", "discarded", "num_bytes", "step", "part", "tensors", "number", "boot", "start", "stop", "units", "overwritten", "resumes", "process")
     RUN_FIELD_NUMBER: _ClassVar[int]
     LEARNER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -191,6 +193,7 @@ class PushHeader(_message.Message):
     UNITS_FIELD_NUMBER: _ClassVar[int]
     OVERWRITTEN_FIELD_NUMBER: _ClassVar[int]
     RESUMES_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
     run: str
     learner: str
     incarnation: int
@@ -212,7 +215,8 @@ class PushHeader(_message.Message):
     units: _containers.RepeatedCompositeFieldContainer[Units]
     overwritten: _containers.RepeatedCompositeFieldContainer[Units]
     resumes: bool
-    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., fragment: _Optional[int] = ..., round: _Optional[int] = ..., base: _Optional[int] = ..., tokens: _Optional[int] = ..., steps: _Optional[int] = ..., trained: _Optional[int] = ..., discarded: _Optional[_Iterable[_Union[Discard, _Mapping]]] = ..., num_bytes: _Optional[int] = ..., step: _Optional[int] = ..., part: _Optional[bool] = ..., tensors: _Optional[_Iterable[int]] = ..., number: _Optional[int] = ..., boot: _Optional[int] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ..., units: _Optional[_Iterable[_Union[Units, _Mapping]]] = ..., overwritten: _Optional[_Iterable[_Union[Units, _Mapping]]] = ..., resumes: _Optional[bool] = ...) -> None: ...
+    process: int
+    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., fragment: _Optional[int] = ..., round: _Optional[int] = ..., base: _Optional[int] = ..., tokens: _Optional[int] = ..., steps: _Optional[int] = ..., trained: _Optional[int] = ..., discarded: _Optional[_Iterable[_Union[Discard, _Mapping]]] = ..., num_bytes: _Optional[int] = ..., step: _Optional[int] = ..., part: _Optional[bool] = ..., tensors: _Optional[_Iterable[int]] = ..., number: _Optional[int] = ..., boot: _Optional[int] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ..., units: _Optional[_Iterable[_Union[Units, _Mapping]]] = ..., overwritten: _Optional[_Iterable[_Union[Units, _Mapping]]] = ..., resumes: _Optional[bool] = ..., process: _Optional[int] = ...) -> None: ...
 
 class PushReply(_message.Message):
     __slots__ = ("received",)
@@ -229,7 +233,7 @@ class Segments(_message.Message):
     def __init__(self, first: _Optional[int] = ..., stop: _Optional[int] = ...) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("run", "learner", "incarnation", "fragment", "static", "base", "joining", "segments", "seen", "versions", "kept")
+    __slots__ = ("run", "learner", "incarnation", "fragment", "static", "base", "joining", "segments", "seen", "versions", "kept", "process")
     RUN_FIELD_NUMBER: _ClassVar[int]
     LEARNER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -241,6 +245,7 @@ class PullRequest(_message.Message):
     SEEN_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     KEPT_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
     run: str
     learner: str
     incarnation: int
@@ -252,7 +257,8 @@ class PullRequest(_message.Message):
     seen: Lineage
     versions: _containers.RepeatedScalarFieldContainer[int]
     kept: Kept
-    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., fragment: _Optional[int] = ..., static: _Optional[bool] = ..., base: _Optional[int] = ..., joining: _Optional[bool] = ..., segments: _Optional[_Union[Segments, _Mapping]] = ..., seen: _Optional[_Union[Lineage, _Mapping]] = ..., versions: _Optional[_Iterable[int]] = ..., kept: _Optional[_Union[Kept, _Mapping]] = ...) -> None: ...
+    process: int
+    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., fragment: _Optional[int] = ..., static: _Optional[bool] = ..., base: _Optional[int] = ..., joining: _Optional[bool] = ..., segments: _Optional[_Union[Segments, _Mapping]] = ..., seen: _Optional[_Union[Lineage, _Mapping]] = ..., versions: _Optional[_Iterable[int]] = ..., kept: _Optional[_Union[Kept, _Mapping]] = ..., process: _Optional[int] = ...) -> None: ...
 
 class Kept(_message.Message):
     __slots__ = ("version", "lossless", "digest", "payload_bytes", "num_bytes", "checksum")
@@ -347,18 +353,20 @@ class Standing(_message.Message):
     def __init__(self, step: _Optional[int] = ..., start_step: _Optional[int] = ..., run_tokens: _Optional[int] = ..., num_live: _Optional[int] = ..., sync_every: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., calls: _Optional[_Iterable[_Union[Call, _Mapping]]] = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., drained: _Optional[bool] = ..., order: _Optional[int] = ..., inner_wanted: _Optional[int] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
-    __slots__ = ("run", "learner", "incarnation", "seen", "versions")
+    __slots__ = ("run", "learner", "incarnation", "seen", "versions", "process")
     RUN_FIELD_NUMBER: _ClassVar[int]
     LEARNER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     SEEN_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
     run: str
     learner: str
     incarnation: int
     seen: Lineage
     versions: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., seen: _Optional[_Union[Lineage, _Mapping]] = ..., versions: _Optional[_Iterable[int]] = ...) -> None: ...
+    process: int
+    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., seen: _Optional[_Union[Lineage, _Mapping]] = ..., versions: _Optional[_Iterable[int]] = ..., process: _Optional[int] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("lineage", "standing")
@@ -503,7 +511,7 @@ class HealReply(_message.Message):
     def __init__(self, state: _Optional[str] = ..., number: _Optional[int] = ..., num_bytes: _Optional[int] = ..., sha256: _Optional[str] = ..., peer: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class ShareHeader(_message.Message):
-    __slots__ = ("run", "learner", "incarnation", "number", "digest", "num_bytes", "refusal")
+    __slots__ = ("run", "learner", "incarnation", "number", "digest", "num_bytes", "refusal", "process")
     RUN_FIELD_NUMBER: _ClassVar[int]
     LEARNER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -511,6 +519,7 @@ class ShareHeader(_message.Message):
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
     run: str
     learner: str
     incarnation: int
@@ -518,7 +527,8 @@ class ShareHeader(_message.Message):
     digest: str
     num_bytes: int
     refusal: str
-    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., number: _Optional[int] = ..., digest: _Optional[str] = ..., num_bytes: _Optional[int] = ..., refusal: _Optional[str] = ...) -> None: ...
+    process: int
+    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., number: _Optional[int] = ..., digest: _Optional[str] = ..., num_bytes: _Optional[int] = ..., refusal: _Optional[str] = ..., process: _Optional[int] = ...) -> None: ...
 
 class ShareReply(_message.Message):
     __slots__ = ("received",)
