@@ -32,6 +32,7 @@ from diloco.syncer.repair import repair
 from diloco.syncer.server import Options, Syncer
 from diloco.syncer.store import Store
 from diloco.syncer.targets import open_target
+from diloco.whole_files import hidden_name
 
 
 def make(path: Path, versions: int = 3) -> None:
@@ -196,10 +197,12 @@ def test_what_cannot_be_a_snapshot_or_a_way_back_is_said(tmp_path: Path) -> None
     ):
         restore(target, tmp_path / "new")
     assert sorted(each.name for each in tmp_path.iterdir()) == ["backups", "run"]
+    (tmp_path / hidden_name("new") / "tensors").mkdir(parents=True)  # a restore that was killed
     with pytest.raises(ConfigError, match="is there already"):
         restore(target, run)
     back_up(run, target, 3)  # writes the damaged file again
     restore(target, tmp_path / "new")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["backups", "new", "run"]
     flip(0.5)(next((run / "tensors").glob("f00000-v000000004-*")))
     names = target.names("snapshots")
     with pytest.raises(StoreError, match=r"f00000-v000000004-\S+ .*is damaged"):

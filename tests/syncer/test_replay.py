@@ -16,7 +16,7 @@ from tests.syncer.runs import RUN, method, start, train, versions_of
 
 import diloco
 from diloco.cli import main
-from diloco.syncer.journal_files import JournalFiles, part_paths
+from diloco.syncer.journal_files import JournalFiles, PayloadFiles, part_paths
 from diloco.syncer.journal_reader import JournalReader
 
 RUN_FILE = """
@@ -226,6 +226,14 @@ def test_contributions_may_be_recorded_from_a_later_start_on(
 
 
 # --- the files --------------------------------------------------------------------------------------------------------
+
+
+def test_payloads_that_were_half_written_at_a_kill_are_removed(tmp_path: Path) -> None:
+    payloads = tmp_path / "journal" / "payloads"
+    assert PayloadFiles(tmp_path)("payload-1", [memoryview(b"whole")])
+    (payloads / ".tmp-payload-2-77").write_bytes(b"half")
+    assert PayloadFiles(tmp_path)("payload-3", [memoryview(b"whole")])
+    assert sorted(each.name for each in payloads.iterdir()) == ["payload-1", "payload-3"]
 
 
 def entries_of(state_dir: Path) -> list[str]:

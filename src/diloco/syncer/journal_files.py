@@ -179,11 +179,14 @@ class JournalFiles:
 
 
 class PayloadFiles:
-    """Keeps payloads beside a journal (`payloads.Keep`), each durable when it is kept. Any thread may call it."""
+    """Keeps payloads beside a journal (`payloads.Keep`), each durable when it is kept. Any thread may call it, of the
+    one process that has the state directory's lock."""
 
     def __init__(self, state_dir: Path) -> None:
         self._directory = state_dir / DIRECTORY / PAYLOADS
         self._is_refused = False
+        for half_written in self._directory.glob(f"{TEMPORARY_PREFIX}*"):
+            half_written.unlink(missing_ok=True)
 
     def __call__(self, name: str, parts: Sequence[memoryview]) -> bool:
         """Keep a payload. Returns whether the disk took it; the run goes on without."""

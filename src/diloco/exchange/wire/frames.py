@@ -140,7 +140,7 @@ def read_header(stream: Iterator[bytes], kind: type[H], most_bytes: int = MAX_ME
         raise CorruptPayloadError("the stream ended before its header; send it again.") from error
     if len(first) > most_bytes:
         raise CorruptPayloadError(
-            f"a {kind.DESCRIPTOR.name} of {len(first)} bytes is not read, and one may have {most_bytes} at most; is the "
+            f"a {kind.DESCRIPTOR.name} of {len(first)} bytes is not read, and it may have {most_bytes} at most; is the "
             "other side of another version?"
         )
     return parse(kind, first)
