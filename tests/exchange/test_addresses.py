@@ -61,7 +61,8 @@ def test_a_learner_that_was_given_up_joins_over_the_other_address(tmp_path: Path
         exchange = diloco.connect(f"{first.address},{syncer.address}", run=RUN, learner="a", initialise=True)
         with living(exchange) as life:
             until(lambda: life.step > 5, "it does not train")
-            syncer.driver.ask(lambda driver: driver.leave("a", 1, lambda: None, tokens=0))
+            process = syncer.driver.ask(lambda driver: driver.core.accounting.accounts["a"].process)
+            syncer.driver.ask(lambda driver: driver.leave("a", 1, lambda: None, tokens=0, process=process))
             first.close()
             until(lambda: status_of(syncer)["learners"].get("a", {}).get("incarnation") == 2, "it does not join again")
             step = life.step

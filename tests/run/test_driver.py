@@ -631,6 +631,19 @@ def test_a_late_goodbye_is_answered_once_its_tokens_are_durable() -> None:
         scene.driver.leave("a", 0, lambda: None, tokens=30, process=8)
 
 
+def test_a_goodbye_says_where_it_ends_since_heartbeats_may_be_from_before_a_restart() -> None:
+    """Learners that end at a round's step count for it; otherwise the others would wait for ever."""
+    scene = started("a", "b", "c", method=scheduled(at_least=3), deadlines=Deadlines())
+    for learner in "abc":
+        scene.beat(learner, 1)
+    scene.restart()
+    for learner in "ab":
+        scene.push(contribution(learner))
+    scene.driver.leave("c", 1, lambda: None, tokens=110, step=11)
+    scene.settle()
+    assert scene.driver.state.versions == (1, 0)
+
+
 def test_an_evicted_learner_is_told_and_its_round_goes_on() -> None:
     scene = started("a", "b", method=scheduled(at_least=1), deadlines=Deadlines())
     lines: dict[str, Line] = {learner: scene.listen(learner) for learner in ("a", "b")}

@@ -251,21 +251,22 @@ class SyncerCore:
         return self._wake(now)
 
     def left(
-        self, now: float, learner: str, incarnation: int, *, tokens: int, earlier_tokens: int = 0
+        self, now: float, learner: str, incarnation: int, *, tokens: int, step: int = 0, earlier_tokens: int = 0
     ) -> list[Action]:  # fmt: skip
-        """A learner leaves. Its acknowledged contributions stay; its pending tokens are lost. Tokens as in
-        `heartbeat`."""
+        """A learner leaves. Its acknowledged contributions stay; its pending tokens are lost. `step`: at which it ends,
+        since its last heartbeat may be from before a restart. Tokens as in `heartbeat`."""
         self.check(learner, incarnation)
         member = self.members[learner]
-        self._alive(now, member, member.step, tokens, 0, earlier_tokens)
+        self._alive(now, member, max(step, member.step), tokens, 0, earlier_tokens)
         if member.tokens > 0:
             self.accounting.accounts[learner].ended_at = member.step
         self._remove(learner)
         return self._look_again(now)
 
-    def left_late(self, now: float, learner: str, *, process: int, tokens: int) -> list[Action]:
+    def left_late(self, now: float, learner: str, *, process: int, tokens: int, step: int = 0) -> list[Action]:
         """A learner's process leaves that knows of no incarnation of its own which is not out: an eviction may not have
-        been durable, or the answer to a request to join is on its way. `tokens`: trained by it in all.
+        been durable, or the answer to a request to join is on its way. `step`: as in `left`. `tokens`: trained by it
+        in all.
 
         Raises:
             StaleIncarnationError: another process is known by its name, or none.
@@ -274,6 +275,8 @@ class SyncerCore:
         if account is None or account.process != process:
             raise StaleIncarnationError(f"this process is not known as learner {learner!r}; its goodbye means nothing.")
         self._wants_record |= self.accounting.trained_late(learner, tokens)
+        if step > 0:
+            account.ended_at = max(step, account.ended_at or 0)
         if learner in self.members:
             self._remove(learner)
         return self._look_again(now)

@@ -356,31 +356,33 @@ class Driver(Generic[H, S, P]):
 
     @event
     def leave(
-        self, learner: str, incarnation: int, done: Callable[[], None], *, tokens: int, earlier_tokens: int = 0,
-        process: int = 0, seen: Lineage | None = None,
+        self, learner: str, incarnation: int, done: Callable[[], None], *, tokens: int, step: int = 0,
+        earlier_tokens: int = 0, process: int = 0, seen: Lineage | None = None,
     ) -> None:  # fmt: skip
         """A learner leaves. `done`: called once that is durable.
 
         Arguments:
             incarnation: 0: all that its process knows of are out, and what is to be counted are its tokens.
             tokens, earlier_tokens: trained by this incarnation, and by earlier ones of its process.
+            step: at which it ends, unless the syncer knows of a later one.
             seen: what the learner follows. process: as in `heartbeat`.
 
         Raises:
             StaleIncarnationError: the incarnation is out, or the process is not the newest of its name. PayloadError:
-                its tokens make no sense. LineageError, UnknownRunError: it has followed a later state.
+                its numbers make no sense. LineageError, UnknownRunError: it has followed a later state.
         """
         core, now_s = self.core, self._clock.now_s()
         self._require_line(seen)
         if incarnation:
             core.check(learner, incarnation, process)
         member = core.members.get(learner)
+        sense.check_step(learner, step, core.step)
         for each in (tokens, earlier_tokens):
             sense.check_tokens(learner, each, core.step, None if member is None else member.tokens_per_step)
         if incarnation:
-            actions = core.left(now_s, learner, incarnation, tokens=tokens, earlier_tokens=earlier_tokens)
+            actions = core.left(now_s, learner, incarnation, step=step, tokens=tokens, earlier_tokens=earlier_tokens)
         else:
-            actions = core.left_late(now_s, learner, process=process, tokens=earlier_tokens + tokens)
+            actions = core.left_late(now_s, learner, process=process, step=step, tokens=earlier_tokens + tokens)
         if member is not None:
             self._observer.left(learner, member.incarnation, tokens)
             self._end(learner, member.incarnation)

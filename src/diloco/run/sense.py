@@ -84,7 +84,7 @@ def check_heartbeat(
 ) -> None:  # fmt: skip
     """`run_step`: the highest inner step known. Versions newer than the run's are those of a syncer that was put back
     to an earlier state; they are shown and no more. `tokens_per_step`: as the learner declared; None: it did not."""
-    _within(learner, "inner steps", step, run_step + MAX_AHEAD)
+    check_step(learner, step, run_step)
     _within(learner, "inner steps of its own", steps, step)
     _within(learner, "trained tokens", tokens, MAX_TOKENS)
     _within_steps(learner, tokens, steps, tokens_per_step)
@@ -99,6 +99,11 @@ def check_heartbeat(
             f"{learner!r} confirms contributions to {num_confirmed} fragments, and the run has {num_fragments}; "
             "confirm all or none."
         )
+
+
+def check_step(learner: str, step: int, run_step: int) -> None:
+    """Check an inner step. `run_step`: as in `check_heartbeat`."""
+    _within(learner, "inner steps", step, run_step + MAX_AHEAD)
 
 
 def check_forward(learner: str, steps: int, before: int) -> None:
@@ -127,7 +132,7 @@ def check_contribution(c: Contribution, run_step: int, tokens_per_step: int | No
         raise PayloadError(
             f"{c.learner!r} numbers a contribution {c.number}; number those to each fragment 1, 2, 3, ..."
         )
-    _within(c.learner, "inner steps", c.step, run_step + MAX_AHEAD)
+    check_step(c.learner, c.step, run_step)
     _within(c.learner, "steps of work", c.steps, c.step)
     _within(c.learner, "trained tokens", c.trained, MAX_TOKENS)
     _within(c.learner, "tokens, those discarded included", c.accounted, c.trained)

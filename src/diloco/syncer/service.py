@@ -213,7 +213,8 @@ class Service:
         def leave(driver: SyncerDriver, done: Callable[[pb.LeaveReply], None]) -> None:
             driver.leave(
                 request.learner, request.incarnation, lambda: done(pb.LeaveReply()), tokens=request.tokens,
-                earlier_tokens=request.earlier_tokens, process=request.process, seen=seen_of(request),
+                step=request.step, earlier_tokens=request.earlier_tokens, process=request.process,
+                seen=seen_of(request),
             )  # fmt: skip
 
         return self._driver.wait_for(leave, context)

@@ -212,7 +212,7 @@ class Leave:
     """Say goodbye over this control connection; then call `left`, or `failed` after `timeout_s` without an answer.
 
     Attributes:
-        tokens, earlier_tokens: as in `Report`.
+        step, tokens, earlier_tokens: as in `Report`.
         seen: the syncer followed so far.
     """
 
@@ -221,6 +221,7 @@ class Leave:
     who: Identity
     connection: int
     timeout_s: float
+    step: int
     tokens: int
     earlier_tokens: int
     seen: Lineage | None

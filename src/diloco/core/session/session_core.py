@@ -628,7 +628,7 @@ class SessionCore:
         self.phase, self.wake_at = "parting", math.inf
         report = self._heartbeat.report
         return requests.Leave(
-            who, self._lanes.connection.number, timeout_s, report.tokens, report.earlier_tokens, self.seen
+            who, self._lanes.connection.number, timeout_s, report.step, report.tokens, report.earlier_tokens, self.seen
         )
 
     def _over(self) -> Actions:

@@ -187,6 +187,7 @@ def leave_request(leave: requests.Leave) -> pb.LeaveRequest:
         run=who.run,
         learner=who.learner,
         incarnation=who.incarnation,
+        step=leave.step,
         tokens=leave.tokens,
         earlier_tokens=leave.earlier_tokens,
         process=who.process,

@@ -256,9 +256,9 @@ class SessionClient:
                 reply((driver.lineage, standing, proposal))
             case requests.Lease(who=who, ask=ask):
                 driver.lease(who.learner, who.incarnation, ask, reply, seen=call.seen, process=who.process)
-            case requests.Leave(who=who, tokens=tokens, earlier_tokens=earlier_tokens):
+            case requests.Leave(who=who, step=step, tokens=tokens, earlier_tokens=earlier_tokens):
                 driver.leave(
-                    who.learner, who.incarnation, reply, tokens=tokens, earlier_tokens=earlier_tokens,
+                    who.learner, who.incarnation, reply, step=step, tokens=tokens, earlier_tokens=earlier_tokens,
                     process=who.process, seen=call.seen,
                 )  # fmt: skip
 

@@ -637,7 +637,7 @@ class PromoteReply(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., fenced: _Optional[bool] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
-    __slots__ = ("run", "learner", "incarnation", "tokens", "earlier_tokens", "process", "seen")
+    __slots__ = ("run", "learner", "incarnation", "tokens", "earlier_tokens", "process", "seen", "step")
     RUN_FIELD_NUMBER: _ClassVar[int]
     LEARNER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -645,6 +645,7 @@ class LeaveRequest(_message.Message):
     EARLIER_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     SEEN_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
     run: str
     learner: str
     incarnation: int
@@ -652,7 +653,8 @@ class LeaveRequest(_message.Message):
     earlier_tokens: int
     process: int
     seen: Lineage
-    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., tokens: _Optional[int] = ..., earlier_tokens: _Optional[int] = ..., process: _Optional[int] = ..., seen: _Optional[_Union[Lineage, _Mapping]] = ...) -> None: ...
+    step: int
+    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., tokens: _Optional[int] = ..., earlier_tokens: _Optional[int] = ..., process: _Optional[int] = ..., seen: _Optional[_Union[Lineage, _Mapping]] = ..., step: _Optional[int] = ...) -> None: ...
 
 class LeaveReply(_message.Message):
     __slots__ = ()
