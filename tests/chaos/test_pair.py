@@ -96,6 +96,7 @@ def forked(number: int) -> list[StoredVersion]:
 
 LOST, TWICE = "no published version is lost", "every version is published once"
 EPOCHS, SAME = "each epoch has one syncer", "both syncers have the same history"
+TAKEOVER = "a standby takes over when it must"
 
 BREAKS = [
     # the first has published what the one that took over has never had
@@ -117,6 +118,9 @@ BREAKS = [
     # an epoch that goes back
     (EPOCHS, facts_of([*FIRST, stands(33, "following", 2)], SECOND)),
     (EPOCHS, facts_of(FIRST, SECOND, epochs=(Epoch(1, (0,)), Epoch(1, (2,)), Epoch(3, (3,))))),
+    (TAKEOVER, facts_of(FIRST, [it for it in SECOND if it.t < 23 or it.t > 27])),
+    # an epoch that begins where nothing was wrong
+    (TAKEOVER, facts_of(FIRST, [*SECOND, stands(10, "alone", 2)])),
     (SAME, facts_of(FIRST, SECOND, standby=HISTORY[:-1])),
     (SAME, facts_of(FIRST, SECOND, standby=forked(2))),
 ]  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import pytest
@@ -146,6 +146,30 @@ def test_a_transfer_is_cut_in_its_middle(client: socket.socket, relay: Relay, ec
 def test_delay_and_rate_hold_pieces_up_and_lose_none(client: socket.socket, relay: Relay) -> None:
     relay.up.delay_s, relay.down.bytes_per_s = 0.05, 1e6
     assert exchanged(client, bytes(range(256)) * 400)
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda relay: relay.up.flows.clear(), lambda relay: relay.down.flows.clear(), lambda relay: relay.swallow(),
+        lambda relay: setattr(relay.up, "num_corrupt", 1), lambda relay: setattr(relay.down, "cut_after_bytes", 1),
+        lambda relay: setattr(relay.up, "delay_s", 0.01), lambda relay: setattr(relay.down, "bytes_per_s", 1e6),
+        lambda relay: relay.cut(),
+    ],
+)  # fmt: skip
+def test_what_was_touched_is_counted(harm: Callable[[Relay], None], client: socket.socket, relay: Relay) -> None:
+    assert exchanged(client, b"before")
+    assert relay.num_touched == 0
+    harm(relay)
+    with suppress(OSError):
+        client.sendall(b"harmed")
+    until(lambda: relay.num_touched == 1, "it is not counted")
+
+
+def test_a_connection_that_leads_nowhere_is_counted(relay: Relay) -> None:
+    relay.refuse()
+    with socket.create_connection(("127.0.0.1", relay.port)):
+        until(lambda: relay.num_touched == 1, "it is not counted")
 
 
 def test_many_connections_leave_nothing_behind(relay: Relay) -> None:

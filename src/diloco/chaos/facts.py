@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
@@ -10,6 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from diloco.core.accounting import Account
 from diloco.core.lineage import Epoch
 from diloco.event_log import read_events
 from diloco.events import Adopted, Event, Gap
@@ -41,6 +43,7 @@ class Facts:
         stale: the events of each older copy of the state, since it was put in the state's place.
         refusals: how often learners have said that they do not follow an older or a second copy.
         epochs: the run's, each with the versions that it began with.
+        trained: tokens that each learner has trained, as the syncer that serves the run at the end has counted them.
         tracebacks: of each process, the last line of each exception that its log shows.
     """
 
@@ -53,6 +56,7 @@ class Facts:
     epochs: Sequence[Epoch] = ()
     stale: Sequence[Sequence[Event]] = ()
     refusals: int = 0
+    trained: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def history(self) -> list[StoredVersion]:
@@ -108,6 +112,7 @@ def read_facts(
         _epochs(dirs[-1] / STORE),
         [_events(path) for path in stale_dirs],
         sum(_refusals(path) for path in logs),
+        _trained(dirs[-1] / STORE),
     )
 
 
@@ -124,6 +129,13 @@ def _history(path: Path) -> list[StoredVersion]:
 
 def _epochs(path: Path) -> tuple[Epoch, ...]:
     return tuple(_read(path, epochs_of))
+
+
+def _trained(path: Path) -> dict[str, int]:
+    for (record,) in _read(path, lambda db: db.execute("SELECT record FROM run WHERE record IS NOT NULL").fetchall()):
+        accounts = {name: Account.from_dict(each) for name, each in json.loads(record)["accounts"].items()}
+        return {name: account.ledgers[0].trained for name, account in accounts.items()}
+    return {}
 
 
 def _read(path: Path, ask: Callable[[sqlite3.Connection], Iterable[Any]]) -> Iterable[Any]:

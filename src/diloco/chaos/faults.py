@@ -1,6 +1,7 @@
 """What each kind of fault does: `begin` and `end` of a function of the world, by name.
 
-`begin` says whether there was something to hit: a process that is away is not killed again.
+`begin` says whether there was something to hit: a process that is away is not killed again. A fault of the network has
+hit if anything was on its way meanwhile.
 """
 
 from __future__ import annotations
@@ -42,11 +43,17 @@ class Injection:
     Attributes:
         has_worked: whether what it is for has happened since it began (Unix time, in seconds): it ends then, after its
             time, since processes may take long to start.
+        ways: what it happens to; None: to no network.
     """
 
     begin: Act
     end: Act = nothing
     has_worked: Callable[[World, Fault, float], bool] = at_once
+    ways: Callable[[World, Fault], Sequence[Relay]] | None = None
+
+    def num_touched(self, world: World, fault: Fault) -> int:
+        """How often anything has happened to its ways by now."""
+        return 0 if self.ways is None else sum(way.num_touched for way in self.ways(world, fault))
 
 
 # --- processes
@@ -226,9 +233,14 @@ def serve_the_newest(world: World, fault: Fault) -> bool:
 # --- networks
 
 
+def _on_ways(begin: Act, end: Act = nothing) -> Injection:
+    return Injection(begin, end, ways=lambda world, fault: world.ways_of(fault.target))
+
+
 def partition(world: World, fault: Fault) -> bool:
     """Nothing arrives, in either direction, and new connections lead nowhere."""
-    return _stop(world.ways_of(fault.target))
+    _stop(world.ways_of(fault.target))
+    return True
 
 
 def heal(world: World, fault: Fault) -> bool:
@@ -249,21 +261,21 @@ def part(num_learners: Callable[[int], int], *, standby: bool) -> Injection:
         if not world.is_paired:
             return False
         world.parted.update(ways(world, fault))
-        return _stop(ways(world, fault))
+        _stop(ways(world, fault))
+        return True
 
     def end(world: World, fault: Fault) -> bool:
         world.parted.clear()
         return _heal(ways(world, fault))
 
-    return Injection(begin, end, has_worked=is_taken_over if standby else at_once)
+    return Injection(begin, end, has_worked=is_taken_over if standby else at_once, ways=ways)
 
 
-def _stop(ways: Sequence[Relay]) -> bool:
+def _stop(ways: Sequence[Relay]) -> None:
     for way in ways:
         way.up.flows.clear()
         way.down.flows.clear()
         way.refuse()
-    return any(way.links for way in ways)
 
 
 def _heal(ways: Sequence[Relay]) -> bool:
@@ -276,7 +288,7 @@ def _stops(direction: Callable[[Relay], Direction]) -> Act:
     def begin(world: World, fault: Fault) -> bool:
         for way in world.ways_of(fault.target):
             direction(way).flows.clear()
-        return _is_used(world, fault)
+        return True
 
     return begin
 
@@ -285,7 +297,7 @@ def swallow(world: World, fault: Fault) -> bool:
     """What is sent over open connections goes nowhere."""
     for way in world.ways_of(fault.target):
         way.swallow()
-    return _is_used(world, fault)
+    return True
 
 
 def slow(world: World, fault: Fault) -> bool:
@@ -306,25 +318,21 @@ def corrupt(world: World, fault: Fault) -> bool:
     """A bit of the next pieces is another one."""
     for way in world.ways_of(fault.target):
         _either(way, fault).num_corrupt = 1 + int(3 * fault.choice)
-    return _is_used(world, fault)
+    return True
 
 
 def cut(world: World, fault: Fault) -> bool:
     """All connections break."""
     for way in world.ways_of(fault.target):
         way.cut()
-    return _is_used(world, fault)
+    return True
 
 
 def cut_transfer(world: World, fault: Fault) -> bool:
     """A connection breaks in the middle of what it carries."""
     for way in world.ways_of(fault.target):
         _either(way, fault).cut_after_bytes = int(fault.choice * world.plan.cut_bytes)
-    return _is_used(world, fault)
-
-
-def _is_used(world: World, fault: Fault) -> bool:
-    return any(way.links for way in world.ways_of(fault.target))
+    return True
 
 
 def _either(way: Relay, fault: Fault) -> Direction:
@@ -337,16 +345,16 @@ INJECTIONS: dict[str, Injection] = {
     "pause learner": Injection(pause, resume),
     "freeze learner": Injection(pause, resume),
     "fill learner's disk": Injection(fill, free),
-    "partition": Injection(partition, heal),
-    "long partition": Injection(partition, heal),
-    "one-way up": Injection(_stops(lambda way: way.up), heal),
-    "one-way down": Injection(_stops(lambda way: way.down), heal),
-    "half open": Injection(swallow, heal),
-    "slow link": Injection(slow, heal),
-    "delay": Injection(delay, heal),
-    "corruption": Injection(corrupt, heal),
-    "cut": Injection(cut),
-    "cut transfer": Injection(cut_transfer, heal),
+    "partition": _on_ways(partition, heal),
+    "long partition": _on_ways(partition, heal),
+    "one-way up": _on_ways(_stops(lambda way: way.up), heal),
+    "one-way down": _on_ways(_stops(lambda way: way.down), heal),
+    "half open": _on_ways(swallow, heal),
+    "slow link": _on_ways(slow, heal),
+    "delay": _on_ways(delay, heal),
+    "corruption": _on_ways(corrupt, heal),
+    "cut": _on_ways(cut),
+    "cut transfer": _on_ways(cut_transfer, heal),
     "kill syncer": Injection(_ends_with(signal.SIGKILL)),
     "stop syncer": Injection(_ends_with(signal.SIGTERM)),
     "pause syncer": Injection(pause, resume),
@@ -360,7 +368,7 @@ INJECTIONS: dict[str, Injection] = {
     "isolate first": part(lambda num: num // 2 + 1, standby=True),
     "part first from half": part(lambda num: (num + 1) // 2, standby=False),
     "part first from most": part(lambda num: num // 2 + 1, standby=False),
-    "part the two": Injection(partition, heal),
+    "part the two": _on_ways(partition, heal),
     "kill both": Injection(kill_both),
     "kill standby": Injection(_ends_with(signal.SIGKILL)),
     "freeze standby": Injection(pause, resume),

@@ -8,7 +8,8 @@ from itertools import pairwise
 from typing import Any
 
 from diloco.chaos.facts import Facts
-from diloco.chaos.invariants import Finding, went_back
+from diloco.chaos.history import went_back
+from diloco.chaos.invariants import Finding
 from diloco.chaos.pair import is_pair, takeovers
 from diloco.chaos.story import Injected, Told
 from diloco.events import Joined, Merged, Published, Resumed, Stepped, SyncerStarted

@@ -19,6 +19,9 @@ from diloco.events import Gap, Published, Stands, SyncerStarted
 TAKEOVERS = ("kill first", "freeze first", "isolate first", "kill syncer", "stop syncer", "pause syncer")
 """Faults of the first that its standby may take the run over for."""
 
+MUST_TAKE_OVER = ("kill first", "freeze first", "isolate first")
+"""Those that last until it has, or for a minute more than planned."""
+
 
 def is_pair(facts: Facts) -> bool:
     """Whether there were two syncers."""
@@ -92,6 +95,25 @@ def differing_histories(told: Told, facts: Facts) -> Iterator[str]:
     for fragment, version in sorted(mine.keys() | theirs.keys()):
         if mine.get((fragment, version)) != theirs.get((fragment, version)):
             yield f"the two syncers differ in version {version} of fragment {fragment}"
+
+
+def untimely_takeovers(told: Told, facts: Facts) -> Iterator[str]:
+    """A fault of the first that lasts until its standby serves the run ends by that; and while nothing is wrong, nobody
+    begins an epoch."""
+    for each in told.injected if is_pair(facts) else ():
+        if each.hit and each.fault.kind in MUST_TAKE_OVER:
+            stands = (it for it in facts.syncers[_other(each)] if isinstance(it, Stands) and it.standing in SERVES)
+            if not any(each.began_at < it.t <= each.ended_at for it in stands):
+                seconds = each.ended_at - each.began_at
+                yield f"{_other(each)} has not taken over within {seconds:.0f} s of {each.fault.kind}"
+    begin, end = told.calm
+    for name, events in facts.syncers.items() if is_pair(facts) else ():
+        epoch = 0
+        for event in events:
+            if isinstance(event, Stands):
+                if begin <= event.t <= end and event.epoch != epoch > 0:
+                    yield f"{name} came from epoch {epoch} to {event.epoch} while nothing was wrong"
+                epoch = event.epoch
 
 
 # --- times

@@ -34,9 +34,14 @@ class Link:
         """One of the two directions has ended; with the second one the sockets are closed."""
         with self._lock:
             self._num_ended += 1
-            if self._num_ended == len(self.ends):
+            if self.is_over:
                 for end in self.ends:
                     end.close()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it was closed."""
+        return self._num_ended == len(self.ends)
 
     def hang_up(self) -> None:
         """Both ends read the end of the stream, and blocked threads here go on."""
@@ -55,6 +60,7 @@ class Direction:
         bytes_per_s: of each link; None: as fast as it goes.
         num_corrupt: so many pieces from now on have one bit changed.
         cut_after_bytes: the link that brings so many more bytes is cut; None: none is.
+        num_touched: pieces that any of this has happened to.
     """
 
     def __init__(self) -> None:
@@ -64,12 +70,15 @@ class Direction:
         self.bytes_per_s: float | None = None
         self.num_corrupt = 0
         self.cut_after_bytes: int | None = None
+        self.num_touched = 0
         self._lock = threading.Lock()
         self._is_over = threading.Event()
 
     def passed(self, data: bytes) -> bytes | None:
         """The piece as it arrives, when it does; None: its link breaks here."""
         wait_s = self.delay_s + (len(data) / self.bytes_per_s if self.bytes_per_s else 0.0)
+        with self._lock:
+            self.num_touched += wait_s > 0 or not self.flows.is_set()
         if wait_s:
             self._is_over.wait(wait_s)
         self.flows.wait()
@@ -78,9 +87,11 @@ class Direction:
                 self.cut_after_bytes -= len(data)
                 if self.cut_after_bytes < 0:
                     self.cut_after_bytes = None
+                    self.num_touched += 1
                     return None
             if self.num_corrupt:
                 self.num_corrupt -= 1
+                self.num_touched += 1
                 place = len(data) // 2
                 data = data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
         return data
@@ -124,8 +135,15 @@ class Relay:
         self._is_open = threading.Event()
         self._is_open.set()
         self._is_over = False
+        self._num_swallowed = self._num_refused = self._num_cut = 0
         self._threads: list[threading.Thread] = []
         self._run(self._accept)
+
+    @property
+    def num_touched(self) -> int:
+        """Pieces that were held, slowed, changed or swallowed, and connections that led nowhere or were cut."""
+        mine = self._num_swallowed + self._num_refused + self._num_cut
+        return mine + self.up.num_touched + self.down.num_touched
 
     def stall(self) -> None:
         """From now on nothing arrives over the open connections, and neither end is told. New ones work."""
@@ -145,6 +163,7 @@ class Relay:
     def cut(self) -> None:
         """Break the connections there are."""
         for link in self.links:
+            self._num_cut += not link.is_over
             link.hang_up()
 
     def cut_at_the_syncer(self) -> None:
@@ -201,6 +220,7 @@ class Relay:
                 client = self._listener.accept()[0]
             except OSError:
                 return
+            self._num_refused += not self._is_open.is_set()
             self._is_open.wait()
             try:
                 server = socket.create_connection(("127.0.0.1", self._target))
@@ -221,6 +241,7 @@ class Relay:
                 (self._before_up if up else self._before_down)(link)
                 link.may_flow.wait()
                 if link.is_swallowed:
+                    self._num_swallowed += 1
                     continue
                 passed = (self.up if up else self.down).passed(data)
                 if passed is None:

@@ -171,6 +171,17 @@ def _all_merge(world: World, since: float) -> bool:
     return merged.issuperset(world.plan.names)
 
 
+@dataclass(frozen=True)
+class _Open:
+    """A fault that has begun. `until_s`: of the faults' time. `num_touched`: as `Injection.num_touched` was before."""
+
+    fault: Fault
+    began_at: float
+    until_s: float
+    hit: bool
+    num_touched: int
+
+
 class _Trouble:
     """The faults, one after the other and several at a time.
 
@@ -181,7 +192,7 @@ class _Trouble:
     def __init__(self, world: World, faults: tuple[Fault, ...], say: Say) -> None:
         self._world, self._say = world, say
         self._waiting = list(faults)
-        self._open: list[tuple[Fault, float, float, bool]] = []
+        self._open: list[_Open] = []
         self.injected: list[Injected] = []
 
     def run(self) -> list[Injected]:
@@ -199,23 +210,25 @@ class _Trouble:
 
     def _begin(self, fault: Fault, now_s: float) -> None:
         at, fault = time.time(), self._world.aimed(fault)
-        hit = INJECTIONS[fault.kind].begin(self._world, fault)
-        self._open.append((fault, at, now_s + fault.seconds, hit))
+        injection = INJECTIONS[fault.kind]
+        num_touched = injection.num_touched(self._world, fault)
+        hit = injection.begin(self._world, fault)
+        self._open.append(_Open(fault, at, now_s + fault.seconds, hit, num_touched))
         if hit:
             self._say(f"{now_s:7.1f} s  {fault.kind}: {fault.target}, {fault.seconds:.1f} s")
 
-    def _is_over(self, each: tuple[Fault, float, float, bool], now_s: float) -> bool:
-        fault, began_at, until_s, hit = each
-        if now_s < until_s:
+    def _is_over(self, each: _Open, now_s: float) -> bool:
+        if now_s < each.until_s:
             return False
-        worked = not hit or INJECTIONS[fault.kind].has_worked(self._world, fault, began_at)
-        return worked or now_s > until_s + WORKS_S
+        worked = not each.hit or INJECTIONS[each.fault.kind].has_worked(self._world, each.fault, each.began_at)
+        return worked or now_s > each.until_s + WORKS_S
 
-    def _end(self, each: tuple[Fault, float, float, bool]) -> None:
-        fault, began_at, _, hit = each
+    def _end(self, each: _Open) -> None:
+        fault, injection = each.fault, INJECTIONS[each.fault.kind]
         self._open.remove(each)
-        INJECTIONS[fault.kind].end(self._world, fault)
-        self.injected.append(Injected(fault, began_at, time.time(), hit))
+        is_felt = injection.ways is None or injection.num_touched(self._world, fault) > each.num_touched
+        injection.end(self._world, fault)
+        self.injected.append(Injected(fault, each.began_at, time.time(), each.hit and is_felt))
 
 
 def _write_faults(path: Path, injected: list[Injected]) -> None:
