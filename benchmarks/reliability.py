@@ -8,9 +8,11 @@
     python -m benchmarks.reliability restart                                          `python -m benchmarks.restart`
     python -m benchmarks.reliability control                                          `python -m benchmarks.control`
     python -m benchmarks.reliability stopping                                         `python -m benchmarks.stopping`
-    make fuzz ARGS="--json benchmarks/results/fuzz.json"                              then the first line again
+    python -m benchmarks.reliability fuzz FILE       what  make fuzz ARGS="--json FILE"  has found
+    python -m benchmarks.reliability soak FILE       what  make soak ARGS="--json FILE"  has found
 
-Each keeps its numbers and writes the page again. What was not measured is said to be that.
+Each keeps its numbers with the commit they were measured at, and writes the page again. A run of chaos or storms is not
+kept in place of another one: remove that first. What was not measured is said to be that.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +35,17 @@ RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "reliability.md
 ALONE = ("restart", "stopping", "floods", "control")
 """Modules of this package that print the result of that name."""
 
+FILES = ("fuzz", "soak")
+"""What others have left in a file."""
+
 
 def read_results() -> dict[str, Any]:
-    """All that is in benchmarks/results."""
-    found: dict[str, Any] = {"chaos": [], "storms": []}
+    """All that is in benchmarks/results. "made": of each, its name, commit and day."""
+    found: dict[str, Any] = {"chaos": [], "storms": [], "made": []}
     for path in sorted(RESULTS.glob("*.json")):
-        kind, values = path.stem.partition("-")[0], json.loads(path.read_text())
+        kind, kept = path.stem.partition("-")[0], json.loads(path.read_text())
+        found["made"].append((path.stem, kept["commit"], kept["on"]))
+        values = kept["result"]
         if kind in ("chaos", "storms"):
             found[kind].append(values)
         else:
@@ -47,8 +55,18 @@ def read_results() -> dict[str, Any]:
 
 def keep(name: str, values: object) -> None:
     """Keep results under a name, in place of those of that name."""
+    said = subprocess.run(["git", "rev-parse", "--short=10", "HEAD"], capture_output=True, check=True, cwd=ROOT)
+    kept = {"commit": said.stdout.decode().strip(), "on": datetime.now(UTC).date().isoformat(), "result": values}
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps(values, indent=1) + "\n")
+    (RESULTS / f"{name}.json").write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def require_new(name: str) -> str:
+    """Exit where there are results of this name: a run that broke is not to vanish behind one that did not."""
+    if (path := RESULTS / f"{name}.json").exists():
+        print(f"{path} is there already; remove it, or choose another seed", file=sys.stderr)
+        raise SystemExit(2)
+    return name
 
 
 def _output(*command: str) -> Any:
@@ -63,23 +81,27 @@ def _output(*command: str) -> Any:
 def main() -> None:
     """Measure what is asked for, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=("chaos", "storms", *ALONE))
-    parser.add_argument("which", nargs="?", help="the seed of chaos, or FIRST-LAST of storms")
+    parser.add_argument("what", nargs="?", choices=("chaos", "storms", *ALONE, *FILES))
+    parser.add_argument("which", nargs="?", help="the seed of chaos, FIRST-LAST of storms, or a file")
     chosen, more = parser.parse_known_args()
     match chosen.what:
         case "chaos":
+            name = require_new(f"chaos-{chosen.which}{'-standby' if '--standby' in more else ''}")
             directory = tempfile.mkdtemp(prefix="diloco-chaos-")
             run = _output("diloco", "chaos", "--seed", chosen.which, "--out", f"{directory}/out", "--json", *more)
-            keep(f"chaos-{chosen.which}{'-standby' if '--standby' in more else ''}", run)
+            keep(name, run)
             if run["holds"]:
                 shutil.rmtree(directory)
             else:
                 print(f"not everything holds; the run is kept in {directory}", file=sys.stderr)
         case "storms":
             kinds = "".join(f"-{kind}" for kind in ("leased", "standby", "goes-back") if f"--{kind}" in more)
-            keep(f"storms-{chosen.which}{kinds}", _output("tests.storms", chosen.which, "--json", *more))
+            name = require_new(f"storms-{chosen.which}{kinds}")
+            keep(name, _output("tests.storms", chosen.which, "--json", *more))
         case name if name in ALONE:
-            keep(chosen.what, _output(f"benchmarks.{chosen.what}", "--json", *more))
+            keep(name, _output(f"benchmarks.{name}", "--json", *more))
+        case name if name in FILES:
+            keep(name, json.loads(Path(chosen.which).read_text()))
     PAGE.write_text(page(read_results()), encoding="utf-8")
 
 

@@ -20,11 +20,12 @@ with what else ran on it that day.
 
 def page(results: dict[str, Any]) -> str:
     """The page, from results by name: lists of "chaos" and "storms"; "restart", "stopping", "floods", "control", "fuzz"
-    and "soak" may be absent."""
+    and "soak" may be absent; "made" says of each its name, commit and day."""
     parts = (
         INTRODUCTION, _summary(results), _real(results["chaos"]), _virtual(results["storms"]),
         _recovery(results["chaos"]), _restart(results.get("restart")), _stopping(results.get("stopping")),
         _floods(results.get("floods")), _control(results.get("control")), _others(results),
+        _made(results["made"]),
     )  # fmt: skip
     return "\n".join(parts)
 
@@ -305,3 +306,11 @@ def _others(results: dict[str, Any]) -> str:
 
 Bytes of cut transfers that were resumed rather than sent again, in the runs of `diloco chaos`: {number}.
 """
+
+
+def _made(made: Sequence[Sequence[str]]) -> str:
+    return f"""## What was measured when
+
+Files of benchmarks/results, each with the commit that was measured.
+
+{_table(("result", "commit", "day"), made)}"""

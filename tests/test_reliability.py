@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from benchmarks.reliability import PAGE, read_results
 from benchmarks.reliability_page import NOT_MEASURED, page
 
@@ -11,7 +13,7 @@ def test_the_page_is_that_of_the_results() -> None:
 
 
 def test_what_is_not_there_is_not_measured() -> None:
-    empty = page({"chaos": [], "storms": []})
+    empty = page({"chaos": [], "storms": [], "made": []})
     assert empty.count(NOT_MEASURED) >= 8
     assert "0 of 1,000" in empty
 
@@ -29,10 +31,13 @@ def test_what_broke_is_on_the_page() -> None:
 
 
 def test_what_a_soak_found_is_on_the_page() -> None:
-    held = {"hours": 1.5, "leaks": [], "stuck": [], "broken": []}
-    assert "| longest soak | 1.50 h | no leak," in page({"chaos": [], "storms": [], "soak": held})
+    held: dict[str, Any] = {"hours": 1.5, "leaks": [], "stuck": [], "broken": []}
+    none: dict[str, Any] = {"chaos": [], "storms": [], "made": []}
+    assert "| longest soak | 1.50 h | no leak," in page({**none, "soak": held})
     leak = {**held, "leaks": ["syncer memory_bytes grows by 9e+06 an hour, 2e+07 so far"]}
-    assert "| longest soak | 1.50 h | syncer memory_bytes grows" in page({"chaos": [], "storms": [], "soak": leak})
+    assert "| longest soak | 1.50 h | syncer memory_bytes grows" in page(
+        {"chaos": [], "storms": [], "made": [], "soak": leak}
+    )
 
 
 def test_takeovers_are_on_the_page_with_the_deadline_in_force() -> None:
@@ -40,11 +45,11 @@ def test_takeovers_are_on_the_page_with_the_deadline_in_force() -> None:
     run = results["chaos"][0]
     recovery = {**run["recovery"], "takeover": {"num": 3, "median": 3.1, "worst": 4.6}}
     taken = {**run, "syncers": 2, "recovery": recovery, "lost_deadline_s": 2.5, "bytes_resumed": 131072}
-    text = page({"chaos": [taken], "storms": []})
+    text = page({"chaos": [taken], "storms": [], "made": []})
     due = "the lost deadline and 5 s (deadline 2.5 s); the worst met it in 1 of 1 runs"
     assert f"nothing else wrong | 3 | 3.10 s | 4.60 s | {due} |" in text
     recovery["takeover"]["worst"] = 7.6
-    assert "the worst met it in 0 of 1 runs" in page({"chaos": [taken], "storms": []})
+    assert "the worst met it in 0 of 1 runs" in page({"chaos": [taken], "storms": [], "made": []})
     assert "131,072 bytes" in text
 
 
@@ -54,12 +59,12 @@ def test_heartbeats_beside_bulk_are_on_the_page() -> None:
         "worst_s": 0.068, "lost_s": 6.0, "evictions": 2, "up": 0.97, "down": 0.961,
     }  # fmt: skip
     control = {"rate": "10mbit", "learners": 3, "machine": {"cores": 2, "load": 1.5}, "rows": [row]}
-    text = page({"chaos": [], "storms": [], "control": control})
+    text = page({"chaos": [], "storms": [], "made": [], "control": control})
     assert "| 4000 ms | yes | 120 | 53 ms | 68 ms | 6,000 ms | 0 | 2 | 97% | 96% |" in text
     assert "3 learners over 10mbit each way, on 2 cores at a load of 1.5:" in text
 
 
 def test_where_a_stopped_learner_was_blocked_is_on_the_page() -> None:
     row = {"place": "push", "times": 5, "saved_s": 0.25, "saved_worst_s": 0.5, "gone_s": 0.75, "gone_worst_s": 1.25}
-    text = page({"chaos": [], "storms": [], "stopping": [row]})
+    text = page({"chaos": [], "storms": [], "made": [], "stopping": [row]})
     assert "| a push, over a network that takes nothing | 5 | 0.25 s | 0.50 s | 0.75 s | 1.25 s |" in text
