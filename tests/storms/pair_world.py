@@ -251,10 +251,11 @@ class PairStorm(Storm):
         publishes = any(node.serves and node.pair and node.pair.succession.may_publish for node in self.nodes)
         if publishes or not self.has_model or self.now_s < self.calm_s:
             self._publishes_s = self.now_s
-        elif self.now_s - self._publishes_s > OPERATOR_S:
+        elif self.now_s - self._publishes_s > OPERATOR_S and all(node.pair is not None for node in self.nodes):
             told = [(node.name, node.pair and node.pair.status(self.now_s)) for node in self.nodes]
             require(self._are_electors_gone(), f"no syncer serves the run: {told}")
-            for node in sorted(self.nodes, key=lambda each: -(each.pair.position.base if each.pair else -1)):
+            # a torn write of a promotion ends the node: both are there when a person looks
+            for node in sorted(self.nodes, key=lambda each: -each.pair.position.base if each.pair else 0):
                 self._promote(node)
             self._publishes_s = self.now_s
 

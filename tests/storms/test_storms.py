@@ -101,6 +101,7 @@ def test_seeds_differ_in_all_that_is_drawn() -> None:
     assert len({plan.repeats for plan in plans}) == 2
 
 
+@pytest.mark.timeout(600)  # processor time: storms until one finds it
 @pytest.mark.parametrize(("break_it", "quorum"), DEFECTS.items())
 def test_a_defect_is_found(break_it: Defect, quorum: type | None, monkeypatch: pytest.MonkeyPatch) -> None:
     break_it(monkeypatch)
@@ -111,6 +112,7 @@ def test_a_defect_is_found(break_it: Defect, quorum: type | None, monkeypatch: p
     pytest.fail("no storm has found it")
 
 
+@pytest.mark.timeout(600)  # processor time: storms until one finds it
 @pytest.mark.parametrize("break_it", [forgets_that_it_was_merged, never_sends_again, saves_nothing_of_learners])
 def test_the_faults_that_a_defect_needs_are_few(break_it: Defect, monkeypatch: pytest.MonkeyPatch) -> None:
     break_it(monkeypatch)
