@@ -87,9 +87,7 @@ class StormTensors:
         if all(each != fragment for each, _ in self._lost):
             kept.append(self._residuals._residuals[fragment])  # where the next encoding begins
         for each in kept:
-            is_right = (
-                lost is each if lost is None or each is None else _are_close(each, lost, rounding)
-            )
+            is_right = lost is each if lost is None or each is None else _are_close(each, lost, rounding)
             if not is_right:  # a tensor takes long to print
                 raise BrokenInvariantError(f"residual of fragment {fragment}: {each}; what is merged lost {lost}")
 

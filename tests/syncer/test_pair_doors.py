@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import datetime as dt
 import queue
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.processes import until
 from tests.syncer.runs import RUN, Raw, method, start, status_of
 
 from diloco import errors, events
@@ -150,3 +152,26 @@ def test_what_a_standby_says_of_itself_is_escaped(callers: dict[str, Raw], synce
     assert len(str(caught.value)) < 5000
     log = (syncer._store.path / "events.jsonl").read_text()
     assert "\x1b" not in log
+
+
+def test_a_revoked_learner_is_refused_by_both_syncers(syncer: Syncer, keys: Path, tmp_path: Path) -> None:
+    """Each by its own list: the operator copies it to both."""
+    raw = Raw(syncer.address, "site-a", keys=keys / "site-a")
+    raw.initialise()
+    raw.join()
+    theirs = tmp_path / "site-b"
+    shutil.copytree(keys / "site-b", theirs)  # a thief's copy
+    with start(tmp_path / "second", method(), keys=keys / "second", follow=syncer.address) as second:
+        until(lambda: second.pairing.standing == "following", "it does not follow")
+        at_both = [Raw(it.address, "site-b", keys=theirs) for it in (syncer, second)]
+        at_both[0].join()
+        with pytest.raises(errors.StandbyError):
+            at_both[1].join()
+        Keyring.read(keys).revoke("site-b")
+        for each in at_both:
+            with pytest.raises(errors.AuthError, match="the certificate of 'site-b' was revoked"):
+                each.join()
+            each.connection.close()
+        raw.beat()
+        raw.connection.close()
+        assert second.pairing.standing == "following"
