@@ -4,6 +4,7 @@
     python -m benchmarks.reliability chaos 11 --minutes 20 --learners 4 --every 1     a run of `diloco chaos`
     python -m benchmarks.reliability chaos 11 --minutes 20 --standby                  the same with two syncers
     python -m benchmarks.reliability storms 1-100000                                  storms in virtual time
+    python -m benchmarks.reliability again                                            those of them that have failed
     python -m benchmarks.reliability floods                                           `python -m benchmarks.floods`
     python -m benchmarks.reliability restart                                          `python -m benchmarks.restart`
     python -m benchmarks.reliability control                                          `python -m benchmarks.control`
@@ -78,10 +79,23 @@ def _output(*command: str) -> Any:
     return json.loads(done.stdout)
 
 
+def failed_again(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """The storms that have failed, run again: `tried` and `failed`, by seed."""
+    tried, failed = list[int](), list[int]()
+    for each in results:
+        kinds = [f"--{kind.replace('_', '-')}" for kind in ("leased", "standby", "goes_back") if each[kind]]
+        for text in each["failed"]:
+            seed = text.removeprefix("seed ").partition(":")[0]
+            tried.append(int(seed))
+            if _output("tests.storms", seed, "--json", *kinds)["failed"]:
+                failed.append(int(seed))
+    return {"tried": sorted(tried), "failed": sorted(failed)}
+
+
 def main() -> None:
     """Measure what is asked for, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=("chaos", "storms", *ALONE, *FILES))
+    parser.add_argument("what", nargs="?", choices=("chaos", "storms", "again", *ALONE, *FILES))
     parser.add_argument("which", nargs="?", help="the seed of chaos, FIRST-LAST of storms, or a file")
     chosen, more = parser.parse_known_args()
     match chosen.what:
@@ -98,6 +112,8 @@ def main() -> None:
             kinds = "".join(f"-{kind}" for kind in ("leased", "standby", "goes-back") if f"--{kind}" in more)
             name = require_new(f"storms-{chosen.which}{kinds}")
             keep(name, _output("tests.storms", chosen.which, "--json", *more))
+        case "again":
+            keep("again", failed_again(read_results()["storms"]))
         case name if name in ALONE:
             keep(name, _output(f"benchmarks.{name}", "--json", *more))
         case name if name in FILES:

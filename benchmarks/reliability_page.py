@@ -19,10 +19,10 @@ with what else ran on it that day.
 
 
 def page(results: dict[str, Any]) -> str:
-    """The page, from results by name: lists of "chaos" and "storms"; "restart", "stopping", "floods", "control", "fuzz"
-    and "soak" may be absent; "made" says of each its name, commit and day."""
+    """The page, from results by name: lists of "chaos" and "storms"; "restart", "stopping", "floods", "control",
+    "again", "fuzz" and "soak" may be absent; "made" says of each its name, commit and day."""
     parts = (
-        INTRODUCTION, _summary(results), _real(results["chaos"]), _virtual(results["storms"]),
+        INTRODUCTION, _summary(results), _real(results["chaos"]), _virtual(results["storms"], results.get("again")),
         _recovery(results["chaos"]), _restart(results.get("restart")), _stopping(results.get("stopping")),
         _floods(results.get("floods")), _control(results.get("control")), _others(results),
         _made(results["made"]),
@@ -43,7 +43,7 @@ def _summary(results: dict[str, Any]) -> str:
     ledgers = [not each["invariants"]["every token is accounted for"] for each in chaos]
     rows = [
         ("faults of real processes, sockets and files", f"{faults:,} of 1,000", f"{survived:,} survived"),
-        ("runs in virtual time", f"{num_storms:,} of 100,000", f"{sum(len(each['failed']) for each in storms)} failed"),
+        ("runs in virtual time", f"{num_storms:,} of 100,000", _failed(storms, results.get("again"))),
         ("faults in them", f"{virtual:,}", ""),
         ("published versions lost", f"of {sum(each['versions_published'] for each in chaos):,}",
          str(sum(each["versions_lost"] for each in chaos))),
@@ -56,6 +56,11 @@ def _summary(results: dict[str, Any]) -> str:
         ("longest soak", *_soaked(results.get("soak"))),
     ]  # fmt: skip
     return _table(("", "tried", "found"), rows)
+
+
+def _failed(storms: Sequence[dict[str, Any]], again: dict[str, Any] | None) -> str:
+    text = f"{sum(len(each['failed']) for each in storms)} failed"
+    return text if again is None else f"{text}, {len(again['failed'])} of them on today's code"
 
 
 def _inputs(fuzz: dict[str, Any] | None) -> tuple[str, str]:
@@ -115,7 +120,7 @@ def _percent(ratio: float | None) -> str:
     return NOT_MEASURED if ratio is None else f"{ratio:.0%}"
 
 
-def _virtual(runs: Sequence[dict[str, Any]]) -> str:
+def _virtual(runs: Sequence[dict[str, Any]], again: dict[str, Any] | None) -> str:
     faults = Counter[str]()
     for run in runs:
         faults.update(run["faults"])
@@ -130,7 +135,20 @@ def _virtual(runs: Sequence[dict[str, Any]]) -> str:
 with a method, learners and up to six faults drawn from its seed, and every event looked at.
 
 {_table(("seeds", "runs", "runs a second", "processes", "failed"), each)}
+{_again(runs, again)}
+
 {_table(("fault", "happened"), [(kind, f"{number:,}") for kind, number in sorted(faults.items())])}"""
+
+
+def _again(runs: Sequence[dict[str, Any]], again: dict[str, Any] | None) -> str:
+    failed = [int(text.removeprefix("seed ").partition(":")[0]) for run in runs for text in run["failed"]]
+    if again is None or again["tried"] != sorted(failed):
+        return f"`python -m benchmarks.reliability again`, those that failed on today's code: {NOT_MEASURED}."
+    still = ", ".join(map(str, again["failed"]))
+    return (
+        f"`python -m benchmarks.reliability again`: of the {len(failed)} that failed, {len(again['failed'])} "
+        f"{f'({still}) ' if still else ''}fail on the code of the commit below."
+    )
 
 
 def _seeds(run: dict[str, Any]) -> str:

@@ -68,3 +68,16 @@ def test_where_a_stopped_learner_was_blocked_is_on_the_page() -> None:
     row = {"place": "push", "times": 5, "saved_s": 0.25, "saved_worst_s": 0.5, "gone_s": 0.75, "gone_worst_s": 1.25}
     text = page({"chaos": [], "storms": [], "made": [], "stopping": [row]})
     assert "| a push, over a network that takes nothing | 5 | 0.25 s | 0.50 s | 0.75 s | 1.25 s |" in text
+
+
+def test_storms_that_failed_are_said_to_fail_or_not_on_todays_code() -> None:
+    storm: dict[str, Any] = {
+        "storms": 10, "first": 1, "seconds": 2.0, "processes": 2, "faults": {"cut": 3},
+        "leased": False, "standby": False, "goes_back": False, "failed": ["seed 7: ...", "seed 4: ..."],
+    }  # fmt: skip
+    none: dict[str, Any] = {"chaos": [], "storms": [storm], "made": []}
+    assert "on today's code: not measured." in page(none)
+    text = page({**none, "again": {"tried": [4, 7], "failed": [7]}})
+    assert "of the 2 that failed, 1 (7) fail on" in text
+    assert "2 failed, 1 of them on today's code" in text
+    assert "on today's code: not measured." in page({**none, "again": {"tried": [4], "failed": []}})
