@@ -98,8 +98,8 @@ def differing_histories(told: Told, facts: Facts) -> Iterator[str]:
 
 
 def untimely_takeovers(told: Told, facts: Facts) -> Iterator[str]:
-    """A fault of the first that lasts until its standby serves the run ends by that; and while nothing is wrong, nobody
-    begins an epoch."""
+    """A fault of the first that lasts until its standby serves the run ends by that; and while nothing is wrong, no epoch
+    begins."""
     for each in told.injected if is_pair(facts) else ():
         if each.hit and each.fault.kind in MUST_TAKE_OVER:
             stands = (it for it in facts.syncers[_other(each)] if isinstance(it, Stands) and it.standing in SERVES)

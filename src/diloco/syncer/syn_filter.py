@@ -2,7 +2,7 @@
 
 A classic BPF program on the listening socket looks at each packet that opens a connection (a SYN), at where it comes
 from, and at a random number. One that it drops is sent again by the peer's system after 1 s, 3 s, 7 s and so on, so
-that a peer that means well gets in later. Connections that are open pass, whoever they belong to. No right beyond the
+that a peer that means well gets in later. Connections that are open pass, no matter whose. No right beyond the
 process's own is needed. Linux, see its Documentation/networking/filter.rst.
 """
 

@@ -1,4 +1,4 @@
-"""A first's end of a connection: whom it leads, and what goes to the standby next."""
+"""A first's end of a connection: what it leads, and what goes to the standby next."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class FirstEnd:
     def __init__(self, pair: PairCore) -> None:
         self._pair = pair
 
-    # --- whom it leads ------------------------------------------------------------------------------------------------
+    # --- what it leads ------------------------------------------------------------------------------------------------
 
     def accept(self, now: float, hello: Hello) -> Link | None:
         """The other syncer calls; returns the connection, or None: that one serves the run, and this one no more.
