@@ -48,6 +48,7 @@ def syncers_events() -> list[ev.Event]:
         *version(32, 4, "learner-0"),
         ev.Joined(t=34, learner="learner-1", incarnation=2),
         *version(35, 5, *NAMES),
+        *(ev.Left(t=46, learner=name, incarnation=2) for name in NAMES),
     ]
 
 
@@ -62,8 +63,8 @@ REFUSED = ev.SyncerStarted(t=19, run="r", address="x", versions=(1,))
 def facts() -> Facts:
     held = [ev.Adopted(t=6, step=1, fragment=0, version=1, digest="d1")]
     learners = {name: [*life(name), *held] for name in NAMES}
-    learners["learner-0"] += [finished(45, "learner-0", 20)]
-    learners["learner-1"] += [run_started(34, "learner-1", 6), finished(45, "learner-1", 30)]
+    learners["learner-0"] += [finished(45, "learner-0", 20, seconds=43)]
+    learners["learner-1"] += [run_started(34, "learner-1", 6), finished(45, "learner-1", 30, seconds=12)]
     return Facts(
         syncers_events(), learners, [HISTORY], stale=[[REFUSED]], refusals=2, syncers={"syncer": syncers_events()},
         trained={"learner-0": 20, "learner-1": 34},
@@ -75,8 +76,8 @@ def run_started(t: float, name: str, tokens: int) -> ev.RunStarted:
                          role="learner", shard=0, method={})  # fmt: skip
 
 
-def finished(t: float, name: str, tokens: int) -> ev.Finished:
-    return ev.Finished(t=t, who=name, steps=tokens, tokens=tokens, seconds=1, reason="stopped")
+def finished(t: float, name: str, tokens: int, seconds: float) -> ev.Finished:
+    return ev.Finished(t=t, who=name, steps=tokens, tokens=tokens, seconds=seconds, reason="stopped")
 
 
 def life(name: str) -> list[ev.Event]:
@@ -201,6 +202,15 @@ def counted_short(told: Told, facts: Facts) -> tuple[Told, Facts]:
     return told, replace(facts, trained={**facts.trained, "learner-0": 19})
 
 
+def killed_uncounted(told: Told, facts: Facts) -> tuple[Told, Facts]:
+    """learner-1 was killed long after it had 8 tokens, and has trained 24 since."""
+    return told, replace(facts, trained={**facts.trained, "learner-1": 31})
+
+
+def counts_nothing(told: Told, facts: Facts) -> tuple[Told, Facts]:
+    return told, replace(facts, trained={})
+
+
 def said_nothing(told: Told, facts: Facts) -> tuple[Told, Facts]:
     return replace(told, status={}), facts
 
@@ -272,6 +282,8 @@ BREAKS = {
         counted_otherwise,
         counted_twice,
         counted_short,
+        killed_uncounted,
+        counts_nothing,
         said_nothing,
     ),
     "every unit of data has one fate": (unit_vanished, unit_leased, unit_without_fate, unit_merged_unseen),
@@ -319,15 +331,49 @@ def test_a_version_that_only_a_start_names_is_the_same_for_all(told: Told, facts
     assert len(broken_by(damaged, holding("d2", "other"), "learners hold what was published")) == 1
 
 
+TOKENS = "every token is accounted for"
+
+
 def test_what_may_be_counted_otherwise(told: Told, facts: Facts) -> None:
-    """A state that went back has forgotten some; without room for its events, a learner trained on until it ended."""
-    short, more = counted_short(told, facts)[1], replace(facts, trained={**facts.trained, "learner-1": 8 + 22 + 4 + 24})
-    for kind, target, span in (("restore", "syncer", (27.0, 27.5)), ("fill learner's disk", "learner-0", (44.0, 46.0))):
+    """A state that went back has forgotten some, and a goodbye that no syncer heard has told of none."""
+    short, killed = counted_short(told, facts)[1], killed_uncounted(told, facts)[1]
+    assert len(broken_by(told, short, TOKENS)) == len(broken_by(told, killed, TOKENS)) == 1
+    for kind, target, span, less in (
+        ("restore", "syncer", (27.0, 27.5), short), ("restore", "syncer", (27.0, 27.5), killed),
+        ("kill syncer", "syncer", (44.0, 45.5), short), ("kill syncer", "syncer", (28.0, 28.5), killed),
+        ("partition", "learner-1", (25.0, 28.5), killed), ("part the two", "pair", (31.0, 33.5), killed),
+    ):  # fmt: skip
         hit = replace(told, injected=(*told.injected, Injected(Fault(1.0, kind, target, 1.0, 0.5), *span, True)))
-        assert broken_by(hit, short, "every token is accounted for") == ()
+        assert broken_by(hit, less, TOKENS) == ()
+    gone = [each for each in facts.syncer if not isinstance(each, ev.Left)]
+    assert broken_by(told, replace(short, syncer=gone), TOKENS) == ()
+
+
+def test_without_room_for_events_a_learner_trains_on_until_it_ends(told: Told, facts: Facts) -> None:
+    more = replace(facts, trained={**facts.trained, "learner-1": 8 + 22 + 4 + 24})
+    assert len(broken_by(told, more, TOKENS)) == 1
     full = Injected(Fault(9.0, "fill learner's disk", "learner-1", 9.0, 0.5), 25.0, 34.0, True)
-    assert broken_by(replace(told, injected=(*told.injected, full)), more, "every token is accounted for") == ()
-    assert len(broken_by(told, more, "every token is accounted for")) == 1
+    assert broken_by(replace(told, injected=(*told.injected, full)), more, TOKENS) == ()
+    begun_unseen = [each for each in facts.learners["learner-1"] if not isinstance(each, ev.RunStarted) or each.t < 30]
+    step = ev.Stepped(t=40, who="learner-1", step=9, loss=1, lr=1, tokens=20, tokens_per_s=1, gradient_norm=1)
+    unseen = replace(more, learners={**facts.learners, "learner-1": [*begun_unseen, step]})
+    assert broken_by(told, unseen, TOKENS) == ()
+
+
+def test_a_process_that_never_trained_ends_no_other_ones_life(told: Told, facts: Facts) -> None:
+    """It says what its checkpoint has, which may be what the killed one had."""
+    ended = [*life("learner-1"), finished(33, "learner-1", 8, seconds=2)]
+    events = [*ended, *facts.learners["learner-1"][len(life("learner-1")) :]]
+    learners, trained = {**facts.learners, "learner-1": events}, {**facts.trained, "learner-1": 36}
+    assert broken_by(told, replace(facts, trained=trained, learners=learners), TOKENS) == ()
+
+
+def test_units_are_not_compared_after_a_repair(told: Told, facts: Facts) -> None:
+    told, facts = unit_merged_unseen(told, facts)
+    damaged = Injected(Fault(9.0, "damage state", "syncer", 1.0, 0.5), 27.0, 27.5, True)
+    assert len(broken_by(told, facts, "every unit of data has one fate")) == 1
+    told = replace(told, injected=(*told.injected, damaged))
+    assert broken_by(told, facts, "every unit of data has one fate") == ()
 
 
 def test_units_are_not_compared_where_an_event_of_a_merge_is_missing(told: Told, facts: Facts) -> None:

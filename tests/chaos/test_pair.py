@@ -48,6 +48,10 @@ SECOND: list[ev.Event] = [
 """It takes over at 24."""
 
 
+TRAINED = dict.fromkeys(NAMES, 0)
+"""Their logs do not say either."""
+
+
 def facts_of(first: list[ev.Event], second: list[ev.Event], **more: Any) -> Facts:
     learners = {
         name: [ev.Adopted(t=6, step=1, fragment=0, version=1, digest="d1"),
@@ -57,7 +61,7 @@ def facts_of(first: list[ev.Event], second: list[ev.Event], **more: Any) -> Fact
     syncers = {"syncer": sorted(first, key=lambda it: it.t), "standby": sorted(second, key=lambda it: it.t)}
     both = sorted([*first, *second], key=lambda it: it.t)
     epochs = Epoch(1, (0,)), Epoch(2, (2,)), Epoch(3, (3,))
-    good = Facts(both, learners, [HISTORY, HISTORY], syncers=syncers, standby=HISTORY, epochs=epochs)
+    good = Facts(both, learners, [HISTORY, HISTORY], syncers=syncers, standby=HISTORY, epochs=epochs, trained=TRAINED)
     return replace(good, **more)
 
 

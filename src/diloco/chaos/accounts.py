@@ -3,22 +3,33 @@ say that it is. Pure functions of what was written down."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from diloco.chaos.facts import Facts
-from diloco.chaos.history import went_back
-from diloco.chaos.story import Told
+from diloco.chaos.history import is_damaged, went_back
+from diloco.chaos.schedule import PAIR, STANDBY, SYNCER
+from diloco.chaos.story import Injected, Told
 from diloco.chaos.versions import BrokenInvariantError, check_ledger
-from diloco.events import Event, Finished, Merged, Published, RunStarted, Stepped, SyncerStarted
+from diloco.chaos.world import TWIN
+from diloco.demo.processes import End
+from diloco.events import Event, Evicted, Finished, Left, Merged, Published, RunStarted, Stepped, SyncerStarted
+
+SYNCERS = (SYNCER, STANDBY, PAIR)
+"""Targets of faults."""
 
 FORGETS = ("restore", "damage state", "stale copy")
 """Faults after which the syncer may count less than it has heard of."""
 
-DISTURBS = ("fill learner's disk", "same name")
-"""Faults during which a learner that ends in good order may not get its last tokens to the syncer or to its disk."""
+FULL = "fill learner's disk"
+
+ENDS_LEARNER = ("kill learner", "stop learner")
+
+LEAVES_S = 60.0
+"""A goodbye comes this long after the learner's last event at most."""
 
 
 @dataclass
@@ -26,67 +37,130 @@ class Life:
     """A process of a learner, as its own events tell.
 
     Attributes:
-        tokens: that it has trained, as of `last_at`.
+        process: its name, a second one's with "-twin".
+        first: tokens that the learner had trained before; None: the event that says it is missing.
+        heard: after each event, the time and the tokens that it had trained by then.
         most_tokens: that it has trained between two of its events.
         most_tokens_per_s: between two of its events.
         is_whole: it ended in good order, and `tokens` are all.
     """
 
     learner: str
-    first: int
-    last_at: float
-    tokens: int = 0
+    process: str
+    began_at: float
+    first: int | None
+    heard: list[tuple[float, int]] = field(default_factory=list)
     most_tokens: int = 0
     most_tokens_per_s: float = 0.0
     is_whole: bool = False
 
+    @property
+    def tokens(self) -> int:
+        """That it says to have trained."""
+        return self.trained_by(math.inf)
 
-def lives(events: Sequence[Event]) -> list[Life]:
-    """Of a learner's events: each begins where its checkpoint had it."""
+    @property
+    def last_at(self) -> float:
+        """Of its last event."""
+        return self.heard[-1][0] if self.heard else self.began_at
+
+    def trained_by(self, at: float) -> int:
+        """Tokens that it says to have trained by then."""
+        return max((tokens for t, tokens in self.heard if t <= at), default=0)
+
+
+def lives(process: str, events: Sequence[Event], ends: Sequence[float] = ()) -> list[Life]:
+    """Of a learner's events: each begins where its checkpoint had it. `ends`: when its processes ended."""
     found: list[Life] = []
     for event in events:
         match event:
             case RunStarted(who=who, tokens=tokens, t=at):
-                found.append(Life(who, tokens, at))
-            case Stepped(tokens=tokens, tokens_per_s=rate, t=at) if found:
+                found.append(Life(who, process, at, tokens))
+            case Stepped(who=who, tokens=tokens, tokens_per_s=rate, t=at) if found:
                 life = found[-1]
-                life.most_tokens = max(life.most_tokens, tokens - life.first - life.tokens)
+                if any(life.last_at < end < at for end in ends):  # a full disk has refused what came before
+                    life = Life(who, process, at, None)
+                    found.append(life)
+                if life.first is not None:
+                    life.most_tokens = max(life.most_tokens, tokens - life.first - life.tokens)
+                    life.heard.append((at, tokens - life.first))
                 life.most_tokens_per_s = max(life.most_tokens_per_s, rate)
-                life.tokens, life.last_at = tokens - life.first, at
-            case Finished(tokens=tokens, t=at) if found and not found[-1].is_whole:
-                if tokens >= found[-1].first + found[-1].tokens:  # not of a process that never began to train
-                    found[-1].tokens, found[-1].last_at, found[-1].is_whole = tokens - found[-1].first, at, True
+            case Finished(tokens=tokens, seconds=seconds, t=at) if found:
+                life = found[-1]
+                is_its = at - seconds <= life.last_at and not life.is_whole  # not of one that never began to train
+                if is_its and life.first is not None:
+                    life.heard.append((at, tokens - life.first))
+                    life.is_whole = True
     return found
 
 
 def miscounted_tokens(told: Told, facts: Facts) -> Iterator[str]:
-    """Of each learner, the syncer counts at most what its processes say that they trained, and at least what those say
-    that ended in good order.
+    """Of each learner, the syncer counts at most what its processes say that they trained, and at least what it must
+    have heard of."""
+    ends = defaultdict[str, list[End]](list)
+    for end in told.ends:
+        ends[end.name].append(end)
+    found = []
+    for place, events in facts.learners.items():
+        directory, _, name = place.rpartition("/")
+        process = f"{name}{TWIN}" if directory else name
+        found += lives(process, events, [end.t for end in ends[process]])
+    most = max((life.most_tokens for life in found), default=0)
+    for name in sorted({life.learner for life in found}):
+        its = [life for life in found if life.learner == name]
+        trained = facts.trained.get(name, 0)
+        if (upper := _at_most(told, its, ends, most)) is not None and trained > upper:
+            yield f"{trained} tokens are counted as trained by {name}, whose processes trained {upper} at most"
+        if trained < (lower := sum(_heard_of(told, facts, life, ends) for life in its)):
+            yield f"{trained} tokens are counted as trained by {name}, whose processes trained {lower} at least"
 
-    A process that was killed may have trained on after its last event: as much as between two of them at most, or,
-    where its disk had no room for events, as much as its fastest pace comes to until its end.
-    """
+
+def _at_most(told: Told, its: Sequence[Life], ends: Mapping[str, Sequence[End]], most: int) -> int | None:
+    """A process that was killed may have trained on after its last event: as much as between two of them (`most`), or,
+    where its disk had no room for events, as much as its fastest pace comes to until its end. None: there is no saying
+    where one began."""
+    total = 0
+    for life in its:
+        if life.first is None:
+            return None
+        total += life.tokens
+        if not life.is_whole:
+            end = _end_of(life, ends)
+            full = (it for it in told.injected if it.hit and it.fault.kind == FULL and it.fault.target == life.learner)
+            if end is not None and any(it.began_at <= end and it.ended_at >= life.last_at for it in full):
+                total += int((end - life.last_at) * life.most_tokens_per_s)
+            total += most
+    return total
+
+
+def _heard_of(told: Told, facts: Facts, life: Life, ends: Mapping[str, Sequence[End]]) -> int:
+    """Tokens of a life that the syncer must have heard of, and not forgotten: all, where it has heard the goodbye; of
+    one that was killed, those of before the last heartbeats. Where anything else was wrong at that time, none."""
     hit = [each for each in told.injected if each.hit]
-    all_lives = [life for events in facts.learners.values() for life in lives(events)]
-    most = max((life.most_tokens for life in all_lives), default=0)
-    upper, lower = defaultdict[str, int](int), defaultdict[str, int](int)
-    for life in all_lives:
-        mine = [each for each in hit if each.fault.target == life.learner and each.ended_at >= life.last_at]
-        end = min((end.t for end in told.ends if end.name == life.learner and end.t >= life.last_at), default=None)
-        upper[life.learner] += life.tokens
-        if life.is_whole:
-            near = (each for each in mine if each.fault.kind in DISTURBS and each.began_at <= life.last_at)
-            lower[life.learner] += 0 if any(near) else life.tokens
-        elif end is not None and any(each.fault.kind == DISTURBS[0] and each.began_at <= end for each in mine):
-            upper[life.learner] += int((end - life.last_at) * life.most_tokens_per_s) + most
-        else:
-            upper[life.learner] += most
-    forgets = any(each.fault.kind in FORGETS for each in hit)
-    for name, trained in facts.trained.items():
-        if trained > upper[name]:
-            yield f"{trained} tokens are counted as trained by {name}, whose processes trained {upper[name]} at most"
-        if trained < lower[name] and not forgets:
-            yield f"{trained} tokens are counted as trained by {name}, whose processes trained {lower[name]} at least"
+    if any(each.fault.kind in FORGETS and each.ended_at >= life.began_at for each in hit):
+        return 0
+    if life.is_whole:
+        left = (it.t for it in facts.syncer if isinstance(it, Left) and it.learner == life.learner)
+        heard_at = next((t for t in left if life.last_at <= t <= life.last_at + LEAVES_S), None)
+        is_quiet = heard_at is not None and not _is_hit(hit, SYNCERS, life.last_at, heard_at + told.lost_s)
+        return life.tokens if is_quiet else 0
+    end = _end_of(life, ends)
+    if end is None:
+        return 0
+    since = end - 3 * told.lost_s
+    evicted = (it.t for it in facts.syncer if isinstance(it, Evicted) and it.learner == life.learner)
+    others = [each for each in hit if not (each.fault.kind in ENDS_LEARNER and since <= each.began_at <= end)]
+    is_hit = _is_hit(others, (life.learner,), since, end) or _is_hit(hit, SYNCERS, since, end + 2 * told.lost_s)
+    return 0 if is_hit or any(since <= t <= end for t in evicted) else life.trained_by(since)
+
+
+def _end_of(life: Life, ends: Mapping[str, Sequence[End]]) -> float | None:
+    return next((end.t for end in ends[life.process] if end.t >= life.last_at), None)
+
+
+def _is_hit(hit: Sequence[Injected], targets: Sequence[str], since: float, until: float) -> bool:
+    """Whether a fault of these was there meanwhile."""
+    return any(it.fault.target in targets and it.began_at <= until and it.ended_at >= since for it in hit)
 
 
 def open_accounts(told: Told, facts: Facts) -> Iterator[str]:
@@ -112,6 +186,8 @@ def open_accounts(told: Told, facts: Facts) -> Iterator[str]:
         merged = sum(row.tokens for row in line if row.fragment == each["fragment"])
         if is_whole and merged != ledger["merged"]:
             yield f"{what}: {ledger['merged']} tokens are merged by the ledger, and {merged} by the history"
+    if facts.learners and not facts.trained:
+        yield "no state says what each learner has trained"
     yield from miscounted_tokens(told, facts)
 
 
@@ -151,7 +227,7 @@ def open_units(told: Told, facts: Facts) -> Iterator[str]:
         if each["leased"]:
             yield f"pass {each['pass']}: {each['leased']} units are leased, and no learner is there"
     done = data["passes_done"] * data["num_units"] + sum(each["done"] for each in data["passes"])
-    merged = merged_units(facts)
+    merged = {} if is_damaged(told) else merged_units(facts)  # a repair may have lost lines of the history, or all
     for fragment, each in enumerate(data["fragments"]):
         if (fates := sum(each["fates"].values())) != done:
             yield f"fragment {fragment}: {fates} units have a fate, and {done} are done"

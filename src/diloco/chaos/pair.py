@@ -98,12 +98,13 @@ def differing_histories(told: Told, facts: Facts) -> Iterator[str]:
 
 
 def untimely_takeovers(told: Told, facts: Facts) -> Iterator[str]:
-    """A fault of the first that lasts until its standby serves the run ends by that; and while nothing is wrong, no epoch
-    begins."""
+    """A fault of the first that lasts until its standby serves the run ends by that; and no epoch begins while nothing
+    is wrong."""
     for each in told.injected if is_pair(facts) else ():
         if each.hit and each.fault.kind in MUST_TAKE_OVER:
-            stands = (it for it in facts.syncers[_other(each)] if isinstance(it, Stands) and it.standing in SERVES)
-            if not any(each.began_at < it.t <= each.ended_at for it in stands):
+            during = [it for it in facts.syncers[_other(each)] if each.began_at < it.t <= each.ended_at]
+            serves = any(isinstance(it, Stands) and it.standing in SERVES for it in during)
+            if not serves and not any(isinstance(it, Gap) for it in during):  # a full disk may have kept it quiet
                 seconds = each.ended_at - each.began_at
                 yield f"{_other(each)} has not taken over within {seconds:.0f} s of {each.fault.kind}"
     begin, end = told.calm
