@@ -54,10 +54,21 @@ def read_results() -> dict[str, Any]:
     return found
 
 
-def keep(name: str, values: object) -> None:
-    """Keep results under a name, in place of those of that name."""
-    said = subprocess.run(["git", "rev-parse", "--short=10", "HEAD"], capture_output=True, check=True, cwd=ROOT)
-    kept = {"commit": said.stdout.decode().strip(), "on": datetime.now(UTC).date().isoformat(), "result": values}
+def commit() -> str:
+    """What is measured; with "+" where files of the tree have changed since, but for results."""
+    kept = [f":!{path.relative_to(ROOT)}" for path in (RESULTS, PAGE)]
+    head = _git("rev-parse", "--short=10", "HEAD")
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", *kept)
+    return f"{head}{'+' if changed else ''}"
+
+
+def _git(*command: str) -> str:
+    return subprocess.run(["git", *command], capture_output=True, check=True, cwd=ROOT, text=True).stdout.strip()
+
+
+def keep(name: str, values: object, measured: str) -> None:
+    """Keep results under a name, in place of those of that name. `measured`: at this commit."""
+    kept = {"commit": measured, "on": datetime.now(UTC).date().isoformat(), "result": values}
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps(kept, indent=1) + "\n")
 
@@ -98,12 +109,13 @@ def main() -> None:
     parser.add_argument("what", nargs="?", choices=("chaos", "storms", "again", *ALONE, *FILES))
     parser.add_argument("which", nargs="?", help="the seed of chaos, FIRST-LAST of storms, or a file")
     chosen, more = parser.parse_known_args()
+    measured = commit()
     match chosen.what:
         case "chaos":
             name = require_new(f"chaos-{chosen.which}{'-standby' if '--standby' in more else ''}")
             directory = tempfile.mkdtemp(prefix="diloco-chaos-")
             run = _output("diloco", "chaos", "--seed", chosen.which, "--out", f"{directory}/out", "--json", *more)
-            keep(name, run)
+            keep(name, run, measured)
             if run["holds"]:
                 shutil.rmtree(directory)
             else:
@@ -111,13 +123,14 @@ def main() -> None:
         case "storms":
             kinds = "".join(f"-{kind}" for kind in ("leased", "standby", "goes-back") if f"--{kind}" in more)
             name = require_new(f"storms-{chosen.which}{kinds}")
-            keep(name, _output("tests.storms", chosen.which, "--json", *more))
+            keep(name, _output("tests.storms", chosen.which, "--json", *more), measured)
         case "again":
-            keep("again", failed_again(read_results()["storms"]))
+            keep("again", failed_again(read_results()["storms"]), measured)
         case name if name in ALONE:
-            keep(name, _output(f"benchmarks.{name}", "--json", *more))
+            keep(name, _output(f"benchmarks.{name}", "--json", *more), measured)
         case name if name in FILES:
-            keep(name, json.loads(Path(chosen.which).read_text()))
+            found = json.loads(Path(chosen.which).read_text())
+            keep(name, found, found.pop("commit"))
     PAGE.write_text(page(read_results()), encoding="utf-8")
 
 

@@ -59,8 +59,10 @@ def _summary(results: dict[str, Any]) -> str:
 
 
 def _failed(storms: Sequence[dict[str, Any]], again: dict[str, Any] | None) -> str:
-    text = f"{sum(len(each['failed']) for each in storms)} failed"
-    return text if again is None else f"{text}, {len(again['failed'])} of them on today's code"
+    failed = _seeds_that_failed(storms)
+    if again is None or again["tried"] != failed:
+        return f"{len(failed)} failed"
+    return f"{len(failed)} failed; tried again later, {len(again['failed'])} did"
 
 
 def _inputs(fuzz: dict[str, Any] | None) -> tuple[str, str]:
@@ -141,14 +143,18 @@ with a method, learners and up to six faults drawn from its seed, and every even
 
 
 def _again(runs: Sequence[dict[str, Any]], again: dict[str, Any] | None) -> str:
-    failed = [int(text.removeprefix("seed ").partition(":")[0]) for run in runs for text in run["failed"]]
-    if again is None or again["tried"] != sorted(failed):
-        return f"`python -m benchmarks.reliability again`, those that failed on today's code: {NOT_MEASURED}."
+    failed = _seeds_that_failed(runs)
+    if again is None or again["tried"] != failed:
+        return f"`python -m benchmarks.reliability again`, those that failed on a later commit: {NOT_MEASURED}."
     still = ", ".join(map(str, again["failed"]))
     return (
         f"`python -m benchmarks.reliability again`: of the {len(failed)} that failed, {len(again['failed'])} "
-        f"{f'({still}) ' if still else ''}fail on the code of the commit below."
+        f"{f'({still}) ' if still else ''}fail on its commit, below."
     )
+
+
+def _seeds_that_failed(runs: Sequence[dict[str, Any]]) -> list[int]:
+    return sorted(int(text.removeprefix("seed ").partition(":")[0]) for run in runs for text in run["failed"])
 
 
 def _seeds(run: dict[str, Any]) -> str:

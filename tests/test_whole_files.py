@@ -44,6 +44,17 @@ def test_a_text_is_whole_and_takes_what_was_left_of_it_away(tmp_path: Path, dead
     assert sorted(each.name for each in tmp_path.iterdir()) == sorted([*stays, path.name])
 
 
+def test_leftovers_that_cannot_be_removed_are_not_in_the_way(tmp_path: Path, dead: int) -> None:
+    left = tmp_path / f".run.json.{HOST}.{dead}"
+    left.mkdir()
+    (left / "file").touch()
+    left.rename(tmp_path / "elsewhere")
+    left.symlink_to(tmp_path / "elsewhere")  # which no rmtree follows
+    write_whole(tmp_path / "run.json", "text")
+    assert (tmp_path / "run.json").read_text() == "text"
+    assert (tmp_path / "elsewhere" / "file").exists()
+
+
 def test_what_was_there_stays_where_the_disk_refuses(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     path.mkdir()

@@ -99,12 +99,14 @@ class EventLog:
         """Have a file of whole lines, once."""
         if self._has_whole_lines:
             return
-        if not _cut_torn_line(self.path):
+        if self.path.exists() and not _cut_torn_line(self.path):
             aside = _unused(self.path)
             self.path.rename(aside)
             log.warning("%s does not end like a log of events: set aside as %s, and begun anew", self.path, aside)
+        if not self.path.exists():  # or somebody else has moved it
+            file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
             self._file.close()
-            self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
+            self._file = file
         self._has_whole_lines = True
 
     def _cut(self) -> None:

@@ -19,7 +19,13 @@ def write_secret(path: Path, data: bytes) -> None:
         FileExistsError: there is one.
     """
     with _written(path, data) as temporary:
-        path.hardlink_to(temporary)
+        try:
+            path.hardlink_to(temporary)
+        except FileExistsError:
+            raise
+        except OSError:  # a file system without hard links
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+            temporary.replace(path)
 
 
 def replace_secret(path: Path, data: bytes) -> None:

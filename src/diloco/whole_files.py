@@ -4,6 +4,7 @@ import glob
 import os
 import shutil
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -19,7 +20,8 @@ def write_whole(path: Path, text: str) -> None:
     if path.is_file() and path.read_bytes() == data:
         return
     partial = path.with_name(hidden_name(path.name))
-    remove_leftovers(path.parent, glob.escape(path.name))
+    with suppress(OSError):  # they are not in the way
+        remove_leftovers(path.parent, glob.escape(path.name))
     try:
         with partial.open("wb") as file:
             file.write(data)

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.reliability import commit
 from tests.fuzz.targets import TARGETS
 
 LOG = "log.txt"
@@ -41,7 +42,7 @@ def main() -> int:
     parser.add_argument("--target", default=",".join(TARGETS), help=f"with commas (default: {', '.join(TARGETS)})")
     parser.add_argument("--folder", type=Path, default=Path(".fuzz"), help="where inputs are kept (default: .fuzz)")
     parser.add_argument("--json", type=Path, help="write the counts there")
-    options = parser.parse_args()
+    options, measured = parser.parse_args(), commit()
     results = []
     for name in options.target.split(","):
         if name not in TARGETS:
@@ -58,7 +59,7 @@ def main() -> int:
     total = {"tried": sum(each["tried"] for each in results), "found": sum(len(each["found"]) for each in results)}
     print(f"{total['tried']:,} inputs tried, {total['found']} ways to break a reader")
     if options.json is not None:
-        options.json.write_text(json.dumps({**total, "targets": results}, indent=1))
+        options.json.write_text(json.dumps({"commit": measured, **total, "targets": results}, indent=1))
     return total["found"] > 0
 
 

@@ -620,7 +620,8 @@ def test_a_late_goodbye_is_answered_once_its_tokens_are_durable() -> None:
     scene.beat("a", 1, incarnation=2, tokens=10, earlier_tokens=40, process=7)
     with pytest.raises(StaleIncarnationError):
         scene.driver.leave("a", 1, lambda: None, tokens=30, process=7)
-    scene.driver.leave("a", 0, lambda: answers.append("gone"), tokens=0, earlier_tokens=50, process=7)
+    scene.driver.leave("a", 0, lambda: answers.append("gone"), tokens=0, earlier_tokens=50, process=7, step=12)
+    assert scene.driver.core.accounting.accounts["a"].ended_at == 12
     assert answers == []
     scene.settle()
     assert answers == ["gone"]

@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.reliability import commit
 from tests.soak.leaks import Growth, growth
 from tests.soak.processes import descendants, held, size_of
 from tests.soak.viewers import EVERY_S, SAID
@@ -169,7 +170,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/soak"), help="an empty directory (default: runs/soak)")
     parser.add_argument("--json", type=Path, help="write the result there too")
     options = parser.parse_args()
-    seconds = 3600 * options.hours
+    seconds, measured = 3600 * options.hours, commit()
     command = [
         sys.executable, "-m", "diloco", "chaos", str(options.out / "soak.toml"),
         "--seconds", str(seconds), "--learners", str(options.learners),
@@ -190,7 +191,8 @@ def main() -> int:
     viewers, never = unanswered(options.out / "run")
     broken += never
     result: dict[str, Any] = {
-        "hours": round(took_s / 3600, 3), "holds": not (leaks or late or broken), "leaks": leaks, "stuck": sorted(late),
+        "commit": measured, "hours": round(took_s / 3600, 3),
+        "holds": not (leaks or late or broken), "leaks": leaks, "stuck": sorted(late),
         "broken": broken, "viewers": viewers, "growth": {name: vars(each) for name, each in growths.items()},
     }  # fmt: skip
     (options.out / "soak.json").write_text(json.dumps({**result, "curves": curves}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import errno
 import os
 import resource
 import stat
@@ -203,6 +204,21 @@ def test_a_token_file_without_its_hash_is_made_anew(tmp_path: Path) -> None:
         main(["keys", "token", "add", str(tmp_path), "site-a", "--role", "learner"])
     token = read_secret(tmp_path / "site-a.token", "token").decode().strip()
     assert read_tokens(tmp_path / "tokens.toml")["site-a"].sha256 == token_sha256(token)
+    assert (tmp_path / "site-a.token.before").read_text() == "half"  # it may be of another syncer
+
+
+def test_a_secret_is_written_once_where_there_are_no_hard_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*_: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr("os.link", refuses)
+    write_secret(tmp_path / "key.pem", b"key")
+    with pytest.raises(FileExistsError):
+        write_secret(tmp_path / "key.pem", b"other")
+    assert read_secret(tmp_path / "key.pem", "key") == b"key"
+    assert [each.name for each in tmp_path.iterdir()] == ["key.pem"]
 
 
 @pytest.mark.parametrize("mode", [0o604, 0o644, 0o602, 0o601])

@@ -175,6 +175,23 @@ def test_the_first_backup_is_due_by_the_newest_one_that_is_there(tmp_path: Path)
     assert [due_in_s(taken_at, taken_at + later_s, 3600.0) for later_s in (-5, 0, 600, 9000)] == [3600, 3600, 3000, 0]
 
 
+def test_files_of_other_names_are_no_snapshots(tmp_path: Path) -> None:
+    """They take no place of those that are, whatever they sort behind."""
+    target = open_target(str(tmp_path / "backups"))
+    make(tmp_path / "run")
+    first = back_up(tmp_path / "run", target, 1)
+    snapshots = tmp_path / "backups" / "snapshots"
+    for name in ("20991101T000000Z-000000000003.json", "x.json", f"{first.name}.before"):
+        shutil.copy(snapshots / first.name, snapshots / name)
+    with Store(tmp_path / "run") as store:
+        store.publish(merged_of(0, 4), record_at(4))
+    second = back_up(tmp_path / "run", target, 1)
+    assert (snapshots / second.name).exists()
+    assert not (snapshots / first.name).exists()
+    assert taken_last_at(target) == int(second.taken_at)
+    assert restore(target, tmp_path / "new").name == second.name
+
+
 def test_what_cannot_be_a_snapshot_or_a_way_back_is_said(tmp_path: Path) -> None:
     place, run = tmp_path / "backups", tmp_path / "run"
     target = open_target(str(place))

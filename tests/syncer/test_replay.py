@@ -16,7 +16,7 @@ from tests.syncer.runs import RUN, method, start, train, versions_of
 
 import diloco
 from diloco.cli import main
-from diloco.syncer.journal_files import JournalFiles, PayloadFiles, part_paths
+from diloco.syncer.journal_files import FORMAT, JournalFiles, PayloadFiles, part_paths
 from diloco.syncer.journal_reader import JournalReader
 
 RUN_FILE = """
@@ -132,6 +132,7 @@ def test_a_changed_payload_fails_with_both_digests(killed: Path, capsys: pytest.
     assert path.name.removeprefix("contribution-") in found["difference"]
 
 
+@pytest.mark.timeout(600)  # processor time of nine replays
 def test_a_changed_byte_of_the_journal_is_found(killed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = part_paths(killed / "journal")[1]
     whole = path.read_bytes()
@@ -269,11 +270,13 @@ def test_a_killed_writer_leaves_whole_entries(tmp_path: Path) -> None:
     assert read == [json.dumps({"n": number}) for number in range(len(read))]
 
 
-def test_a_newer_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diloco.syncer.journal_files.FORMAT", 2)
+@pytest.mark.parametrize("other", [FORMAT - 1, FORMAT + 1])
+def test_another_format_is_refused(other: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another version decides otherwise: that is no difference in the run."""
+    monkeypatch.setattr("diloco.syncer.journal_files.FORMAT", other)
     journal = JournalFiles(tmp_path)
     journal.sync()
-    with pytest.raises(diloco.errors.StoreError, match="has format 2 and this version reads up to 1"):
+    with pytest.raises(diloco.errors.StoreError, match=f"has format {other} and this version replays {FORMAT}"):
         list(JournalReader(tmp_path))
 
 

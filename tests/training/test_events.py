@@ -1,10 +1,12 @@
 """The event log: the schema round-trips, and a torn last line does no harm."""
 
+import errno
 import math
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import IO, Any
 
 import pytest
 
@@ -98,6 +100,33 @@ def test_what_is_no_log_of_events_is_set_aside(tmp_path: Path, content: bytes) -
             log.append(Sampled(step=1, prompt="", text=""))
         assert len(read_events(path)) == 1
         assert (tmp_path / f"events.jsonl.set-aside-{number}").read_bytes() == content
+
+
+def test_a_disk_that_refuses_a_new_file_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was there is set aside by then."""
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b"no log of events")
+
+    def refusing(file: Path, mode: str = "r", **more: Any) -> IO[Any]:
+        if mode == "ab":
+            raise OSError(errno.ENOSPC, "no space left")
+        return open(file, mode, **more)
+
+    with EventLog(path, "a") as log:
+        monkeypatch.setattr("diloco.event_log.open", refusing, raising=False)
+        log.append(Sampled(step=1, prompt="", text=""))
+        monkeypatch.undo()
+        log.append(Sampled(step=2, prompt="", text=""))
+    assert [type(event) for event in read_events(path)] == [Gap, Sampled]
+
+
+def test_a_file_that_was_moved_before_the_first_event_is_begun_anew(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    with EventLog(path, "a") as log:
+        path.rename(tmp_path / "events.jsonl.1")
+        log.append(Sampled(step=1, prompt="", text=""))
+        assert log.num_missing == 0
+    assert len(read_events(path)) == 1
 
 
 def test_zeros_that_a_power_cut_has_left_are_cut_off(tmp_path: Path) -> None:

@@ -160,7 +160,10 @@ def add_token(
     entry = TokenEntry(name, cast("Role", role), token_sha256(token), bound, expires)  # which checks the role
     with _writing(directory):
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        replace_secret(directory / _token_file(name), f"{token}\n".encode())  # one that no hash is of lets no one in
+        secret = directory / _token_file(name)
+        if secret.exists():  # a crash has kept its hash out of the list, or it is of another syncer
+            secret.replace(secret.with_name(f"{secret.name}.before"))
+        replace_secret(secret, f"{token}\n".encode())
         write_tokens(file, [*entries.values(), entry])
     _print_tokens(directory, [entry], as_json)
 

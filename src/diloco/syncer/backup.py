@@ -21,7 +21,7 @@ import sqlite3
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -55,7 +55,8 @@ log = logging.getLogger("diloco.syncer")
 SNAPSHOTS, TENSORS = "snapshots", "tensors"
 
 _UTC = "%Y%m%dT%H%M%SZ"
-_TAKEN = re.compile(r"-(\d{8}T\d{6}Z)\.json$")
+_NAME = re.compile(r"\d{16}-\d{12}-(\d{8}T\d{6}Z)\.json")
+"""Of a snapshot; the place may have other files."""
 
 _TRIES = 10
 """Of a snapshot whose files were superseded before they were linked."""
@@ -147,13 +148,20 @@ def taken_last_at(target: Target) -> float | None:
     Raises:
         StoreError: the target refuses.
     """
-    times = [match[1] for name in target.names(SNAPSHOTS) if (match := _TAKEN.search(name))]
-    return calendar.timegm(time.strptime(times[-1], _UTC)) if times else None
+    for name in reversed(names_in(target)):
+        with suppress(ValueError):  # no such day
+            return calendar.timegm(time.strptime(_NAME.sub(r"\1", name), _UTC))
+    return None
+
+
+def names_in(target: Target) -> list[str]:
+    """The names of its snapshots, the newest at the end. Raises StoreError: the target refuses."""
+    return sorted(filter(_NAME.fullmatch, target.names(SNAPSHOTS)))
 
 
 def _usable(target: Target) -> Iterator[tuple[str, Snapshot]]:
     """The snapshots that are whole, the newest first, by name. Others are named in the log."""
-    for name in reversed(target.names(SNAPSHOTS)):
+    for name in reversed(names_in(target)):
         text = _text_of(target, name)
         try:
             yield name, Snapshot.from_json(text)
@@ -207,7 +215,7 @@ def restore(target: Target, state_dir: Path, name: str | None = None) -> Snapsho
     """
     if state_dir.exists() and (not state_dir.is_dir() or any(state_dir.iterdir())):
         raise ConfigError(f"{state_dir} is there already; move it away first, or restore into another directory.")
-    names = target.names(SNAPSHOTS)
+    names = names_in(target)
     chosen = name if name is not None else next(reversed(names), None)
     if chosen not in names:
         if not names:

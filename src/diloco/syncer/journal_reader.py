@@ -112,9 +112,9 @@ class JournalReader:
 
     def _require_format(self, path: Path, head: Mapping[str, Any]) -> None:
         found = head["format"]
-        if found > FORMAT:
+        if found != FORMAT:
             raise StoreError(
-                f"{path} has format {found} and this version reads up to {FORMAT}; upgrade diloco to read it."
+                f"{path} has format {found} and this version replays {FORMAT}; use the version of diloco that wrote it."
             )
 
 

@@ -125,7 +125,7 @@ class Service:
                 "Describe": ("control", self._unary("Describe", self.describe, pb.DescribeRequest)),
                 "Join": ("writes", self._unary("Join", self.join, pb.JoinRequest, "writes", MAX_MESSAGE_BYTES)),
                 "Heartbeat": ("control", self._unary("Heartbeat", self.heartbeat, pb.HeartbeatRequest)),
-                "Lease": ("writes", self._unary("Lease", self.lease, pb.LeaseRequest, "writes")),
+                "Lease": ("writes", self._unary("Lease", self.lease, pb.LeaseRequest, "writes", MAX_MESSAGE_BYTES)),
                 "Vote": ("control", self._unary("Vote", self.vote, pb.VoteRequest)),
                 "Promote": ("control", self._unary("Promote", self.promote, pb.PromoteRequest)),
                 "Leave": ("writes", self._unary("Leave", self.leave, pb.LeaveRequest, "writes")),

@@ -13,7 +13,8 @@ from typing import Protocol
 import fsspec
 
 from diloco.errors import ConfigError, StoreError
-from diloco.syncer.durable import TEMPORARY_PREFIX, sync_directory
+from diloco.syncer.durable import sync_directory
+from diloco.whole_files import hidden_name, remove_leftovers
 
 _CHUNK_BYTES = 1 << 24
 
@@ -67,15 +68,16 @@ class Directory:
             if not (self._path / directory).is_dir():
                 return []
             found = [each.name for each in (self._path / directory).iterdir()]
-            return sorted(each for each in found if not each.startswith(TEMPORARY_PREFIX))
+            return sorted(each for each in found if not each.startswith("."))
 
     def put(self, source: Path, name: str) -> None:
         final = self._path / name
-        partial = final.with_name(f"{TEMPORARY_PREFIX}{final.name}")
+        partial = final.with_name(hidden_name(f"tmp-{final.name}"))
         with _mapped("written", self.name):
             if final.exists() and _sha256(final) == _sha256(source):
                 return
             final.parent.mkdir(parents=True, exist_ok=True)
+            remove_leftovers(final.parent, "tmp-*")
             try:
                 _copy(source, partial)
                 _require_same(source, _sha256(partial), name)

@@ -76,8 +76,8 @@ MAX_MESSAGE_BYTES = 6 << 20
 """What either end accepts as one message; the layout of a model with many tensors is the longest."""
 
 MAX_CONTROL_BYTES = 256 << 10
-"""What a syncer reads of a call that is no transfer, but for a Join, whose layout may be as long as any message. A
-heartbeat with three numbers for each of ten thousand fragments is within it."""
+"""What a syncer reads of a call that is no transfer, but for a Join, whose layout may be as long as any message, and a
+Lease, which may claim many ranges. A heartbeat with three numbers for each of ten thousand fragments is within it."""
 
 CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.use_local_subchannel_pool", 1),  # one TCP connection per channel
