@@ -20,6 +20,7 @@ M_ARENA_MAX = -8
 """Of glibc's malloc.h."""
 
 NUM_ARENAS = 2
+"""Threads would get up to eight for each core, each with holes of its own."""
 
 
 def command(
