@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from tests.soak.__main__ import STUCK_S, note, stuck
+from tests.soak.__main__ import STUCK_S, judge, stuck
 from tests.soak.leaks import growth
 
 from diloco.events import Contributed, Published
@@ -42,11 +42,23 @@ def test_too_few_samples_say_nothing() -> None:
     assert growth([(0.0, 1.0), (10.0, 100.0)], 0).per_hour == 0
 
 
-def test_a_fragment_that_never_gets_a_version_is_stuck() -> None:
-    newest: dict[int, float] = {}
+def test_a_fragment_that_gets_no_version_is_stuck() -> None:
     work = {"learner": "a", "round": 0, "base": 0, "tokens": 1, "steps": 1, "num_bytes": 1}
-    note([Contributed(t=float(t), fragment=fragment, **work) for t in (1, 5) for fragment in (0, 1)], newest)
-    note([Published(t=8.0, fragment=0, version=1, digest="d", num_bytes=1)], newest)
-    assert newest == {0: 8.0, 1: 1.0}
-    assert stuck(newest, 1.5 + STUCK_S) == ["fragment 1 has no new version for 120 s"]
-    assert stuck(newest, 0.5 + STUCK_S) == []
+
+    def contributed(fragment: int, t: float) -> Contributed:
+        return Contributed(t=t, fragment=fragment, **work)
+
+    def published(fragment: int, t: float) -> Published:
+        return Published(t=t, fragment=fragment, version=1, digest="d", num_bytes=1)
+
+    good = [contributed(0, 1), contributed(1, 1), published(0, 5), published(1, 5)]
+    assert stuck(good) == []
+    assert stuck([*good, contributed(0, 4 + STUCK_S), published(0, 900)]) == ["fragment 0 had no new version for 895 s"]
+    assert stuck([*good, contributed(1, 6 + STUCK_S)]) == ["fragment 1 had no new version for 121 s"]
+    assert stuck([contributed(0, 1), contributed(0, 2 + STUCK_S)]) == ["fragment 0 had no new version for 121 s"]
+
+
+def test_a_history_that_grows_by_more_than_its_versions_is_found() -> None:
+    curves = {"disk journal_bytes": [(10.0 * index, 1e5 * index) for index in range(360)]}
+    assert judge(curves, 3590, 2000)[1] == []
+    assert judge(curves, 3590, 1000)[1] == ["disk journal_bytes are 3.59e+07 of 1000 versions"]
