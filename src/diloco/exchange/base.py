@@ -266,6 +266,10 @@ class Exchange(ABC):
     def report(self, report: Report) -> None:  # noqa: B027  (an exchange without heartbeats has nothing to do)
         """The learner's newest state, for heartbeats; never blocks."""
 
+    def rejoined(self, incarnation: int) -> None:  # noqa: B027  (an exchange without a syncer evicts nobody)
+        """The learner has started over, as `Rejoined` said: what it reports from now on is of this incarnation. Before,
+        it is of the one that was evicted, also where that event was polled and waits for other ranks."""
+
     def stepped(self) -> None:  # noqa: B027  (only virtual time has to be told)
         """The learner has computed an inner step and comes to its boundary; in virtual time, blocks until the step has
         ended."""

@@ -259,10 +259,10 @@ class Local(Exchange):
         events = tuple(self._inbox)
         self._inbox.clear()
         self._run.time.news.discard(self._index)
-        for event in events:
-            if isinstance(event, Rejoined):
-                self._incarnation = event.opened.incarnation
         return events
+
+    def rejoined(self, incarnation: int) -> None:
+        self._incarnation = incarnation
 
     def wait(self, timeout_s: float) -> None:
         if not self._inbox:

@@ -302,6 +302,7 @@ class Boundary:
                     self._rejected(event)
                 case Rejoined(opened=opened):
                     self.rejoin(opened)
+                    self.exchange.rejoined(opened.incarnation)
                 case Grant():
                     self._granted(event)
                 case Interrupted():

@@ -299,6 +299,9 @@ class Ranks(Exchange):
     def report(self, report: Report) -> None:
         self._on_first(lambda: self._exchange.report(report))
 
+    def rejoined(self, incarnation: int) -> None:
+        self._on_first(lambda: self._exchange.rejoined(incarnation))
+
     def stepped(self) -> None:
         self._on_first(self._exchange.stepped)
 

@@ -31,7 +31,7 @@ from diloco.core.session import SessionCore
 from diloco.core.session.ends import LEAVE_TIMEOUT_S
 from diloco.core.session.requests import Identity, Report
 from diloco.errors import ConfigError, ExchangeError, StoppedError
-from diloco.exchange.base import Event, Model, Opened, Overview, PeerState, Rejoined, ShardedExchange
+from diloco.exchange.base import Event, Model, Opened, Overview, PeerState, ShardedExchange
 from diloco.exchange.dialling import Dialler, dialler
 from diloco.exchange.key_pair import learner_of
 from diloco.exchange.lanes import Lanes
@@ -225,11 +225,10 @@ class Remote(ShardedExchange):
         session.enter(partial(session.core.asked, incarnation=self._incarnation, ask=ask))
 
     def poll(self) -> Sequence[Event]:
-        events = self._opened.inbox.take()
-        for event in events:
-            if isinstance(event, Rejoined):
-                self._incarnation = event.opened.incarnation
-        return events
+        return self._opened.inbox.take()
+
+    def rejoined(self, incarnation: int) -> None:
+        self._incarnation = incarnation
 
     def wait(self, timeout_s: float) -> None:
         self._opened.inbox.wait(timeout_s)
