@@ -8,6 +8,7 @@ import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save
+from tests.exchange.test_islands_in_trouble import evict_stalled
 from tests.syncer.runs import RUN, Fetch, Net, Raw, method, num_live, start, status_of, tamper, train
 from tests.syncer.test_faults import QUICK, syncer_process, until
 
 import diloco
 from diloco import errors, events
 from diloco.chaos.proxy import Link, Relay
-from diloco.core.members import Deadlines
+from diloco.core.members import Deadlines, Member
 from diloco.core.rounds.called import CalledSyncer
+from diloco.core.session.requests import Report
 from diloco.event_log import read_events
+from diloco.exchange.base import Rejoined
 from diloco.exchange.connection import Connection
 from diloco.exchange.dialling import Dialler
 from diloco.exchange.remote import Remote
@@ -325,6 +329,37 @@ def test_tokens_of_an_old_incarnation_are_counted_once(tmp_path: Path) -> None:
             ledger = fragment["ledger"]
             settled = ledger["merged"] + ledger["lost"] + sum(ledger["discarded"].values())
             assert ledger["trained"] == settled + ledger["pending"] == status["tokens"]
+
+
+def test_what_is_reported_before_a_learner_starts_over_is_of_the_incarnation_that_is_out(tmp_path: Path) -> None:
+    """The first of several ranks polls the news, and waits for the others before all of them start over."""
+    with start(tmp_path, method()) as syncer:
+
+        def member() -> Member | None:
+            return syncer.driver.ask(lambda driver: copy(driver.core.members.get("a")))
+
+        def is_heard_since(at: float) -> bool:
+            return (it := member()) is not None and it.incarnation == 2 and it.seen_at > at
+
+        exchange = diloco.connect(syncer.address, run=RUN, learner="a", initialise=True)
+        model = Net()
+        learner = diloco.Learner(model, torch.optim.SGD(model.parameters(), lr=0.1), exchange=exchange)
+        learner.step(tokens=5)
+        syncer.driver.ask(evict_stalled)
+        until(lambda: any(isinstance(event, Rejoined) for event in exchange.poll()), "it does not join again")
+        for _ in range(2):  # the second heartbeat has begun after the report
+            exchange.report(Report(step=7, tokens=35, steps=7))
+            before = member()
+            assert before is not None
+            until(lambda at=before.seen_at: is_heard_since(at), "it is not heard")
+        now = member()
+        assert now is not None
+        assert now.tokens == 0
+        exchange.rejoined(2)
+        exchange.report(Report(step=8, tokens=5, steps=1, earlier_tokens=35))
+        until(lambda: (it := member()) is not None and it.tokens == 5, "it is not heard as the new one")
+        learner.close()
+        assert status_of(syncer)["tokens"] == 40
 
 
 def test_a_process_whose_name_another_one_took_does_not_come_back(tmp_path: Path) -> None:
