@@ -3,7 +3,7 @@
 A part is a gzip stream of lines. A line is the CRC-32 of all lines of its part up to it (8 hex digits), a space, and an
 entry (`run.recorder`) as JSON: `zcat PART | cut -c10-` shows them. The first entry of a part describes it:
 
-    {"e": "#journal", "format": 1, "diloco": version, "part": 1, "follows": null, "wall_s": …, "t": …}
+    {"e": "#journal", "format": 2, "diloco": version, "part": 1, "follows": null, "wall_s": …, "t": …}
 
 `follows` is the last CRC of the part before where the same process wrote both. `wall_s` and `t` are the same moment, in
 seconds since the epoch and on the clock of the entries. {"e": "#gap", "missing": n} stands for entries that the disk
@@ -36,6 +36,9 @@ DIRECTORY, PAYLOADS, SUFFIX = "journal", "payloads", ".jsonl.gz"
 
 GZIP = 31
 """`wbits` of a gzip stream for zlib."""
+
+FLUSHED = b"\0\0\xff\xff"
+"""What a flush of zlib ends with."""
 
 LEVEL = 6
 """Of compression."""

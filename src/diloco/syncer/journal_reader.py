@@ -7,11 +7,11 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from diloco.errors import StoreError, translated
 from diloco.run.recorder import is_entry
-from diloco.syncer.journal_files import DIRECTORY, FORMAT, GZIP, PAYLOADS, number_of, part_paths
+from diloco.syncer.journal_files import DIRECTORY, FLUSHED, FORMAT, GZIP, PAYLOADS, number_of, part_paths
 
 _CHUNK_BYTES, _MOST_BYTES = 64 << 10, 16 << 20
 """What is read at once of a part, and at most decompressed at once."""
@@ -90,11 +90,15 @@ class JournalReader:
             return bytearray(path.read_bytes()) if path.exists() else None
 
     def _lines(self, path: Path) -> Iterator[tuple[str, bool]]:
-        """The lines of a part, and whether each is what was written."""
-        rest, crc = b"", 0
+        """The lines of a part, and whether each is what was written.
+
+        What a kill tears is of one flush, whose end is not there. Where the end of a flush was written and not of its
+        last line, something before it is not what was written, though it decompresses.
+        """
+        rest, crc, num_lines, is_swallowed = b"", 0, 0, False
         reader = zlib.decompressobj(GZIP)
         with translated(OSError, StoreError, f"cannot read {path}", "check the disk"), path.open("rb") as file:
-            while data := file.read(_CHUNK_BYTES):
+            for data, is_flushed in _flushes(file):
                 while data:
                     try:
                         rest += reader.decompress(data, _MOST_BYTES)
@@ -103,12 +107,16 @@ class JournalReader:
                         return
                     data = reader.unconsumed_tail
                     *lines, rest = rest.split(b"\n")
+                    num_lines += len(lines)
                     for line in lines:
                         crc = zlib.crc32(line[9:], crc)
                         if line[:9] != b"%08x " % crc:
                             yield "", False
                             return
                         yield line.decode(errors="replace"), True
+                is_swallowed = bool(rest or not num_lines) and (is_flushed or is_swallowed)
+        if is_swallowed:
+            yield "", False
 
     def _require_format(self, path: Path, head: Mapping[str, Any]) -> None:
         found = head["format"]
@@ -116,6 +124,16 @@ class JournalReader:
             raise StoreError(
                 f"{path} has format {found} and this version replays {FORMAT}; use the version of diloco that wrote it."
             )
+
+
+def _flushes(file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
+    """A part up to the end of each flush of its writer, and what follows the last; whether it is up to such an end."""
+    rest = b""
+    while data := file.read(_CHUNK_BYTES):
+        *flushed, rest = (rest + data).split(FLUSHED)
+        for each in flushed:
+            yield each + FLUSHED, True
+    yield rest, False
 
 
 def _head_of(entry: str) -> dict[str, Any] | None:
