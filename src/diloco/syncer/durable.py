@@ -8,10 +8,11 @@ import json
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 import safetensors.torch
 import torch
@@ -26,9 +27,56 @@ TEMPORARY_PREFIX = ".tmp-"
 NAMED_DIGITS = 16
 """Digits of a file's hash in its name: where the database is lost, the file is checked against these."""
 
+READERS_OF_A_FILE = 2
+"""Threads that read and hash the tensors of one file."""
+
 LOCK = "store.lock"
 
+PIECE_BYTES = 4 << 20
+"""What is read at once of a tensor, and hashed while the processor still has it at hand; a multiple of any element's
+size."""
+
 DigestOf = Callable[[str, Tensor], str]
+
+
+class Hasher(Protocol):
+    """Makes a hash of contiguous host tensors' bytes."""
+
+    def update(self, part: Tensor, /) -> None:
+        """Take up the next elements."""
+
+    def hex(self) -> str:
+        """Of all parts so far, 32 bytes."""
+
+
+class Sha256:
+    """The `Hasher` of `sha256_of`."""
+
+    def __init__(self) -> None:
+        self._hasher = hashlib.sha256()
+
+    def update(self, part: Tensor, /) -> None:
+        """As `Hasher`."""
+        self._hasher.update(bytes_of(part))
+
+    def hex(self) -> str:
+        """As `Hasher`."""
+        return self._hasher.hexdigest()
+
+
+@dataclass(frozen=True)
+class ReadTensors:
+    """What a safetensors file holds.
+
+    Attributes:
+        sha256: its hash, as `write_tensors` has returned it.
+        tensors: by name, in memory of their own.
+        digests: of each tensor.
+    """
+
+    sha256: str
+    tensors: Mapping[str, Tensor]
+    digests: Mapping[str, str]
 
 
 def ignore_point(point: str) -> None:
@@ -60,7 +108,7 @@ def write_tensors(
             safetensors.torch.save_file(contiguous, path, metadata=dict(metadata))
         except SafetensorError as error:  # the library's name for a failed write
             raise OSError(str(error)) from error
-        return _hash_of(path, contiguous, digest_of)
+        return _hash_of(path, lambda name: digest_of(name, contiguous[name]))
 
     return _write(directory, stem, write, at)
 
@@ -80,7 +128,7 @@ def sha256_of(tensor: Tensor) -> str:
     return hashlib.sha256(bytes_of(tensor)).hexdigest()
 
 
-def _hash_of(path: Path, tensors: Mapping[str, Tensor], digest_of: DigestOf) -> str:
+def _hash_of(path: Path, digest_of: Callable[[str], str]) -> str:
     """The hash of a safetensors file that holds these tensors: SHA-256 of its header and of each tensor's own hash, in
     the header's order. Every byte of the file counts."""
     with path.open("rb") as file:
@@ -88,7 +136,7 @@ def _hash_of(path: Path, tensors: Mapping[str, Tensor], digest_of: DigestOf) -> 
         header = file.read(int.from_bytes(length, "little"))
     hasher = hashlib.sha256(length + header)
     for name in (name for name in json.loads(header) if name != "__metadata__"):
-        hasher.update(bytes.fromhex(digest_of(name, tensors[name])))
+        hasher.update(bytes.fromhex(digest_of(name)))
     return hasher.hexdigest()
 
 
@@ -126,9 +174,8 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def read_tensors(path: Path, digest_of: DigestOf) -> tuple[str, dict[str, Tensor]] | None:
-    """The hash of a safetensors file, as `write_tensors` has returned it, and its tensors, in memory of their own; None
-    where it is no safetensors file.
+def read_tensors(path: Path, hasher_of: Callable[[str], Hasher]) -> ReadTensors | None:
+    """A safetensors file, with `hasher_of` each of its tensors by name; None where it is no safetensors file.
 
     Raises:
         OSError: unreadable.
@@ -137,28 +184,33 @@ def read_tensors(path: Path, digest_of: DigestOf) -> tuple[str, dict[str, Tensor
         mapped = safetensors.torch.load_file(path)  # the header is checked; no tensor's bytes are read
     except SafetensorError:
         return None
-    # Read in order, not page by page, and a tensor is hashed while the next one is read.
-    with path.open("rb", buffering=0) as file, ThreadPoolExecutor(1) as hasher:
+    with path.open("rb") as file, ThreadPoolExecutor(READERS_OF_A_FILE) as readers:
         num_header_bytes, header = _header_of(file)
-        tensors, hashes = dict[str, Tensor](), dict[str, Future[str]]()
-        for name in header:
+
+        def read(name: str) -> tuple[Tensor, str]:
             first, _ = header[name]["data_offsets"]
-            tensors[name] = _read_like(mapped[name], file, 8 + num_header_bytes + first)
-            hashes[name] = hasher.submit(digest_of, name, tensors[name])
-    return _hash_of(path, tensors, lambda name, _: hashes[name].result()), tensors
+            return _read_like(mapped[name], file, 8 + num_header_bytes + first, hasher_of(name))
+
+        found = dict(zip(header, readers.map(read, header), strict=True))
+    digests = {name: digest for name, (_, digest) in found.items()}
+    return ReadTensors(
+        _hash_of(path, digests.__getitem__), {name: tensor for name, (tensor, _) in found.items()}, digests
+    )
 
 
-def _read_like(mapped: Tensor, file: IO[bytes], place: int) -> Tensor:
-    """A tensor as large as `mapped`, in memory of its own: a mapped one leans on a file that is deleted later."""
+def _read_like(mapped: Tensor, file: IO[bytes], place: int, hasher: Hasher) -> tuple[Tensor, str]:
+    """A tensor as large as `mapped`, and its hash; in memory of its own: a mapped one leans on a file that is deleted
+    later. Read in order, not page by page."""
     tensor = torch.empty_like(mapped)
-    data = bytes_of(tensor)
-    file.seek(place)
-    while data:
-        num_bytes = file.readinto(data)  # type: ignore[attr-defined] # of a raw file
-        if not num_bytes:
-            raise OSError(f"{file.name} has become shorter while it was read")
-        data = data[num_bytes:]
-    return tensor
+    for piece in tensor.view(-1).split(PIECE_BYTES // tensor.element_size()):
+        data = bytes_of(piece)
+        while data:
+            num_bytes = os.preadv(file.fileno(), [data], place)
+            if not num_bytes:
+                raise OSError(f"{file.name} has become shorter while it was read")
+            data, place = data[num_bytes:], place + num_bytes
+        hasher.update(piece)
+    return tensor, hasher.hex()
 
 
 def _header_of(file: IO[bytes]) -> tuple[int, dict[str, Any]]:

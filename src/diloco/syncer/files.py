@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -14,7 +14,7 @@ from typing import Self
 from torch import Tensor
 
 from diloco.core.held import HeldFragment
-from diloco.core.layout import digest
+from diloco.core.layout import Digest
 from diloco.core.update import Update
 from diloco.errors import CorruptPayloadError, StoreError
 from diloco.plain_json import MALFORMED
@@ -22,6 +22,8 @@ from diloco.run.ports import Json
 from diloco.syncer.durable import (
     NAMED_DIGITS,
     TEMPORARY_PREFIX,
+    Hasher,
+    Sha256,
     file_sha256,
     read_metadata,
     read_tensors,
@@ -138,20 +140,15 @@ class TensorFiles:
         fragment, version, file = stored.update.fragment, stored.update.version, stored.file
         holds = f"fragment {fragment}, version {version}"
         path = self._require_file(file, holds)
-        digests: dict[str, str] = {}
-
-        def digest_of(name: str, tensor: Tensor) -> str:
-            return digests.setdefault(name, _digest_of(name, tensor))
-
-        found = read_tensors(path, digest_of)
-        if found is None or found[0] != stored.sha256 or digests.get("theta") != stored.update.digest:
+        found = read_tensors(path, _hasher_of)
+        if found is None or found.sha256 != stored.sha256 or found.digests.get("theta") != stored.update.digest:
             raise self._damaged(path, holds)
         if not file.startswith(_stem(fragment, version)):
             raise StoreError(
                 f"{self._path / DATABASE} is damaged: it has {file} as {holds}. Nothing was changed or removed; "
                 f"{advice(self._path)}."
             )
-        return _held(fragment, version, found[1], stored.update.digest)
+        return _held(fragment, version, found.tensors, stored.update.digest)
 
     def recognise(self, name: str) -> Recognised | None:
         """A version by its file alone: it says what it is, and has the hash that is in its name and the digest that it
@@ -164,23 +161,19 @@ class TensorFiles:
 
     def _recognised(self, path: Path, name: str) -> Recognised | None:
         match = _VERSION.fullmatch(name)
-        if match is None or (found := read_tensors(path, _digest_of)) is None:
+        if match is None or (found := read_tensors(path, _hasher_of)) is None:
             return None
-        sha256, tensors = found
-        if sha256[:NAMED_DIGITS] != match["hash"]:
+        if found.sha256[:NAMED_DIGITS] != match["hash"]:
             return None
         try:
             described = Described.from_json(read_metadata(path)[_DESCRIBED])
         except MALFORMED:  # an earlier version of this package has written it
             return None
         update = described.update
-        if (
-            (update.fragment, update.version) != version_of(name)
-            or "theta" not in tensors
-            or digest(tensors["theta"]) != update.digest
-        ):
+        if (update.fragment, update.version) != version_of(name) or found.digests.get("theta") != update.digest:
             return None
-        return Recognised(name, sha256, described, path.stat().st_mtime, tensors["theta"].numel())
+        num_elements = found.tensors["theta"].numel()
+        return Recognised(name, found.sha256, described, path.stat().st_mtime, num_elements)
 
     def receive(self, name: str, sha256: str, chunks: Iterable[bytes | memoryview]) -> str:
         """Write a file that another store has, as it is; returns the digest of its version, "" of the frozen state.
@@ -312,14 +305,13 @@ def version_of(name: str) -> tuple[int, int]:
     return (-1, -1) if match is None else (int(match["fragment"]), int(match["version"]))
 
 
-def _held(fragment: int, version: int, tensors: dict[str, Tensor], published: str) -> HeldFragment:
-    theta, residual = tensors.pop("theta"), tensors.pop("residual", None)
-    outer_state = {name.removeprefix(_OUTER): tensor for name, tensor in tensors.items()}
-    return HeldFragment(fragment, version, theta, outer_state, residual, published)
+def _held(fragment: int, version: int, tensors: Mapping[str, Tensor], published: str) -> HeldFragment:
+    outer_state = {name.removeprefix(_OUTER): tensor for name, tensor in tensors.items() if name.startswith(_OUTER)}
+    return HeldFragment(fragment, version, tensors["theta"], outer_state, tensors.get("residual"), published)
 
 
-def _digest_of(name: str, tensor: Tensor) -> str:
-    return digest(tensor) if name == "theta" else sha256_of(tensor)
+def _hasher_of(name: str) -> Hasher:
+    return Digest() if name == "theta" else Sha256()
 
 
 def _stem(fragment: int, version: int) -> str:
