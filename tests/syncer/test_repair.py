@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -215,6 +216,29 @@ def test_whatever_is_damaged(healthy: Path, tmp_path: Path, num_files: int, dama
         shutil.rmtree(damaged)
         shutil.rmtree(tmp_path / "scratch", ignore_errors=True)
     assert min(outcomes["repaired"], outcomes["whole"]) > 10
+
+
+def test_what_is_no_file_in_the_place_of_one_is_set_aside(healthy: Path, tmp_path: Path) -> None:
+    for kind in ("directory", "link"):
+        root = shutil.copytree(healthy / "stopped", tmp_path / kind)
+        path = path_of(root, "f0 new")
+        assert path is not None
+        path.unlink()
+        if kind == "directory":
+            path.mkdir()
+        else:
+            path.symlink_to(root / "nowhere")
+        repair(root)
+        assert started(root) == {**NEWEST, 0: NEWEST[0] - 1}
+        assert os.path.lexists(root / "set-aside" / path.name)
+
+
+def test_a_lock_that_cannot_be_read_is_one_sentence(healthy: Path, tmp_path: Path) -> None:
+    root = shutil.copytree(healthy / "stopped", tmp_path / "run")
+    (root / "store.lock").unlink(missing_ok=True)
+    (root / "store.lock").mkdir()
+    with pytest.raises(StoreError, match=r"cannot read .*/store\.lock .*; check the disk"):
+        inspect(root)
 
 
 def cut_off(data: bytes, num_frames: int, frame_bytes: int = 24 + 4096) -> bytes:

@@ -162,15 +162,37 @@ def test_a_journal_whose_beginning_was_removed_is_replayed_from_the_next_start(
     finally:
         path.write_bytes(whole)
     assert (code, found["boots"], found["difference"]) == (0, 2, None)
+    assert len(found["gaps"]) == 1
     assert "parts 1 to 1 are missing" in found["gaps"][0]
     assert found["decisions_equal"] == found["events"]
     assert found["merges_equal"] == 0 < found["merges"]  # the tensors that it starts with are not known
 
 
+def test_what_came_before_an_empty_part_is_said_to_be_missing(killed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As a process leaves that was killed before it had written anything, and as a damaged disk does."""
+    path = part_paths(killed / "journal")[0]
+    whole = path.read_bytes()
+    try:
+        path.write_bytes(b"")
+        code, found = replayed(capsys, str(killed))
+    finally:
+        path.write_bytes(whole)
+    assert (code, found["boots"], found["difference"]) == (0, 2, None)
+    assert len(found["gaps"]) == 1
+    assert "start 1 of the syncer is with versions (" in found["gaps"][0]
+    assert found["gaps"][0].endswith("nothing before it is in the journal")
+
+
 def test_wrong_use_is_one_sentence(killed: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "empty" / "journal").mkdir(parents=True)
+    (tmp_path / "empty" / "journal" / "00000001.jsonl.gz").touch()
+    (tmp_path / "linked" / "journal").mkdir(parents=True)
+    (tmp_path / "linked" / "journal" / "00000001.jsonl.gz").symlink_to(tmp_path / "nowhere")
     for arguments, code, said in (
         ([str(tmp_path / "nothing")], 2, "there is no"),
         ([str(tmp_path)], 1, "there is no journal in"),
+        ([str(tmp_path / "empty")], 1, "has no start of a syncer"),
+        ([str(tmp_path / "linked")], 1, "cannot read"),
     ):
         with pytest.raises(SystemExit) as ended:
             main(["replay", *arguments])

@@ -10,7 +10,7 @@ import typer
 
 from diloco.cli._options import Json
 from diloco.cli._output import make_table
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, StoreError
 
 if TYPE_CHECKING:
     from diloco.run.replay import Replay
@@ -48,6 +48,8 @@ def command(
 
         asked = WhatIf(replay, Changes(with_))
     span_s = _replay(reader, replay, asked, until)
+    if not replay.findings.num_boots and replay.findings.difference is None:
+        raise StoreError(f"the journal of {run} has no start of a syncer, so that nothing can be replayed.")
     found = _numbers(replay, span_s)
     if asked is not None:
         found["what_if"] = asked.answer()

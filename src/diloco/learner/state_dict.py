@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
+from operator import index
 from typing import Any
 
 from torch import Tensor
@@ -112,7 +113,7 @@ def _check(learner: Boundary, state: Mapping[str, Any]) -> None:
     error = None if seen is None or served is None else refusal(seen, served)
     if error is not None:
         raise CheckpointError(f"the checkpoint cannot be continued here: {error}")
-    learner.exchange.require_rank(state["rank"], state["core"]["step"])
+    learner.exchange.require_rank([index(each) for each in state["rank"]], index(state["core"]["step"]))
     learner.tensors.require_pieces(state["parameters"])
 
 

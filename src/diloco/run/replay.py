@@ -165,6 +165,8 @@ class Replay:
         saved = given.get("saved")
         if self._is_whole:
             self._finish_write(saved)
+        elif saved is not None and not self.findings.gaps and self.findings.difference is None:
+            self.findings.gaps.append(f"{self._start_with(saved['fragments'])}: nothing before it is in the journal")
         self.driver = None
         self._method = self._past.reader.read(given["method"])
         arguments = {key: self._past.reader.read(value) for key, value in given.items()}
@@ -191,11 +193,14 @@ class Replay:
             return
         held = [] if saved is None else saved["fragments"]
         ends = _versions([each.version for each in self._store.fragments])
-        said = f"start {self.findings.num_boots} of the syncer is with {_versions([version for version, _ in held])}"
+        said = self._start_with(held)
         if held and all(self._history.find(index, *each) for index, each in enumerate(held)):
             self.findings.gaps.append(f"{said}: the state was put back there after {ends}")
         else:
             self._found(f"{said}, and the journal before it ends with {ends}: a part of it is missing")
+
+    def _start_with(self, held: Sequence[Any]) -> str:
+        return f"start {self.findings.num_boots} of the syncer is with {_versions([version for version, _ in held])}"
 
     def _leads_to(self, saved: Mapping[str, Any] | None) -> bool:
         fragments, record = self._store.fragments, self._store.record

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from diloco.errors import StoreError
+from diloco.errors import StoreError, translated
 from diloco.exchange.wire.frames import bytes_of
 
 TEMPORARY_PREFIX = ".tmp-"
@@ -251,7 +251,9 @@ def look_locked(path: Path) -> Iterator[str | None]:
     if not (path / LOCK).exists():
         yield None
         return
-    with (path / LOCK).open() as file:
+    with translated(OSError, StoreError, f"cannot read {path / LOCK}", "check the disk"):
+        file = (path / LOCK).open()
+    with file:
         yield _holder(file)
 
 

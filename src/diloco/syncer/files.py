@@ -161,7 +161,7 @@ class TensorFiles:
 
     def _recognised(self, path: Path, name: str) -> Recognised | None:
         match = _VERSION.fullmatch(name)
-        if match is None or (found := read_tensors(path, _hasher_of)) is None:
+        if match is None or not path.is_file() or (found := read_tensors(path, _hasher_of)) is None:
             return None
         if found.sha256[:NAMED_DIGITS] != match["hash"]:
             return None

@@ -7,7 +7,7 @@ entry (`run.recorder`) as JSON: `zcat PART | cut -c10-` shows them. The first en
 
 `follows` is the last CRC of the part before where the same process wrote both. `wall_s` and `t` are the same moment, in
 seconds since the epoch and on the clock of the entries. {"e": "#gap", "missing": n} stands for entries that the disk
-refused. Readers refuse newer formats.
+refused. Readers refuse other formats.
 
     STATE/journal/payloads/contribution-<sha256>               payloads of contributions, as they were encoded
     STATE/journal/payloads/fragment-<index>-<version>-<digest>  fp32, of the run's initial model; or with the suffix

@@ -54,7 +54,8 @@ class JournalReader:
                 f"there is no journal in {self._directory}; a syncer keeps one unless its run file has "
                 "[syncer] journal = false."
             )
-        self.num_bytes = sum(path.stat().st_size for path in self._parts)
+        with translated(OSError, StoreError, f"cannot read {self._directory}", "check the disk"):
+            self.num_bytes = sum(path.stat().st_size for path in self._parts)
 
     def __iter__(self) -> Iterator[JournalLine]:
         read_bytes, number, crc = 0, 0, 0

@@ -230,6 +230,6 @@ def update_of(header: pb.PullHeader) -> Update:
         tuple(header.contributors),
         tuple(header.weights),
         header.scale,
-        header.digest,
+        printable(header.digest, MAX_REASON),
         header.lossless,
     )
