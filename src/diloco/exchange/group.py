@@ -256,7 +256,7 @@ def error_of(name: str, text: str) -> DilocoError:
     kind, text = getattr(errors, name, None), printable(text).strip() or "it says no more"
     if isinstance(kind, type) and issubclass(kind, DilocoError):
         return kind(text)
-    return ExchangeError(f"{name}: {text}")
+    return ExchangeError(f"{printable(name)}: {text}")
 
 
 def reason_of(error: Exception) -> str:
