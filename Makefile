@@ -134,7 +134,7 @@ $(FOR_DEMO): constraints.txt pyproject.toml setup.py | $(MADE)
 
 $(FOR_ALL): constraints.txt pyproject.toml setup.py | $(MADE)
 	@echo "installing what the tests need into $(VENV), once; this takes some minutes"
-	@$(INSTALL) torch -e ".[train,plot,dev]"
+	@$(INSTALL) torch -e ".[train,plot,dashboard,dev]"
 	@$(COMPILE)
 	@touch $(FOR_DEMO) $@
 

@@ -96,7 +96,7 @@ def _publishing(store: Store, theta: Tensor, outer_state: Mapping[str, Tensor]) 
         version = len(store.history())
         held = HeldFragment(0, version, theta, outer_state, None, digest(theta))
         update = Update(0, version - 1, version, (), (), 1.0, held.digest, lossless=True)
-        action = MergeRound(0, version - 1, (), (), 1.0, frozenset())
+        action = MergeRound(0, version - 1, (), (), 1.0, frozenset(), "")
         store.publish(MergedRound(action, update, held, theta, 4 * theta.numel()), {})
 
     return publish

@@ -51,13 +51,13 @@ def run(tmp_path: Path) -> Path:
 def test_events_that_could_not_be_written_are_counted(run: Path) -> None:
     with EventLog(run / "of-a" / "events.jsonl", who="a") as log:
         log.append(ev.Gap(missing=7))
-    found = numbers(read_run([run]))
+    found = numbers(read_run([run])[0])
     assert found["missing_events"] == 7
     assert summary(found).endswith("; 7 events are missing from the files")
 
 
 def test_numbers(run: Path) -> None:
-    found = numbers(read_run([run]))
+    found = numbers(read_run([run])[0])
     learners = found.pop("learners")
     assert found == {
         "run": "tiny",
@@ -95,7 +95,7 @@ def test_numbers(run: Path) -> None:
 
 def test_folders_of_several_machines_are_one_run(run: Path) -> None:
     apart = [run / "of-a", run / "of-syncer", run / "of-baseline"]
-    assert numbers(read_run(apart)) == numbers(read_run([run]))
+    assert numbers(read_run(apart)[0]) == numbers(read_run([run])[0])
 
 
 def test_the_command(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,13 +104,14 @@ def test_the_command(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not ended.value.code
     assert "190 tokens in 20.0 s, 2 merges" in " ".join(capsys.readouterr().out.split())
     text = (run / "run-report.html").read_text()
-    assert text.count("<svg") == 3
-    assert "lr 0.7, momentum 0.9" in text
-    for elsewhere in ("src=", 'href="http', "@import"):
-        assert elsewhere not in text
+    shown = json.loads(text.partition('id="frozen">')[2].partition("</script>")[0])
+    assert shown["head"]["loss"] == 2.0
+    assert shown["head"]["method"]["outer"] == {"lr": 0.7, "momentum": 0.9}
+    assert "<script src=" not in text
+    assert '<link rel="stylesheet' not in text
     with pytest.raises(SystemExit):
         main(["report", str(run), "--json"])
-    assert json.loads(capsys.readouterr().out) == numbers(read_run([run]))
+    assert json.loads(capsys.readouterr().out) == numbers(read_run([run])[0])
 
 
 def test_what_cannot_be_shown_is_said(run: Path, tmp_path: Path) -> None:
@@ -119,4 +120,4 @@ def test_what_cannot_be_shown_is_said(run: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is a syncer's; name the syncer's folder too"):
         read_run([run / "of-a"])
     with pytest.raises(StoreError, match="choose another place with --out"):
-        write_page(tmp_path / "no" / "page.html", read_run([run]))
+        write_page(tmp_path / "no" / "page.html", read_run([run])[1])

@@ -184,6 +184,8 @@ class SyncerTable(Table):
     no_client_certificates: bool = False  # the syncer asks for tokens instead
     tokens_file: Path | None = None  # all tokens with their roles
     metrics_port: int | None = Field(default=None, ge=0, le=65535)  # 0: any free port
+    page: bool | None = None  # serve the live page; default: where the syncer is reached from its own machine only
+    page_port: int = Field(default=0, ge=0, le=65535)  # loopback port of the live page; 0: any free one
     spool_bytes: int = Field(default=1 << 30, ge=0)  # contributions held in memory; beyond it they wait on disk
     journal: bool = True  # keep what `diloco replay` needs to make all decisions again
     record_contributions: bool = False  # and all merges: the payload of every contribution

@@ -160,13 +160,19 @@ class EventTail:
         self._offset = 0
         self._next_line = 1
 
-    def read(self) -> list[Event]:
-        """Whole lines only: what is being written, or was torn by a kill and will be cut off, waits."""
+    def read(self, most_bytes: int = -1) -> list[Event]:
+        """Whole lines only: what is being written, or was torn by a kill and will be cut off, waits.
+
+        Arguments:
+            most_bytes: to read at a time, and up to a line more; -1: all.
+        """
         with translated(OSError, StoreError, f"cannot read the event log {self.path}", "check the path"):
             try:
                 with open(self.path, "rb") as file:
                     file.seek(self._offset)
-                    content = file.read()
+                    content = file.read(most_bytes)
+                    if len(content) == most_bytes:
+                        content += file.readline()
             except FileNotFoundError:
                 return []
         content = content[: content.rfind(b"\n") + 1]

@@ -154,6 +154,8 @@ class SyncerStarted(Event):
     address: str
     versions: tuple[int, ...] = ()  # empty until the run is initialised
     method: dict[str, Any] = Field(default_factory=dict)
+    learners: int | None = None  # planned
+    budget_tokens: int | None = None  # that the run is to train; none: not known here
 
 
 class Initialised(Event):
@@ -224,6 +226,40 @@ class Evicted(Event):
     reason: str  # a few words
 
 
+class LearnerProgress(BaseModel):
+    """A member of the run at one moment."""
+
+    model_config = Event.model_config
+
+    incarnation: int
+    state: str  # "healthy", "waiting" (for an answer), "starting", "drained", or "lost": not connected
+    step: int
+    tokens: int  # that it has trained in the run
+    step_s: float | None = None  # of an inner step
+    silent_s: float = 0.0  # since it was last heard of
+    training_loss: float | None = None  # newest that it told of, nats per token
+    versions: tuple[int, ...] = ()  # the newest that it has, of each fragment; empty: not heard yet
+
+
+class Progress(Event):
+    """How the run goes, every ten seconds while anything moves."""
+
+    kind: Literal["progress"] = "progress"
+    step: int
+    tokens: int  # trained by the run
+    learners: dict[str, LearnerProgress]
+    ledger: dict[str, int] = Field(default_factory=dict)  # tokens by what became of them, summed over fragments
+
+
+class Reported(Event):
+    """A learner has told the syncer the global model's loss on held-out data."""
+
+    kind: Literal["reported"] = "reported"
+    learner: str
+    tokens: int  # trained by the whole run then
+    loss: float  # nats per token
+
+
 class InnerState(Event):
     """A learner that is about to join was given a peer's inner optimizer's state, or was not."""
 
@@ -287,6 +323,7 @@ class Merged(Event):
     scale: float = 1.0  # the merged outer gradient was multiplied by it
     merge_s: float = 0.0
     units: tuple[tuple[tuple[int, int], ...], ...] = ()  # per contributor, of leased data: (first, stop) of each range
+    reason: str = ""  # why the round was closed then
 
 
 class Data(Event):

@@ -129,7 +129,8 @@ def test_a_round_is_merged_stored_and_only_then_published() -> None:
     assert run.send(1.0, "b", 0)[0] == Acknowledge(run.c("b", 0), duplicate=False)
     assert run.reason(1.0) == "waiting for a; a is given up in 5.0 s"
     merge = only(MergeRound, run.send(2.0, "a", 0))
-    assert merge == MergeRound(0, 0, (run.c("a", 0), run.c("b", 0)), (1.0, 1.0), 1.0, frozenset("ab"))
+    why = "all 2 learners of the round have contributed"
+    assert merge == MergeRound(0, 0, (run.c("a", 0), run.c("b", 0)), (1.0, 1.0), 1.0, frozenset("ab"), why)
     assert run.reason(2.0) == "merging"
     run.merged()
     assert run.reason(2.0) == "storing"
@@ -1198,7 +1199,7 @@ def test_the_status_is_for_people_and_programs() -> None:
     assert status["learners"]["a"] == {
         "incarnation": 1, "step": 7, "tokens": 70, "live": True, "healthy": True, "waiting": False, "drained": False,
         "step_s": 0.5, "tokens_per_step": None, "silent_s": 2.0, "given_up_in_s": 8.0, "merged": 0,
-        "versions_behind": None, "staleness": None,
+        "versions_behind": None, "staleness": None, "versions": [],
     }  # fmt: skip
     assert status["fragments"][0]["contributed"] == ["b"]
     assert status["fragments"][0]["members"] == ["a", "b"]

@@ -171,7 +171,8 @@ def event_log() -> Target:
     def read(data: bytes) -> None:
         with directory_of({"events.jsonl": data}) as path:
             assert len(EventTail(path / "events.jsonl").read()) == len(read_events(path / "events.jsonl"))
-            timeline = read_run([path])
+            timeline, story = read_run([path])
+            json.dumps(story.since(0), allow_nan=False)
             found = numbers(timeline)
             json.dumps(found)
             summary(found)

@@ -29,7 +29,7 @@ def published(how: Method) -> GlobalModel[HeldFragment, Tensor]:
         held, places = model.held(0), layout().fragments[0].tensors
         gradient = how.up.encode(torch.randn(held.theta.numel()))
         closed = close(how, held, [Encoded("a", (gradient,), 1.0)], places)
-        action = MergeRound(0, round_, (), (), 1.0, frozenset("a"))
+        action = MergeRound(0, round_, (), (), 1.0, frozenset("a"), "all")
         model.take(MergedRound(action, closed.update, closed.held, closed.payload, closed.payload.numel()), in_flight)
     return model
 

@@ -54,7 +54,7 @@ def merged_of(fragment: int, version: int) -> MergedRound[HeldFragment, torch.Te
         for name, tokens in (("site-a", 32), ("site-b", 64))
     )
     weights = (1.0, 0.5)
-    action = MergeRound(fragment, version - 1, contributions, weights, 1.0, frozenset(("site-a", "site-b")))
+    action = MergeRound(fragment, version - 1, contributions, weights, 1.0, frozenset(("site-a", "site-b")), "all")
     held = held_of(fragment, version)
     update = Update(fragment, version - 1, version, ("site-a", "site-b"), weights, 1.0, held.digest, lossless=False)
     return MergedRound(action, update, held, torch.empty(0, dtype=torch.uint8), 0)

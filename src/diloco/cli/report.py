@@ -20,7 +20,7 @@ def command(
     """Show a run that is over or under way, real or simulated: who took part, who was in which merge, losses, bytes."""
     from diloco.report.page import HEADS, numbers, read_run, rows, summary, write_page
 
-    timeline = read_run(folders)
+    timeline, story = read_run(folders)
     found = numbers(timeline)
     if as_json:
         print(json.dumps(found, indent=1))
@@ -31,5 +31,5 @@ def command(
     console.print(printable(f"{timeline.run}: {summary(found)}"))
     console.print(make_table(HEADS, rows(found), ruled=False))
     page = out if out is not None else folders[0] / "run-report.html"
-    write_page(page, timeline)
+    write_page(page, story)
     console.print(f"see {page}")

@@ -39,6 +39,7 @@ class MergeRound:
         weights: one per learner.
         scale: multiplies the merged outer gradient.
         members: the learners that the round had.
+        reason: why the round is closed now, in one sentence.
     """
 
     fragment: int
@@ -47,6 +48,7 @@ class MergeRound:
     weights: tuple[float, ...]
     scale: float
     members: frozenset[str]
+    reason: str
 
 
 @dataclass(frozen=True)

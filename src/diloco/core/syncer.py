@@ -468,15 +468,15 @@ class SyncerCore:
         for fragment in self.rounds.open_fragments():
             decision = self.decision(now, fragment)
             if decision is not None and decision.merge is not None:
-                actions.append(self._close(now, fragment, self.fragments[fragment]))
+                actions.append(self._close(now, fragment, decision.reason))
         return actions + self._wake(now)
 
-    def _close(self, now: float, fragment: int, state: FragmentState) -> MergeRound:
-        closed = self.rounds.close(now, fragment)
+    def _close(self, now: float, fragment: int, reason: str) -> MergeRound:
+        state, closed = self.fragments[fragment], self.rounds.close(now, fragment)
         state.closing, state.phase = closed, "merging"
         weights = self._weights(closed)
         scale = self.rounds.scale(fragment, closed, weights)
-        return MergeRound(fragment, closed.number, closed.contributions, tuple(weights), scale, closed.members)
+        return MergeRound(fragment, closed.number, closed.contributions, tuple(weights), scale, closed.members, reason)
 
     def _weights(self, closed: ClosedRound) -> list[float]:
         """One weight per learner, in merge order, from the sum of its contributions to the round."""

@@ -10,8 +10,8 @@ from typing import Any
 from diloco.demo.plots import bytes_chart, loss_chart
 from diloco.demo.served import PROMPT
 from diloco.demo.story import DemoResult
+from diloco.demo.timeline_chart import timeline_chart
 from diloco.planning.pages import page, table, values_table
-from diloco.report.charts import timeline_chart
 
 STYLE = """
 .cards{display:grid;grid-template-columns:repeat(3,1fr);gap:.8rem;margin:1.4rem 0}

@@ -24,6 +24,7 @@ from diloco.core.healing import Heal, Healed
 from diloco.core.learner import LearnerCore
 from diloco.core.leases import DataSet
 from diloco.core.method import Method
+from diloco.core.session.requests import Evaluation
 from diloco.errors import ConfigError
 from diloco.exchange.base import Exchange, Model, Opened
 from diloco.exchange.island import Ranks
@@ -221,6 +222,25 @@ class Learner:
         if self._steps_by_itself:
             raise ConfigError("this learner steps after its optimizer by itself; leave learner.step(…) out.")
         self._step(1 if tokens is None else tokens)
+
+    def log(self, *, training_loss: float | None = None, held_out_loss: float | None = None) -> None:
+        """Tell those who watch the run how training goes: the syncer's page, its metrics and its events show it.
+
+        It changes nothing in the run, goes out with the next heartbeat, and is lost where there is no syncer. Call it
+        every few steps. In a learner of several ranks, the values of rank 0 count.
+
+        Arguments:
+            training_loss: of the newest inner step, nats per token.
+            held_out_loss: of the global model as this learner holds it (`global_state_dict`), nats per token, on data
+                that is not trained on.
+        """
+        self._require_open()
+        boundary = self._boundary
+        if training_loss is not None:
+            boundary.training_loss = float(training_loss)
+        if held_out_loss is not None:
+            boundary.evaluation = Evaluation(float(held_out_loss), self.run_tokens)
+        boundary.report()
 
     def step_after_optimizer(self, tokens: Callable[[], int] | None = None) -> None:
         """From now on, call `step` after every step of the optimizer, by a hook: for loops that cannot be edited.

@@ -1,4 +1,4 @@
-"""A run in numbers, and as one self-contained HTML page."""
+"""A run in numbers, and its page frozen into one file."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from diloco.errors import ConfigError, StoreError, translated
-from diloco.event_log import read_events
-from diloco.planning.pages import page, plain, table, values_table
-from diloco.report.charts import losses_chart, timeline_chart, training_chart
+from diloco.event_log import EventTail
+from diloco.report.frame import frozen_page
+from diloco.report.story import Story
 from diloco.report.timeline import Timeline
 
+READ_BYTES = 1 << 22
 
-def read_run(folders: Sequence[Path]) -> Timeline:
-    """Every `events.jsonl` below the folders, sorted out by who wrote it.
+
+def read_run(folders: Sequence[Path]) -> tuple[Timeline, Story]:
+    """Every `events.jsonl` below the folders, sorted out by who wrote it, and the story for its page.
 
     Raises:
         ConfigError: there is none, or none of a syncer. StoreError: one cannot be read.
@@ -23,13 +25,16 @@ def read_run(folders: Sequence[Path]) -> Timeline:
     where = ", ".join(map(str, folders))
     if not files:
         raise ConfigError(f"there is no events.jsonl below {where}; name the folder of a run.")
-    timeline = Timeline()
+    timeline, story = Timeline(), Story()
     for path in files:
-        for event in read_events(path):
-            timeline.take(event.who, event)
+        tail = EventTail(path)
+        while events := tail.read(READ_BYTES):
+            for event in events:
+                timeline.take(event.who, event)
+                story.take(event)
     if not timeline.syncer_starts:
         raise ConfigError(f"no events.jsonl below {where} is a syncer's; name the syncer's folder too.")
-    return timeline
+    return timeline, story
 
 
 def numbers(timeline: Timeline) -> dict[str, Any]:
@@ -67,30 +72,15 @@ def _learner(timeline: Timeline, name: str) -> dict[str, Any]:
     }
 
 
-def write_page(path: Path, timeline: Timeline) -> None:
-    """Write the page; nothing in it is loaded from elsewhere. Raises StoreError where it cannot be written."""
-    body = _body(timeline, numbers(timeline))
+def write_page(path: Path, story: Story) -> None:
+    """Write the page; nothing in it is loaded from elsewhere.
+
+    Raises:
+        StoreError: it cannot be written. ConfigError: the library that draws its charts is not installed.
+    """
+    text = frozen_page(story.since(0))
     with translated(OSError, StoreError, f"cannot write {path}", "choose another place with --out"):
-        path.write_text(page(f"run {timeline.run}", body), encoding="utf-8")
-
-
-def _body(timeline: Timeline, found: dict[str, Any]) -> str:
-    losses = timeline.evaluated and (
-        f"<h2>Held-out loss</h2><p>Of the global model, and of controls.</p>{losses_chart(timeline)}"
-    )
-    training = timeline.steps and f"<h2>Training loss</h2><p>Of each process's own model.</p>{training_chart(timeline)}"
-    return f"""<h1>{plain(timeline.run)}</h1>
-<p class="lead">{plain(summary(found))}</p>
-{losses or ""}
-<h2>Who took part</h2>
-<p>A row per process. A band is a learner's presence in the run, a tick a merge that it is in,
-<b style="color:#16a34a">▶</b> a return. In the syncer's row every merge is a tick, and
-<b style="color:#d97706">amber</b> where a learner of the run is missing from it.</p>
-{timeline_chart(timeline)}
-{table(HEADS, rows(found))}
-{training or ""}
-<h2>The method</h2>
-{values_table(timeline.method)}"""
+        path.write_text(text, encoding="utf-8")
 
 
 HEADS = ("learner", "present, s", "joined", "given up", "at step", "in merges", "waited, s", "MB")

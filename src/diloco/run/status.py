@@ -78,6 +78,7 @@ class RunStatus:
             "merged": sum(learner in contributors for contributors in model.contributors),
             "versions_behind": max(0, *behind) if behind else None,
             "staleness": seen.staleness,
+            "versions": list(seen.versions),
         }
 
 

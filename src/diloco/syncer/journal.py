@@ -124,7 +124,7 @@ class Journal(Observer):
                 fragment=action.fragment, round=action.round, version=update.version, contributors=update.contributors,
                 weights=update.weights, tokens=tuple(sum(c.tokens for c in own) for own in each),
                 steps=tuple(sum(c.steps for c in own) for own in each), members=tuple(sorted(action.members)),
-                scale=action.scale, merge_s=merged.merge_s,
+                scale=action.scale, merge_s=merged.merge_s, reason=action.reason,
                 units=units if any(units) else (),
             )
         )  # fmt: skip

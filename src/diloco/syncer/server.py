@@ -20,7 +20,7 @@ from diloco.core.members import Deadlines
 from diloco.core.method import Method
 from diloco.core.pool import Pool
 from diloco.core.session.heartbeat import HEARTBEAT_S
-from diloco.errors import ConfigError, StoreError
+from diloco.errors import ConfigError, StandbyError, StoreError, UnreachableError
 from diloco.event_log import EventLog
 from diloco.exchange.wire.address import socket_path, split_address
 from diloco.exchange.wire.rpc import SERVER_OPTIONS
@@ -37,10 +37,12 @@ from diloco.syncer.hosting import HostedDriver
 from diloco.syncer.journal import Journal
 from diloco.syncer.journal_files import JournalFiles, PayloadFiles
 from diloco.syncer.leading import Leading
+from diloco.syncer.live_page import LivePage
 from diloco.syncer.metrics import SyncerMetrics
 from diloco.syncer.open_calls import OpenCalls
 from diloco.syncer.pair_calls import PairCalls, StandingJournal
 from diloco.syncer.pairing import TICK_S, Pairing
+from diloco.syncer.progress import EVERY_S, ProgressLog
 from diloco.syncer.receiving import IncomingModel
 from diloco.syncer.replica import Replica
 from diloco.syncer.replicated import ReplicatedStore
@@ -69,6 +71,8 @@ class Options:
         no_client_certificates: they do not, on purpose: what is known of a caller is the token that it sends.
         tokens_file: who may do what by token, where there are no client certificates.
         insecure: bind beyond this machine without TLS, on purpose.
+        page_address: where the live page of the run is served, loopback only; None: nowhere.
+        num_learners, budget_tokens: planned, for those who watch; None: not known.
         metrics_address: where Prometheus scrapes, loopback only; None: nowhere.
         spool_bytes: memory for contributions; beyond it they go to disk.
         pool: how many learners may train; None: as many as join.
@@ -88,6 +92,9 @@ class Options:
     tokens_file: Path | None = None
     insecure: bool = False
     metrics_address: str | None = None
+    page_address: str | None = None
+    num_learners: int | None = None
+    budget_tokens: int | None = None
     spool_bytes: int = 1 << 30
     deadlines: Deadlines = field(default_factory=Deadlines)
     pool: Pool | None = None
@@ -162,6 +169,7 @@ class Syncer:
             self._sockets = SocketLedger(self.port, Guard(thins=asks))
         audit = Audit(self._events, self._metrics)
         self._calls = OpenCalls(auth, audit)
+        self._progress = ProgressLog(self._events, self._run_status)
         self._deadlines = CallDeadlines(options.deadlines.lost_floor_s)
         self.transfers = Transfers(lambda: self.driver, self._deadlines)
         self._following = None
@@ -177,10 +185,14 @@ class Syncer:
             run, method, lambda: self.driver, pair=pair, auth=auth, calls=self._calls, deadlines=self._deadlines,
             transfers=self.transfers, incoming=self._incoming, audit=audit, sockets=self._sockets,
             lost_floor_s=options.deadlines.lost_floor_s, resumed=self._observer.resumed,
-            status_extra=self._status_extra,
+            status_extra=self._status_extra, heard=self._progress.heard,
         )  # fmt: skip
         self._server.add_generic_rpc_handlers((service.handlers(),))
         self.metrics_port = None if options.metrics_address is None else self._metrics.serve(options.metrics_address)
+        self.page = None
+        if options.page_address is not None:
+            is_open = options.keys is None and options.tokens_file is None
+            self.page = LivePage(options.page_address, self._events.path, self._progress.newest, is_open=is_open)
         self._stopping = threading.Event()
         self._traffic = threading.Thread(target=self._report_traffic, name="syncer-traffic", daemon=True)
         self._deadlines.start()
@@ -194,8 +206,11 @@ class Syncer:
             self._backups.start()
         versions = self.versions()
         self._events.append(
-            events.SyncerStarted(run=run, address=self.address, versions=versions, method=method.to_dict())
-        )
+            events.SyncerStarted(
+                run=run, address=self.address, versions=versions, method=method.to_dict(),
+                learners=options.num_learners, budget_tokens=options.budget_tokens,
+            )
+        )  # fmt: skip
         self._stands = threading.Thread(target=self._stand, name="syncer-standing", daemon=True)
         self._stands.start()
         if self._following is not None:
@@ -288,6 +303,7 @@ class Syncer:
         self._stopping.set()
         self.pairing.hurry()
         self._stands.join()
+        self._progress.write()
         hosted = self._hosted
         if hosted is not None:
             hosted.stop()
@@ -308,6 +324,8 @@ class Syncer:
             step, tokens = hosted.ask(lambda driver: (driver.state.step, driver.state.run_tokens))
             seconds = time.time() - self._started_at
             self._events.append(events.Finished(steps=step, tokens=tokens, seconds=seconds, reason="stopped"))
+        if self.page is not None:
+            self.page.close()
         self._metrics.close()
         if self._journal is not None:
             self._journal.close()
@@ -319,6 +337,13 @@ class Syncer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _run_status(self) -> dict[str, Any] | None:
+        """`Driver.status`; None while this syncer does not serve the run."""
+        try:
+            return self.driver.ask(lambda driver: driver.status())
+        except (StandbyError, UnreachableError):
+            return None
 
     def _status_extra(self) -> dict[str, Any]:
         """This clock, events that could not be written, and bytes on the sockets by learner and kind, as the kernel
@@ -334,9 +359,13 @@ class Syncer:
         return {**extra, "num_bytes": num_bytes}
 
     def _report_traffic(self) -> None:
+        due_at = time.monotonic()
         while not self._stopping.wait(TRAFFIC_EVERY_S):
             self._append_traffic()
             self._incoming.look()
+            if time.monotonic() >= due_at:
+                due_at = time.monotonic() + EVERY_S
+                self._progress.write()
 
     def _append_traffic(self) -> None:
         if self._sockets is None:

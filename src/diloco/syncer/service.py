@@ -83,6 +83,7 @@ class Service:
         lost_floor_s: the least time that a silent learner has.
         resumed: told the learner, the kind and the bytes that a resumed transfer did not carry again.
         status_extra: more values for `Status`.
+        heard: told of each heartbeat that was taken.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class Service:
         lost_floor_s: float,
         resumed: Callable[[str, str, int], None],
         status_extra: Callable[[], dict[str, Any]],
+        heard: Callable[[pb.HeartbeatRequest], None],
     ) -> None:
         self._run, self._method, self._host, self._pair = run, method, host, pair
         self._auth = auth
@@ -111,7 +113,7 @@ class Service:
         self._audit = audit
         self._sockets = sockets
         self._transfers, self._lost_floor_s, self._resumed = transfers, lost_floor_s, resumed
-        self._status_extra = status_extra
+        self._status_extra, self._heard = status_extra, heard
         self._prober = Prober()
         self._initialising = Initialising(
             host, transfers=transfers, audit=audit, incoming=incoming, resumed=resumed
@@ -196,7 +198,9 @@ class Service:
             lineage = lineage_message(driver.lineage)
             return pb.HeartbeatReply(lineage=lineage, standing=standing_message(standing), proposal=proposal)
 
-        return self._driver.ask(reply)
+        answer = self._driver.ask(reply)
+        self._heard(request)
+        return answer
 
     def lease(self, caller: Caller, request: pb.LeaseRequest, context: grpc.ServicerContext) -> pb.LeaseReply:
         self._admit(context, caller, request.run, "learner", request.learner, "control")

@@ -36,6 +36,9 @@ class AloneLearner:
         self.steps += 1
         self.run_tokens += self._tokens_per_step
 
+    def log(self, *, training_loss: float | None = None, held_out_loss: float | None = None) -> None:
+        """Do nothing: there is no syncer to tell."""
+
     def global_state_dict(self) -> Mapping[str, Tensor]:
         """The global model, which is the model itself without an exchange."""
         return {name: tensor.detach() for name, tensor in self._model.state_dict().items()}

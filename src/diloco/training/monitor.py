@@ -59,6 +59,7 @@ class Monitor:
             loss, norm = self._job.mean(float(result.loss)), float(result.gradient_norm)
             self._reporter.stepped(step, loss=loss, lr=lr, tokens=island.tokens, gradient_norm=norm)
             self._reporter.waited(step, island.learner.metrics())
+            island.learner.log(training_loss=loss)
         if self._reporter.wants_status():
             self._reporter.show(self._status(lr, float(result.loss), "warm start" if warming_up else ""))
         if config.evaluate.every_steps and step % config.evaluate.every_steps == 0:
@@ -118,6 +119,7 @@ class Monitor:
         state = learner.global_state_dict()  # every rank has a part in it
         loss = self._job.shared(self._judge.loss(state) if self._job.first else 0.0)
         self._judge.remember(learner, loss)
+        learner.log(held_out_loss=loss)
         step = self._island.step
         self._reporter.append(
             ev.Evaluated(

@@ -28,6 +28,15 @@ def command(
     address: Annotated[str | None, typer.Option(help="host:port to bind, instead of the run file's.")] = None,
     state_dir: Annotated[Path | None, typer.Option(help="Where the run lives, instead of the run file's.")] = None,
     metrics_port: Annotated[int | None, typer.Option(help="Loopback port for Prometheus; 0 chooses one.")] = None,
+    page: Annotated[
+        bool | None,
+        typer.Option(
+            "--page/--no-page",
+            help="Serve the live page of the run on a loopback port. Default: where the syncer itself is reached from "
+            "this machine only.",
+        ),
+    ] = None,
+    page_port: Annotated[int | None, typer.Option(help="Loopback port of the live page; 0 chooses one.")] = None,
     keys: Annotated[
         Path | None, typer.Option(metavar="DIR", help="The syncer's keys, instead of the run file's.")
     ] = None,
@@ -89,6 +98,13 @@ def command(
         tokens_file=table.tokens_file,
         insecure=insecure or table.insecure,
         metrics_address=None if port is None else f"127.0.0.1:{port}",
+        page_address=_page_address(
+            table.page if page is None else page,
+            table.page_port if page_port is None else page_port,
+            address or table.address,
+        ),
+        num_learners=config.run.learners,
+        budget_tokens=config.run.tokens,
         spool_bytes=table.spool_bytes,
         pool=Pool.of(config.pool_values),
         journal=table.journal or record_contributions,
@@ -106,9 +122,21 @@ def command(
         metrics = "" if syncer.metrics_port is None else f", metrics at http://127.0.0.1:{syncer.metrics_port}/metrics"
         state = _state(syncer.pairing.standing, list(syncer.versions()), options.follow)
         typer.echo(f"syncer for run {config.run.name!r} at {syncer.address} ({state}){metrics}", err=True)
+        if syncer.page is not None:
+            typer.echo(f"watch the run at {syncer.page.url}", err=True)
         if port_file is not None:
             _write_port(port_file, syncer.port)
         syncer.wait(stop)
+
+
+def _page_address(wanted: bool | None, port: int, address: str) -> str | None:
+    """Where the live page is served; None: nowhere. `wanted`: None where nothing was said."""
+    from diloco.exchange.wire.address import is_local
+    from diloco.syncer.live_page import missing_packages
+
+    if wanted or (wanted is None and is_local(address) and not missing_packages()):
+        return f"127.0.0.1:{port}"
+    return None
 
 
 def _state(standing: str, versions: list[int], other: str | None) -> str:

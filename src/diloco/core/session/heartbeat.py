@@ -60,7 +60,9 @@ class Heartbeat:
     def start_over(self) -> None:
         """A new incarnation has trained nothing."""
         before = self.report
-        self.report = Report(step=before.step, finished=before.finished, earlier_tokens=before.all_tokens)
+        self.report = Report(
+            step=before.step, finished=before.finished, earlier_tokens=before.all_tokens, evaluation=before.evaluation
+        )
 
     def urge(self) -> None:
         """The next one is due as soon as it may be."""

@@ -33,6 +33,19 @@ class Identity:
 
 
 @dataclass(frozen=True)
+class Evaluation:
+    """The global model's loss on held-out data.
+
+    Attributes:
+        loss: nats per token.
+        run_tokens: tokens trained by the run when it was evaluated, as the learner knew.
+    """
+
+    loss: float
+    run_tokens: int
+
+
+@dataclass(frozen=True)
 class Report:
     """What a learner says of itself in its heartbeats.
 
@@ -46,6 +59,8 @@ class Report:
         blocked_with: the newest versions that it had when it began to wait for others: it sends nothing before there is
             another one. Empty: it does not wait for a version.
         earlier_tokens: trained by earlier incarnations of this process.
+        training_loss: of the newest inner step that the learner told of, nats per token; None: it tells none.
+        evaluation: the newest that it has made; None: it has made none.
     """
 
     step: int = 0
@@ -56,6 +71,8 @@ class Report:
     steps: int = 0
     blocked_with: tuple[int, ...] = ()
     earlier_tokens: int = 0
+    training_loss: float | None = None
+    evaluation: Evaluation | None = None
 
     @property
     def all_tokens(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import asdict
 
 from diloco.core.contribution import Contribution, Standing, Verdict
 from diloco.core.fragments import Layout
@@ -69,6 +70,7 @@ def pull_request(fetch: requests.Fetch) -> pb.PullRequest:
 def heartbeat_request(beat: requests.Beat) -> pb.HeartbeatRequest:
     """A heartbeat."""
     who, report = beat.who, beat.report
+    evaluation = report.evaluation
     return pb.HeartbeatRequest(
         run=who.run,
         learner=who.learner,
@@ -86,6 +88,8 @@ def heartbeat_request(beat: requests.Beat) -> pb.HeartbeatRequest:
         process=who.process,
         promised=_ballot_message(beat.promised),
         earlier_tokens=report.earlier_tokens,
+        training_loss=report.training_loss,
+        evaluation=None if evaluation is None else pb.Evaluation(**asdict(evaluation)),
     )
 
 

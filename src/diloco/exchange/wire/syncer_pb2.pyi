@@ -395,7 +395,7 @@ class Notice(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., standing: _Optional[_Union[Standing, _Mapping]] = ..., evicted: _Optional[_Union[Evicted, _Mapping]] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("run", "learner", "incarnation", "step", "tokens", "step_s", "waiting", "versions", "finished", "confirmed", "seen", "steps", "process", "promised", "earlier_tokens", "blocked_with")
+    __slots__ = ("run", "learner", "incarnation", "step", "tokens", "step_s", "waiting", "versions", "finished", "confirmed", "seen", "steps", "process", "promised", "earlier_tokens", "blocked_with", "training_loss", "evaluation")
     RUN_FIELD_NUMBER: _ClassVar[int]
     LEARNER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -412,6 +412,8 @@ class HeartbeatRequest(_message.Message):
     PROMISED_FIELD_NUMBER: _ClassVar[int]
     EARLIER_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BLOCKED_WITH_FIELD_NUMBER: _ClassVar[int]
+    TRAINING_LOSS_FIELD_NUMBER: _ClassVar[int]
+    EVALUATION_FIELD_NUMBER: _ClassVar[int]
     run: str
     learner: str
     incarnation: int
@@ -428,7 +430,17 @@ class HeartbeatRequest(_message.Message):
     promised: Ballot
     earlier_tokens: int
     blocked_with: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., tokens: _Optional[int] = ..., step_s: _Optional[float] = ..., waiting: _Optional[bool] = ..., versions: _Optional[_Iterable[int]] = ..., finished: _Optional[bool] = ..., confirmed: _Optional[_Iterable[int]] = ..., seen: _Optional[_Union[Lineage, _Mapping]] = ..., steps: _Optional[int] = ..., process: _Optional[int] = ..., promised: _Optional[_Union[Ballot, _Mapping]] = ..., earlier_tokens: _Optional[int] = ..., blocked_with: _Optional[_Iterable[int]] = ...) -> None: ...
+    training_loss: float
+    evaluation: Evaluation
+    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., tokens: _Optional[int] = ..., step_s: _Optional[float] = ..., waiting: _Optional[bool] = ..., versions: _Optional[_Iterable[int]] = ..., finished: _Optional[bool] = ..., confirmed: _Optional[_Iterable[int]] = ..., seen: _Optional[_Union[Lineage, _Mapping]] = ..., steps: _Optional[int] = ..., process: _Optional[int] = ..., promised: _Optional[_Union[Ballot, _Mapping]] = ..., earlier_tokens: _Optional[int] = ..., blocked_with: _Optional[_Iterable[int]] = ..., training_loss: _Optional[float] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ...) -> None: ...
+
+class Evaluation(_message.Message):
+    __slots__ = ("loss", "run_tokens")
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    RUN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    loss: float
+    run_tokens: int
+    def __init__(self, loss: _Optional[float] = ..., run_tokens: _Optional[int] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
     __slots__ = ("lineage", "standing", "proposal")

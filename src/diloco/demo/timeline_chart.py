@@ -1,48 +1,20 @@
-"""A run's pictures, as SVG text."""
+"""Who took part in a run and when, as SVG text."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
-from itertools import cycle
 
 from matplotlib.axes import Axes
 
 from diloco.escaping import printable
 from diloco.planning.pages import svg
-from diloco.planning.pictures import AMBER, BLUE, COLOURS, GREEN, GREY, GRID, RED, SMALL, TEXT, new_axes
+from diloco.planning.pictures import AMBER, BLUE, GREEN, GREY, RED, SMALL, TEXT, new_axes
 from diloco.report.timeline import Timeline
 
 MERGE, PARTIAL, KILL, BACK, BAND = BLUE, AMBER, RED, GREEN, "#dbeafe"
 
 
-def losses_chart(timeline: Timeline) -> str:
-    """Held-out loss of the global model against the run's tokens in millions, by who evaluated it."""
-    curves = {name: [(each.tokens / 1e6, each.loss) for each in found] for name, found in timeline.evaluated.items()}
-    return _curves(curves, "tokens trained by the run, millions", "held-out loss, nats per token")
-
-
-def training_chart(timeline: Timeline) -> str:
-    """Each process's training loss against its steps."""
-    curves = {name: [(each.step, each.loss) for each in found] for name, found in timeline.steps.items()}
-    return _curves(curves, "inner step", "training loss, nats per token", linewidth=1)
-
-
 def _plain(name: str) -> str:
     """A name as a label, which is no mathematics."""
     return printable(name).replace("$", r"\$")
-
-
-def _curves(curves: Mapping[str, Sequence[tuple[float, float]]], along: str, up: str, *, linewidth: float = 2) -> str:
-    """A line of (x, y) for each name."""
-    figure, axes = new_axes(3.4)
-    for (name, points), colour in zip(sorted(curves.items()), cycle(COLOURS), strict=False):
-        axes.plot(*zip(*points, strict=True), ".-", color=colour, label=_plain(name), linewidth=linewidth, markersize=4)
-    axes.set_xlim(left=0)
-    axes.set_xlabel(along)
-    axes.set_ylabel(up)
-    axes.grid(axis="y", color=GRID, linewidth=0.8)
-    axes.legend(frameon=False, loc="upper right")
-    return svg(figure)
 
 
 def timeline_chart(timeline: Timeline) -> str:

@@ -1,0 +1,272 @@
+"use strict";
+// The page of a run: live from server-sent events, or frozen, from the story that lies in the page itself.
+const MAX = { merges: 400, events: 300, points: 4000 };
+const COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f3c8d", "#6b7c3a"]; // colour-blind-safe
+const DASHES = ["solid", "dash", "dot", "dashdot"];
+const kept = { merges: [], events: [], loss: {}, training: {}, speed: [], wire: [] };
+const colourOf = new Map();
+let story = null;
+
+const $ = (id) => document.getElementById(id);
+const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+// Plotly reads some HTML in its labels; what other machines said is text.
+const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;");
+
+function make(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [key, value] of Object.entries(attributes)) {
+    if (key === "style") Object.assign(element.style, value);
+    else element.setAttribute(key, value);
+  }
+  element.append(...children.map((child) => (child instanceof Node ? child : String(child))));
+  return element;
+}
+
+function short(value, unit = "") {
+  if (value === null || value === undefined) return "–";
+  const prefixes = ["", "k", "M", "G", "T", "P"];
+  let place = 0;
+  while (Math.abs(value) >= 999.5 && place < prefixes.length - 1) { value /= 1000; place += 1; }
+  const digits = place === 0 && Number.isInteger(value) ? String(value) : value.toPrecision(3);
+  return unit ? `${digits} ${prefixes[place]}${unit}` : `${digits}${prefixes[place]}`;
+}
+
+function duration(seconds) {
+  if (seconds === null || seconds === undefined) return "–";
+  const [d, h, m] = [Math.floor(seconds / 86400), Math.floor(seconds / 3600) % 24, Math.floor(seconds / 60) % 60];
+  if (d) return `${d} d ${h} h`;
+  if (h) return `${h} h ${m} min`;
+  return m ? `${m} min ${Math.floor(seconds % 60)} s` : `${seconds < 10 ? seconds.toFixed(1) : Math.round(seconds)} s`;
+}
+
+const percent = (share) => (share === null || share === undefined ? "–" : `${Math.round(100 * share)} %`);
+const clock = (t) => new Date(t * 1000).toLocaleTimeString([], { hour12: false });
+
+function colour(name) {
+  if (name === "global model") return css("--ink");
+  if (!colourOf.has(name)) colourOf.set(name, colourOf.size);
+  return COLOURS[colourOf.get(name) % COLOURS.length];
+}
+const dash = (name) => DASHES[Math.floor((colourOf.get(name) ?? 0) / COLOURS.length) % DASHES.length];
+
+// --- data
+
+function take(update) {
+  for (const list of ["merges", "events"]) kept[list] = kept[list].concat(update[list]).slice(-MAX[list]);
+  for (const set of ["loss", "training"])
+    for (const [name, points] of Object.entries(update[set]))
+      kept[set][name] = (kept[set][name] ?? []).concat(points).sort((a, b) => a[0] - b[0]).slice(-MAX.points);
+  for (const list of ["speed", "wire"]) kept[list] = kept[list].concat(update[list]).slice(-MAX.points);
+  story = update;
+  for (const learner of story.learners) colour(learner.name);
+  show();
+}
+
+// --- what is shown
+
+function show() {
+  if (story === null) return;
+  const head = story.head;
+  document.title = `${head.run || "diloco"}: ${head.state}`;
+  $("run").textContent = head.run || "diloco";
+  $("lead").textContent = lead(head);
+  tiles(head);
+  members();
+  merges();
+  heat();
+  ledger();
+  bytes(head);
+  events();
+  method(head.method);
+  charts();
+}
+
+function lead(head) {
+  const parts = [`${head.method.name ?? "no method"}, ${head.state}`];
+  if (head.live) parts.push(`${head.live}${head.planned ? ` of ${head.planned}` : ""} learners are live`);
+  if (head.loss !== null) parts.push(`held-out loss ${head.loss.toFixed(3)} after ${short(head.loss_at)} tokens`);
+  if (head.ratio !== null) parts.push(`${head.ratio >= 10 ? Math.round(head.ratio) : head.ratio.toFixed(1)} times fewer bytes than data parallel`);
+  return `${parts.join("; ")}.`;
+}
+
+function tiles(head) {
+  const done = head.budget ? Math.min(1, head.tokens / head.budget) : null;
+  const tile = (value, text, extra) => make("div", { class: "tile" }, make("b", {}, value), ...(extra ? [extra] : []), make("span", {}, text));
+  const meter = done === null ? null : make("div", { class: "meter" }, make("i", { style: { width: `${100 * done}%` } }));
+  const ended = head.state === "ended", passed_s = (ended ? head.ended_at : story.now) - head.started_at;
+  const restarts = head.restarts ? `; the syncer was restarted ${head.restarts} times` : "";
+  const time = ended || head.eta_s === null ? tile(duration(passed_s), (ended ? "from start to end" : "since the start") + restarts)
+    : tile(duration(head.eta_s), `to go; ${duration(passed_s)} since the start${restarts}`);
+  const speed = ended && passed_s > 0 ? tile(short(head.tokens / passed_s), "tokens per second, on average")
+    : tile(short(head.tokens_per_s), "tokens per second");
+  const all = [
+    tile(head.loss === null ? "–" : head.loss.toFixed(4), head.loss === null ? "held-out loss: no learner has told one yet" : "held-out loss, nats per token"),
+    tile(short(head.tokens), head.budget ? `tokens, ${percent(done)} of ${short(head.budget)}` : "tokens trained", meter),
+    time,
+    speed,
+    ended ? tile(story.learners.length, "learners took part") : tile(head.planned ? `${head.live} of ${head.planned}` : head.live, "learners live"),
+    tile(short(head.num_bytes, "B"), head.ratio === null ? "on the wire" : `on the wire; data parallel ${short(head.parallel_bytes, "B")}`),
+  ];
+  $("tiles").replaceChildren(...all);
+}
+
+const HEADS = ["learner", "state", "step", "s/step", "share", "silence", "tokens", "loss", "sends", "receives", "bytes"];
+
+function members() {
+  const rows = story.learners.map((it) => {
+    const bad = it.state === "lost" || (it.state === "gone" && it.reason !== "left");
+    const state = it.state === "gone" ? it.reason : it.state;
+    const cells = [
+      state, short(it.step), it.step_s === null ? "–" : it.step_s.toPrecision(2), percent(it.share),
+      it.silent_s === null ? "–" : duration(it.silent_s), short(it.tokens), it.loss === null ? "–" : it.loss.toFixed(3),
+      `${short(it.sent_bytes_per_s, "B")}/s`, `${short(it.received_bytes_per_s, "B")}/s`, short(it.sent_bytes + it.received_bytes, "B"),
+    ];
+    const name = make("td", {}, make("span", { class: "dot", style: { background: colour(it.name) } }), it.name);
+    if (it.joined > 1) name.append(` (joined ${it.joined} times)`);
+    return make("tr", {}, name, ...cells.map((text, index) =>
+      make("td", { "data-head": HEADS[index + 1], class: index === 0 ? (bad ? "bad" : "") : "n" }, text)));
+  });
+  const heads = HEADS.map((text, index) => make("th", { scope: "col", class: index > 1 ? "n" : "" }, text));
+  $("members").replaceChildren(make("thead", {}, make("tr", {}, ...heads)), make("tbody", {}, ...rows));
+}
+
+function merges() {
+  const lines = kept.merges.slice(-8).reverse().map((merge) => {
+    const absent = merge.absent.length ? `; without ${merge.absent.join(", ")}` : "";
+    const scale = merge.scale === 1 ? "" : `; a step of ${merge.scale.toFixed(2)}`;
+    const text = `version ${merge.version} of fragment ${merge.fragment} by ${merge.who.join(", ")}${absent}${scale}: ${merge.reason || "merged"}`;
+    return make("li", {}, make("time", {}, clock(merge.t)), text);
+  });
+  const rest = story.num_merges - lines.length;
+  if (rest > 0) lines.push(make("li", { class: "note" }, `and ${rest.toLocaleString()} before`));
+  $("merges").replaceChildren(...lines);
+}
+
+function heat() {
+  const wide = story.fragments.length > 24;
+  const heads = story.fragments.map((_, index) => make("th", { scope: "col", class: "n" }, wide ? "" : index));
+  const versions = story.fragments.map((it) => make("td", { class: "cell" }, wide ? "" : it.version));
+  const rows = story.learners.filter((it) => it.behind.length).map((it) => {
+    const cells = it.behind.map((behind, index) => {
+      const strength = Math.min(1, behind / 4);
+      const style = { background: `color-mix(in srgb, var(--lost) ${Math.round(85 * strength)}%, var(--card))` };
+      return make("td", { class: "cell", style, title: `${it.name}, fragment ${index}: ${behind} behind` }, wide ? "" : behind);
+    });
+    return make("tr", {}, make("th", { scope: "row" }, it.name), ...cells);
+  });
+  $("heat").replaceChildren(
+    make("thead", {}, make("tr", {}, make("th", {}, "fragment"), ...heads)),
+    make("tbody", {}, make("tr", {}, make("th", { scope: "row" }, "newest version"), ...versions), ...rows));
+  $("heat-note").hidden = rows.length === 0;
+}
+
+function ledger() {
+  const total = Object.values(story.ledger).reduce((sum, tokens) => sum + tokens, 0);
+  if (!total) { $("ledger").replaceChildren(make("p", { class: "note" }, "nothing was trained yet")); return; }
+  const paint = (key) => ({ merged: "var(--merged)", pending: "var(--pending)", lost: "var(--lost)" })[key] ?? "var(--other)";
+  const entries = Object.entries(story.ledger).filter(([, tokens]) => tokens > 0);
+  const parts = entries.map(([key, tokens]) => make("i", { style: { width: `${(100 * tokens) / total}%`, background: paint(key) }, title: key }));
+  const keys = entries.map(([key, tokens]) =>
+    make("span", {}, make("span", { class: "dot", style: { background: paint(key) } }), `${key} ${((100 * tokens) / total).toFixed(1)} %`));
+  $("ledger").replaceChildren(make("div", { class: "bar", "aria-hidden": "true" }, ...parts), make("div", { class: "keys" }, ...keys));
+}
+
+function bytes(head) {
+  const longest = Math.max(head.num_bytes, head.parallel_bytes, 1);
+  const row = (name, value, paint) => make("div", { class: "row" }, make("span", {}, name),
+    make("div", { class: "bar" }, make("i", { style: { width: `${(80 * value) / longest}%`, background: paint, minWidth: "2px" } }), make("span", {}, short(value, "B"))));
+  $("bytes").replaceChildren(row("this run", head.num_bytes, "var(--merged)"), row("data parallel", head.parallel_bytes, "var(--other)"));
+}
+
+function events() {
+  const tone = { good: "good", bad: "bad", plain: "" };
+  $("events").replaceChildren(...kept.events.slice().sort((a, b) => b.t - a.t).map((event) =>
+    make("li", { class: tone[event.tone] }, make("time", {}, clock(event.t)), event.text)));
+}
+
+function method(values) {
+  const text = (value) => value === null ? "–" : typeof value === "object" && !Array.isArray(value)
+    ? Object.entries(value).map(([key, inner]) => `${key} ${text(inner)}`).join(", ") : String(value);
+  $("method").replaceChildren(...Object.entries(values).map(([key, value]) =>
+    make("tr", {}, make("th", { scope: "row" }, key), make("td", {}, text(value)))));
+}
+
+// --- charts
+
+function layout(x, y, height, more = {}) {
+  const axis = (title) => ({ title: { text: title, font: { size: 12 } }, gridcolor: css("--line"), zeroline: false, automargin: true });
+  return {
+    height, margin: { l: 50, r: 12, t: 8, b: 42 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+    font: { color: css("--soft"), family: "system-ui, sans-serif", size: 12 }, xaxis: axis(x), yaxis: axis(y),
+    legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0 }, hovermode: "closest", ...more,
+  };
+}
+
+const CONFIG = { displayModeBar: false, responsive: true };
+const drawn = {};
+
+function draw(id, traces, shape) {
+  const key = JSON.stringify([traces, shape]);
+  if (drawn[id] === key) return;
+  drawn[id] = key;
+  Plotly.react(id, traces, shape, CONFIG);
+}
+
+function lines(curves) {
+  const few = Object.values(curves).some((points) => points.length < 60);
+  return Object.entries(curves).sort().map(([name, points]) => ({
+    x: points.map((point) => point[0]), y: points.map((point) => point[1]), name: plain(name), type: "scatter",
+    mode: few ? "lines+markers" : "lines", marker: { size: 5, color: colour(name) }, line: { color: colour(name), width: 2, dash: dash(name) },
+  }));
+}
+
+function charts() {
+  draw("loss", lines(kept.loss), layout("tokens trained by the run", "loss, nats per token", 300, { showlegend: true }));
+  draw("training", lines(kept.training), layout("inner step", "loss, nats per token", 300, { showlegend: true }));
+  const when = (points) => points.map((point) => new Date(point[0] * 1000));
+  draw("speed", [{ x: when(kept.speed), y: kept.speed.map((point) => point[1]), type: "scatter", mode: "lines",
+    line: { color: css("--accent"), width: 2 }, name: "tokens/s" }], layout("", "tokens per second", 220, { showlegend: false }));
+  timeline();
+}
+
+function timeline() {
+  const names = story.learners.map((it) => it.name).reverse();
+  const why = (merge) => plain(`version ${merge.version} of fragment ${merge.fragment} by ${merge.who.join(", ")}: ${merge.reason || "merged"}`);
+  const row = (name, part, marker, label) => {
+    const found = kept.merges.filter((merge) => merge[part].includes(name));
+    return { x: found.map((merge) => new Date(merge.t * 1000)), y: found.map(() => plain(name)), text: found.map(why),
+      hovertemplate: `%{text}<extra>${label}</extra>`, type: "scatter", mode: "markers", marker, showlegend: false };
+  };
+  const traces = names.flatMap((name) => [
+    row(name, "who", { symbol: "line-ns-open", size: 16, color: colour(name), line: { width: 2, color: colour(name) } }, "merged"),
+    row(name, "absent", { symbol: "x-thin-open", size: 8, color: css("--bad"), line: { width: 2, color: css("--bad") } }, "missed"),
+  ]);
+  const mark = (kind, marker, label) => {
+    const found = kept.events.filter((event) => event.kind === kind && names.includes(event.learner));
+    return { x: found.map((event) => new Date(event.t * 1000)), y: found.map((event) => plain(event.learner)),
+      text: found.map((event) => plain(event.text)), hovertemplate: `%{text}<extra></extra>`, type: "scatter", mode: "markers",
+      marker: { size: 12, line: { width: 1, color: css("--bg") }, ...marker }, name: label, showlegend: found.length > 0 };
+  };
+  traces.push(
+    mark("joined", { symbol: "triangle-right", color: css("--good") }, "joined"),
+    mark("evicted", { symbol: "x", color: css("--bad") }, "evicted: silent, stalled or replaced"),
+    mark("left", { symbol: "square", color: css("--soft") }, "left"));
+  const shape = layout("", "", 100 + 34 * Math.max(1, names.length));
+  shape.yaxis = { ...shape.yaxis, type: "category", categoryarray: names.map(plain), categoryorder: "array", range: [-0.6, names.length - 0.4] };
+  draw("timeline", traces, shape);
+}
+
+// --- where it comes from
+
+function follow() {
+  const source = new EventSource("updates");
+  const say = (text, kind) => { $("link").textContent = text; $("link").className = `chip ${kind}`; };
+  source.addEventListener("begin", () => { Object.assign(kept, { merges: [], events: [], loss: {}, training: {}, speed: [], wire: [] }); });
+  source.onmessage = (message) => { say("live", "live"); take(JSON.parse(message.data)); };
+  source.onerror = () => say("not connected; trying again", "gone");
+}
+
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", show);
+const frozen = $("frozen").textContent.trim();
+if (frozen) take(JSON.parse(frozen));
+else follow();

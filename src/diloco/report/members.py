@@ -1,0 +1,98 @@
+"""The learners of a run, as its page shows them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from diloco.events import LearnerProgress, Traffic
+
+RECENT_MERGES = 40
+"""Over which a learner's share of the merges is counted."""
+
+
+@dataclass
+class Member:
+    """What is known of one learner.
+
+    Attributes:
+        state: "gone" once it left or was evicted, or as `LearnerProgress.state`.
+        since: Unix time of its state "gone", or when it joined.
+        joined, evicted: how often.
+        recent: of the newest merges since it first joined, whether it was in.
+        settled: bytes (sent, received) on its connections, counted by syncer processes that are over.
+        traffic: what the process that runs now has counted; `rates` from the one before: bytes a second.
+    """
+
+    name: str
+    state: str = "starting"
+    since: float = 0.0
+    joined: int = 0
+    evicted: int = 0
+    merges: int = 0
+    reason: str = ""
+    progress: LearnerProgress | None = None
+    recent: deque[bool] = field(default_factory=lambda: deque(maxlen=RECENT_MERGES))
+    settled: tuple[int, int] = (0, 0)
+    traffic: Traffic | None = None
+    rates: tuple[float, float] = (0.0, 0.0)
+
+    def join(self, t: float) -> None:
+        """It is part of the run, newly or again."""
+        self.state, self.since, self.joined, self.reason = "starting", t, self.joined + 1, ""
+
+    def go(self, t: float, reason: str) -> None:
+        """It left, or was evicted."""
+        self.state, self.since, self.reason = "gone", t, reason
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the run counts on it."""
+        return self.state not in ("gone", "lost")
+
+    def count(self, traffic: Traffic) -> None:
+        """Its bytes so far, of the syncer process that runs now."""
+        if self.traffic is not None and traffic.t > self.traffic.t:
+            passed_s = traffic.t - self.traffic.t
+            before, now = _ways(self.traffic), _ways(traffic)
+            self.rates = (max(0.0, (now[0] - before[0]) / passed_s), max(0.0, (now[1] - before[1]) / passed_s))
+        self.traffic = traffic
+
+    def settle(self) -> None:
+        """The syncer process that counted is over."""
+        self.settled, self.traffic, self.rates = self.num_bytes, None, (0.0, 0.0)
+
+    @property
+    def num_bytes(self) -> tuple[int, int]:
+        """That it sent and received."""
+        sent, received = (0, 0) if self.traffic is None else _ways(self.traffic)
+        return self.settled[0] + sent, self.settled[1] + received
+
+    def to_dict(self, versions: Mapping[int, int], now: float, seen_at: float) -> dict[str, Any]:
+        """Plain values for the page; `versions`: the newest of each fragment; `seen_at`: when `progress` was."""
+        it = self.progress
+        own = it.versions if it is not None and self.is_live else ()
+        behind = [max(0, newest - own[index]) for index, newest in sorted(versions.items()) if index < len(own)]
+        silent_s = None if it is None or not self.is_live else it.silent_s + max(0.0, now - seen_at)
+        return {
+            "name": self.name, "state": self.state, "since": self.since, "reason": self.reason,
+            "joined": self.joined, "evicted": self.evicted, "merges": self.merges,
+            "share": sum(self.recent) / len(self.recent) if self.recent else None,
+            "step": None if it is None else it.step, "tokens": None if it is None else it.tokens,
+            "step_s": None if it is None else it.step_s, "silent_s": silent_s,
+            "loss": None if it is None else it.training_loss, "behind": behind,
+            "sent_bytes": self.num_bytes[0], "received_bytes": self.num_bytes[1],
+            "sent_bytes_per_s": self.rates[0], "received_bytes_per_s": self.rates[1],
+        }  # fmt: skip
+
+
+def _ways(traffic: Traffic) -> tuple[int, int]:
+    """Bytes that the learner sent and received: the syncer counts the other way round."""
+    return sum(traffic.received_bytes.values()), sum(traffic.sent_bytes.values())
+
+
+def live(members: Iterable[Member]) -> int:
+    """How many the run counts on."""
+    return sum(member.is_live for member in members)

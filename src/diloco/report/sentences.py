@@ -1,0 +1,54 @@
+"""Events of a run as sentences, for people who watch it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from diloco import events as ev
+
+Tone = Literal["good", "bad", "plain"]
+MAX_NAMES = 4
+
+
+def sentence(event: ev.Event) -> tuple[Tone, str] | None:
+    """What an event means to people; None: it is too common to be told one by one."""
+    match event:
+        case ev.SyncerStarted(versions=()):
+            return "plain", "the syncer started and waits for a model"
+        case ev.SyncerStarted():
+            return "plain", "the syncer started again and goes on where it was"
+        case ev.Initialised(learner=learner, num_parameters=number, source=source):
+            return "good", f"{learner} gave the run its model of {number:,} parameters (from {source})"
+        case ev.Joined(learner=learner, incarnation=1, step=step):
+            return "good", f"{learner} joined at step {step:,}"
+        case ev.Joined(learner=learner, step=step):
+            return "good", f"{learner} is back, at step {step:,}"
+        case ev.Left(learner=learner, tokens=tokens):
+            return "plain", f"{learner} left in good order after {tokens:,} tokens"
+        case ev.Evicted(learner=learner, reason=reason):
+            return "bad", f"{learner} was evicted: {reason}"
+        case ev.Rejected(learner=learner, fragment=fragment, reason=reason):
+            return "bad", f"a contribution of {learner} to fragment {fragment} was rejected: {reason}"
+        case ev.Refused(name=name, peer=peer, text=text, times=times):
+            again = "" if times == 1 else f" ({times} times)"
+            return "bad", f"{name or peer} was refused: {text}{again}"
+        case ev.Reported(learner=learner, loss=loss):
+            return "plain", f"{learner} evaluated the global model: held-out loss {loss:.4f}"
+        case ev.InnerState(learner=learner, peer=str(peer)):
+            return "plain", f"{learner} has the inner optimizer's state of {peer}"
+        case ev.Stands(standing=standing, why=why):
+            return "plain", f"this syncer is {standing}: {why}"
+        case ev.BackedUp(place=place, snapshot=snapshot):
+            return "plain", f"the snapshot {snapshot} is in {place}"
+        case ev.BackupRefused(place=place, error=error):
+            return "bad", f"no snapshot could be put into {place}: {error}"
+        case ev.Gap(missing=missing):
+            return "bad", f"{missing:,} events could not be written"
+        case ev.Finished(who="syncer", reason=reason):
+            return "plain", f"the syncer ended: {reason}"
+    return None
+
+
+def named(names: list[str]) -> str:
+    """A few names, or their number."""
+    return ", ".join(names) if len(names) <= MAX_NAMES else f"{len(names)} learners"

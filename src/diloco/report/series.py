@@ -1,0 +1,72 @@
+"""What a page shows of a long run, in bounded memory: curves that get coarser, and lists of the newest."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+MAX_POINTS = 1000
+"""Of a curve; beyond them every second one goes."""
+
+
+class Numbers:
+    """Ascending numbers, so that a reader can ask for what is new."""
+
+    def __init__(self) -> None:
+        self._count = count(1)
+        self.newest = 0
+
+    def next(self) -> int:
+        """A new number."""
+        self.newest = next(self._count)
+        return self.newest
+
+
+class Series:
+    """The points of a curve."""
+
+    def __init__(self, numbers: Numbers) -> None:
+        self._numbers = numbers
+        self._points: list[tuple[int, float, float]] = []
+        self._stride, self._seen = 1, 0
+
+    def add(self, x: float, y: float) -> None:
+        """A point; of a long curve only every second, fourth, … is kept."""
+        self._seen += 1
+        if self._seen % self._stride:
+            return
+        self._points.append((self._numbers.next(), x, y))
+        if len(self._points) >= MAX_POINTS:
+            del self._points[::2]
+            self._stride *= 2
+
+    def since(self, number: int) -> list[tuple[float, float]]:
+        """The points (x, y) after a number, in the order they came."""
+        return [(x, y) for own, x, y in self._points if own > number]
+
+
+class Newest:
+    """The newest of a list of plain values.
+
+    Attributes:
+        total: how many there ever were.
+    """
+
+    def __init__(self, numbers: Numbers, most: int) -> None:
+        self._numbers = numbers
+        self._items: deque[tuple[int, dict[str, Any]]] = deque(maxlen=most)
+        self.total = 0
+
+    def add(self, item: dict[str, Any]) -> None:
+        """One more; the oldest one goes where there are too many."""
+        self.total += 1
+        self._items.append((self._numbers.next(), item))
+
+    def since(self, number: int) -> list[dict[str, Any]]:
+        """Those after a number, oldest first."""
+        return [item for own, item in self._items if own > number]
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (item for _, item in self._items)

@@ -1,0 +1,267 @@
+"""A run as its page shows it, from its events, in bounded memory however long the run is."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import Any
+
+from diloco import events as ev
+from diloco.escaping import printable
+from diloco.report.members import Member, live
+from diloco.report.sentences import sentence
+from diloco.report.series import Newest, Numbers, Series
+
+MAX_MERGES = 400
+MAX_EVENTS = 300
+GLOBAL = "global model"
+SPEED_S = 60.0
+"""Over which tokens per second are measured."""
+
+
+class Story:
+    """The events of one run. `take` them in the order of each file; files may come one after another.
+
+    `since(number)` gives what a page shows: small parts as a whole, and of curves and lists what came after `number`.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = Numbers()
+        self._head: dict[str, Any] = {"run": "", "method": {}, "num_parameters": None, "state": "waiting for a model"}
+        self._started_at: float | None = None
+        self._newest_t = 0.0
+        self._restarts = -1
+        self._members: dict[str, Member] = {}
+        self._versions: dict[int, int] = {}
+        self._fragments: dict[int, dict[str, Any]] = {}
+        self._merges = Newest(self._numbers, MAX_MERGES)
+        self._events = Newest(self._numbers, MAX_EVENTS)
+        self._losses: dict[str, Series] = {}
+        self._evaluated: dict[str, dict[int, float]] = {}  # loss by the run's tokens
+        self._training: dict[str, Series] = {}  # as learners tell the syncer
+        self._own_training: dict[str, Series] = {}  # as processes write down themselves
+        self._stepped: dict[str, ev.Stepped] = {}
+        self._speed, self._wire = Series(self._numbers), Series(self._numbers)
+        self._lately: deque[tuple[float, int]] = deque()
+        self._tokens = 0
+        self._ledger: dict[str, int] = {}
+        self._progress_at = 0.0
+        self._parallel_bytes = 0.0
+
+    # --- events -------------------------------------------------------------------------------------------------------
+
+    def take(self, event: ev.Event) -> None:
+        """One more event."""
+        if event.who == "syncer":
+            self._newest_t = max(self._newest_t, event.t)
+            self._take_syncers(event)
+        else:
+            self._take_trainers(event)
+        if (told := sentence(event)) is not None:
+            learner = getattr(event, "learner", None)
+            self._events.add({"t": event.t, "tone": told[0], "text": told[1], "kind": event.kind, "learner": learner})
+
+    def _take_trainers(self, event: ev.Event) -> None:
+        match event:
+            case ev.Evaluated():
+                self._evaluate(event.who, event.tokens, event.loss)
+            case ev.Stepped():
+                self._curve(self._own_training, event.who).add(event.step, event.loss)
+                self._stepped[event.who] = event
+            case _:
+                pass
+
+    def _take_syncers(self, event: ev.Event) -> None:
+        match event:
+            case ev.SyncerStarted():
+                self._start(event)
+            case ev.Initialised():
+                self._head |= {"num_parameters": event.num_parameters, "state": "training"}
+                self._tokens = max(self._tokens, event.tokens)
+            case ev.Joined():
+                self._member(event.learner).join(event.t)
+            case ev.Left():
+                self._member(event.learner).go(event.t, "left")
+            case ev.Evicted():
+                member = self._member(event.learner)
+                member.evicted += 1
+                member.go(event.t, event.reason)
+            case ev.Merged():
+                self._merge(event)
+            case ev.Reported():
+                self._evaluate(event.learner, event.tokens, event.loss)
+            case ev.Traffic(learner=str(learner)) if learner in self._members:
+                self._members[learner].count(event)
+            case ev.Progress():
+                self._progress(event)
+            case ev.Finished():
+                self._tokens = max(self._tokens, event.tokens)
+                self._head["state"] = "ended"
+            case _:
+                pass
+
+    def _start(self, event: ev.SyncerStarted) -> None:
+        self._started_at = event.t if self._started_at is None else self._started_at
+        self._restarts += 1
+        self._head |= {
+            "run": event.run, "method": event.method, "planned": event.learners, "budget": event.budget_tokens,
+            "state": "training" if event.versions else "waiting for a model",
+        }  # fmt: skip
+        self._versions |= dict(enumerate(event.versions))
+        for member in self._members.values():
+            member.settle()
+
+    def _merge(self, event: ev.Merged) -> None:
+        self._versions[event.fragment] = event.version
+        self._fragments[event.fragment] = {"t": event.t, "contributors": len(event.contributors), "scale": event.scale}
+        for name in event.contributors:
+            self._member(name).merges += 1
+        for member in self._members.values():
+            if member.is_live or member.name in event.contributors:
+                member.recent.append(member.name in event.contributors)
+        absent = sorted(({*event.members} | self._live_names()) - {*event.contributors})
+        self._merges.add(
+            {
+                "t": event.t, "fragment": event.fragment, "version": event.version, "who": list(event.contributors),
+                "absent": absent, "scale": event.scale, "tokens": sum(event.tokens), "reason": event.reason,
+            }
+        )  # fmt: skip
+
+    def _progress(self, event: ev.Progress) -> None:
+        """How the run goes, in an event or at this very moment."""
+        if event.t <= self._progress_at:
+            return  # this moment was shown before it was written down
+        self._newest_t, self._progress_at = max(self._newest_t, event.t), event.t
+        self._count_parallel(event)
+        for name, it in event.learners.items():
+            member = self._member(name)
+            if it.training_loss is not None and (member.progress is None or member.progress.step < it.step):
+                self._curve(self._training, name).add(it.step, it.training_loss)
+            member.progress, member.state = it, it.state
+        for name, member in self._members.items():
+            if name not in event.learners and member.is_live:
+                member.go(event.t, member.reason or "not a member any more")
+        self._ledger = dict(event.ledger)
+        self._tokens = max(self._tokens, event.tokens)
+        self._lately.append((event.t, event.tokens))
+        while len(self._lately) > 2 and self._lately[-1][0] - self._lately[1][0] >= SPEED_S:
+            self._lately.popleft()
+        if (speed := self._tokens_per_s) is not None:
+            self._speed.add(event.t, speed)
+        self._wire.add(event.t, self._num_bytes)
+
+    def _count_parallel(self, event: ev.Progress) -> None:
+        """Data parallel would have sent a ring all-reduce in bf16 at every step: 2·(m − 1)/m · 2·N bytes a learner,
+        over the steps in which m ≥ 2 learners trained."""
+        num_live, numel = sum(it.state != "lost" for it in event.learners.values()), self._head["num_parameters"]
+        if num_live < 2 or numel is None:
+            return
+        for name, it in event.learners.items():
+            before = self._member(name).progress
+            if before is not None and before.incarnation == it.incarnation:
+                self._parallel_bytes += max(0, it.step - before.step) * 4 * numel * (num_live - 1) / num_live
+
+    def at_this_moment(self, progress: ev.Progress) -> None:
+        """What the syncer knows beyond its event log, in an event that is in no file."""
+        self._progress(progress)
+
+    def _evaluate(self, who: str, tokens: int, loss: float) -> None:
+        """A loss on held-out data; the syncer's log and the learner's own may both have it."""
+        seen = self._evaluated.setdefault(who, {})
+        if tokens not in seen and math.isfinite(loss):
+            seen[tokens] = loss
+            self._curve(self._losses, who).add(tokens, loss)
+
+    def _member(self, name: str) -> Member:
+        return self._members.setdefault(name, Member(name))
+
+    def _curve(self, curves: dict[str, Series], name: str) -> Series:
+        return curves.setdefault(name, Series(self._numbers))
+
+    # --- what is shown ------------------------------------------------------------------------------------------------
+
+    def _live_names(self) -> set[str]:
+        return {name for name, member in self._members.items() if member.is_live}
+
+    @property
+    def _tokens_per_s(self) -> float | None:
+        if len(self._lately) < 2 or self._lately[-1][0] <= self._lately[0][0]:
+            return None
+        (first, before), (last, after) = self._lately[0], self._lately[-1]
+        return max(0.0, (after - before) / (last - first))
+
+    @property
+    def _num_bytes(self) -> int:
+        return sum(sum(member.num_bytes) for member in self._members.values())
+
+    def since(self, number: int, now: float | None = None) -> dict[str, Any]:
+        """What the page shows, as plain values; `now`: Unix time of a run under way."""
+        now = self._newest_t if now is None else now
+        members = [self._member_now(name, now) for name in sorted(self._members)]
+        training = self._training | self._own_training
+        shown: dict[str, Any] = _plain(
+            {
+                "number": self._numbers.newest,
+                "now": now,
+                "head": self._summary(),
+                "learners": members,
+                "fragments": [{"version": version, **self._fragments.get(index, {})}
+                              for index, version in sorted(self._versions.items())],
+                "ledger": self._ledger,
+                "merges": self._merges.since(number),
+                "num_merges": self._merges.total,
+                "events": self._events.since(number),
+                "loss": self._loss_curves(number),
+                "training": {name: curve.since(number) for name, curve in training.items()},
+                "speed": self._speed.since(number),
+                "wire": self._wire.since(number),
+            }
+        )  # fmt: skip
+        return shown
+
+    def _loss_curves(self, number: int) -> dict[str, list[tuple[float, float]]]:
+        """Of the global model, whichever member evaluated it, and of controls."""
+        curves: dict[str, list[tuple[float, float]]] = {}
+        for who, curve in self._losses.items():
+            name = GLOBAL if who in self._members else who
+            curves[name] = curves.get(name, []) + curve.since(number)
+        return curves
+
+    def _member_now(self, name: str, now: float) -> dict[str, Any]:
+        shown = self._members[name].to_dict(self._versions, now, self._progress_at)
+        stepped = self._stepped.get(name)
+        if stepped is not None and stepped.step > (shown["step"] or 0):  # it wrote more than it told
+            shown |= {"step": stepped.step, "tokens": max(stepped.tokens, shown["tokens"] or 0), "loss": stepped.loss}
+        return shown
+
+    def _newest_loss(self, who: str) -> tuple[int, float] | None:
+        seen = self._evaluated.get(who)
+        return None if not seen else max(seen.items())
+
+    def _summary(self) -> dict[str, Any]:
+        num_live, speed, budget = live(self._members.values()), self._tokens_per_s, self._head.get("budget")
+        left = None if budget is None else max(0, budget - self._tokens)
+        runs = self._head["state"] == "training"
+        state = "no learner is live" if runs and not num_live else self._head["state"]
+        losses = [newest for who in self._members if (newest := self._newest_loss(who)) is not None]
+        tokens, loss = max(losses, default=(None, None))
+        ratio = self._parallel_bytes / self._num_bytes if self._num_bytes and self._parallel_bytes else None
+        return {
+            **self._head, "state": state, "live": num_live, "started_at": self._started_at,
+            "ended_at": self._newest_t, "restarts": max(0, self._restarts),
+            "tokens": max(self._tokens, tokens or 0),
+            "tokens_per_s": speed if runs else None, "loss": loss, "loss_at": tokens,
+            "eta_s": left / speed if runs and left is not None and speed else None,
+            "num_bytes": self._num_bytes, "parallel_bytes": self._parallel_bytes, "ratio": ratio,
+        }  # fmt: skip
+
+
+def _plain(value: Any) -> Any:
+    """A value that JSON can hold and people can read: numbers that are not finite become null."""
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {printable(key): _plain(inner) for key, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value

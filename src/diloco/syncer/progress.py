@@ -1,0 +1,96 @@
+"""How a run goes, for those who watch it: an event every ten seconds, and the losses that learners tell of."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from diloco import events
+from diloco.event_log import EventLog
+from diloco.exchange.wire import syncer_pb2 as pb
+
+EVERY_S = 10.0
+
+
+class ProgressLog:
+    """Writes `Progress` and `Reported` events. Any thread may call any method.
+
+    Arguments:
+        log: the syncer's events.
+        status: gives `Driver.status`; None while this syncer does not serve the run.
+    """
+
+    def __init__(self, log: EventLog, status: Callable[[], Mapping[str, Any] | None]) -> None:
+        self._log, self._status = log, status
+        self._lock = threading.Lock()
+        self._losses: dict[str, float] = {}
+        self._evaluated: dict[str, tuple[int, float]] = {}
+        self._newest: events.Progress | None = None
+
+    def heard(self, request: pb.HeartbeatRequest) -> None:
+        """A heartbeat was taken: keep the losses that it tells of."""
+        learner = request.learner
+        with self._lock:
+            if request.HasField("training_loss"):
+                self._losses[learner] = request.training_loss
+            if not request.HasField("evaluation"):
+                return
+            found = (request.evaluation.run_tokens, request.evaluation.loss)
+            if self._evaluated.get(learner) == found:
+                return
+            self._evaluated[learner] = found
+        self._log.append(events.Reported(learner=learner, tokens=found[0], loss=found[1]))
+
+    def newest(self) -> events.Progress | None:
+        """The run at this moment; None where it has no model, or is not served here."""
+        status = self._status()
+        if status is None or not status["initialised"]:
+            return None
+        with self._lock:
+            losses = dict(self._losses)
+        learners = {name: _learner(it, losses.get(name)) for name, it in status["learners"].items()}
+        return events.Progress(
+            step=status["step"], tokens=status["tokens"], learners=learners, ledger=_ledger(status["fragments"])
+        )
+
+    def write(self) -> None:
+        """Write the run at this moment, where anything has moved."""
+        progress, before = self.newest(), self._newest
+        if progress is None or (before is not None and _moves(progress) == _moves(before)):
+            return
+        self._newest = progress
+        self._log.append(progress)
+
+
+def _learner(it: Mapping[str, Any], loss: float | None) -> events.LearnerProgress:
+    return events.LearnerProgress(
+        incarnation=it["incarnation"], state=state_of(it), step=it["step"], tokens=it["tokens"], step_s=it["step_s"],
+        silent_s=round(it["silent_s"], 3), training_loss=loss, versions=tuple(it["versions"]),
+    )  # fmt: skip
+
+
+def state_of(it: Mapping[str, Any]) -> str:
+    """A learner's state in a word, from its status; only a healthy one is expected in a merge."""
+    if not it["live"]:
+        return "lost"
+    if it["drained"]:
+        return "drained"
+    return "waiting" if it["waiting"] else "healthy" if it["healthy"] else "starting"
+
+
+def _ledger(fragments: list[dict[str, Any]]) -> dict[str, int]:
+    """Tokens by what became of them, summed over fragments."""
+    totals: dict[str, int] = {}
+    for fragment in fragments:
+        ledger = fragment["ledger"]
+        found = {key: ledger[key] for key in ("merged", "pending", "lost")}
+        found |= {f"discarded: {reason}": tokens for reason, tokens in ledger["discarded"].items()}
+        for key, tokens in found.items():
+            totals[key] = totals.get(key, 0) + tokens
+    return totals
+
+
+def _moves(progress: events.Progress) -> tuple[Any, ...]:
+    """Equal for two moments between which nothing has moved."""
+    return progress.tokens, [(name, it.incarnation, it.state, it.step) for name, it in progress.learners.items()]

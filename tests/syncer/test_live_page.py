@@ -1,0 +1,117 @@
+"""The live page: who may watch, and what comes as server-sent events, over real HTTP."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from email.message import Message
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from diloco import events as ev
+from diloco.errors import ConfigError
+from diloco.event_log import EventLog
+from diloco.syncer.live_page import LivePage
+
+
+@contextmanager
+def served(tmp_path: Path, *, is_open: bool) -> Iterator[tuple[LivePage, EventLog]]:
+    with EventLog(tmp_path / "events.jsonl", who="syncer") as log:
+        log.append(ev.SyncerStarted(run="tiny", address="x", method={"name": "DiLoCo"}))
+        page = LivePage("127.0.0.1:0", log.path, lambda: None, is_open=is_open)
+        with closing(page):
+            yield page, log
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    headers: Message
+    text: str
+
+
+@contextmanager
+def asking(page: LivePage, path: str, **headers: str) -> Iterator[http.client.HTTPResponse]:
+    with closing(http.client.HTTPConnection("127.0.0.1", urlsplit(page.url).port or 0, timeout=30)) as connection:
+        connection.request("GET", path, headers=headers)
+        with connection.getresponse() as answer:
+            yield answer
+
+
+def get(page: LivePage, path: str, **headers: str) -> Answer:
+    with asking(page, path, **headers) as answer:
+        return Answer(answer.status, answer.headers, answer.read().decode())
+
+
+def updates(answer: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+    while True:
+        line = answer.readline()
+        if line.startswith(b"data: {"):
+            yield json.loads(line.removeprefix(b"data: "))
+
+
+def test_a_watcher_gets_the_story_and_then_what_is_new(tmp_path: Path) -> None:
+    with served(tmp_path, is_open=True) as (page, log):
+        with asking(page, "/updates") as answer:
+            assert answer.headers["content-type"].startswith("text/event-stream")
+            stories = updates(answer)
+            texts: list[str] = []
+            while not texts:
+                story = next(stories)
+                texts += [event["text"] for event in story["events"]]
+            assert story["head"]["run"] == "tiny"
+            log.append(ev.Initialised(learner="a", source="seed", layout_digest="", num_parameters=7))
+            log.append(ev.Joined(learner="a", incarnation=1))
+            while len(texts) < 3:
+                texts += [event["text"] for event in next(stories)["events"]]
+        assert texts[1:] == ["a gave the run its model of 7 parameters (from seed)", "a joined at step 0"]
+
+
+def test_the_page_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+    with served(tmp_path, is_open=True) as (page, _):
+        answer = get(page, "/")
+        text = answer.text
+        assert "default-src 'self'" in answer.headers["content-security-policy"]
+        assert 'src="http' not in text
+        for part in ("page.css", "page.js", "plotly.js"):
+            assert f'"{part}"' in text
+            assert get(page, f"/{part}").status == 200
+
+
+def test_a_link_works_once_and_in_that_browser_from_then_on(tmp_path: Path) -> None:
+    with served(tmp_path, is_open=False) as (page, _):
+        link = f"/?{urlsplit(page.url).query}"
+        assert "link=" in link
+        for path in ("/", "/updates", "/page.js", "/?link=", "/?link=wrong"):
+            refused = get(page, path)
+            assert refused.status == 403
+            assert "works once" in refused.text
+        first = get(page, link)
+        assert first.status == 303
+        cookie = first.headers["set-cookie"]
+        assert "HttpOnly" in cookie
+        assert "SameSite=strict" in cookie
+        assert get(page, link).status == 403
+        assert get(page, "/", cookie=cookie.partition(";")[0]).status == 200
+        assert get(page, "/", cookie="diloco-page=wrong").status == 403
+
+
+def test_a_page_of_another_site_cannot_read_it_under_its_own_name(tmp_path: Path) -> None:
+    with served(tmp_path, is_open=True) as (page, _):
+        assert get(page, "/", host="evil.example:80").status == 403
+        assert get(page, "/", host=f"localhost:{urlsplit(page.url).port}").status == 200
+
+
+def test_it_is_served_to_this_machine_only(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"open to other machines; bind 127.0.0.1, and watch from elsewhere"):
+        LivePage("0.0.0.0:0", tmp_path / "events.jsonl", lambda: None, is_open=True)
+    with served(tmp_path, is_open=True) as (page, _):
+        port = urlsplit(page.url).port
+        with pytest.raises(ConfigError, match="choose another port, or 0"):
+            LivePage(f"127.0.0.1:{port}", tmp_path / "events.jsonl", lambda: None, is_open=True)

@@ -1,0 +1,132 @@
+"""The page of a run in a real browser: the system's Chromium, driven by Playwright."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco import events as ev
+from diloco.event_log import EventLog
+from diloco.report.page import read_run, write_page
+from diloco.syncer.live_page import LivePage
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")
+
+OFFLINE = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=list(OFFLINE))
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run of two learners, one of which is evicted; the name of the run is hostile."""
+    learners = {
+        name: ev.LearnerProgress(incarnation=1, state="healthy", step=90, tokens=900, step_s=0.5, versions=(1, 0))
+        for name in ("paris", "oslo")
+    }
+    merged = ev.Merged(
+        fragment=0, round=0, version=1, contributors=("paris", "oslo"), weights=(0.5, 0.5), tokens=(5, 5),
+        members=("paris", "oslo"), reason="all 2 learners of the round have contributed",
+    )  # fmt: skip
+    with EventLog(tmp_path / "events.jsonl", who="syncer") as log:
+        for t, event in enumerate(
+            (
+                ev.SyncerStarted(run="<b>run</b>", address="x", method={"name": "DiLoCo"}, budget_tokens=4000),
+                ev.Initialised(learner="paris", source="seed", layout_digest="", num_parameters=1000),
+                ev.Joined(learner="paris", incarnation=1),
+                ev.Joined(learner="oslo", incarnation=1),
+                ev.Progress(step=40, tokens=800, learners=learners, ledger={"merged": 600, "pending": 200}),
+                merged,
+                ev.Reported(learner="paris", tokens=1500, loss=2.125),
+                ev.Evicted(learner="oslo", incarnation=1, reason="nothing heard for 6.0 s"),
+            ),
+            start=1_700_000_000,
+        ):
+            log.append(event.model_copy(update={"t": float(t)}))
+    return tmp_path
+
+
+def opened(browser: Any, url: str, **context: Any) -> tuple[Any, list[str]]:
+    """The page once it shows something, and what it complains of."""
+    page = browser.new_context(**context).new_page()
+    complaints: list[str] = []
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
+    page.goto(url)
+    page.locator("#members tbody tr").nth(1).wait_for()
+    return page, complaints
+
+
+def frozen(run: Path) -> str:
+    path = run / "page.html"
+    write_page(path, read_run([run])[1])
+    return path.as_uri()
+
+
+def test_a_frozen_page_shows_the_run(browser: Any, run: Path) -> None:
+    page, complaints = opened(browser, frozen(run))
+    assert page.inner_text("#run") == "<b>run</b>"
+    assert "held-out loss 2.125 after 1.50k tokens" in page.inner_text("#lead")
+    assert "38 % of 4.00k" in page.inner_text("#tiles")
+    assert [row.split("\t")[:2] for row in page.inner_text("#members tbody").split("\n")] == [
+        ["oslo", "nothing heard for 6.0 s"],
+        ["paris", "healthy"],
+    ]
+    assert "all 2 learners of the round have contributed" in page.inner_text("#merges")
+    assert "merged 75.0 %" in page.inner_text("#ledger")
+    assert page.evaluate("['loss', 'timeline', 'training', 'speed'].map((id) => document.querySelectorAll(`#${id} svg`).length > 0)") == [True] * 4  # fmt: skip  # noqa: E501
+    assert page.inner_text("#link") == ""
+    assert complaints == []
+    page.context.close()
+
+
+def test_a_live_page_follows_the_run(browser: Any, run: Path) -> None:
+    with closing(LivePage("127.0.0.1:0", run / "events.jsonl", lambda: None, is_open=False)) as live:
+        page, complaints = opened(browser, live.url)
+        assert page.inner_text("#link") == "live"
+        assert "link=" not in page.url  # what a history or a shoulder could keep
+        with EventLog(run / "events.jsonl", who="syncer") as log:
+            log.append(ev.Reported(learner="paris", tokens=2000, loss=1.75))
+        page.locator("#lead", has_text="held-out loss 1.750").wait_for()
+        assert complaints == []
+        page.context.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [400, 1100])
+def test_it_fits_every_screen(browser: Any, run: Path, scheme: str, width: int) -> None:
+    page, _ = opened(browser, frozen(run), color_scheme=scheme, viewport={"width": width, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    ink, paper = page.evaluate(
+        "[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]"
+    )
+    assert (_brightness(ink) > _brightness(paper)) == (scheme == "dark")
+    page.context.close()
+
+
+def test_the_keyboard_reaches_the_learners(browser: Any, run: Path) -> None:
+    page, _ = opened(browser, frozen(run))
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.textContent") == "to the learners"
+    page.keyboard.press("Enter")
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.contains(document.querySelector('#members'))")
+    page.context.close()
+
+
+def _brightness(colour: str) -> float:
+    """Of "rgb(1, 2, 3)"."""
+    return sum(float(each) for each in colour.removeprefix("rgb(").removesuffix(")").split(","))
