@@ -81,7 +81,7 @@ class LivePage:
         if not is_loopback(host):
             raise ConfigError(
                 f"the live page at {address} would be open to other machines; bind 127.0.0.1, and watch from elsewhere "
-                "through a tunnel: ssh -L 7780:127.0.0.1:PORT HOST"
+                "through a tunnel: ssh -L PORT:127.0.0.1:PORT HOST"
             )
         self._sockets = [_bound(host, port)]
         port = self._sockets[0].getsockname()[1]
