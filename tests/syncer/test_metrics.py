@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from diloco.core.ledger import Ledger
 from diloco.errors import ConfigError
-from diloco.syncer.metrics import LearnerSample, SyncerMetrics
+from diloco.syncer.metrics import LearnerSample, RunSample, SyncerMetrics
 
 Labels = frozenset[tuple[str, str]]
 
@@ -64,6 +64,21 @@ def test_a_merge_shows_who_took_part(metrics: SyncerMetrics) -> None:
     assert found["diloco_persist_seconds_sum"] == {labels(): 0.2}
 
 
+def test_how_the_run_goes(metrics: SyncerMetrics) -> None:
+    port = metrics.serve()
+    metrics.set_run(RunSample(700, 1000, 2.25, {"site-a": 2.5}, 30.0, 10.0))
+    found = scrape(port)
+    assert found["diloco_run_tokens_total"] == {labels(): 700}
+    assert found["diloco_budget_tokens"] == {labels(): 1000}
+    assert found["diloco_held_out_loss"] == {labels(): 2.25}
+    assert found["diloco_training_loss"] == {labels(learner="site-a"): 2.5}
+    assert found["diloco_tokens_per_second"] == {labels(): 30.0}
+    assert found["diloco_eta_seconds"] == {labels(): 10.0}
+    metrics.set_run(RunSample(700, None, None, {}, None, None))
+    found = scrape(port)
+    assert not {"diloco_budget_tokens", "diloco_held_out_loss", "diloco_eta_seconds"} & set(found)
+
+
 def test_a_learner_that_left_leaves_no_line(metrics: SyncerMetrics) -> None:
     port = metrics.serve()
     metrics.set_learners([LearnerSample("site-a", 40, 0.5, healthy=True)])
@@ -96,13 +111,15 @@ def test_the_ledger_adds_up_over_learners(metrics: SyncerMetrics) -> None:
     first = [Ledger(100, 60, 10, {"overlap": 5}), Ledger(100)]
     second = [Ledger(50, 50, 0, {}), Ledger(50, 0, 0, {"missed": 7})]
     metrics.set_ledgers({"site-a": first, "site-b": second})
-    found = scrape(port)["diloco_ledger_tokens"]
+    samples = scrape(port)
+    found = samples["diloco_ledger_tokens"]
     states = {
         (dict(key)["state"], dict(key)["reason"]): value for key, value in found.items() if ("fragment", "0") in key
     }
     assert states == {
-        ("trained", ""): 150, ("pending", ""): 25, ("merged", ""): 110, ("lost", ""): 10, ("discarded", "overlap"): 5
+        ("pending", ""): 25, ("merged", ""): 110, ("lost", ""): 10, ("discarded", "overlap"): 5
     }  # fmt: skip
+    assert samples["diloco_trained_tokens"][labels(fragment="0")] == sum(states.values())
     assert found[labels(fragment="1", state="discarded", reason="missed")] == 7
     metrics.set_ledgers({})
     assert "diloco_ledger_tokens" not in scrape(port)

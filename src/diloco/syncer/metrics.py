@@ -33,6 +33,26 @@ class LearnerSample:
     healthy: bool
 
 
+@dataclass(frozen=True)
+class RunSample:
+    """How the run goes.
+
+    Attributes:
+        tokens: trained by the run.
+        budget_tokens: that it is to train; None: not known.
+        held_out_loss: of the global model, as a learner told last; None: none did.
+        training_losses: by learner, nats per token.
+        tokens_per_s, eta_s: by the last minute; None: not known.
+    """
+
+    tokens: int
+    budget_tokens: int | None
+    held_out_loss: float | None
+    training_losses: Mapping[str, float]
+    tokens_per_s: float | None
+    eta_s: float | None
+
+
 class SyncerMetrics:
     """The metrics of one run in a registry of their own. Any thread may call any method."""
 
@@ -162,6 +182,10 @@ class SyncerMetrics:
         num_fragments = max((len(own) for own in ledgers.values()), default=0)
         self._snapshots.ledgers = tuple(total(own[i] for own in ledgers.values()) for i in range(num_fragments))
 
+    def set_run(self, run: RunSample) -> None:
+        """How the run goes now."""
+        self._snapshots.run = run
+
     def set_missing_events(self, number: int) -> None:
         """Events that could not be written since this syncer started."""
         self._missing_events.set(number)
@@ -225,9 +249,12 @@ class _Snapshots(Collector):
         self.learners: tuple[LearnerSample, ...] = ()
         self.ledgers: tuple[Ledger, ...] = ()
         self.bytes: Mapping[tuple[str, str, Direction], int] = {}
+        self.run: RunSample | None = None
 
     def collect(self) -> Iterator[Metric]:
-        learners, ledgers, totals = self.learners, self.ledgers, self.bytes
+        learners, ledgers, totals, run = self.learners, self.ledgers, self.bytes, self.run
+        if run is not None:
+            yield from _of_run(run)
         count = GaugeMetricFamily(
             "diloco_learners", "Learners by state; the healthy are among the live.", labels=["state"]
         )
@@ -244,22 +271,22 @@ class _Snapshots(Collector):
                 seconds.add_metric([it.learner], it.step_s)
         yield step
         yield seconds
+        trained = GaugeMetricFamily(
+            "diloco_trained_tokens", "Tokens that were trained on a fragment.", labels=["fragment"]
+        )
         tokens = GaugeMetricFamily(
             "diloco_ledger_tokens",
-            "Where the trained tokens of a fragment are: pending + merged + lost + discarded = trained.",
+            "Where the trained tokens of a fragment are; over all states they add up to diloco_trained_tokens.",
             labels=["fragment", "state", "reason"],
         )
         for fragment, ledger in enumerate(ledgers):
-            states = {
-                "trained": ledger.trained,
-                "pending": ledger.pending,
-                "merged": ledger.merged,
-                "lost": ledger.lost,
-            }
+            trained.add_metric([str(fragment)], ledger.trained)
+            states = {"pending": ledger.pending, "merged": ledger.merged, "lost": ledger.lost}
             for state, number in states.items():
                 tokens.add_metric([str(fragment), state, ""], number)
             for reason, number in ledger.discarded.items():
                 tokens.add_metric([str(fragment), "discarded", reason], number)
+        yield trained
         yield tokens
         on_sockets = CounterMetricFamily(
             "diloco_socket_bytes",
@@ -269,3 +296,23 @@ class _Snapshots(Collector):
         for key, number in totals.items():
             on_sockets.add_metric(key, number)
         yield on_sockets
+
+
+def _of_run(run: RunSample) -> Iterator[Metric]:
+    """What is not known has no sample."""
+    yield CounterMetricFamily("diloco_run_tokens", "Tokens that the run has trained.", value=run.tokens)
+    known = {
+        "diloco_budget_tokens": ("Tokens that the run is to train.", run.budget_tokens),
+        "diloco_held_out_loss": ("Held-out loss of the global model, nats per token.", run.held_out_loss),
+        "diloco_tokens_per_second": ("Tokens per second of the run, over the last minute.", run.tokens_per_s),
+        "diloco_eta_seconds": ("Until the run has its tokens, at this speed.", run.eta_s),
+    }
+    for name, (text, value) in known.items():
+        if value is not None:
+            yield GaugeMetricFamily(name, text, value=value)
+    losses = GaugeMetricFamily(
+        "diloco_training_loss", "Training loss of a learner, nats per token.", labels=["learner"]
+    )
+    for learner, loss in sorted(run.training_losses.items()):
+        losses.add_metric([learner], loss)
+    yield losses

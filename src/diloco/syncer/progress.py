@@ -1,28 +1,42 @@
-"""How a run goes, for those who watch it: an event every ten seconds, and the losses that learners tell of."""
+"""How a run goes, for those who watch it: an event and new metrics every ten seconds, and the losses that learners tell
+of."""
 
 from __future__ import annotations
 
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from diloco import events
 from diloco.event_log import EventLog
 from diloco.exchange.wire import syncer_pb2 as pb
+from diloco.syncer.metrics import RunSample, SyncerMetrics
 
 EVERY_S = 10.0
+SPEED_S = 60.0
+"""Over which tokens per second are measured."""
 
 
 class ProgressLog:
-    """Writes `Progress` and `Reported` events. Any thread may call any method.
+    """Writes `Progress` and `Reported` events, and the metrics of the run. Any thread may call any method.
 
     Arguments:
         log: the syncer's events.
+        metrics: what Prometheus reads.
         status: gives `Driver.status`; None while this syncer does not serve the run.
+        budget_tokens: that the run is to train; None: not known.
+        clock: monotonic seconds.
     """
 
-    def __init__(self, log: EventLog, status: Callable[[], Mapping[str, Any] | None]) -> None:
-        self._log, self._status = log, status
+    def __init__(
+        self, log: EventLog, metrics: SyncerMetrics, status: Callable[[], Mapping[str, Any] | None],
+        budget_tokens: int | None, clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self._log, self._metrics, self._status, self._clock = log, metrics, status, clock
+        self._budget_tokens = budget_tokens
+        self._lately: deque[tuple[float, int]] = deque()
         self._lock = threading.Lock()
         self._losses: dict[str, float] = {}
         self._evaluated: dict[str, tuple[int, float]] = {}
@@ -57,10 +71,25 @@ class ProgressLog:
     def write(self) -> None:
         """Write the run at this moment, where anything has moved."""
         progress, before = self.newest(), self._newest
+        if progress is not None:
+            self._measure(progress)
         if progress is None or (before is not None and _moves(progress) == _moves(before)):
             return
         self._newest = progress
         self._log.append(progress)
+
+    def _measure(self, progress: events.Progress) -> None:
+        lately, tokens, budget = self._lately, progress.tokens, self._budget_tokens
+        lately.append((self._clock(), tokens))
+        while len(lately) > 2 and lately[-1][0] - lately[1][0] >= SPEED_S:
+            lately.popleft()
+        passed_s = lately[-1][0] - lately[0][0]
+        speed = max(0.0, (tokens - lately[0][1]) / passed_s) if passed_s > 0 else None
+        eta_s = max(0, budget - tokens) / speed if budget is not None and speed else None
+        with self._lock:
+            loss = max(self._evaluated.values())[1] if self._evaluated else None
+        losses = {name: it.training_loss for name, it in progress.learners.items() if it.training_loss is not None}
+        self._metrics.set_run(RunSample(tokens, budget, loss, losses, speed, eta_s))
 
 
 def _learner(it: Mapping[str, Any], loss: float | None) -> events.LearnerProgress:

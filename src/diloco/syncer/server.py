@@ -169,7 +169,7 @@ class Syncer:
             self._sockets = SocketLedger(self.port, Guard(thins=asks))
         audit = Audit(self._events, self._metrics)
         self._calls = OpenCalls(auth, audit)
-        self._progress = ProgressLog(self._events, self._run_status)
+        self._progress = ProgressLog(self._events, self._metrics, self._run_status, options.budget_tokens)
         self._deadlines = CallDeadlines(options.deadlines.lost_floor_s)
         self.transfers = Transfers(lambda: self.driver, self._deadlines)
         self._following = None

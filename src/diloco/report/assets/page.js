@@ -2,9 +2,11 @@
 // The page of a run: live from server-sent events, or frozen, from the story that lies in the page itself.
 const MAX = { merges: 400, events: 300, points: 4000 };
 const COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f3c8d", "#6b7c3a"]; // colour-blind-safe
+const ON_DARK = ["#3d9ee0", "#ff8433", "#2ecc9f", "#e4a0c6", "#f2b632", "#8fd3ff", "#b57cc4", "#a3b86c"]; // the same hues
 const DASHES = ["solid", "dash", "dot", "dashdot"];
 const kept = { merges: [], events: [], loss: {}, training: {}, speed: [], wire: [] };
 const colourOf = new Map();
+const isDark = matchMedia("(prefers-color-scheme: dark)");
 let story = null;
 
 const $ = (id) => document.getElementById(id);
@@ -45,7 +47,7 @@ const clock = (t) => new Date(t * 1000).toLocaleTimeString([], { hour12: false }
 function colour(name) {
   if (name === "global model") return css("--ink");
   if (!colourOf.has(name)) colourOf.set(name, colourOf.size);
-  return COLOURS[colourOf.get(name) % COLOURS.length];
+  return (isDark.matches ? ON_DARK : COLOURS)[colourOf.get(name) % COLOURS.length];
 }
 const dash = (name) => DASHES[Math.floor((colourOf.get(name) ?? 0) / COLOURS.length) % DASHES.length];
 
@@ -266,7 +268,7 @@ function follow() {
   source.onerror = () => say("not connected; trying again", "gone");
 }
 
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", show);
+isDark.addEventListener("change", show);
 const frozen = $("frozen").textContent.trim();
 if (frozen) take(JSON.parse(frozen));
 else follow();

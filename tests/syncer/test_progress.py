@@ -1,0 +1,96 @@
+"""What a syncer writes down of how its run goes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.core import CollectorRegistry
+
+from diloco import events as ev
+from diloco.event_log import EventLog, read_events
+from diloco.exchange.wire import syncer_pb2 as pb
+from diloco.syncer.metrics import SyncerMetrics
+from diloco.syncer.progress import ProgressLog
+
+
+def status(tokens: int, step: int) -> dict[str, Any]:
+    member = {
+        "incarnation": 1, "step": step, "tokens": tokens, "live": True, "healthy": True, "waiting": False,
+        "drained": False, "step_s": 0.5, "silent_s": 0.1, "versions": [2],
+    }  # fmt: skip
+    ledger = {"trained": tokens, "merged": tokens - 20, "pending": 15, "lost": 0, "discarded": {"overlap": 5}}
+    return {
+        "initialised": True, "step": step, "tokens": tokens, "learners": {"a": member},
+        "fragments": [{"ledger": ledger}, {"ledger": ledger}],
+    }  # fmt: skip
+
+
+class World:
+    """A syncer's run at a moment of its own clock."""
+
+    def __init__(self, path: Path) -> None:
+        self.now, self.status = 0.0, status(100, 5)
+        self.metrics = SyncerMetrics("demo")
+        self.log = EventLog(path, who="syncer")
+        self.progress = ProgressLog(self.log, self.metrics, lambda: self.status, 1000, clock=lambda: self.now)
+
+    def sample(self, name: str) -> float | None:
+        registry: CollectorRegistry = self.metrics.registry
+        return registry.get_sample_value(name)
+
+    def written(self) -> list[ev.Event]:
+        return read_events(self.log.path)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Any:
+    world = World(tmp_path / "events.jsonl")
+    yield world
+    world.log.close()
+
+
+def test_progress_is_written_while_anything_moves(world: World) -> None:
+    world.progress.write()
+    world.progress.write()
+    world.status = status(400, 20)
+    world.progress.write()
+    first, second = world.written()
+    assert isinstance(first, ev.Progress)
+    assert isinstance(second, ev.Progress)
+    assert (first.tokens, second.tokens) == (100, 400)
+    assert second.learners["a"].versions == (2,)
+    assert second.ledger == {"merged": 760, "pending": 30, "lost": 0, "discarded: overlap": 10}
+
+
+def test_speed_and_time_to_go_are_those_of_the_last_minute(world: World) -> None:
+    world.progress.write()
+    assert world.sample("diloco_run_tokens_total") == 100
+    assert world.sample("diloco_tokens_per_second") is None
+    world.now, world.status = 10.0, status(400, 20)
+    world.progress.write()
+    assert world.sample("diloco_tokens_per_second") == 30.0
+    assert world.sample("diloco_eta_seconds") == (1000 - 400) / 30.0
+    world.now = 100.0
+    world.progress.write()
+    world.now = 160.0
+    world.progress.write()
+    assert world.sample("diloco_tokens_per_second") == 0.0
+    assert world.sample("diloco_eta_seconds") is None
+
+
+def test_what_heartbeats_tell_is_kept_and_an_evaluation_written_once(world: World) -> None:
+    beat = pb.HeartbeatRequest(learner="a", training_loss=2.5, evaluation=pb.Evaluation(loss=2.25, run_tokens=90))
+    world.progress.heard(beat)
+    world.progress.heard(beat)
+    world.progress.heard(pb.HeartbeatRequest(learner="a"))
+    assert [event for event in world.written() if isinstance(event, ev.Reported)] == world.written()
+    assert len(world.written()) == 1
+    moment = world.progress.newest()
+    assert moment is not None
+    assert moment.learners["a"].training_loss == 2.5
+    world.progress.write()
+    assert world.sample("diloco_held_out_loss") == 2.25
+    world.progress.heard(pb.HeartbeatRequest(learner="a", evaluation=pb.Evaluation(loss=2.0, run_tokens=190)))
+    assert len([event for event in world.written() if isinstance(event, ev.Reported)]) == 2
