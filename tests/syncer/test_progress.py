@@ -6,9 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from prometheus_client.core import CollectorRegistry
+from tests.syncer.runs import RUN, Net, method, start
+from tests.syncer.test_faults import until
 
+import diloco
 from diloco import events as ev
+from diloco.errors import ConfigError
 from diloco.event_log import EventLog, read_events
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.syncer.metrics import SyncerMetrics
@@ -94,3 +99,25 @@ def test_what_heartbeats_tell_is_kept_and_an_evaluation_written_once(world: Worl
     assert world.sample("diloco_held_out_loss") == 2.25
     world.progress.heard(pb.HeartbeatRequest(learner="a", evaluation=pb.Evaluation(loss=2.0, run_tokens=190)))
     assert len([event for event in world.written() if isinstance(event, ev.Reported)]) == 2
+
+
+def test_what_a_learner_logs_reaches_the_syncers_events_and_page(tmp_path: Path) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with start(tmp_path, method()) as syncer:
+        exchange = diloco.connect(syncer.address, run=RUN, learner="a", initialise=True)
+        with diloco.Learner(model, optimizer, exchange=exchange) as learner:
+            learner.log(training_loss=3.5, held_out_loss=3.25)
+            until(lambda: _reported(tmp_path), "the evaluation in the events")
+            moment = syncer.progress.newest()
+            assert moment is not None
+            assert moment.learners["a"].training_loss == 3.5
+        with pytest.raises(ConfigError, match="this learner is closed"):
+            learner.log(training_loss=1.0)
+    (reported,) = _reported(tmp_path)
+    assert (reported.learner, reported.tokens, reported.loss) == ("a", 0, 3.25)
+
+
+def _reported(tmp_path: Path) -> list[ev.Reported]:
+    events = read_events(tmp_path / "state" / "events.jsonl")
+    return [event for event in events if isinstance(event, ev.Reported)]

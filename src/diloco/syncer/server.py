@@ -169,7 +169,7 @@ class Syncer:
             self._sockets = SocketLedger(self.port, Guard(thins=asks))
         audit = Audit(self._events, self._metrics)
         self._calls = OpenCalls(auth, audit)
-        self._progress = ProgressLog(self._events, self._metrics, self._run_status, options.budget_tokens)
+        self.progress = ProgressLog(self._events, self._metrics, self._run_status, options.budget_tokens)
         self._deadlines = CallDeadlines(options.deadlines.lost_floor_s)
         self.transfers = Transfers(lambda: self.driver, self._deadlines)
         self._following = None
@@ -185,14 +185,14 @@ class Syncer:
             run, method, lambda: self.driver, pair=pair, auth=auth, calls=self._calls, deadlines=self._deadlines,
             transfers=self.transfers, incoming=self._incoming, audit=audit, sockets=self._sockets,
             lost_floor_s=options.deadlines.lost_floor_s, resumed=self._observer.resumed,
-            status_extra=self._status_extra, heard=self._progress.heard,
+            status_extra=self._status_extra, heard=self.progress.heard,
         )  # fmt: skip
         self._server.add_generic_rpc_handlers((service.handlers(),))
         self.metrics_port = None if options.metrics_address is None else self._metrics.serve(options.metrics_address)
         self.page = None
         if options.page_address is not None:
             is_open = options.keys is None and options.tokens_file is None
-            self.page = LivePage(options.page_address, self._events.path, self._progress.newest, is_open=is_open)
+            self.page = LivePage(options.page_address, self._events.path, self.progress.newest, is_open=is_open)
         self._stopping = threading.Event()
         self._traffic = threading.Thread(target=self._report_traffic, name="syncer-traffic", daemon=True)
         self._deadlines.start()
@@ -303,7 +303,7 @@ class Syncer:
         self._stopping.set()
         self.pairing.hurry()
         self._stands.join()
-        self._progress.write()
+        self.progress.write()
         hosted = self._hosted
         if hosted is not None:
             hosted.stop()
@@ -365,7 +365,7 @@ class Syncer:
             self._incoming.look()
             if time.monotonic() >= due_at:
                 due_at = time.monotonic() + EVERY_S
-                self._progress.write()
+                self.progress.write()
 
     def _append_traffic(self) -> None:
         if self._sockets is None:
