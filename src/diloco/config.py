@@ -258,7 +258,12 @@ class RunConfig(Table):
         warmup_steps = self.schedule.warmup_steps
         if warmup_steps >= schedule_steps:
             raise ValueError(
-                f"schedule.warmup_steps = {warmup_steps} must be below the schedule's {schedule_steps} steps"
+                f"schedule.warmup_steps = {warmup_steps} must be below the schedule's {schedule_steps} steps, which "
+                f"run.tokens = {self.run.tokens} gives at {self.tokens_per_full_step} tokens a step; "
+                f"set schedule.warmup_steps = {schedule_steps // 10}, or train for longer"
+                if self.schedule.steps is None
+                else f"schedule.warmup_steps = {warmup_steps} must be below schedule.steps = {schedule_steps}; "
+                f"set schedule.warmup_steps = {schedule_steps // 10}"
             )
         if self.warm_start.steps * self.tokens_per_full_step >= self.run.tokens:
             raise ValueError(f"warm_start.steps = {self.warm_start.steps} leaves nothing of run.tokens to the learners")

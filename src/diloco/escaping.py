@@ -1,6 +1,7 @@
 """Text from another machine, made fit for a terminal, a log or an error: it may be anything."""
 
 import logging
+import time
 from typing import Any
 
 MAX_REASON = 300
@@ -17,8 +18,19 @@ def printable(text: str, most: int | None = None) -> str:
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
+def shortened(text: str, most: int) -> str:
+    """`text` in at most so many characters: the middle is left out, since names differ at their ends."""
+    if len(text) <= most:
+        return text
+    head = most // 2
+    return f"{text[:head]}…{text[len(text) - (most - head - 1) :]}"
+
+
 class PlainFormatter(logging.Formatter):
-    """Messages on one line each, and of a traceback only lines that are printable, whatever is quoted in them."""
+    """Messages on one line each, and of a traceback only lines that are printable, whatever is quoted in them. Times
+    are UTC."""
+
+    converter = staticmethod(time.gmtime)
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
         record.message = printable(record.message)
@@ -28,8 +40,8 @@ class PlainFormatter(logging.Formatter):
         return "\n".join(printable(line) for line in super().formatException(ei).split("\n"))
 
 
-def log_plainly(form: str) -> None:
-    """Log from the level INFO on to standard error, in this form."""
+def log_plainly() -> None:
+    """Log from the level INFO on to standard error: the time in UTC, the level, a sentence."""
     handler = logging.StreamHandler()
-    handler.setFormatter(PlainFormatter(form))
+    handler.setFormatter(PlainFormatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%dT%H:%M:%SZ"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])

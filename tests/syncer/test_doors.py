@@ -476,7 +476,9 @@ def test_a_syncer_process_with_keys(
         finally:
             process.terminate()
     assert process.returncode == 0
-    assert log.read_text().count("\n") == 1  # where it serves; strangers write nothing
+    refusals = [line.split(" WARNING ")[1] for line in log.read_text().splitlines() if " WARNING " in line]
+    assert [each.split(" at ")[0] for each in refusals] == ["refused Join of site-a", "refused Join of site-b"]
+    # Strangers write nothing.
 
 
 # --- ids

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import sqlite3
@@ -12,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 import typer
+from rich.console import Console
 from tests.syncer.runs import RUN, Raw, is_initialised, layout, method, start, status_of
 from tests.syncer.test_faults import QUICK, until
 from typer.testing import CliRunner
 
 import diloco
+from diloco.cli._status import view
 from diloco.cli.status import command
 from diloco.core.pool import Pool
 from diloco.errors import ConfigError
@@ -87,24 +90,75 @@ def test_who_takes_part_and_who_is_behind(syncer: Syncer) -> None:
         ledger = fragment["ledger"]
         settled = ledger["pending"] + ledger["merged"] + ledger["lost"] + sum(ledger["discarded"].values())
         assert settled == ledger["trained"] == status["tokens"] == 20
-    text = shown(syncer)
+    assert [learners[name]["share"] for name in ("first", "second")] == [1.0, None]
+    text = shown(syncer, "--fragments")
     assert (status["run_id"], status["epoch"]) == (syncer.driver.ask(lambda driver: driver.lineage.run_id), 1)
     assert "epoch 1, this syncer started" in text
     assert "2 live, 2 healthy; newest merge: version 1 of fragment 0 by first\n" in text
     assert re.search(
         r" 1 +no contribution yet", text
     )  # contributors of the newest merge, and what the fragment does now
-    assert max(map(len, text.splitlines())) <= 100
+    assert re.search(r"first +healthy +2 +100% +\d+\.\d s", shown(syncer))
     for raw in (first, second):
         raw.connection.close()
 
 
-def test_a_narrow_terminal_leaves_nothing_out(syncer: Syncer) -> None:
-    for name in ("site-north", "site-north-2"):
-        beat(joined(syncer, name), 20)
-    said = shown(syncer, columns=70)
-    assert "…" not in said
-    assert all(re.search(rf"^ {name} ", said, re.MULTILINE) for name in ("site-north", "site-north-2"))
+def learners_of(status: dict[str, Any], num: int) -> None:
+    """Put so many learners with long names in place of the one that is there."""
+    (it,) = status["learners"].values()
+    status["learners"] = {f"a-long-name-of-a-site-in-the-north-{index}": it for index in range(num)}
+
+
+def test_it_fits_eighty_columns(syncer: Syncer) -> None:
+    raw = joined(syncer, "first")
+    beat(raw, 123_456)
+    status = json.loads(shown(syncer, "--json"))
+    learners_of(status, 3)
+    for columns, wide in ((80, False), (132, True)):
+        console = Console(width=columns, file=io.StringIO(), markup=False, highlight=False)
+        console.print(view(status, wide=wide))
+        said = console.file.getvalue()  # type: ignore[attr-defined]
+        assert max(map(len, said.splitlines())) <= columns
+        lines = [line for line in said.splitlines() if "healthy  " in line]
+        assert [line.split()[0] for line in lines] == [f"a-long-name-of…n-the-north-{index}" for index in range(3)]
+        assert all("123,456" in line for line in lines)
+    raw.connection.close()
+
+
+def test_in_a_pipe_each_learner_is_one_whole_line(syncer: Syncer) -> None:
+    name = "site-" + 40 * "n"
+    raw = joined(syncer, name)
+    beat(raw, 20)
+    said = shown(syncer, "--fragments", columns=40)
+    assert re.search(rf"^ {name} +healthy +20 .* B *$", said, re.MULTILINE)
+    raw.connection.close()
+
+
+def test_shares_are_of_what_was_trained_and_never_round_to_all_or_nothing(syncer: Syncer) -> None:
+    raw = joined(syncer, "first")
+    beat(raw, 400)
+    status = json.loads(shown(syncer, "--json"))
+    for fragment in status["fragments"]:
+        fragment["ledger"] = {
+            "trained": 2000, "merged": 1991, "pending": 0, "lost": 1, "discarded": {"late": 8}
+        }  # fmt: skip
+    console = Console(width=80, file=io.StringIO())
+    console.print(view(status, wide=True))
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "of what was trained: >99% merged, <1% discarded (late), <1% lost" in said
+    assert re.search(r" 0 +0 +>99% +0% +<1% +<1% ", said)
+    raw.connection.close()
+
+
+def test_after_a_restart_what_is_not_known_is_not_said(tmp_path: Path) -> None:
+    with start(tmp_path, method()) as syncer:
+        raw = joined(syncer, "first")
+        beat(raw, 7)
+        raw.connection.close()
+    with start(tmp_path, method()) as syncer:
+        learner = json.loads(shown(syncer, "--json"))["learners"]["first"]
+        assert (learner["heard"], learner["live"], learner["share"]) == (False, False, None)
+        assert re.search(r"first +not back yet +\d+ +\? *$", shown(syncer), re.MULTILINE)
 
 
 def test_whom_a_round_waits_for_and_who_is_lost(syncer: Syncer) -> None:
@@ -120,7 +174,7 @@ def test_whom_a_round_waits_for_and_who_is_lost(syncer: Syncer) -> None:
         return "second" not in status_of(syncer)["learners"]
 
     until(is_given_up, "second is not given up")
-    text = shown(syncer)
+    text = shown(syncer, "--fragments")
     assert "gone" in text
     assert "1 live, 1 healthy" in text
     first.connection.close()
@@ -157,7 +211,7 @@ def test_a_reason_to_discard_that_is_not_known_is_shown_as_it_is(tmp_path: Path)
         db.execute("UPDATE run SET record = ?", (json.dumps(record),))
     db.close()
     with start(tmp_path, method()) as syncer:
-        assert "10 bored." in shown(syncer)
+        assert "100% discarded (bored)" in shown(syncer)
 
 
 def test_a_run_that_needs_more_says_how_many(tmp_path: Path) -> None:

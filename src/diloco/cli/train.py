@@ -3,20 +3,19 @@
 import json
 import signal
 import sys
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from diloco.cli._input import check_shard, read_token, with_keys
 from diloco.cli._options import JsonSummary, Keys, LearnerName, Overrides, RunFile
+from diloco.cli._signals import ending_by_signals
 from diloco.errors import AlreadyInitialisedError, CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch import nn
     from torch.optim import Optimizer
 
@@ -125,7 +124,8 @@ def _train(config: "RunConfig", part: "Part", collective: bool, as_json: bool, c
         if checkpoints is not None:
             part = _with_usable(part, checkpoints, job)
         trainer = _trainer(config, part, job, collective, as_json)
-        with _stops_on_signals(trainer, supervised=part.supervised):
+        what = "writing a checkpoint" if job.first else None
+        with ending_by_signals(trainer.stop, what, again=not part.supervised):
             summary = trainer.train()
     if job.first:
         _print(summary, as_json)
@@ -185,30 +185,6 @@ def _print(summary: "Summary", as_json: bool) -> None:
         )
         trained = f"{summary.tokens:,} tokens in {summary.steps:,} steps and {summary.seconds:.1f} s"
         typer.echo(f"{summary.name} trained {trained}{loss}")
-
-
-@contextmanager
-def _stops_on_signals(trainer: "Trainer", *, supervised: bool) -> "Iterator[None]":
-    """The first Ctrl-C or SIGTERM ends training after the current step, or within a second where this part waits for
-    others, with a checkpoint; the second ends at once.
-
-    Under a supervisor the second has no effect: where Slurm signals all processes of a step, torchrun passes on what
-    its ranks have heard already. A supervisor ends a process at once by SIGKILL.
-    """
-    before: dict[int, Any] = {}
-
-    def stop(number: int, _: object) -> None:
-        trainer.stop()
-        if not supervised:
-            signal.signal(number, before[number])
-
-    for number in (signal.SIGINT.value, signal.SIGTERM.value):
-        before[number] = signal.signal(number, stop)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _connector(config: "RunConfig", part: "Part", stopping: "Stopping") -> "Attach":

@@ -660,7 +660,7 @@ class Driver(Generic[H, S, P]):
             self._execute(self.core.abandoned(now_s, action.fragment, NOT_FINITE))
             return
         self._observer.merged(merged)
-        self._status.merged(action)
+        self._status.merged(action, self.core)
         self._writes.version(now_s, merged)
         self.core.merged(action.fragment, merged.refused)
         self._execute([])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from diloco.core.actions import MergeRound
@@ -11,15 +12,36 @@ from diloco.core.ledger import total
 from diloco.core.syncer import SyncerCore
 from diloco.run.global_model import GlobalModel
 
+NUM_RECENT = 32
+"""Merges over which a learner's share is taken."""
+
 
 @dataclass
 class _Seen:
-    """What was heard of an incarnation besides the ledger: the versions it has, and how many versions old its last
-    merged work was."""
+    """What was heard of an incarnation besides the ledger.
+
+    Attributes:
+        versions: the ones it has.
+        staleness: how many versions old its last merged work was.
+        recent: of the last merges while it trained, whether each had its work.
+    """
 
     incarnation: int
     versions: Sequence[int] = ()
     staleness: int | None = None
+    recent: deque[bool] = field(default_factory=lambda: deque(maxlen=NUM_RECENT))
+
+
+def state_of(it: Mapping[str, Any]) -> str:
+    """A learner's state in a word, from its status; only a healthy one is expected in a merge. One of
+    before the syncer's restart that was not heard since is not back yet."""
+    if not it["heard"]:
+        return "not back yet"
+    if not it["live"]:
+        return "lost"
+    if it["drained"]:
+        return "drained"
+    return "waiting" if it["waiting"] else "healthy" if it["healthy"] else "starting"
 
 
 class RunStatus:
@@ -32,10 +54,14 @@ class RunStatus:
         """A sign of life: the newest versions that it has."""
         self._seen_of(learner, incarnation).versions = versions
 
-    def merged(self, action: MergeRound) -> None:
+    def merged(self, action: MergeRound, core: SyncerCore) -> None:
         """A round is closed."""
         for c in action.contributions:
             self._seen_of(c.learner, c.incarnation).staleness = action.round - c.base
+        contributors = {c.learner for c in action.contributions}
+        for learner, member in core.members.items():
+            if member.ready or learner in contributors:
+                self._seen_of(learner, member.incarnation).recent.append(learner in contributors)
 
     def _seen_of(self, learner: str, incarnation: int) -> _Seen:
         """Only the newest incarnation's is kept."""
@@ -47,10 +73,11 @@ class RunStatus:
     def as_dict(self, core: SyncerCore, model: GlobalModel[Any, Any], now_s: float) -> dict[str, Any]:
         """Plain values.
 
-        Of each learner: `live` (not evicted and connected), `healthy` (live and training), `merged` (fragments whose
-        newest version contains its work), `versions_behind` (by how many versions its oldest fragment is behind; None:
-        not reported yet), `staleness` (of its last merged contribution, in versions; None: none yet). `data`:
-        `Leases.status`.
+        Of each learner: `live` (not evicted and connected), `healthy` (live and training), `heard` (since this syncer
+        started; the step and the silence of one that was not are not known), `merged` (fragments whose newest version
+        contains its work), `share` (of the last merges while it trained; None: there was none since this syncer
+        started), `versions_behind` (by how many versions its oldest fragment is behind; None: not reported yet),
+        `staleness` (of its last merged contribution, in versions; None: none yet). `data`: `Leases.status`.
         """
         return {
             "learners": {learner: self._learner(core, model, now_s, learner) for learner in sorted(core.members)},
@@ -69,6 +96,7 @@ class RunStatus:
             "tokens": core.accounting.accounts[learner].ledgers[0].trained,
             "live": member.connected,
             "healthy": member.healthy,
+            "heard": member.connected or member.broken_at is not None,
             "waiting": member.waiting,
             "drained": learner in core.drained,
             "step_s": member.step_s,
@@ -76,6 +104,7 @@ class RunStatus:
             "silent_s": max(0.0, now_s - member.seen_at),
             "given_up_in_s": max(0.0, core.deadlines.ends_at(member) - now_s),
             "merged": sum(learner in contributors for contributors in model.contributors),
+            "share": sum(seen.recent) / len(seen.recent) if seen.recent else None,
             "versions_behind": max(0, *behind) if behind else None,
             "staleness": seen.staleness,
             "versions": list(seen.versions),

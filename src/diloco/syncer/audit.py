@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +21,8 @@ from diloco.errors import (
 from diloco.event_log import EventLog
 from diloco.syncer.callers import UNKNOWN, Caller
 from diloco.syncer.metrics import SyncerMetrics
+
+log = logging.getLogger("diloco.syncer")
 
 REFUSALS = (AuthError, ConfigError, LayoutError, PayloadError, UnknownRunError, AlreadyInitialisedError)
 """Errors that say something of the sender. Others, such as a lack of room, are the syncer's or the run's."""
@@ -44,7 +47,7 @@ class _Sender:
 
 
 class Audit:
-    """Writes admissions and refusals to the event log and the metrics. Any thread may call any method.
+    """Writes admissions and refusals to the event log, the log and the metrics. Any thread may call any method.
 
     Arguments:
         clock: monotonic seconds.
@@ -78,7 +81,7 @@ class Audit:
             sender = self._senders.get(key)
             if sender is None:
                 self._senders[key] = _Sender(self._clock())
-                self._log.append(event)
+                self._append(event)
             else:
                 sender.times, sender.newest = sender.times + 1, event
         return True
@@ -101,4 +104,10 @@ class Audit:
 
     def _write(self, sender: _Sender) -> None:
         if sender.newest is not None:
-            self._log.append(sender.newest.model_copy(update={"times": sender.times}))
+            self._append(sender.newest.model_copy(update={"times": sender.times}))
+
+    def _append(self, event: events.Refused) -> None:
+        self._log.append(event)
+        who = f"{event.name} at {event.peer}" if event.name else event.peer
+        times = "" if event.times == 1 else f" {event.times:,} times since the last such line"
+        log.warning("refused %s of %s%s: %s", event.call, who, times, event.text)

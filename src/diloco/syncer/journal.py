@@ -17,6 +17,7 @@ from diloco.core.syncer import SyncerCore
 from diloco.errors import NoRoomError, PayloadError, StoreError
 from diloco.event_log import EventLog
 from diloco.run.ports import InitialModel, MergedRound, Observer
+from diloco.syncer.merge_lines import MergeLines
 from diloco.syncer.metrics import LearnerSample, SyncerMetrics
 
 log = logging.getLogger("diloco.syncer")
@@ -28,11 +29,15 @@ class Journal(Observer):
     Arguments:
         events_log: the syncer's events.
         metrics: what Prometheus reads.
+
+    Attributes:
+        merges: what the log says of merges.
     """
 
     def __init__(self, events_log: EventLog, metrics: SyncerMetrics) -> None:
         self._events = events_log
         self._metrics = metrics
+        self.merges = MergeLines()
         self._lacking: dict[int, int] = {}  # by fragment, the newest round that was said to lack learners
 
     def set_aside(self, files: Sequence[Path]) -> None:
@@ -46,6 +51,7 @@ class Journal(Observer):
     def initialised(self, model: InitialModel[Any]) -> None:
         layout = model.layout
         num_parameters = sum(fragment.numel for fragment in layout.fragments)
+        log.info("initialised by %s (%s): %s parameters", model.learner, model.source, f"{num_parameters:,}")
         self._events.append(
             events.Initialised(
                 learner=model.learner, source=model.source, layout_digest=layout.digest(),
@@ -55,10 +61,12 @@ class Journal(Observer):
         )  # fmt: skip
 
     def joined(self, learner: str, incarnation: int, step: int) -> None:
+        log.info("joined: %s (incarnation %d) at step %d", learner, incarnation, step)
         self._events.append(events.Joined(learner=learner, incarnation=incarnation, step=step))
         self._metrics.joined(learner)
 
     def left(self, learner: str, incarnation: int, tokens: int) -> None:
+        log.info("left: %s (incarnation %d) after %s tokens", learner, incarnation, f"{tokens:,}")
         self._events.append(events.Left(learner=learner, incarnation=incarnation, tokens=tokens))
 
     def evicted(self, action: Evict) -> None:
@@ -146,12 +154,15 @@ class Journal(Observer):
             update.fragment, contributors=len(update.contributors), live=num_live, seconds=merged.merge_s
         )
         self._metrics.persisted(persist_s)
+        num = len(update.contributors)
+        self.merges.merged(update.fragment, update.version, tokens=merged.tokens, contributors=num, live=num_live)
 
     def stood_still(self, late_s: float) -> None:
         log.warning("this process stood still for %.1f s; no learner's deadline counts them", late_s)
 
     def stands(self, core: SyncerCore) -> None:
-        """How the run stands, for Prometheus."""
+        """How the run stands, for Prometheus and the log."""
+        self.merges.say()
         self._metrics.set_missing_events(self._events.num_missing)
         self._metrics.set_ledgers({learner: account.ledgers for learner, account in core.accounting.accounts.items()})
         if (leases := core.leases).data is not None:

@@ -12,6 +12,7 @@ from typing import Any
 from diloco import events
 from diloco.event_log import EventLog
 from diloco.exchange.wire import syncer_pb2 as pb
+from diloco.run.status import state_of
 from diloco.syncer.metrics import RunSample, SyncerMetrics
 
 EVERY_S = 10.0
@@ -97,15 +98,6 @@ def _learner(it: Mapping[str, Any], loss: float | None) -> events.LearnerProgres
         incarnation=it["incarnation"], state=state_of(it), step=it["step"], tokens=it["tokens"], step_s=it["step_s"],
         silent_s=round(it["silent_s"], 3), training_loss=loss, versions=tuple(it["versions"]),
     )  # fmt: skip
-
-
-def state_of(it: Mapping[str, Any]) -> str:
-    """A learner's state in a word, from its status; only a healthy one is expected in a merge."""
-    if not it["live"]:
-        return "lost"
-    if it["drained"]:
-        return "drained"
-    return "waiting" if it["waiting"] else "healthy" if it["healthy"] else "starting"
 
 
 def _ledger(fragments: list[dict[str, Any]]) -> dict[str, int]:

@@ -320,8 +320,12 @@ class Syncer:
         self._append_traffic()
         if self._sockets is not None:
             self._sockets.close()
+        self._observer.merges.say(is_last=True)
         if hosted is not None and hosted.failure is None:
             step, tokens = hosted.ask(lambda driver: (driver.state.step, driver.state.run_tokens))
+            versions = self.versions()
+            saved = f"versions {list(versions)}, step {step:,}, {tokens:,} tokens" if versions else "no model yet"
+            log.info("stopped; saved in %s: %s", self._options.state_dir, saved)
             seconds = time.time() - self._started_at
             self._events.append(events.Finished(steps=step, tokens=tokens, seconds=seconds, reason="stopped"))
         if self.page is not None:
@@ -349,7 +353,10 @@ class Syncer:
         """This clock, events that could not be written, and bytes on the sockets by learner and kind, as the kernel
         counts them."""
         now = time.time()
-        extra = {"time_s": now, "uptime_s": now - self._started_at, "missing_events": self._events.num_missing}
+        extra: dict[str, Any] = {
+            "time_s": now, "uptime_s": now - self._started_at, "missing_events": self._events.num_missing,
+            "budget_tokens": self._options.budget_tokens,
+        }  # fmt: skip
         if self._sockets is None:
             return {**extra, "num_bytes": None}
         self._sockets.sample()

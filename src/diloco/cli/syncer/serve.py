@@ -1,8 +1,8 @@
 """`diloco syncer RUN_FILE`: serve one run."""
 
 import ctypes
+import logging
 import os
-import signal
 import threading
 from dataclasses import fields
 from pathlib import Path
@@ -11,10 +11,13 @@ from typing import Annotated
 import typer
 
 from diloco.cli._input import read_token
+from diloco.cli._signals import ending_by_signals
 from diloco.config import load_config
 from diloco.errors import ConfigError, translated
 from diloco.escaping import log_plainly
 from diloco.whole_files import write_whole
+
+log = logging.getLogger("diloco.syncer")
 
 M_ARENA_MAX = -8
 """Of glibc's malloc.h."""
@@ -85,7 +88,7 @@ def command(
     from diloco.syncer.following import Shown
     from diloco.syncer.server import Options, Syncer
 
-    log_plainly("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    log_plainly()
     _share_arenas()
     config = load_config(run_file, set_ or ())
     table = config.syncer
@@ -116,17 +119,17 @@ def command(
         deadlines=Deadlines(**{field.name: getattr(table, field.name) for field in fields(Deadlines)}),
     )
     stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
-    with Syncer(config.run.name, method_from_table(config.method), options) as syncer:
-        metrics = "" if syncer.metrics_port is None else f", metrics at http://127.0.0.1:{syncer.metrics_port}/metrics"
-        state = _state(syncer.pairing.standing, list(syncer.versions()), options.follow)
-        typer.echo(f"syncer for run {config.run.name!r} at {syncer.address} ({state}){metrics}", err=True)
-        if syncer.page is not None:
-            typer.echo(f"watch the run at {syncer.page.url}", err=True)
+    method = method_from_table(config.method)
+    with ending_by_signals(stop.set, None), Syncer(config.run.name, method, options) as it:
+        metrics = "" if it.metrics_port is None else f", metrics at http://127.0.0.1:{it.metrics_port}/metrics"
+        state = _state(it.pairing.standing, list(it.versions()), options.follow)
+        log.info("syncer for run %r at %s (%s)%s", config.run.name, it.address, state, metrics)
+        if it.page is not None:
+            log.info("watch the run at %s", it.page.url)
         if port_file is not None:
-            _write_port(port_file, syncer.port)
-        syncer.wait(stop)
+            _write_port(port_file, it.port)
+        it.wait(stop)
+        log.info("stopping; finishing what is being merged; again: quit at once")
 
 
 def _page_address(wanted: bool | None, port: int, address: str) -> str | None:

@@ -1,0 +1,220 @@
+"""What `diloco status` shows of a run: everything in 80 columns, and with `wide` more of it."""
+
+import textwrap
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from diloco.cli._output import cell
+from diloco.escaping import printable, shortened
+from diloco.run.status import state_of
+
+MAX_NAMES, MAX_REASONS = 6, 3
+
+LEGEND_COLUMNS = 80
+
+LONG_NAME = 28
+"""In a terminal a longer name is shown without its middle."""
+
+LEGEND = (
+    "share: of the last merges while it trained, those with its work; silent: since it was last heard. What learners "
+    "trained = merged + pending + discarded + lost with them, of each fragment."
+)
+MORE_LEGEND = (
+    "behind: by how many versions its oldest fragment is behind; stale: versions between what its last contribution "
+    "was measured from and the merge it went into; drained: the run's pool has no place for it any more; sent, "
+    "received: since this syncer started; merge of: learners in the newest merge."
+)
+
+DISCARDED = {
+    "overlap": "trained between a send and the answer that replaced it",
+    "missed": "for a round that was closed without it",
+    "late": "came after its round, and the method drops what is late",
+    "outlier": "refused by the screen for its norm",
+    "not finite": "its round gave numbers that are not finite",
+    "twice in one round": "an earlier incarnation of its learner is in the round",
+    "version": "of a version that no learner and no syncer holds",
+}
+"""What the reasons in the ledger mean."""
+
+
+def view(status: dict[str, Any], *, wide: bool = False, whole_names: bool = False) -> Group:
+    """What a look at the run shows."""
+    lines: list[RenderableType] = [_said(status["run"], _run(status))]
+    if reason := status.get("waits_for"):
+        lines.append(_said("contributions wait with their learners", reason))
+    if missing := status.get("missing_events"):
+        lines.append(_said(f"{missing} events could not be written", "free disk space on the syncer's machine"))
+    if (pair := status.get("standby")) is not None:
+        lines.append(_said("one of two syncers", _pair(pair)))
+    if not status["initialised"]:
+        if pair is None or pair["standing"] == "alone":
+            lines.append("no model yet: start one learner with --initialise")
+        return Group(*lines)
+    lines.append(printable(_participation(status)))
+    if (spent := _spent([it["ledger"] for it in status["fragments"]])) is not None:
+        lines.append(f"of what was trained: {spent}")
+    lines += [printable(line) for line in _waiting(status["fragments"])]
+    if status["data"] is not None:
+        lines.append(printable(_data(status["data"])))
+    lines.append(_learners(status, wide=wide, whole_names=whole_names))
+    if wide:
+        lines.append(_fragments(status))
+    legend = printable(_legend(status, wide=wide))
+    lines.append(Text("\n".join(textwrap.wrap(legend, LEGEND_COLUMNS)), style="dim"))
+    return Group(*lines)
+
+
+def _run(status: dict[str, Any]) -> str:
+    tokens, budget = status["tokens"], status.get("budget_tokens")
+    of = "" if budget is None else f" of {_short(budget)} ({_percent(min(tokens, budget), budget)})"
+    return (
+        f"{status['method']['name']}, step {status['step']:,}, {_short(tokens)} tokens{of}; epoch {status['epoch']}, "
+        f"this syncer started {timedelta(seconds=round(status['uptime_s']))} ago"
+    )
+
+
+def _said(head: str, text: str) -> Text:
+    return Text.assemble((printable(head), "bold"), ": ", printable(text))
+
+
+def _pair(pair: dict[str, Any]) -> str:
+    """How this syncer stands beside the other one."""
+    other = "" if pair["follows"] is None else f", the other one is {pair['follows']}"
+    behind = f"the standby is {pair['versions_behind']} versions and {pair['seconds_behind']:.1f} s behind"
+    link = behind if pair["connected"] else "not connected to the other one"
+    return f"{pair['standing']} in epoch {pair['epoch']}{other}; {link}; {len(pair['electorate'])} learners decide"
+
+
+def _participation(status: dict[str, Any]) -> str:
+    """Live learners beside those of the newest merge: all alive while half of them merge is a fault."""
+    learners = status["learners"].values()
+    line = f"{sum(it['live'] for it in learners)} live, {sum(it['healthy'] for it in learners)} healthy"
+    merge = status["newest_merge"]
+    if merge is None:
+        return f"{line}; nothing merged yet"
+    names = merge["contributors"]
+    who = ", ".join(names) if len(names) <= MAX_NAMES else f"{len(names)} learners"
+    part = "" if merge["scale"] == 1 else f", with {merge['scale']:.2f} of the live weight"
+    return f"{line}; newest merge: version {merge['version']} of fragment {merge['fragment']} by {who}{part}"
+
+
+def _data(data: dict[str, Any]) -> str:
+    """Leased data: passes done, and where the units of those begun are."""
+    of = "" if data["num_passes"] is None else f" of {data['num_passes']}"
+    line = f"data: {data['passes_done']}{of} passes of {data['num_units']:,} units done"
+    for it in data["passes"]:
+        line += f"; pass {it['pass'] + 1}: {it['done']:,} done, {it['leased']:,} leased, {it['free']:,} free"
+    repeated = sum(it["repeated"] for it in data["fragments"])
+    lost = f" ({data['lost']:,} of them with versions that a repair lost)" if data["lost"] else ""
+    return f"{line}; {data['returned']:,} came back{lost}, {repeated:,} were merged in a fragment once more"
+
+
+def _waiting(fragments: Sequence[dict[str, Any]]) -> list[str]:
+    """What the rounds under way wait for, where learners have contributed to them."""
+    reasons: dict[str, list[int]] = {}
+    for it in fragments:
+        if it["contributed"]:
+            reasons.setdefault(it["reason"], []).append(it["fragment"])
+    lines = [f"fragment {', '.join(map(str, which))}: {reason}" for reason, which in reasons.items()]
+    return lines if len(lines) <= MAX_REASONS else [*lines[:MAX_REASONS], f"… and {len(lines) - MAX_REASONS} more"]
+
+
+def _spent(ledgers: Sequence[dict[str, Any]]) -> str | None:
+    """What became of the tokens of these fragments, as shares; None: there are none yet."""
+    trained = sum(it["trained"] for it in ledgers)
+    if not trained:
+        return None
+    parts = {"merged": 0, "pending": 0} | {f"discarded ({key})": 0 for it in ledgers for key in sorted(it["discarded"])}
+    for it in ledgers:
+        parts["merged"] += it["merged"]
+        parts["pending"] += it["pending"]
+        for key, tokens in it["discarded"].items():
+            parts[f"discarded ({key})"] += tokens
+    parts["lost"] = sum(it["lost"] for it in ledgers)
+    return ", ".join(f"{_percent(tokens, trained)} {what}" for what, tokens in parts.items() if tokens)
+
+
+def _percent(part: int, whole: int) -> str:
+    """Nothing is 0% and all is 100% only if it is."""
+    share = 100 * part / whole if whole else 0.0
+    return "<1%" if 0 < share < 1 else ">99%" if 99 < share < 100 else f"{share:.0f}%"
+
+
+def _learners(status: dict[str, Any], *, wide: bool, whole_names: bool) -> Table:
+    """A line for each learner that fits 80 columns; `wide`: and those that are gone, with all that is known."""
+    num_bytes: dict[str, dict[str, dict[str, int]]] = status["num_bytes"] or {}
+    more = ("s/step", "tokens", "behind", "stale", "sent", "received") if wide else ()
+    table = _table(("learner", "state"), ("step", "share", "silent", *more))
+    for name, it in status["learners"].items():
+        state = state_of(it)
+        if state == "lost":
+            state = f"lost, {it['given_up_in_s']:.0f} s left"
+        shown = printable(name) if whole_names else shortened(printable(name), LONG_NAME)
+        silent = f"{it['silent_s']:.1f} s" if it["heard"] else "?"
+        share = "" if it["share"] is None else f"{it['share']:.0%}"
+        row = [f"{it['step']:,}", share, silent]
+        if wide:
+            step_s = "" if it["step_s"] is None else f"{it['step_s']:.2g}"
+            behind, stale = ("" if it[key] is None else str(it[key]) for key in ("versions_behind", "staleness"))
+            row += [step_s, _short(it["tokens"]), behind, stale, *_traffic(num_bytes, name)]
+        table.add_row(cell(shown), state, *row)
+    if wide:
+        for name in sorted(
+            name for name in num_bytes if name not in status["learners"] and name not in ("", "viewers")
+        ):
+            table.add_row(cell(name), "gone", "", "", "", "", "", "", "", *_traffic(num_bytes, name))
+    return table
+
+
+def _traffic(num_bytes: dict[str, dict[str, dict[str, int]]], name: str) -> tuple[str, str]:
+    """Bytes that a learner sent and received; "?" where the system cannot count them."""
+    if not num_bytes:
+        return "?", "?"
+    kinds = num_bytes.get(name, {}).values()  # as the syncer counts them: what it received, the learner sent
+    sent, received = (sum(kind.get(way, 0) for kind in kinds) for way in ("received", "sent"))
+    return _short(sent, "B"), _short(received, "B")
+
+
+def _fragments(status: dict[str, Any]) -> Table:
+    """Where each fragment stands, and what became of the tokens that were trained of it."""
+    table = _table(("fragment",), ("version", "merged", "pending", "discarded", "lost", "merge of"))
+    table.add_column("now", overflow="fold")
+    for it in status["fragments"]:
+        ledger = it["ledger"]
+        counts = (ledger["merged"], ledger["pending"], sum(ledger["discarded"].values()), ledger["lost"])
+        merge = str(len(it["last_contributors"])) if it["version"] else ""
+        shares = (_percent(count, ledger["trained"]) if ledger["trained"] else "" for count in counts)
+        table.add_row(str(it["fragment"]), str(it["version"]), *shares, merge, cell(it["reason"]))
+    return table
+
+
+def _table(text_heads: tuple[str, ...], heads: tuple[str, ...]) -> Table:
+    table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
+    for head in text_heads:
+        table.add_column(head, no_wrap=True, overflow="fold")
+    for head in heads:
+        table.add_column(head, justify="right", no_wrap=True)
+    return table
+
+
+def _legend(status: dict[str, Any], *, wide: bool) -> str:
+    """The meaning of the columns, and of the reasons for which tokens were discarded in this run."""
+    reasons = sorted({reason for fragment in status["fragments"] for reason in fragment["ledger"]["discarded"]})
+    said = "".join(f" {reason}: {DISCARDED[reason]}." for reason in reasons if reason in DISCARDED)
+    return f"{LEGEND}{said}{f' {MORE_LEGEND}' if wide else ''}"
+
+
+def _short(count: float, unit: str = "") -> str:
+    """1,234,567 as 1.23M, or 1.23 MB."""
+    prefixes = ["", "k", "M", "G", "T"]
+    while count >= 999.5 and len(prefixes) > 1:
+        count /= 1000
+        del prefixes[0]
+    digits = str(count) if isinstance(count, int) else f"{count:#.3g}".rstrip(".")
+    return f"{digits} {prefixes[0]}{unit}" if unit else f"{digits}{prefixes[0]}"
