@@ -15,6 +15,7 @@ from transformers.utils import logging
 from diloco.config import RunConfig
 from diloco.core.fragments import Layout, scatter
 from diloco.errors import StoreError, translated
+from diloco.training.byte_tokens import byte_tokenizer
 from diloco.training.checkpoint import load_checkpoint
 from diloco.training.model import build_model, load_state
 from diloco.training.sources import BYTE_VOCABULARY, load_tokenizer
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 
 _BYTES_NOTE = """# Tokens
 
-This model reads and writes bytes: token i is the byte i of UTF-8 text, and there are no other tokens.
+This model reads and writes bytes: token i is the byte i of UTF-8 text, and there are no other tokens. Byte 0 ends a
+text. `AutoTokenizer` loads a tokenizer that does this; without it:
 
     ids = torch.tensor([list("def ".encode())])
     text = bytes(model.generate(ids, max_new_tokens=100, do_sample=True)[0].tolist()).decode(errors="replace")
@@ -74,6 +76,7 @@ def export_run(state: Mapping[str, Tensor], config: RunConfig, out_dir: Path) ->
             tokenizer.save_pretrained(directory)
         elif config.data.kind != "tokens":
             (directory / "TOKENS.md").write_text(_BYTES_NOTE, encoding="utf-8")
+            byte_tokenizer(config.data.sequence_length).save_pretrained(directory)
 
     save_pretrained(state, model.config, out_dir, write_tokenizer)
     return sum(parameter.numel() for parameter in model.parameters())

@@ -1,0 +1,112 @@
+"""Tasks that a small model can learn, from a seed: which bracket closes, sums of two numbers, the word left out.
+
+A document is a context and choices of equal length, of which one is right: the length of a choice says nothing, and the
+likelihoods of whole choices are compared. No torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+from dataclasses import dataclass
+
+CLOSERS = {"(": ")", "[": "]", "{": "}"}
+DEEPEST = 4
+"""Brackets that are open at a time."""
+SUMMANDS = 50
+"""Numbers that are added: 0 to 49."""
+HELD_OUT = 5
+"""One in so many of the pairs of summands is asked for, and is in no training text."""
+WORD = re.compile(r"(?<![A-Za-z])[A-Za-z]{3,}(?![A-Za-z])")
+
+
+@dataclass(frozen=True)
+class Document:
+    """One question: `choices[answer]` is what follows `text`."""
+
+    text: str
+    choices: tuple[str, ...]
+    answer: int
+
+
+def brackets(rng: random.Random, num_pairs: int) -> str:
+    """A balanced text of three kinds of brackets, at most `DEEPEST` open at a time."""
+    text, open_ones, left = "", "", num_pairs
+    while left or open_ones:
+        opens = left and (not open_ones or (len(open_ones) < DEEPEST and rng.random() < 0.5))
+        if opens:
+            text, open_ones, left = text + (new := rng.choice("([{")), open_ones + new, left - 1
+        else:
+            text, open_ones = text + CLOSERS[open_ones[-1]], open_ones[:-1]
+    return text
+
+
+def bracket_documents(num: int, seed: int) -> list[Document]:
+    """Which bracket closes next? The context ends with a closing one, so that the answer is further back."""
+    rng, found = random.Random(f"brackets {seed}"), list[Document]()
+    kinds = tuple(CLOSERS.values())
+    while len(found) < num:
+        text = brackets(rng, rng.randint(4, 12))
+        places = [k for k in range(2, len(text)) if text[k] in kinds and text[k - 1] in kinds]
+        if places:
+            place = rng.choice(places)
+            found.append(Document("\n" + text[:place], kinds, kinds.index(text[place])))
+    return found
+
+
+def is_asked(first: int, second: int) -> bool:
+    """Whether this sum is for evaluation only; a + b and b + a are the same."""
+    digest = hashlib.sha256(f"{min(first, second)}+{max(first, second)}".encode()).digest()
+    return digest[0] % HELD_OUT == 0
+
+
+def arithmetic_documents(num: int, seed: int) -> list[Document]:
+    """What is the sum? The wrong choices are near: off by up to three or by ten, or with their digits exchanged.
+
+    At most as many documents as there are sums that no training text has."""
+    rng, found = random.Random(f"arithmetic {seed}"), list[Document]()
+    pairs = [(a, b) for a in range(SUMMANDS) for b in range(SUMMANDS) if is_asked(a, b)]
+    for a, b in rng.sample(pairs, min(num, len(pairs))):
+        right = str(a + b)
+        near = {str(a + b + step) for step in (-10, -3, -2, -1, 1, 2, 3, 10)} | {right[::-1]}
+        others = sorted(each for each in near if len(each) == len(right) and each != right)
+        choices = [right, *rng.sample(others, 3)]
+        rng.shuffle(choices)
+        found.append(Document(f"\n{a}+{b}=", tuple(choices), choices.index(right)))
+    return found
+
+
+def cloze_documents(text: str, num: int, seed: int, context: int = 200) -> list[Document]:
+    """Which word comes next? Of four words of the text of equal length; `context`: characters before it, at most.
+
+    At most as many documents as the text has words with three others of their length before which nothing is missing.
+    """
+    rng, found = random.Random(f"cloze {seed}"), list[Document]()
+    places = [match for match in WORD.finditer(text) if match.start() >= min(context, 40)]
+    words = sorted({match[0] for match in places})
+    by_length: dict[int, list[str]] = {}
+    for word in words:
+        by_length.setdefault(len(word), []).append(word)
+    rng.shuffle(places)
+    for match in places:
+        if len(found) == num:
+            break
+        others = [word for word in by_length[len(match[0])] if word.lower() != match[0].lower()]
+        if len(others) < 3:
+            continue
+        choices = [match[0], *rng.sample(others, 3)]
+        rng.shuffle(choices)
+        before = text[max(0, match.start() - context) : match.start()]
+        found.append(Document(before, tuple(choices), choices.index(match[0])))
+    return found
+
+
+def training_line(rng: random.Random, kind: str) -> str:
+    """A line of training text of a kind, "brackets" or "arithmetic", with its line end."""
+    if kind == "brackets":
+        return brackets(rng, rng.randint(4, 12)) + "\n"
+    while True:
+        a, b = rng.randrange(SUMMANDS), rng.randrange(SUMMANDS)
+        if not is_asked(a, b):
+            return f"{a}+{b}={a + b}\n"

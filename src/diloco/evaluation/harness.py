@@ -1,0 +1,158 @@
+"""Run tasks by lm-eval (EleutherAI's evaluation harness, the extra `eval`) on a loaded export."""
+
+from __future__ import annotations
+
+import io
+import logging
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stderr
+from pathlib import Path
+from typing import Any
+
+from diloco.errors import ConfigError, ExchangeError, first_line
+from diloco.evaluation.exports import Export
+from diloco.evaluation.scores import Result, Score
+from diloco.tables import nearest
+
+BATCH = 16
+
+
+def require_harness() -> None:
+    """Raise ConfigError unless lm-eval is installed, with what it needs for models of transformers."""
+    for library in ("lm_eval", "accelerate"):
+        try:
+            __import__(library)
+        except ModuleNotFoundError as error:
+            if error.name is None or error.name.partition(".")[0] != library:
+                raise
+            raise ConfigError(
+                f"tasks are run by lm-eval, and {library} is not installed; pip install 'diloco[eval]'"
+            ) from error
+
+
+class Harness:
+    """Tasks by name: those of `directories` first, then those that come with lm-eval.
+
+    Arguments:
+        directories: of task files.
+
+    Raises:
+        ConfigError: lm-eval is not installed; a directory is none; there is no task of a name.
+    """
+
+    def __init__(self, tasks: Sequence[str], directories: Sequence[Path] = ()) -> None:
+        require_harness()
+        from lm_eval.tasks import TaskManager
+
+        for directory in directories:
+            if not directory.is_dir():
+                raise ConfigError(f"{directory} is not a directory of task files; check --task-files")
+        with _quietly():
+            self._manager = TaskManager(include_path=list(directories), include_defaults=False)
+            if unknown := self._unknown(tasks):  # fourteen thousand files are read for them: ten seconds
+                self._manager = TaskManager(include_path=list(directories))
+                unknown = self._unknown(tasks)
+        if unknown:
+            known = self._manager.all_tasks
+            raise ConfigError(f"lm-eval has no task {unknown[0]}; {_nearest(unknown[0], known)}")
+        self._tasks = tuple(tasks)
+
+    def _unknown(self, tasks: Sequence[str]) -> list[str]:
+        known = set(self._manager.all_tasks)
+        return [name for name in tasks if name not in known]
+
+    def run(self, export: Export, *, limit: int | None = None, batch: int = BATCH) -> list[Result]:
+        """The scores of an export: every metric of every task, and of groups their mean.
+
+        Arguments:
+            limit: documents of each task, at most.
+
+        Raises:
+            ConfigError: the export has no tokenizer; a task does not fit the model.
+            ExchangeError: the data of a task cannot be had here.
+        """
+        tokenizer = export.required_tokenizer()
+        import lm_eval
+        from lm_eval.models.huggingface import HFLM
+
+        with _quietly(), _failures(self._tasks):
+            model = HFLM(
+                pretrained=export.model, tokenizer=tokenizer, batch_size=batch, max_length=export.context,
+                device=str(export.model.device),
+            )  # fmt: skip
+            found: dict[str, Any] = lm_eval.simple_evaluate(
+                model=model, tasks=list(self._tasks), task_manager=self._manager, limit=limit, bootstrap_iters=0,
+                log_samples=True,
+            )  # fmt: skip
+        return list(_results(found))
+
+
+def _results(found: Mapping[str, Any]) -> Iterator[Result]:
+    samples, numbers = found["samples"], found["n-samples"]
+    for task, measures in {**found["results"], **found.get("groups", {})}.items():
+        for key, value in measures.items():
+            metric, _, kept_by = key.partition(",")
+            if not kept_by or metric.endswith("_stderr") or not isinstance(value, int | float):
+                continue
+            error = measures.get(f"{metric}_stderr,{kept_by}")
+            higher = found.get("higher_is_better", {}).get(task, {}).get(metric, True)
+            yield _result(
+                task, metric, "higher" if higher in (True, None) else "lower", float(value),
+                error if isinstance(error, float) and math.isfinite(error) else None,
+                [it for it in samples.get(task, ()) if it["filter"] == kept_by],
+                numbers.get(task, {}).get("effective", 0),
+            )  # fmt: skip
+
+
+def _result(
+    task: str, metric: str, better: str, value: float, error: float | None, samples: Sequence[Mapping[str, Any]],
+    num: int,
+) -> Result:  # fmt: skip
+    """With the values of single documents, where the value is their mean."""
+    values = [it.get(metric) for it in samples]
+    numbers = [float(each) for each in values if isinstance(each, int | float)]
+    if numbers and len(numbers) == len(values) and math.isclose(sum(numbers) / len(numbers), value, abs_tol=1e-9):
+        return Result(
+            task, metric, better, Score.of(numbers), tuple(str(it["doc_hash"]) for it in samples), tuple(numbers)
+        )
+    return Result(task, metric, better, Score.with_error(value, error, num or len(samples)))
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    """The nearest known name; there are too many to list them."""
+    advice = nearest(name, known)
+    return advice if advice.startswith("did you mean") else "lm-eval ls tasks lists them"
+
+
+@contextmanager
+def _failures(tasks: Sequence[str]) -> Iterator[None]:
+    """What goes wrong inside lm-eval, as a sentence. It raises what its parts raise."""
+    named = ", ".join(tasks)
+    try:
+        yield
+    except OSError as error:  # also what a hub that is not reached raises
+        raise ExchangeError(
+            f"the data of {named} cannot be had here ({first_line(error)}); fetch it on a machine that reaches the "
+            "hub, or use tasks with local files (--task-files)"
+        ) from error
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, NotImplementedError) as error:
+        raise ConfigError(
+            f"lm-eval cannot run {named} on this model ({type(error).__name__}: {first_line(error)}); check the tasks"
+        ) from error
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without lm-eval's messages of progress, and without progress bars where no one watches."""
+    loggers = [logging.getLogger(name) for name in ("lm_eval", "datasets", "transformers")]
+    before = [each.level for each in loggers]
+    for each in loggers:
+        each.setLevel(logging.ERROR)
+    try:
+        with nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        for each, level in zip(loggers, before, strict=True):
+            each.setLevel(level)
