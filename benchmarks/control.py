@@ -110,9 +110,9 @@ def _measure(
 ) -> list[Row]:  # fmt: skip
     names = [f"learner-{number}" for number in range(num_learners)]
     (directory / "run.toml").write_text(RUN_FILE)
-    hosts = [argument for name in names for argument in ("--learner", name)]
-    new_keys = ["keys", "new", "keys", "--run", RUN, "--host", SITES["site-a"], *hosts]
-    subprocess.run([sys.executable, "-m", "diloco", *new_keys], cwd=directory, check=True, capture_output=True)
+    for keys in (["init", "--run", RUN, "--host", SITES["site-a"]], ["add", "learner", *names]):
+        command = [sys.executable, "-m", "diloco", "keys", *keys]
+        subprocess.run(command, cwd=directory, check=True, capture_output=True)
     go, stop, log = directory / "go", directory / "stop", directory / "state" / "events.jsonl"
     with ExitStack() as stack:
         stack.enter_context(_syncer(directory))

@@ -60,8 +60,8 @@ def measure(up: str, down: str) -> dict[str, Any]:
     """One link: a syncer on site A, the command on site B."""
     with tempfile.TemporaryDirectory() as directory, two_sites(up, down), ExitStack() as stack:
         work = Path(directory)
-        keys = ["keys", "new", "keys", "--run", "two-sites", "--host", SITES["site-a"], "--learner", "site-b"]
-        subprocess.run([_diloco(), *keys], cwd=work, check=True, capture_output=True)
+        for keys in (["init", "--run", "two-sites", "--host", SITES["site-a"]], ["add", "learner", "site-b"]):
+            subprocess.run([_diloco(), "keys", *keys], cwd=work, check=True, capture_output=True)
         settings = [f"syncer.address={SITES['site-a']}:7700"]
         stack.callback(
             _stop, _start(work, "site-a", ["syncer", str(RUN_FILE), "--address", "0.0.0.0:7700"], settings, "syncer")

@@ -80,25 +80,8 @@ def measure(rate: str, overrides: list[str], steps: int) -> dict[str, float]:
     ]
     with tempfile.TemporaryDirectory() as directory, two_sites(rate), ExitStack() as stack:
         work = Path(directory)
-        subprocess.run(
-            [
-                _diloco(),
-                "keys",
-                "new",
-                "keys",
-                "--run",
-                "two-sites",
-                "--host",
-                SITES["site-a"],
-                "--learner",
-                "site-a",
-                "--learner",
-                "site-b",
-            ],
-            cwd=work,
-            check=True,
-            capture_output=True,
-        )
+        for keys in (["init", "--run", "two-sites", "--host", SITES["site-a"]], ["add", "learner", "site-a", "site-b"]):
+            subprocess.run([_diloco(), "keys", *keys], cwd=work, check=True, capture_output=True)
         settings = [*common, f"syncer.address={SITES['site-a']}:7700", 'method.quorum={type = "AllLive", at_least = 2}']
         stack.callback(
             _stop, _start(work, "site-a", ["syncer", str(RUN_FILE), "--address", "0.0.0.0:7700"], settings, "syncer")

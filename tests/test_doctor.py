@@ -42,7 +42,7 @@ def doctor(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Doctor:
 
 @pytest.fixture
 def run_file(tmp_path: Path) -> Path:
-    main_exits("keys", "new", tmp_path / "keys", "--run", "demo", "--host", "127.0.0.1", "--learner", "site-a")
+    make_keys(tmp_path / "keys")
     path = tmp_path / "run.toml"
     keys = tmp_path / "keys"
     path.write_text(
@@ -50,6 +50,11 @@ def run_file(tmp_path: Path) -> Path:
         f"[syncer]\nkeys = '{keys}/syncer'\n[learner.site-a]\nsyncer.keys = '{keys}/site-a'\n"
     )
     return path
+
+
+def make_keys(directory: Path) -> None:
+    main_exits("keys", "init", "--run", "demo", "--host", "127.0.0.1", "--dir", directory)
+    main_exits("keys", "add", "learner", "site-a", "--dir", directory)
 
 
 def main_exits(*arguments: object) -> None:
@@ -141,7 +146,7 @@ def test_a_syncer_that_would_be_refused(doctor: Doctor, tmp_path: Path) -> None:
 
 
 def test_a_key_of_another_certificate(doctor: Doctor, run_file: Path, tmp_path: Path) -> None:
-    main_exits("keys", "new", tmp_path / "others", "--run", "demo", "--host", "127.0.0.1", "--learner", "site-a")
+    make_keys(tmp_path / "others")
     own = tmp_path / "keys" / "syncer"
     options = Options("127.0.0.1:0", tmp_path / "state", own)
 

@@ -65,9 +65,8 @@ def run_ours(sites: Sites, case: Case, num_steps: int, expected_s: float, *, pin
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         work = Path(directory)
         names = [f"learner-{i}" for i in range(LEARNERS)]
-        keys = ["keys", "new", "keys", "--run", RUN, "--host", HUB_IP]
-        keys += [part for name in names for part in ("--learner", name)]
-        subprocess.run([_diloco(), *keys], cwd=work, check=True, capture_output=True, timeout=60)
+        for keys in (["init", "--run", RUN, "--host", HUB_IP], ["add", "learner", *names]):
+            subprocess.run([_diloco(), "keys", *keys], cwd=work, check=True, capture_output=True, timeout=60)
         (work / "run.toml").write_text(case.run_file(HUB_IP))
         syncer = [_diloco(), "syncer", "run.toml", "--state-dir", "state", "--port-file", "port"]
         process = stack.enter_context(_started(work, "syncer", Sites.inside(sites.hub, *syncer), work))

@@ -199,12 +199,13 @@ def test_a_disk_that_refuses_leaves_no_part_of_a_secret(tmp_path: Path) -> None:
 
 def test_a_token_file_without_its_hash_is_made_anew(tmp_path: Path) -> None:
     """As the full disk leaves it that took the secret and not the list."""
-    (tmp_path / "site-a.token").write_text("half")
+    (tmp_path / "site-a").mkdir()
+    (tmp_path / "site-a" / "token").write_text("half")
     with pytest.raises(SystemExit):
-        main(["keys", "token", "add", str(tmp_path), "site-a", "--role", "learner"])
-    token = read_secret(tmp_path / "site-a.token", "token").decode().strip()
-    assert read_tokens(tmp_path / "tokens.toml")["site-a"].sha256 == token_sha256(token)
-    assert (tmp_path / "site-a.token.before").read_text() == "half"  # it may be of another syncer
+        main(["keys", "add", "learner", "site-a", "--token", "--dir", str(tmp_path)])
+    token = read_secret(tmp_path / "site-a" / "token", "token").decode().strip()
+    assert read_tokens(tmp_path / "syncer" / "tokens.toml")["site-a"].sha256 == token_sha256(token)
+    assert (tmp_path / "site-a" / "token.before").read_text() == "half"  # it may be of another syncer
 
 
 def test_a_secret_is_written_once_where_there_are_no_hard_links(

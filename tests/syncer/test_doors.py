@@ -134,7 +134,7 @@ def test_a_certificate_that_the_syncer_cannot_verify(syncer: Syncer, keys: Path,
 def test_an_expired_certificate(syncer: Syncer, keys: Path, tmp_path: Path) -> None:
     Keyring.read(keys).add("late", "learner", dt.timedelta(seconds=-1))
     it = Raw(syncer.address, "late", keys=keys / "late")
-    refused(it, errors.AuthError, r"cert.pem expired at .* UTC; `diloco keys renew` makes a new one")
+    refused(it, errors.AuthError, r"cert.pem expired at .* UTC; `diloco keys rotate` makes a new one")
 
 
 def test_a_certificate_that_ends_while_its_connection_is_open(
@@ -201,7 +201,7 @@ def test_a_role_may_not_join(name: str, syncer: Syncer, keys: Path) -> None:
 
 
 def test_a_learners_certificate_is_not_taken_for_a_syncers(tmp_path: Path, keys: Path) -> None:
-    with pytest.raises(errors.ConfigError, match="names no host; a syncer needs that of `diloco keys new`"):
+    with pytest.raises(errors.ConfigError, match="names no host; a syncer needs that of `diloco keys init`"):
         start(tmp_path, method(), keys=keys / "site-a")
 
 
@@ -214,10 +214,10 @@ def test_a_syncer_at_another_host_is_not_trusted(tmp_path: Path) -> None:
 
 def test_an_expired_syncer_neither_starts_nor_is_trusted(tmp_path: Path, keys: Path) -> None:
     with start(tmp_path, method(), keys=keys / "syncer") as syncer:
-        Keyring.read(keys).renew("syncer", dt.timedelta(seconds=-1))
+        Keyring.read(keys).rotate("syncer", dt.timedelta(seconds=-1), DAY)
         it = Raw(syncer.address, "site-a", keys=keys / "site-a")
         refused(it, errors.AuthError, "shows is not trusted .*expired")
-    with pytest.raises(errors.AuthError, match=r"cert.pem expired at .* UTC; `diloco keys renew` makes a new one"):
+    with pytest.raises(errors.AuthError, match=r"cert.pem expired at .* UTC; `diloco keys rotate` makes a new one"):
         start(tmp_path, method(), keys=keys / "syncer")
 
 
@@ -329,17 +329,53 @@ def test_a_learner_that_is_revoked_ends_with_the_reason(syncer: Syncer, keys: Pa
         train(0, exchange, None, 10**9, revoke)
 
 
-def test_renewed_keys_are_taken_up_without_a_restart(syncer: Syncer, keys: Path, learner: Raw) -> None:
+def test_new_keys_are_taken_up_without_a_restart(
+    syncer: Syncer, keys: Path, tmp_path: Path, learner: Raw, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copytree(keys / "site-b", tmp_path / "old")
     keyring = Keyring.read(keys)
-    keyring.renew("syncer", DAY)
-    keyring.renew("site-a", DAY)
+    keyring.rotate("syncer", DAY, DAY)
+    keyring.rotate("site-b", DAY, dt.timedelta())
+    keyring.rotate("site-a", DAY, DAY)
     learner.beat()  # by the connection that is open
-    for name in ("site-a", "syncer"):
-        keyring.revoke(name, but_newest=True)
     until(lambda: not _fails(learner.beat, errors.UnreachableError, "dialling again"), "it is never let in")
     shown = ssl_certificate_of(syncer.address)
-    assert shown.serial == keyring.issued[-2].serial
-    assert keyring.issued[-2].name == "syncer"
+    assert shown.serial == keyring.issued[-3].serial
+    assert keyring.issued[-3].name == "syncer"
+    said = "\n".join(each.getMessage() for each in caplog.get_records("setup"))
+    assert "the syncer's own certificate ends in 23 hours, at " in said
+    assert "the certificate of 'site-a' ends in 23 hours, at " in said
+    old, new = (Raw(syncer.address, "site-b", keys=path) for path in (tmp_path / "old", keys / "site-b"))
+    with pytest.raises(errors.AuthError, match="the certificate of 'site-b' was revoked"):
+        old.join()
+    new.join()
+    for each in (old, new):
+        each.connection.close()
+
+
+def test_the_authority_is_replaced_while_learners_train(
+    syncer: Syncer, keys: Path, tmp_path: Path, learner: Raw
+) -> None:
+    """A learner that has copied its keys and one that has not are let in until it is finished; then the first alone."""
+    shutil.copytree(keys / "site-b", tmp_path / "before")
+
+    def joins(directory: Path) -> None:
+        it = Raw(syncer.address, "site-b", keys=directory)
+        it.join()
+        it.connection.close()
+
+    keyring = Keyring.read(keys)
+    keyring.replace_authority(DAY)
+    shutil.copytree(keys / "site-b", tmp_path / "between")
+    for name in ("before", "between"):
+        joins(tmp_path / name)
+    first = ssl_certificate_of(syncer.address).serial
+    keyring.retire_authority(DAY)
+    for directory in (tmp_path / "between", keys / "site-b"):
+        joins(directory)
+    assert ssl_certificate_of(syncer.address).serial != first
+    with pytest.raises(errors.AuthError, match="shows is not trusted"):
+        joins(tmp_path / "before")
 
 
 def ssl_certificate_of(address: str) -> Any:
@@ -439,7 +475,7 @@ def test_a_syncer_process_opens_no_port_to_strangers_unless_it_is_told(run_file:
     command = [sys.executable, "-m", "diloco", "syncer", str(run_file), "--address", "0.0.0.0:0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert "has no keys; make them with `diloco keys new`" in done.stderr
+    assert "has no keys; make them with `diloco keys init`" in done.stderr
 
 
 def test_a_syncer_process_with_keys(
@@ -476,7 +512,7 @@ def test_a_syncer_process_with_keys(
         finally:
             process.terminate()
     assert process.returncode == 0
-    refusals = [line.split(" WARNING ")[1] for line in log.read_text().splitlines() if " WARNING " in line]
+    refusals = [line.split(" WARNING ")[1] for line in log.read_text().splitlines() if " WARNING refused" in line]
     assert [each.split(" at ")[0] for each in refusals] == ["refused Join of site-a", "refused Join of site-b"]
     # Strangers write nothing.
 

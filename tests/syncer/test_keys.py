@@ -21,10 +21,7 @@ from diloco.syncer.revocation import read_revoked
 from diloco.syncer.tls import read_syncer_keys
 from diloco.syncer.tokens import BearerTokens
 
-NEW = (
-    "--run", "demo", "--host", "syncer.example.org", "--host", "10.0.0.7", "--learner", "site-a", "--learner", "site-b",
-    "--viewer", "grafana", "--admin", "me",
-)  # fmt: skip
+INIT = ("--run", "demo", "--host", "syncer.example.org", "--host", "10.0.0.7")
 
 
 def run(*arguments: object) -> str:
@@ -39,9 +36,19 @@ def run_json(*arguments: object) -> Any:
     return json.loads(run(*arguments, "--json"))
 
 
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where `keys/` is made."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+
+
 @pytest.fixture
 def keys(tmp_path: Path) -> Path:
-    run("new", tmp_path / "keys", *NEW)
+    run("init", *INIT)
+    run("add", "learner", "site-a", "site-b")
+    run("add", "viewer", "grafana")
+    run("add", "admin", "me")
     return tmp_path / "keys"
 
 
@@ -54,7 +61,7 @@ def contents(directory: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
-def test_new_writes_a_directory_for_the_syncer_and_for_every_name(keys: Path) -> None:
+def test_every_name_has_a_directory(keys: Path) -> None:
     names = {"syncer": "standby", "site-a": "learner", "site-b": "learner", "grafana": "viewer", "me": "admin"}
     assert {path.name for path in keys.iterdir()} == {"ca.pem", "ca.key", "certificates.toml", *names}
     for name, role in names.items():
@@ -71,183 +78,312 @@ def test_only_the_syncers_keys_serve(keys: Path) -> None:
         read_syncer_keys(keys / "site-a")
 
 
-def test_new_never_overwrites(keys: Path) -> None:
+def test_init_never_overwrites(keys: Path) -> None:
     before = contents(keys)
     with pytest.raises(ConfigError, match="never overwritten"):
-        run("new", keys, *NEW)
+        run("init", *INIT)
     assert contents(keys) == before
 
 
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        (("--host", "h"), "name at least one"),
-        (("--host", "h", "--viewer", "a"), "name at least one"),
-        (("--host", "h", "--learner", "a", "--admin", "a"), "'a' is named twice"),
-        (("--host", "h", "--learner", "syncer"), "'syncer' is named twice"),
-        (("--host", "h:1", "--learner", "a"), "without a port"),
-        (("--host", "h", "--learner", "../a"), "is no name"),
-        (("--host", "h", "--learner", "[/x]"), "is no name"),
-        (("--host", "h", "--learner", "ca.key"), "is a file of the keys"),
-    ],
-)
-def test_new_refuses_what_cannot_be_meant_and_writes_nothing(
-    tmp_path: Path, arguments: tuple[str, ...], reason: str
-) -> None:
+@pytest.mark.parametrize(("host", "reason"), [("h:1", "without a port"), ("", "no host name")])
+def test_init_refuses_what_cannot_be_dialled_and_writes_nothing(tmp_path: Path, host: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        run("new", tmp_path / "keys", "--run", "demo", *arguments)
+        run("init", "--run", "demo", "--host", host)
     assert not (tmp_path / "keys").exists()
 
 
-def states(keys: Path) -> dict[str, list[str]]:
-    """By name, "revoked" or the role of each of its certificates."""
+def states(*arguments: object) -> dict[str, list[str]]:
+    """By name, the states of each of its keys."""
     found: dict[str, list[str]] = {}
-    for row in run_json("list", keys)["certificates"]:
-        found.setdefault(row["name"], []).append("revoked" if row["revoked"] else row["role"])
+    for row in run_json("list", *arguments)["keys"]:
+        found.setdefault(row["name"], []).append(row["state"])
     return found
 
 
-def refused(keys: Path) -> frozenset[str]:
-    return read_revoked(keys / "syncer" / "revoked.toml")
+def refused(keys: Path, syncer: str = "syncer") -> dict[str, dt.datetime]:
+    return dict(read_revoked(keys / syncer / "revoked.toml"))
 
 
-def test_add_renew_and_revoke(keys: Path) -> None:
-    (added,) = run_json("add", keys, "site-c", "--role", "learner", "--days", 10)["certificates"]
+def test_add_rotate_and_revoke(keys: Path) -> None:
+    (added,) = run_json("add", "learner", "site-c", "--expires", "30d")["keys"]
     first = holder(keys / "site-c")
-    assert (added["name"], added["serial"], added["directory"]) == ("site-c", first.serial, str(keys / "site-c"))
-    assert first.expires - first.begins == dt.timedelta(days=10, hours=1)
-    run("renew", keys, "site-c")
-    second = holder(keys / "site-c")
+    assert (added["name"], added["serial"], added["state"]) == ("site-c", first.serial, "valid")
+    assert first.expires - first.begins == dt.timedelta(days=30, hours=1)
+    run("rotate", "site-c", "--grace", "2d")
+    second, now = holder(keys / "site-c"), dt.datetime.now(dt.UTC)
     assert second.serial != first.serial
     assert (second.name, second.role) == (first.name, first.role)
-    assert refused(keys) == set()
-    run("revoke", keys, "site-c", "--old")
-    assert refused(keys) == {first.serial}
-    run("revoke", keys, "site-c")
-    assert refused(keys) == {first.serial, second.serial}
+    assert dt.timedelta(days=1, hours=23) < refused(keys)[first.serial] - now <= dt.timedelta(days=2)
+    run("rotate", "site-c", "--grace", "0")
+    third = holder(keys / "site-c")
+    assert refused(keys).keys() == {first.serial, second.serial}
+    assert all(at <= dt.datetime.now(dt.UTC) for at in refused(keys).values())  # the first one too, now
+    run("revoke", "site-c")
+    assert refused(keys).keys() == {first.serial, second.serial, third.serial}
     assert not any((keys / "site-c").iterdir())
-    assert states(keys)["site-c"] == ["revoked", "revoked"]
-    run("add", keys, "site-c", "--role", "viewer")
-    assert states(keys)["site-c"] == ["revoked", "revoked", "viewer"]
+    assert states()["site-c"] == ["revoked", "revoked", "revoked"]
+    run("add", "viewer", "site-c")
+    assert states()["site-c"] == ["revoked", "revoked", "revoked", "valid"]
     assert holder(keys / "site-c").serial not in refused(keys)
 
 
-def test_the_syncers_own_certificate_is_renewed_for_the_same_hosts(keys: Path) -> None:
+def test_the_syncers_own_certificate_gets_further_hosts(keys: Path) -> None:
     first = holder(keys / "syncer")
-    run("renew", keys, "syncer")
-    assert hosts_of(read_syncer_keys(keys / "syncer").cert) == ["syncer.example.org", "10.0.0.7"]
-    run("revoke", keys, "syncer", "--old")
-    assert refused(keys) == {first.serial}
+    run("rotate", "syncer", "--host", "new.example.org")
+    assert hosts_of(read_syncer_keys(keys / "syncer").cert) == ["syncer.example.org", "10.0.0.7", "new.example.org"]
+    assert refused(keys).keys() == {first.serial}
+    run("add", "standby", "syncer-2")
+    said = run("rotate", "syncer", "--drop-host", "10.0.0.7", "--drop-host", "syncer.example.org")
+    assert "syncer-2 does not name these hosts yet: diloco keys rotate syncer-2" in said
+    assert hosts_of(read_syncer_keys(keys / "syncer").cert) == ["new.example.org"]
+    run("rotate", "syncer-2")
+    assert hosts_of(read_syncer_keys(keys / "syncer-2").cert) == ["new.example.org"]
 
 
 def test_a_second_syncer_hears_of_what_is_revoked(keys: Path) -> None:
-    run("add", keys, "syncer-2", "--role", "standby")
+    run("add", "standby", "syncer-2")
     assert hosts_of(read_syncer_keys(keys / "syncer-2").cert) == ["syncer.example.org", "10.0.0.7"]
-    run("revoke", keys, "site-a")
-    assert refused(keys) == read_revoked(keys / "syncer-2" / "revoked.toml")
+    told = run_json("revoke", "site-a")
+    assert refused(keys) == refused(keys, "syncer-2")
     assert len(refused(keys)) == 1
+    assert told["copy"] == [
+        "scp keys/syncer/revoked.toml syncer.example.org:run/keys/syncer/",
+        "scp keys/syncer-2/revoked.toml syncer-2:run/keys/syncer-2/",
+    ]
+
+
+def test_what_is_to_be_copied_is_printed_and_what_never_is(keys: Path) -> None:
+    told = run_json("add", "learner", "site-c")
+    assert told["copy"] == ["ssh site-c mkdir -p run/keys/", "scp -r keys/site-c site-c:run/keys/"]
+    assert told["never_copy"] == ["keys/ca.key"]
+    said = run("rotate", "site-c")
+    assert "  scp -r keys/site-c site-c:run/keys/\n" in said
+    assert "  scp keys/syncer/revoked.toml syncer.example.org:run/keys/syncer/\n" in said
+    assert "Never copy keys/ca.key: its holder can make keys of this run." in said
+    assert "refused in 7 days" in said
+
+
+def test_the_authority_is_replaced_in_two_steps(keys: Path) -> None:
+    """Both are trusted between them, and what a crash leaves is gone on from."""
+    run("add", "learner", "by-token", "--token")
+    first, syncer = holder(keys / "site-a").serial, holder(keys / "syncer").serial
+    old = (keys / "ca.pem").read_bytes()
+    begun = run_json("rotate", "ca")
+    assert begun["never_copy"] == ["keys/ca.key", "keys/next-ca.key"]
+    assert begun["copy"][0] == "scp -r keys/syncer syncer.example.org:run/keys/"  # which must trust both first
+    both = (keys / "ca.pem").read_bytes()
+    assert both.startswith(old)
+    names = ["syncer", "site-a", "site-b", "grafana", "me", "by-token"]
+    assert {(keys / name / "ca.pem").read_bytes() for name in names} == {both}
+    assert holder(keys / "syncer").serial == syncer  # which learners that have not copied yet can trust
+    second = holder(keys / "site-a").serial
+    assert second != first
+    assert refused(keys) == {}
+    run("rotate", "ca")  # once more
+    assert holder(keys / "site-a").serial == second
+    (keys / "site-b" / "cert.pem").unlink()  # as a crash may leave it
+    run("rotate", "ca")
+    assert holder(keys / "site-b").role == "learner"
+    run("add", "learner", "late")
+    run("rotate", "ca", "--finish")
+    new = (keys / "ca.pem").read_bytes()
+    assert both == old + new
+    assert {(keys / name / "ca.pem").read_bytes() for name in [*names, "late"]} == {new}
+    assert {path.name for path in keys.glob("*.key")} == {"ca.key"}
+    for name in ("syncer", "site-a", "late"):
+        holder(keys / name)  # signed by what lies beside it
+    assert holder(keys / "syncer").serial != syncer
+    assert refused(keys).keys() >= {first, syncer}
+    with pytest.raises(ConfigError, match="not being replaced; begin with"):
+        run("rotate", "ca", "--finish")
+
+
+def test_finishing_goes_on_after_a_crash(keys: Path) -> None:
+    """Between the two files of the authority."""
+    run("rotate", "ca")
+    both = (keys / "ca.pem").read_bytes()
+    run("rotate", "ca", "--finish")
+    (keys / "ca.pem").write_bytes(both)
+    run("rotate", "ca", "--finish")
+    assert both.endswith((keys / "ca.pem").read_bytes())
+    assert (keys / "ca.pem").read_bytes() == (keys / "site-a" / "ca.pem").read_bytes()
+
+
+def test_beginning_goes_on_after_a_crash(keys: Path) -> None:
+    """A key that has no certificate yet."""
+    (keys / "next-ca.key").write_bytes((keys / "site-a" / "key.pem").read_bytes())
+    (keys / "next-ca.key").chmod(0o600)
+    run("rotate", "ca")
+    run("rotate", "ca", "--finish")
+    holder(keys / "syncer")
+
+
+def test_what_ends_soon_is_named(keys: Path) -> None:
+    assert run_json("list")["ends_soon"] == []
+    run("add", "learner", "site-c", "--expires", "13d")
+    run("add", "viewer", "eye", "--token", "--expires", "12h")
+    assert run_json("list")["ends_soon"] == ["site-c", "eye"]
+    assert states()["site-c"] == ["ends soon"]
+    said = run("list")
+    assert "site-c: its certificate ends soon; `diloco keys rotate site-c` makes a new one." in said
+    assert "(11 hours)" in said
+    run("rotate", "site-c")
+    assert states()["site-c"] == ["replaced", "valid"]
+    assert run_json("list")["ends_soon"] == ["eye"]
 
 
 def test_no_command_prints_a_secret(keys: Path) -> None:
-    commands = [("list", keys), ("list", keys, "--json"), ("add", keys, "site-c", "--role", "viewer"),
-                ("renew", keys, "site-a"), ("revoke", keys, "me")]  # fmt: skip
+    commands = [("list",), ("list", "--json"), ("add", "viewer", "site-c"), ("add", "learner", "t", "--token"),
+                ("rotate", "site-a"), ("rotate", "t"), ("rotate", "ca"), ("revoke", "me")]  # fmt: skip
     printed = "".join(run(*command) for command in commands)
     assert "site-a" in printed
     assert "PRIVATE" not in printed
+    assert secret(keys, "t") not in printed
+    assert "diloco_" not in printed
 
 
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (("add", "site-a", "--role", "viewer"), "has a certificate"),
-        (("add", "x", "--role", "boss"), "role 'boss'"),
-        (("add", "[/x]", "--role", "learner"), "is no name"),
+        (("add", "viewer", "site-a"), "has a certificate"),
+        (("add", "boss", "x"), "role 'boss'"),
+        (("add", "learner", "[/x]"), "is no name"),
+        (("add", "learner", "../a"), "is no name"),
+        (("add", "learner", "ca.key"), "what the authority's files are called"),
+        (("add", "learner", "ca"), "what the authority's files are called"),
+        (("add", "learner", "syncer"), "'syncer' has a certificate"),
+        (("add", "learner", "x", "--any-learner"), "are for tokens"),
+        (("add", "learner", "x", "--expires", "soon"), "'soon' is no time here"),
+        (("add", "learner", "x", "--expires", "0"), "'0' is no time here"),
+        (("add", "learner", "x", "--expires", "11y"), "more than ten years"),
         (("revoke", "site-z"), "has no certificate"),
-        (("renew", "site-z"), "has no certificate"),
-        (("renew", "site-a", "--host", "h"), "serves at no host"),
-        (("revoke", "site-a", "--old"), "one certificate only"),
         (("revoke", "syncer"), "learners cannot be told"),
+        (("rotate", "site-z"), "has no certificate"),
+        (("rotate", "site-a", "--host", "h"), "serves at no host"),
+        (("rotate", "syncer", "--drop-host", "h"), "none of the hosts"),
+        (("rotate", "syncer", "--host", "h:1"), "without a port"),
+        (("rotate", "syncer", "--drop-host", "10.0.0.7", "--drop-host", "syncer.example.org"), "no host would be left"),
+        (("rotate", "site-a", "--finish"), "--finish is for the authority"),
+        (("rotate", "ca", "--grace", "2d"), "--grace has no effect"),
+        (("rotate", "ca", "--finish"), "not being replaced"),
     ],
 )
 def test_wrong_use_changes_nothing(keys: Path, arguments: tuple[str, ...], reason: str) -> None:
     before = contents(keys)
     with pytest.raises(ConfigError, match=reason):
-        run(arguments[0], keys, *arguments[1:])
+        run(*arguments)
     assert contents(keys) == before
 
 
 def test_a_directory_without_keys_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="diloco keys new"):
-        run("list", tmp_path)
+    with pytest.raises(ConfigError, match="diloco keys init"):
+        run("list", "--dir", tmp_path)
 
 
-@pytest.mark.parametrize("arguments", [("add", "site-c", "--role", "learner"), ("renew", "site-a")])
+@pytest.mark.parametrize("arguments", [("add", "learner", "site-c"), ("rotate", "site-a")])
 def test_an_authoritys_key_that_others_may_read_is_refused(keys: Path, arguments: tuple[str, ...]) -> None:
     (keys / "ca.key").chmod(0o644)
     with pytest.raises(ConfigError, match="authority's key .* is open to every user"):
-        run(arguments[0], keys, *arguments[1:])
+        run(*arguments)
+
+
+def test_an_authoritys_key_of_another_one_is_refused(keys: Path) -> None:
+    (keys / "ca.key").write_bytes((keys / "me" / "key.pem").read_bytes())
+    with pytest.raises(ConfigError, match="is not the key of the ca.pem beside it"):
+        run("rotate", "site-a")
 
 
 def test_a_certificate_is_revoked_without_the_authoritys_key(keys: Path) -> None:
     (keys / "ca.key").unlink()
-    run("revoke", keys, "site-a")
-    assert states(keys)["site-a"] == ["revoked"]
-
-
-def test_a_syncer_moves_to_another_host(keys: Path) -> None:
-    run("renew", keys, "syncer", "--host", "new.example.org")
-    assert hosts_of(read_syncer_keys(keys / "syncer").cert) == ["new.example.org"]
-    run("add", keys, "syncer-2", "--role", "standby")
-    assert hosts_of(read_syncer_keys(keys / "syncer-2").cert) == ["new.example.org"]
+    run("revoke", "site-a")
+    assert states()["site-a"] == ["revoked"]
 
 
 # tokens
 
 
 def secret(keys: Path, name: str) -> str:
-    return (keys / f"{name}.token").read_text().strip()
+    return (keys / name / "token").read_text().strip()
 
 
-def test_tokens_are_added_listed_and_revoked(tmp_path: Path) -> None:
+def test_tokens_are_added_listed_rotated_and_revoked(tmp_path: Path) -> None:
+    """Without any certificate."""
+
     def add(name: str, *options: str) -> Any:
-        (added,) = run_json("token", "add", tmp_path, name, "--role", "learner", *options)["tokens"]
+        told = run_json("add", "learner", name, "--token", *options)
+        assert told["copy"][-1] == "scp keys/syncer/tokens.toml syncer:run/keys/syncer/"
+        (added,) = told["keys"]
         return added
 
+    keys = tmp_path / "keys"
     assert add("site-c")["learner"] == "site-c"
-    tokens = BearerTokens(tmp_path / "tokens.toml")
-    caller = tokens.owner(secret(tmp_path, "site-c"))
+    tokens = BearerTokens(keys / "syncer" / "tokens.toml")
+    caller = tokens.owner(secret(keys, "site-c"))
     caller.may("learner", "site-c")
     assert caller.expires is not None
     assert dt.timedelta(days=89) < caller.expires - dt.datetime.now(dt.UTC) <= dt.timedelta(days=90)
-    add("spare", "--any-learner", "--days", "1")
-    tokens.owner(secret(tmp_path, "spare")).may("learner", "site-z")
+    add("spare", "--any-learner", "--expires", "1d")
+    tokens.owner(secret(keys, "spare")).may("learner", "site-z")
     add("site-d2", "--speaks-for", "site-d")
-    tokens.owner(secret(tmp_path, "site-d2")).may("learner", "site-d")
-    listed = run_json("token", "list", tmp_path)["tokens"]
-    assert [row["name"] for row in listed] == ["site-c", "spare", "site-d2"]
-    assert stat.S_IMODE((tmp_path / "spare.token").stat().st_mode) == 0o600
-    token = secret(tmp_path, "site-c")
-    printed = run("token", "revoke", tmp_path, "site-c") + run("token", "list", tmp_path)
-    assert not any(secret(tmp_path, path.stem) in printed for path in tmp_path.glob("*.token"))
+    tokens.owner(secret(keys, "site-d2")).may("learner", "site-d")
+    assert list(states()) == ["site-c", "spare", "site-d2"]
+    assert stat.S_IMODE((keys / "spare" / "token").stat().st_mode) == 0o600
+    old = secret(keys, "site-c")
+    run("rotate", "site-c", "--grace", "1d")
+    now = dt.datetime.now(dt.UTC)
+    before, after = tokens.owner(old), tokens.owner(secret(keys, "site-c"))
+    assert before.expires is not None
+    assert after.expires is not None
+    assert before.expires - now <= dt.timedelta(days=1) < dt.timedelta(days=89) < after.expires - now
+    for each in (before, after):
+        each.may("learner", "site-c")
+        tokens.check(each)
+    run("rotate", "site-c", "--grace", "0")
+    for each in (before, after):
+        with pytest.raises(AuthError, match="was revoked"):
+            tokens.check(each)
+    token = secret(keys, "site-c")
+    printed = run("revoke", "site-c") + run("list")
+    assert not any(path.read_text().strip() in printed for path in keys.glob("*/token"))
     with pytest.raises(AuthError, match="not one of"):
         tokens.owner(token)
-    assert not (tmp_path / "site-c.token").exists()
+    assert not (keys / "site-c" / "token").exists()
+
+
+def test_a_name_with_both_is_rotated_and_revoked_whole(keys: Path) -> None:
+    run("add", "learner", "site-a", "--token")
+    tokens = BearerTokens(keys / "syncer" / "tokens.toml")
+    told = run_json("rotate", "site-a")
+    assert [row["kind"] for row in told["keys"]] == ["certificate", "token"]
+    assert told["copy"] == [
+        "scp -r keys/site-a site-a:run/keys/",
+        "scp keys/syncer/revoked.toml syncer.example.org:run/keys/syncer/",
+        "scp keys/syncer/tokens.toml syncer.example.org:run/keys/syncer/",
+    ]
+    token = secret(keys, "site-a")
+    run("revoke", "site-a")
+    assert not any((keys / "site-a").iterdir())
+    with pytest.raises(AuthError, match="not one of"):
+        tokens.owner(token)
 
 
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (("add", "site-a", "--role", "viewer"), "has a token"),
-        (("add", "x", "--role", "boss"), "role 'boss'"),
-        (("add", "x", "--role", "learner", "--any-learner", "--speaks-for", "y"), "contradict"),
+        (("add", "viewer", "site-a", "--token"), "has a token"),
+        (("add", "boss", "x", "--token"), "role 'boss'"),
+        (("add", "learner", "x", "--token", "--any-learner", "--speaks-for", "y"), "contradict"),
+        (("add", "learner", "x"), "holds no keys"),
+        (("rotate", "site-a", "--host", "h"), "serves at no host"),
         (("revoke", "site-z"), "has no token"),
+        (("rotate", "site-z"), "has no token"),
     ],
 )
 def test_wrong_use_of_tokens_changes_nothing(tmp_path: Path, arguments: tuple[str, ...], reason: str) -> None:
-    run("token", "add", tmp_path, "site-a", "--role", "learner")
+    run("add", "learner", "site-a", "--token")
     before = contents(tmp_path)
     with pytest.raises(ConfigError, match=reason):
-        run("token", arguments[0], tmp_path, *arguments[1:])
+        run(*arguments)
     assert contents(tmp_path) == before
 
 

@@ -49,23 +49,29 @@ def test_torchrun_takes_its_own_options(kind: Any) -> None:
 # ------------------------------------------------------------------------------------------------------------- compose
 
 
+def added(words: list[str], role: str) -> list[str]:
+    """The names of `diloco keys add ROLE NAME…`."""
+    assert words[:2] == ["add", role]
+    return words[2:]
+
+
 def test_what_composed_learners_dial_is_served_under_a_name_of_the_certificate() -> None:
     (whole,) = load(TEMPLATES / "compose.yaml")
     services = whole["services"]
     (made,) = services["keys"]["command"]
-    keys = made.split()
+    init, learners_added, viewer_added = (line.split("diloco keys ")[1].split() for line in made.splitlines())
     (bound,) = option(services["syncer"]["command"], "--address")
     (looked_at,) = option(services["syncer"]["healthcheck"]["test"], "--address")
     host, _, port = looked_at.rpartition(":")
     assert bound == f"0.0.0.0:{port}"
-    assert option(keys, "--host") == [host]
+    assert option(init, "--host") == [host]
     assert host in services
     assert option(services["syncer"]["healthcheck"]["test"], "--keys") == [
-        f"keys/{name}" for name in option(keys, "--viewer")
+        f"keys/{name}" for name in added(viewer_added, "viewer")
     ]
-    assert option(keys, "--run") == [RUN_FILE["run"]["name"]]
+    assert option(init, "--run") == [RUN_FILE["run"]["name"]]
     learners = {name: it["command"] for name, it in services.items() if it["command"][0] == "train"}
-    assert list(learners) == option(keys, "--learner") == list(RUN_FILE["learner"])
+    assert list(learners) == added(learners_added, "learner") == list(RUN_FILE["learner"])
     assert [option(command, "--shard") for command in learners.values()] == [["0"], ["1"]]
     assert [name for name, command in learners.items() if "--initialise" in command] == ["site-a"]
     for name, command in learners.items():

@@ -144,7 +144,7 @@ def test_every_command_is_one(kind: Any) -> None:
 
 
 def test_a_command_that_does_not_exist_is_seen() -> None:
-    for wrong in (["trains", "run.toml"], ["train", "run.toml", "--supervise"], ["keys", "newer", "keys"]):
+    for wrong in (["trains", "run.toml"], ["train", "run.toml", "--supervise"], ["keys", "new", "keys"]):
         with pytest.raises(UsageError):
             parse(wrong)
 
@@ -162,18 +162,18 @@ def test_the_run_file_is_one(learner: str | None) -> None:
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """The directories and files that the first command of the README writes."""
+    """The directories and files that the first commands of the README write."""
     directory = tmp_path_factory.mktemp("run")
-    (command,) = [
-        words
-        for words in script_commands((TEMPLATES / "README.md").read_text())
-        if words[:3] == ["diloco", "keys", "new"]
+    commands = [
+        words for words in script_commands((TEMPLATES / "README.md").read_text()) if words[:2] == ["diloco", "keys"]
     ]
+    assert [command[2] for command in commands] == ["init", "add", "add"]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(directory)
-        with pytest.raises(SystemExit) as ended:
-            main(command[1:])
-    assert not ended.value.code
+        for command in commands:
+            with pytest.raises(SystemExit) as ended:
+                main(command[1:])
+            assert not ended.value.code
     return {str(path.relative_to(directory)) for path in directory.rglob("*")}
 
 

@@ -76,11 +76,11 @@ class World:
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            learners = [argument for name in self.plan.names for argument in ("--learner", name)]
-            self.command(
-                "keys", "new", str(self._keys), "--run", self.config.run.name, "--host", "127.0.0.1", *learners,
-                "--viewer", WATCHER, "--admin", OPERATOR, "--standby", STANDBY, "--json",
-            )  # fmt: skip
+            where = ("--dir", str(self._keys), "--json")
+            self.command("keys", "init", "--run", self.config.run.name, "--host", "127.0.0.1", *where)
+            self.command("keys", "add", "learner", *self.plan.names, *where)
+            for role, name in (("viewer", WATCHER), ("admin", OPERATOR), ("standby", STANDBY)):
+                self.command("keys", "add", role, name, *where)
             stack.enter_context(self.family)
             for syncer, port in self._ports.items():
                 for name in (*self.plan.names, *self.plan.syncers):

@@ -1,35 +1,32 @@
-"""`diloco keys`: the certificates of a run, and tokens for ports that take them. `syncer.keyring` has the files."""
+"""`diloco keys`: the certificates and tokens of a run. `syncer.keyring` and `syncer.token_ring` have the files."""
 
-import json
-from contextlib import AbstractContextManager
-from datetime import UTC, datetime, timedelta
+import re
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from diloco.cli._options import Json
-from diloco.cli._output import make_table
-from diloco.errors import ConfigError, StoreError, translated
+from diloco.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from diloco.syncer.callers import Role
-    from diloco.syncer.keyring import Issued
-    from diloco.syncer.tokens import TokenEntry
+    from diloco.syncer.keyring import Keyring
+    from diloco.syncer.token_ring import TokenRing
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-token_app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-app.add_typer(token_app, name="token")
 
-Directory = Annotated[Path, typer.Argument(metavar="DIR", help="The directory of the run's keys.")]
+CERTIFICATE_LASTS, TOKEN_LASTS, GRACE = "365d", "90d", "7d"
+
+Directory = Annotated[Path, typer.Option("--dir", metavar="DIR", help="The directory of the run's keys.")]
+RoleArgument = Annotated[str, typer.Argument(metavar="ROLE", help="learner, viewer, admin or standby.")]
+Names = Annotated[list[str], typer.Argument(metavar="NAME...", help="One or more, each with keys of its own.")]
 Name = Annotated[str, typer.Argument(metavar="NAME")]
-Names = Annotated[
-    list[str] | None, typer.Option(metavar="NAME", help="Make a certificate of this role for NAME; repeat for more.")
+Expires = Annotated[
+    str | None,
+    typer.Option(metavar="TIME", help=f"Valid for 90d, 12h, 2w …; default {CERTIFICATE_LASTS}, tokens {TOKEN_LASTS}."),
 ]
-RoleOption = Annotated[str, typer.Option(help="learner, viewer, standby or admin.")]
-Days = Annotated[int, typer.Option(min=1, max=3600, help="How long the certificates are valid.")]
 
 
 @app.callback()
@@ -38,220 +35,158 @@ def keys() -> None:
 
 
 @app.command()
-def new(
-    directory: Directory,
+def init(
     run: Annotated[str, typer.Option(help="The run's name; the certificates are good for this run only.")],
     host: Annotated[list[str], typer.Option(help="A host name or IP address that learners dial; repeat for more.")],
-    learner: Names = None,
-    viewer: Names = None,
-    admin: Names = None,
-    standby: Names = None,
-    days: Days = 365,
+    directory: Directory = Path("keys"),
+    expires: Expires = None,
     as_json: Json = False,
 ) -> None:
-    """Make the authority of a run, its syncer's keys and those of every NAME. Nothing that exists is overwritten.
+    """Make the authority of a run and its syncer's keys. Nothing that exists is overwritten."""
+    from diloco.cli._keys_shown import Shown, show
+    from diloco.syncer.keyring import SYNCER, Keyring
+
+    keyring = Keyring.new(directory, run, host, (), _span(expires or CERTIFICATE_LASTS))
+    show(directory, Shown(keyring.issued, new=[SYNCER]), as_json)
+
+
+@app.command()
+def add(
+    role: RoleArgument,
+    names: Names,
+    directory: Directory = Path("keys"),
+    expires: Expires = None,
+    token: Annotated[bool, typer.Option("--token", help="A token instead of a certificate.")] = False,
+    speaks_for: Annotated[
+        str | None,
+        typer.Option(metavar="ID", help="With --token, the learner id it may speak for; a learner's own by default."),
+    ] = None,
+    any_learner: Annotated[
+        bool, typer.Option("--any-learner", help="With --token, let it speak for any learner id.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Make keys of ROLE for each NAME. A running syncer accepts them at once.
 
     Each name gets a directory of its own, which is all that its machine needs. A learner's certificate speaks for the
     learner id of the same name only.
     """
-    from diloco.syncer.keyring import Keyring
+    from diloco.cli._keys_shown import Shown, show
+    from diloco.syncer.keyring import SYNCER, Keyring
+    from diloco.syncer.token_ring import TokenRing
 
-    by_role: dict[Role, list[str] | None] = {
-        "learner": learner,
-        "viewer": viewer,
-        "admin": admin,
-        "standby": standby,
-    }
-    names = [(name, role) for role, given in by_role.items() for name in given or ()]
-    if not any(role == "learner" for _, role in names):
-        raise ConfigError("these keys would have no learner; name at least one, for example --learner site-a.")
-    keyring = Keyring.new(directory, run, host, names, timedelta(days=days))
-    foot = f"Copy {directory}/<name>/ to its machine, and {directory}/syncer/ to the syncer's; ca.key stays here."
-    _print(directory, keyring.issued, foot, as_json)
-
-
-@app.command()
-def add(directory: Directory, name: Name, role: RoleOption, days: Days = 365, as_json: Json = False) -> None:
-    """Make the keys of one more NAME. A running syncer accepts them at once."""
-    from diloco.syncer.keyring import Keyring
-
-    issued = Keyring.read(directory).add(name, cast("Role", role), timedelta(days=days))  # which checks the role
-    _print(directory, [issued], _copy(directory, name), as_json)
-
-
-@app.command()
-def renew(
-    directory: Directory,
-    name: Name,
-    host: Annotated[
-        list[str] | None, typer.Option(help="With a syncer's NAME, what learners dial from now on; repeat for more.")
-    ] = None,
-    days: Days = 365,
-    as_json: Json = False,
-) -> None:
-    """Make new keys for NAME. The old ones are good until they end, or `revoke --old` takes them back.
-
-    Copy the directory over the old one: running processes take it up with their next connection.
-    """
-    from diloco.syncer.keyring import Keyring
-
-    issued = Keyring.read(directory).renew(name, timedelta(days=days), host or ())
-    _print(directory, [issued], _copy(directory, name), as_json)
-
-
-@app.command()
-def revoke(
-    directory: Directory,
-    name: Name,
-    old: Annotated[bool, typer.Option("--old", help="All certificates of NAME but its newest.")] = False,
-    as_json: Json = False,
-) -> None:
-    """Take the certificates of NAME back. A syncer that has the new syncer/revoked.toml refuses them at once."""
-    from diloco.syncer.keyring import Keyring
-
-    revoked = Keyring.read(directory).revoke(name, but_newest=old)
-    foot = f"Copy {directory}/syncer/revoked.toml to the syncer's machine, and a standby's to that one's."
-    _print(directory, revoked, foot, as_json)
+    if not token and (speaks_for is not None or any_learner):
+        raise ConfigError("--speaks-for and --any-learner are for tokens; add --token, or drop them.")
+    if any_learner and speaks_for is not None:
+        raise ConfigError(f"--speaks-for {speaks_for} and --any-learner contradict each other; give one of them.")
+    if token:
+        ring, lifetime, own = TokenRing(directory), _span(expires or TOKEN_LASTS), role == "learner"
+        made = [
+            ring.add(name, cast("Role", role), lifetime, None if any_learner else speaks_for or (name if own else None))
+            for name in names
+        ]
+        show(directory, Shown(tokens=made, new=names, changed=[SYNCER]), as_json)
+    else:
+        keyring, lifetime = Keyring.read(directory), _span(expires or CERTIFICATE_LASTS)
+        issued = [keyring.add(name, cast("Role", role), lifetime) for name in names]
+        show(directory, Shown(issued, new=names), as_json)
 
 
 @app.command("list")
-def list_(directory: Directory, as_json: Json = False) -> None:
-    """List the certificates of a run: names, roles, when they end, and which were revoked."""
-    from diloco.syncer.keyring import Keyring
+def list_(directory: Directory = Path("keys"), as_json: Json = False) -> None:
+    """List who has keys of a run: names, roles, when they end, and which were revoked."""
+    from diloco.cli._keys_shown import Shown, show
 
-    _print(directory, Keyring.read(directory).issued, None, as_json)
-
-
-# --- tokens
+    keyring, ring = _both(directory)
+    show(directory, Shown(keyring.issued if keyring else (), list(ring.entries.values()), is_list=True), as_json)
 
 
-@token_app.callback()
-def tokens() -> None:
-    """Tokens, for a syncer's loopback port and for proxies that end TLS."""
+@app.command()
+def revoke(name: Name, directory: Directory = Path("keys"), as_json: Json = False) -> None:
+    """Take all keys of NAME back. A syncer that has the new list refuses them at once."""
+    from diloco.cli._keys_shown import Shown, show
+    from diloco.syncer.keyring import SYNCER
+
+    keyring, ring = _both(directory)
+    has_token = name in ring.entries
+    issued = keyring.revoke(name) if keyring is not None and (keyring.has(name) or not has_token) else []
+    tokens = [ring.revoke(name)] if has_token or keyring is None else []
+    others = keyring.syncers if keyring is not None else []
+    show(directory, Shown(issued, changed=list(dict.fromkeys([SYNCER, *others])), revoked=tokens), as_json)
 
 
-@token_app.command("add")
-def add_token(
-    directory: Directory,
-    name: Name,
-    role: RoleOption,
-    speaks_for: Annotated[
+@app.command()
+def rotate(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Whose keys; `ca`: the authority's, in two steps.")],
+    directory: Directory = Path("keys"),
+    expires: Expires = None,
+    grace: Annotated[
         str | None,
-        typer.Option(metavar="ID", help="The learner id the token may speak for; a learner's own name by default."),
+        typer.Option(metavar="TIME", help=f"How long the old keys stay good; 0: not at all. Default {GRACE}."),
     ] = None,
-    any_learner: Annotated[bool, typer.Option("--any-learner", help="Let it speak for any learner id.")] = False,
-    days: Annotated[int, typer.Option(min=1, help="How long the token is valid.")] = 90,
+    host: Annotated[list[str] | None, typer.Option(help="Of a syncer: one more host that learners dial.")] = None,
+    drop_host: Annotated[list[str] | None, typer.Option(help="Of a syncer: one that they dial no more.")] = None,
+    finish: Annotated[bool, typer.Option("--finish", help="Of `ca`: trust the old one no more.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Make a token: its hash goes into DIR/tokens.toml, the secret into DIR/NAME.token. A running syncer takes it at
-    once."""
-    from diloco.secret_files import replace_secret
-    from diloco.syncer.tokens import TokenEntry, new_token, read_tokens, token_sha256, write_tokens
+    """Make new keys for NAME; the old ones are refused after a while in which to copy.
 
-    if any_learner and speaks_for is not None:
-        raise ConfigError(f"--speaks-for {speaks_for} and --any-learner contradict each other; give one of them.")
-    file = directory / "tokens.toml"
-    entries = read_tokens(file) if file.exists() else {}
-    if name in entries:
-        raise ConfigError(f"{name!r} has a token in {directory} already; revoke it first, or choose another name.")
-    token = new_token()
-    bound = None if any_learner else speaks_for or (name if role == "learner" else None)
-    expires = datetime.now(UTC).replace(microsecond=0) + timedelta(days=days)
-    entry = TokenEntry(name, cast("Role", role), token_sha256(token), bound, expires)  # which checks the role
-    with _writing(directory):
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        secret = directory / _token_file(name)
-        if secret.exists():  # a crash has kept its hash out of the list, or it is of another syncer
-            secret.replace(secret.with_name(f"{secret.name}.before"))
-        replace_secret(secret, f"{token}\n".encode())
-        write_tokens(file, [*entries.values(), entry])
-    _print_tokens(directory, [entry], as_json)
+    Running processes take them up with their next connection, without a restart.
+    """
+    from diloco.cli._keys_shown import Shown, show
+    from diloco.syncer.keyring import AUTHORITY, SYNCER
 
-
-@token_app.command("list")
-def list_tokens(directory: Directory, as_json: Json = False) -> None:
-    """List the tokens a syncer accepts: names, roles, when they end and the start of each hash."""
-    from diloco.syncer.tokens import read_tokens
-
-    _print_tokens(directory, list(read_tokens(directory / "tokens.toml").values()), as_json)
+    if name == AUTHORITY:
+        if given := [option for option, it in (("--grace", grace), ("--host", host), ("--drop-host", drop_host)) if it]:
+            raise ConfigError(f"{given[0]} has no effect on the authority; drop it.")
+        return _rotate_authority(directory, expires, finish=finish, as_json=as_json)
+    if finish:
+        raise ConfigError(f"--finish is for the authority (`diloco keys rotate ca`), not for {name!r}; drop it.")
+    keyring, ring = _both(directory)
+    has_token, left = name in ring.entries, _span(grace or GRACE, least=0)
+    issued, tokens = [], []
+    if keyring is not None and (keyring.has(name) or not has_token):
+        issued = [keyring.rotate(name, _span(expires or CERTIFICATE_LASTS), left, host or (), drop_host or ())]
+    elif host or drop_host:
+        raise ConfigError(f"{name!r} has a token only and serves at no host; drop --host and --drop-host.")
+    if has_token or keyring is None:
+        tokens = [ring.rotate(name, _span(expires or TOKEN_LASTS), left)]
+    others = keyring.syncers if keyring is not None else []
+    changed = [each for each in dict.fromkeys([SYNCER, *others]) if each != name]
+    stale = [each for each in others if each != name] if host or drop_host else []
+    show(directory, Shown(issued, tokens, replaced=[name], changed=changed, grace=left, stale=stale), as_json)
+    return None
 
 
-@token_app.command("revoke")
-def revoke_token(directory: Directory, name: Name, as_json: Json = False) -> None:
-    """Take a token back. A running syncer refuses it at once."""
-    from diloco.syncer.tokens import read_tokens, write_tokens
+def _rotate_authority(directory: Path, expires: str | None, *, finish: bool, as_json: bool) -> None:
+    from diloco.cli._keys_shown import Shown, show
+    from diloco.syncer.keyring import Keyring
 
-    entries = read_tokens(directory / "tokens.toml")
-    if name not in entries:
-        raise ConfigError(f"{name!r} has no token in {directory}; `diloco keys token list` shows who has.")
-    del entries[name]
-    with _writing(directory):
-        write_tokens(directory / "tokens.toml", entries.values())
-        (directory / _token_file(name)).unlink(missing_ok=True)
-    _print_tokens(directory, list(entries.values()), as_json)
+    keyring, lifetime = Keyring.read(directory), _span(expires or CERTIFICATE_LASTS)
+    names = keyring.retire_authority(lifetime) if finish else keyring.replace_authority(lifetime)
+    issued = list({each.name: each for each in keyring.issued if each.revoked is None}.values())  # the newest ones
+    step = "finish" if finish else "begin"
+    show(directory, Shown(issued, replaced=names, authority=step), as_json)
 
 
-# --- output
+def _both(directory: Path) -> "tuple[Keyring | None, TokenRing]":
+    """The certificates of a directory, if it has any, and its tokens. Raises ConfigError where it has neither."""
+    from diloco.syncer.keyring import CERTIFICATES, Keyring
+    from diloco.syncer.token_ring import TokenRing
+
+    ring = TokenRing(directory)
+    if (directory / CERTIFICATES).exists() or not ring.entries:
+        return Keyring.read(directory), ring
+    return None, ring
 
 
-def _writing(directory: Path) -> AbstractContextManager[None]:
-    return translated(OSError, StoreError, f"cannot write the tokens in {directory}", "repair that and try again")
-
-
-def _token_file(name: str) -> str:
-    return f"{name}.token"
-
-
-def _copy(directory: Path, name: str) -> str:
-    return f"Copy {directory}/{name}/ to its machine; ca.key stays here."
-
-
-def _print(directory: Path, issued: "Sequence[Issued]", foot: str | None, as_json: bool) -> None:
-    """Certificates: a row each."""
-    now = datetime.now(UTC)
-    rows = [
-        (it.name, it.role, f"{it.expires:%Y-%m-%d %H:%M}", f"{it.serial[:12]}…", _state(it.revoked, it.expires, now))
-        for it in issued
-    ]
-    plain = [{**it.model_dump(mode="json"), "directory": str(directory / it.name)} for it in issued]
-    _show(directory, "certificates", plain, ("name", "role", "ends (UTC)", "serial", "state"), rows, foot, as_json)
-
-
-def _print_tokens(directory: Path, entries: "Sequence[TokenEntry]", as_json: bool) -> None:
-    """Tokens: a row each."""
-    now = datetime.now(UTC)
-    plain, rows = [], []
-    for it in entries:
-        file = directory / _token_file(it.name)
-        path, sha256 = str(file) if file.exists() else None, it.sha256[:12]
-        ends = None if it.expires is None else it.expires.isoformat()
-        plain.append({
-            "name": it.name, "role": it.role, "learner": it.learner, "expires": ends, "sha256": sha256,
-            "token_file": path,
-        })  # fmt: skip
-        rows.append((it.name, it.role, it.learner or "any", ends or "never", f"{sha256}…", path or "not here",
-                     _state(None, it.expires, now)))  # fmt: skip
-    heads = ("name", "role", "speaks for", "ends", "sha256", "secret", "state")
-    foot = f"The syncer needs {directory}/tokens.toml; the owner of a token needs its .token file."
-    _show(directory, "tokens", plain, heads, rows, foot, as_json)
-
-
-def _state(revoked: datetime | None, expires: datetime | None, now: datetime) -> str:
-    if revoked is not None:
-        return f"revoked {revoked:%Y-%m-%d}"
-    return "expired" if expires is not None and expires <= now else "valid"
-
-
-def _show(
-    directory: Path, what: str, plain: "Sequence[dict[str, Any]]", heads: "Sequence[str]",
-    rows: "Iterable[Sequence[str]]", foot: str | None, as_json: bool,
-) -> None:  # fmt: skip
-    if as_json:
-        typer.echo(json.dumps({"directory": str(directory), what: plain}, indent=2))
-        return
-    from rich.console import Console
-
-    console = Console(markup=False, highlight=False)
-    console.print(make_table(heads, rows, num_text=len(heads)))
-    if foot is not None:
-        console.print(foot, soft_wrap=True)
+def _span(text: str, *, least: int = 1) -> timedelta:
+    """A time such as 90d, 12h or 2w. Raises ConfigError."""
+    found = re.fullmatch(r"(\d{1,5})([hdwy]?)", text)
+    if found is None or (found[2] == "" and found[1] != "0") or int(found[1]) < least:
+        raise ConfigError(f"{text!r} is no time here; write hours, days, weeks or years, such as 12h, 90d, 2w or 1y.")
+    hours = {"": 0, "h": 1, "d": 24, "w": 7 * 24, "y": 365 * 24}[found[2]]
+    span = timedelta(hours=int(found[1]) * hours)
+    if span > timedelta(days=3650):
+        raise ConfigError(f"{text!r} is more than ten years, which is as long as the run's authority is valid.")
+    return span

@@ -26,7 +26,7 @@ class Credentials:
     Arguments:
         address: of the syncer.
         keys: directory of a certificate, its key and the authority, as `diloco keys` makes it; read again for every
-            connection, so that a renewed certificate needs no restart.
+            connection, so that a new certificate needs no restart.
         token: where the syncer asks for tokens instead.
         ca: with a token, PEM file of the authority that signed the certificate of the syncer, or of the proxy before
             it; None: the system's authorities, or no TLS at all for an address of this machine and with `insecure`.

@@ -1,6 +1,6 @@
 """The directory of one holder's keys: the authority that it trusts, its certificate, and the key of that.
 
-    ca.pem      who signed the certificates of the run
+    ca.pem      who signed the certificates of the run; two authorities while one replaces the other
     cert.pem    this holder's
     key.pem     its secret
 
@@ -47,7 +47,7 @@ def read_key_pair(directory: Path) -> KeyPair:
     with translated(OSError, ConfigError, f"cannot read the keys in {directory}", "copy all of the directory"):
         ca, cert = (directory / CA).read_bytes(), (directory / CERT).read_bytes()
     try:
-        authority, certificate = (x509.load_pem_x509_certificate(text) for text in (ca, cert))
+        authorities, certificate = x509.load_pem_x509_certificates(ca), x509.load_pem_x509_certificate(cert)
         owner = serialization.load_pem_private_key(key, password=None).public_key()
         public = certificate.public_key()
     except (ValueError, TypeError, UnsupportedAlgorithm, x509.InvalidVersion) as error:  # TypeError: it has a password
@@ -56,13 +56,20 @@ def read_key_pair(directory: Path) -> KeyPair:
         ) from error
     if owner != public:
         raise ConfigError(f"{directory / KEY} is not the key of {CERT} beside it; copy both again from `diloco keys`.")
-    try:
-        certificate.verify_directly_issued_by(authority)
-    except (ValueError, TypeError, UnsupportedAlgorithm, InvalidSignature) as error:
+    if not any(has_signed(authority, certificate) for authority in authorities):
         raise ConfigError(
             f"{directory / CERT} was not signed by the {CA} beside it; copy both again from `diloco keys`."
-        ) from error
+        )
     return KeyPair(ca, cert, key)
+
+
+def has_signed(authority: x509.Certificate, certificate: x509.Certificate) -> bool:
+    """Whether an authority has signed a certificate."""
+    try:
+        certificate.verify_directly_issued_by(authority)
+    except (ValueError, TypeError, UnsupportedAlgorithm, InvalidSignature):
+        return False
+    return True
 
 
 def names_on(certificate: x509.Certificate) -> tuple[str, str, str] | None:
@@ -96,7 +103,7 @@ def check_valid_now(cert: bytes, where: Path) -> None:
     if now >= certificate.not_valid_after_utc:
         raise AuthError(
             f"the certificate in {where} expired at {certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC; "
-            "`diloco keys renew` makes a new one."
+            "`diloco keys rotate` makes a new one."
         )
     if now < certificate.not_valid_before_utc:
         raise AuthError(

@@ -35,7 +35,7 @@ def run_file(case: Case, candidate: Candidate, name: str = "advised") -> str:
         write_toml({"schedule": {"warmup_steps": min(WARMUP_STEPS, int(WARMUP_FRACTION * steps))}}),
         *_inner(case, candidate),
         write_toml({"method": candidate.table}),
-        "# What learners dial. Certificates and tokens: `diloco keys new`.\n"
+        "# What learners dial. Certificates and tokens: `diloco keys init` and `diloco keys add`.\n"
         + write_toml({"syncer": {"address": SYNCER}}),
     ]
     text = "\n".join(parts)

@@ -84,7 +84,7 @@ def check_binding(address: str, *, keys: bool, client_certificates: bool, tokens
         return
     if not keys and not insecure:
         raise ConfigError(
-            f"{address} can be reached from other machines and has no keys; make them with `diloco keys new` and name "
+            f"{address} can be reached from other machines and has no keys; make them with `diloco keys init` and name "
             "their directory (syncer.keys), bind 127.0.0.1, or accept with --insecure that all that passes can be read "
             "and changed on the way."
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime as dt
 import functools
 import ipaddress
+import secrets
 import urllib.parse
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,12 +22,12 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from diloco.errors import AuthError, ConfigError, translated
-from diloco.exchange.key_pair import SCHEME, names_on
+from diloco.exchange.key_pair import SCHEME, has_signed, names_on
 from diloco.secret_files import read_secret
 from diloco.syncer.callers import ROLES, Role
 
 AUTHORITY_DAYS = 3650
-"""The authority outlives what it signs, so that a certificate can be renewed without a new one at every site."""
+"""The authority outlives what it signs, so that a certificate can be replaced without a new one at every site."""
 _PEM = serialization.Encoding.PEM
 
 
@@ -62,17 +63,14 @@ class Authority:
         cert, key: PEM texts.
     """
 
-    def __init__(self, cert: bytes, key: bytes) -> None:
-        self.cert, self.key = cert, key
-        self._cert = x509.load_pem_x509_certificate(cert)
-        loaded = serialization.load_pem_private_key(key, password=None)
-        assert isinstance(loaded, ec.EllipticCurvePrivateKey)
-        self._key = loaded
+    def __init__(self, cert: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> None:
+        self.cert, self.key = cert.public_bytes(_PEM), _plain(key)
+        self._cert, self._key = cert, key
 
     @classmethod
     def new(cls, run: str) -> Authority:
-        """A new one: ECDSA P-256."""
-        key, name = ec.generate_private_key(ec.SECP256R1()), _subject(f"diloco {run}"[:64])
+        """A new one: ECDSA P-256. Its name is its own, since two are trusted while one replaces the other."""
+        key, name = ec.generate_private_key(ec.SECP256R1()), _subject(f"diloco {run}"[:55] + f" {secrets.token_hex(4)}")
         begins = _now() - dt.timedelta(hours=1)
         ends = begins + dt.timedelta(days=AUTHORITY_DAYS)
         cert = (
@@ -82,23 +80,32 @@ class Authority:
             .add_extension(_usage(authority=True), critical=True)
             .sign(key, hashes.SHA256())
         )
-        return cls(cert.public_bytes(_PEM), _plain(key))
+        return cls(cert, key)
 
     @classmethod
-    def read(cls, cert: Path, key: Path) -> Authority:
-        """That of two files.
+    def read(cls, certs: Path, key: Path) -> Authority | None:
+        """That of a key, whose certificate is one of the file `certs`; None: its certificate is not there.
 
         Raises:
             ConfigError: they cannot be read, other users may read the key, or they are no authority.
         """
         secret = read_secret(key, "authority's key")
-        with translated(OSError, ConfigError, f"cannot read {cert}", "make it with `diloco keys new`"):
-            public = cert.read_bytes()
+        with translated(OSError, ConfigError, f"cannot read {certs}", "make it with `diloco keys init`"):
+            public = certs.read_bytes()
         with translated(
             (ValueError, TypeError, AssertionError, UnsupportedAlgorithm), ConfigError,
-            f"{cert} and {key} are no authority", "use those that `diloco keys new` made",
+            f"{certs} and {key} are no authority", "use those that `diloco keys` made",
         ):  # fmt: skip
-            return cls(public, secret)
+            loaded = serialization.load_pem_private_key(secret, password=None)
+            assert isinstance(loaded, ec.EllipticCurvePrivateKey)
+            for cert in x509.load_pem_x509_certificates(public):
+                if cert.public_key() == loaded.public_key():
+                    return cls(cert, loaded)
+        return None
+
+    def has_signed(self, cert: bytes) -> bool:
+        """Whether a certificate, as PEM, is one of this authority's."""
+        return has_signed(self._cert, x509.load_pem_x509_certificate(cert))
 
     def sign(self, run: str, role: Role, name: str, *, hosts: Sequence[str] = (), lifetime: dt.timedelta) -> Signed:
         """A new key and a certificate for it, valid from an hour ago. With `hosts`, learners accept it there.
@@ -108,7 +115,7 @@ class Authority:
         """
         key = ec.generate_private_key(ec.SECP256R1())
         uri = f"{SCHEME}:{urllib.parse.quote(run, safe='')}/{role}/{name}"
-        names = [x509.UniformResourceIdentifier(uri), *(_host(host) for host in dict.fromkeys(hosts))]
+        names = [x509.UniformResourceIdentifier(uri), *(general_name(host) for host in dict.fromkeys(hosts))]
         serial, now = x509.random_serial_number(), _now()
         begins, ends = now - dt.timedelta(hours=1), min(now + lifetime, self._cert.not_valid_after_utc)
         uses = [ExtendedKeyUsageOID.CLIENT_AUTH, *([ExtendedKeyUsageOID.SERVER_AUTH] if hosts else [])]
@@ -157,7 +164,12 @@ def _holder(cert: x509.Certificate) -> Holder:
     )
 
 
-def _host(host: str) -> x509.GeneralName:
+def general_name(host: str) -> x509.GeneralName:
+    """A host name or IP address, as a certificate has it.
+
+    Raises:
+        ConfigError: it is neither.
+    """
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:

@@ -3,19 +3,20 @@
 [[revoked]]
 serial = "3f21…"
 name = "site-a"
-at = "2026-11-22T20:00:00Z"
+at = "2026-11-22T20:00:00Z"     # refused from then on: the past, or the end of the time in which a new one is copied
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
-from diloco.errors import AuthError
+from diloco.errors import AuthError, ConfigError
 from diloco.secret_files import replace_secret
 from diloco.syncer.callers import Caller
 from diloco.syncer.certificates import holder_of
+from diloco.syncer.ends_soon import EndsSoon
 from diloco.syncer.rereading import Reread
 from diloco.tables import Table, read_text, read_toml, validate, write_toml
 
@@ -23,7 +24,7 @@ REVOKED = "revoked.toml"
 
 
 class Revoked(Table):
-    """One certificate that is refused."""
+    """One certificate that is refused from `at` on."""
 
     serial: str
     name: str
@@ -36,16 +37,19 @@ class RevokedFile(Table):
     revoked: tuple[Revoked, ...] = ()
 
 
-def read_revoked(path: Path) -> frozenset[str]:
-    """The serial numbers of a file. Raises ConfigError."""
+def read_revoked(path: Path) -> Mapping[str, datetime]:
+    """From when on a certificate is refused, by its serial number. Raises ConfigError."""
     found = validate(RevokedFile, read_toml(read_text(path, "list of revoked certificates"), str(path)), str(path))
-    return frozenset(each.serial for each in found.revoked)
+    for each in found.revoked:
+        if each.at.tzinfo is None:
+            raise ConfigError(f"{path} revokes {each.name!r} at {each.at} of no time zone; add Z for UTC.")
+    return {each.serial: each.at for each in found.revoked}
 
 
 def write_revoked(path: Path, revoked: Iterable[Revoked]) -> None:
     """Replace a file in one step."""
     text = write_toml(RevokedFile(revoked=tuple(revoked)).model_dump(mode="json"))
-    replace_secret(path, f"# certificates that the syncer refuses; `diloco keys revoke` writes this\n{text}".encode())
+    replace_secret(path, f"# certificates that the syncer refuses; `diloco keys` writes this\n{text}".encode())
 
 
 class Holders:
@@ -59,7 +63,7 @@ class Holders:
     """
 
     def __init__(self, run: str, directory: Path) -> None:
-        self._run = run
+        self._run, self._ends = run, EndsSoon()
         self._revoked = Reread(directory / REVOKED, "list of revoked certificates", read_revoked)
         self._revoked.get()
 
@@ -84,13 +88,14 @@ class Holders:
         Raises:
             AuthError: it is revoked or has expired.
         """
-        if caller.key in self._revoked.admitting():
+        now, revoked = datetime.now(UTC), self._revoked.admitting().get(caller.key)
+        if revoked is not None and now >= revoked:
             raise AuthError(
-                f"the certificate of {caller.name!r} was revoked; ask the run's operator for a new one "
-                "(`diloco keys add`)."
+                f"the certificate of {caller.name!r} was revoked; ask the run's operator for a new one (`diloco keys`)."
             )
-        if caller.expires is not None and datetime.now(UTC) >= caller.expires:
+        if caller.expires is not None and now >= caller.expires:
             raise AuthError(
                 f"the certificate of {caller.name!r} expired at {caller.expires.astimezone(UTC):%Y-%m-%d %H:%M} UTC; "
-                "ask the run's operator for a new one (`diloco keys renew`)."
+                "ask the run's operator for a new one (`diloco keys rotate`)."
             )
+        self._ends.look(now, f"the certificate of {caller.name!r}", caller.expires)

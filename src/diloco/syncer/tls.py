@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,8 @@ import grpc
 
 from diloco.errors import ConfigError
 from diloco.exchange.key_pair import CA, CERT, KEY, KeyPair, check_valid_now, read_key_pair
-from diloco.syncer.certificates import hosts_of
+from diloco.syncer.certificates import holder_of, hosts_of
+from diloco.syncer.ends_soon import EndsSoon
 
 log = logging.getLogger("diloco.syncer")
 
@@ -21,7 +23,7 @@ def server_credentials(
 ) -> grpc.ServerCredentials:
     """TLS with the keys in `directory`; with `client_certificates` a connection that shows none of the run's ends.
 
-    The files are looked at in every handshake, so that a renewed certificate needs no restart.
+    The files are looked at in every handshake, so that a new certificate needs no restart.
 
     Arguments:
         begins: called at the beginning of each handshake.
@@ -29,12 +31,15 @@ def server_credentials(
     Raises:
         ConfigError: they cannot be used, or are those of a learner. AuthError: the certificate is not valid now.
     """
-    looked = _marks(directory)
+    looked, ends = _marks(directory), EndsSoon()
     known = read_syncer_keys(directory)
+    expires = holder_of(known.cert).expires
+    ends.look(dt.datetime.now(dt.UTC), "the syncer's own certificate", expires)
 
     def newest() -> grpc.ServerCertificateConfiguration | None:
-        nonlocal known, looked
+        nonlocal known, looked, expires
         begins()
+        ends.look(dt.datetime.now(dt.UTC), "the syncer's own certificate", expires)
         if (marks := _marks(directory)) == looked:
             return None
         looked = marks
@@ -45,7 +50,8 @@ def server_credentials(
             return None
         if found == known:
             return None
-        known = found
+        known, expires = found, holder_of(found.cert).expires
+        log.info("the syncer shows its new certificate from now on; it ends at %s UTC", f"{expires:%Y-%m-%d %H:%M}")
         return _configuration(known)
 
     fetch = cast("Callable[[], grpc.ServerCertificateConfiguration]", newest)  # None is one of its answers
@@ -71,7 +77,7 @@ def read_syncer_keys(directory: Path) -> KeyPair:
     """The keys of a syncer. Raises as `server_credentials`."""
     pair = read_key_pair(directory)
     if not hosts_of(pair.cert):
-        raise ConfigError(f"the certificate in {directory} names no host; a syncer needs that of `diloco keys new`.")
+        raise ConfigError(f"the certificate in {directory} names no host; a syncer needs that of `diloco keys init`.")
     check_valid_now(pair.cert, directory / CERT)
     return pair
 

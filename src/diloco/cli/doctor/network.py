@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -146,10 +147,15 @@ def look_at_port(address: str, run: str, table: "SyncerTable") -> Iterator[Findi
 def _certificate(keys: Path) -> Finding:
     """Whether the syncer's keys can be used now, and for which hosts."""
     from diloco.syncer.certificates import holder_of, hosts_of
+    from diloco.syncer.ends_soon import SOON
     from diloco.syncer.tls import read_syncer_keys
 
     try:
         cert = read_syncer_keys(keys).cert
     except DilocoError as error:
         return Finding("certificate", "missing", str(error), "a syncer refuses to start so")
-    return Finding("certificate", "ok", f"for {', '.join(hosts_of(cert))}, until {holder_of(cert).expires:%Y-%m-%d}")
+    expires = holder_of(cert).expires
+    found = f"for {', '.join(hosts_of(cert))}, until {expires:%Y-%m-%d}"
+    if expires - datetime.now(UTC) <= SOON:
+        return Finding("certificate", "absent", found, "it ends soon; `diloco keys rotate syncer` makes a new one")
+    return Finding("certificate", "ok", found)
