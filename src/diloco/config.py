@@ -15,8 +15,10 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from diloco.errors import ConfigError
 from diloco.tables import Table, read_text, read_toml, validate, write_toml
 
-LEARNERS_OWN = ("inner", "schedule", "train", "evaluate", "checkpoint", "heal", "syncer")
+LEARNERS_OWN = ("inner", "schedule", "train", "evaluate", "checkpoint", "heal", "syncer", "track")
 """The tables that a `[learner.NAME]` table may change."""
+
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 MUON_PRESET = "MuLoCo"
 """The method whose inner optimizer is Muon unless the run file says otherwise."""
@@ -25,7 +27,7 @@ MUON_PRESET = "MuLoCo"
 class RunTable(Table):
     """The run's name, its length and its planned number of learners."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field(pattern=NAME)
     tokens: int = Field(gt=0)  # trained by all learners together; ends the run
     steps: int | None = Field(default=None, gt=0)  # ends a learner, if the tokens last so long
     seed: int = Field(default=0, ge=0, lt=2**32)
@@ -218,6 +220,27 @@ class SyncerTable(Table):
         return self
 
 
+class TrackTable(Table):
+    """The trackers that the syncer and every learner log to."""
+
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...] = ()
+    project: str = Field(default="diloco", min_length=1)  # W&B's and trackio's project, MLflow's experiment
+    name: str | None = Field(default=None, pattern=NAME)  # default: run.name; each process adds its own
+    folder: Path | None = None  # of what trackers keep here; default <run.dir>/tracking
+    wandb_mode: Literal["online", "offline"] | None = None  # default: online
+    mlflow_tracking_uri: str | None = Field(default=None, min_length=1)  # default: a database in the folder
+
+    @model_validator(mode="after")
+    def _have_effect(self) -> Self:
+        if len(set(self.trackers)) < len(self.trackers):
+            raise ValueError(f"trackers = {list(self.trackers)} names one twice")
+        for key, tracker in (("wandb_mode", "wandb"), ("mlflow_tracking_uri", "mlflow")):
+            # A table without trackers turns those of the table below it off.
+            if self.trackers and tracker not in self.trackers and getattr(self, key) is not None:
+                raise ValueError(f'{key} has no effect without "{tracker}" among the trackers')
+        return self
+
+
 class RunConfig(Table):
     """A whole run file."""
 
@@ -234,6 +257,7 @@ class RunConfig(Table):
     method: dict[str, Any] = Field(default_factory=lambda: {"preset": "StreamingDiLoCo"})
     pool: PoolTable | None = None
     syncer: SyncerTable = Field(default_factory=SyncerTable)
+    track: TrackTable = Field(default_factory=TrackTable)
     learner: dict[str, dict[str, dict[str, Any]]] = Field(
         default_factory=dict
     )  # by name: what is different for that learner

@@ -249,6 +249,7 @@ class Progress(Event):
     tokens: int  # trained by the run
     learners: dict[str, LearnerProgress]
     ledger: dict[str, int] = Field(default_factory=dict)  # tokens by what became of them, summed over fragments
+    run_id: str = ""  # drawn when the run got its model
 
 
 class Reported(Event):

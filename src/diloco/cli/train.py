@@ -3,7 +3,7 @@
 import json
 import signal
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from diloco.config import RunConfig
+    from diloco.tracking.feed import Feed
     from diloco.training.alone import AnyLearner
     from diloco.training.job import Job
     from diloco.training.loop import Attach, Part, Summary, Trainer
@@ -114,21 +115,28 @@ def _own_rank() -> int:
 
 def _train(config: "RunConfig", part: "Part", collective: bool, as_json: bool, checkpoints: Path | None = None) -> None:
     """`checkpoints`: where the newest usable one is looked for."""
+    from diloco.tracking.opening import kept_id, open_feed
+
+    feed = open_feed(config, part.name)
+
     import torch
 
     from diloco.training.job import job_of_process
 
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
-    with job_of_process(config.train.device) as job:
-        if checkpoints is not None:
-            part = _with_usable(part, checkpoints, job)
-        trainer = _trainer(config, part, job, collective, as_json)
-        what = "writing a checkpoint" if job.first else None
-        with ending_by_signals(trainer.stop, what, again=not part.supervised):
-            summary = trainer.train()
-    if job.first:
-        _print(summary, as_json)
+    with feed or nullcontext():
+        with job_of_process(config.train.device) as job:
+            if checkpoints is not None:
+                part = _with_usable(part, checkpoints, job)
+            if feed is not None and (collective or job.first):
+                feed.begin(kept_id(config.dir / part.name))
+            trainer = _trainer(config, part, job, collective, as_json, feed)
+            what = "writing a checkpoint" if job.first else None
+            with ending_by_signals(trainer.stop, what, again=not part.supervised):
+                summary = trainer.train()
+        if job.first:
+            _print(summary, as_json)
     if part.supervised and summary.reason == "stopped":
         raise typer.Exit(STOPPED)
 
@@ -153,7 +161,9 @@ def _with_usable(part: "Part", checkpoints: Path, job: "Job") -> "Part":
     return replace(part, resume_from=found[-1] if found else None, unusable=unusable, initialise=initialise)
 
 
-def _trainer(config: "RunConfig", part: "Part", job: "Job", collective: bool, as_json: bool) -> "Trainer":
+def _trainer(
+    config: "RunConfig", part: "Part", job: "Job", collective: bool, as_json: bool, feed: "Feed | None"
+) -> "Trainer":
     """The trainer of this process: a rank of the learner that the job is, or with `collective` a learner of its own."""
     from diloco.training.loop import Trainer
     from diloco.training.progress import make_progress
@@ -163,7 +173,7 @@ def _trainer(config: "RunConfig", part: "Part", job: "Job", collective: bool, as
     if not collective:
         stopping = Stopping()
         attach = _connector(config, part, stopping) if part.role == "learner" else None
-        return Trainer(config, part, attach=attach, progress=progress, job=job, stopping=stopping)
+        return Trainer(config, part, attach=attach, progress=progress, job=job, stopping=stopping, feed=feed)
     if job.size != config.run.learners:
         raise ConfigError(f"{job.size} ranks and run.learners = {config.run.learners}: start one rank for each learner")
 
@@ -173,7 +183,8 @@ def _trainer(config: "RunConfig", part: "Part", job: "Job", collective: bool, as
     assert job.process_group is not None  # `--collective` is refused without torchrun
     method = method_from_table(config.method)
     attach = attach_over(job.process_group, method, config.train.trains, config.train.overlap)
-    return Trainer(config, part, attach=attach, progress=progress, together=together_over(job.process_group, job))
+    together = together_over(job.process_group, job)
+    return Trainer(config, part, attach=attach, progress=progress, together=together, feed=feed)
 
 
 def _print(summary: "Summary", as_json: bool) -> None:

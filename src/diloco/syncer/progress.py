@@ -66,8 +66,9 @@ class ProgressLog:
             losses = dict(self._losses)
         learners = {name: _learner(it, losses.get(name)) for name, it in status["learners"].items()}
         return events.Progress(
-            step=status["step"], tokens=status["tokens"], learners=learners, ledger=_ledger(status["fragments"])
-        )
+            step=status["step"], tokens=status["tokens"], learners=learners, ledger=_ledger(status["fragments"]),
+            run_id=status["run_id"],
+        )  # fmt: skip
 
     def write(self) -> None:
         """Write the run at this moment, where anything has moved."""

@@ -55,6 +55,9 @@ from diloco.syncer.transfers import Transfers
 
 log = logging.getLogger("diloco.syncer")
 
+EVENTS = "events.jsonl"
+"""The event log in the state directory."""
+
 TRAFFIC_EVERY_S = 2.0
 SILENT_S = 20
 """For which a connection may say nothing before the syncer takes it."""
@@ -146,7 +149,7 @@ class Syncer:
         self._failure: BaseException | None = None
         with ExitStack() as refused:  # a directory that cannot be served is let go
             self._store = refused.enter_context(Replica(options.state_dir))
-            self._events = refused.enter_context(EventLog(options.state_dir / "events.jsonl", who="syncer"))
+            self._events = refused.enter_context(EventLog(options.state_dir / EVENTS, who="syncer"))
             backup = options.backup
             self._backups = None if backup is None else Backups(backup, options.state_dir, self._events)
             self._observer = Journal(self._events, self._metrics)

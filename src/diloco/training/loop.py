@@ -10,6 +10,7 @@ from torch import nn
 from diloco import events as ev
 from diloco.config import RunConfig, dump_config
 from diloco.errors import AuthError, CheckpointError, ConfigError, StoppedError, StoreError, translated
+from diloco.tracking.feed import Feed
 from diloco.training.alone import AnyLearner
 from diloco.training.checkpoint import load_checkpoint, save_checkpoint
 from diloco.training.clock import Clock, Shared
@@ -57,6 +58,7 @@ class Trainer:
         clock: where time is not real.
         shared: where several trainers are in this process.
         stopping: asks this part to stop; `attach` tells it what ends waiting.
+        feed: of trackers, closed by its owner; of the first rank.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class Trainer:
         clock: Clock | None = None,
         shared: Shared | None = None,
         stopping: Stopping | None = None,
+        feed: Feed | None = None,
     ) -> None:
         self.config = config
         self.part = part
@@ -78,7 +81,7 @@ class Trainer:
         self._together = together
         self._job = job or Job()
         self._everyone = self._job if together is None else together.everyone
-        self._progress = progress or Progress()
+        self._progress, self._feed = progress or Progress(), feed
         self._stopping = stopping or Stopping()
         self._joined = self._has_begun = False
         self._save_again_at: int | None = None  # the step; on every rank the same
@@ -131,7 +134,7 @@ class Trainer:
             if self._job.first:
                 self._save_config()
             path = self.directory / "events.jsonl" if self._job.first else None
-            with Reporter(path, self.part.name, self._progress, self._clock) as self._reporter:
+            with Reporter(path, self.part.name, self._progress, self._clock, self._feed) as self._reporter:
                 self._monitor = Monitor(self.config, self.part, self._island, self._judge, self._job, self._reporter)
                 started, waited = self._clock.seconds(), False
                 try:

@@ -58,7 +58,7 @@ class Monitor:
         if step % config.train.log_every_steps == 0:
             loss, norm = self._job.mean(float(result.loss)), float(result.gradient_norm)
             self._reporter.stepped(step, loss=loss, lr=lr, tokens=island.tokens, gradient_norm=norm)
-            self._reporter.waited(step, island.learner.metrics())
+            self._reporter.exchanged(step, island.learner.metrics())
             island.learner.log(training_loss=loss)
         if self._reporter.wants_status():
             self._reporter.show(self._status(lr, float(result.loss), "warm start" if warming_up else ""))

@@ -8,16 +8,22 @@ from typing import Any, Self
 from diloco import events as ev
 from diloco.core.healing import Healed
 from diloco.event_log import EventLog
+from diloco.tracking.base import Point
+from diloco.tracking.feed import Feed
+from diloco.tracking.values import learner_values, trainer_point
 from diloco.training.checkpoint import UnusableCheckpoint
 from diloco.training.clock import Clock
 from diloco.training.progress import Progress, StepStatus
 
 
 class Reporter:
-    """Writes the events file at `path` and talks to `progress`; without a path, it does neither."""
+    """Writes the events file at `path`, talks to `progress` and feeds trackers; without a path, it does neither."""
 
-    def __init__(self, path: Path | None, who: str, progress: Progress, clock: Clock | None = None) -> None:
+    def __init__(
+        self, path: Path | None, who: str, progress: Progress, clock: Clock | None = None, feed: Feed | None = None
+    ) -> None:
         self.who = who
+        self._feed = feed if path is not None else None
         self._clock = clock or Clock()
         self._log = None if path is None else EventLog(path, who=who, clock=self._clock.stamp)
         self._progress = progress if path is not None else Progress()
@@ -27,7 +33,9 @@ class Reporter:
     def append(self, event: ev.Event) -> None:
         """Write an event."""
         if self._log is not None:
-            self._log.append(event)
+            stamped = self._log.append(event)
+            if self._feed is not None and (point := trainer_point(stamped)) is not None:
+                self._feed.put(point)
 
     def say(self, text: str) -> None:
         """Tell people one sentence about this part."""
@@ -72,8 +80,10 @@ class Reporter:
         self.say(f"heals at step {step}: {healed.words}")
         self.append(ev.Healed(step=step, **asdict(healed)))
 
-    def waited(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """How long the training thread stood still since the last time, by a learner's counters."""
+    def exchanged(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """A learner's counters, and how long the training thread stood still since the last time."""
+        if self._feed is not None and (values := learner_values(metrics)):
+            self._feed.put(Point(step, self._clock.stamp(), values))
         seconds, times = float(metrics.get("blocked_s", 0.0)), int(metrics.get("num_blocked", 0))
         if times > self._waits[1]:
             self.append(ev.Waited(step=step, seconds=seconds - self._waits[0], times=times - self._waits[1]))

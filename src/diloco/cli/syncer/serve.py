@@ -4,6 +4,7 @@ import ctypes
 import logging
 import os
 import threading
+from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated
@@ -86,12 +87,15 @@ def command(
     from diloco.core.presets import method_from_table
     from diloco.syncer.backups import BackupPlan
     from diloco.syncer.following import Shown
-    from diloco.syncer.server import Options, Syncer
+    from diloco.syncer.server import EVENTS, Options, Syncer
+    from diloco.tracking.following import Following
+    from diloco.tracking.opening import open_feed
 
     log_plainly()
     _share_arenas()
     config = load_config(run_file, set_ or ())
     table = config.syncer
+    feed = open_feed(config, "syncer")
     port = metrics_port if metrics_port is not None else table.metrics_port
     options = Options(
         address=address or table.address,
@@ -120,7 +124,8 @@ def command(
     )
     stop = threading.Event()
     method = method_from_table(config.method)
-    with ending_by_signals(stop.set, None), Syncer(config.run.name, method, options) as it:
+    tracked = nullcontext() if feed is None else Following(options.state_dir / EVENTS, feed)
+    with tracked, ending_by_signals(stop.set, None), Syncer(config.run.name, method, options) as it:
         metrics = "" if it.metrics_port is None else f", metrics at http://127.0.0.1:{it.metrics_port}/metrics"
         state = _state(it.pairing.standing, list(it.versions()), options.follow)
         log.info("syncer for run %r at %s (%s)%s", config.run.name, it.address, state, metrics)

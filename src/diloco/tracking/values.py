@@ -1,0 +1,178 @@
+"""Events of a run as named numbers; docs/trackers.md lists the names.
+
+Nothing here reads a clock or a file: the same events give the same points.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from diloco import events as ev
+from diloco.tracking.base import Point
+
+STATES = ("merged", "pending", "discarded", "lost")
+"""What becomes of trained tokens."""
+
+
+def learner_values(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """`Learner.metrics()` as numbers that a tracker takes; none of the baseline's, which exchanges nothing.
+
+    Bytes are of payloads, as this learner sends and receives them. Shares are of the tokens that it has trained, over
+    all fragments, and add up to 1.
+    """
+    if not metrics:
+        return {}
+    num_bytes = metrics["num_bytes"]
+    values = {
+        "exchange/run_tokens": metrics["run_tokens"],
+        "exchange/updates": metrics["updates"],
+        "exchange/merges": metrics["merges"],
+        "exchange/step_s": metrics["step_s"],
+        "exchange/blocked_s": metrics["blocked_s"],
+        "exchange/blocked_steps": metrics["num_blocked"],
+        "exchange/sent_bytes": num_bytes.get("contributions", 0),
+        "exchange/received_bytes": num_bytes.get("updates", 0) + num_bytes.get("joins", 0),
+        "exchange/resumed_bytes": metrics["resumed_bytes"],
+    }
+    tokens: Counter[str] = Counter()
+    for fragment in metrics["ledger"]:
+        tokens.update({state: fragment[state] for state in ("merged", "pending", "lost")})
+        tokens["discarded"] += sum(fragment["discarded"].values())
+    return {name: float(value) for name, value in values.items() if value is not None} | _shares("exchange", tokens)
+
+
+def trainer_point(event: ev.Event) -> Point | None:
+    """An event of the reference trainer as numbers; None: it has none for a tracker."""
+    match event:
+        case ev.Stepped():
+            names = ("loss", "lr", "gradient_norm", "tokens", "tokens_per_s")
+            values = {f"train/{name}": float(getattr(event, name)) for name in names}
+        case ev.Evaluated():
+            values = _evaluation(event.tokens, event.loss)
+        case ev.Checkpointed():
+            values = {"train/checkpoint_s": event.seconds, "train/checkpoint_bytes": float(event.num_bytes)}
+        case _:
+            return None
+    return Point(event.step, event.t, values)
+
+
+class SyncerValues:
+    """The events of a syncer, from the first of its log, as points: one for each `progress` and `reported`.
+
+    What happened between two of them is in the next point: totals since the run began, and means since the point
+    before.
+
+    Attributes:
+        run_id: as the newest `progress` has it.
+    """
+
+    def __init__(self) -> None:
+        self.run_id = ""
+        self._step = 0
+        self._live: set[str] = set()
+        self._counts: Counter[str] = Counter(dict.fromkeys(COUNTED.values(), 0))
+        self._merges: list[tuple[int, float, float]] = []  # contributors, participation, seconds
+        self._before: tuple[float, int] | None = None  # Unix time and tokens of the last progress of this process
+        self._bytes: dict[str, Counter[str]] = {}  # by learner and direction, of this process
+        self._earlier_bytes: dict[str, Counter[str]] = {}  # of processes before it
+
+    def take(self, event: ev.Event) -> Point | None:
+        """One more event; None: it is in a later point, or in none."""
+        if (name := COUNTED.get(event.kind)) is not None:
+            self._counts[name] += event.times if isinstance(event, ev.Refused) else 1
+        match event:
+            case ev.SyncerStarted():
+                self._begin_process()
+            case ev.Initialised():
+                self._step = event.step
+            case ev.Joined():
+                self._live.add(event.learner)
+            case ev.Left() | ev.Evicted():
+                self._live.discard(event.learner)
+            case ev.Merged():
+                expected = {*event.members, *event.contributors} | self._live
+                share = len(event.contributors) / max(1, len(expected))
+                self._merges.append((len(event.contributors), share, event.merge_s))
+            case ev.Traffic():
+                received, sent = sum(event.received_bytes.values()), sum(event.sent_bytes.values())
+                self._bytes[event.learner] = Counter(received=received, sent=sent)
+            case ev.Reported():
+                return Point(self._step, event.t, _evaluation(event.tokens, event.loss))
+            case ev.Progress():
+                return self._progress(event)
+            case _:
+                pass
+        return None
+
+    def _begin_process(self) -> None:
+        for learner, counted in self._bytes.items():
+            self._earlier_bytes[learner] = self._earlier_bytes.get(learner, Counter()) + counted
+        self._bytes, self._before = {}, None
+        self._live.clear()
+
+    def _progress(self, event: ev.Progress) -> Point:
+        self._step, self.run_id = event.step, event.run_id
+        self._live = {name for name, it in event.learners.items() if it.state != "lost"}
+        values = {
+            "run/tokens": float(event.tokens),
+            "run/live_learners": float(len(self._live)),
+            "run/healthy_learners": float(sum(it.state == "healthy" for it in event.learners.values())),
+            **{name: float(number) for name, number in self._counts.items()},
+        }
+        if self._before is not None and event.t > self._before[0]:
+            values["run/tokens_per_s"] = max(0.0, (event.tokens - self._before[1]) / (event.t - self._before[0]))
+        self._before = event.t, event.tokens
+        if self._merges:
+            for name, of_each in zip(MEANS, zip(*self._merges, strict=True), strict=True):
+                values[name] = sum(of_each) / len(of_each)
+            self._merges = []
+        values |= self._traffic() | _shares("run", _by_state(event.ledger))
+        for learner, it in event.learners.items():
+            values |= self._learner(learner, it)
+        return Point(event.step, event.t, values)
+
+    def _traffic(self) -> dict[str, float]:
+        total = sum((*self._bytes.values(), *self._earlier_bytes.values()), Counter())
+        return {f"run/{way}_bytes": float(total[way]) for way in ("received", "sent")} if total else {}
+
+    def _learner(self, name: str, it: ev.LearnerProgress) -> dict[str, float]:
+        known: dict[str, float | None] = {
+            "step": it.step, "tokens": it.tokens, "step_s": it.step_s, "silent_s": it.silent_s,
+            "training_loss": it.training_loss,
+        }  # fmt: skip
+        total = self._bytes.get(name, Counter()) + self._earlier_bytes.get(name, Counter())
+        known |= {f"{way}_bytes": number for way, number in total.items()}
+        return {f"learner/{name}/{key}": float(value) for key, value in known.items() if value is not None}
+
+
+COUNTED = {
+    "merged": "run/merges",
+    "rejected": "run/rejected_contributions",
+    "joined": "run/joins",
+    "left": "run/goodbyes",
+    "evicted": "run/evictions",
+    "refused": "run/refused_calls",
+}
+"""The name of the total by the kind of event."""
+
+MEANS = ("run/contributors", "run/participation", "run/merge_s")
+"""Of a merge, over those since the point before."""
+
+
+def _evaluation(tokens: int, loss: float) -> dict[str, float]:
+    return {"global_model/held_out_loss": loss, "global_model/evaluated_at_tokens": float(tokens)}
+
+
+def _by_state(ledger: Mapping[str, int]) -> Counter[str]:
+    """Tokens by state of a `progress` event, all reasons of discarding as one."""
+    tokens: Counter[str] = Counter()
+    for key, number in ledger.items():
+        tokens[key.partition(":")[0]] += number
+    return tokens
+
+
+def _shares(prefix: str, tokens: Counter[str]) -> dict[str, float]:
+    whole = tokens.total()
+    return {f"{prefix}/{state}_share": tokens[state] / whole for state in STATES} if whole else {}
