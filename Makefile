@@ -7,6 +7,7 @@
 #   make package  build sdist and wheel, and try the wheel where nothing else is installed
 #   make sky      check templates/skypilot with SkyPilot itself, in an environment of its own
 #   make torchtitan   the tests of examples/integrations/torchtitan and of the Triton kernels, in an environment of their own
+#   make trackers     trackio and MLflow as trackers of a run, in an environment of their own
 #   make fuzz     every reader given inputs that are almost right, SECONDS=60 for each, or of TARGET=run-file,events only
 #   make soak     a real run with faults, HOURS=1 of it: fails on a leak, a stuck fragment, a ledger that does not add up
 #   make storm    whole runs in virtual time in which all goes wrong that can, SEEDS=1-1000
@@ -40,7 +41,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3 python;
 # A file's tests share their processes and stay together; tests/conftest.py begins with those that take longest.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: all demo test coverage lint package sky torchtitan fuzz soak storm bench gpu proto venv clean
+.PHONY: all demo test coverage lint package sky torchtitan trackers fuzz soak storm bench gpu proto venv clean
 .DELETE_ON_ERROR:
 
 all: lint test
@@ -85,6 +86,18 @@ $(TITAN)/.installed: tests/integrations/torchtitan-constraints.txt pyproject.tom
 torchtitan: $(TITAN)/.installed
 	$(TITAN)/bin/python -m pytest -k torchtitan tests/integrations/test_torchtitan.py tests/integrations/test_stacks.py $(ARGS)
 	$(TITAN)/bin/python -m pytest tests/core/test_codecs_triton.py
+
+# mlflow and trackio need older pyarrow and pillow than the rest. Trackers reach no torch.
+TRACKERS := .venv-trackers
+$(TRACKERS)/.installed: tests/tracking/constraints.txt | $(MADE)
+	@if "$(PYTHON)" -c 'import ensurepip' 2>/dev/null; then "$(PYTHON)" -m venv $(TRACKERS); \
+	else "$(PYTHON)" -m venv --without-pip $(TRACKERS); fi
+	@$(BIN)/python -m pip --python $(TRACKERS)/bin/python install --quiet --no-compile $(PIP_ARGS) -c $< \
+		mlflow trackio pydantic pytest pytest-timeout
+	@touch $@
+
+trackers: $(TRACKERS)/.installed
+	PYTHONPATH=src $(TRACKERS)/bin/python -m pytest --confcutdir=tests/tracking tests/tracking/test_trackers.py $(ARGS)
 
 # What guides the inputs by what they cover, in the environment of the tests.
 $(VENV)/.installed-for-fuzz: $(FOR_ALL)
@@ -139,4 +152,4 @@ $(FOR_ALL): constraints.txt pyproject.toml setup.py | $(MADE)
 	@touch $(FOR_DEMO) $@
 
 clean:
-	rm -rf $(VENV) $(SKY) $(TITAN) build dist src/*.egg-info .coverage .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .fuzz
+	rm -rf $(VENV) $(SKY) $(TITAN) $(TRACKERS) build dist src/*.egg-info .coverage .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .fuzz

@@ -46,7 +46,7 @@ class Feed:
     """
 
     def __init__(self, run: TrackedRun, outlets: Mapping[str, Outlet], *, most_waiting: int = MOST_WAITING) -> None:
-        self._run = run
+        self.run = run
         self._lanes = [_Lane(name, outlet, most_waiting) for name, outlet in outlets.items()]
         self._lock = threading.Lock()
         self._has_begun = self._is_closed = False
@@ -61,7 +61,7 @@ class Feed:
             if self._has_begun or self._is_closed:
                 return
             self._has_begun = True
-        run = self._run if run_id is None else replace(self._run, id=run_id)
+        run = self.run if run_id is None else replace(self.run, id=run_id)
         for lane in self._lanes:
             lane.begin(run)
 

@@ -16,6 +16,9 @@ from diloco.whole_files import write_whole
 
 ID_FILE = "tracked-as"
 
+NOT_TOLD = {"syncer", "track", "learner"}
+"""Tables of the run file that are about machines: they have paths, addresses and URLs that may have passwords in them."""
+
 
 def open_feed(config: RunConfig, who: str) -> Feed | None:
     """The feed of one process of a run, which has to `begin` yet; None: the run file names no tracker.
@@ -46,7 +49,7 @@ def open_feed(config: RunConfig, who: str) -> Feed | None:
         project=table.project,
         group=config.run.name,
         name=f"{table.name or config.run.name}-{who}",
-        config=config.model_dump(mode="json", exclude_none=True),
+        config=config.model_dump(mode="json", exclude_none=True, exclude=NOT_TOLD),
     )
     return Feed(run, outlets)
 

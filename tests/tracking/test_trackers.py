@@ -1,0 +1,179 @@
+"""Each tracker against its real library: what a run and its restart have logged is read back.
+
+In the environment of the other tests there are TensorBoard and W&B; `make trackers` has an environment for the others,
+which needs no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco.errors import ConfigError
+from diloco.tracking.base import Point, TrackedRun
+from diloco.tracking.kinds import CLASSES, require_packages
+from diloco.tracking.process import TrackerProcess
+
+RUN = TrackedRun("77aa00bb11cc22dd-syncer", "project", "demo", "demo-syncer", {"run": {"name": "demo", "tokens": 800}})
+OTHER = TrackedRun("ffff00bb11cc22dd-syncer", "project", "demo", "demo-syncer", {})
+
+LOSS = "global_model/held_out_loss"
+TOKENS = "run/tokens"
+
+Curve = list[tuple[int, float]]
+"""Step and value."""
+
+pytestmark = pytest.mark.timeout(300)  # MLflow makes a database
+
+
+def needs(package: str) -> None:
+    pytest.importorskip(package, reason=f"{package} is not installed; `make trackers` has trackio and mlflow")
+
+
+def track(kind: str, folder: Path, run: TrackedRun, points: list[Point], **options: Any) -> None:
+    tracker = TrackerProcess(CLASSES[kind], {"folder": str(folder), **options}, folder / "log")
+    tracker.start(run)
+    for point in points:
+        tracker.log(point)
+    tracker.end()
+
+
+def logged(kind: str, folder: Path, **options: Any) -> None:
+    """A run, its restart, which goes back by a step, and another run of the same name."""
+    before = [Point(10, 1000.0, {TOKENS: 100.0}), Point(20, 1010.0, {TOKENS: 200.0, LOSS: 2.5})]
+    after = [Point(19, 1020.0, {TOKENS: 190.0, LOSS: math.nan}), Point(30, 1030.0, {TOKENS: 300.0, LOSS: 2.25})]
+    track(kind, folder, RUN, before, **options)
+    track(kind, folder, RUN, after, **options)
+
+
+EXPECTED_TOKENS: Curve = [(10, 100.0), (20, 200.0), (19, 190.0), (30, 300.0)]
+
+
+def assert_losses(found: Curve) -> None:
+    assert [step for step, _ in found] == [20, 19, 30]
+    assert (found[0][1], found[2][1]) == (2.5, 2.25)
+    assert math.isnan(found[1][1])
+
+
+def printed(*command: str, **environment: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **environment})
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.filterwarnings("ignore")  # the library's own
+def test_tensorboard(tmp_path: Path) -> None:
+    needs("tensorboard")
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+    from tensorboard.util.tensor_util import make_ndarray
+
+    logged("tensorboard", tmp_path)
+    curves: dict[str, Curve] = {}
+    texts, times = [], []
+    files = sorted((tmp_path / "tensorboard" / "demo-syncer").iterdir(), key=lambda path: path.stat().st_ino)
+    assert len(files) == 2  # one a start, and TensorBoard reads both
+    for event in (event for file in files for event in EventFileLoader(str(file)).Load()):
+        for value in event.summary.value:
+            if value.metadata.plugin_data.plugin_name == "text":
+                texts.append(make_ndarray(value.tensor)[0].decode())
+            else:
+                curves.setdefault(value.tag, []).append((event.step, float(make_ndarray(value.tensor))))
+                times.append(event.wall_time)
+    assert sorted(curves[TOKENS]) == sorted(EXPECTED_TOKENS)
+    assert {step for step, _ in curves[LOSS]} == {20, 19, 30}
+    assert {1000.0, 1010.0, 1020.0, 1030.0} == set(times)
+    assert json.loads(texts[0]) == RUN.config
+
+
+def wandb_records(file: Path) -> list[dict[str, Any]]:
+    """What W&B's own reader finds in a file."""
+    lines = printed(sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)).splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_wandb_offline(tmp_path: Path) -> None:
+    needs("wandb")
+    logged("wandb", tmp_path, mode="offline")
+    files = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+    assert [file.name for file in files] == [f"run-{RUN.id}.wandb"] * 2  # `wandb sync` makes one run of them
+    curves: dict[str, Curve] = {}
+    for file in files:
+        records = wandb_records(file)
+        run = next(record["run"] for record in records if record["type"] == "run")
+        assert (run["run_id"], run["project"], run["run_group"], run["display_name"]) == (
+            RUN.id, "project", "demo", "demo-syncer",
+        )  # fmt: skip
+        assert run["config"]["update"]["run"] == RUN.config["run"]
+        for record in records:
+            if record["type"] == "history":
+                row = record["history"]["item"]
+                for name in {TOKENS, LOSS} & row.keys():
+                    curves.setdefault(name, []).append((row["step"], float(row[name])))
+        axes = [record["metric"] for record in records if record["type"] == "metric"]
+        assert {"glob_name": "*", "step_metric": "step"}.items() <= axes[-1].items()
+        assert records[-1] == {**records[-1], "type": "exit", "exit": {"exit_code": 0}}
+    assert curves[TOKENS] == EXPECTED_TOKENS
+    assert_losses(curves[LOSS])
+
+
+def test_trackio(tmp_path: Path) -> None:
+    needs("trackio")
+    logged("trackio", tmp_path)
+    track("trackio", tmp_path, OTHER, [])
+    command = str(Path(sys.executable).with_name("trackio"))
+
+    def asked(*arguments: str) -> Any:
+        return json.loads(printed(command, *arguments, "--json", TRACKIO_DIR=str(tmp_path / "trackio")))
+
+    def curve(metric: str) -> Curve:
+        values = asked("get", "metric", "--project", "project", "--run", "demo-syncer-77aa00bb", "--metric", metric)
+        return [(each["step"], float(each["value"])) for each in values["values"]]
+
+    assert "demo-syncer-77aa00bb" in asked("list", "runs", "--project", "project")["runs"]
+    assert sorted(curve(TOKENS)) == sorted(EXPECTED_TOKENS)
+    assert {step for step, _ in curve(LOSS)} == {20, 19, 30}
+    run = asked("get", "run", "--project", "project", "--run", "demo-syncer-77aa00bb")
+    assert run["config"]["run"] == RUN.config["run"]
+
+
+@pytest.mark.filterwarnings("ignore")  # the library's own
+def test_mlflow(tmp_path: Path) -> None:
+    needs("mlflow")
+    from mlflow import MlflowClient
+
+    logged("mlflow", tmp_path, tracking_uri=None)
+    track("mlflow", tmp_path, OTHER, [], tracking_uri=None)
+    client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("project")
+    assert experiment is not None
+    runs = {run.data.tags["diloco.id"]: run for run in client.search_runs([experiment.experiment_id])}
+    assert runs.keys() == {RUN.id, OTHER.id}
+    run = runs[RUN.id]
+    assert (run.info.run_name, run.info.status) == ("demo-syncer", "FINISHED")
+    assert run.data.params == {"run.name": "demo", "run.tokens": "800"}
+
+    def curve(metric: str) -> Curve:
+        history = sorted(client.get_metric_history(run.info.run_id, metric), key=lambda it: it.timestamp)
+        assert history[0].timestamp >= 1_000_000  # milliseconds
+        return [(it.step, it.value) for it in history]
+
+    assert curve(TOKENS) == EXPECTED_TOKENS
+    assert {step for step, _ in curve(LOSS)} == {20, 19, 30}
+
+
+def test_a_tracker_that_is_not_installed_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    absent: Callable[[str], None] = lambda _: None  # noqa: E731
+    monkeypatch.setattr("diloco.tracking.kinds.find_spec", absent)
+    with pytest.raises(
+        ConfigError, match=r"has wandb, mlflow, not installed here; pip install 'diloco\[wandb,mlflow\]'"
+    ):
+        require_packages(["wandb", "mlflow"])
+    require_packages([])
