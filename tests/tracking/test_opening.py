@@ -29,10 +29,8 @@ def test_a_run_file_without_trackers_has_no_feed() -> None:
 
 def test_the_run_as_trackers_know_it() -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
-    feed = open_feed(
-        config("track.trackers=['tensorboard']", "track.project=islands", "syncer.backup=s3://user:secret@host/x"),
-        "paris",
-    )
+    tracked = config("track.trackers=['tensorboard']", "track.project=islands", "syncer.backup=s3://user:secret@host/x")
+    feed = open_feed(tracked, "paris")
     assert feed is not None
     run = feed.run
     assert (run.project, run.group, run.name) == ("islands", "demo", "demo-paris")
@@ -44,13 +42,10 @@ def test_the_run_as_trackers_know_it() -> None:
     ("overrides", "message"),
     [
         (["track.trackers=['wandb', 'wandb']"], "names one twice"),
-        (
-            ["track.trackers=['tensorboard']", "track.wandb_mode=offline"],
-            'no effect without "wandb" among the trackers',
-        ),
+        (["track.trackers=['tensorboard']", "track.wandb_mode=offline"], 'wandb_mode has no effect without "wandb"'),
         (["track.trackers=['wandb']", "track.mlflow_tracking_uri=http://x"], 'without "mlflow" among'),
-        (["track.trackers=['sacred']"], "track.trackers.0 = sacred"),
-        (["track.name=a/b"], "track.name = a/b"),
+        (["track.trackers=['sacred']"], '"sacred": input should be'),
+        (["track.name=a/b"], 'track.name = "a/b"'),
     ],
 )
 def test_what_cannot_be_is_refused(overrides: list[str], message: str) -> None:

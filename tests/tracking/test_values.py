@@ -82,6 +82,16 @@ def test_a_runs_progress() -> None:
     assert values.run_id == "77aa"
 
 
+def test_the_end_of_a_syncer_has_the_totals_of_its_last_seconds() -> None:
+    values = SyncerValues()
+    for event in (progress(1000.0, 40, 800, "a"), traffic("a", 100, 50), ev.Left(learner="a", incarnation=1)):
+        values.take(event)
+    point = values.take(ev.Finished(t=1001.0, steps=41, tokens=820, seconds=9.0, reason="stopped"))
+    assert point is not None
+    assert (point.step, point.t) == (41, 1001.0)
+    assert [point.values[f"run/{total}"] for total in ("tokens", "goodbyes", "received_bytes")] == [820, 1, 100]
+
+
 def test_speed_and_means_are_of_the_time_between_two_points() -> None:
     values = SyncerValues()
     values.take(merged(("a",), ("a",), 1.0))

@@ -17,7 +17,7 @@ from diloco.whole_files import write_whole
 ID_FILE = "tracked-as"
 
 NOT_TOLD = {"syncer", "track", "learner"}
-"""Tables of the run file that are about machines: they have paths, addresses and URLs that may have passwords in them."""
+"""Tables of the run file that are about machines: they have paths, and URLs that may have passwords in them."""
 
 
 def open_feed(config: RunConfig, who: str) -> Feed | None:

@@ -59,7 +59,7 @@ def trainer_point(event: ev.Event) -> Point | None:
 
 
 class SyncerValues:
-    """The events of a syncer, from the first of its log, as points: one for each `progress` and `reported`.
+    """The events of a syncer, from the first of its log, as points: one for each `progress`, `reported`, `finished`.
 
     What happened between two of them is in the next point: totals since the run began, and means since the point
     before.
@@ -102,6 +102,8 @@ class SyncerValues:
                 return Point(self._step, event.t, _evaluation(event.tokens, event.loss))
             case ev.Progress():
                 return self._progress(event)
+            case ev.Finished():
+                return Point(event.steps, event.t, self._totals(event.tokens))
             case _:
                 pass
         return None
@@ -116,11 +118,9 @@ class SyncerValues:
         self._step, self.run_id = event.step, event.run_id
         self._live = {name for name, it in event.learners.items() if it.state != "lost"}
         values = {
-            "run/tokens": float(event.tokens),
             "run/live_learners": float(len(self._live)),
             "run/healthy_learners": float(sum(it.state == "healthy" for it in event.learners.values())),
-            **{name: float(number) for name, number in self._counts.items()},
-        }
+        } | self._totals(event.tokens)
         if self._before is not None and event.t > self._before[0]:
             values["run/tokens_per_s"] = max(0.0, (event.tokens - self._before[1]) / (event.t - self._before[0]))
         self._before = event.t, event.tokens
@@ -128,14 +128,17 @@ class SyncerValues:
             for name, of_each in zip(MEANS, zip(*self._merges, strict=True), strict=True):
                 values[name] = sum(of_each) / len(of_each)
             self._merges = []
-        values |= self._traffic() | _shares("run", _by_state(event.ledger))
+        values |= _shares("run", _by_state(event.ledger))
         for learner, it in event.learners.items():
             values |= self._learner(learner, it)
         return Point(event.step, event.t, values)
 
-    def _traffic(self) -> dict[str, float]:
-        total = sum((*self._bytes.values(), *self._earlier_bytes.values()), Counter())
-        return {f"run/{way}_bytes": float(total[way]) for way in ("received", "sent")} if total else {}
+    def _totals(self, tokens: int) -> dict[str, float]:
+        num_bytes = sum((*self._bytes.values(), *self._earlier_bytes.values()), Counter())
+        totals = {"run/tokens": tokens, **self._counts}
+        if num_bytes:
+            totals |= {f"run/{way}_bytes": num_bytes[way] for way in ("received", "sent")}
+        return {name: float(number) for name, number in totals.items()}
 
     def _learner(self, name: str, it: ev.LearnerProgress) -> dict[str, float]:
         known: dict[str, float | None] = {
