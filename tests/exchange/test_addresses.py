@@ -33,7 +33,7 @@ def test_the_address_that_answers_is_used(tmp_path: Path) -> None:
         assert metrics["merges"] == 2 * 20 // 4
         assert fetch_status(addresses, run=RUN)["step"] == 20
         assert fetch_model(addresses, run=RUN)
-    with pytest.raises(errors.UnreachableError, match="is it running"):
+    with pytest.raises(errors.UnreachableError, match="nothing listens at"):
         fetch_status(addresses, run=RUN)
 
 

@@ -16,11 +16,12 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from diloco.cli import main
 from diloco.errors import AuthError, ConfigError, UnreachableError
+from diloco.exchange.key_pair import hosts_of
 from diloco.exchange.wire.address import is_loopback, split_address
 from diloco.secret_files import read_secret, replace_secret, write_secret
 from diloco.syncer.auth import check_binding
 from diloco.syncer.callers import ROLES, Caller, Role
-from diloco.syncer.certificates import Authority, holder_of, hosts_of
+from diloco.syncer.certificates import Authority, holder_of
 from diloco.syncer.tokens import BearerTokens, TokenEntry, new_token, read_tokens, token_sha256, write_tokens
 
 TOKENS: dict[Role, str] = {role: new_token() for role in ROLES}

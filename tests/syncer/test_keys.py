@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from diloco.cli.keys import app
 from diloco.errors import AuthError, ConfigError
-from diloco.exchange.key_pair import read_key_pair
-from diloco.syncer.certificates import Holder, holder_of, hosts_of
+from diloco.exchange.key_pair import hosts_of, read_key_pair
+from diloco.syncer.certificates import Holder, holder_of
 from diloco.syncer.revocation import read_revoked
 from diloco.syncer.tls import read_syncer_keys
 from diloco.syncer.tokens import BearerTokens

@@ -20,6 +20,7 @@ from diloco.core.members import Deadlines
 from diloco.core.session.lanes import StallTimeout
 from diloco.errors import AuthError, DilocoError, ExchangeError, UnreachableError
 from diloco.exchange.credentials import Credentials
+from diloco.exchange.diagnosis import Reason
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import filling, read_header, room_for
 from diloco.exchange.wire.incoming import Download, acknowledged
@@ -37,7 +38,7 @@ ANSWER_CAP_S = 30.0
 """The most that an answer to a call may take; the least is the stall timeout's."""
 
 LOOK_EVERY_S = 10.0
-"""Between two looks at why TLS with the syncer fails."""
+"""Between two looks at why the syncer is not reached."""
 
 REFUSED_S = 60.0
 """A syncer that has answered before may be refused by TLS, or refuse, for so long: a network on the way may answer in
@@ -125,6 +126,7 @@ class Connection:
         self._metadata = self._credentials.metadata
         self._has_answered = False
         self._looked_at = -math.inf
+        self._seen: Reason | None = None  # why the syncer is not reached, when that was looked at last
         self._refused_at: float | None = None  # by TLS, for the first time since an answer
         self._channels: dict[str, grpc.Channel] = {}
         self._lock = threading.Lock()
@@ -299,14 +301,14 @@ class Connection:
         """Errors of gRPC become this package's."""
         try:
             yield
-            self._has_answered, self._refused_at = True, None
+            self._has_answered, self._refused_at, self._seen = True, None, None
         except DilocoError:
             raise
         except grpc.RpcError as error:
             mapped = from_rpc_error(error, self.address)
             if is_retryable(error):
-                refusal = self._refusal() if _code(error) is grpc.StatusCode.UNAVAILABLE else None
-                raise refusal or UnreachableError(str(mapped)) from error
+                reason = self._reason() if _code(error) is grpc.StatusCode.UNAVAILABLE else None
+                raise reason or UnreachableError(str(mapped)) from error
             if isinstance(mapped, AuthError) and self._credentials.have_changed():
                 self._hang_up()
                 raise UnreachableError(f"{mapped} The keys here are newer: dialling again with them.") from error
@@ -314,21 +316,24 @@ class Connection:
         except ValueError as error:  # what gRPC says of a channel that another thread has closed
             raise UnreachableError(f"the connection to {self.address} was closed: {error}") from error
 
-    def _refusal(self) -> DilocoError | None:
-        """Why the syncer is not reached, if it is TLS that failed; looked at now and then. That ends the caller, at
-        once where the syncer has never answered, and else if it lasts."""
+    def _reason(self) -> DilocoError | None:
+        """Why the syncer is not reached; looked at now and then, and otherwise as it was seen last. A refusal ends the
+        caller: at once where the syncer has never answered, and else if it lasts."""
         with self._lock:
             now = time.monotonic()
-            if self.closing.is_set() or now - self._looked_at < LOOK_EVERY_S:
+            if self.closing.is_set():
                 return None
+            if now - self._looked_at < LOOK_EVERY_S:
+                seen = self._seen
+                return None if seen is None or seen.is_refusal else UnreachableError(seen.text)
             self._looked_at = now
-        refusal = self._credentials.refusal()
-        if refusal is None:
+        reason = self._seen = self._credentials.reason()
+        if reason is None or not reason.is_refusal:
             self._refused_at = None
-            return None
+            return None if reason is None else UnreachableError(reason.text)
         self._refused_at = self._refused_at or now
         is_final = not self._has_answered or now - self._refused_at >= REFUSED_S
-        return AuthError(refusal) if is_final else UnreachableError(refusal)
+        return AuthError(reason.text) if is_final else UnreachableError(reason.text)
 
     # --- channels -----------------------------------------------------------------------------------------------------
 

@@ -1,23 +1,22 @@
-"""What a caller shows to a syncer, which syncers it trusts, and the reason where TLS between them fails."""
+"""What a caller shows to a syncer, and which syncers it trusts."""
 
 from __future__ import annotations
 
 import logging
-import socket
-import ssl
 import time
 from pathlib import Path
 
 import grpc
 
 from diloco.errors import ConfigError, translated
-from diloco.exchange.key_pair import CA, CERT, KEY, KeyPair, check_valid_now, read_key_pair
-from diloco.exchange.wire.address import is_local, socket_path, split_address
+from diloco.exchange.diagnosis import Reason, Way, find_reason
+from diloco.exchange.key_pair import CERT, KeyPair, check_valid_now, read_key_pair
+from diloco.exchange.wire.address import is_local
 
 log = logging.getLogger("diloco")
 
-LOOK_TIMEOUT_S, LOOK_AGAIN_S = 2.0, 0.5
-"""How long each step of a look at a syncer's TLS takes at most, and the pause before the second look."""
+LOOK_AGAIN_S = 0.5
+"""The pause before a second look at why a syncer refuses."""
 
 
 class Credentials:
@@ -43,9 +42,9 @@ class Credentials:
     def __init__(self, address: str, *, keys: Path | None, token: str | None, ca: Path | None, insecure: bool) -> None:
         given = [name for name, it in (("token", token), ("ca", ca), ("insecure", insecure or None)) if it is not None]
         if keys is not None and given:
-            raise ConfigError(f"keys=… and {given[0]}=… contradict each other; drop one of them.")
+            raise ConfigError(f"keys and {given[0]} contradict each other; drop one of them.")
         if insecure and ca is not None:
-            raise ConfigError("insecure=True and ca=… contradict each other; drop one of them.")
+            raise ConfigError("insecure and ca contradict each other; drop one of them.")
         self.metadata = () if token is None else (("authorization", f"Bearer {token}"),)
         self.is_secure = keys is not None or ca is not None or not (insecure or is_local(address))
         self._address, self._keys, self._ca = address, keys, ca
@@ -81,59 +80,12 @@ class Credentials:
             log.warning("the keys that were read before are used: %s", error)
             return self._pair
 
-    # --- reasons ------------------------------------------------------------------------------------------------------
-
-    def refusal(self) -> str | None:
-        """Why TLS with the syncer fails, by a connection of its own; None: not for a reason that this can see. gRPC
-        says only that the connection was closed."""
-        if not self.is_secure or socket_path(self._address) is not None:
-            return None
-        refusal = self._look()
-        if refusal is not None:  # a syncer that is being stopped may look the same once, and not twice
+    def reason(self) -> Reason | None:
+        """Why the syncer is not reached, as `find_reason`. A refusal is looked at twice: a syncer that is being stopped
+        may look the same once."""
+        way = Way(self._address, self.is_secure, self._keys, self._ca)
+        reason = find_reason(way)
+        if reason is not None and reason.is_refusal:
             time.sleep(LOOK_AGAIN_S)
-            refusal = self._look()
-        return refusal
-
-    def _look(self) -> str | None:
-        host, port = split_address(self._address)
-        try:
-            context = ssl.create_default_context(cafile=self._keys / CA if self._keys is not None else self._ca)
-            context.set_alpn_protocols(["h2"])
-            if self._keys is not None:
-                context.load_cert_chain(self._keys / CERT, self._keys / KEY)
-            with socket.create_connection((host, port), timeout=LOOK_TIMEOUT_S) as plain:
-                return self._verdict(context, plain, host)
-        except OSError:  # it does not answer at all, or the files here are being replaced
-            return None
-
-    def _verdict(self, context: ssl.SSLContext, plain: socket.socket, host: str) -> str | None:
-        """What a handshake comes to. In TLS 1.3 the client's certificate is judged after the client's part of it: a
-        syncer that refuses hangs up where it would send its settings."""
-        try:
-            secure = context.wrap_socket(plain, server_hostname=host)
-        except ssl.SSLCertVerificationError as error:
-            return (
-                f"the certificate that the syncer at {self._address} shows is not trusted ({error.verify_message}); "
-                "use the ca.pem of this run, and an address that the certificate names."
-            )
-        except ssl.SSLError as error:
-            if error.reason == "WRONG_VERSION_NUMBER":
-                return f"what answers at {self._address} does not speak TLS; is it the syncer, and has it keys?"
-            return None
-        with secure:
-            try:
-                if secure.recv(1):
-                    return None
-            except TimeoutError:
-                return None
-            except OSError:  # hung up
-                pass
-        if self._keys is None:
-            return (
-                f"the syncer at {self._address} wants a certificate and none was shown; pass the directory of this "
-                "learner's keys (keys=…, syncer.keys or --keys; see `diloco keys`)."
-            )
-        return (
-            f"the syncer at {self._address} refused the certificate in {self._keys}: another authority signed it, or "
-            "it is not valid by the syncer's clock; copy the directory again from `diloco keys`."
-        )
+            reason = find_reason(way)
+        return reason

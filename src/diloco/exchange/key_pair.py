@@ -87,6 +87,17 @@ def names_on(certificate: x509.Certificate) -> tuple[str, str, str] | None:
     return None
 
 
+def hosts_of(cert: bytes) -> list[str]:
+    """The hosts for which a syncer may show a certificate (PEM)."""
+    try:
+        found = (
+            x509.load_pem_x509_certificate(cert).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        )
+    except x509.ExtensionNotFound:
+        return []
+    return [str(name.value) for name in found if not isinstance(name, x509.UniformResourceIdentifier)]
+
+
 def learner_of(directory: Path) -> str | None:
     """The learner that the keys of a directory are for; None: they are for another role. Raises as `read_key_pair`."""
     names = names_on(x509.load_pem_x509_certificate(read_key_pair(directory).cert))

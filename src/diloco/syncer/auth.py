@@ -46,7 +46,10 @@ class Authenticator:
             shown: Any = context.auth_context()  # its values are lists of bytes
             found = list(shown.get("x509_pem_cert", ()))
             if not found:
-                raise AuthError("no certificate was shown and this syncer wants one; pass keys=… (see `diloco keys`).")
+                raise AuthError(
+                    "no certificate was shown and this syncer wants one; name the directory of this holder's keys "
+                    "(--keys, or keys in the run file's [syncer])."
+                )
             return self._holders.caller(found[0])
         if self._tokens is not None:
             authorization = str(dict(context.invocation_metadata()).get("authorization", ""))

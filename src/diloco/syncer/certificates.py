@@ -146,12 +146,6 @@ def holder_of(cert: bytes) -> Holder:
         raise AuthError(f"the certificate cannot be read ({error}); make one with `diloco keys`.") from error
 
 
-def hosts_of(cert: bytes) -> list[str]:
-    """The hosts for which a syncer may show a certificate."""
-    found = x509.load_pem_x509_certificate(cert).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    return [str(name.value) for name in found if not isinstance(name, x509.UniformResourceIdentifier)]
-
-
 def _holder(cert: x509.Certificate) -> Holder:
     begins, ends = cert.not_valid_before_utc, cert.not_valid_after_utc
     if (names := names_on(cert)) is not None:

@@ -11,8 +11,8 @@ from typing import cast
 import grpc
 
 from diloco.errors import ConfigError
-from diloco.exchange.key_pair import CA, CERT, KEY, KeyPair, check_valid_now, read_key_pair
-from diloco.syncer.certificates import holder_of, hosts_of
+from diloco.exchange.key_pair import CA, CERT, KEY, KeyPair, check_valid_now, hosts_of, read_key_pair
+from diloco.syncer.certificates import holder_of
 from diloco.syncer.ends_soon import EndsSoon
 
 log = logging.getLogger("diloco.syncer")

@@ -152,7 +152,8 @@ class BearerTokens:
         """
         if not token:
             raise AuthError(
-                "no token was sent and this syncer wants one; pass token=… (see `diloco keys add … --token`)."
+                "no token was sent and this syncer wants one; name its file (--token-file, or token_file in the run "
+                "file's [syncer])."
             )
         sha256 = token_sha256(token)
         found: TokenEntry | None = None

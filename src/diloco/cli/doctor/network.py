@@ -146,7 +146,8 @@ def look_at_port(address: str, run: str, table: "SyncerTable") -> Iterator[Findi
 
 def _certificate(keys: Path) -> Finding:
     """Whether the syncer's keys can be used now, and for which hosts."""
-    from diloco.syncer.certificates import holder_of, hosts_of
+    from diloco.exchange.key_pair import hosts_of
+    from diloco.syncer.certificates import holder_of
     from diloco.syncer.ends_soon import SOON
     from diloco.syncer.tls import read_syncer_keys
 

@@ -49,7 +49,7 @@ class Entrance:
         """The syncer said whether the run has a model. Returns the error if the learner cannot join."""
         if has_model and self._initialises and not self._may_have_uploaded:
             return AlreadyInitialisedError(
-                f"run {self._run!r} has a model already and keeps it; join it without initialise=True."
+                f"run {self._run!r} has a model already and keeps it; join it without --initialise."
             )
         if has_model:
             self.step = "join"

@@ -60,8 +60,8 @@ def from_rpc_error(error: grpc.RpcError, address: str) -> DilocoError:
         return kind(printable(call.details(), MAX_TEXT))
     details = printable(str(call.details()), MAX_TEXT)
     return ExchangeError(
-        f"the syncer at {address} did not answer ({call.code().name.lower()}: {details}); is it running, and do both "
-        "ends have keys (--keys), or neither?"
+        f"the call to the syncer at {address} failed ({call.code().name.lower()}: {details}); try again, and see "
+        "`diloco doctor` for the way to it."
     )
 
 

@@ -1,0 +1,164 @@
+"""Why a syncer is not reached, found by a connection of its own: gRPC says only that the connection failed."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography import x509
+
+from diloco.exchange.key_pair import CA, CERT, KEY, hosts_of
+from diloco.exchange.wire.address import is_local, socket_path, split_address
+
+TIMEOUT_S = 2.0
+"""How long each step of a look takes at most."""
+
+WRONG_HOST = frozenset((62, 64))
+EXPIRED, NOT_YET_VALID = 10, 9
+"""OpenSSL's numbers of why a certificate is not accepted (X509_V_ERR_…)."""
+
+
+@dataclass(frozen=True)
+class Reason:
+    """A sentence with what to do. `is_refusal`: the two ends do not accept each other, so waiting does not help."""
+
+    text: str
+    is_refusal: bool = False
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a caller dials a syncer: `is_secure` with TLS, `keys` and `ca` as `Credentials`."""
+
+    address: str
+    is_secure: bool
+    keys: Path | None
+    ca: Path | None
+
+
+def find_reason(way: Way) -> Reason | None:
+    """Why calls to a syncer fail; None: for no reason that a look can see. Blocks for a few seconds at most."""
+    if socket_path(way.address) is not None:
+        return _of_socket(way)
+    host, port = split_address(way.address)
+    try:
+        plain = socket.create_connection((host, port), timeout=TIMEOUT_S)
+    except socket.gaierror as error:
+        advice = "check the address, or this machine's DNS"
+        return Reason(f"the host name {host!r} of the syncer is not known here ({error.strerror}); {advice}.")
+    except ConnectionRefusedError:
+        there = "" if is_local(way.address) else " on an address that other machines reach"
+        start = f"start the syncer{there} (`diloco syncer RUN_FILE`), or correct the address"
+        return Reason(f"nothing listens at {way.address}; {start}.")
+    except OSError as error:
+        said = "no answer within 2 s" if isinstance(error, TimeoutError) else error.strerror or error
+        advice = "check the address, and that firewalls let its port through"
+        return Reason(f"{way.address} cannot be reached ({said}); {advice}.")
+    with plain:
+        return _of_tls(way, plain, host) if way.is_secure else _of_plain_text(way, plain)
+
+
+def _of_socket(way: Way) -> Reason | None:
+    path = socket_path(way.address)
+    assert path is not None
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as plain:
+        try:
+            plain.connect(path)
+        except OSError as error:
+            advice = "start the syncer, or correct the address"
+            return Reason(f"nothing listens at {way.address} ({error.strerror}); {advice}.")
+    return None
+
+
+def _of_plain_text(way: Way, plain: socket.socket) -> Reason | None:
+    """Whether what answers wants TLS: it then goes on with a handshake."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    try:
+        with context.wrap_socket(plain):
+            pass
+    except OSError as error:
+        if not (isinstance(error, ssl.SSLError) and "ALERT" in (error.reason or "")):
+            return None
+    advice = "name the directory of this holder's keys (--keys, or keys in the run file's [syncer])"
+    return Reason(f"the syncer at {way.address} wants TLS, and no keys are given here; {advice}.", is_refusal=True)
+
+
+def _of_tls(way: Way, plain: socket.socket, host: str) -> Reason | None:
+    """What a handshake comes to. In TLS 1.3 the client's certificate is judged after the client's part of it: a
+    syncer that refuses hangs up where it would send its settings."""
+    try:
+        context = _context(way)
+        secure = context.wrap_socket(plain, server_hostname=host)
+    except ssl.SSLCertVerificationError as error:
+        return Reason(_distrust(way, host, error), is_refusal=True)
+    except ssl.SSLError as error:
+        if error.reason == "WRONG_VERSION_NUMBER":
+            advice = "start it with keys, or leave them out here if this is meant to be plain text"
+            return Reason(f"what answers at {way.address} does not speak TLS; {advice}.", is_refusal=True)
+        return None
+    except OSError:  # hung up, or the files here are being replaced
+        return None
+    with secure:
+        try:
+            if secure.recv(1):
+                return None
+        except TimeoutError:
+            return None
+        except OSError:  # hung up
+            pass
+    if way.keys is None:
+        advice = "name the directory of this holder's keys (--keys, or keys in the run file's [syncer])"
+        return Reason(f"the syncer at {way.address} wants a certificate and none was shown; {advice}.", is_refusal=True)
+    return Reason(
+        f"the syncer at {way.address} refused the certificate in {way.keys}: another authority signed it, or it is not "
+        "valid by the syncer's clock; copy the directory again from `diloco keys`.",
+        is_refusal=True,
+    )
+
+
+def _context(way: Way) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=way.keys / CA if way.keys is not None else way.ca)
+    context.set_alpn_protocols(["h2"])
+    if way.keys is not None:
+        context.load_cert_chain(way.keys / CERT, way.keys / KEY)
+    return context
+
+
+def _distrust(way: Way, host: str, error: ssl.SSLCertVerificationError) -> str:
+    """Why the syncer's certificate is not accepted here."""
+    shown = _shown_by(way, host)
+    head = f"the certificate that the syncer at {way.address} shows is not trusted"
+    if error.verify_code in WRONG_HOST:
+        names = "" if shown is None else f", but {', '.join(hosts_of(shown))}"
+        advice = "use an address that it names, or give the syncer a certificate for this one with `diloco keys rotate`"
+        return f"{head}: it does not name {host}{names}; {advice}."
+    if error.verify_code == EXPIRED:
+        when = (
+            ""
+            if shown is None
+            else f" on {x509.load_pem_x509_certificate(shown).not_valid_after_utc:%Y-%m-%d %H:%M} UTC"
+        )
+        return f"{head}: it expired{when}; replace the syncer's with `diloco keys rotate`, or correct this machine's clock."
+    if error.verify_code == NOT_YET_VALID:
+        return f"{head}: it is not valid yet ({error.verify_message}); correct this machine's clock."
+    trusted = "the system's authorities" if way.keys is None and way.ca is None else str(way.ca or way.keys)
+    return (
+        f"{head}: another authority than that of {trusted} signed it ({error.verify_message}); use the ca.pem of this "
+        "run."
+    )
+
+
+def _shown_by(way: Way, host: str) -> bytes | None:
+    """The certificate (PEM) that the syncer shows, whatever it is worth."""
+    context = _context(way)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with suppress(OSError, ValueError), socket.create_connection(split_address(way.address), TIMEOUT_S) as plain:
+        with context.wrap_socket(plain, server_hostname=host) as secure:
+            shown = secure.getpeercert(binary_form=True)
+        return None if shown is None else ssl.DER_cert_to_PEM_cert(shown).encode()
+    return None
