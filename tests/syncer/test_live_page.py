@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from diloco import events as ev
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, RunError
 from diloco.event_log import EventLog
 from diloco.syncer.live_page import LivePage
 
@@ -113,5 +113,5 @@ def test_it_is_served_to_this_machine_only(tmp_path: Path) -> None:
         LivePage("0.0.0.0:0", tmp_path / "events.jsonl", lambda: None, is_open=True)
     with served(tmp_path, is_open=True) as (page, _):
         port = urlsplit(page.url).port
-        with pytest.raises(ConfigError, match="choose another port, or 0"):
+        with pytest.raises(RunError, match="is in use by another process.*--page-port, or 0"):
             LivePage(f"127.0.0.1:{port}", tmp_path / "events.jsonl", lambda: None, is_open=True)

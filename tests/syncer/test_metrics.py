@@ -10,7 +10,7 @@ from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 
 from diloco.core.ledger import Ledger
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, RunError
 from diloco.syncer.metrics import LearnerSample, RunSample, SyncerMetrics
 
 Labels = frozenset[tuple[str, str]]
@@ -156,7 +156,7 @@ def _has_ipv6() -> bool:
 
 def test_the_port_is_free_after_closing(metrics: SyncerMetrics) -> None:
     port = metrics.serve()
-    with pytest.raises(ConfigError, match="choose another port"):
+    with pytest.raises(RunError, match="is in use by another process.*choose another port"):
         SyncerMetrics("other").serve(f"127.0.0.1:{port}")
     metrics.close()
     metrics.close()

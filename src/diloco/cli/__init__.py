@@ -11,6 +11,7 @@ import atexit
 import gc
 import importlib
 import io
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -94,6 +95,7 @@ def _build() -> typer.Typer:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line on `argv` (default: `sys.argv[1:]`). Ends in SystemExit; foreign errors propagate."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # read at import; errors are said in a sentence of this package's
     atexit.register(gc.freeze)  # Python would look through all of torch's objects once more, for seconds
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

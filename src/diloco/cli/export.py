@@ -8,7 +8,7 @@ import typer
 
 from diloco.cli._input import read_token, with_keys
 from diloco.cli._options import Json, Keys, Overrides, RunFile
-from diloco.errors import ConfigError, NotInitialisedError
+from diloco.errors import ConfigError, NotInitialisedError, StoreError, UnreachableError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,6 +26,7 @@ def command(
     checkpoint: Annotated[Path | None, typer.Option(help="Read this checkpoint directory of a learner.")] = None,
     keys: Keys = None,
     overrides: Overrides = None,
+    force: Annotated[bool, typer.Option("--force", help="Write over what OUT_DIR holds.")] = False,
     as_json: Json = False,
 ) -> None:
     """Write the global model to a directory that transformers can load."""
@@ -34,6 +35,8 @@ def command(
     config = load_config(run_file, with_keys(overrides, keys))
     if sum(source is not None for source in (address, state_dir, checkpoint)) > 1:
         raise ConfigError("--address, --state-dir and --checkpoint name three sources; choose one")
+    if out_dir.is_dir() and any(out_dir.iterdir()) and not force:
+        raise StoreError(f"{out_dir} is not empty; choose another directory, or write over what it holds with --force.")
 
     from diloco.training.pretrained import checkpoint_state, export_run
 
@@ -56,9 +59,12 @@ def _fetched(address: str, config: "RunConfig") -> "dict[str, Tensor]":
 
     syncer = config.syncer
     token = read_token(syncer.token_file)
-    return fetch_model(
-        address, run=config.run.name, keys=syncer.keys, token=token, ca=syncer.ca, insecure=syncer.insecure
-    )
+    try:
+        return fetch_model(
+            address, run=config.run.name, keys=syncer.keys, token=token, ca=syncer.ca, insecure=syncer.insecure
+        )
+    except UnreachableError as error:
+        raise UnreachableError(f"{error} Without a syncer, export from its files: --state-dir DIR.") from error
 
 
 def _stored(state_dir: Path, config: "RunConfig") -> "dict[str, Tensor]":

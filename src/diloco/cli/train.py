@@ -1,6 +1,7 @@
 """`diloco train`: one learner's part of a run, with the syncer, over a process group, or alone."""
 
 import json
+import os
 import signal
 import sys
 from contextlib import ExitStack, nullcontext
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from diloco.cli._beginning import check_directory, is_over
 from diloco.cli._input import check_shard, read_token, with_keys
 from diloco.cli._options import JsonSummary, Keys, LearnerName, Overrides, RunFile
 from diloco.cli._signals import ending_by_signals
@@ -46,6 +48,9 @@ def command(
     isolated: Annotated[bool, typer.Option("--isolated", help="A learner that never communicates, no syncer.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from this learner's newest checkpoint.")] = False,
     resume_from: Annotated[Path | None, typer.Option(help="Continue from this checkpoint directory.")] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Begin anew where an earlier start has written, and keep that elsewhere.")
+    ] = False,
     supervised: Annotated[
         bool,
         typer.Option(
@@ -84,9 +89,12 @@ def command(
         raise ConfigError(f"--shard is missing; give each learner its own of 0 to {config.run.learners - 1}")
     check_shard(shard or 0, config.run.learners)
 
+    from diloco.core.presets import method_from_table
     from diloco.training.checkpoint import latest_checkpoint, list_checkpoints
     from diloco.training.loop import CHECKPOINTS
     from diloco.training.part import Part, Role
+
+    method_from_table(config.method)  # also where no syncer would refuse it
 
     role: Role = "baseline" if alone else "isolated" if isolated else "learner"
     part = Part(name, role, shard or 0, initialise, resume_from, supervised)
@@ -95,14 +103,16 @@ def command(
         part = replace(part, resume_from=latest_checkpoint(checkpoints))
         heals = role == "learner" and not collective and config.heal.source != "checkpoint"
         _train(config, part, collective, as_json, checkpoints if heals else None)
-    else:
-        _train(config, part, collective, as_json)
+        return
+    if resume_from is None and os.environ.get("RANK", "0") == "0":  # one rank of torchrun's
+        kept = check_directory(config, name, checkpoints, force=force)
+        if kept is not None:
+            typer.echo(f"{name}: the earlier start is kept as {kept}", err=True)
+    _train(config, part, collective, as_json)
 
 
 def _own_rank() -> int:
     """The rank that torchrun gave this process."""
-    import os
-
     from diloco.training.job import started_by_torchrun
 
     if not started_by_torchrun():
@@ -127,6 +137,10 @@ def _train(config: "RunConfig", part: "Part", collective: bool, as_json: bool, c
         torch.set_num_threads(config.train.threads)
     with feed or nullcontext():
         with job_of_process(config.train.device) as job:
+            if part.role == "learner" and not collective and _is_over(config, part, job):
+                if as_json and job.first:
+                    typer.echo(json.dumps({"name": part.name, "reason": "finished"}))
+                return
             if checkpoints is not None:
                 part = _with_usable(part, checkpoints, job)
             if feed is not None and (collective or job.first):
@@ -139,6 +153,18 @@ def _train(config: "RunConfig", part: "Part", collective: bool, as_json: bool, c
             _print(summary, as_json)
     if part.supervised and summary.reason == "stopped":
         raise typer.Exit(STOPPED)
+
+
+def _is_over(config: "RunConfig", part: "Part", job: "Job") -> bool:
+    """Whether there is nothing left to train; the first rank asks, and all know."""
+    over = False
+    if job.first:
+        begins = part.resume_from is None and not part.supervised
+        over = is_over(
+            config, part.name, initialise=part.initialise, begins=begins, waits=part.supervised,
+            say=lambda text: typer.echo(text, err=True),
+        )  # fmt: skip
+    return job.any(over)
 
 
 def _with_usable(part: "Part", checkpoints: Path, job: "Job") -> "Part":

@@ -98,7 +98,7 @@ def _of_tls(way: Way, plain: socket.socket, host: str) -> Reason | None:
         return Reason(_distrust(way, host, error), is_refusal=True)
     except ssl.SSLError as error:
         if error.reason == "WRONG_VERSION_NUMBER":
-            advice = "start it with keys, or leave them out here if this is meant to be plain text"
+            advice = "start the syncer with keys, or give none here if it is meant to have none"
             return Reason(f"what answers at {way.address} does not speak TLS; {advice}.", is_refusal=True)
         return None
     except OSError:  # hung up, or the files here are being replaced

@@ -26,6 +26,7 @@ from diloco.events import Progress
 from diloco.exchange.wire.address import is_loopback, split_address
 from diloco.report import frame
 from diloco.report.story import Story
+from diloco.syncer.ports import port_refusal
 
 if TYPE_CHECKING:
     import uvicorn
@@ -213,7 +214,6 @@ def _bound(host: str, port: int) -> socket.socket:
         bound.listen()  # callers are taken before the thread serves them, and no other process gets the port
     except OSError as error:
         bound.close()
-        raise ConfigError(
-            f"the live page cannot be served at {host}:{port} ({error.strerror}); choose another port, or 0."
-        ) from error
+        choice = "choose another port with --page-port, or 0"
+        raise port_refusal(f"{host}:{port}", error, what="the live page", choice=choice) from error
     return bound

@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 from diloco.core.ledger import Ledger, total
 from diloco.errors import ConfigError
 from diloco.exchange.wire.address import is_loopback, split_address
+from diloco.syncer.ports import port_refusal
 from diloco.syncer.sockets import Direction
 
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
@@ -216,7 +217,7 @@ class SyncerMetrics:
         """Answer scrapes at http://address/metrics from a thread of its own; returns the port (port 0 chooses one).
 
         Raises:
-            ConfigError: the address is not loopback, or cannot be bound.
+            ConfigError: the address is not loopback, or cannot be bound. RunError: it is in use.
         """
         host, port = split_address(address)
         if not is_loopback(host):
@@ -227,9 +228,8 @@ class SyncerMetrics:
         try:
             self._server = start_http_server(port, host, self.registry)
         except OSError as error:
-            raise ConfigError(
-                f"metrics cannot be served at {address} ({error.strerror}); choose another port, or 0."
-            ) from error
+            choice = "choose another port with --metrics-port, or 0"
+            raise port_refusal(address, error, what="metrics", choice=choice) from error
         return int(self._server[0].server_port)
 
     def close(self) -> None:

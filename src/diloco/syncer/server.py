@@ -42,6 +42,7 @@ from diloco.syncer.metrics import SyncerMetrics
 from diloco.syncer.open_calls import OpenCalls
 from diloco.syncer.pair_calls import PairCalls, StandingJournal
 from diloco.syncer.pairing import TICK_S, Pairing
+from diloco.syncer.ports import port_refusal, why_unbound
 from diloco.syncer.progress import EVERY_S, ProgressLog
 from diloco.syncer.receiving import IncomingModel
 from diloco.syncer.replica import Replica
@@ -113,7 +114,7 @@ class Syncer:
     """A running syncer; a context manager that stops it.
 
     Raises:
-        ConfigError: an unsafe binding, an unreadable certificate, a port that is taken.
+        ConfigError: an unsafe binding, an unreadable certificate. RunError: a port that is in use.
         StoreError: the state directory is in use or damaged.
     """
 
@@ -400,7 +401,8 @@ def _bind(server: grpc.Server, address: str, credentials: grpc.ServerCredentials
             server.add_insecure_port(address) if credentials is None else server.add_secure_port(address, credentials)
         )
     except RuntimeError as error:
-        raise ConfigError(f"{address} cannot be bound ({error}); is another syncer running there?") from error
+        choice = "choose another address with --address"
+        raise port_refusal(address, why_unbound(address), what="a syncer", choice=choice) from error
     finally:
         if before is not None:
             os.umask(before)

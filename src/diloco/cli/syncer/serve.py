@@ -2,7 +2,6 @@
 
 import ctypes
 import logging
-import os
 import threading
 from contextlib import nullcontext
 from dataclasses import fields
@@ -80,8 +79,6 @@ def command(
     ] = None,
 ) -> None:
     """Serve the run that RUN_FILE describes until interrupted; a restart continues at the last published version."""
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # read at import; a line for each refused connection fills a disk
-
     from diloco.core.members import Deadlines
     from diloco.core.pool import Pool
     from diloco.core.presets import method_from_table
