@@ -56,7 +56,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     tmp = tmp_path_factory.mktemp("w")
     (tmp / "text.txt").write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(3000)))
     keyring = Keyring.new(tmp / "keys", RUN, ["127.0.0.1"], NAMES, DAY)
-    keyring.renew("site-b", dt.timedelta(seconds=-1))
+    keyring.rotate("site-b", dt.timedelta(seconds=-1), dt.timedelta())
     Keyring.new(tmp / "others", RUN, ["127.0.0.1"], NAMES, DAY)
     Keyring.new(tmp / "elsewhere", RUN, ["syncer.example.org"], NAMES, DAY)
     write_tokens(tmp / "tokens.toml", [TokenEntry("site-a", "learner", token_sha256("secret"))])

@@ -135,15 +135,13 @@ def _distrust(way: Way, host: str, error: ssl.SSLCertVerificationError) -> str:
     head = f"the certificate that the syncer at {way.address} shows is not trusted"
     if error.verify_code in WRONG_HOST:
         names = "" if shown is None else f", but {', '.join(hosts_of(shown))}"
-        advice = "use an address that it names, or give the syncer a certificate for this one with `diloco keys rotate`"
+        advice = "use an address that it names, or add this one with `diloco keys rotate syncer --host`"
         return f"{head}: it does not name {host}{names}; {advice}."
     if error.verify_code == EXPIRED:
-        when = (
-            ""
-            if shown is None
-            else f" on {x509.load_pem_x509_certificate(shown).not_valid_after_utc:%Y-%m-%d %H:%M} UTC"
-        )
-        return f"{head}: it expired{when}; replace the syncer's with `diloco keys rotate`, or correct this machine's clock."
+        ends_at = None if shown is None else x509.load_pem_x509_certificate(shown).not_valid_after_utc
+        when = "" if ends_at is None else f" on {ends_at:%Y-%m-%d %H:%M} UTC"
+        advice = "replace the syncer's with `diloco keys rotate`, or correct this machine's clock"
+        return f"{head}: it expired{when}; {advice}."
     if error.verify_code == NOT_YET_VALID:
         return f"{head}: it is not valid yet ({error.verify_message}); correct this machine's clock."
     trusted = "the system's authorities" if way.keys is None and way.ca is None else str(way.ca or way.keys)
