@@ -196,6 +196,8 @@ def test_a_used_directory(world: World) -> None:
     assert "the earlier start is kept as DIR/used-before-1/isolated" in said
     assert (world.tmp / "used-before-1" / "isolated" / "events.jsonl").read_text() == "{}\n"
     check(say(world, "train", run_file, "--isolated", "--shard", 0), 1)  # which has checkpoints now
+    code, said = say(world, "train", run_file, "--isolated", "--shard", 0, "--supervised")
+    assert code == 0, said  # it goes on there
 
 
 def test_an_export_onto_another(world: World) -> None:

@@ -104,7 +104,8 @@ def command(
         heals = role == "learner" and not collective and config.heal.source != "checkpoint"
         _train(config, part, collective, as_json, checkpoints if heals else None)
         return
-    if resume_from is None and os.environ.get("RANK", "0") == "0":  # one rank of torchrun's
+    is_first = collective or os.environ.get("RANK", "0") == "0"  # of the ranks that are this learner
+    if resume_from is None and is_first and not supervised:
         kept = check_directory(config, name, checkpoints, force=force)
         if kept is not None:
             typer.echo(f"{name}: the earlier start is kept as {kept}", err=True)
