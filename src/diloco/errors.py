@@ -18,7 +18,7 @@ edge where they enter; everything else propagates.
     │   ├── NotInitialisedError      the run has no model yet
     │   ├── AlreadyInitialisedError  the run has a model already
     │   ├── StaleIncarnationError    this learner was replaced or evicted
-    │   ├── DrainedError       the run's pool has shrunk, and has no place for this learner any more
+    │   ├── DrainedError       the run has no place for this learner any more
     │   └── RestartedError     the syncer was started again since; it may lack what it had acknowledged
     ├── AuthError              missing, wrong or insufficient token, or a certificate that cannot be read
     ├── ExchangeError          the other side is gone, or did not answer in time
@@ -100,7 +100,7 @@ class StoppedError(DilocoError):
 
 
 class DrainedError(RunError):
-    """The run's pool has shrunk, and has no place for this learner any more."""
+    """The run has no place for this learner any more: its pool has shrunk, or an admin has taken the learner out."""
 
 
 class RestartedError(RunError):

@@ -139,7 +139,7 @@ class Finished(Event):
     steps: int
     tokens: int  # trained by this learner; by the run, when `who` is the syncer
     seconds: float
-    reason: str  # "budget" or "steps": spent; "drained": its place in the pool is gone; "stopped": asked to
+    reason: str  # "budget" or "steps": spent; "drained": told to leave by the syncer; "stopped": asked to
     loss: float | None = None  # of the global model on the held-out part
 
 
@@ -172,15 +172,26 @@ class Initialised(Event):
 
 
 class Admitted(Event):
-    """A caller was let in to change the run: to join it, to give it its model, to follow it, or to promote a syncer."""
+    """A caller was let in to change the run: to join it, to give it its model, to follow it, to promote a syncer, or to
+    steer it."""
 
     kind: Literal["admitted"] = "admitted"
-    call: str  # "Join", "Initialise", "Follow" or "Promote"
+    call: str  # "Join", "Initialise", "Follow", "Promote" or "Steer"
     learner: str
     name: str  # of the certificate or token; "anyone" where the syncer asks for none
     role: str
     key: str  # the start of the certificate's serial number, or of the token's SHA-256
     peer: str  # where it called from
+
+
+class Steered(Event):
+    """An operator has given the run an order."""
+
+    kind: Literal["steered"] = "steered"
+    order: str  # "evict", "drain", "admit", "pause", "resume", "quorum" or "end"
+    by: str  # the name of the certificate or token; "anyone" where the syncer asks for none
+    learner: str  # that it is about; empty: the whole run
+    text: str  # what is done, in a sentence
 
 
 class Refused(Event):

@@ -14,7 +14,7 @@ from tests.storms.units import Reader
 from tests.storms.wire import StormWire, gone
 
 from diloco.chaos.versions import require
-from diloco.core.contribution import CallForWork, Contribution, Rejected
+from diloco.core.contribution import CallForWork, Contribution, Hold, Rejected
 from diloco.core.in_flight import Send
 from diloco.core.learner import LearnerCore
 from diloco.core.leases import Grant
@@ -51,7 +51,7 @@ class Process:
         self.is_alive, self.core = True, None  # type: tuple[bool, LearnerCore | None]
         self._learner, self._storm, self._checkpoint = learner, storm, checkpoint
         self._rules = plan.rules_of(learner.index)
-        self._is_waiting = self._is_leaving = self._is_starved = False
+        self._is_waiting = self._is_leaving = self._is_starved = self._is_held = False
         self._reader = Reader(plan.num_units) if plan.num_units else None
         self._frozen_until_s = 0.0
         self._incarnation = 0
@@ -158,6 +158,8 @@ class Process:
                     self._send(send)
             case Grant():
                 self._granted(news)
+            case Hold(is_paused=is_paused):
+                self._is_held = is_paused
             case Rejected(fragment=fragment, number=number, reason=reason):
                 assert self.core is not None
                 self._storm.ledger.rejected(self.name, self._incarnation, fragment, number, reason)
@@ -190,7 +192,7 @@ class Process:
                 self._reader.queue.start_over()
         if is_first and self._checkpoint is not None:
             self._resume(start, self._checkpoint)
-        self._is_waiting = self._is_starved = False
+        self._is_waiting = self._is_starved = self._is_held = False
         self._num_starts = getattr(self, "_num_starts", 0) + 1
         self._go_on()
 
@@ -313,9 +315,9 @@ class Process:
         """Wait for the answers that are due, adopt, and go on."""
         core = self.core
         assert core is not None
-        if core.waiting():
+        if core.waiting() or self._is_held:
             self._is_waiting = True
-            self._report(waiting=True, blocked_with=core.received_versions)
+            self._report(waiting=True, blocked_with=core.received_versions if core.waiting() else ())
             return
         if self._is_waiting:
             self._is_waiting = False

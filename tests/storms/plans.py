@@ -61,6 +61,10 @@ Going = Literal["restore", "repair", "repair without database"]
 """
 GOINGS = get_args(Going)
 
+OrderKind = Literal["pause", "evict", "lower quorum"]
+"""What an operator does; "pause" for some seconds, "lower quorum" to 1."""
+ORDERS = get_args(OrderKind)
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -76,7 +80,7 @@ class Fault:
     """
 
     at_s: float
-    kind: Kind | Literal["older copy"] | PairKind | Going
+    kind: Kind | Literal["older copy"] | PairKind | Going | OrderKind
     learner: int = 0
     seconds: float = 0.0
     choice: int = 0
@@ -99,6 +103,7 @@ class Plan:
         num_units: of leased data that each learner trains in a step; 0: data is not leased.
         patience_s: of two syncers with each other (`Succession`); 0: there is one.
         goes_back: the run does, on purpose (`Going`).
+        steered: an operator gives orders (`OrderKind`).
     """
 
     seed: int
@@ -117,6 +122,7 @@ class Plan:
     num_units: int = 0
     patience_s: float = 0.0
     goes_back: bool = False
+    steered: bool = False
 
     @cached_property
     def layout(self) -> Layout:
@@ -138,12 +144,17 @@ def _tensors(fragment: int, size: int) -> list[TensorSpec]:
     ]
 
 
-def plan_of(seed: int, *, leased: bool = False, standby: bool = False, goes_back: bool = False) -> Plan:
-    """The storm of a seed. `leased`: with leased data. `standby`: with two syncers. `goes_back`: the run does."""
+def plan_of(
+    seed: int, *, leased: bool = False, standby: bool = False, goes_back: bool = False, steered: bool = False
+) -> Plan:  # fmt: skip
+    """The storm of a seed. `leased`: with leased data. `standby`: with two syncers. `goes_back`: the run does.
+    `steered`: an operator gives it orders."""
     draws = Draws(seed)
     plan = _plan(draws, leased=leased)
     if standby:
         return _with_standby(draws, plan)
+    if steered:
+        return _with_orders(draws, plan)
     return _that_goes_back(draws, plan) if goes_back else plan
 
 
@@ -188,6 +199,21 @@ def _with_standby(draws: Draws, plan: Plan) -> Plan:
         steps=plan.steps + draws.whole("more steps", 20, 70),
         faults=tuple(sorted(faults, key=lambda it: it.at_s)),
         patience_s=draws.of("patience_s", (2.0, 6.0)),
+    )
+
+
+def _with_orders(draws: Draws, plan: Plan) -> Plan:
+    """Longer, since learners stand still while the run is paused."""
+    faults = [each for each in plan.faults if each.kind != OLDER_COPY]
+    for _ in range(draws.whole("orders", 1, 4)):
+        kind, learner = draws.of("order", ORDERS), draws.whole("order's learner", 0, len(plan.step_s) - 1)
+        at_s, seconds = draws.between("order at", 1.0, FAULTS_END_S), draws.between("order for", 0.1, 12.0)
+        faults.append(Fault(round(at_s, 3), kind, learner, round(seconds, 3)))
+    return replace(
+        plan,
+        steps=plan.steps + draws.whole("steps with orders", 5, 20),
+        faults=tuple(sorted(faults, key=lambda it: it.at_s)),
+        steered=True,
     )
 
 

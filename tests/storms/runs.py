@@ -14,6 +14,7 @@ import torch
 from tests.storms.going_back import GoingBackStorm
 from tests.storms.pair_world import PairStorm
 from tests.storms.plans import Fault, Plan, plan_of, told
+from tests.storms.steered import SteeredStorm
 from tests.storms.world import Storm
 
 from diloco.chaos.versions import BrokenInvariantError
@@ -37,17 +38,19 @@ class Failure:
         leased = " --leased" if self.plan.num_units else ""
         standby = " --standby" if self.plan.patience_s else ""
         goes_back = " --goes-back" if self.plan.goes_back else ""
+        steered = " --steered" if self.plan.steered else ""
         return (
             f"{told(self.plan, self.faults)}\n  at {self.at_s:.3f} s: {kind}{self.error}\n"
-            f"  replay: python -m tests.storms {self.plan.seed} --faults '{kept}'{leased}{standby}{goes_back}"
+            f"  replay: python -m tests.storms {self.plan.seed} --faults '{kept}'{leased}{standby}{goes_back}{steered}"
         )
 
 
 def storm_of(plan: Plan, faults: Sequence[Fault] | None = None) -> Storm:
-    """With one syncer, or with two, or of a run that goes back."""
+    """With one syncer, or with two, or of a run that goes back or is steered."""
     if plan.patience_s:
         return PairStorm(plan, faults)
-    return GoingBackStorm(plan, faults) if plan.goes_back else Storm(plan, faults)
+    kind = GoingBackStorm if plan.goes_back else SteeredStorm if plan.steered else Storm
+    return kind(plan, faults)
 
 
 def run(plan: Plan, faults: Sequence[Fault], struck: Counter[str] | None = None) -> Failure | None:
@@ -64,11 +67,11 @@ def run(plan: Plan, faults: Sequence[Fault], struck: Counter[str] | None = None)
 
 
 def run_seed(
-    seed: int, *, leased: bool = False, standby: bool = False, goes_back: bool = False,
+    seed: int, *, leased: bool = False, standby: bool = False, goes_back: bool = False, steered: bool = False,
     struck: Counter[str] | None = None,
 ) -> Failure | None:  # fmt: skip
     """The storm of a seed; a failure comes with the shortest list of faults that was found."""
-    plan = plan_of(seed, leased=leased, standby=standby, goes_back=goes_back)
+    plan = plan_of(seed, leased=leased, standby=standby, goes_back=goes_back, steered=steered)
     failure = run(plan, plan.faults, struck)
     return None if failure is None else shortest(failure)
 
@@ -94,12 +97,13 @@ def shortest(failure: Failure) -> Failure:
 
 def failures(
     seeds: Sequence[int], *, leased: bool = False, standby: bool = False, goes_back: bool = False,
-    struck: Counter[str] | None = None,
+    steered: bool = False, struck: Counter[str] | None = None,
 ) -> Iterator[Failure | None]:  # fmt: skip
     """Of each seed, in order."""
     with quiet():
         for seed in seeds:
-            yield run_seed(seed, leased=leased, standby=standby, goes_back=goes_back, struck=struck)
+            kind = {"leased": leased, "standby": standby, "goes_back": goes_back, "steered": steered}
+            yield run_seed(seed, **kind, struck=struck)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import pytest
 from tests.storms.journals import StormJournal
 from tests.storms.plans import plan_of
 from tests.storms.runs import quiet
+from tests.storms.steered import SteeredStorm
 from tests.storms.world import Storm
 
 from diloco.run.driver import Driver
@@ -25,10 +26,11 @@ CHANGE_NOTHING = {"fetch", "check", "status", "inner_slot"}
 
 
 @cache
-def storm(seed: int, *, with_payloads: bool = True, leased: bool = False) -> StormJournal:
+def storm(seed: int, *, with_payloads: bool = True, leased: bool = False, steered: bool = False) -> StormJournal:
     journal = StormJournal(with_payloads=with_payloads)
+    kind = SteeredStorm if steered else Storm
     with quiet():
-        Storm(plan_of(seed, leased=leased), journal=journal).run()
+        kind(plan_of(seed, leased=leased, steered=steered), journal=journal).run()
     return journal
 
 
@@ -36,7 +38,7 @@ def test_every_event_of_the_driver_is_recorded() -> None:
     methods = {name: method for name, method in inspect.getmembers(Driver, inspect.isfunction) if name[0] != "_"}
     assert {name for name, method in methods.items() if not is_event(method)} == CHANGE_NOTHING
     assert is_event(Driver.__init__)
-    journals = [*(storm(seed) for seed in range(40)), storm(0, leased=True)]
+    journals = [*(storm(seed) for seed in range(40)), storm(0, leased=True), storm(0, steered=True)]
     recorded = {json.loads(entry)["e"] for journal in journals for entry in journal.entries}
     events = {name for name, method in methods.items() if is_event(method)} | {"__init__", "#check", "#close", "#write"}
     healing = {"heal", "healed", "begin_share", "end_share", "decline_share", "begin_take", "end_take"}
@@ -50,6 +52,17 @@ def test_storms_are_replayed(first: int) -> None:
         assert (findings.difference, findings.gaps) == (None, []), seed
         assert findings.num_equal == findings.num_entries > 0
         assert findings.num_merges_equal == findings.num_merges
+
+
+def test_storms_with_orders_are_replayed() -> None:
+    ordered: set[str] = set()
+    for seed in range(20):
+        journal = storm(seed, steered=True)
+        ordered |= {json.loads(entry)["a"]["order"]["what"] for entry in journal.entries if '"e":"steer"' in entry}
+        findings = journal.replay().findings
+        assert (findings.difference, findings.gaps) == (None, []), seed
+        assert findings.num_equal == findings.num_entries > 0
+    assert ordered == {"pause", "resume", "evict", "quorum"}
 
 
 def test_storms_with_leased_data_are_replayed() -> None:

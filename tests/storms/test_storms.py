@@ -26,7 +26,7 @@ from diloco.core.rounds import QUORUMS
 from diloco.run.driver import Driver
 
 NUM_SEEDS, PER_TEST = 240, 40
-NUM_LEASED = 80
+NUM_LEASED = NUM_STEERED = 80
 
 FOUND = {
     43: "a session that leaves was woken endlessly at the time when its syncer becomes silent, to the bit",
@@ -61,6 +61,12 @@ def test_storms(first: int) -> None:
 @pytest.mark.parametrize("first", range(5000, 5000 + NUM_LEASED, PER_TEST))
 def test_storms_with_leased_data(first: int) -> None:
     found = failures(range(first, first + PER_TEST), leased=True)
+    assert [str(each) for each in found if each is not None] == []
+
+
+@pytest.mark.parametrize("first", range(7000, 7000 + NUM_STEERED, PER_TEST))
+def test_storms_with_orders(first: int) -> None:
+    found = failures(range(first, first + PER_TEST), steered=True)
     assert [str(each) for each in found if each is not None] == []
 
 

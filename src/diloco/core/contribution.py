@@ -117,8 +117,15 @@ class CallForWork:
 
 @dataclass(frozen=True)
 class Drained:
-    """This learner was evicted, and the run's pool has no place for it any more: what it had sent is void, and it takes
-    no more steps."""
+    """This learner was evicted, and the run has no place for it any more: what it had sent is void, and it takes no
+    more steps."""
+
+
+@dataclass(frozen=True)
+class Hold:
+    """The run is paused, so that this learner is to take no steps; `is_paused` false: it goes on."""
+
+    is_paused: bool
 
 
 @dataclass(frozen=True)
@@ -135,9 +142,12 @@ class Standing:
         versions: of each fragment, published.
         calls: (fragment, version) of the calls for work that it has not answered.
         verdicts: those of its incarnation that it has not confirmed, by fragment and number.
-        drained: the run's pool has no place for it any more (`core.pool`): it sends its last work, and leaves.
+        drained: the run has no place for it any more (`core.pool`, `core.steering`): it sends its last work, and
+            leaves.
         order: ascending for one process of the syncer: of two that overtook each other on the way, the higher is true.
         inner_wanted: number of a request for this learner's inner optimizer's state (`core.healing`); 0: none stands.
+        paused: no round is merged, and learners are to take no steps.
+        at_least: the fewest learners that a round is merged with, where an operator has set it; 0: as the method says.
     """
 
     step: int
@@ -151,3 +161,5 @@ class Standing:
     drained: bool = False
     order: int = 0
     inner_wanted: int = 0
+    paused: bool = False
+    at_least: int = 0

@@ -1,6 +1,7 @@
 """`SyncerCore`: sans-I/O bookkeeping of a run's members, versions and contributions.
 
     events    of learners: joined · heartbeat · lease · contributed · disconnected · left
+              of an operator: steer
               of the driver: merged · abandoned · stored · recorded · tick
     actions   Acknowledge · Reject · MergeRound · PersistRecord · Publish · Tell · Evict · WakeAt
 
@@ -39,6 +40,7 @@ from diloco.core.leases import gone_back as leases_gone_back
 from diloco.core.members import Deadlines, Member
 from diloco.core.pool import Pool
 from diloco.core.rounds.base import ClosedRound, Decision, FragmentState, Rules
+from diloco.core.steering import Order, Steering
 from diloco.core.weights import merge_weights, weights_of
 from diloco.errors import DrainedError, NoRoomError, StaleIncarnationError, VersionError
 
@@ -58,6 +60,7 @@ class SyncerCore:
         fragments: the rounds' phases, by fragment.
         accounting: tokens and verdicts of all learners, present and past.
         leases: of the units of the run's data.
+        steering: what stands of an operator's orders.
         rounds: the syncer's half of the method's way of calling rounds.
         step: the highest inner step known.
     """
@@ -74,9 +77,11 @@ class SyncerCore:
         self.fragments = [FragmentState(version, step) for version in versions]
         self.accounting = Accounting(len(self.fragments))
         self.leases = Leases(len(self.fragments))
+        self.steering = Steering()
         self.rounds = rules.quorum.syncer_rounds(self)
         self._serial = 0
         self._wants_record = False
+        self._paused_at = 0.0
 
     # --- saving -------------------------------------------------------------------------------------------------------
 
@@ -124,6 +129,7 @@ class SyncerCore:
             "accounts": accounts,
             "leases": self.leases.saved(decided, left_open, version=version),
             "rounds": self.rounds.saved(storing),
+            "steering": self.steering.saved(),
         }
         return Record(self._serial, values)
 
@@ -145,6 +151,7 @@ class SyncerCore:
             self.rounds.restore_of(learner, saved["rounds"])
         self.leases.restore(values.get("leases"), {(it.learner, it.incarnation) for it in self.members.values()})
         self.rounds.restore(values["rounds"])
+        self.steering, self._paused_at = Steering.restored(values["steering"]), now
 
     def saved_of(self, learner: str) -> dict[str, Any]:
         """What a member's own checkpoint has of the run, as plain values (JSON); `rewound` goes back to it."""
@@ -175,13 +182,15 @@ class SyncerCore:
 
         Raises:
             StaleIncarnationError: it joins again, but a newer process has its place.
-            NoRoomError: the pool has no place for it now. DrainedError: nor will it have one.
+            NoRoomError: the pool has no place for it now. DrainedError: nor will it have one, or an operator has taken
+                it out.
         """
         if after and not self.accounting.is_newest(learner, process, after):
             raise StaleIncarnationError(
                 f"another process has joined the run as {learner!r}; give every learner its own name, or pass "
                 "ranks= to Learner where the processes are ranks of one learner."
             )
+        self.steering.require_admitted(learner)
         self._require_place(learner)
         actions: list[Action] = []
         if learner in self.members:
@@ -285,6 +294,8 @@ class SyncerCore:
         """Evict learners whose deadline has passed, and decide every open round again."""
         actions: list[Action] = []
         for member in list(self.members.values()):
+            if self.steering.paused is not None:
+                member.progressed_at = now
             if (reason := self.deadlines.passed(now, member)) is not None:
                 actions += self._evict(member.learner, reason, replaced=False)
         return actions + self._look_again(now)
@@ -300,6 +311,7 @@ class SyncerCore:
             if state.closing is not None:
                 state.closing = replace(state.closing, closed_at=state.closing.closed_at + seconds)
         self.rounds.stood_still(seconds)
+        self._paused_at += seconds
 
     # --- contributions ------------------------------------------------------------------------------------------------
 
@@ -379,6 +391,43 @@ class SyncerCore:
         learners = sorted(self.accounting.recorded(serial) & self.members.keys())
         return [Tell(tuple(learners))] if learners else []
 
+    # --- an operator --------------------------------------------------------------------------------------------------
+
+    def steer(self, now: float, order: Order, by: str) -> tuple[str, list[Action]]:
+        """An operator's order, given `by` them; returns what is done in a sentence. It holds once a record is durable.
+
+        Raises:
+            ConfigError: it cannot be carried out.
+        """
+        was_paused = self.steering.paused is not None
+        present = [learner for learner in self._training if not self.steering.takes_out(learner)]
+        said = self.steering.take(
+            order, by, list(self.members), present, self.pool, one_at_a_time=self.rules.one_at_a_time
+        )
+        actions: list[Action] = []
+        if order.what == "evict" and order.learner in self.members:
+            actions += self._evict(order.learner, f"evicted {order.given(by)}", replaced=False)
+        if self.steering.paused is not None and not was_paused:
+            self._paused_at = now
+        elif was_paused and self.steering.paused is None:
+            self._resume(now)
+        self._wants_record = True
+        return said, [*actions, Tell(tuple(sorted(self.members))), *self._look_again(now)]
+
+    def _resume(self, now: float) -> None:
+        """Go on after a pause, which no round and no learner has had the time of."""
+        self.rounds.stood_still(now - self._paused_at)
+        for member in self.members.values():  # their next heartbeats say whether they wait for an answer
+            member.progressed_at, member.waiting, member.blocked_with = now, False, ()
+
+    @property
+    def at_least(self) -> int:
+        """K, the fewest learners that a round is merged with: the method's, or an operator's. In a run that is ended,
+        what learners send last waits for no others."""
+        if self.steering.ended is not None:
+            return 1
+        return self.rules.quorum.at_least if self.steering.at_least is None else self.steering.at_least
+
     # --- data ---------------------------------------------------------------------------------------------------------
 
     def lease(
@@ -403,6 +452,7 @@ class SyncerCore:
             self.step, self.start_step(learner), self.accounting.run_tokens, len(self.members),
             self.rounds.sync_every(learner), tuple(state.version for state in self.fragments),
             self.rounds.calls(learner), self.accounting.verdicts(learner), learner in self.drained,
+            paused=self.steering.paused is not None, at_least=self.steering.at_least or 0,
         )  # fmt: skip
 
     def verdicts(self, learner: str, fragment: int, version: int) -> tuple[Verdict, ...]:
@@ -424,7 +474,10 @@ class SyncerCore:
 
     def decision(self, now: float, fragment: int) -> Decision | None:
         """Whether the fragment's open round is to be merged, and if not, why; None: no round is open."""
-        return self.rounds.decision(now, fragment) if self.fragments[fragment].phase == "open" else None
+        if self.fragments[fragment].phase != "open":
+            return None
+        decision, paused = self.rounds.decision(now, fragment), self.steering.paused
+        return decision if decision is None or paused is None else Decision(None, None, paused)
 
     def pending_tokens(self, learner: str, fragment: int) -> int:
         """Tokens of a learner whose work on a fragment is neither merged, discarded nor lost."""
@@ -451,8 +504,12 @@ class SyncerCore:
 
     @property
     def drained(self) -> Sequence[str]:
-        """The newest members, which the pool has no place for."""
-        return () if self.pool is None else self._training[self.pool.size(self.step) :]
+        """The newest members, which the pool has no place for, and those that an operator has taken out."""
+        if self.pool is None and not self.steering.takes_out_any:
+            return ()
+        training = self._training
+        places = len(training) if self.pool is None else self.pool.size(self.step)
+        return [name for at, name in enumerate(training) if at >= places or self.steering.takes_out(name)]
 
     @property
     def _training(self) -> list[str]:
@@ -462,6 +519,8 @@ class SyncerCore:
     # --- helpers ------------------------------------------------------------------------------------------------------
 
     def _look_again(self, now: float) -> list[Action]:
+        if self.steering.paused is not None:
+            return self._wake(now)
         actions: list[Action] = []
         if called := self.rounds.update(now):
             actions.append(Tell(tuple(sorted(called))))

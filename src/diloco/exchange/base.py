@@ -23,7 +23,7 @@ from typing import Any, Literal, Self, TypeVar
 
 from torch import Tensor
 
-from diloco.core.contribution import CallForWork, Contribution, Drained, Rejected, Standing
+from diloco.core.contribution import CallForWork, Contribution, Drained, Hold, Rejected, Standing
 from diloco.core.fragments import Layout
 from diloco.core.held import Advanced, HeldFragment
 from diloco.core.leases import Ask, Grant
@@ -129,7 +129,7 @@ class Overview:
         run_tokens: tokens trained by the whole run; None: they are not counted.
         sync_every: where learners push at a pace of their own, inner steps to this one's next push; None: the method's
             H.
-        drained: the run's pool has no place for this learner any more.
+        drained: the run has no place for this learner any more.
         inner_wanted: number of a request for this learner's inner state, for a joiner; 0: none stands.
     """
 
@@ -158,7 +158,7 @@ class Interrupted:
     """The learner is to wait no longer (`Exchange.interrupt`)."""
 
 
-Event = Arrived | CallForWork | Rejected | Rejoined | Grant | Drained | Interrupted
+Event = Arrived | CallForWork | Rejected | Rejoined | Grant | Drained | Hold | Interrupted
 
 
 class Exchange(ABC):

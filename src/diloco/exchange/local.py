@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from safetensors.torch import load, save
 from torch import Tensor
 
-from diloco.core.contribution import CallForWork, Contribution, Drained, Rejected
+from diloco.core.contribution import CallForWork, Contribution, Drained, Hold, Rejected
 from diloco.core.held import HeldFragment
 from diloco.core.layout import Layout
 from diloco.core.leases import Ask, Grant
@@ -228,7 +228,7 @@ class Local(Exchange):
                     self._inbox.append(Rejoined(opened, start.reason))
             case Fail(error=error):
                 self._failure = error
-            case Arrived() | CallForWork() | Rejected() | Grant() | Drained():
+            case Arrived() | CallForWork() | Rejected() | Grant() | Drained() | Hold():
                 self._inbox.append(news)
         self._run.time.news.add(self._index)
 

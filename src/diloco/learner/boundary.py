@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor
 
 from diloco.core.adopt import Eager, KeepDisplacement
-from diloco.core.contribution import KEPT, CallForWork, Contribution, Drained, Rejected
+from diloco.core.contribution import KEPT, CallForWork, Contribution, Drained, Hold, Rejected
 from diloco.core.fragments import Layout
 from diloco.core.in_flight import Send
 from diloco.core.learner import LearnerCore
@@ -52,7 +52,8 @@ class Boundary:
             exchanges.
         has_finished: the learner takes no more steps.
         is_interrupted: it is to wait for nothing any more.
-        is_drained: it was evicted, and the run's pool has no place for it any more.
+        is_drained: it was evicted, and the run has no place for it any more.
+        is_held: the run is paused.
         units: of the run's data, where it is leased.
         training_loss, evaluation: the newest that the training loop has told of.
         updates, merges: versions received, and those among them that contain this learner's work.
@@ -78,7 +79,7 @@ class Boundary:
 
     def _begin(self, opened: Opened) -> None:
         """Start a new incarnation from the run's model, with no contribution in flight."""
-        self.name, self.incarnation = opened.learner, opened.incarnation
+        self.name, self.incarnation, self.is_held = opened.learner, opened.incarnation, False
         self.received.clear()
         self.tensors.uploads.keep(())
         self.residuals = ErrorFeedback(self.method, len(self.layout.fragments))
@@ -112,6 +113,7 @@ class Boundary:
         for send in self.core.stepped(tokens, units=units, sync_every=sync_every):
             self._send(send, self.tensors.parameters)
         self.report()
+        self._stand_still()
         self._settle()
         while self.exchange.boundary():
             self._settle()
@@ -268,6 +270,20 @@ class Boundary:
         if self.timing.wait_while(lambda: bool(missing()), wait, lambda s: self._blocked(s, missing())):
             self.report()
 
+    def _stand_still(self) -> None:
+        """Block while the run is paused. What comes meanwhile is adopted afterwards."""
+
+        def blocked(seconds: float) -> None:
+            if self.exchange.rank[0] == 0:
+                log.warning(
+                    "learner %s has stood still after step %d for %.0f s: the run is paused.",
+                    self.name, self.core.step, seconds,
+                )  # fmt: skip
+
+        self.receive()
+        if self.timing.wait_while(lambda: self.is_held and not self.has_finished, self._wait, blocked):
+            self.report()
+
     def take_back(self) -> None:
         """The work of contributions whose answers are not waited for is pending again (`LearnerCore.take_back`)."""
         for fragment, number in self.core.take_back():
@@ -311,6 +327,8 @@ class Boundary:
                     self._granted(event)
                 case Interrupted():
                     self.is_interrupted = True
+                case Hold(is_paused=is_paused):
+                    self.is_held = is_paused
                 case Drained():
                     self.core.drained()
                     self.has_finished = self.is_drained = True

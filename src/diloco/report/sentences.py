@@ -25,6 +25,10 @@ def sentence(event: ev.Event) -> tuple[Tone, str] | None:
             return "good", f"{learner} is back, at step {step:,}"
         case ev.Left(learner=learner, tokens=tokens):
             return "plain", f"{learner} left in good order after {tokens:,} tokens"
+        case ev.Evicted(reason=reason) if reason.startswith("evicted by "):  # `Steered` says it
+            return None
+        case ev.Steered(order=order, text=text):
+            return "good" if order in ("admit", "resume") else "bad" if order == "evict" else "plain", text
         case ev.Evicted(learner=learner, reason=reason):
             return "bad", f"{learner} was evicted: {reason}"
         case ev.Rejected(learner=learner, fragment=fragment, reason=reason):

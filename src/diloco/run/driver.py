@@ -3,6 +3,7 @@
     from learners        initialise · join · heartbeat · lease · leave · connected, disconnected · fetch
                          heal, healed · begin_share, then end_share; decline_share · begin_take, then end_take
                          begin_push, then complete_push or cut_push
+    from an operator     steer
     from the clock       tick
     from the host        begin_epoch · stop, end
     from the worker      a payload is checked, a round is closed
@@ -11,7 +12,7 @@
 Each call is an event, and none blocks: tensor and disk work goes to a worker, whose result is an event of its own. So a
 driver can be stopped between any two effects, and another driver, made from the durable state (`saved`), continues. The
 caller must ensure that one event is over before the next begins. Events that wait for the disk (initialisation, join,
-lease, leave) are answered by a call of `done`.
+lease, leave, steer) are answered by a call of `done`.
 
 The life of a contribution: a push is begun, which makes room for it, and completed, which has its content checked;
 `SyncerCore` acknowledges or rejects it; its round is closed (`JobsPort.close`), made durable
@@ -45,6 +46,7 @@ from diloco.core.lineage import Lineage, lost, refusal
 from diloco.core.members import Deadlines
 from diloco.core.pool import Pool
 from diloco.core.state_relay import HealAnswer
+from diloco.core.steering import Order
 from diloco.core.syncer import SyncerCore
 from diloco.errors import (
     BusyError,
@@ -202,7 +204,7 @@ class Driver(Generic[H, S, P]):
             "waits_for": waits_for,
         }
         if not state.is_initialised:
-            return {**base, "learners": {}, "fragments": [], "newest_merge": None, "data": None}
+            return {**base, "steering": None, "learners": {}, "fragments": [], "newest_merge": None, "data": None}
         return {**base, **self._status.as_dict(state.core, state.model, self._clock.now_s())}
 
     # --- a run's beginning --------------------------------------------------------------------------------------------
@@ -694,6 +696,26 @@ class Driver(Generic[H, S, P]):
         self._execute(actions)
         for each in then:
             each()
+
+    # --- an operator --------------------------------------------------------------------------------------------------
+
+    @event
+    def steer(self, order: Order, by: str, done: Callable[[str], None]) -> None:
+        """An operator's order. `done`: called with what was done, in a sentence, once that is durable.
+
+        Arguments:
+            by: who gives it.
+
+        Raises:
+            NotInitialisedError: there is no model yet. ConfigError: it cannot be carried out. PayloadError: it makes no
+                sense.
+        """
+        sense.check_order(order, by)
+        now_s = self._clock.now_s()
+        said, actions = self.core.steer(now_s, order, by)
+        self._observer.steered(order, by, said)
+        self._writes.record(now_s, partial(done, said))
+        self._execute(actions)
 
     # --- time ---------------------------------------------------------------------------------------------------------
 

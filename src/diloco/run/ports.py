@@ -17,6 +17,7 @@ from diloco.core.leases import Leases
 from diloco.core.lineage import Epoch
 from diloco.core.rounds.base import Rules
 from diloco.core.state_relay import Relayed
+from diloco.core.steering import Order
 from diloco.core.syncer import SyncerCore
 from diloco.core.update import Update
 from diloco.errors import NoRoomError, PayloadError, StoreError
@@ -261,6 +262,9 @@ class Observer(Protocol):
 
     def evicted(self, action: Evict) -> None:
         """An incarnation was evicted or replaced."""
+
+    def steered(self, order: Order, by: str, said: str) -> None:
+        """An operator has given an order. `said`: what is done, in a sentence."""
 
     def contributed(self, c: Contribution, num_bytes: int) -> None:
         """A contribution was accepted."""

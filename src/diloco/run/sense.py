@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any
+from typing import Any, get_args
 
 from diloco.core.contribution import OVERLAP, Contribution
 from diloco.core.healing import INNER_ELEMENT_BYTES, INNER_TENSOR_BYTES
 from diloco.core.leases import Ask
 from diloco.core.ranges import Ranges, is_set
+from diloco.core.steering import OF_A_LEARNER, Order, What
 from diloco.core.succession import Word
 from diloco.errors import CorruptPayloadError, LayoutError, PayloadError
 from diloco.escaping import MAX_REASON
@@ -38,6 +39,9 @@ MAX_STEP_S = 10.0**6
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 """A learner's id, and the name of a key: safe in a file's name, a terminal, a page and a metric's label."""
+
+MAX_WHY = 200
+"""Characters of an order's reason, and of the name of who gives it."""
 
 MAX_SOURCE = 200
 """Characters of the place where a model came from, or of a digest."""
@@ -64,6 +68,23 @@ def check_name(learner: str) -> None:
             f"a learner cannot be called {learner[:64]!r}{'...' if len(learner) > 64 else ''}; use 1 to 64 letters, "
             "digits, dots, dashes and underscores, the first one a letter or digit."
         )
+
+
+def check_order(order: Order, by: str) -> None:
+    """Check an operator's order, and the name of who gives it."""
+    if order.what not in get_args(What):
+        raise PayloadError(f"there is no order {order.what[:64]!r}; orders are {', '.join(get_args(What))}.")
+    if order.what in OF_A_LEARNER:
+        check_name(order.learner)
+    elif order.learner:
+        raise PayloadError(
+            f"the order {order.what!r} is about no learner, and names {order.learner[:64]!r}; name none."
+        )
+    if order.bans and order.what != "evict":
+        raise PayloadError(f"the order {order.what!r} bans no learner; evict or drain it.")
+    for text in (order.reason, by):
+        if len(text) > MAX_WHY or not text.isprintable():
+            raise PayloadError(f"an order has {len(text)} characters of reason; use at most {MAX_WHY} printable ones.")
 
 
 def check_incarnation(learner: str, incarnation: int, known: int) -> None:

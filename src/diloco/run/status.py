@@ -80,6 +80,7 @@ class RunStatus:
         `staleness` (of its last merged contribution, in versions; None: none yet). `data`: `Leases.status`.
         """
         return {
+            "steering": {**core.steering.saved(), "at_least": core.at_least},
             "learners": {learner: self._learner(core, model, now_s, learner) for learner in sorted(core.members)},
             "fragments": [_fragment(core, model, now_s, index) for index in range(len(core.fragments))],
             "newest_merge": _newest_merge(model),

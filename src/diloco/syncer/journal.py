@@ -13,6 +13,7 @@ from diloco.core.contribution import Contribution
 from diloco.core.leases import Leases
 from diloco.core.ranges import count, union
 from diloco.core.state_relay import Relayed
+from diloco.core.steering import Order
 from diloco.core.syncer import SyncerCore
 from diloco.errors import NoRoomError, PayloadError, StoreError
 from diloco.event_log import EventLog
@@ -75,6 +76,10 @@ class Journal(Observer):
             events.Evicted(learner=action.learner, incarnation=action.incarnation, reason=action.reason)
         )
         self._metrics.evicted(action.learner)
+
+    def steered(self, order: Order, by: str, said: str) -> None:
+        log.warning("%s", said)
+        self._events.append(events.Steered(order=order.what, by=by, learner=order.learner, text=said))
 
     def contributed(self, c: Contribution, num_bytes: int) -> None:
         self._events.append(
@@ -177,7 +182,7 @@ class Journal(Observer):
                 log.warning(
                     "round %d of fragment %d has the contributions of %d of at least %d learners and no other "
                     "learner to wait for; it waits for another learner to join",
-                    fragment.version, index, present, core.rules.quorum.at_least,
+                    fragment.version, index, present, core.at_least,
                 )  # fmt: skip
         self._metrics.set_learners(
             [LearnerSample(m.learner, m.step, m.step_s, m.healthy) for m in core.members.values()]

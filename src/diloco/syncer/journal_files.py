@@ -31,7 +31,7 @@ from diloco.syncer.durable import TEMPORARY_PREFIX, sync_directory
 
 log = logging.getLogger("diloco.syncer")
 
-FORMAT = 2
+FORMAT = 3
 DIRECTORY, PAYLOADS, SUFFIX = "journal", "payloads", ".jsonl.gz"
 
 GZIP = 31

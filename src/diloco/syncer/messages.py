@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator
+from typing import cast
 
 from diloco.core.contribution import Contribution, Standing, Verdict
 from diloco.core.fragments import Layout
 from diloco.core.leases import Ask, DataSet, Grant
 from diloco.core.lineage import Lineage
 from diloco.core.ranges import Ranges
+from diloco.core.steering import Order, What
 from diloco.errors import LayoutError
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.plain_json import read_json
@@ -50,6 +52,12 @@ def ask_of(request: pb.LeaseRequest) -> Ask:
     return Ask(request.number, request.num_units, data, tuple(_units(each.ranges) for each in request.claim))
 
 
+def order_of(request: pb.SteerRequest) -> Order:
+    """An operator's order."""
+    what = cast("What", request.order)  # which the driver checks
+    return Order(what, request.learner, request.at_least, request.bans, request.reason)
+
+
 def lease_reply(grant: Grant) -> pb.LeaseReply:
     """What is leased to it."""
     units, claimed = ([pb.Units(first=it[0], stop=it[1]) for it in each] for each in (grant.units, grant.claimed))
@@ -67,7 +75,7 @@ def standing_message(standing: Standing) -> pb.Standing:
         sync_every=standing.sync_every or 0, versions=standing.versions,
         calls=[pb.Call(fragment=fragment, version=version) for fragment, version in standing.calls],
         verdicts=[verdict_message(verdict) for verdict in standing.verdicts], drained=standing.drained,
-        order=standing.order, inner_wanted=standing.inner_wanted,
+        order=standing.order, inner_wanted=standing.inner_wanted, paused=standing.paused, at_least=standing.at_least,
     )  # fmt: skip
 
 

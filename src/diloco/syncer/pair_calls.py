@@ -81,7 +81,7 @@ class PairCalls:
         return {
             "run": run, "run_id": "", "epoch": self._pairing.succession.epoch, "method": method.to_dict(),
             "initialised": False, "step": 0, "tokens": 0, "initial_tokens": 0, "spooled_bytes": 0, "waits_for": None,
-            "learners": {}, "fragments": [], "newest_merge": None, "data": None,
+            "steering": None, "learners": {}, "fragments": [], "newest_merge": None, "data": None,
         }  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from diloco.core.update import Update
 from diloco.errors import StoreError, first_line
 from diloco.syncer.durable import sync_directory
 
-FORMAT = 9
+FORMAT = 10
 
 DATABASE = "store.sqlite"
 LOG, INDEX = f"{DATABASE}-wal", f"{DATABASE}-shm"

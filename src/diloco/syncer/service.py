@@ -51,6 +51,7 @@ from diloco.syncer.messages import (
     layout_of,
     lease_reply,
     lineage_message,
+    order_of,
     seen_of,
     standing_message,
     verdict_message,
@@ -130,6 +131,7 @@ class Service:
                 "Lease": ("writes", self._unary("Lease", self.lease, pb.LeaseRequest, "writes", MAX_MESSAGE_BYTES)),
                 "Vote": ("control", self._unary("Vote", self.vote, pb.VoteRequest)),
                 "Promote": ("control", self._unary("Promote", self.promote, pb.PromoteRequest)),
+                "Steer": ("writes", self._unary("Steer", self.steer, pb.SteerRequest, "writes")),
                 "Leave": ("writes", self._unary("Leave", self.leave, pb.LeaveRequest, "writes")),
                 "Status": ("control", self._unary("Status", self.status, pb.StatusRequest)),
                 "Watch": ("watches", self._answered("Watch", "watches", self.watch, pb.WatchRequest)),
@@ -240,6 +242,16 @@ class Service:
         reply = self._pair.promote(request)
         self._audit.admitted("Promote", caller, "", context.peer())
         return reply
+
+    def steer(self, caller: Caller, request: pb.SteerRequest, context: grpc.ServicerContext) -> pb.SteerReply:
+        self._admit(context, caller, request.run, "admin", "", "control")
+
+        def steer(driver: SyncerDriver, done: Callable[[str], None]) -> None:
+            driver.steer(order_of(request), caller.name, done)
+
+        said = self._driver.wait_for(steer, context)
+        self._audit.admitted("Steer", caller, request.learner, context.peer())
+        return pb.SteerReply(said=said)
 
     def watch(self, caller: Caller, request: pb.WatchRequest, context: grpc.ServicerContext) -> Iterator[pb.Notice]:
         self._admit(context, caller, request.run, "learner", request.learner, "control")

@@ -123,7 +123,7 @@ class Trainer:
     # --- the life of a part
 
     def train(self) -> Summary:
-        """Train until tokens or steps are spent, the pool drains this part, or `stop` is called; evaluate and leave.
+        """Train until tokens or steps are spent, the syncer drains this part, or `stop` is called; evaluate and leave.
 
         A disk that refuses a checkpoint is said, and the checkpoint is tried again soon; training goes on.
 
@@ -238,7 +238,7 @@ class Trainer:
     def _finish(self, reason: str, seconds: float, *, is_blocked: bool) -> Summary:
         """`is_blocked`: it was told to stop while it waited, and evaluates nothing."""
         self.learner.finish()  # the others go on while this one saves and evaluates
-        saves = self._has_news if reason == "stopped" else bool(self.config.checkpoint.every_steps)
+        saves = self._has_news if reason in ("stopped", "drained") else bool(self.config.checkpoint.every_steps)
         refusal = self._save() if saves else None
         summary = self._monitor.finished(reason, seconds, evaluates=not is_blocked)
         if refusal is not None:

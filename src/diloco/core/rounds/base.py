@@ -159,6 +159,10 @@ class RunView(Protocol):
     fragments: list[FragmentState]
     step: int
 
+    @property
+    def at_least(self) -> int:
+        """K: the quorum's, unless an operator has set another one."""
+
     def pending_tokens(self, learner: str, fragment: int) -> int:
         """Tokens whose work on a fragment is on its way into the global model."""
 

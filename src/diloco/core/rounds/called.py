@@ -182,7 +182,7 @@ class CalledSyncer(SyncerRounds):
         to_call = [f for f in due if ready and f not in self._called and self._run.fragments[f].phase == "open"]
         for fragment in to_call:
             self._call(now, fragment)
-        needed = late.num_needed(self._quorum.at_least, ready)
+        needed = late.num_needed(self._run.at_least, ready)
         for fragment in self._called:
             turns = self._fragments[fragment]
             assert turns.open is not None
@@ -211,7 +211,7 @@ class CalledSyncer(SyncerRounds):
             num_late = len(turns.open.newest)
             return Decision(None, None, f"late work of {num_late} waits for the fragment's next turn")
         return late.decide(
-            now, turns.open.newest, turns.open.fresh, late.ready(self._run), self._quorum.at_least,
+            now, turns.open.newest, turns.open.fresh, late.ready(self._run), self._run.at_least,
             enough_at=turns.call.enough_at, grace_s=self._quorum.grace_s(self._run.rules.schedule.overlap, self.pace),
         )  # fmt: skip
 

@@ -102,7 +102,7 @@ class PushedSyncer(SyncerRounds):
         if self._is_circle(members):
             merge = tuple(sorted(round_.newest))
             return Decision(merge, None, f"all {len(members)} live learners wait, for rounds that lack learners")
-        return late.decide(now, round_.newest, round_.fresh, members, self._quorum.at_least, enough_at=now, grace_s=0.0)
+        return late.decide(now, round_.newest, round_.fresh, members, self._run.at_least, enough_at=now, grace_s=0.0)
 
     def _is_circle(self, members: Sequence[str]) -> bool:
         """Whether all learners are blocked, each on a round that lacks learners: none of them can push again.

@@ -263,7 +263,7 @@ class ScheduledSyncer(SyncerRounds):
         if round_ is None:
             return None
         deadlines = {learner: self._run.deadlines.ends_at(member) for learner, member in self._run.members.items()}
-        return decide(now, round_.contributions, round_.members, deadlines, self._quorum.at_least, self._ended(round_))
+        return decide(now, round_.contributions, round_.members, deadlines, self._run.at_least, self._ended(round_))
 
     def close(self, now: float, fragment: int) -> ClosedRound:
         """`AllLive(drop=…)` rejects contributions here, but never so many that fewer than K remain.
@@ -277,7 +277,7 @@ class ScheduledSyncer(SyncerRounds):
         for learner, c in sorted(round_.contributions.items()):
             member = self._run.members.get(learner)
             is_there = member is not None and member.incarnation == c.incarnation
-            if is_there and len(kept) > self._quorum.at_least and self._quorum.drops(learner, fragment, number):
+            if is_there and len(kept) > self._run.at_least and self._quorum.drops(learner, fragment, number):
                 round_.left_out.append((kept.pop(learner), DROPPED))
         return ClosedRound(number, tuple(kept.values()), round_.step, frozenset(round_.members), now)
 
@@ -309,7 +309,7 @@ class ScheduledSyncer(SyncerRounds):
         training the others would wait in a round that no learner joins. Learners that are disconnected, or have not
         trained since they joined, are not counted on (after a restart rounds wait for them all the same).
         """
-        run, at_least = self._run, self._quorum.at_least
+        run, at_least = self._run, self._run.at_least
         if at_least == 1:
             return None
         schedule = run.rules.schedule
@@ -340,11 +340,11 @@ class ScheduledSyncer(SyncerRounds):
     def _lacks_learners(self, round_: _Round) -> bool:
         """Whether a round has contributions of all its members, and they are not enough."""
         is_complete = round_.contributions.keys() >= round_.members
-        return is_complete and len(round_.contributions) + len(self._ended(round_)) < self._quorum.at_least
+        return is_complete and len(round_.contributions) + len(self._ended(round_)) < self._run.at_least
 
     def _ended(self, round_: _Round) -> set[str]:
         """Learners that count for a round's `at_least` without a contribution, where it has too few contributions."""
-        if len(round_.contributions) >= self._quorum.at_least:
+        if len(round_.contributions) >= self._run.at_least:
             return set()
         ended = self._run.ended(round_.step)
         if self._are_all_blocked:

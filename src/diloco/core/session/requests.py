@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from diloco.core.contribution import CallForWork, Contribution, Drained, Rejected
+from diloco.core.contribution import CallForWork, Contribution, Drained, Hold, Rejected
 from diloco.core.leases import Ask, Grant
 from diloco.core.lineage import Lineage
 from diloco.core.succession import Ballot, Word
@@ -323,5 +323,5 @@ class Fail:
 
 
 Request = Describe | Initialise | Join | Fetch | Watch | Beat | Vote | Push | Lease | Leave
-News = TellStart | TellArrival | CallForWork | Rejected | Grant | Drained | Fail
+News = TellStart | TellArrival | CallForWork | Rejected | Grant | Drained | Hold | Fail
 SessionAction = Request | HangUp | Dial | Drop | Warn | Close | News

@@ -26,7 +26,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from diloco.core.contribution import CallForWork, Contribution, Drained, Rejected, Standing, Verdict
+from diloco.core.contribution import CallForWork, Contribution, Drained, Hold, Rejected, Standing, Verdict
 from diloco.core.leases import Ask, Grant
 from diloco.core.lineage import Lineage
 from diloco.core.session import requests
@@ -118,6 +118,7 @@ class SessionCore:
         self._has_started = self._has_lost_join = False
         self._reason: str | None = None  # why the incarnation before was evicted
         self._started_in: Lineage | None = None
+        self._is_held = False  # as the learner was told
         self._said = set[str]()
         self._witness, self._votes = Witness(seen), Votes()
         self._followed_at = -math.inf  # when the syncer that is followed was heard last
@@ -235,16 +236,17 @@ class SessionCore:
             return []
         is_awaited = welcome.start_step < welcome.step
         is_missed = is_awaited and standing.num_live > 1
-        if not self._has_started and standing.num_live < self._at_least and not is_missed:
-            text = f"{standing.num_live} of at least {self._at_least} learners are here; waiting for the others"
+        at_least = standing.at_least or self._at_least
+        if not self._has_started and standing.num_live < at_least and not is_missed:
+            text = f"{standing.num_live} of at least {at_least} learners are here; waiting for the others"
             return self._warn_once("quorum", text)
         reason = self._reason if self._has_started else None
         self.phase, self._has_started = "running", True
         is_awaited, versions = is_awaited or self._has_run_gone_back, tuple(self._cache.held)
-        self._started_in = self.seen
+        self._started_in, self._is_held = self.seen, False
         return [
             requests.TellStart(self.who, welcome.start_step, is_awaited, versions, standing.run_tokens, reason),
-            *self._tell_calls(standing),
+            *self._tell(standing),
         ]
 
     @property
@@ -406,7 +408,7 @@ class SessionCore:
             self.standing = standing
             self._cache.published(standing.versions)
         actions = self._take(standing.verdicts)
-        actions += self._tell_calls(self.standing) if self.phase == "running" else self._start()
+        actions += self._tell(self.standing) if self.phase == "running" else self._start()
         return actions + self._go_on(now)
 
     def _follow(self, now: float, lineage: Lineage) -> None:
@@ -428,8 +430,11 @@ class SessionCore:
                 actions.append(Rejected(verdict.fragment, verdict.number, verdict.reason))
         return actions
 
-    def _tell_calls(self, standing: Standing) -> Actions:
-        return [CallForWork(fragment, version) for fragment, version in self._cache.called(standing.calls)]
+    def _tell(self, standing: Standing) -> Actions:
+        """What the learner is to do."""
+        calls = [CallForWork(fragment, version) for fragment, version in self._cache.called(standing.calls)]
+        was_held, self._is_held = self._is_held, standing.paused
+        return [*calls, Hold(standing.paused)] if was_held != standing.paused else [*calls]
 
     # --- failures -----------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diloco.core.contribution import CallForWork, Drained, Rejected
+from diloco.core.contribution import CallForWork, Drained, Hold, Rejected
 from diloco.core.held import Advanced, HeldFragment
 from diloco.core.leases import Grant
 from diloco.core.shards import Shards
@@ -236,7 +236,7 @@ def _in(said: Any, tensors: Sequence[Tensor]) -> Any:
 _KINDS = {
     kind.__name__: kind
     for kind in (
-        *(Arrived, CallForWork, Rejected, Rejoined, Grant, Drained, Interrupted, Opened, HeldFragment, Update),
-        *(_Version, _Arrival),
+        *(Arrived, CallForWork, Rejected, Rejoined, Grant, Drained, Hold, Interrupted, Opened, HeldFragment),
+        *(Update, _Version, _Arrival),
     )
 }

@@ -213,6 +213,8 @@ def standing_of(message: pb.Standing) -> Standing:
         message.drained,
         message.order,
         message.inner_wanted,
+        message.paused,
+        message.at_least,
     )
 
 

@@ -13,7 +13,7 @@ from typing import TypeVar, get_args
 
 from google.protobuf.message import Message
 
-from diloco.core.contribution import CallForWork, Drained, Rejected
+from diloco.core.contribution import CallForWork, Drained, Hold, Rejected
 from diloco.core.leases import Grant
 from diloco.core.lineage import Lineage
 from diloco.core.session import SessionCore, requests
@@ -154,7 +154,7 @@ class Session:
                 assert arriving is not None
                 assert arriving.advanced is not None
                 self.inbox.put(Arrived.of(arriving.update, arriving.advanced, merged))
-            case CallForWork() | Rejected() | Grant() | Drained():
+            case CallForWork() | Rejected() | Grant() | Drained() | Hold():
                 self.inbox.put(action)
             case _:
                 self._lanes[action.lane].put(action)

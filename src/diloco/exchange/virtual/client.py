@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from diloco.core.contribution import CallForWork, Contribution, Drained, Rejected, Standing
+from diloco.core.contribution import CallForWork, Contribution, Drained, Hold, Rejected, Standing
 from diloco.core.held import Advanced, HeldFragment
 from diloco.core.layout import Layout
 from diloco.core.leases import Ask, Grant
@@ -30,7 +30,7 @@ from diloco.run.uploads import Upload
 
 log = logging.getLogger("diloco")
 
-News = requests.TellStart | Arrived | CallForWork | Rejected | Grant | Drained | requests.Fail
+News = requests.TellStart | Arrived | CallForWork | Rejected | Grant | Drained | Hold | requests.Fail
 """What a learner is told."""
 
 _TIMED = (requests.Beat, requests.Vote, requests.Lease, requests.Leave)
@@ -172,7 +172,9 @@ class SessionClient:
                     self._on_news(Arrived.of(*self._last, merged))
                 case requests.Dial(address=address):
                     self._wire.dial(address)
-                case requests.TellStart() | CallForWork() | Rejected() | Grant() | Drained() | requests.Fail():
+                case requests.TellStart() | requests.Fail():
+                    self._on_news(action)
+                case CallForWork() | Rejected() | Grant() | Drained() | Hold():
                     self._on_news(action)
                 case _:
                     self._call(action)

@@ -327,7 +327,7 @@ class Call(_message.Message):
     def __init__(self, fragment: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
 
 class Standing(_message.Message):
-    __slots__ = ("step", "start_step", "run_tokens", "num_live", "sync_every", "versions", "calls", "verdicts", "drained", "order", "inner_wanted")
+    __slots__ = ("step", "start_step", "run_tokens", "num_live", "sync_every", "versions", "calls", "verdicts", "drained", "order", "inner_wanted", "paused", "at_least")
     STEP_FIELD_NUMBER: _ClassVar[int]
     START_STEP_FIELD_NUMBER: _ClassVar[int]
     RUN_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -339,6 +339,8 @@ class Standing(_message.Message):
     DRAINED_FIELD_NUMBER: _ClassVar[int]
     ORDER_FIELD_NUMBER: _ClassVar[int]
     INNER_WANTED_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_FIELD_NUMBER: _ClassVar[int]
+    AT_LEAST_FIELD_NUMBER: _ClassVar[int]
     step: int
     start_step: int
     run_tokens: int
@@ -350,7 +352,9 @@ class Standing(_message.Message):
     drained: bool
     order: int
     inner_wanted: int
-    def __init__(self, step: _Optional[int] = ..., start_step: _Optional[int] = ..., run_tokens: _Optional[int] = ..., num_live: _Optional[int] = ..., sync_every: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., calls: _Optional[_Iterable[_Union[Call, _Mapping]]] = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., drained: _Optional[bool] = ..., order: _Optional[int] = ..., inner_wanted: _Optional[int] = ...) -> None: ...
+    paused: bool
+    at_least: int
+    def __init__(self, step: _Optional[int] = ..., start_step: _Optional[int] = ..., run_tokens: _Optional[int] = ..., num_live: _Optional[int] = ..., sync_every: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., calls: _Optional[_Iterable[_Union[Call, _Mapping]]] = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., drained: _Optional[bool] = ..., order: _Optional[int] = ..., inner_wanted: _Optional[int] = ..., paused: _Optional[bool] = ..., at_least: _Optional[int] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("run", "learner", "incarnation", "seen", "versions", "process")
@@ -671,6 +675,28 @@ class LeaveRequest(_message.Message):
 class LeaveReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class SteerRequest(_message.Message):
+    __slots__ = ("run", "order", "learner", "at_least", "bans", "reason")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
+    LEARNER_FIELD_NUMBER: _ClassVar[int]
+    AT_LEAST_FIELD_NUMBER: _ClassVar[int]
+    BANS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    order: str
+    learner: str
+    at_least: int
+    bans: bool
+    reason: str
+    def __init__(self, run: _Optional[str] = ..., order: _Optional[str] = ..., learner: _Optional[str] = ..., at_least: _Optional[int] = ..., bans: _Optional[bool] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class SteerReply(_message.Message):
+    __slots__ = ("said",)
+    SAID_FIELD_NUMBER: _ClassVar[int]
+    said: str
+    def __init__(self, said: _Optional[str] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ("run",)
