@@ -33,7 +33,7 @@ COMMANDS = {
     "doctor": "Say what is here (torch, GPU, network, clock, disk, packages), what would fail, and what to do.",
     "train": "Train one learner's part of the run that RUN_FILE describes.",
     "status": "Show a live run: learners, rounds and the learners they wait for, tokens, bytes.",
-    "admin": "Steer a live run: evict or drain a learner, pause it, change the quorum, end it.",
+    "admin": "Steer a live run: evict or drain a learner, pause the run, change its quorum, end it.",
     "report": (
         "Show a run that is over or under way, real or simulated: who took part, who was in which merge, losses, bytes."
     ),

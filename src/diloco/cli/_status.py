@@ -27,7 +27,7 @@ LEGEND = (
 )
 MORE_LEGEND = (
     "behind: by how many versions its oldest fragment is behind; stale: versions between what its last contribution "
-    "was measured from and the merge it went into; drained: the run's pool has no place for it any more; sent, "
+    "was measured from and the merge it went into; drained: the run has no place for it any more; sent, "
     "received: since this syncer started; merge of: learners in the newest merge."
 )
 
@@ -52,6 +52,7 @@ def view(status: dict[str, Any], *, wide: bool = False, whole_names: bool = Fals
         lines.append(_said(f"{missing} events could not be written", "free disk space on the syncer's machine"))
     if (pair := status.get("standby")) is not None:
         lines.append(_said("one of two syncers", _pair(pair)))
+    lines += [_said(*said) for said in _orders(status["steering"] or {})]
     if not status["initialised"]:
         if pair is None or pair["standing"] == "alone":
             lines.append("no model yet: start one learner with --initialise")
@@ -89,6 +90,12 @@ def _pair(pair: dict[str, Any]) -> str:
     behind = f"the standby is {pair['versions_behind']} versions and {pair['seconds_behind']:.1f} s behind"
     link = behind if pair["connected"] else "not connected to the other one"
     return f"{pair['standing']} in epoch {pair['epoch']}{other}; {link}; {len(pair['electorate'])} learners decide"
+
+
+def _orders(steering: dict[str, Any]) -> list[tuple[str, str]]:
+    """What stands of the orders of admins."""
+    found = [("the run is", steering[key]) for key in ("paused", "ended") if steering.get(key)]
+    return [*found, *(("out", why) for _, why in sorted(steering.get("out", {}).items()))]
 
 
 def _participation(status: dict[str, Any]) -> str:

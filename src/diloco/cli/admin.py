@@ -22,7 +22,9 @@ Reason = Annotated[str, typer.Option(help="Why, for those who watch the run.")]
 
 @app.callback()
 def admin() -> None:
-    """Steer a live run. It needs the role admin, where the syncer asks for certificates or tokens."""
+    """Steer a live run: evict or drain a learner, pause the run, change its quorum, end it.
+
+    It needs the role admin, where the syncer asks for certificates or tokens."""
 
 
 def _of_a_learner(what: What) -> Callable[..., None]:
