@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 
 from diloco import events as ev
+from diloco.core.steering import Order
+from diloco.errors import ConfigError
 from diloco.event_log import EventLog
 from diloco.report.page import read_run, write_page
+from diloco.syncer.callers import Caller
 from diloco.syncer.live_page import LivePage
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -103,6 +106,51 @@ def test_a_live_page_follows_the_run(browser: Any, run: Path) -> None:
         page.locator("#lead", has_text="held-out loss 1.750").wait_for()
         assert complaints == []
         page.context.close()
+
+
+def test_an_admin_steers_from_the_page_also_by_keyboard(browser: Any, run: Path) -> None:
+    orders: list[Order] = []
+
+    def steer(order: Order, caller: Caller) -> str:
+        orders.append(order)
+        if order.what == "quorum":
+            raise ConfigError("a quorum of 7 cannot be had.")
+        return f"{order.what} by {caller.name}"
+
+    with closing(LivePage("127.0.0.1:0", run / "events.jsonl", lambda: None, is_open=False, steer=steer)) as live:
+        page, complaints = opened(
+            browser, live.url_for(Caller("anna", "admin", key="1")), viewport={"width": 400, "height": 800}
+        )
+        assert page.evaluate("document.documentElement.scrollWidth") <= 400
+        page.select_option("#whom", "oslo")
+        page.locator("[data-order=ban]").click()
+        page.locator("#what", has_text="Evict and ban oslo?").wait_for()
+        page.get_by_role("button", name="Cancel").click()
+        assert orders == []
+        page.locator("[data-order=ban]").focus()
+        page.keyboard.press("Enter")
+        page.locator("#why").fill("<b>it is stolen</b>")
+        page.locator("#yes").focus()
+        page.keyboard.press("Enter")
+        page.locator("#answer", has_text="evict by anna").wait_for()
+        assert orders == [Order("evict", "oslo", bans=True, reason="<b>it is stolen</b>")]
+        page.locator("[data-order=pause]").click()
+        page.keyboard.press("Escape")
+        page.locator("#at-least").fill("7")
+        page.locator("[data-order=quorum]").click()
+        page.locator("#yes").click()
+        page.locator("#answer", has_text="a quorum of 7 cannot be had.").wait_for()
+        assert orders[1:] == [Order("quorum", at_least=7)]
+        assert [each for each in complaints if "400" not in each] == []  # the browser's own word of the refusal
+        page.context.close()
+
+
+def test_a_viewers_page_and_a_frozen_one_have_no_orders(browser: Any, run: Path) -> None:
+    with closing(LivePage("127.0.0.1:0", run / "events.jsonl", lambda: None, is_open=False, steer=lambda *_: "")) as it:
+        for url in (it.url, frozen(run)):
+            page, _ = opened(browser, url)
+            assert not page.locator("#steer").is_visible()
+            page.context.close()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -15,9 +16,12 @@ from urllib.parse import urlsplit
 import pytest
 
 from diloco import events as ev
-from diloco.errors import ConfigError, RunError
+from diloco.core.steering import Order
+from diloco.errors import AuthError, ConfigError, RunError
 from diloco.event_log import EventLog
+from diloco.syncer.callers import Caller
 from diloco.syncer.live_page import LivePage
+from diloco.syncer.page_access import LINK_S, MAX_LINKS, PageAccess, Session
 
 
 @contextmanager
@@ -115,3 +119,102 @@ def test_it_is_served_to_this_machine_only(tmp_path: Path) -> None:
         port = urlsplit(page.url).port
         with pytest.raises(RunError, match="is in use by another process.*--page-port, or 0"):
             LivePage(f"127.0.0.1:{port}", tmp_path / "events.jsonl", lambda: None, is_open=True)
+
+
+# --- steering
+
+
+ADMIN, VIEWER = Caller("anna", "admin", key="1"), Caller("vera", "viewer", key="2")
+
+
+@contextmanager
+def steerable(tmp_path: Path, *, is_open: bool) -> Iterator[tuple[LivePage, list[tuple[Order, str]], set[Caller]]]:
+    """A page, the orders that it was given, and the callers whose keys have ended."""
+    orders: list[tuple[Order, str]] = []
+    ended: set[Caller] = set()
+
+    def steer(order: Order, caller: Caller) -> str:
+        if order.learner == "nobody":
+            raise ConfigError("no learner 'nobody' takes part.")
+        orders.append((order, caller.name))
+        return "done"
+
+    def check(caller: Caller) -> None:
+        if caller in ended:
+            raise AuthError("it was revoked.")
+
+    path = tmp_path / "events.jsonl"
+    path.touch()
+    with closing(LivePage("127.0.0.1:0", path, lambda: None, is_open=is_open, steer=steer, check=check)) as page:
+        yield page, orders, ended
+
+
+def post(page: LivePage, body: str, **headers: str) -> Answer:
+    host = urlsplit(page.url).netloc
+    with closing(http.client.HTTPConnection("127.0.0.1", urlsplit(page.url).port or 0, timeout=30)) as connection:
+        connection.request("POST", "/orders", body, {"origin": f"http://{host}", **headers})
+        with connection.getresponse() as answer:
+            return Answer(answer.status, answer.headers, answer.read().decode())
+
+
+def entered(page: LivePage, url: str) -> tuple[str, str]:
+    """A browser's cookie, and the token that its page carries; empty: none."""
+    cookie = get(page, f"/?{urlsplit(url).query}").headers["set-cookie"].partition(";")[0]
+    return cookie, token_in(get(page, "/", cookie=cookie).text)
+
+
+def token_in(text: str) -> str:
+    found = re.search('<meta name="orders" content="([^"]+)">', text)
+    return "" if found is None else found[1]
+
+
+def test_the_open_page_takes_orders_of_its_own_alone(tmp_path: Path) -> None:
+    with steerable(tmp_path, is_open=True) as (page, orders, _):
+        token = token_in(get(page, "/").text)
+        drain = json.dumps({"what": "drain", "learner": "a", "reason": "it moves"})
+        foreign = {"origin": "http://evil.example"}
+        for headers in ({}, {"x-diloco-token": "wrong"}, {"x-diloco-token": token, **foreign}):
+            refused = post(page, drain, **headers)
+            assert (refused.status, "from this page only" in refused.text) == (403, True)
+        assert post(page, drain, **{"x-diloco-token": token, "host": "evil.example:80"}).status == 403
+        assert orders == []
+        assert json.loads(post(page, drain, **{"x-diloco-token": token}).text) == {"said": "done"}
+        assert orders == [(Order("drain", "a", reason="it moves"), "anyone")]
+        for body in ("", "[]", '{"what": "quorum", "at_least": "x"}', "x" * 5000):
+            assert post(page, body, **{"x-diloco-token": token}).status == 400, body
+        wrong = post(page, json.dumps({"what": "evict", "learner": "nobody"}), **{"x-diloco-token": token})
+        assert (wrong.status, json.loads(wrong.text)["error"]) == (400, "no learner 'nobody' takes part.")
+
+
+def test_only_an_admins_link_steers(tmp_path: Path) -> None:
+    with steerable(tmp_path, is_open=False) as (page, orders, ended):
+        pause = json.dumps({"what": "pause"})
+        admin, token = entered(page, page.url_for(ADMIN))
+        for url in (page.url, page.url_for(VIEWER)):
+            cookie, none = entered(page, url)
+            assert none == ""
+            for given in ("", token):
+                assert post(page, pause, **{"cookie": cookie, "x-diloco-token": given}).status == 403
+        assert post(page, pause, **{"x-diloco-token": token}).status == 403  # without the cookie
+        assert post(page, pause, **{"cookie": admin, "x-diloco-token": token}).status == 200
+        assert orders == [(Order("pause"), "anna")]
+        ended.add(ADMIN)
+        assert post(page, pause, **{"cookie": admin, "x-diloco-token": token}).status == 403
+        assert get(page, "/", cookie=admin).status == 403
+
+
+def test_a_link_that_was_asked_for_ends(tmp_path: Path) -> None:
+    now = [0.0]
+    access = PageAccess(is_open=False, check=lambda _: None, clock=lambda: now[0])
+    early, late = access.link_for(ADMIN), access.link_for(ADMIN)
+    secret = access.enter(early)
+    assert secret is not None
+    assert access.session(secret) == Session(ADMIN, access.session(secret).token)  # type: ignore[union-attr]
+    assert access.enter(early) is None
+    now[0] = LINK_S
+    assert access.enter(late) is None
+    for _ in range(MAX_LINKS + 1):
+        newest = access.link_for(VIEWER)
+    assert len(access._links) == MAX_LINKS + 1  # and the printed one
+    assert access.enter(newest) is not None
+    assert access.enter(access.printed) is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,6 +14,7 @@ import pytest
 from tests.syncer.runs import RUN, Raw, method, start, status_of, train
 from tests.syncer.test_auth import TOKENS, tokens_file
 from tests.syncer.test_faults import until
+from tests.syncer.test_live_page import entered, post
 
 import diloco
 from diloco import events as ev
@@ -22,6 +24,7 @@ from diloco.errors import AuthError, ConfigError, DrainedError
 from diloco.event_log import read_events
 from diloco.exchange.connection import Connection
 from diloco.exchange.wire import syncer_pb2 as pb
+from diloco.secret_files import write_secret
 from diloco.syncer.server import Syncer
 
 __all__ = ["tokens_file"]
@@ -188,3 +191,31 @@ def test_an_order_of_the_driver_is_one_of_the_wire(tmp_path: Path) -> None:
         steer(syncer, "quorum", at_least=1)
         assert [(each.order, each.learner) for each in steered(syncer)] == [("evict", "b"), ("quorum", "")]
         assert Order("evict", "b", bans=True).given("x") == "by x"
+
+
+def test_a_page_is_asked_for_and_its_orders_are_the_callers(
+    tmp_path: Path, tokens_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with start(tmp_path, method(), tokens_file=tokens_file, page_address="127.0.0.1:0") as syncer:
+        Raw(syncer.address, "site-a", TOKENS["learner"]).initialise()
+        token = tmp_path / "admin.token"
+        write_secret(token, TOKENS["admin"].encode())
+        with pytest.raises(SystemExit) as ended:
+            main(["page", "--address", syncer.address, "--run", RUN, "--token-file", str(token), "--json"])
+        assert not ended.value.code
+        url = json.loads(capsys.readouterr().out)["url"]
+        page = syncer.page
+        assert page is not None
+        cookie, secret = entered(page, url)
+        answer = post(page, json.dumps({"what": "pause"}), cookie=cookie, **{"x-diloco-token": secret})
+        assert json.loads(answer.text) == {"said": "the run was paused by the-admin"}
+        assert status_of(syncer)["steering"]["paused"] == "paused by the-admin"
+        path = syncer._events.path
+    (call,) = [event for event in read_events(path) if isinstance(event, ev.Admitted) and event.call == "Steer"]
+    assert (call.name, call.role, call.peer) == ("the-admin", "admin", "page")
+
+
+def test_a_syncer_without_a_page_says_so(tmp_path: Path) -> None:
+    with start(tmp_path, method()) as syncer, closing(Connection(syncer.address)) as connection:
+        with pytest.raises(ConfigError, match="serves no page; start it with --page"):
+            connection.call("control", "OpenPage", pb.OpenPageRequest(run=RUN), pb.OpenPageReply)

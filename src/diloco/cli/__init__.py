@@ -34,6 +34,7 @@ COMMANDS = {
     "train": "Train one learner's part of the run that RUN_FILE describes.",
     "status": "Show a live run: learners, rounds and the learners they wait for, tokens, bytes.",
     "admin": "Steer a live run: evict or drain a learner, pause the run, change its quorum, end it.",
+    "page": "Ask a live run's syncer for a link to its page, which works once.",
     "report": (
         "Show a run that is over or under way, real or simulated: who took part, who was in which merge, losses, bytes."
     ),

@@ -35,10 +35,14 @@ def part(name: str) -> str:
     return plotly_file().read_text(encoding="utf-8") if name == "plotly.js" else asset(name)
 
 
-def live_page() -> str:
-    """A page that follows the run at the address it came from; its parts are `page.css`, `page.js`, `plotly.js`."""
+def live_page(token: str = "") -> str:
+    """A page that follows the run at the address it came from; its parts are `page.css`, `page.js`, `plotly.js`.
+
+    `token`: that its orders carry; empty: it gives none.
+    """
     scripts = '<script src="plotly.js"></script>\n<script src="page.js"></script>'
-    return _page('<link rel="stylesheet" href="page.css">', "", scripts)
+    style = '<link rel="stylesheet" href="page.css">'
+    return _page(f'<meta name="orders" content="{token}">\n{style}' if token else style, "", scripts)
 
 
 def frozen_page(story: dict[str, Any]) -> str:

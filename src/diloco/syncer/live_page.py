@@ -1,7 +1,7 @@
 """The live page of a run, on a loopback port of its own: what the syncer writes down, while it writes it.
 
 The page reads the event log as `diloco report` does, and asks the syncer for this moment once a second while someone
-watches. It changes nothing in the run, and a failure of it ends nothing.
+watches. An admin can steer the run from it (`core.steering`); a failure of it ends nothing.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import asyncio
 import hmac
 import json
 import logging
-import secrets
 import socket
 import threading
 import time
@@ -20,12 +19,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diloco.errors import ConfigError, StoreError
+from diloco.core.steering import Order
+from diloco.errors import AuthError, ConfigError, DilocoError, PayloadError, StoreError
 from diloco.event_log import EventTail
 from diloco.events import Progress
 from diloco.exchange.wire.address import is_loopback, split_address
+from diloco.plain_json import MALFORMED, read_json
 from diloco.report import frame
 from diloco.report.story import Story
+from diloco.syncer.callers import Caller
+from diloco.syncer.page_access import PageAccess, Session
 from diloco.syncer.ports import port_refusal
 
 if TYPE_CHECKING:
@@ -40,7 +43,8 @@ EVERY_S = 1.0
 GRACE_S = 3
 """For answers under way when the syncer ends; each ends within `EVERY_S`."""
 READ_BYTES = 1 << 20
-COOKIE = "diloco-page"
+COOKIE, TOKEN = "diloco-page", "x-diloco-token"
+MAX_ORDER_BYTES = 4096
 PARTS = {"page.css": "text/css", "page.js": "text/javascript", "plotly.js": "text/javascript"}
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
@@ -63,8 +67,10 @@ class LivePage:
         address: host:port, loopback only; port 0 chooses one.
         event_log: the syncer's.
         progress: gives the run at this moment; None: there is nothing to tell.
-        is_open: whoever reaches the port may watch; otherwise the first who opens `url`, which holds a secret that
-            works once, and that browser from then on.
+        is_open: whoever reaches the port may watch, and steer; otherwise the browser in which a link was opened, which
+            works once, as far as the role goes of who asked for it. The one in `url` is a viewer's.
+        steer: gives an order of a caller; returns what was done. None: the page only shows.
+        check: raises AuthError where a caller's credentials have ended.
 
     Attributes:
         url: of the page.
@@ -74,8 +80,9 @@ class LivePage:
     """
 
     def __init__(
-        self, address: str, event_log: Path, progress: Callable[[], Progress | None], *, is_open: bool
-    ) -> None:
+        self, address: str, event_log: Path, progress: Callable[[], Progress | None], *, is_open: bool,
+        steer: Callable[[Order, Caller], str] | None = None, check: Callable[[Caller], None] = lambda _: None,
+    ) -> None:  # fmt: skip
         if absent := missing_packages():
             raise ConfigError(f"the live page needs {', '.join(absent)}, not installed here; {frame.NEEDS}")
         host, port = split_address(address)
@@ -86,8 +93,9 @@ class LivePage:
             )
         self._sockets = [_bound(host, port)]
         port = self._sockets[0].getsockname()[1]
-        self._link, self._session = ("", "") if is_open else (secrets.token_urlsafe(32), secrets.token_urlsafe(32))
-        self.url = f"http://{host}:{port}/" + (f"?link={self._link}" if self._link else "")
+        self._access, self._steer = PageAccess(is_open=is_open, check=check), steer
+        self._address = f"http://{host}:{port}/"
+        self.url = self._url(self._access.printed)
         self._hosts = {f"{name}:{port}" for name in (host, "localhost", "127.0.0.1", "[::1]")}
         self._tail, self._story, self._progress = EventTail(event_log), Story(), progress
         self._watchers: set[asyncio.Event] = set()
@@ -95,6 +103,13 @@ class LivePage:
         self._server: uvicorn.Server | None = None
         self._thread = threading.Thread(target=self._run, name="syncer-page", daemon=True)
         self._thread.start()
+
+    def url_for(self, caller: Caller) -> str:
+        """The page's address with a link for this caller, which works once, for ten minutes."""
+        return self._url(self._access.link_for(caller))
+
+    def _url(self, link: str) -> str:
+        return self._address + (f"?link={link}" if link else "")
 
     def close(self) -> None:
         """Stop serving."""
@@ -124,6 +139,7 @@ class LivePage:
         from starlette.routing import Route
 
         routes = [Route("/", self._page), Route("/updates", self._updates)]
+        routes.append(Route("/orders", self._order, methods=["POST"]))
         routes += [Route(f"/{name}", self._part) for name in PARTS]
         return Starlette(routes=routes, lifespan=self._following)
 
@@ -134,22 +150,73 @@ class LivePage:
 
         if request.headers.get("host", "") not in self._hosts:
             return PlainTextResponse("this page is served under the address that the syncer prints\n", 403, HEADERS)
-        cookie = request.cookies.get(COOKIE, "")
-        if self._session and not hmac.compare_digest(cookie.encode(), self._session.encode()):
-            text = "open the link that the syncer has printed; it works once, and in that browser from then on\n"
+        if self._session(request) is None:
+            text = (
+                "open the link that the syncer has printed, or ask for one with `diloco page`; it works once, and in "
+                "that browser from then on\n"
+            )
             return PlainTextResponse(text, 403, HEADERS)
         return None
+
+    def _session(self, request: Request) -> Session | None:
+        return self._access.session(request.cookies.get(COOKIE, ""))
 
     async def _page(self, request: Request) -> Response:
         from starlette.responses import HTMLResponse, RedirectResponse
 
         given = request.query_params.get("link", "")
-        if self._link and hmac.compare_digest(given.encode(), self._link.encode()):
-            self._link = ""
+        is_here = request.headers.get("host", "") in self._hosts
+        if given and is_here and (secret := self._access.enter(given)) is not None:
             answer = RedirectResponse("/", 303, HEADERS)
-            answer.set_cookie(COOKIE, self._session, httponly=True, samesite="strict")
+            answer.set_cookie(COOKIE, secret, httponly=True, samesite="strict")
             return answer
-        return self._refusal(request) or HTMLResponse(frame.live_page(), headers=HEADERS)
+        if (refusal := self._refusal(request)) is not None:
+            return refusal
+        session = self._session(request)
+        token = session.token if session is not None and self._may_steer(session) else ""
+        return HTMLResponse(frame.live_page(token), headers=HEADERS)
+
+    def _may_steer(self, session: Session) -> bool:
+        return self._steer is not None and session.caller.role == "admin"
+
+    async def _order(self, request: Request) -> Response:
+        """An order from the page itself: of the same origin, from an admin's session, with that session's token."""
+        from starlette.responses import JSONResponse
+
+        if (refusal := self._refusal(request)) is not None:
+            return refusal
+        try:
+            order, caller = await self._order_of(request)
+            assert self._steer is not None
+            said = await asyncio.to_thread(self._steer, order, caller)
+        except AuthError as error:
+            return JSONResponse({"error": str(error)}, 403, HEADERS)
+        except DilocoError as error:
+            return JSONResponse({"error": str(error)}, 400, HEADERS)
+        return JSONResponse({"said": said}, headers=HEADERS)
+
+    async def _order_of(self, request: Request) -> tuple[Order, Caller]:
+        session, headers = self._session(request), request.headers
+        given = headers.get(TOKEN, "").encode()
+        is_own = headers.get("origin", "") == f"http://{headers.get('host', '')}"
+        if session is None or not is_own or not hmac.compare_digest(given, session.token.encode()):
+            raise AuthError("an order is given from this page only; load it again.")
+        if self._steer is None or session.caller.role != "admin":
+            raise AuthError(
+                f"{session.caller.name!r} may watch and not steer; open the page with an admin's link (diloco page)."
+            )
+        body = b""
+        async for part in request.stream():
+            body += part
+            if len(body) > MAX_ORDER_BYTES:
+                raise PayloadError(f"an order has more than {MAX_ORDER_BYTES} bytes; give a shorter reason.")
+        values = read_json(body, "an order", PayloadError, "load the page again")
+        try:
+            what, learner, reason = (str(values.get(key, "")) for key in ("what", "learner", "reason"))
+            number, bans = int(values.get("at_least", 0)), values.get("bans") is True
+        except MALFORMED as error:
+            raise PayloadError("what was sent is no order; load the page again.") from error
+        return Order(what, learner, number, bans, reason), session.caller  # type: ignore[arg-type]  # the driver checks
 
     async def _part(self, request: Request) -> Response:
         from starlette.responses import Response

@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from diloco.core.members import Deadlines
 from diloco.core.method import Method
 from diloco.core.pool import Pool
 from diloco.core.session.heartbeat import HEARTBEAT_S
+from diloco.core.steering import Order
 from diloco.errors import ConfigError, StandbyError, StoreError, UnreachableError
 from diloco.event_log import EventLog
 from diloco.exchange.wire.address import socket_path, split_address
@@ -30,10 +32,11 @@ from diloco.syncer.audit import Audit
 from diloco.syncer.auth import Authenticator, check_binding
 from diloco.syncer.backups import BackupPlan, Backups
 from diloco.syncer.call_deadlines import CallDeadlines
+from diloco.syncer.callers import Caller
 from diloco.syncer.following import Following, Shown
 from diloco.syncer.guard import Guard
 from diloco.syncer.handles import connections_for, raise_file_limit
-from diloco.syncer.hosting import HostedDriver
+from diloco.syncer.hosting import HostedDriver, SyncerDriver
 from diloco.syncer.journal import Journal
 from diloco.syncer.journal_files import JournalFiles, PayloadFiles
 from diloco.syncer.leading import Leading
@@ -171,7 +174,8 @@ class Syncer:
         self.address = options.address if path else f"{split_address(options.address)[0]}:{self.port}"
         if path is None and is_available():
             self._sockets = SocketLedger(self.port, Guard(thins=asks))
-        audit = Audit(self._events, self._metrics)
+        self.page: LivePage | None = None
+        self._audit = audit = Audit(self._events, self._metrics)
         self._calls = OpenCalls(auth, audit)
         self.progress = ProgressLog(self._events, self._metrics, self._run_status, options.budget_tokens)
         self._deadlines = CallDeadlines(options.deadlines.lost_floor_s)
@@ -190,13 +194,16 @@ class Syncer:
             transfers=self.transfers, incoming=self._incoming, audit=audit, sockets=self._sockets,
             lost_floor_s=options.deadlines.lost_floor_s, resumed=self._observer.resumed,
             status_extra=self._status_extra, heard=self.progress.heard,
+            page_url=self._page_url,
         )  # fmt: skip
         self._server.add_generic_rpc_handlers((service.handlers(),))
         self.metrics_port = None if options.metrics_address is None else self._metrics.serve(options.metrics_address)
-        self.page = None
         if options.page_address is not None:
             is_open = options.keys is None and options.tokens_file is None
-            self.page = LivePage(options.page_address, self._events.path, self.progress.newest, is_open=is_open)
+            self.page = LivePage(
+                options.page_address, self._events.path, self.progress.newest, is_open=is_open, steer=self._steer,
+                check=auth.check,
+            )  # fmt: skip
         self._stopping = threading.Event()
         self._traffic = threading.Thread(target=self._report_traffic, name="syncer-traffic", daemon=True)
         self._deadlines.start()
@@ -230,6 +237,21 @@ class Syncer:
         if (hosted := self._hosted) is None or not self.pairing.succession.serves:
             raise self.pairing.refusal()
         return hosted
+
+    def _page_url(self, caller: Caller) -> str:
+        if self.page is None:
+            raise ConfigError("this syncer serves no page; start it with --page.")
+        return self.page.url_for(caller)
+
+    def _steer(self, order: Order, caller: Caller) -> str:
+        """An order from the page."""
+
+        def steer(driver: SyncerDriver, done: Callable[[str], None]) -> None:
+            driver.steer(order, caller.name, done)
+
+        said = self.driver.wait_for(steer)
+        self._audit.admitted("Steer", caller, order.learner, "page")
+        return said
 
     def versions(self) -> tuple[int, ...]:
         """The newest of each fragment that is durable here."""

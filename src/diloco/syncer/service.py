@@ -85,6 +85,7 @@ class Service:
         resumed: told the learner, the kind and the bytes that a resumed transfer did not carry again.
         status_extra: more values for `Status`.
         heard: told of each heartbeat that was taken.
+        page_url: gives a caller a link to the live page.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class Service:
         resumed: Callable[[str, str, int], None],
         status_extra: Callable[[], dict[str, Any]],
         heard: Callable[[pb.HeartbeatRequest], None],
+        page_url: Callable[[Caller], str],
     ) -> None:
         self._run, self._method, self._host, self._pair = run, method, host, pair
         self._auth = auth
@@ -114,7 +116,7 @@ class Service:
         self._audit = audit
         self._sockets = sockets
         self._transfers, self._lost_floor_s, self._resumed = transfers, lost_floor_s, resumed
-        self._status_extra, self._heard = status_extra, heard
+        self._status_extra, self._heard, self._page_url = status_extra, heard, page_url
         self._prober = Prober()
         self._initialising = Initialising(
             host, transfers=transfers, audit=audit, incoming=incoming, resumed=resumed
@@ -132,6 +134,7 @@ class Service:
                 "Vote": ("control", self._unary("Vote", self.vote, pb.VoteRequest)),
                 "Promote": ("control", self._unary("Promote", self.promote, pb.PromoteRequest)),
                 "Steer": ("writes", self._unary("Steer", self.steer, pb.SteerRequest, "writes")),
+                "OpenPage": ("control", self._unary("OpenPage", self.open_page, pb.OpenPageRequest)),
                 "Leave": ("writes", self._unary("Leave", self.leave, pb.LeaveRequest, "writes")),
                 "Status": ("control", self._unary("Status", self.status, pb.StatusRequest)),
                 "Watch": ("watches", self._answered("Watch", "watches", self.watch, pb.WatchRequest)),
@@ -252,6 +255,10 @@ class Service:
         said = self._driver.wait_for(steer, context)
         self._audit.admitted("Steer", caller, request.learner, context.peer())
         return pb.SteerReply(said=said)
+
+    def open_page(self, caller: Caller, request: pb.OpenPageRequest, context: grpc.ServicerContext) -> pb.OpenPageReply:
+        self._admit(context, caller, request.run, "viewer", "", "control")
+        return pb.OpenPageReply(url=self._page_url(caller))
 
     def watch(self, caller: Caller, request: pb.WatchRequest, context: grpc.ServicerContext) -> Iterator[pb.Notice]:
         self._admit(context, caller, request.run, "learner", request.learner, "control")

@@ -74,6 +74,7 @@ function show() {
   $("lead").textContent = lead(head);
   tiles(head);
   members();
+  steer();
   merges();
   heat();
   ledger();
@@ -257,6 +258,62 @@ function timeline() {
   shape.yaxis = { ...shape.yaxis, type: "category", categoryarray: names.map(plain), categoryorder: "array", range: [-0.6, names.length - 0.4] };
   draw("timeline", traces, shape);
 }
+
+// --- orders of an admin
+
+const token = document.querySelector("meta[name=orders]")?.content ?? "";
+const ORDERS = { // what will happen, as a question
+  drain: (who) => `Drain ${who}? It sends its last work, saves and leaves, and may not join again before it is admitted.`,
+  evict: (who) => `Evict ${who}? What it has not sent is lost. It joins again by itself.`,
+  ban: (who) => `Evict and ban ${who}? What it has not sent is lost, and it may not join again before it is admitted.`,
+  admit: (who) => `Admit ${who}? It may join again.`,
+  pause: () => "Pause the run? Nothing is merged, and every learner stands still after its next step.",
+  resume: () => "Resume the run?",
+  quorum: (_, number) => `Set the quorum to ${number}? No round is merged with fewer learners.`,
+  end: () => "End the run? Every learner sends its last work, saves and leaves, and none may join.",
+};
+const OF_LEARNERS = ["drain", "evict", "ban", "admit"];
+
+function steer() {
+  $("steer").hidden = token === "";
+  const names = story.learners.map((it) => it.name), shown = [...$("whom").options].map((it) => it.value);
+  if (JSON.stringify(names) === JSON.stringify(shown)) return;
+  const chosen = $("whom").value;
+  $("whom").replaceChildren(...names.map((name) => make("option", { value: name }, name)));
+  if (names.includes(chosen)) $("whom").value = chosen;
+}
+
+function ask(kind) {
+  const who = $("whom").value, number = Number($("at-least").value);
+  $("what").textContent = ORDERS[kind](who, number);
+  $("why").value = "";
+  $("confirm").returnValue = "no";
+  $("confirm").onclose = () => {
+    if ($("confirm").returnValue !== "yes") return;
+    const order = { what: kind === "ban" ? "evict" : kind, bans: kind === "ban", reason: $("why").value };
+    if (OF_LEARNERS.includes(kind)) order.learner = who;
+    if (kind === "quorum") order.at_least = number;
+    give(order);
+  };
+  $("confirm").showModal();
+}
+
+async function give(order) {
+  $("answer").textContent = "…";
+  try {
+    const answer = await fetch("orders", { method: "POST", headers: { "X-Diloco-Token": token }, body: JSON.stringify(order) });
+    const text = await answer.text();
+    let told = { error: text };
+    if ((answer.headers.get("content-type") ?? "").startsWith("application/json")) told = JSON.parse(text);
+    $("answer").textContent = told.said ?? told.error;
+    $("answer").className = told.said ? "good" : "bad";
+  } catch (error) {
+    $("answer").textContent = `The syncer was not reached (${error.message}); look at the events before you try again.`;
+    $("answer").className = "bad";
+  }
+}
+
+for (const button of document.querySelectorAll("[data-order]")) button.addEventListener("click", () => ask(button.dataset.order));
 
 // --- where it comes from
 
