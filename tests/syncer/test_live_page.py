@@ -198,7 +198,10 @@ def test_only_an_admins_link_steers(tmp_path: Path) -> None:
         assert post(page, pause, **{"x-diloco-token": token}).status == 403  # without the cookie
         assert post(page, pause, **{"cookie": admin, "x-diloco-token": token}).status == 200
         assert orders == [(Order("pause"), "anna")]
-        ended.add(ADMIN)
+        with asking(page, "/updates", cookie=admin) as answer:
+            next(updates(answer))
+            ended.add(ADMIN)
+            answer.read()  # to its end
         assert post(page, pause, **{"cookie": admin, "x-diloco-token": token}).status == 403
         assert get(page, "/", cookie=admin).status == 403
 

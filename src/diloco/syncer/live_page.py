@@ -227,16 +227,16 @@ class LivePage:
     async def _updates(self, request: Request) -> Response:
         from starlette.responses import StreamingResponse
 
-        stream = self._stream()
+        stream = self._stream(request)
         return self._refusal(request) or StreamingResponse(stream, media_type="text/event-stream", headers=HEADERS)
 
-    async def _stream(self) -> AsyncIterator[str]:
-        """The story so far, then what is new, as server-sent events."""
+    async def _stream(self, request: Request) -> AsyncIterator[str]:
+        """The story so far, then what is new, as server-sent events, for as long as the caller may watch."""
         number, news = 0, asyncio.Event()
         self._watchers.add(news)
         try:
             yield "event: begin\ndata: \n\n"
-            while not self._is_ending:
+            while not self._is_ending and self._session(request) is not None:
                 story = self._story.since(number, time.time())
                 number = story["number"]
                 yield f"data: {json.dumps(story)}\n\n"
