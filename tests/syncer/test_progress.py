@@ -27,7 +27,7 @@ def status(tokens: int, step: int) -> dict[str, Any]:
     }  # fmt: skip
     ledger = {"trained": tokens, "merged": tokens - 20, "pending": 15, "lost": 0, "discarded": {"overlap": 5}}
     return {
-        "initialised": True, "step": step, "tokens": tokens, "learners": {"a": member},
+        "run_id": "0" * 32, "initialised": True, "step": step, "tokens": tokens, "learners": {"a": member},
         "fragments": [{"ledger": ledger}, {"ledger": ledger}],
     }  # fmt: skip
 

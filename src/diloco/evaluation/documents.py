@@ -14,8 +14,8 @@ from dataclasses import dataclass
 CLOSERS = {"(": ")", "[": "]", "{": "}"}
 DEEPEST = 4
 """Brackets that are open at a time."""
-SUMMANDS = 50
-"""Numbers that are added: 0 to 49."""
+SUMMANDS = 30
+"""Numbers that are added: 0 to 29."""
 HELD_OUT = 5
 """One in so many of the pairs of summands is asked for, and is in no training text."""
 WORD = re.compile(r"(?<![A-Za-z])[A-Za-z]{3,}(?![A-Za-z])")

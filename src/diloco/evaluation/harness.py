@@ -17,6 +17,10 @@ from diloco.evaluation.scores import Result, Score
 from diloco.tables import nearest
 
 BATCH = 16
+FEWSHOT_SEED = 1234
+"""lm-eval's own."""
+BOOTSTRAPS = 1000
+"""For the standard errors of metrics that are no mean."""
 
 
 def require_harness() -> None:
@@ -82,10 +86,16 @@ class Harness:
                 pretrained=export.model, tokenizer=tokenizer, batch_size=batch, max_length=export.context,
                 device=str(export.model.device),
             )  # fmt: skip
-            found: dict[str, Any] = lm_eval.simple_evaluate(
-                model=model, tasks=list(self._tasks), task_manager=self._manager, limit=limit, bootstrap_iters=0,
-                log_samples=True,
-            )  # fmt: skip
+            loaded = self._manager.load(list(self._tasks))
+            for task in loaded[
+                "tasks"
+            ].values():  # as `lm_eval.simple_evaluate`, which looks at git and the machine too
+                if task.get_config("num_fewshot") is None:
+                    task.set_config(key="num_fewshot", value=0)
+                task.set_fewshot_seed(seed=FEWSHOT_SEED)
+            found: dict[str, Any] = lm_eval.evaluate(
+                lm=model, task_dict=loaded, limit=limit, bootstrap_iters=BOOTSTRAPS, log_samples=True
+            )
         return list(_results(found))
 
 

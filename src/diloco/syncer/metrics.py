@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
@@ -44,6 +44,7 @@ class RunSample:
         held_out_loss: of the global model, as a learner told last; None: none did.
         training_losses: by learner, nats per token.
         tokens_per_s, eta_s: by the last minute; None: not known.
+        scores: of the global model, by task, as a learner told last.
     """
 
     tokens: int
@@ -52,6 +53,7 @@ class RunSample:
     training_losses: Mapping[str, float]
     tokens_per_s: float | None
     eta_s: float | None
+    scores: Mapping[str, float] = field(default_factory=dict)
 
 
 class SyncerMetrics:
@@ -316,3 +318,7 @@ def _of_run(run: RunSample) -> Iterator[Metric]:
     for learner, loss in sorted(run.training_losses.items()):
         losses.add_metric([learner], loss)
     yield losses
+    scores = GaugeMetricFamily("diloco_task_score", "Score of the global model in a task.", labels=["task"])
+    for task, score in sorted(run.scores.items()):
+        scores.add_metric([task], score)
+    yield scores

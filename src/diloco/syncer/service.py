@@ -47,6 +47,7 @@ from diloco.syncer.initialising import Initialising
 from diloco.syncer.messages import (
     WatchStream,
     ask_of,
+    check_told,
     contribution_of,
     layout_of,
     lease_reply,
@@ -190,6 +191,7 @@ class Service:
         self, caller: Caller, request: pb.HeartbeatRequest, context: grpc.ServicerContext
     ) -> pb.HeartbeatReply:
         self._admit(context, caller, request.run, "learner", request.learner, "control")
+        check_told(request)
         proposal = self._pair.beaten(request)
 
         def reply(driver: SyncerDriver) -> pb.HeartbeatReply:

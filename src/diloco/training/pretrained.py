@@ -68,15 +68,14 @@ def export_run(state: Mapping[str, Tensor], config: RunConfig, out_dir: Path) ->
 
     Returns the number of parameters, tied ones counted once.
     """
-    vocab_size, tokenizer = _vocabulary(config)
+    vocab_size, tokenizer = vocabulary(config)
     model = build_model(config.model, vocab_size, config.data.sequence_length, config.run.seed)
 
     def write_tokenizer(directory: Path) -> None:
         if tokenizer is not None:
             tokenizer.save_pretrained(directory)
-        elif config.data.kind != "tokens":
+        if config.data.tokenizer == "bytes" and tokenizer is not None:
             (directory / "TOKENS.md").write_text(_BYTES_NOTE, encoding="utf-8")
-            byte_tokenizer(config.data.sequence_length).save_pretrained(directory)
 
     save_pretrained(state, model.config, out_dir, write_tokenizer)
     return sum(parameter.numel() for parameter in model.parameters())
@@ -109,12 +108,14 @@ def merge_fragments(layout: Layout, thetas: Sequence[Tensor], static: Mapping[st
     return state
 
 
-def _vocabulary(config: RunConfig) -> "tuple[int, PreTrainedTokenizerBase | None]":
-    """Vocabulary size and tokenizer of a run, without reading its data."""
+def vocabulary(config: RunConfig) -> "tuple[int, PreTrainedTokenizerBase | None]":
+    """Vocabulary size and tokenizer of a run, without reading its data; files of tokens have no tokenizer."""
     if config.data.tokenizer != "bytes":
         tokenizer = load_tokenizer(config.data.tokenizer)
         return len(tokenizer), tokenizer
-    return config.data.vocab_size or BYTE_VOCABULARY, None
+    if config.data.kind == "tokens":
+        return config.data.vocab_size or BYTE_VOCABULARY, None
+    return BYTE_VOCABULARY, byte_tokenizer(config.data.sequence_length)
 
 
 def _dtype(state: Mapping[str, Tensor]) -> torch.dtype:

@@ -61,7 +61,11 @@ class Heartbeat:
         """A new incarnation has trained nothing."""
         before = self.report
         self.report = Report(
-            step=before.step, finished=before.finished, earlier_tokens=before.all_tokens, evaluation=before.evaluation
+            step=before.step,
+            finished=before.finished,
+            earlier_tokens=before.all_tokens,
+            evaluation=before.evaluation,
+            scores=before.scores,
         )
 
     def urge(self) -> None:

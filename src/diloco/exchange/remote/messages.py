@@ -70,7 +70,7 @@ def pull_request(fetch: requests.Fetch) -> pb.PullRequest:
 def heartbeat_request(beat: requests.Beat) -> pb.HeartbeatRequest:
     """A heartbeat."""
     who, report = beat.who, beat.report
-    evaluation = report.evaluation
+    evaluation, scores = report.evaluation, report.scores
     return pb.HeartbeatRequest(
         run=who.run,
         learner=who.learner,
@@ -90,7 +90,13 @@ def heartbeat_request(beat: requests.Beat) -> pb.HeartbeatRequest:
         earlier_tokens=report.earlier_tokens,
         training_loss=report.training_loss,
         evaluation=None if evaluation is None else pb.Evaluation(**asdict(evaluation)),
+        scores=None if scores is None else _scores_message(scores),
     )
+
+
+def _scores_message(scores: requests.Scores) -> pb.Scores:
+    tasks = [pb.TaskScore(**asdict(each)) for each in scores.tasks]
+    return pb.Scores(tasks=tasks, run_tokens=scores.run_tokens)
 
 
 def vote_request(vote: requests.Vote) -> pb.VoteRequest:
