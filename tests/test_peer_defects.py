@@ -101,12 +101,16 @@ def test_nothing_is_unpickled() -> None:
 
 
 def test_no_environment_variable_beats_an_argument() -> None:
-    """The library reads none at all; the command line may take what torchrun says from it. One is set for gRPC, where
-    it is not set: its fork handlers abort workers of data loaders."""
+    """The library reads none at all; the command line may take what torchrun says from it. Two are only set: one for
+    gRPC, where it is not set (its fork handlers abort workers of data loaders), and one in the process of trackio."""
     readers = [path for path in SOURCE.rglob("*.py") if names_in(path) & {"environ", "getenv"}]
-    sets_only = SOURCE / "exchange" / "__init__.py"
-    assert sets_only.read_text().count("environ") == sets_only.read_text().count("environ.setdefault(") == 1
-    readers.remove(sets_only)
+    for name, sets in (
+        ("exchange/__init__.py", "environ.setdefault("),
+        ("tracking/trackio.py", 'environ["TRACKIO_DIR"] = '),
+    ):
+        sets_only = SOURCE / name
+        assert sets_only.read_text().count("environ") == sets_only.read_text().count(sets) == 1
+        readers.remove(sets_only)
     assert {path.relative_to(SOURCE).parts[0] for path in readers} <= {"cli", "demo", "training"}
     for path in readers:
         assert path.relative_to(SOURCE).parts[0] != "core"
