@@ -79,7 +79,6 @@ def test_what_is_timed_is_the_learners_own_inner_step(tiny: Tiny) -> None:
 
 
 @pytest.mark.parametrize(("arguments", "code", "words"), [
-    (["--shard", "5"], 2, "--shard 5 does not exist"),
     (["--only", "step", "--seconds", "0.1"], 2, '"site.learner-0.up" is missing'),
     (["--set", "syncer.address=127.0.0.1:1", "--only", "link"], 1, "nothing listens at 127.0.0.1:1"),
 ])  # fmt: skip

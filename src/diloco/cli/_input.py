@@ -1,4 +1,4 @@
-"""Inputs of commands besides the run file: tokens, lists of numbers, shards."""
+"""Inputs of commands besides the run file: tokens, lists of numbers."""
 
 import json
 from pathlib import Path
@@ -26,9 +26,3 @@ def parse_list(option: str, text: str, kind: type[N], what: str, example: str) -
         return tuple(kind(part) for part in text.split(","))
     except ValueError:
         raise ConfigError(f"{option} {text!r} is not a list of {what}; write for example {example}") from None
-
-
-def check_shard(shard: int, learners: int) -> None:
-    """Raise ConfigError unless a run of so many learners has this shard."""
-    if shard >= learners:
-        raise ConfigError(f"--shard {shard} does not exist; shards are 0 to {learners - 1}")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from diloco.cli._beginning import check_directory, is_over
-from diloco.cli._input import check_shard, read_token, with_keys
+from diloco.cli._input import read_token, with_keys
 from diloco.cli._options import JsonSummary, Keys, LearnerName, Overrides, RunFile
 from diloco.cli._signals import ending_by_signals
 from diloco.errors import AlreadyInitialisedError, CheckpointError, ConfigError
@@ -35,7 +35,13 @@ STOPPED = 128 + signal.SIGTERM
 def command(
     run_file: RunFile,
     name: LearnerName = None,
-    shard: Annotated[int | None, typer.Option(min=0, help="Which shard of the data this learner reads.")] = None,
+    shard: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Shard of the data this learner reads; beyond run.learners, one of theirs in another order.",
+        ),
+    ] = None,
     initialise: Annotated[
         bool, typer.Option("--initialise", help="Give the run its model, after the warm start.")
     ] = False,
@@ -87,7 +93,12 @@ def command(
         raise ConfigError("[pool] needs a syncer, since the members of a process group stay the same; leave it out")
     if shard is None and not alone and config.run.learners > 1 and config.data.deal == "shards":
         raise ConfigError(f"--shard is missing; give each learner its own of 0 to {config.run.learners - 1}")
-    check_shard(shard or 0, config.run.learners)
+    if shard is not None and shard >= config.run.learners and config.data.deal == "shards":
+        typer.echo(
+            f"{name}: the run is planned for {config.run.learners} learners; as a further one it reads shard "
+            f"{shard % config.run.learners}, in an order of its own",
+            err=True,
+        )
 
     from diloco.core.presets import method_from_table
     from diloco.training.checkpoint import latest_checkpoint, list_checkpoints

@@ -2,7 +2,8 @@
 
 `Stream` reads fixed shards: a pure function of (seed, shard, position), so resuming is exact. A seeded permutation
 deals the windows into one shard per planned learner, and every pass over a shard has its own order. Learners never
-share a window, whatever their pace. A stream over all shards (the data-parallel baseline, and the warm start) draws at
+share a window, whatever their pace. A learner beyond the planned ones reads one of these shards, in an order of its
+own. A stream over all shards (the data-parallel baseline, and the warm start) draws at
 each step what all learners together draw at that step: paired comparisons see the same data.
 
 `LeasedStream` reads what the syncer leases (`core.leases`): more, fewer or other learners neither skip a window nor
@@ -40,14 +41,17 @@ class ShardedWindows:
         return self.num_windows // self.num_shards
 
     def window(self, shard: int, position: int) -> int:
-        """The window that `shard` reads at `position` (0, 1, 2 … over all passes)."""
+        """The window that `shard` reads at `position` (0, 1, 2 … over all passes).
+
+        A `shard` of `num_shards` or more is the one of its remainder, read in another order.
+        """
         epoch, place = divmod(position, self.shard_windows)
         seed = self.seed.to_bytes(8, "little")
         # Order within the pass first, then the deal, which is the same in every pass.
         place = permute(
             place, self.shard_windows, seed + b"pass" + shard.to_bytes(8, "little") + epoch.to_bytes(8, "little")
         )
-        return permute(place * self.num_shards + shard, self.num_windows, seed + b"deal")
+        return permute(place * self.num_shards + shard % self.num_shards, self.num_windows, seed + b"deal")
 
 
 class Windows:
@@ -92,8 +96,6 @@ class Stream:
     def select(self, shards: Sequence[int]) -> None:
         """Read from these shards from now on, at the same position."""
         self.shards = tuple(shards)
-        if not all(0 <= shard < self._shards.num_shards for shard in self.shards):
-            raise ConfigError(f"shard {max(self.shards)} does not exist; shards are 0 to {self._shards.num_shards - 1}")
 
     @property
     def num_rows(self) -> int:

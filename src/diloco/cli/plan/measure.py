@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from diloco.cli._input import check_shard, read_token, with_keys
+from diloco.cli._input import read_token, with_keys
 from diloco.cli._options import Json, Keys, LearnerName, Overrides
 from diloco.config import RunConfig, load_config
 from diloco.errors import StoreError, translated
@@ -48,7 +48,6 @@ def command(
     """
     name = name or f"learner-{shard}"
     config = load_config(run_file, with_keys(overrides, keys), learner=name)
-    check_shard(shard, config.run.learners)
     if out is not None:
         _read(out)  # before anything is measured
     with ExitStack() as stack:
