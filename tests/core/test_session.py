@@ -823,7 +823,7 @@ def test_a_new_incarnation_says_what_the_process_has_trained_before_it() -> None
     it.do(it.core.report, 3, Report(step=13, tokens=5, earlier_tokens=120))
     it.do(it.core.leave)
     leave = it.open[requests.Leave]
-    assert (leave.tokens, leave.earlier_tokens) == (5, 120)
+    assert (leave.report.tokens, leave.report.earlier_tokens) == (5, 120)
 
 
 @pytest.mark.parametrize("phase", ["joining", "leaving", "parting"])
@@ -844,7 +844,7 @@ def test_an_evicted_learner_that_leaves_says_what_it_has_trained(phase: str) -> 
         it.do(it.core.leave)
     leave = it.open.pop(requests.Leave)
     assert leave.who.incarnation == 0
-    assert leave.tokens + leave.earlier_tokens == (50 if phase == "joining" else 45)
+    assert leave.report.all_tokens == (50 if phase == "joining" else 45)
     assert it.core.wake_at == math.inf
     it.do(it.core.failed, leave, STALE)
     assert [type(each) for each in it.told[-2:]] == [requests.Warn, requests.Close]
@@ -1004,7 +1004,7 @@ def test_a_learner_that_is_evicted_and_has_lost_its_place_for_good_asks_no_more(
     assert not it.open
     it.do(it.core.leave)
     leave = it.open.pop(requests.Leave)
-    assert (leave.tokens, leave.earlier_tokens) == (0, 50)
+    assert (leave.report.tokens, leave.report.earlier_tokens) == (0, 50)
     it.do(it.core.left)
     assert it.take(requests.Close)
 
@@ -1034,7 +1034,7 @@ def test_a_learner_leaves_when_all_is_acknowledged() -> None:
     assert requests.Leave not in it.open
     it.push()
     it.push()
-    assert it.open[requests.Leave].tokens == 45
+    assert it.open[requests.Leave].report.tokens == 45
     assert it.open[requests.Leave].timeout_s == LEAVE_TIMEOUT_S
     assert it.core.wake_at == math.inf
     it.open.pop(requests.Leave)

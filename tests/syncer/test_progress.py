@@ -101,6 +101,18 @@ def test_what_heartbeats_tell_is_kept_and_an_evaluation_written_once(world: Worl
     assert len([event for event in world.written() if isinstance(event, ev.Reported)]) == 2
 
 
+def test_blocked_seconds_are_counted_from_what_a_process_told_first(world: World) -> None:
+    def count(*told: tuple[int, float]) -> object:
+        for process, blocked_s in told:
+            world.progress.heard(pb.HeartbeatRequest(learner="a", process=process, blocked_s=blocked_s))
+        world.progress.write()
+        return world.metrics.registry.get_sample_value("diloco_blocked_seconds_total", {"learner": "a"})
+
+    assert count((7, 100.0)) == 0.0  # before this syncer's start, where they were counted
+    assert count((7, 101.5), (7, 101.5), (7, 103.0)) == 3.0
+    assert count((8, 0.0), (8, 2.0)) == 5.0  # another process begins at nothing
+
+
 def test_what_a_learner_logs_reaches_the_syncers_events_and_page(tmp_path: Path) -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -112,10 +124,10 @@ def test_what_a_learner_logs_reaches_the_syncers_events_and_page(tmp_path: Path)
             moment = syncer.progress.newest()
             assert moment is not None
             assert moment.learners["a"].training_loss == 3.5
+            learner.log(held_out_loss=3.0)  # its goodbye says so, whether a heartbeat comes before it or not
         with pytest.raises(ConfigError, match="this learner is closed"):
             learner.log(training_loss=1.0)
-    (reported,) = _reported(tmp_path)
-    assert (reported.learner, reported.tokens, reported.loss) == ("a", 0, 3.25)
+    assert [(each.learner, each.tokens, each.loss) for each in _reported(tmp_path)] == [("a", 0, 3.25), ("a", 0, 3.0)]
 
 
 def _reported(tmp_path: Path) -> list[ev.Reported]:

@@ -124,6 +124,9 @@ BAD: dict[str, tuple[Callable[[Raw], Any], type[errors.DilocoError], str]] = {
     ),
     "heartbeat of 1e17 tokens": (lambda raw: raw.beat(tokens=10**17), errors.PayloadError, "at most"),
     "heartbeat of NaN seconds": (lambda raw: raw.beat(step_s=math.nan), errors.PayloadError, "nan s"),
+    "heartbeat blocked for NaN seconds": (lambda raw: raw.beat(blocked_s=math.nan), errors.PayloadError, "nan s"),
+    "heartbeat blocked for longer than anyone lives": (
+        lambda raw: raw.beat(blocked_s=1e10), errors.PayloadError, "0 to 1e.09 seconds"),
     "heartbeat of -1 seconds": (lambda raw: raw.beat(step_s=-1.0), errors.PayloadError, "-1.0 s"),
     "heartbeat of 1e300 seconds": (lambda raw: raw.beat(step_s=1e300), errors.PayloadError, "no duration"),
     "too many versions": (lambda raw: raw.beat(versions=[0, 0, 0]), errors.PayloadError, "3 fragments"),

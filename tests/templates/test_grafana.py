@@ -35,7 +35,7 @@ def filled() -> SyncerMetrics:
     happen(metrics)
     metrics.set_learners([LearnerSample("site-a", 40, 0.5, healthy=True)])
     metrics.set_ledgers({"site-a": [Ledger(100, 60, 10, {"overlap": 5})]})
-    metrics.set_run(RunSample(700, 1000, 2.25, {"site-a": 2.5}, 30.0, 10.0))
+    metrics.set_run(RunSample(700, 1000, 2.25, {"site-a": 2.5}, 30.0, 10.0, blocked_s={"site-a": 1.5}))
     metrics.published(0, 7)
     return metrics
 

@@ -139,7 +139,7 @@ class Boundary:
         core, step_s = self.core, self.timing.step_s
         report = Report(
             core.step, core.tokens, step_s, waiting, self.has_finished, core.steps, blocked_with, core.earlier_tokens,
-            self.training_loss, self.evaluation, self.scores,
+            self.training_loss, self.evaluation, self.scores, self.timing.blocked_s,
         )  # fmt: skip
         self.exchange.report(report)
 

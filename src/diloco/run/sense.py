@@ -38,6 +38,9 @@ MAX_LATER = 2**20
 MAX_STEP_S = 10.0**6
 """Seconds that an inner step takes: eleven days."""
 
+MAX_BLOCKED_S = 10.0**9
+"""Seconds that a process has waited for answers: thirty years."""
+
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 """A learner's id, and the name of a key: safe in a file's name, a terminal, a page and a metric's label."""
 
@@ -127,6 +130,12 @@ def check_heartbeat(
             f"{learner!r} confirms contributions to {num_confirmed} fragments, and the run has {num_fragments}; "
             "confirm all or none."
         )
+
+
+def check_blocked(learner: str, blocked_s: float) -> None:
+    """Check the seconds that a process of a learner says it was blocked."""
+    if not 0 <= blocked_s <= MAX_BLOCKED_S:  # nor NaN
+        raise PayloadError(f"{learner!r} was blocked for {blocked_s} s; say 0 to {MAX_BLOCKED_S:g} seconds.")
 
 
 def check_scores(learner: str, scores: Scores) -> None:

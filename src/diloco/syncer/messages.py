@@ -16,7 +16,7 @@ from diloco.core.steering import Order, What
 from diloco.errors import LayoutError
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.plain_json import read_json
-from diloco.run.sense import check_scores
+from diloco.run.sense import check_blocked, check_scores
 
 
 def contribution_of(header: pb.PushHeader) -> Contribution:
@@ -29,7 +29,7 @@ def contribution_of(header: pb.PushHeader) -> Contribution:
     )  # fmt: skip
 
 
-def scores_of(request: pb.HeartbeatRequest) -> Scores | None:
+def scores_of(request: pb.HeartbeatRequest | pb.LeaveRequest) -> Scores | None:
     """What a learner tells of the global model's scores."""
     if not request.HasField("scores"):
         return None
@@ -38,8 +38,9 @@ def scores_of(request: pb.HeartbeatRequest) -> Scores | None:
     return Scores(tuple(told), request.scores.run_tokens)
 
 
-def check_told(request: pb.HeartbeatRequest) -> None:
-    """Check what a heartbeat tells those who watch. Raises PayloadError."""
+def check_told(request: pb.HeartbeatRequest | pb.LeaveRequest) -> None:
+    """Check what a learner tells those who watch. Raises PayloadError."""
+    check_blocked(request.learner, request.blocked_s)
     if (scores := scores_of(request)) is not None:
         check_scores(request.learner, scores)
 

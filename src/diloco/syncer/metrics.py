@@ -45,6 +45,7 @@ class RunSample:
         training_losses: by learner, nats per token.
         tokens_per_s, eta_s: by the last minute; None: not known.
         scores: of the global model, by task, as a learner told last.
+        blocked_s: by learner, that its training thread has waited for answers.
     """
 
     tokens: int
@@ -54,6 +55,7 @@ class RunSample:
     tokens_per_s: float | None
     eta_s: float | None
     scores: Mapping[str, float] = field(default_factory=dict)
+    blocked_s: Mapping[str, float] = field(default_factory=dict)
 
 
 class SyncerMetrics:
@@ -322,3 +324,9 @@ def _of_run(run: RunSample) -> Iterator[Metric]:
     for task, score in sorted(run.scores.items()):
         scores.add_metric([task], score)
     yield scores
+    blocked = CounterMetricFamily(
+        "diloco_blocked_seconds", "That a learner's training thread has waited for answers.", labels=["learner"]
+    )
+    for learner, seconds in sorted(run.blocked_s.items()):
+        blocked.add_metric([learner], seconds)
+    yield blocked

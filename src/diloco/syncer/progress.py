@@ -44,10 +44,12 @@ class ProgressLog:
         self._losses: dict[str, float] = {}
         self._evaluated: dict[str, tuple[int, float]] = {}
         self._scored: dict[str, Scores] = {}
+        self._blocked: dict[str, tuple[int, float]] = {}  # by learner, its process and what that told last
+        self._blocked_s: dict[str, float] = {}
         self._newest: events.Progress | None = None
 
-    def heard(self, request: pb.HeartbeatRequest) -> None:
-        """A heartbeat was taken: keep the losses and the scores that it tells of."""
+    def heard(self, request: pb.HeartbeatRequest | pb.LeaveRequest) -> None:
+        """A heartbeat or a goodbye was taken: keep the losses and the scores that it tells of."""
         learner, scores = request.learner, scores_of(request)
         with self._lock:
             is_new = scores is not None and self._scored.get(learner) != scores
@@ -57,6 +59,7 @@ class ProgressLog:
             told = {it.task: events.TaskScore(score=it.score, error=it.error, num=it.num) for it in scores.tasks}
             self._log.append(events.ReportedScores(learner=learner, tokens=scores.run_tokens, scores=told))
         with self._lock:
+            self._was_blocked(learner, request.process, request.blocked_s)
             if request.HasField("training_loss"):
                 self._losses[learner] = request.training_loss
             if not request.HasField("evaluation"):
@@ -66,6 +69,13 @@ class ProgressLog:
                 return
             self._evaluated[learner] = found
         self._log.append(events.Reported(learner=learner, tokens=found[0], loss=found[1]))
+
+    def _was_blocked(self, learner: str, process: int, blocked_s: float) -> None:
+        """Count what is new. What a process told first may be from before this syncer's start, and counted then."""
+        before, told_s = self._blocked.get(learner, (process, blocked_s))
+        new_s = max(0.0, blocked_s - told_s) if before == process else 0.0
+        self._blocked[learner] = (process, blocked_s)
+        self._blocked_s[learner] = self._blocked_s.get(learner, 0.0) + new_s
 
     def newest(self) -> events.Progress | None:
         """The run at this moment; None where it has no model, or is not served here."""
@@ -101,9 +111,10 @@ class ProgressLog:
         with self._lock:
             loss = max(self._evaluated.values())[1] if self._evaluated else None
             told = sorted(self._scored.values(), key=lambda it: it.run_tokens)
+            blocked_s = dict(self._blocked_s)
         scores = {it.task: it.score for each in told for it in each.tasks}  # of each task, the newest
         losses = {name: it.training_loss for name, it in progress.learners.items() if it.training_loss is not None}
-        self._metrics.set_run(RunSample(tokens, budget, loss, losses, speed, eta_s, scores))
+        self._metrics.set_run(RunSample(tokens, budget, loss, losses, speed, eta_s, scores, blocked_s))
 
 
 def _learner(it: Mapping[str, Any], loss: float | None) -> events.LearnerProgress:

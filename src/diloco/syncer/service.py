@@ -85,7 +85,7 @@ class Service:
         lost_floor_s: the least time that a silent learner has.
         resumed: told the learner, the kind and the bytes that a resumed transfer did not carry again.
         status_extra: more values for `Status`.
-        heard: told of each heartbeat that was taken.
+        heard: told of each heartbeat and goodbye that was taken.
         page_url: gives a caller a link to the live page.
     """
 
@@ -106,7 +106,7 @@ class Service:
         lost_floor_s: float,
         resumed: Callable[[str, str, int], None],
         status_extra: Callable[[], dict[str, Any]],
-        heard: Callable[[pb.HeartbeatRequest], None],
+        heard: Callable[[pb.HeartbeatRequest | pb.LeaveRequest], None],
         page_url: Callable[[Caller], str],
     ) -> None:
         self._run, self._method, self._host, self._pair = run, method, host, pair
@@ -220,6 +220,7 @@ class Service:
 
     def leave(self, caller: Caller, request: pb.LeaveRequest, context: grpc.ServicerContext) -> pb.LeaveReply:
         self._admit(context, caller, request.run, "learner", request.learner, "control")
+        check_told(request)
 
         def leave(driver: SyncerDriver, done: Callable[[pb.LeaveReply], None]) -> None:
             driver.leave(
@@ -228,7 +229,9 @@ class Service:
                 seen=seen_of(request),
             )  # fmt: skip
 
-        return self._driver.wait_for(leave, context)
+        reply = self._driver.wait_for(leave, context)
+        self._heard(request)
+        return reply
 
     def status(self, caller: Caller, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.StatusReply:
         self._admit(context, caller, request.run, "viewer", "", "control")

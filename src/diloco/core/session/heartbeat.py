@@ -66,6 +66,7 @@ class Heartbeat:
             earlier_tokens=before.all_tokens,
             evaluation=before.evaluation,
             scores=before.scores,
+            blocked_s=before.blocked_s,
         )
 
     def urge(self) -> None:

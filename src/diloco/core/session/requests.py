@@ -95,6 +95,7 @@ class Report:
         training_loss: of the newest inner step that the learner told of, nats per token; None: it tells none.
         evaluation: the newest that it has made; None: it has made none.
         scores: the newest that it has found; None: it has found none.
+        blocked_s: that the training thread of this process has waited for answers, in all.
     """
 
     step: int = 0
@@ -108,6 +109,7 @@ class Report:
     training_loss: float | None = None
     evaluation: Evaluation | None = None
     scores: Scores | None = None
+    blocked_s: float = 0.0
 
     @property
     def all_tokens(self) -> int:
@@ -264,7 +266,7 @@ class Leave:
     """Say goodbye over this control connection; then call `left`, or `failed` after `timeout_s` without an answer.
 
     Attributes:
-        step, tokens, earlier_tokens: as in `Report`.
+        report: as in a heartbeat; what the learner logged last may have been in none.
         seen: the syncer followed so far.
     """
 
@@ -273,9 +275,7 @@ class Leave:
     who: Identity
     connection: int
     timeout_s: float
-    step: int
-    tokens: int
-    earlier_tokens: int
+    report: Report
     seen: Lineage | None
 
 

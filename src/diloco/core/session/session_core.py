@@ -631,10 +631,7 @@ class SessionCore:
 
     def _goodbye(self, who: Identity, timeout_s: float) -> requests.Leave:
         self.phase, self.wake_at = "parting", math.inf
-        report = self._heartbeat.report
-        return requests.Leave(
-            who, self._lanes.connection.number, timeout_s, report.step, report.tokens, report.earlier_tokens, self.seen
-        )
+        return requests.Leave(who, self._lanes.connection.number, timeout_s, self._heartbeat.report, self.seen)
 
     def _over(self) -> Actions:
         self.phase, self.wake_at = "over", math.inf

@@ -70,7 +70,6 @@ def pull_request(fetch: requests.Fetch) -> pb.PullRequest:
 def heartbeat_request(beat: requests.Beat) -> pb.HeartbeatRequest:
     """A heartbeat."""
     who, report = beat.who, beat.report
-    evaluation, scores = report.evaluation, report.scores
     return pb.HeartbeatRequest(
         run=who.run,
         learner=who.learner,
@@ -89,12 +88,19 @@ def heartbeat_request(beat: requests.Beat) -> pb.HeartbeatRequest:
         promised=_ballot_message(beat.promised),
         earlier_tokens=report.earlier_tokens,
         training_loss=report.training_loss,
-        evaluation=None if evaluation is None else pb.Evaluation(**asdict(evaluation)),
-        scores=None if scores is None else _scores_message(scores),
+        evaluation=_evaluation_message(report.evaluation),
+        scores=_scores_message(report.scores),
+        blocked_s=report.blocked_s,
     )
 
 
-def _scores_message(scores: requests.Scores) -> pb.Scores:
+def _evaluation_message(evaluation: requests.Evaluation | None) -> pb.Evaluation | None:
+    return None if evaluation is None else pb.Evaluation(**asdict(evaluation))
+
+
+def _scores_message(scores: requests.Scores | None) -> pb.Scores | None:
+    if scores is None:
+        return None
     tasks = [pb.TaskScore(**asdict(each)) for each in scores.tasks]
     return pb.Scores(tasks=tasks, run_tokens=scores.run_tokens)
 
@@ -192,16 +198,20 @@ def lineage_of(message: pb.Lineage) -> Lineage:
 
 def leave_request(leave: requests.Leave) -> pb.LeaveRequest:
     """Goodbye."""
-    who = leave.who
+    who, report = leave.who, leave.report
     return pb.LeaveRequest(
         run=who.run,
         learner=who.learner,
         incarnation=who.incarnation,
-        step=leave.step,
-        tokens=leave.tokens,
-        earlier_tokens=leave.earlier_tokens,
+        step=report.step,
+        tokens=report.tokens,
+        earlier_tokens=report.earlier_tokens,
         process=who.process,
         seen=lineage_message(leave.seen),
+        training_loss=report.training_loss,
+        evaluation=_evaluation_message(report.evaluation),
+        scores=_scores_message(report.scores),
+        blocked_s=report.blocked_s,
     )
 
 

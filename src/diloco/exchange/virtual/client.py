@@ -258,10 +258,10 @@ class SessionClient:
                 reply((driver.lineage, standing, proposal))
             case requests.Lease(who=who, ask=ask):
                 driver.lease(who.learner, who.incarnation, ask, reply, seen=call.seen, process=who.process)
-            case requests.Leave(who=who, step=step, tokens=tokens, earlier_tokens=earlier_tokens):
+            case requests.Leave(who=who, report=report):
                 driver.leave(
-                    who.learner, who.incarnation, reply, step=step, tokens=tokens, earlier_tokens=earlier_tokens,
-                    process=who.process, seen=call.seen,
+                    who.learner, who.incarnation, reply, step=report.step, tokens=report.tokens,
+                    earlier_tokens=report.earlier_tokens, process=who.process, seen=call.seen,
                 )  # fmt: skip
 
     def _push(self, open_: _Open, call: requests.Push) -> None:

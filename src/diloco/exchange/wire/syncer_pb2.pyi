@@ -399,7 +399,7 @@ class Notice(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., standing: _Optional[_Union[Standing, _Mapping]] = ..., evicted: _Optional[_Union[Evicted, _Mapping]] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("run", "learner", "incarnation", "step", "tokens", "step_s", "waiting", "versions", "finished", "confirmed", "seen", "steps", "process", "promised", "earlier_tokens", "blocked_with", "training_loss", "evaluation", "scores")
+    __slots__ = ("run", "learner", "incarnation", "step", "tokens", "step_s", "waiting", "versions", "finished", "confirmed", "seen", "steps", "process", "promised", "earlier_tokens", "blocked_with", "training_loss", "evaluation", "scores", "blocked_s")
     RUN_FIELD_NUMBER: _ClassVar[int]
     LEARNER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -419,6 +419,7 @@ class HeartbeatRequest(_message.Message):
     TRAINING_LOSS_FIELD_NUMBER: _ClassVar[int]
     EVALUATION_FIELD_NUMBER: _ClassVar[int]
     SCORES_FIELD_NUMBER: _ClassVar[int]
+    BLOCKED_S_FIELD_NUMBER: _ClassVar[int]
     run: str
     learner: str
     incarnation: int
@@ -438,7 +439,8 @@ class HeartbeatRequest(_message.Message):
     training_loss: float
     evaluation: Evaluation
     scores: Scores
-    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., tokens: _Optional[int] = ..., step_s: _Optional[float] = ..., waiting: _Optional[bool] = ..., versions: _Optional[_Iterable[int]] = ..., finished: _Optional[bool] = ..., confirmed: _Optional[_Iterable[int]] = ..., seen: _Optional[_Union[Lineage, _Mapping]] = ..., steps: _Optional[int] = ..., process: _Optional[int] = ..., promised: _Optional[_Union[Ballot, _Mapping]] = ..., earlier_tokens: _Optional[int] = ..., blocked_with: _Optional[_Iterable[int]] = ..., training_loss: _Optional[float] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., scores: _Optional[_Union[Scores, _Mapping]] = ...) -> None: ...
+    blocked_s: float
+    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., tokens: _Optional[int] = ..., step_s: _Optional[float] = ..., waiting: _Optional[bool] = ..., versions: _Optional[_Iterable[int]] = ..., finished: _Optional[bool] = ..., confirmed: _Optional[_Iterable[int]] = ..., seen: _Optional[_Union[Lineage, _Mapping]] = ..., steps: _Optional[int] = ..., process: _Optional[int] = ..., promised: _Optional[_Union[Ballot, _Mapping]] = ..., earlier_tokens: _Optional[int] = ..., blocked_with: _Optional[_Iterable[int]] = ..., training_loss: _Optional[float] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., scores: _Optional[_Union[Scores, _Mapping]] = ..., blocked_s: _Optional[float] = ...) -> None: ...
 
 class Evaluation(_message.Message):
     __slots__ = ("loss", "run_tokens")
@@ -675,7 +677,7 @@ class PromoteReply(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., fenced: _Optional[bool] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
-    __slots__ = ("run", "learner", "incarnation", "tokens", "earlier_tokens", "process", "seen", "step")
+    __slots__ = ("run", "learner", "incarnation", "tokens", "earlier_tokens", "process", "seen", "step", "training_loss", "evaluation", "scores", "blocked_s")
     RUN_FIELD_NUMBER: _ClassVar[int]
     LEARNER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -684,6 +686,10 @@ class LeaveRequest(_message.Message):
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     SEEN_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
+    TRAINING_LOSS_FIELD_NUMBER: _ClassVar[int]
+    EVALUATION_FIELD_NUMBER: _ClassVar[int]
+    SCORES_FIELD_NUMBER: _ClassVar[int]
+    BLOCKED_S_FIELD_NUMBER: _ClassVar[int]
     run: str
     learner: str
     incarnation: int
@@ -692,7 +698,11 @@ class LeaveRequest(_message.Message):
     process: int
     seen: Lineage
     step: int
-    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., tokens: _Optional[int] = ..., earlier_tokens: _Optional[int] = ..., process: _Optional[int] = ..., seen: _Optional[_Union[Lineage, _Mapping]] = ..., step: _Optional[int] = ...) -> None: ...
+    training_loss: float
+    evaluation: Evaluation
+    scores: Scores
+    blocked_s: float
+    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., tokens: _Optional[int] = ..., earlier_tokens: _Optional[int] = ..., process: _Optional[int] = ..., seen: _Optional[_Union[Lineage, _Mapping]] = ..., step: _Optional[int] = ..., training_loss: _Optional[float] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., scores: _Optional[_Union[Scores, _Mapping]] = ..., blocked_s: _Optional[float] = ...) -> None: ...
 
 class LeaveReply(_message.Message):
     __slots__ = ()
