@@ -182,7 +182,13 @@ def test_a_name_that_is_live(world: World) -> None:
 
 
 def test_a_finished_run(world: World) -> None:
+    (world.tmp / "over" / "learner-0").mkdir(parents=True)  # where this learner has trained it
+    (world.tmp / "over" / "learner-0" / "events.jsonl").write_text("{}\n")
     check(train(world, "over", "done"), 0)
+    code, said = train(world, "over", "done", "--set", "run.tokens=7_000")  # learners end by an estimate
+    assert (code, "is finished: 5,120 of its 7,000 tokens" in said) == (0, True), said
+    code, said = train(world, "over", "done", "--set", "run.tokens=10_000")
+    assert (code, "holds an earlier start of learner-0" in said) == (1, True), said
 
 
 def test_a_used_directory(world: World) -> None:

@@ -134,7 +134,7 @@ class TrainTable(Table):
     autocast: Literal["auto", "bfloat16", "off"] = "auto"  # auto: bfloat16 on CUDA where supported
     threads: int | None = Field(default=None, gt=0)  # default: torch's choice
     flush_denormals: bool = False  # to zero, in the inner steps only
-    log_every_s: float = Field(default=5.0, gt=0)  # between plain lines
+    log_every_s: float = Field(default=60.0, gt=0)  # between lines where the output is no terminal
     log_every_steps: int = Field(default=10, gt=0)  # between step events
 
 

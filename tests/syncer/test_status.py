@@ -103,6 +103,13 @@ def test_who_takes_part_and_who_is_behind(syncer: Syncer) -> None:
         raw.connection.close()
 
 
+def test_a_run_without_a_learner_has_no_empty_table(syncer: Syncer) -> None:
+    initialiser = joined(syncer, "first")
+    initialiser.leave()
+    initialiser.connection.close()
+    assert "no learner is in the run" in shown(syncer)
+
+
 def learners_of(status: dict[str, Any], num: int) -> None:
     """Put so many learners with long names in place of the one that is there."""
     (it,) = status["learners"].values()

@@ -17,6 +17,10 @@ PATIENCE_S = 10.0
 
 AGAIN_S = 0.5
 
+LEFT_STEPS = 10
+"""A run that lacks fewer steps than these, of all planned learners, is finished: each learner ends by an estimate of
+what the others have trained since it heard of them."""
+
 
 def check_directory(config: "RunConfig", name: str, checkpoints: Path, *, force: bool) -> Path | None:
     """A part that begins anew does so in a directory of its own.
@@ -74,7 +78,9 @@ def is_over(
         if not initialise:
             say(f"run {config.run.name!r} has no model yet: {name} waits for the learner with --initialise")
         return False
-    if status["tokens"] >= tokens:
+    left = tokens - status["tokens"]
+    is_left = not any(member["live"] for member in status["learners"].values())
+    if left <= 0 or (is_left and left < LEFT_STEPS * config.tokens_per_full_step):
         say(f"run {config.run.name!r} is finished: {status['tokens']:,} of its {tokens:,} tokens are trained; `diloco "
             "export` writes its model, and a larger run.tokens trains it further")  # fmt: skip
         return True

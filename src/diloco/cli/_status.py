@@ -63,7 +63,8 @@ def view(status: dict[str, Any], *, wide: bool = False, whole_names: bool = Fals
     lines += [printable(line) for line in _waiting(status["fragments"])]
     if status["data"] is not None:
         lines.append(printable(_data(status["data"])))
-    lines.append(_learners(status, wide=wide, whole_names=whole_names))
+    learners = _learners(status, wide=wide, whole_names=whole_names)
+    lines.append(learners if learners.row_count else "no learner is in the run")
     if wide:
         lines.append(_fragments(status))
     legend = printable(_legend(status, wide=wide))

@@ -115,12 +115,8 @@ def command(
         heals = role == "learner" and not collective and config.heal.source != "checkpoint"
         _train(config, part, collective, as_json, checkpoints if heals else None)
         return
-    is_first = collective or os.environ.get("RANK", "0") == "0"  # of the ranks that are this learner
-    if resume_from is None and is_first and not supervised:
-        kept = check_directory(config, name, checkpoints, force=force)
-        if kept is not None:
-            typer.echo(f"{name}: the earlier start is kept as {kept}", err=True)
-    _train(config, part, collective, as_json)
+    begins_anew = resume_from is None and not supervised
+    _train(config, part, collective, as_json, force=force if begins_anew else None)
 
 
 def _own_rank() -> int:
@@ -135,8 +131,17 @@ def _own_rank() -> int:
     return int(os.environ["RANK"])
 
 
-def _train(config: "RunConfig", part: "Part", collective: bool, as_json: bool, checkpoints: Path | None = None) -> None:
-    """`checkpoints`: where the newest usable one is looked for."""
+def _train(
+    config: "RunConfig", part: "Part", collective: bool, as_json: bool, checkpoints: Path | None = None,
+    force: bool | None = None,
+) -> None:  # fmt: skip
+    """Train the part, where the run has something left to train.
+
+    Arguments:
+        checkpoints: where the newest usable one is looked for.
+        force: of a part that begins anew, which does so in a directory of its own: set aside what an earlier start has
+            written there. None: it goes on.
+    """
     from diloco.tracking.opening import kept_id, open_feed
 
     feed = open_feed(config, part.name)
@@ -153,6 +158,8 @@ def _train(config: "RunConfig", part: "Part", collective: bool, as_json: bool, c
                 if as_json and job.first:
                     typer.echo(json.dumps({"name": part.name, "reason": "finished"}))
                 return
+            if force is not None and (collective or job.first):
+                _clear(config, part.name, force)
             if checkpoints is not None:
                 part = _with_usable(part, checkpoints, job)
             if feed is not None and (collective or job.first):
@@ -165,6 +172,14 @@ def _train(config: "RunConfig", part: "Part", collective: bool, as_json: bool, c
             _print(summary, as_json)
     if part.supervised and summary.reason == "stopped":
         raise typer.Exit(STOPPED)
+
+
+def _clear(config: "RunConfig", name: str, force: bool) -> None:
+    from diloco.training.loop import CHECKPOINTS
+
+    kept = check_directory(config, name, config.dir / name / CHECKPOINTS, force=force)
+    if kept is not None:
+        typer.echo(f"{name}: the earlier start is kept as {kept}", err=True)
 
 
 def _is_over(config: "RunConfig", part: "Part", job: "Job") -> bool:

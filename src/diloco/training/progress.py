@@ -83,7 +83,7 @@ class _Paced(Progress):
 
 
 class Plain(_Paced):
-    """A line every few seconds, for logs and pipes. A line that a full disk refuses is missing there; training goes
+    """A line every so often, for logs and pipes. A line that a full disk refuses is missing there; training goes
     on."""
 
     def __init__(self, file: TextIO, every_s: float, clock: Callable[[], float] = time.monotonic) -> None:
