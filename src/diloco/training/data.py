@@ -7,6 +7,8 @@ each step what all learners together draw at that step: paired comparisons see t
 
 `LeasedStream` reads what the syncer leases (`core.leases`): more, fewer or other learners neither skip a window nor
 repeat one.
+
+Where texts are read while training, `text_stream.TextStream` takes the place of `Stream`.
 """
 
 import hashlib
@@ -91,9 +93,7 @@ class Stream:
 
     def select(self, shards: Sequence[int]) -> None:
         """Read from these shards from now on, at the same position."""
-        self.shards = tuple(shards)
-        if not all(0 <= shard < self._shards.num_shards for shard in self.shards):
-            raise ConfigError(f"shard {max(self.shards)} does not exist; shards are 0 to {self._shards.num_shards - 1}")
+        self.shards = check_shards(shards, self._shards.num_shards)
 
     @property
     def num_rows(self) -> int:
@@ -117,7 +117,7 @@ class Stream:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a saved cursor. Raises CheckpointError when it belongs to other data, seed or division."""
-        _require_same(self._identity(), state)
+        require_same(self._identity(), state)
         self.position = int(state["position"])
 
     def _identity(self) -> dict[str, Any]:
@@ -188,7 +188,7 @@ class LeasedStream:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """As `Stream.load_state_dict`."""
-        _require_same(self._identity(), state)
+        require_same(self._identity(), state)
         self.position = int(state["position"])
 
     def _identity(self) -> dict[str, Any]:
@@ -200,12 +200,20 @@ class LeasedStream:
         }
 
 
-def _require_same(here: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+def check_shards(shards: Sequence[int], num_shards: int) -> tuple[int, ...]:
+    """`shards`. Raises ConfigError unless there are such shards."""
+    if not all(0 <= shard < num_shards for shard in shards):
+        raise ConfigError(f"shard {max(shards)} does not exist; shards are 0 to {num_shards - 1}")
+    return tuple(shards)
+
+
+def require_same(here: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Raise CheckpointError unless a saved cursor says the same as this run where this run says something."""
     for key, value in here.items():
         if saved.get(key) != value:
             raise CheckpointError(
                 f"the checkpoint's data cursor has {key} = {saved.get(key)} where this run has {value}; "
-                "resume with the same data, seed and number of learners"
+                "resume with the same [data], seed and number of learners"
             )
 
 
