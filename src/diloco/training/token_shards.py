@@ -103,16 +103,16 @@ def read_index(directory: Path) -> TokenIndex:
     failed, advice = f"cannot read {path}", "give a directory that `diloco tokenize` wrote"
     with translated((OSError, *MALFORMED), ConfigError, failed, advice):
         values = json.loads(path.read_bytes())
-        if values["format"] != FORMAT:
-            raise ConfigError(f"{path} has format {values['format']} and this version reads {FORMAT}; make it again")
-        if values["dtype"] not in ("uint8", "uint16", "uint32"):
-            raise ConfigError(
-                f"{path} has dtype {values['dtype']}, which is none of uint8, uint16 and uint32; make it again"
-            )
         shards = {part: [_checked(shard) for shard in values["shards"][part]] for part in PARTS}
-        return TokenIndex(
-            directory, values["dtype"], int(values["vocab_size"]), values["tokenizer"], values["made_from"], shards
+        made, made_from = int(values["format"]), values["made_from"]
+        index = TokenIndex(
+            directory, values["dtype"], int(values["vocab_size"]), values["tokenizer"], made_from, shards
         )
+    if made != FORMAT:
+        raise ConfigError(f"{path} has format {made} and this version reads {FORMAT}; make it again")
+    if index.dtype not in ("uint8", "uint16", "uint32"):
+        raise ConfigError(f"{path} has dtype {index.dtype}, which is none of uint8, uint16 and uint32; make it again")
+    return index
 
 
 def _checked(shard: dict[str, Any]) -> dict[str, Any]:
@@ -230,8 +230,8 @@ class _Writer:
         if path.exists():
             with translated(MALFORMED, StoreError, f"{path} cannot be read", "remove the directory"):
                 values = json.loads(path.read_bytes())
-                _require_same(path, values["made_from"], self._made_from)
-                self._shards, self._cursors = values["shards"], values["cursors"]
+                made_from, self._shards, self._cursors = (values[key] for key in ("made_from", "shards", "cursors"))
+            _require_same(path, made_from, self._made_from)
         elif any(self._directory.iterdir()):
             raise ConfigError(f"{self._directory} holds something else than token shards; choose another directory")
         self._save()
