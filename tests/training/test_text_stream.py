@@ -3,6 +3,8 @@
 import gzip
 import hashlib
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from diloco.config import DataTable
+from diloco.cli import main
+from diloco.config import DataTable, RunConfig, dump_config
 from diloco.errors import CheckpointError, ConfigError
 from diloco.training.data import Stream
 from diloco.training.dealing import BATCH_CHARACTERS, Deal, Reader
@@ -22,6 +25,7 @@ LENGTH = 16
 ROWS = [f"{n} {hashlib.sha256(bytes([n % 256, n // 256])).hexdigest()[: 20 + n % 40]}" for n in range(400)]
 
 Tables = dict[str, dict[str, Any]]
+Tiny = Callable[..., RunConfig]
 
 
 @pytest.fixture(scope="module")
@@ -252,3 +256,32 @@ def test_all_kinds_of_rows_give_the_same_tokens_in_memory(tables: Tables, kind: 
         assert bytes(whole.astype(np.uint8)) == "".join(f"{row}\0" for row in ROWS).encode()
     streamed = Stream(corpus, LENGTH, 2, [0], 4, seed=1)
     assert streamed.next().shape == (4, LENGTH + 1)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--alone"], ["--isolated", "--shard", "1", "--set", "warm_start.steps=4"]],
+    ids=["the baseline", "after a warm start"],
+)
+def test_a_run_from_a_stream_resumes_to_the_bit(
+    arguments: list[str], tables: Tables, tiny: Tiny, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    paths = [str(path) for path in tables["jsonl"]["paths"]]
+    streamed = ["data.stream=true", "data.shuffle_sequences=16", "data.held_out_documents=40"]
+    config = tiny("train.threads=1", "checkpoint.every_steps=10", *streamed, f"data.paths={paths}")
+    run_file = tmp_path / "run.toml"
+    run_file.write_text(dump_config(config), encoding="utf-8")
+    call = ["train", str(run_file), "--json", *arguments]
+    folder = tmp_path / "run" / ("baseline" if "--alone" in arguments else "isolated") / "checkpoints"
+
+    def train(*more: str) -> bytes:
+        with pytest.raises(SystemExit) as ended:
+            main([*call, *more])
+        told = capfd.readouterr()
+        assert not ended.value.code, told.err
+        assert json.loads(told.out)["steps"] == 20
+        return (folder / "step-0000000020" / "tensors.safetensors").read_bytes()
+
+    at_once = train()
+    shutil.rmtree(folder / "step-0000000020")
+    assert train("--resume") == at_once  # weights, optimizer, buffers of the stream

@@ -8,7 +8,7 @@ from diloco.core.permutation import permute
 from diloco.errors import ConfigError
 from diloco.training.documents import Document, Documents, Rows
 
-BATCH_CHARACTERS = 1 << 19
+BATCH_CHARACTERS = 1 << 18
 BATCH_DOCUMENTS = 1024
 
 
