@@ -17,8 +17,9 @@ from diloco.config import DataTable, RunConfig, dump_config
 from diloco.errors import CheckpointError, ConfigError
 from diloco.training.data import Stream
 from diloco.training.dealing import BATCH_CHARACTERS, Deal, Reader
-from diloco.training.documents import PIECE_BYTES, open_documents
+from diloco.training.documents import open_documents
 from diloco.training.sources import load_corpus
+from diloco.training.text_files import PIECE_BYTES
 from diloco.training.text_stream import TextStream
 
 LENGTH = 16

@@ -6,7 +6,7 @@ from typing import Any
 
 from diloco.core.permutation import permute
 from diloco.errors import ConfigError
-from diloco.training.documents import Document, Documents, Rows
+from diloco.training.rows import Document, Documents, Rows
 
 BATCH_CHARACTERS = 1 << 18
 BATCH_DOCUMENTS = 1024

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco.errors import ConfigError, translated
-from diloco.training.documents import Document, Documents
+from diloco.training.rows import Document, Documents
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

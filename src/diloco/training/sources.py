@@ -16,8 +16,10 @@ import numpy.typing as npt
 from diloco.config import DataTable
 from diloco.errors import ConfigError, translated
 from diloco.training.dealing import Deal, Reader, held_out_end
-from diloco.training.documents import Documents, TextPart, matching, open_documents
+from diloco.training.documents import matching, open_documents
 from diloco.training.encoding import BYTE_VOCABULARY, SEPARATOR, Encoder, TextSource, load_tokenizer
+from diloco.training.rows import Documents
+from diloco.training.text_files import TextPart
 from diloco.training.token_shards import read_index
 
 if TYPE_CHECKING:

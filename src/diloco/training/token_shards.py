@@ -25,8 +25,9 @@ from diloco.config import DataTable
 from diloco.errors import ConfigError, StoreError, translated
 from diloco.plain_json import MALFORMED
 from diloco.training.dealing import Deal, Reader, held_out_end
-from diloco.training.documents import Documents, open_documents
+from diloco.training.documents import open_documents
 from diloco.training.encoding import Encoder
+from diloco.training.rows import Documents
 from diloco.whole_files import hidden_name, remove_leftovers, write_whole
 
 FORMAT = 1
