@@ -85,8 +85,9 @@ class DataTable(Table):
         self._check_stream()
         if self.directory is not None and self.kind != "tokens":
             raise ValueError(f'directory has no effect with kind = "{self.kind}"')
-        if self.directory is not None and (self.paths or self.held_out_paths or self.vocab_size is not None):
-            raise ValueError("directory says it all; drop paths, held_out_paths and vocab_size")
+        others = self.paths or self.held_out_paths or self.vocab_size is not None or self.dtype != "uint16"
+        if self.directory is not None and others:
+            raise ValueError("directory says it all; drop paths, held_out_paths, dtype and vocab_size")
         if self.kind in ("text", "tokens") and not self.paths and self.directory is None:
             also = ", or the directory that `diloco tokenize` wrote" if self.kind == "tokens" else ""
             raise ValueError(f'kind = "{self.kind}" needs paths = [...]{also}')

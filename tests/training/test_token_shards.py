@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -112,6 +113,10 @@ def test_a_directory_of_shards_is_the_same_corpus_as_its_texts(rows: Path, token
         assert all(isinstance(array, np.memmap) for array in mapped.train._arrays)
     assert index.num("num_documents", "train") == len(ROWS)
     assert index.num("num_documents", "held_out") == 1
+    with pytest.raises(ConfigError, match="held_out_fraction has no effect"):
+        sources.load_corpus(DataTable(kind="tokens", directory=directory, held_out_fraction=0.2))
+    with pytest.raises(ValueError, match="directory says it all"):
+        DataTable(kind="tokens", directory=directory, dtype="uint32")
 
 
 def test_a_wrong_directory_is_one_sentence(rows: Path, tmp_path: Path) -> None:
@@ -155,8 +160,9 @@ def test_a_wrong_directory_is_one_sentence(rows: Path, tmp_path: Path) -> None:
 
 
 def test_the_command_line_makes_shards_trains_from_them_and_says_what_is_wrong(
-    tiny: Tiny, tokenizer: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tiny: Tiny, tokenizer: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("diloco.cli.tokenize.LINE_EVERY_S", 0.0)
     run_file = tmp_path / "run.toml"
     run_file.write_text(dump_config(tiny(f"data.tokenizer={tokenizer}", "train.threads=1")), encoding="utf-8")
 
@@ -165,8 +171,11 @@ def test_the_command_line_makes_shards_trains_from_them_and_says_what_is_wrong(
             main(arguments)
         return ended.value.code or 0, *capfd.readouterr()
 
-    code, out, _ = call("tokenize", str(run_file), str(tmp_path / "shards"), "--json")
-    assert code == 0
+    texts_file = tmp_path / "texts.toml"
+    texts_file.write_text(run_file.read_text())
+    code, out, err = call("tokenize", str(run_file), str(tmp_path / "shards"), "--json")
+    assert code == 0, err
+    assert re.search(r"^[\d,]+ tokens \| 1 documents \| 0 whole shards \| [\d,]+ tokens/s$", err, re.MULTILINE)
     told = json.loads(out)
     assert (told["dtype"], told["vocab_size"], told["num_shards"]) == ("uint16", 3_004, 1)
     code, out, _ = call("tokenize", str(run_file), str(tmp_path / "shards"))
@@ -189,3 +198,6 @@ def test_the_command_line_makes_shards_trains_from_them_and_says_what_is_wrong(
     code, _, err = call("train", str(run_file), "--alone", "--force")
     assert code == 2
     assert err.splitlines()[-1].startswith(f"diloco: token shard {shard} has ")
+    for file, expected, message in [(texts_file, 1, "are not those of its index"), (run_file, 2, "has no texts")]:
+        code, _, err = call("tokenize", str(file), str(tmp_path / "shards"))
+        assert (code, message in err.splitlines()[-1]) == (expected, True), err

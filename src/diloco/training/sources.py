@@ -174,6 +174,8 @@ def _tokens(data: DataTable) -> Corpus:
         return Corpus(*parts, data.vocab_size)
     index = read_index(data.directory)
     train, held_out = Tokens(index.arrays("train")), Tokens(index.arrays("held_out"))
+    if len(held_out) and data.held_out_fraction != DataTable.model_fields["held_out_fraction"].default:
+        raise ConfigError(f"data.held_out_fraction has no effect: {data.directory} has a held-out part; drop it")
     parts = (train, held_out) if len(held_out) else train.split_tail(data.held_out_fraction)
     tokenizer = None if index.tokenizer is None else load_tokenizer(index.tokenizer_name)
     return Corpus(*parts, index.vocab_size, tokenizer is None, tokenizer)

@@ -19,6 +19,7 @@ from diloco.errors import ConfigError
 from diloco.training.data import check_shards, require_same
 from diloco.training.dealing import Deal, Reader
 from diloco.training.encoding import TextSource
+from diloco.training.rows import Document
 
 
 class ShardStream:
@@ -89,7 +90,9 @@ class ShardStream:
             if self._is_over:
                 return None
             batch, self._is_over = self._reader.batch()
-            self._pending = np.concatenate([self._pending, self._encoder.encode(batch).astype(np.int32)])
+            # What follows a piece of a file is mostly another learner's, so each piece has an end.
+            tokens = self._encoder.encode([Document(each.text) for each in batch])
+            self._pending = np.concatenate([self._pending, tokens.astype(np.int32)])
         window, self._pending = self._pending[: self._length + 1], self._pending[self._length :]
         return window
 
