@@ -29,7 +29,7 @@ def command(
     overrides: Overrides = None,
     as_json: Json = False,
 ) -> None:
-    """Make token shards of the texts that RUN_FILE describes, in bounded memory; goes on where it was ended."""
+    """Make token shards of the texts that RUN_FILE describes; goes on where it was ended."""
     from diloco.config import load_config
 
     data = load_config(run_file, overrides or ()).data

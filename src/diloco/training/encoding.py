@@ -1,6 +1,7 @@
 """Texts as tokens, a batch of documents at a time."""
 
 import hashlib
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,13 @@ class Encoder:
         self.vocab_size = BYTE_VOCABULARY if self.tokenizer is None else len(self.tokenizer)
         bits = 8 if self.tokenizer is None else 16 if self.vocab_size <= 1 << 16 else 32
         self.dtype = np.dtype(f"uint{bits}")
+
+    def digest(self) -> str:
+        """sha256 (hex) of the vocabulary and of the end of a text."""
+        known: list[Any] = ["bytes"]
+        if self.tokenizer is not None:
+            known = [sorted(self.tokenizer.get_vocab().items()), self.tokenizer.eos_token_id]
+        return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
     def encode(self, batch: Sequence[Document]) -> npt.NDArray[Any]:
         """The tokens of a batch, in one array of `dtype`."""
@@ -77,7 +85,7 @@ class TextSource:
 
     def fingerprint(self) -> str:
         """sha256 (hex) of what says which tokens are read."""
-        told = [self.documents.digest(), self.encoder.vocab_size, self.begin]
+        told = [self.documents.digest(), self.encoder.digest(), self.begin]
         return hashlib.sha256(repr(told).encode()).hexdigest()
 
 

@@ -157,7 +157,7 @@ def write_token_shards(
     made_from |= {
         "digest": [each.digest() for each in (train, held_out) if each is not None],
         "held_out_documents": data.held_out_documents if data.stream and held_out is None else None,
-        "vocab_size": encoder.vocab_size,
+        "vocabulary": encoder.digest(),
         "shard_tokens": shard_tokens,
     }
     if (directory / INDEX).exists():
