@@ -149,6 +149,10 @@ def test_learners_draw_no_window_twice_in_a_pass_and_each_pass_has_its_order(tab
     assert all(torch.equal(whole.next(), torch.cat([each.next() for each in pair])) for _ in range(9))
     whole.select([1])
     assert torch.equal(whole.next(), pair[1].next())
+    further = stream(data, [3])  # of a run of two: shard 1 in another order
+    again = [bytes_of(row) for _ in range(len(expected[1]) // 4 + 1) for row in further.next().numpy()]
+    assert sorted(again[: len(expected[1])]) == expected[1]
+    assert again[: len(expected[1])] != drawn[1]
 
 
 def windows_of_a_pass(data: DataTable) -> list[list[bytes]]:

@@ -93,7 +93,9 @@ class Stream:
 
     def select(self, shards: Sequence[int]) -> None:
         """Read from these shards from now on, at the same position."""
-        self.shards = check_shards(shards, self._shards.num_shards)
+        self.shards = tuple(shards)
+        if not all(0 <= shard < self._shards.num_shards for shard in self.shards):
+            raise ConfigError(f"shard {max(self.shards)} does not exist; shards are 0 to {self._shards.num_shards - 1}")
 
     @property
     def num_rows(self) -> int:
@@ -198,13 +200,6 @@ class LeasedStream:
             "seed": self._seed,
             "num_shards": "leases",
         }
-
-
-def check_shards(shards: Sequence[int], num_shards: int) -> tuple[int, ...]:
-    """`shards`. Raises ConfigError unless there are such shards."""
-    if not all(0 <= shard < num_shards for shard in shards):
-        raise ConfigError(f"shard {max(shards)} does not exist; shards are 0 to {num_shards - 1}")
-    return tuple(shards)
 
 
 def require_same(here: Mapping[str, Any], saved: Mapping[str, Any]) -> None:

@@ -16,14 +16,15 @@ import torch
 from torch import Tensor
 
 from diloco.errors import ConfigError
-from diloco.training.data import check_shards, require_same
+from diloco.training.data import require_same
 from diloco.training.dealing import Deal, Reader
 from diloco.training.encoding import TextSource
 from diloco.training.rows import Document
 
 
 class ShardStream:
-    """The sequences of one shard, pass after pass.
+    """The sequences of one shard, pass after pass. A `shard` of `num_shards` or more is the one of its remainder, with
+    another order of the parts and other draws.
 
     Attributes:
         num_drawn: sequences drawn so far.
@@ -39,11 +40,12 @@ class ShardStream:
         state: dict[str, Any] | None = None,
     ) -> None:
         documents, parts = source.documents, len(source.documents.parts)
-        deal = Deal(shard, num_shards, documents.by_parts and parts % num_shards == 0, begin=source.begin)
+        deal = Deal(shard % num_shards, num_shards, documents.by_parts and parts % num_shards == 0, begin=source.begin)
         self._encoder, self._length = source.encoder, length
         self._name = f"shard {shard} of {num_shards}"
         self._key = seed.to_bytes(8, "little") + b"draw" + shard.to_bytes(8, "little")
-        self._reader = Reader(documents, deal, seed, None if state is None else state["reader"])
+        order = seed + (shard // num_shards << 32)  # seeds are below 2**32
+        self._reader = Reader(documents, deal, order, None if state is None else state["reader"])
         self._buffer = np.empty((source.shuffle_sequences, length + 1), dtype=np.int32)
         self._pending: npt.NDArray[np.int32] = np.empty(0, dtype=np.int32)
         self.num_drawn = self._num_buffered = 0
@@ -128,7 +130,7 @@ class TextStream:
 
     def select(self, shards: Sequence[int]) -> None:
         """Read from these shards from now on, at the same position."""
-        self.shards = check_shards(shards, self._num_shards)
+        self.shards = tuple(shards)
         self._streams = {shard: stream for shard, stream in self._streams.items() if shard in self.shards}
 
     @property
