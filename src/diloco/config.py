@@ -108,10 +108,15 @@ class DataTable(Table):
 
     def _check_stream(self) -> None:
         """Raise ValueError for a stream that cannot be, and for keys that are for the other way of reading."""
-        without_effect = ("held_out_fraction",) if self.stream else ("shuffle_sequences", "held_out_documents")
-        for key in without_effect:
-            if getattr(self, key) != type(self).model_fields[key].default:
-                raise ValueError(f"{key} has no effect with{'' if self.stream else 'out'} stream = true")
+        is_named = bool(self.held_out_paths or self.held_out_split)
+        for key, is_used, why in (
+            ("held_out_fraction", not self.stream, "with stream = true"),
+            ("shuffle_sequences", self.stream, "without stream = true"),
+            ("held_out_documents", self.stream, "without stream = true"),
+            ("held_out_documents", not is_named, "where a held-out part is named"),
+        ):
+            if not is_used and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{key} has no effect {why}; leave it out")
         if not self.stream:
             return
         if self.kind not in ("text", "huggingface"):
@@ -121,8 +126,6 @@ class DataTable(Table):
                 'deal = "leases" needs to know how many sequences there are, which a stream does not; set '
                 'deal = "shards", or make token shards with `diloco tokenize`'
             )
-        if (self.held_out_paths or self.held_out_split) and self.held_out_documents != 256:
-            raise ValueError("held_out_documents has no effect where a held-out part is named")
 
 
 class InnerTable(Table):

@@ -3,7 +3,9 @@
 import gzip
 import hashlib
 import json
+import re
 import shutil
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -290,3 +292,11 @@ def test_a_run_from_a_stream_resumes_to_the_bit(
     at_once = train()
     shutil.rmtree(folder / "step-0000000020")
     assert train("--resume") == at_once  # weights, optimizer, buffers of the stream
+
+
+def test_the_tables_of_the_page_about_data_are_tables() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+    found = [
+        tomllib.loads(block)["data"] for block in re.findall(r"^```toml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    ]
+    assert [DataTable.model_validate(each).kind for each in found] == ["text", "tokens", "huggingface", "stdlib"]
