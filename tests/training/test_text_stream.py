@@ -45,6 +45,10 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> Tables:
     (directory / "plain.txt").write_text("".join(f"{row} été\n" for row in ROWS) * 50)
     rows = datasets.Dataset.from_dict({"text": ROWS, "n": list(range(len(ROWS)))})
     rows.to_parquet(str(directory / "rows.parquet"), batch_size=90)
+    for part in range(3):
+        rows.select(range(100 * part, 400 if part == 2 else 100 * part + 100)).to_parquet(
+            str(directory / f"part-{part}.parquet"), batch_size=30
+        )
     rows.save_to_disk(str(directory / "saved"), num_shards=2)
     (directory / "hub").mkdir()
     for part in range(4):
@@ -61,6 +65,7 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> Tables:
         "plain": {"kind": "text", "paths": [directory / "plain.txt"], "held_out_documents": 1},
         "tokens": {"kind": "text", "paths": [directory / "*.jsonl*"], "tokenizer": str(directory / "tokenizer.json")},
         "parquet": {"kind": "text", "paths": [directory / "rows.parquet"]},
+        "parquets": {"kind": "text", "paths": [directory / "part-*.parquet"]},
         "saved": {"kind": "huggingface", "dataset": str(directory / "saved")},
         "hub": {"kind": "huggingface", "dataset": str(directory / "hub")},
     }
@@ -85,7 +90,7 @@ def stream(data: DataTable, shards: list[int], num_shards: int = 2, seed: int = 
     return TextStream(corpus.texts, LENGTH, num_shards, shards, 4, seed)
 
 
-KINDS = ["jsonl", "plain", "tokens", "parquet", "saved", "hub"]
+KINDS = ["jsonl", "plain", "tokens", "parquet", "parquets", "saved", "hub"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

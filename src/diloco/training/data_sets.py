@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,16 +38,17 @@ def open_split(data: DataTable, split: str) -> Documents:
     return Documents(tuple(_shards(rows, data.text_column, what)), by_parts=True)
 
 
-def open_parquet(path: Path, column: str) -> "DatasetPart":
-    """A Parquet file, with texts in `column`. Raises ConfigError where it cannot be read or has no such column."""
+def open_parquet(paths: Sequence[Path], column: str) -> "list[DatasetPart]":
+    """Parquet files, with texts in `column`. Raises ConfigError where they cannot be read or have no such column."""
     import datasets
 
-    with reading(path):
+    what = str(paths[0]) if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
+    names = [str(path) for path in paths]
+    with reading(what):
         rows = datasets.load_dataset(
-            "parquet", data_files=str(path), split="train", streaming=True, batch_size=_PARQUET_ROWS
+            "parquet", data_files=names, split="train", streaming=True, batch_size=_PARQUET_ROWS
         )
-    [part] = _shards(rows, column, str(path))
-    return part
+    return _shards(rows, column, what)
 
 
 def _shards(rows: "IterableDataset", column: str, what: str) -> "list[DatasetPart]":

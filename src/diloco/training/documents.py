@@ -1,6 +1,7 @@
 """The documents that a `[data]` table names."""
 
 import glob
+from itertools import groupby
 from pathlib import Path
 
 from diloco.config import DataTable
@@ -26,7 +27,14 @@ def open_documents(data: DataTable) -> tuple[Documents, Documents | None]:
 
 
 def _files(paths: tuple[Path, ...], column: str) -> Documents:
-    return Documents(tuple(_part(path, column) for path in matching(paths)))
+    parts: list[Part] = []
+    for is_parquet, group in groupby(matching(paths), lambda path: path.suffix == ".parquet"):
+        files = list(group)
+        for path in files:
+            with reading(path):
+                path.open("rb").close()
+        parts += open_parquet(files, column) if is_parquet else (_part(path, column) for path in files)
+    return Documents(tuple(parts))
 
 
 def matching(paths: tuple[Path, ...]) -> list[Path]:
@@ -42,8 +50,4 @@ def matching(paths: tuple[Path, ...]) -> list[Path]:
 def _part(path: Path, column: str) -> Part:
     if path.suffix in _NOT_READ:
         raise ConfigError(f"data file {path} is compressed in a way that is not read; compress it with gzip instead")
-    with reading(path):
-        path.open("rb").close()
-    if path.suffix == ".parquet":
-        return open_parquet(path, column)
     return LinesPart(path, column) if path.name.endswith(_LINES) else TextPart(path)

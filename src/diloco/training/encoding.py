@@ -10,15 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco.errors import ConfigError, translated
-from diloco.training.rows import Document, Documents
+from diloco.training.rows import SEPARATOR, Document, Documents
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 BYTE_VOCABULARY = 256
-
-SEPARATOR = b"\0"
-"""A byte that no text contains marks the end of each."""
 
 _CHUNK_TOKENS = 1 << 23
 

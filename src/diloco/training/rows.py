@@ -12,6 +12,9 @@ from typing import Any, Protocol
 
 from diloco.errors import ConfigError
 
+SEPARATOR = b"\0"
+"""A byte that no text contains marks the end of each, where tokens are bytes."""
+
 UNREADABLE = (OSError, EOFError, zlib.error, ValueError, KeyError)
 """What reading a file or a data set ends in that is absent, damaged or of another kind."""
 

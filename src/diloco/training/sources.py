@@ -17,8 +17,8 @@ from diloco.config import DataTable
 from diloco.errors import ConfigError, translated
 from diloco.training.dealing import Deal, Reader, held_out_end
 from diloco.training.documents import matching, open_documents
-from diloco.training.encoding import BYTE_VOCABULARY, SEPARATOR, Encoder, TextSource, load_tokenizer
-from diloco.training.rows import Documents
+from diloco.training.encoding import BYTE_VOCABULARY, Encoder, TextSource, load_tokenizer
+from diloco.training.rows import SEPARATOR, Documents
 from diloco.training.text_files import TextPart
 from diloco.training.token_shards import read_index
 
@@ -160,8 +160,7 @@ def _encoded(encoder: Encoder, documents: Documents, deal: Deal | None = None) -
     """The tokens of documents; files that are their own tokens are mapped."""
     plain = [part for part in documents.parts if isinstance(part, TextPart) and part.is_plain]
     if deal is None and encoder.tokenizer is None and len(plain) == len(documents.parts):
-        separator = np.frombuffer(SEPARATOR, dtype=np.uint8)
-        return Tokens([array for part in plain for array in (*part.mapped(), separator)])
+        return Tokens([array for part in plain for array in part.mapped()])
     return Tokens(encoder.gathered(Reader(documents, deal or Deal()).one_pass()))
 
 

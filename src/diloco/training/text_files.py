@@ -13,13 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco.errors import ConfigError, translated
-from diloco.training.rows import UNREADABLE, Document, Rows, text_of
+from diloco.training.rows import SEPARATOR, UNREADABLE, Document, Rows, text_of
 
 PIECE_BYTES = 1 << 16
 """Length of a piece of a plain text file; it goes on to the end of a line, unless a line is as long as a piece."""
 
 
-def reading(path: Path) -> AbstractContextManager[None]:
+def reading(path: Path | str) -> AbstractContextManager[None]:
     """Inside, what a file cannot be read for becomes a ConfigError that names it."""
     return translated(
         UNREADABLE, ConfigError, f"cannot read the data file {path}", "check data.paths, and that it is whole"
@@ -57,9 +57,11 @@ class TextPart:
         return self.path.suffix != ".gz"
 
     def mapped(self) -> list[npt.NDArray[Any]]:
-        """The bytes of a plain file, memory-mapped; of an empty one, nothing."""
+        """The bytes of a plain file, memory-mapped, and a separator; of an empty one, nothing."""
         with reading(self.path):
-            return [np.memmap(self.path, dtype=np.uint8, mode="r")] if self.path.stat().st_size else []
+            if not self.path.stat().st_size:
+                return []
+            return [np.memmap(self.path, dtype=np.uint8, mode="r"), np.frombuffer(SEPARATOR, dtype=np.uint8)]
 
     def rows(self, cursor: Any = None) -> Rows:
         return _FileRows(self, cursor or 0)
