@@ -62,9 +62,13 @@ class DataTable(Table):
     sequence_length: int = Field(default=64, ge=1)
     deal: Literal["shards", "leases"] = "shards"  # a fixed part for each learner, or ranges that the syncer leases
     lease_steps: int | None = Field(default=None, gt=0)  # inner steps that a lease lasts; default: 16
-    paths: tuple[Path, ...] = ()  # text: files; tokens: .bin or .npy files
+    stream: bool = False  # read texts while training, instead of before
+    shuffle_sequences: int = Field(default=1024, ge=1)  # of a shard of a stream, from which sequences are drawn
+    paths: tuple[Path, ...] = ()  # or patterns; text: files, as their names end; tokens: .bin or .npy files
+    directory: Path | None = None  # tokens: one that `diloco tokenize` wrote
     held_out_paths: tuple[Path, ...] = ()
     held_out_fraction: float = Field(default=0.05, gt=0, lt=1)  # from the end, where no paths or split are given
+    held_out_documents: int = Field(default=256, gt=0)  # of a stream, its first ones, where no paths or split are given
     tokenizer: str = "bytes"  # or a tokenizer.json, a directory or a hub name
     dtype: Literal["uint16", "uint32"] = "uint16"  # of .bin files
     vocab_size: int | None = Field(default=None, gt=0)  # of token files
@@ -78,8 +82,15 @@ class DataTable(Table):
     def _sources(self) -> Self:
         if self.lease_steps is not None and self.deal != "leases":
             raise ValueError('lease_steps has no effect without deal = "leases"')
-        if self.kind in ("text", "tokens") and not self.paths:
-            raise ValueError(f'kind = "{self.kind}" needs paths = [...]')
+        self._check_stream()
+        if self.directory is not None and self.kind != "tokens":
+            raise ValueError(f'directory has no effect with kind = "{self.kind}"')
+        others = self.paths or self.held_out_paths or self.vocab_size is not None or self.dtype != "uint16"
+        if self.directory is not None and others:
+            raise ValueError("directory says it all; drop paths, held_out_paths, dtype and vocab_size")
+        if self.kind in ("text", "tokens") and not self.paths and self.directory is None:
+            also = ", or the directory that `diloco tokenize` wrote" if self.kind == "tokens" else ""
+            raise ValueError(f'kind = "{self.kind}" needs paths = [...]{also}')
         if self.kind not in ("text", "tokens") and (self.paths or self.held_out_paths):
             raise ValueError(f'paths have no effect with kind = "{self.kind}"')
         if self.kind == "huggingface" and self.dataset is None:
@@ -88,11 +99,33 @@ class DataTable(Table):
             raise ValueError(f'dataset keys have no effect with kind = "{self.kind}"')
         if self.kind == "stdlib" and self.tokenizer != "bytes":
             raise ValueError('kind = "stdlib" is tokenised as bytes')
-        if self.kind == "tokens" and (self.vocab_size is None or self.tokenizer != "bytes"):
+        has_vocabulary = self.vocab_size is not None or self.directory is not None
+        if self.kind == "tokens" and (not has_vocabulary or self.tokenizer != "bytes"):
             raise ValueError('kind = "tokens" needs vocab_size and takes no tokenizer')
         if self.kind != "tokens" and self.vocab_size is not None:
             raise ValueError('vocab_size is for kind = "tokens"; otherwise the tokenizer decides')
         return self
+
+    def _check_stream(self) -> None:
+        """Raise ValueError for a stream that cannot be, and for keys that are for the other way of reading."""
+        is_named = bool(self.held_out_paths or self.held_out_split)
+        for key, is_used, why in (
+            ("held_out_fraction", not self.stream, "with stream = true"),
+            ("shuffle_sequences", self.stream, "without stream = true"),
+            ("held_out_documents", self.stream, "without stream = true"),
+            ("held_out_documents", not is_named, "where a held-out part is named"),
+        ):
+            if not is_used and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{key} has no effect {why}; leave it out")
+        if not self.stream:
+            return
+        if self.kind not in ("text", "huggingface"):
+            raise ValueError(f'kind = "{self.kind}" is not read as texts and needs no stream; drop stream')
+        if self.deal == "leases":
+            raise ValueError(
+                'deal = "leases" needs to know how many sequences there are, which a stream does not; set '
+                'deal = "shards", or make token shards with `diloco tokenize`'
+            )
 
 
 class InnerTable(Table):

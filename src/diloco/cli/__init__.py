@@ -46,6 +46,7 @@ COMMANDS = {
     "keys": "Make and manage the certificates and tokens of a run.",
     "plan": "Know before you train: utilisation, hours, bytes, money and failures, in a second and without torch.",
     "simulate": "Train the run that RUN_FILE describes in virtual time, over modelled links and faults.",
+    "tokenize": "Make token shards of the texts that RUN_FILE describes; goes on where it was ended.",
     "methods": "List the methods with their resolved values and the papers they come from.",
 }
 

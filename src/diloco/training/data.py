@@ -8,6 +8,8 @@ each step what all learners together draw at that step: paired comparisons see t
 
 `LeasedStream` reads what the syncer leases (`core.leases`): more, fewer or other learners neither skip a window nor
 repeat one.
+
+Where texts are read while training, `text_stream.TextStream` takes the place of `Stream`.
 """
 
 import hashlib
@@ -119,7 +121,7 @@ class Stream:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a saved cursor. Raises CheckpointError when it belongs to other data, seed or division."""
-        _require_same(self._identity(), state)
+        require_same(self._identity(), state)
         self.position = int(state["position"])
 
     def _identity(self) -> dict[str, Any]:
@@ -190,7 +192,7 @@ class LeasedStream:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """As `Stream.load_state_dict`."""
-        _require_same(self._identity(), state)
+        require_same(self._identity(), state)
         self.position = int(state["position"])
 
     def _identity(self) -> dict[str, Any]:
@@ -202,12 +204,13 @@ class LeasedStream:
         }
 
 
-def _require_same(here: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+def require_same(here: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Raise CheckpointError unless a saved cursor says the same as this run where this run says something."""
     for key, value in here.items():
         if saved.get(key) != value:
             raise CheckpointError(
                 f"the checkpoint's data cursor has {key} = {saved.get(key)} where this run has {value}; "
-                "resume with the same data, seed and number of learners"
+                "resume with the same [data], seed and number of learners"
             )
 
 

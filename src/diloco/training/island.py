@@ -22,6 +22,7 @@ from diloco.training.model import build_model, load_state
 from diloco.training.optimizers import load_optimizer, make_optimizer, untrained
 from diloco.training.pretrained import global_model
 from diloco.training.sources import Corpus
+from diloco.training.text_stream import TextStream
 
 # Makes the learner that exchanges: (model, inner optimizer, steps already done, tokens that the run has trained).
 Attach = Callable[[nn.Module, torch.optim.Optimizer, int, int], AnyLearner]
@@ -197,9 +198,11 @@ class Island:
         return exact
 
 
-def _stream(config: RunConfig, corpus: Corpus) -> Stream | LeasedStream:
+def _stream(config: RunConfig, corpus: Corpus) -> Stream | LeasedStream | TextStream:
     """The data of the whole run, at its full batch."""
     length, learners, seed = config.data.sequence_length, config.run.learners, config.run.seed
+    if corpus.texts is not None:
+        return TextStream(corpus.texts, length, learners, range(learners), config.share, seed)
     if config.data.deal == "leases":
         return LeasedStream(corpus, length, learners, config.share, seed, config.data.lease_steps or LEASE_STEPS)
     return Stream(corpus, length, learners, range(learners), config.share, seed)

@@ -17,8 +17,9 @@ from diloco.core.fragments import Layout, scatter
 from diloco.errors import StoreError, translated
 from diloco.training.byte_tokens import byte_tokenizer
 from diloco.training.checkpoint import load_checkpoint
+from diloco.training.encoding import BYTE_VOCABULARY, load_tokenizer
 from diloco.training.model import build_model, load_state
-from diloco.training.sources import BYTE_VOCABULARY, load_tokenizer
+from diloco.training.token_shards import read_index
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -74,7 +75,7 @@ def export_run(state: Mapping[str, Tensor], config: RunConfig, out_dir: Path) ->
     def write_tokenizer(directory: Path) -> None:
         if tokenizer is not None:
             tokenizer.save_pretrained(directory)
-        if config.data.tokenizer == "bytes" and tokenizer is not None:
+        if tokenizer is not None and _tokenizer_name(config) == "bytes":
             (directory / "TOKENS.md").write_text(_BYTES_NOTE, encoding="utf-8")
 
     save_pretrained(state, model.config, out_dir, write_tokenizer)
@@ -110,12 +111,19 @@ def merge_fragments(layout: Layout, thetas: Sequence[Tensor], static: Mapping[st
 
 def vocabulary(config: RunConfig) -> "tuple[int, PreTrainedTokenizerBase | None]":
     """Vocabulary size and tokenizer of a run, without reading its data; files of tokens have no tokenizer."""
-    if config.data.tokenizer != "bytes":
-        tokenizer = load_tokenizer(config.data.tokenizer)
+    name = _tokenizer_name(config)
+    if name != "bytes":
+        tokenizer = load_tokenizer(name)
         return len(tokenizer), tokenizer
-    if config.data.kind == "tokens":
+    if config.data.kind == "tokens" and config.data.directory is None:
         return config.data.vocab_size or BYTE_VOCABULARY, None
     return BYTE_VOCABULARY, byte_tokenizer(config.data.sequence_length)
+
+
+def _tokenizer_name(config: RunConfig) -> str:
+    """`bytes`, or what `load_tokenizer` takes."""
+    directory = config.data.directory
+    return config.data.tokenizer if directory is None else read_index(directory).tokenizer_name
 
 
 def _dtype(state: Mapping[str, Tensor]) -> torch.dtype:

@@ -3,7 +3,8 @@
 import hashlib
 import os
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -14,13 +15,16 @@ import numpy.typing as npt
 
 from diloco.config import DataTable
 from diloco.errors import ConfigError, translated
+from diloco.training.dealing import Deal, Reader, held_out_end
+from diloco.training.documents import matching, open_documents
+from diloco.training.encoding import BYTE_VOCABULARY, Encoder, TextSource, load_tokenizer
+from diloco.training.rows import SEPARATOR, Documents
+from diloco.training.text_files import TextPart
+from diloco.training.token_shards import read_index
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-BYTE_VOCABULARY = 256
-# A byte that no source file contains marks the end of each.
-_SEPARATOR = b"\0"
 # Parts of the standard library that are tests, tables, or not there in every installation of the same version.
 _STDLIB_SKIPPED = {
     "site-packages",
@@ -56,12 +60,12 @@ class Tokens:
     def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Tokens start … stop−1 as int64; both must lie within the sequence."""
         parts = []
-        begin = 0
-        for array, end in zip(self._arrays, self._ends, strict=True):
-            if start < end and stop > begin:
-                parts.append(array[max(start, begin) - begin : min(stop, end) - begin])
-            begin = end
-        return np.concatenate(parts).astype(np.int64)
+        index = bisect_right(self._ends, start)  # the first array that ends after it
+        while start < stop:
+            begin = self._ends[index] - len(self._arrays[index])
+            parts.append(self._arrays[index][start - begin : stop - begin])
+            start, index = self._ends[index], index + 1
+        return np.concatenate(parts).astype(np.int64) if parts else np.empty(0, dtype=np.int64)
 
     def split_tail(self, fraction: float) -> tuple["Tokens", "Tokens"]:
         """Split off the last `fraction` of the tokens."""
@@ -78,7 +82,8 @@ class Tokens:
 class Corpus:
     """Training tokens, held-out tokens and what is needed to read them.
 
-    `tokenizer` is None for bytes and for token files; `is_bytes` says that a token is a byte.
+    `tokenizer` is None for bytes and for token files; `is_bytes` says that a token is a byte. `texts` is what a stream
+    reads; there are no training tokens then.
     """
 
     train: Tokens
@@ -86,6 +91,7 @@ class Corpus:
     vocab_size: int
     is_bytes: bool = False
     tokenizer: "PreTrainedTokenizerBase | None" = None
+    texts: TextSource | None = None
 
     def fingerprint(self) -> str:
         """sha256 (hex) of sizes and of 64 stretches spread over both parts: identifies a corpus without reading all."""
@@ -100,9 +106,9 @@ class Corpus:
 
 def load_corpus(data: DataTable) -> Corpus:
     """The corpus that a run file describes. Raises ConfigError when it cannot be read or is too short."""
-    corpus = {"stdlib": _stdlib, "text": _text, "tokens": _token_files, "huggingface": _huggingface}[data.kind](data)
+    corpus = {"stdlib": _stdlib, "text": _texts, "tokens": _tokens, "huggingface": _texts}[data.kind](data)
     for part, tokens in (("training", corpus.train), ("held-out", corpus.held_out)):
-        if len(tokens) <= data.sequence_length:
+        if len(tokens) <= data.sequence_length and not (data.stream and part == "training"):
             raise ConfigError(
                 f"the {part} part of the data has {len(tokens)} tokens, not enough for one sequence of "
                 f"{data.sequence_length}; give more data or lower data.sequence_length"
@@ -131,36 +137,47 @@ def _stdlib_files(root: Path) -> Iterator[str]:
             yield from (name if relative == "." else f"{relative}/{name}" for name in names if name.endswith(".py"))
 
 
-def _as_bytes(texts: Sequence[bytes]) -> Tokens:
+def _as_bytes(texts: Iterable[bytes]) -> Tokens:
     """The bytes of all texts, each followed by a separator."""
-    return Tokens([np.frombuffer(b"".join(text + _SEPARATOR for text in texts), dtype=np.uint8)])
+    return Tokens([np.frombuffer(b"".join(text + SEPARATOR for text in texts), dtype=np.uint8)])
 
 
-def _text(data: DataTable) -> Corpus:
-    if data.tokenizer == "bytes":
-        parts = _split(data, lambda path: _as_bytes([_read(path)]))
-        return Corpus(*parts, BYTE_VOCABULARY, is_bytes=True)
-    tokenizer = load_tokenizer(data.tokenizer)
-    parts = _split(data, lambda path: _tokenise(tokenizer, [_read(path).decode("utf-8", errors="replace")]))
-    return Corpus(*parts, len(tokenizer), tokenizer=tokenizer)
+def _texts(data: DataTable) -> Corpus:
+    """Texts of files or of a data set: their tokens, or with `stream` what they are read from while training."""
+    train, apart = open_documents(data)
+    encoder = Encoder(data.tokenizer)
+    if data.stream:
+        end = (0, 0) if apart is not None else held_out_end(train, data.held_out_documents)
+        held_out = _encoded(encoder, *((train, Deal(end=end)) if apart is None else (apart, Deal())))
+        parts, texts = (Tokens([]), held_out), TextSource(train, encoder, end, data.shuffle_sequences)
+    else:
+        tokens, texts = _encoded(encoder, train), None
+        parts = tokens.split_tail(data.held_out_fraction) if apart is None else (tokens, _encoded(encoder, apart))
+    return Corpus(*parts, encoder.vocab_size, encoder.tokenizer is None, encoder.tokenizer, texts)
 
 
-def _token_files(data: DataTable) -> Corpus:
-    assert data.vocab_size is not None  # checked by DataTable
-    return Corpus(*_split(data, lambda path: Tokens([_map(path, data.dtype)])), data.vocab_size)
+def _encoded(encoder: Encoder, documents: Documents, deal: Deal | None = None) -> Tokens:
+    """The tokens of documents; files that are their own tokens are mapped."""
+    plain = [part for part in documents.parts if isinstance(part, TextPart) and part.is_plain]
+    if deal is None and encoder.tokenizer is None and len(plain) == len(documents.parts):
+        return Tokens([array for part in plain for array in part.mapped()])
+    return Tokens(encoder.gathered(Reader(documents, deal or Deal()).one_pass()))
 
 
-def _split(data: DataTable, load: Callable[[Path], Tokens]) -> tuple[Tokens, Tokens]:
-    """The training and the held-out part of files."""
-    train = Tokens.joined(map(load, data.paths))
-    if not data.held_out_paths:
-        return train.split_tail(data.held_out_fraction)
-    return train, Tokens.joined(map(load, data.held_out_paths))
-
-
-def _read(path: Path) -> bytes:
-    with translated(OSError, ConfigError, f"cannot read the data file {path}", "check data.paths"):
-        return path.read_bytes()
+def _tokens(data: DataTable) -> Corpus:
+    if data.directory is None:
+        assert data.vocab_size is not None  # checked by DataTable
+        train = Tokens([_map(path, data.dtype) for path in matching(data.paths)])
+        held_out = Tokens([_map(path, data.dtype) for path in matching(data.held_out_paths)])
+        parts = (train, held_out) if data.held_out_paths else train.split_tail(data.held_out_fraction)
+        return Corpus(*parts, data.vocab_size)
+    index = read_index(data.directory)
+    train, held_out = Tokens(index.arrays("train")), Tokens(index.arrays("held_out"))
+    if len(held_out) and data.held_out_fraction != DataTable.model_fields["held_out_fraction"].default:
+        raise ConfigError(f"data.held_out_fraction has no effect: {data.directory} has a held-out part; drop it")
+    parts = (train, held_out) if len(held_out) else train.split_tail(data.held_out_fraction)
+    tokenizer = None if index.tokenizer is None else load_tokenizer(index.tokenizer_name)
+    return Corpus(*parts, index.vocab_size, tokenizer is None, tokenizer)
 
 
 def _map(path: Path, dtype: str) -> npt.NDArray[Any]:
@@ -176,58 +193,3 @@ def _map(path: Path, dtype: str) -> npt.NDArray[Any]:
             f"the token file {path} holds {array.dtype} of shape {array.shape}; give one row of unsigned integers"
         )
     return array
-
-
-def _huggingface(data: DataTable) -> Corpus:
-    tokenizer = None if data.tokenizer == "bytes" else load_tokenizer(data.tokenizer)
-
-    def tokens(split: str) -> Tokens:
-        texts = _dataset_texts(data, split)
-        return _as_bytes([text.encode() for text in texts]) if tokenizer is None else _tokenise(tokenizer, texts)
-
-    train = tokens(data.split)
-    parts = (train, tokens(data.held_out_split)) if data.held_out_split else train.split_tail(data.held_out_fraction)
-    if tokenizer is None:
-        return Corpus(*parts, BYTE_VOCABULARY, is_bytes=True)
-    return Corpus(*parts, len(tokenizer), tokenizer=tokenizer)
-
-
-def _dataset_texts(data: DataTable, split: str) -> list[str]:
-    """The texts of a split, one per row: from a directory of `save_to_disk`, or by `load_dataset`."""
-    import datasets
-
-    assert data.dataset is not None  # checked by DataTable
-    path = Path(data.dataset)
-    failed = f'cannot load column "{data.text_column}" of split "{split}" of the dataset {data.dataset}'
-    advice = "check data.dataset, data.split and data.text_column"
-    with translated((OSError, ValueError, KeyError), ConfigError, failed, advice):
-        if (path / "dataset_dict.json").is_file():
-            rows = datasets.load_from_disk(data.dataset)[split]
-        elif (path / "state.json").is_file():
-            rows = datasets.load_from_disk(data.dataset)
-        else:
-            rows = datasets.load_dataset(data.dataset, data.dataset_config, split=split)
-        return list(rows[data.text_column])
-
-
-def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
-    """A tokenizer from a `tokenizer.json`, a directory, or the hub. Raises ConfigError when there is none."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    advice = "give a tokenizer.json, a directory or a hub name"
-    with translated((OSError, ValueError), ConfigError, f"cannot load the tokenizer {name}", advice):
-        if name.endswith(".json"):
-            return PreTrainedTokenizerFast(tokenizer_file=name)
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
-    return tokenizer
-
-
-def _tokenise(tokenizer: "PreTrainedTokenizerBase", texts: list[str]) -> Tokens:
-    """Token ids of all texts in one array, each text followed by the end-of-sequence token where there is one."""
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    dtype = np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32
-    arrays = []
-    for start in range(0, len(texts), 1024):
-        batch = tokenizer(texts[start : start + 1024], add_special_tokens=False, verbose=False)["input_ids"]
-        arrays.append(np.asarray([token for ids in batch for token in ids + end], dtype=dtype))
-    return Tokens([np.concatenate(arrays)] if arrays else [])

@@ -1,0 +1,107 @@
+"""Hugging Face data sets and Parquet files, row by row."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from diloco.config import DataTable
+from diloco.errors import ConfigError, translated
+from diloco.training.rows import UNREADABLE, Document, Documents, Rows, no_column, text_of
+from diloco.training.text_files import reading
+
+if TYPE_CHECKING:
+    from datasets import IterableDataset
+
+_PARQUET_ROWS = 64
+"""Rows of a Parquet file that are decoded at a time, instead of a whole group of rows."""
+
+
+def open_split(data: DataTable, split: str) -> Documents:
+    """A split: of a directory of `save_to_disk`, or by `load_dataset`, which with `stream` downloads nothing ahead."""
+    import datasets
+
+    assert data.dataset is not None  # checked by DataTable
+    path, what = Path(data.dataset), f'split "{split}" of the data set {data.dataset}'
+    with _loading(data.text_column, what):
+        if (path / "dataset_dict.json").is_file():
+            rows = datasets.load_from_disk(data.dataset)[split]
+        elif (path / "state.json").is_file():
+            rows = datasets.load_from_disk(data.dataset)
+        else:
+            rows = datasets.load_dataset(data.dataset, data.dataset_config, split=split, streaming=data.stream)
+        if isinstance(rows, datasets.Dataset):
+            rows = rows.to_iterable_dataset()  # of a memory-mapped file
+    return Documents(tuple(_shards(rows, data.text_column, what)), by_parts=True)
+
+
+def open_parquet(paths: Sequence[Path], column: str) -> "list[DatasetPart]":
+    """Parquet files, with texts in `column`. Raises ConfigError where they cannot be read or have no such column."""
+    import datasets
+
+    what = str(paths[0]) if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
+    names = [str(path) for path in paths]
+    with reading(what):
+        rows = datasets.load_dataset(
+            "parquet", data_files=names, split="train", streaming=True, batch_size=_PARQUET_ROWS
+        )
+    return _shards(rows, column, what)
+
+
+def _shards(rows: "IterableDataset", column: str, what: str) -> "list[DatasetPart]":
+    names = list(rows.features or ())
+    if names and column not in names:
+        raise ConfigError(no_column(what, column, names))
+    return [DatasetPart(rows, index, column, what) for index in range(rows.num_shards)]
+
+
+def _loading(column: str, what: str) -> AbstractContextManager[None]:
+    failed = f'cannot load column "{column}" of {what}'
+    advice = "check data.dataset, data.split and data.text_column"
+    return translated(UNREADABLE, ConfigError, failed, advice)
+
+
+@dataclass(frozen=True)
+class DatasetPart:
+    """One of the shards that a Hugging Face data set has."""
+
+    dataset: "IterableDataset"
+    index: int
+    column: str
+    what: str
+
+    def rows(self, cursor: Any = None) -> Rows:
+        return _DatasetRows(self, cursor)
+
+    def document(self, row: Any, number: int) -> Document:
+        return text_of(row, self.column, f"row {number + 1} in shard {self.index} of {self.what}")
+
+    def digest(self) -> bytes:
+        """Of the first text of the first part: more would mean to download more."""
+        first = self.rows().next() if self.index == 0 else None
+        text = None if first is None else str(self.document(first, 0).text)
+        return hashlib.sha256(json.dumps([self.index, text]).encode()).digest()
+
+
+class _DatasetRows:
+    def __init__(self, part: DatasetPart, cursor: Any) -> None:
+        self._part, self._cursor = part, cursor
+        with _loading(part.column, part.what):
+            self._rows = part.dataset.shard(part.dataset.num_shards, part.index)
+            if cursor is not None:
+                self._rows.load_state_dict(cursor)
+            self._iterator = iter(self._rows)
+        self._is_read = False
+
+    def next(self) -> Any | None:
+        with _loading(self._part.column, self._part.what):
+            row = next(self._iterator, None)
+        self._is_read = True
+        return row
+
+    def cursor(self) -> Any:
+        """The data set's own."""
+        return self._rows.state_dict() if self._is_read else self._cursor

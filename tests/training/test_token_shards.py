@@ -1,0 +1,203 @@
+"""`diloco tokenize`: shards that are whole or absent, the same bytes after a kill, and what a run makes of them."""
+
+import gzip
+import json
+import re
+import signal
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from diloco.cli import main
+from diloco.config import DataTable, RunConfig, dump_config
+from diloco.errors import ConfigError, StoreError
+from diloco.training import dealing, sources
+from diloco.training.token_shards import INDEX, UNFINISHED, read_index, write_token_shards
+
+Tiny = Callable[..., RunConfig]
+
+ROWS = [f"{n} times {n} is {n * n}." for n in range(3000)]
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.jsonl.gz"
+    with gzip.open(path, "wt") as file:
+        file.writelines(json.dumps({"body": row}) + "\n" for row in ROWS)
+    return path
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    words = {"[UNK]": 0, "times": 1, "is": 2, ".": 3, **{str(n): n + 4 for n in range(3000)}}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path / "tokenizer.json"
+
+
+def table(**values: Any) -> DataTable:
+    return DataTable.model_validate({"kind": "text", "text_column": "body", "sequence_length": 16, **values})
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
+
+
+KILLED = """
+import os, signal, sys
+from diloco.config import DataTable
+from diloco.training import dealing
+from diloco.training.token_shards import write_token_shards
+dealing.BATCH_DOCUMENTS = 100
+last, shard_tokens, directory, table = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
+def tell(made):
+    if made.num_documents >= last:
+        os.kill(os.getpid(), signal.SIGKILL)
+from pathlib import Path
+write_token_shards(DataTable.model_validate_json(table), Path(directory), shard_tokens=shard_tokens, tell=tell)
+"""
+
+
+@pytest.mark.parametrize("kind", ["text", "huggingface"])
+def test_what_is_made_after_kills_has_the_bytes_of_what_is_made_at_once(
+    kind: str, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = table(paths=[rows], stream=True, held_out_documents=150)
+    if kind == "huggingface":
+        import datasets
+
+        whole = datasets.Dataset.from_dict({"body": ROWS})
+        whole.save_to_disk(str(tmp_path / "saved"), num_shards=2)
+        data = table(kind="huggingface", dataset=str(tmp_path / "saved"))
+    monkeypatch.setattr(dealing, "BATCH_DOCUMENTS", 100)
+    at_once, in_parts = tmp_path / "at_once", tmp_path / "in_parts"
+    expected = write_token_shards(data, at_once, shard_tokens=9_000)
+    assert len(expected.shards["train"]) > 4
+    for documents, num_whole in [(300, 0), (1_900, 3)] if kind == "text" else [(1_900, 3)]:
+        arguments = [str(documents), "9000", str(in_parts), data.model_dump_json()]
+        killed = subprocess.run([sys.executable, "-c", KILLED, *arguments], check=False)
+        assert killed.returncode == -signal.SIGKILL
+        unfinished = json.loads((in_parts / UNFINISHED).read_text())
+        assert sum(map(len, unfinished["shards"].values())) >= num_whole
+        with pytest.raises(ConfigError, match="is not finished"):
+            read_index(in_parts)
+    with pytest.raises(ConfigError, match=r"says shard_tokens = 9000 where it would be 8000 now"):
+        write_token_shards(data, in_parts, shard_tokens=8_000)
+    kept = (in_parts / "train-00001.bin").stat().st_ino
+    write_token_shards(data, in_parts, shard_tokens=9_000)
+    assert (in_parts / "train-00001.bin").stat().st_ino == kept  # it was whole, and went on after it
+    assert contents(in_parts) == contents(at_once)
+    assert (at_once / "train-00000.bin").stat().st_size < 9_000 + 100 * 64
+
+
+def test_a_directory_of_shards_is_the_same_corpus_as_its_texts(rows: Path, tokenizer: Path, tmp_path: Path) -> None:
+    (tmp_path / "held_out.txt").write_text("7 times 7 is 49.\n" * 50)
+    for number, values in enumerate([{}, {"held_out_paths": [tmp_path / "held_out.txt"]}]):
+        data = table(paths=[rows], tokenizer=str(tokenizer), **values)
+        directory = tmp_path / str(number)
+        index = write_token_shards(data, directory, shard_tokens=5_000)
+        assert (index.dtype, index.vocab_size) == ("uint16", 3_004)
+        direct = sources.load_corpus(data)
+        mapped = sources.load_corpus(DataTable(kind="tokens", directory=directory, sequence_length=16))
+        assert mapped.fingerprint() == direct.fingerprint()
+        assert mapped.tokenizer is not None
+        assert mapped.tokenizer.decode(mapped.train.read(0, 5).tolist()) == "0 times 0 is 0"
+        assert all(isinstance(array, np.memmap) for array in mapped.train._arrays)
+    assert index.num("num_documents", "train") == len(ROWS)
+    assert index.num("num_documents", "held_out") == 1
+    with pytest.raises(ConfigError, match="held_out_fraction has no effect"):
+        sources.load_corpus(DataTable(kind="tokens", directory=directory, held_out_fraction=0.2))
+    with pytest.raises(ValueError, match="directory says it all"):
+        DataTable(kind="tokens", directory=directory, dtype="uint32")
+
+
+def test_a_wrong_directory_is_one_sentence(rows: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "shards"
+    data = table(paths=[rows])
+
+    def load() -> sources.Corpus:
+        return sources.load_corpus(DataTable(kind="tokens", directory=directory, sequence_length=16))
+
+    with pytest.raises(ConfigError, match="cannot read .*index.json"):
+        load()
+    index = write_token_shards(data, directory, shard_tokens=10_000)
+    assert write_token_shards(data, directory, shard_tokens=10_000) == index  # and compares every shard
+    first = directory / index.shards["train"][0]["file"]
+    raw = first.read_bytes()
+    first.write_bytes(raw[:5] + b"?" + raw[6:])
+    with pytest.raises(StoreError, match="train-00000.bin are not those of its index"):
+        write_token_shards(data, directory, shard_tokens=10_000)
+    first.write_bytes(raw[:-1])
+    with pytest.raises(ConfigError, match=f"has {len(raw) - 1} bytes where its index says {len(raw)}"):
+        load()
+    first.unlink()
+    with pytest.raises(ConfigError, match="cannot read the token shard"):
+        load()
+    for key, value, message in [
+        ("dtype", "float32", "has dtype float32, which is none of"),
+        ("format", 2, "has format 2 and this version reads 1"),
+        ("shards", {"train": [{}]}, "cannot read .*index.json"),
+    ]:
+        values = json.loads((directory / INDEX).read_text())
+        (directory / INDEX).write_text(json.dumps({**values, key: value}))
+        with pytest.raises(ConfigError, match=message):
+            load()
+        (directory / INDEX).write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match=r'data.kind = "stdlib" has no texts'):
+        write_token_shards(DataTable(), directory, shard_tokens=1)
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "mine").touch()
+    with pytest.raises(ConfigError, match="holds something else"):
+        write_token_shards(data, tmp_path / "used", shard_tokens=1)
+
+
+def test_the_command_line_makes_shards_trains_from_them_and_says_what_is_wrong(
+    tiny: Tiny, tokenizer: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diloco.cli.tokenize.LINE_EVERY_S", 0.0)
+    run_file = tmp_path / "run.toml"
+    run_file.write_text(dump_config(tiny(f"data.tokenizer={tokenizer}", "train.threads=1")), encoding="utf-8")
+
+    def call(*arguments: str) -> tuple[object, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        return ended.value.code or 0, *capfd.readouterr()
+
+    texts_file = tmp_path / "texts.toml"
+    texts_file.write_text(run_file.read_text())
+    code, out, err = call("tokenize", str(run_file), str(tmp_path / "shards"), "--json")
+    assert code == 0, err
+    assert re.search(r"^[\d,]+ tokens \| 1 documents \| 0 whole shards \| [\d,]+ tokens/s$", err, re.MULTILINE)
+    told = json.loads(out)
+    assert (told["dtype"], told["vocab_size"], told["num_shards"]) == ("uint16", 3_004, 1)
+    code, out, _ = call("tokenize", str(run_file), str(tmp_path / "shards"))
+    assert code == 0
+    given = tomllib.loads(out[out.index("[data]") :])["data"]
+    assert given == {"kind": "tokens", "directory": str(tmp_path / "shards"), "sequence_length": 32}
+    of_tokens = tiny("data.kind=tokens", "data.paths=[]", f"data.directory={given['directory']}", "train.threads=1")
+    run_file.write_text(dump_config(of_tokens), encoding="utf-8")
+    code, out, err = call("train", str(run_file), "--alone", "--json", "--set", "checkpoint.every_steps=10")
+    assert code == 0, err
+    assert json.loads(out)["steps"] == 20
+    checkpoint = tmp_path / "run" / "baseline" / "checkpoints" / "step-0000000020"
+    code, _, err = call("export", str(run_file), str(tmp_path / "out"), "--checkpoint", str(checkpoint))
+    assert code == 0, err
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == 3_004
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+    assert not (tmp_path / "out" / "TOKENS.md").exists()
+    shard = tmp_path / "shards" / "train-00000.bin"
+    shard.write_bytes(shard.read_bytes()[2:])
+    code, _, err = call("train", str(run_file), "--alone", "--force")
+    assert code == 2
+    assert err.splitlines()[-1].startswith(f"diloco: token shard {shard} has ")
+    for file, expected, message in [(texts_file, 1, "are not those of its index"), (run_file, 2, "has no texts")]:
+        code, _, err = call("tokenize", str(file), str(tmp_path / "shards"))
+        assert (code, message in err.splitlines()[-1]) == (expected, True), err
