@@ -1,0 +1,165 @@
+"""What mkdocs.yml adds to the pages of docs/: the command line's reference, and the files of the repository they link to.
+
+A page links to a file of the repository by its relative path, as on a code host. In the site the link leads to a page
+that shows the file (Markdown is rendered, a picture is copied), so the site is whole without any other host. What those
+files link to is followed in turn.
+"""
+
+import re
+import tomllib
+from posixpath import dirname, normpath, relpath
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parents[1]
+SHOWN = "files/"  # where the site shows files of the repository
+COMMANDS_PAGE = "reference/commands.md"
+LINK = re.compile(r"(?<=\]\()(?!https?://|#|mailto:)([^)#\s]+)")
+PICTURES = (".png", ".svg")
+LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".proto": "protobuf"}
+NOT_SEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Link to the repository that pyproject.toml names, where it names one."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    config.repo_url = project.get("urls", {}).get("Repository")
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the command line's reference, and every file of the repository that a page or the navigation leads to."""
+    files.append(File.generated(config, COMMANDS_PAGE, content=commands_page()))
+    pages = [file.src_uri for file in files if file.src_uri.endswith(".md") and file.src_uri != COMMANDS_PAGE]
+    to_do = [path for page in pages for path in links_out(Path("docs", page).as_posix())]
+    to_do += [entry.removeprefix(SHOWN) for entry in entries(config.nav) if entry.startswith(SHOWN)]
+    shown = set[str]()
+    while to_do:
+        path = to_do.pop()
+        if path in shown:
+            continue
+        shown.add(path)
+        files.append(shown_file(path, config))
+        if path.endswith(".md"):
+            to_do += links_out(path)
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Let links out of docs/ lead to the site's pages of those files."""
+    source = page.file.src_uri
+    path = source.removeprefix(SHOWN) if source.startswith(SHOWN) else f"docs/{source}"
+
+    def target(found: re.Match[str]) -> str:
+        leads_to = resolved(path, found[1])
+        # Otherwise a page that is generated, or a mistake, which mkdocs reports.
+        return found[0] if leads_to is None else relpath(uri(leads_to), dirname(source) or ".")
+
+    return LINK.sub(target, markdown)
+
+
+def entries(nav: Any) -> Iterator[str]:
+    """The pages of a navigation, whatever its sections."""
+    if isinstance(nav, str):
+        yield nav
+    else:
+        for each in nav.values() if isinstance(nav, dict) else nav:
+            yield from entries(each)
+
+
+def links_out(path: str) -> list[str]:
+    """The files of the repository outside of docs/ that one of them links to."""
+    linked = {resolved(path, target) for target in LINK.findall(text_of(path))}
+    return sorted(each for each in linked if each is not None and not each.startswith("docs/"))
+
+
+def resolved(path: str, target: str) -> str | None:
+    """The file that a relative link in a file leads to; of a directory its README.md, there or not. None: there is none."""
+    leads_to = normpath(f"{dirname(path)}/{target}")
+    if (ROOT / leads_to).is_dir():
+        return f"{leads_to}/README.md"
+    return leads_to if (ROOT / leads_to).is_file() else None
+
+
+def text_of(path: str) -> str:
+    """The text of a file of the repository; a list of the files, where a directory has no README.md."""
+    if (ROOT / path).is_file() or not path.endswith("README.md"):
+        return (ROOT / path).read_text(encoding="utf-8")
+    directory = dirname(path)
+    names = sorted(each.name for each in (ROOT / directory).iterdir() if each.is_file())
+    return f"# {directory}\n\n" + "".join(f"- [{name}]({name})\n" for name in names)
+
+
+def uri(path: str) -> str:
+    """Where the site has a file of the repository, as mkdocs counts: from docs/."""
+    if path.startswith("docs/"):
+        return path.removeprefix("docs/")
+    return SHOWN + path + ("" if path.endswith((".md", *PICTURES)) else ".md")
+
+
+def shown_file(path: str, config: MkDocsConfig) -> File:
+    """The page of a file of the repository; of a picture, the picture."""
+    if path.endswith(PICTURES):
+        return File.generated(config, uri(path), abs_src_path=str(ROOT / path))
+    text = text_of(path)
+    if not path.endswith(".md"):
+        fence = "`" * 8
+        language = LANGUAGES.get(Path(path).suffix, "text")
+        text = f"# {Path(path).name}\n\n`{path}`\n\n{fence}{language}\n{text.rstrip()}\n{fence}\n"
+    return File.generated(config, uri(path), content=NOT_SEARCHED + text)
+
+
+# ------------------------------------------------------------------------------------------------------- command line
+
+
+def commands_page() -> str:
+    """Every command of `diloco` with its arguments and options, from the command line itself."""
+    from diloco.cli import COMMANDS, _load
+
+    lines = ["# Command line", ""]
+    lines += ["`diloco COMMAND --help` says the same in a terminal. Exit codes: 0 done, 1 failure, with one sentence on"]
+    lines += ["standard error, 2 wrong use, 130 interrupted, 143 stopped by a signal under `diloco train --supervised`.", ""]
+    for name in COMMANDS:
+        lines += command_section(_load(name), f"diloco {name}", level=2)
+    return "\n".join(lines) + "\n"
+
+
+def command_section(command: Any, name: str, level: int) -> Iterator[str]:
+    """A command as its help shows it, and its subcommands one level below."""
+    context = command.context_class(command, info_name=name)
+    yield from (f"{'#' * level} {name}", "", plain(command.help), "")
+    yield from ("```text", command.get_usage(context).removeprefix("Usage: "), "```", "")
+    for kind in ("argument", "option"):
+        records = [
+            parameter.get_help_record(context)
+            for parameter in command.get_params(context)
+            if parameter.param_type_name == kind and not parameter.hidden and parameter.name != "help"
+        ]
+        if records:
+            yield from (f"| {kind} | |", "|---|---|")
+            yield from (f"| {code(usage)} | {cell(text)} |" for usage, text in records)
+            yield ""
+    for below, subcommand in getattr(command, "commands", {}).items():
+        yield from command_section(subcommand, f"{name} {below}", level + 1)
+
+
+def plain(text: str) -> str:
+    """A help text without the escapes of the terminal's markup."""
+    return text.replace("\\[", "[")
+
+
+def code(text: str) -> str:
+    """Code in a cell of a table."""
+    return "`" + text.replace("|", "\\|") + "`"
+
+
+def cell(text: str) -> str:
+    """Prose in a cell of a table: brackets and angles are meant, code is code."""
+    parts = re.split(r"(`[^`]+`)", plain(text))
+    escaped = [each if each.startswith("`") else re.sub(r"([\\\[\]<>*_{}])", r"\\\1", each) for each in parts]
+    return "".join(escaped).replace("|", "\\|")
