@@ -1,4 +1,4 @@
-"""What mkdocs.yml adds to the pages of docs/: the command line's reference, and the files of the repository they link to.
+"""What mkdocs.yml adds to the pages of docs/: the command line's reference, and files of the repository.
 
 A page links to a file of the repository by its relative path, as on a code host. In the site the link leads to a page
 that shows the file (Markdown is rendered, a picture is copied), so the site is whole without any other host. What those
@@ -7,21 +7,31 @@ files link to is followed in turn.
 
 import re
 import tomllib
-from posixpath import dirname, normpath, relpath
 from collections.abc import Iterator
 from pathlib import Path
+from posixpath import dirname, normpath, relpath
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
 SHOWN = "files/"  # where the site shows files of the repository
 COMMANDS_PAGE = "reference/commands.md"
+NAMED_AS_FILE = re.compile(r"\[[\w./-]+\.md\](?=\(([^)#\s]+))")
 LINK = re.compile(r"(?<=\]\()(?!https?://|#|mailto:)([^)#\s]+)")
 PICTURES = (".png", ".svg")
 LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".proto": "protobuf"}
+FROM_ELSEWHERE = re.compile(
+    r'<(?:script|img|iframe|source|link)\b[^>]*\b(?:src|href)="(?:https?:)?//[^>]*>|class="mermaid"'
+)
+COMMANDS_START = """# Command line
+
+`diloco COMMAND --help` says the same in a terminal. Exit codes: 0 done, 1 failure, with one sentence on standard error,
+2 wrong use, 130 interrupted, 143 stopped by a signal under `diloco train --supervised`.
+"""
 NOT_SEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"
 
 
@@ -51,7 +61,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Let links out of docs/ lead to the site's pages of those files."""
+    """Let links out of docs/ lead to the site's pages of those files, and call pages by their titles."""
     source = page.file.src_uri
     path = source.removeprefix(SHOWN) if source.startswith(SHOWN) else f"docs/{source}"
 
@@ -60,7 +70,19 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         # Otherwise a page that is generated, or a mistake, which mkdocs reports.
         return found[0] if leads_to is None else relpath(uri(leads_to), dirname(source) or ".")
 
-    return LINK.sub(target, markdown)
+    def title(found: re.Match[str]) -> str:
+        leads_to = resolved(path, found[1])
+        heading = leads_to and re.search(r"^# (.+)$", text_of(leads_to), re.MULTILINE)
+        return f"[{heading[1]}]" if heading else found[0]
+
+    return LINK.sub(target, NAMED_AS_FILE.sub(title, markdown))
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Refuse a page that a browser could show only by asking another host. The theme fetches Mermaid from one."""
+    for page in sorted(Path(config.site_dir).rglob("*.html")):
+        if found := FROM_ELSEWHERE.search(page.read_text(encoding="utf-8")):
+            raise PluginError(f"{page.relative_to(config.site_dir)} loads something from elsewhere: {found[0]}")
 
 
 def entries(nav: Any) -> Iterator[str]:
@@ -79,7 +101,7 @@ def links_out(path: str) -> list[str]:
 
 
 def resolved(path: str, target: str) -> str | None:
-    """The file that a relative link in a file leads to; of a directory its README.md, there or not. None: there is none."""
+    """The file that a link in a file leads to; of a directory its README.md, there or not. None: there is none."""
     leads_to = normpath(f"{dirname(path)}/{target}")
     if (ROOT / leads_to).is_dir():
         return f"{leads_to}/README.md"
@@ -121,9 +143,7 @@ def commands_page() -> str:
     """Every command of `diloco` with its arguments and options, from the command line itself."""
     from diloco.cli import COMMANDS, _load
 
-    lines = ["# Command line", ""]
-    lines += ["`diloco COMMAND --help` says the same in a terminal. Exit codes: 0 done, 1 failure, with one sentence on"]
-    lines += ["standard error, 2 wrong use, 130 interrupted, 143 stopped by a signal under `diloco train --supervised`.", ""]
+    lines = [COMMANDS_START]
     for name in COMMANDS:
         lines += command_section(_load(name), f"diloco {name}", level=2)
     return "\n".join(lines) + "\n"
@@ -160,6 +180,6 @@ def code(text: str) -> str:
 
 def cell(text: str) -> str:
     """Prose in a cell of a table: brackets and angles are meant, code is code."""
-    parts = re.split(r"(`[^`]+`)", plain(text))
+    parts = re.split(r"(`[^`]+`)", " ".join(plain(text).split()))
     escaped = [each if each.startswith("`") else re.sub(r"([\\\[\]<>*_{}])", r"\\\1", each) for each in parts]
     return "".join(escaped).replace("|", "\\|")
