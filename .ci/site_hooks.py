@@ -25,7 +25,7 @@ LINK = re.compile(r"(?<=\]\()(?!https?://|#|mailto:)([^)#\s]+)")
 PICTURES = (".png", ".svg")
 LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".proto": "protobuf"}
 FROM_ELSEWHERE = re.compile(
-    r'<(?:script|img|iframe|source|link)\b[^>]*\b(?:src|href)="(?:https?:)?//[^>]*>|class="mermaid"'
+    r'<(?:script|img|iframe|source|link(?! rel="canonical"))\b[^>]*\b(?:src|href)="(?:https?:)?//[^>]*>|class="mermaid"'
 )
 COMMANDS_START = """# Command line
 
