@@ -1,4 +1,4 @@
-"""What docs/start.md says can be copied and run: its scripts and its run file, with fewer tokens."""
+"""The scripts and the run file of docs/start.md are those of examples/start, and run, with fewer tokens."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from diloco.core.presets import method_from_table
 from diloco.event_log import read_events
 from diloco.syncer.server import Options, Syncer
 
-PAGE = (Path(__file__).parents[1] / "docs" / "start.md").read_text()
+ROOT = Path(__file__).parents[1]
+START = ROOT / "examples" / "start"
 
 
-def block(language: str, beginning: str) -> str:
-    blocks = re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    [text] = [each for each in blocks if each.startswith(beginning)]
-    return text
+def test_the_page_shows_the_files() -> None:
+    blocks = re.findall(r"^```\w+\n(.*?)^```", (ROOT / "docs" / "start.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert {"first.py", "learner.py", "run.toml"} == {path.name for path in START.iterdir() if path.is_file()}
+    assert all((START / name).read_text() in blocks for name in ("first.py", "learner.py", "run.toml"))
 
 
 def test_the_ten_lines_train_the_same_model_on_all_learners() -> None:
-    command = [sys.executable, "-c", block("python", "import diloco")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    done = subprocess.run([sys.executable, START / "first.py"], capture_output=True, text=True, timeout=100, check=True)
     weights, same = done.stdout.splitlines()
     assert all(abs(float(each) - 1) < 0.05 for each in re.findall(r"\d\.\d+", weights))
     assert same == "the same on all learners: True"
 
 
 def test_two_processes_train_one_model_over_a_syncer(tmp_path: Path) -> None:
-    config = parse_config(block("toml", "[run]"))
-    script = block("python", "import sys").replace("500_000", "20_000")
+    config = parse_config((START / "run.toml").read_text())
+    script = (START / "learner.py").read_text().replace("500_000", "20_000")
     options = Options("127.0.0.1:0", tmp_path)
     with Syncer(config.run.name, method_from_table(config.method), options) as syncer:
         script = script.replace(config.syncer.address, syncer.address)
