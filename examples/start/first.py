@@ -1,5 +1,6 @@
-import diloco
 import torch
+
+import diloco
 
 
 def train(index, exchange):

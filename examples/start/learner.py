@@ -1,8 +1,9 @@
 import sys
 
-import diloco
 import torch
 from torch import nn
+
+import diloco
 
 name = sys.argv[1]
 torch.manual_seed(sum(name.encode()))  # every learner sees other data
