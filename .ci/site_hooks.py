@@ -1,10 +1,11 @@
 """What mkdocs.yml adds to the pages of docs/: the command line's reference, and files of the repository.
 
 A page links to a file of the repository by its relative path, as on a code host. In the site the link leads to a page
-that shows the file (Markdown is rendered, a picture is copied), so the site is whole without any other host. What those
-files link to is followed in turn.
+that shows the file (Markdown and notebooks are rendered, a picture is copied), so the site is whole without any other
+host. What those files link to is followed in turn.
 """
 
+import json
 import re
 import tomllib
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SHOWN = "files/"  # where the site shows files of the repository
 COMMANDS_PAGE = "reference/commands.md"
 NAMED_AS_FILE = re.compile(r"\[[\w./-]+\.md\](?=\(([^)#\s]+))")
-LINK = re.compile(r"(?<=\]\()(?!https?://|#|mailto:)([^)#\s]+)")
+LINK = re.compile(r"(?<=\]\()(?!https?://|#|mailto:|data:)([^)#\s]+)")
 PICTURES = (".png", ".svg")
 LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".proto": "protobuf"}
 FROM_ELSEWHERE = re.compile(
@@ -47,7 +48,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     files.append(File.generated(config, COMMANDS_PAGE, content=commands_page()))
     pages = [file.src_uri for file in files if file.src_uri.endswith(".md") and file.src_uri != COMMANDS_PAGE]
     to_do = [path for page in pages for path in links_out(Path("docs", page).as_posix())]
-    to_do += [entry.removeprefix(SHOWN) for entry in entries(config.nav) if entry.startswith(SHOWN)]
+    to_do += [file_of(entry) for entry in entries(config.nav) if entry.startswith(SHOWN)]
     shown = set[str]()
     while to_do:
         path = to_do.pop()
@@ -55,7 +56,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             continue
         shown.add(path)
         files.append(shown_file(path, config))
-        if path.endswith(".md"):
+        if path.endswith((".md", ".ipynb")):
             to_do += links_out(path)
     return files
 
@@ -63,7 +64,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Let links out of docs/ lead to the site's pages of those files, and call pages by their titles."""
     source = page.file.src_uri
-    path = source.removeprefix(SHOWN) if source.startswith(SHOWN) else f"docs/{source}"
+    path = file_of(source)
 
     def target(found: re.Match[str]) -> str:
         leads_to = resolved(path, found[1])
@@ -111,7 +112,8 @@ def resolved(path: str, target: str) -> str | None:
 def text_of(path: str) -> str:
     """The text of a file of the repository; a list of the files, where a directory has no README.md."""
     if (ROOT / path).is_file() or not path.endswith("README.md"):
-        return (ROOT / path).read_text(encoding="utf-8")
+        text = (ROOT / path).read_text(encoding="utf-8")
+        return notebook(text) if path.endswith(".ipynb") else text
     directory = dirname(path)
     names = sorted(each.name for each in (ROOT / directory).iterdir() if each.is_file())
     return f"# {directory}\n\n" + "".join(f"- [{name}]({name})\n" for name in names)
@@ -124,16 +126,43 @@ def uri(path: str) -> str:
     return SHOWN + path + ("" if path.endswith((".md", *PICTURES)) else ".md")
 
 
+def file_of(uri: str) -> str:
+    """The file of the repository that a page of the site is, or shows."""
+    if not uri.startswith(SHOWN):
+        return f"docs/{uri}"
+    path = uri.removeprefix(SHOWN)
+    shown = path.removesuffix(".md")
+    return shown if (ROOT / shown).is_file() else path
+
+
 def shown_file(path: str, config: MkDocsConfig) -> File:
     """The page of a file of the repository; of a picture, the picture."""
     if path.endswith(PICTURES):
         return File.generated(config, uri(path), abs_src_path=str(ROOT / path))
     text = text_of(path)
-    if not path.endswith(".md"):
-        fence = "`" * 8
-        language = LANGUAGES.get(Path(path).suffix, "text")
-        text = f"# {Path(path).name}\n\n`{path}`\n\n{fence}{language}\n{text.rstrip()}\n{fence}\n"
+    if not path.endswith((".md", ".ipynb")):
+        text = f"# {Path(path).name}\n\n`{path}`\n\n{fenced(text, LANGUAGES.get(Path(path).suffix, 'text'))}"
     return File.generated(config, uri(path), content=NOT_SEARCHED + text)
+
+
+def fenced(text: str, language: str) -> str:
+    """A block of code, whatever is in it."""
+    return f"````````{language}\n{text.rstrip()}\n````````\n"
+
+
+def notebook(text: str) -> str:
+    """A notebook as Markdown, with what its cells printed and drew."""
+    parts = []
+    for each in json.loads(text)["cells"]:
+        source = "".join(each["source"])
+        parts.append(source if each["cell_type"] == "markdown" else fenced(source, "python"))
+        for output in each.get("outputs", ()):
+            data = output.get("data", {})
+            if "image/png" in data:
+                parts.append(f"![](data:image/png;base64,{''.join(''.join(data['image/png']).split())})")
+            elif printed := "".join(output.get("text", data.get("text/plain", ()))):
+                parts.append(fenced(printed, "text"))
+    return "\n\n".join(parts)
 
 
 # ------------------------------------------------------------------------------------------------------- command line
