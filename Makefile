@@ -11,6 +11,7 @@
 #   make fuzz     every reader given inputs that are almost right, SECONDS=60 for each, or of TARGET=run-file,events only
 #   make soak     a real run with faults, HOURS=1 of it: fails on a leak, a stuck fragment, a ledger that does not add up
 #   make storm    whole runs in virtual time in which all goes wrong that can, SEEDS=1-1000
+#   make docs     the site of docs/, into site/; make docs-serve shows it on a loopback port and follows changes
 #   make bench    what exchanging costs, as ratios measured in the same run
 #   make gpu      check and measure the CUDA path on the GPU that is here; exit code 2 where there is none
 #   make proto    the messages of the wire, from their .proto file
@@ -41,7 +42,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3 python;
 # A file's tests share their processes and stay together; tests/conftest.py begins with those that take longest.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: all demo test coverage lint package sky torchtitan trackers fuzz soak storm bench gpu proto venv clean
+.PHONY: all demo test coverage lint package sky torchtitan trackers docs docs-serve fuzz soak storm bench gpu proto venv clean
 .DELETE_ON_ERROR:
 
 all: lint test
@@ -99,6 +100,18 @@ $(TRACKERS)/.installed: tests/tracking/constraints.txt | $(MADE)
 trackers: $(TRACKERS)/.installed
 	PYTHONPATH=src $(TRACKERS)/bin/python -m pytest --confcutdir=tests/tracking tests/tracking/test_trackers.py $(ARGS)
 
+# In the environment of the tests: the site's reference is that of the package as it is installed there.
+$(VENV)/.installed-for-docs: $(FOR_ALL)
+	@$(INSTALL) -e ".[docs]"
+	@touch $@
+
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
+docs: $(VENV)/.installed-for-docs
+	$(MKDOCS) build --strict $(ARGS)
+
+docs-serve: $(VENV)/.installed-for-docs
+	$(MKDOCS) serve $(ARGS)
+
 # What guides the inputs by what they cover, in the environment of the tests.
 $(VENV)/.installed-for-fuzz: $(FOR_ALL)
 	@$(INSTALL) -c tests/fuzz/constraints.txt -e ".[fuzz]"
@@ -152,4 +165,4 @@ $(FOR_ALL): constraints.txt pyproject.toml setup.py | $(MADE)
 	@touch $(FOR_DEMO) $@
 
 clean:
-	rm -rf $(VENV) $(SKY) $(TITAN) $(TRACKERS) build dist src/*.egg-info .coverage .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .fuzz
+	rm -rf $(VENV) $(SKY) $(TITAN) $(TRACKERS) build dist site src/*.egg-info .coverage .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .fuzz

@@ -55,7 +55,7 @@ def run_local(
 
     Raises:
         ConfigError: impossible numbers, or a pool that is at times too small for a round.
-        The first exception that any learner raised; the others are stopped, one after the other.
+        Exception: the first that any learner raised; the others are stopped, one after the other.
 
     Example:
         >>> results = diloco.run_local(train, learners=4)

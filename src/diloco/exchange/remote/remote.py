@@ -80,7 +80,8 @@ def connect(
             authorities; plain text only on this machine or with `insecure`.
         insecure: plain text to another machine, on purpose.
         initialise: give the run this learner's model. Exactly one learner does so, once.
-        initial_step, initial_tokens: what that model was trained on before (a warm start).
+        initial_step: inner steps that the model was trained for before (a warm start).
+        initial_tokens: the tokens of those steps.
         source: for people: where that model came from.
         lineage: of the checkpoint that this learner goes on from ("lineage" of `Learner.state_dict`). A syncer that
             serves an older copy of the run's state is not followed: the learner says so in a warning, and waits for the
