@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -32,18 +32,19 @@ OVERLAPPED = VIOLET
 Spans = dict[str, list[Span]]
 
 
-def pictures(question: Question, asked_bit_per_s: Sequence[float], asked: str) -> list[Picture]:
-    """The curve with its relatives and the links that were `asked` for or given, and a timeline of one period on the
-    last of them."""
-    return [_curve(question, asked_bit_per_s, asked), _timeline(question, asked_bit_per_s[-1])]
+def pictures(question: Question, asked_bit_per_s: Mapping[str, float]) -> list[Picture]:
+    """The curve with its relatives and the links that were asked for, by what was asked, and a timeline of one period
+    on the last of them."""
+    return [_curve(question, asked_bit_per_s), _timeline(question, list(asked_bit_per_s.values())[-1])]
 
 
-def _curve(question: Question, asked_bit_per_s: Sequence[float], asked: str) -> Picture:
+def _curve(question: Question, asked_bit_per_s: Mapping[str, float]) -> Picture:
+    asked = list(asked_bit_per_s.values())
     relatives = list(_relatives(question))
-    low, high = _range(relatives, asked_bit_per_s)
+    low, high = _range(relatives, asked)
     num = NUM_POINTS if isinstance(question, Graph) else AROUND_POINTS
     grid = [low * (high / low) ** (i / (num - 1)) for i in range(num)]
-    rates = sorted({*grid, *asked_bit_per_s})  # the points are on the curve, also between the points of the grid
+    rates = sorted({*grid, *asked})  # the points are on the curve, also between the points of the grid
     drawn = [
         Line(
             title(each),
@@ -55,16 +56,15 @@ def _curve(question: Question, asked_bit_per_s: Sequence[float], asked: str) -> 
         for number, each in enumerate(relatives)
     ]
     worth = dict(zip(rates, drawn[0].y, strict=True))
-    points = Line(
-        asked, [rate / 1e9 for rate in asked_bit_per_s], [worth[rate] for rate in asked_bit_per_s], style="o",
-        colour=drawn[0].colour,
-    )  # fmt: skip
+    at, values = [rate / 1e9 for rate in asked], [worth[rate] for rate in asked]
+    points = Line("asked for", at, values, style="o", colour=drawn[0].colour)
     label = "compute utilisation, %" if question.measure == "computing" else "pace of merges kept, %"
     axes = Axis("link of a learner, Gbit/s", log=True), Axis(label, low=0, high=103)
-    rows = [(RATE.show(rate), f"{worth[rate]:.4g} %") for rate in asked_bit_per_s]
+    rows = [(name, RATE.show(rate), f"{worth[rate]:.4g} %") for name, rate in asked_bit_per_s.items()]
+    heads = ("asked for", "link", question.measure)
     heading = f"{question.workload.name}: what a link is worth"
     text = caption(question, relatives)
-    return Picture("utilization", heading, text, partial(lines, [*drawn, points], *axes), ("link", label), rows)
+    return Picture("utilization", heading, text, partial(lines, [*drawn, points], *axes), heads, rows)
 
 
 def title(question: Question) -> str:

@@ -104,9 +104,11 @@ def _columns(texts: Sequence[Sequence[str]], columns: int) -> list[Sequence[Sequ
     return [texts[begin:end] for begin, end in itertools.pairwise(ends)]
 
 
-def legend(axes: Axes, handles: Sequence[Artist], **place: Any) -> None:
-    """Put the key of these where it is said; each is named by its label, as it is."""
-    axes.legend(list(handles), list(map(_label, handles)), frameon=False, fontsize=SMALL, labelcolor=TEXT, **place)
+def legend(axes: Axes, handles: Sequence[Artist], **place: Any) -> int:
+    """Put the key of these where it is said; each is named by its label, as it is. Returns the number of its lines."""
+    labels = list(map(_label, handles))
+    axes.legend(list(handles), labels, frameon=False, fontsize=SMALL, labelcolor=TEXT, **place)
+    return sum(label.count("\n") + 1 for label in labels)
 
 
 def _label(handle: Artist) -> str:
@@ -150,7 +152,7 @@ def scale(axes: Axes, way: Literal["x", "y"], wanted: Axis) -> None:
     axes.set(**{f"{way}lim": (wanted.low, wanted.high)})
     low, high = axis.get_view_interval()
     if wanted.ticks:
-        axis.set_major_locator(FixedLocator(wanted.ticks, nbins=4 if narrow and way == "x" else None))
+        axis.set_major_locator(FixedLocator(wanted.ticks, nbins=4 if narrow and way == "x" else 8))
     elif wanted.log and high / low < 8:
         axis.set_major_locator(MaxNLocator(5))
     elif wanted.log:

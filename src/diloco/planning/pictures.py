@@ -166,7 +166,8 @@ def lines(curves: Sequence[Line], x: Axis, y: Axis, width_in: float = WIDTH_IN, 
     if is_narrow(axes):
         legend_above(axes, len(handles), handles)
     else:
-        legend(axes, handles, loc="upper left", bbox_to_anchor=(1, 1), handlelength=2.2)
+        num_lines = legend(axes, handles, loc="upper left", bbox_to_anchor=(1, 1), handlelength=2.2)
+        figure.set_figheight(max(height_in, LINE_IN * num_lines + 0.9))
     return figure
 
 

@@ -73,13 +73,16 @@ def explained(answers: Answers, question: Question) -> Answers:
 def write_pictures(answers: Answers, question: Question, out: Path) -> None:
     """Write PNG files and a page. Raises ConfigError where no target is reached by any link."""
     require()
-    reached = [1e9 * answer["gbit_per_s"] for answer in answers if answer["gbit_per_s"] is not None]
+    reached = {
+        f"{answer['target']:g} %" if "target" in answer else "this link": 1e9 * answer["gbit_per_s"]
+        for answer in answers
+        if answer["gbit_per_s"] is not None
+    }
     if not reached:
         raise ConfigError("no target is reached by any link, so there is nothing to draw; lower --targets.")
     title = f"{question.workload.name}, {question.setting.method}"
     text = "What a link is worth, and what happens in one period. Made by diloco plan utilization."
-    asked = "asked for" if "target" in answers[0] else "this link"
-    say_written(write(out, "utilization", title, text, pictures(question, reached, asked)))
+    say_written(write(out, "utilization", title, text, pictures(question, reached)))
 
 
 def _percent(answer: dict[str, Any], measure: str) -> float:
