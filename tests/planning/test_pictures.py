@@ -98,7 +98,7 @@ def test_the_colours_are_those_of_the_live_page() -> None:
 def test_the_key_names_what_is_drawn_and_nothing_else(width_in: float) -> None:
     band = Axis("chips", log=True, ticks=(10, 100, 1000), band=(20, 200, "measured"))
     curves = [Line("low", [10, 1000], [90, 10]), Line("high", [10, 1000], [91, 51], style="--"),
-              Line("here", [100], [70], style="o")]  # fmt: skip
+              Line("here", [100], [70], style="o"), Line("", [10], [70], style="o")]  # fmt: skip
     [axes] = pictures.lines(curves, band, Y, width_in).axes
     assert key_of(axes) == ["high", "low", "here", "measured"]  # by their height at the end
     assert drawn_on(axes) == sorted(key_of(axes))

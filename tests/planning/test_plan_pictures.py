@@ -106,7 +106,7 @@ def test_this_plan_is_on_the_curve_of_its_mode(mode: str, speeds: Speeds) -> Non
     goodput, time, *quorum = goodput_pictures.pictures(fleet, found, 0)
     axes = panel(goodput)
     is_formula = found[fleet.mode].closed_form is not None
-    points = f"this plan, {'by formula' if is_formula else 'simulated'}"
+    points = f"this plan, {'by formula' if is_formula else 'simulated: 95 % interval'}"
     require_on_its_curve(axes, points, goodput_pictures.title(fleet, fleet.mode))
     assert bool(axes.containers) == (not is_formula)  # a formula has no confidence interval
     marked = [label.get_fontweight() for label in panel(time).get_yticklabels()]

@@ -44,7 +44,7 @@ def _against_chips(fleet: Fleet, here: Goodput, seed: int) -> draw.Picture:
     goodput = columns[list(NAMES).index(fleet.mode)][counts.index(fleet.chips)]
     label, errors = "this plan, by formula", []
     if here.closed_form is None:
-        label, errors = "this plan, simulated", [(here.interval[1] - here.interval[0]) / 2]
+        label, errors = "this plan, simulated: 95 % interval", [(here.interval[1] - here.interval[0]) / 2]
     drawn.append(draw.Line(label, [fleet.chips], [goodput], errors, style="o", colour=draw.INK))
     worst = min(map(min, columns))
     low = 0.0 if worst < 50 else 100 - 2 * (100 - worst)  # a small fleet's goodput is near 100 %

@@ -80,7 +80,8 @@ run beside compute."""
 
 @dataclass(frozen=True)
 class Line:
-    """One curve. `errors` are half widths of confidence intervals; a `style` of "o" draws points only."""
+    """One curve. `errors` are half widths of confidence intervals; a `style` of "o" draws points only. Without a label
+    it is one of several that look like one which has it."""
 
     label: str
     x: Sequence[float]
@@ -155,7 +156,8 @@ def lines(curves: Sequence[Line], x: Axis, y: Axis, width_in: float = WIDTH_IN, 
             marker = "o" if len(each.x) <= 12 else ""
             look = {"linewidth": 2, "linestyle": each.style, "marker": marker, "markersize": 3.5}
         [drawn] = axes.plot(each.x, each.y, color=colour, label=each.label, **look)
-        named.append((-math.inf if each.style == "o" else each.y[-1], drawn))
+        if each.label:
+            named.append((-math.inf if each.style == "o" else each.y[-1], drawn))
     handles = [drawn for _, drawn in sorted(named, key=lambda it: -it[0])]
     if x.band is not None:
         low, high, label = x.band
@@ -218,7 +220,7 @@ def bars(
             elif size:
                 axes.barh(
                     -row, size, left=left[row], height=0.58, color=colour, edgecolor=colour, linewidth=0.7,
-                    label=label, zorder=2 - index / 100,
+                    label=label, zorder=3 - index / 100,
                 )  # fmt: skip
                 label = ""
         if len(series) == 1:
