@@ -189,3 +189,11 @@ def test_the_recommended_and_the_chosen_method_stand_out(choose: int) -> None:
             assert label.get_text().replace("\n", " ").startswith(title)
             assert row[0] == f"{outcome.candidate}{f' ({role})' if role else ''}"
     assert [mark(rank, choose) for rank in (1, 2, 4)].count("chosen") == (choose > 1)
+
+
+def test_hours_are_bars_unless_they_are_orders_of_magnitude_apart() -> None:
+    case = case_of(load_site(ROOT / "examples" / "site.toml"))
+    ranked = list(enumerate(advise(case), 1))
+    near, far = (panel(pictures(case, shown, 1)[0]) for shown in (ranked[:4], ranked[:13]))
+    assert (near.get_xscale(), near.get_xlim()[0], len(near.patches)) == ("linear", 0.0, 4)
+    assert (far.get_xscale(), len(far.patches), len(far.lines)) == ("log", 0, 13)

@@ -60,8 +60,8 @@ __all__ = [
 RESOLUTION = 0.004
 """Curves that are nowhere farther apart than this share of the panel, half the width of a line, are seen as one."""
 EQUAL = 1e-9
-HAIRLINE, MOST_HAIRLINES = 0.4, 100
-"""Points around a band of a timeline, so that the shortest is seen; not where so many would fill the row."""
+HAIRLINE, MOST_HAIRLINES = 0.4, 200
+"""Points around a band of a timeline, so that the shortest is seen; thinner where more would fill the row."""
 
 Kind = Literal["compute", "waiting", "stopped", "up", "down"]
 KINDS: Mapping[Kind, tuple[str, str, float, float]] = {
@@ -256,7 +256,7 @@ def timeline(rows: Mapping[str, Sequence[Span]], width_in: float = WIDTH_IN) -> 
         for kind, (label, colour, bottom, height) in KINDS.items():
             times = [(begin_s / unit_s, (end_s - begin_s) / unit_s) for begin_s, end_s in _joined(spans, kind)]
             if bands := [(begin, length) for begin, length in times if length > 0]:
-                edge = HAIRLINE if len(bands) <= MOST_HAIRLINES else 0.0
+                edge = HAIRLINE * min(1.0, MOST_HAIRLINES / len(bands))
                 look = {"facecolors": colour, "edgecolors": colour, "linewidth": edge, "label": key(label)}
                 axes.broken_barh(bands, (bottom - row, height), **look)
             if kind == "stopped":
