@@ -13,7 +13,8 @@ from tests.planning.read_pictures import drawn_on, key_of, require_readable
 from diloco.errors import ConfigError, StoreError
 from diloco.planning import palette, picture_pages, pictures
 from diloco.planning.picture_axes import NARROW_IN, WIDTH_IN
-from diloco.planning.pictures import Axis, Bars, Line, Picture, Span
+from diloco.planning.pictures import Axis, Bars, Line, Picture
+from diloco.planning.timelines import Span, timeline
 from diloco.report.frame import asset
 
 X, Y = Axis("chips", log=True, ticks=(10, 100, 1000)), Axis("goodput, %", low=0, high=100)
@@ -27,7 +28,7 @@ def three_pictures() -> list[Picture]:
     figures: dict[str, Callable[[float], Figure]] = {
         "lines": partial(pictures.lines, curves, X, Y),
         "bars": partial(pictures.bars, ["a & b", "c"], shares, Axis("share, %", low=0, high=100)),
-        "timeline": partial(pictures.timeline, spans),
+        "timeline": partial(timeline, spans),
     }
     return [
         Picture(name, f"Title of {name}", "What to see: 1 < 2.", draw, ("row", "value"), [("a & b", "1.5")])
@@ -171,28 +172,28 @@ def test_a_timeline_has_a_key_for_each_kind_that_is_there_and_marks_each_kill(wi
         "a": [Span(0, 2, "compute"), Span(2, 5, "stopped"), Span(5, 6, "compute"), Span(6, 6, "stopped")],
         "b": [Span(0, 6, "compute"), Span(1, 1.0001, "down")],
     }
-    [axes] = pictures.timeline(spans, width_in).axes
+    [axes] = timeline(spans, width_in).axes
     assert sorted(key_of(axes)) == ["computing", "gone", "killed", "on the link, down"]
     assert [(line.get_xdata(), line.get_ydata()) for line in axes.lines] == [([2.0], [0]), ([6.0], [0])]
-    [short] = [band for band in axes.collections if band.get_label() == "on the link, down"]
-    assert short.get_linewidth()[0] > 0  # a hairline: it is 17 millionths of the row
+    [short] = [band for band in axes.patches if band.get_label() == "on the link, down"]
+    assert short.get_linewidth() > 0  # a hairline: it is 17 millionths of the row
 
 
 def test_times_that_touch_are_one_band() -> None:
-    [axes] = pictures.timeline({"a": [Span(n / 10, (n + 1) / 10, "up") for n in range(10)]}).axes
-    [band] = axes.collections
-    assert len(band.get_paths()) == 1
+    [axes] = timeline({"a": [Span(n / 10, (n + 1) / 10, "up") for n in range(10)]}).axes
+    [band] = axes.patches
+    assert len(band.get_path()) == 5
 
 
 def test_a_long_time_is_in_a_larger_unit() -> None:
     for end_s, unit in ((200.0, "seconds"), (3000.0, "minutes"), (90000.0, "hours"), (1e6, "days")):
-        [axes] = pictures.timeline({"a": [Span(0, end_s, "compute")]}).axes
+        [axes] = timeline({"a": [Span(0, end_s, "compute")]}).axes
         assert axes.get_xlabel() == unit
         assert 5 <= axes.get_xlim()[1] < 240
 
 
 def test_where_nobody_does_anything_there_is_nothing_to_explain() -> None:
-    assert pictures.timeline({"a": []}).axes[0].get_legend() is None
+    assert timeline({"a": []}).axes[0].get_legend() is None
 
 
 # --------------------------------------------------------------------------------------------------------- readability
@@ -209,14 +210,14 @@ def test_long_names_many_rows_and_wide_ranges_stay_readable(width_in: float) -> 
         pictures.bars([f"{long}, {i}\n{long}" for i in range(6)], [Bars("h", [1e-3, 1, 9, 99, 1e3, 1e5])],
                       Axis("hours until all of the tokens are trained", log=True), width_in),
         pictures.bars([long], [Bars(f"{long}, {i}", [9.0]) for i in range(4)], Axis("hours"), width_in),
-        pictures.timeline({f"{i}-{long}": [Span(0, 9e5, "compute"), Span(i, 9, "up")] for i in range(40)}, width_in),
+        timeline({f"{i}-{long}": [Span(0, 9e5, "compute"), Span(i, 9, "up")] for i in range(40)}, width_in),
     ]  # fmt: skip
     for figure in figures:
         require_readable(figure)
 
 
 def test_a_name_is_no_mathematics() -> None:
-    [axes] = pictures.timeline({"$x^2$": [Span(0, 1, "compute")]}).axes
+    [axes] = timeline({"$x^2$": [Span(0, 1, "compute")]}).axes
     assert axes.get_yticklabels()[0].get_text() == r"\$x^2\$"
 
 

@@ -11,9 +11,10 @@ from diloco.planning.candidates import NAMES
 from diloco.planning.dag import Execution
 from diloco.planning.graph import costs_of, pattern_of
 from diloco.planning.palette import METHODS, VIOLET
-from diloco.planning.pictures import KINDS, Axis, Kind, Line, Picture, Span, lines, timeline
+from diloco.planning.pictures import Axis, Line, Picture, lines
 from diloco.planning.question import Around, Graph, Question
 from diloco.planning.settings import Setting, setting_for
+from diloco.planning.timelines import KINDS, Kind, Span, timeline
 from diloco.planning.units import RATE, TIME
 
 NUM_POINTS = 60

@@ -6,11 +6,10 @@ matplotlib is imported when a picture is drawn, and its state machine (`pyplot`)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from diloco.escaping import shortened
 from diloco.planning.palette import (
     AMBER,
     BLUE,
@@ -40,7 +39,6 @@ from diloco.planning.picture_axes import (
     name_rows,
     new_axes,
     plain,
-    row_chars,
     row_names,
     scale,
     short,
@@ -60,19 +58,6 @@ __all__ = [
 RESOLUTION = 0.004
 """Curves that are nowhere farther apart than this share of the panel, half the width of a line, are seen as one."""
 EQUAL = 1e-9
-HAIRLINE, MOST_HAIRLINES = 0.4, 200
-"""Points around a band of a timeline, so that the shortest is seen; thinner where more would fill the row."""
-
-Kind = Literal["compute", "waiting", "stopped", "up", "down"]
-KINDS: Mapping[Kind, tuple[str, str, float, float]] = {
-    "compute": ("computing", COMPUTING, -0.2, 0.4),
-    "waiting": ("waiting", WAITING, -0.2, 0.4),
-    "stopped": ("gone", STOPPED, -0.2, 0.4),
-    "up": ("on the link, up", VIOLET, 0.23, 0.11),
-    "down": ("on the link, down", GREEN, -0.34, 0.11),
-}
-"""What a learner does: in words, its colour, and where its band lies in the learner's row (bottom, height). Transfers
-run beside compute."""
 
 
 # ------------------------------------------------------------------------------------------------------ what is drawn
@@ -99,15 +84,6 @@ class Bars:
     values: Sequence[float]
     colour: str | Sequence[str] = ""
     show: Callable[[float], str] = significant
-
-
-@dataclass(frozen=True)
-class Span:
-    """Something a learner does from one time to another."""
-
-    begin_s: float
-    end_s: float
-    kind: Kind
 
 
 @dataclass(frozen=True)
@@ -237,55 +213,6 @@ def bars(
     elif not value.high:
         axes.margins(x=0.25 if is_narrow(axes) else 0.12)  # the numbers beside the bars
     return figure
-
-
-def timeline(rows: Mapping[str, Sequence[Span]], width_in: float = WIDTH_IN) -> Figure:
-    """A row for each learner, the first on top: what it does when; its transfers run beside its compute. A cross is
-    where it is gone from."""
-    figure, axes = new_axes(max(0.55 * min(len(rows), 12), 0.22 * len(rows)) + 1.2, width_in)
-    unit_s, unit = time_unit(max((each.end_s for spans in rows.values() for each in spans), default=0.0))
-    drawn: set[str] = set()
-    look: dict[str, Any]
-
-    def key(label: str) -> str:
-        new = label not in drawn
-        drawn.add(label)
-        return label if new else ""
-
-    for row, spans in enumerate(rows.values()):
-        for kind, (label, colour, bottom, height) in KINDS.items():
-            times = [(begin_s / unit_s, (end_s - begin_s) / unit_s) for begin_s, end_s in _joined(spans, kind)]
-            if bands := [(begin, length) for begin, length in times if length > 0]:
-                edge = HAIRLINE * min(1.0, MOST_HAIRLINES / len(bands))
-                look = {"facecolors": colour, "edgecolors": colour, "linewidth": edge, "label": key(label)}
-                axes.broken_barh(bands, (bottom - row, height), **look)
-            if kind == "stopped":
-                for begin, _ in times:
-                    look = {"color": INK, "markersize": 9, "markeredgecolor": PAPER, "label": key("killed")}
-                    axes.plot(begin, -row, "X", zorder=5, **look)
-    name_rows(axes, [shortened(name, row_chars(width_in)) for name in rows], top=0.55)
-    axes.margins(x=0.01)
-    axes.set_xlabel(unit)
-    if drawn:
-        legend_above(axes, len(drawn))
-    return figure
-
-
-def _joined(spans: Sequence[Span], kind: Kind) -> list[tuple[float, float]]:
-    """When something is done, in seconds; times that touch are one, so that no seam is seen."""
-    times: list[tuple[float, float]] = []
-    for begin_s, end_s in sorted((each.begin_s, each.end_s) for each in spans if each.kind == kind):
-        if times and begin_s <= times[-1][1] * (1 + EQUAL):
-            times[-1] = times[-1][0], max(times[-1][1], end_s)
-        else:
-            times.append((begin_s, end_s))
-    return times
-
-
-def time_unit(longest_s: float) -> tuple[float, str]:
-    """The unit in which so long a time reads well: its seconds, and its name."""
-    units = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"))
-    return next(((size_s, name) for size_s, name in units if longest_s >= 5 * size_s), (1.0, "seconds"))
 
 
 def rows_of(

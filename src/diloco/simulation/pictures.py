@@ -6,7 +6,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from diloco.planning.palette import COMPUTING, GREY
-from diloco.planning.pictures import Axis, Line, Picture, lines, time_unit, timeline
+from diloco.planning.pictures import Axis, Line, Picture, lines
+from diloco.planning.timelines import time_unit, timeline
 
 if TYPE_CHECKING:
     from diloco.simulation.virtual_run import Simulated

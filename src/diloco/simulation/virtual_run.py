@@ -28,8 +28,8 @@ from diloco.event_log import EventLog
 from diloco.exchange.local import Local, Lost, run_virtual
 from diloco.exchange.virtual.run import VirtualRun, World
 from diloco.learner import Learner
-from diloco.planning.pictures import Kind, Span
 from diloco.planning.tape import SIMULATED
+from diloco.planning.timelines import Kind, Span
 from diloco.simulation.losses import Losses, read_losses
 from diloco.simulation.scenario import Scenario
 from diloco.syncer.journal import Journal
