@@ -1,4 +1,4 @@
-"""Pictures of plans: lines, bars and timelines, each with a key that names exactly what is drawn.
+"""Pictures of plans: lines and bars, each with a key that names exactly what is drawn.
 
 matplotlib is imported when a picture is drawn, and its state machine (`pyplot`) is never used.
 """

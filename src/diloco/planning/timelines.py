@@ -14,9 +14,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.path import Path
 
-HAIRLINE, MOST_HAIRLINES = 0.4, 200
+HAIRLINE, MOST_HAIRLINES = 0.4, 80
 """Points around a band of a timeline, so that the shortest is seen; thinner where more would fill the row."""
-
 TOUCHING = 1e-9
 
 Kind = Literal["compute", "waiting", "stopped", "up", "down"]
@@ -42,7 +41,7 @@ class Span:
 
 def timeline(rows: Mapping[str, Sequence[Span]], width_in: float = WIDTH_IN) -> Figure:
     """A row for each learner, the first on top: what it does when; its transfers run beside its compute. A cross is
-    where it is gone from."""
+    where it was killed."""
     from matplotlib.patches import PathPatch
 
     figure, axes = new_axes(max(0.55 * min(len(rows), 12), 0.22 * len(rows)) + 1.2, width_in)
