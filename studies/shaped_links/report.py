@@ -133,7 +133,8 @@ def show(values: Mapping[str, Any]) -> None:
 
 def _draw(values: Mapping[str, Any]) -> None:
     """Lines are predictions, points are measurements; of called rounds the pace, H ÷ the steps between two merges."""
-    from diloco.planning.pictures import COLOURS, GREY, Axis, Line, lines
+    from diloco.planning.palette import COLOURS, GREY
+    from diloco.planning.pictures import Axis, Line, lines
 
     curves = []
     for name, colour in zip(_methods(values["rows"]), COLOURS, strict=False):

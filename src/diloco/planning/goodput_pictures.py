@@ -10,7 +10,7 @@ from typing import Literal
 from diloco.planning import pictures as draw
 from diloco.planning.failures import Goodput, simulate
 from diloco.planning.fleet import Fleet, Mode, closed_form
-from diloco.planning.palette import METHODS
+from diloco.planning.palette import COMPUTING, GREEN, INK, METHODS, OLIVE, SKY, STOPPED, WAITING
 
 NAMES: Mapping[Mode, str] = {
     "data-parallel": "data parallel", "elastic": "elastic data parallel", "decoupled": "decoupled"
@@ -45,7 +45,7 @@ def _against_chips(fleet: Fleet, here: Goodput, seed: int) -> draw.Picture:
     label, errors = "this plan, by formula", []
     if here.closed_form is None:
         label, errors = "this plan, simulated: 95 % interval", [(here.interval[1] - here.interval[0]) / 2]
-    drawn.append(draw.Line(label, [fleet.chips], [goodput], errors, style="o", colour=draw.INK))
+    drawn.append(draw.Line(label, [fleet.chips], [goodput], errors, style="o", colour=INK))
     worst = min(map(min, columns))
     low = 0.0 if worst < 50 else 100 - 2 * (100 - worst)  # a small fleet's goodput is near 100 %
     span = draw.Axis("goodput, %", low=low, high=100 + 0.03 * (100 - low)) if low < 100 else draw.Axis("goodput, %")
@@ -68,9 +68,9 @@ def _where_time_goes(fleet: Fleet, found: Mapping[Mode, Goodput]) -> draw.Pictur
     labels, values = [title(fleet, mode) for mode in found], list(found.values())
     goodput, waiting, stopped = zip(*((each.goodput, each.waiting, each.stopped) for each in values), strict=True)
     shares = [
-        draw.Bars("working", goodput, colour=draw.COMPUTING),
-        draw.Bars("waiting for other learners", waiting, colour=draw.WAITING),
-        draw.Bars("standing still after a failure", stopped, colour=draw.STOPPED),
+        draw.Bars("working", goodput, colour=COMPUTING),
+        draw.Bars("waiting for other learners", waiting, colour=WAITING),
+        draw.Bars("standing still after a failure", stopped, colour=STOPPED),
     ]
     axis = draw.Axis("share of the chips' time, %", low=0, high=100)
     figure = partial(draw.bars, labels, shares, axis, marked=[list(found).index(fleet.mode)])
@@ -86,7 +86,7 @@ def _against_quorum(fleet: Fleet, seed: int) -> draw.Picture:
     quorums = sorted({1 + round(spread * step / min(7, spread)) for step in range(min(7, spread) + 1)})
     drawn, heads, columns = [], ["quorum"], []
     with_grace = fleet.rounds.grace or 0.8
-    colours = {"with grace": (draw.COMPUTING, draw.GREEN), "without grace": (draw.SKY, draw.OLIVE)}
+    colours = {"with grace": (COMPUTING, GREEN), "without grace": (SKY, OLIVE)}
     for name, (blue, green) in colours.items():
         grace = with_grace if name == "with grace" else 0.0
         rules = [replace(fleet.rounds, quorum=quorum, grace=grace) for quorum in quorums]

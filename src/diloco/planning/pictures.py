@@ -14,19 +14,14 @@ from diloco.planning.palette import (
     AMBER,
     BLUE,
     COLOURS,
-    COMPUTING,
     GREEN,
     GREY,
     GRID,
-    INK,
-    OLIVE,
     PAPER,
     RED,
     SKY,
-    STOPPED,
     TEXT,
     VIOLET,
-    WAITING,
 )
 from diloco.planning.picture_axes import (
     LINE_IN,
@@ -50,8 +45,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = [
-    "AMBER", "BLUE", "COMPUTING", "GREEN", "GREY", "GRID", "INK", "OLIVE", "RED", "SKY", "SMALL", "STOPPED", "TEXT",
-    "VIOLET", "WAITING", "WIDTH_IN", "Axis", "legend_above", "new_axes", "plain", "short",
+    "AMBER", "BLUE", "GREEN", "GREY", "GRID", "RED", "SKY", "SMALL", "TEXT", "VIOLET", "WIDTH_IN", "Axis",
+    "legend_above", "new_axes", "plain", "short",
 ]  # fmt: skip
 """What other pictures are drawn with, besides."""
 
