@@ -133,7 +133,8 @@ def show(values: Mapping[str, Any]) -> None:
 
 def _draw(values: Mapping[str, Any]) -> None:
     """Lines are predictions, points are measurements; of called rounds the pace, H ÷ the steps between two merges."""
-    from diloco.planning.pictures import COLOURS, GREY, Axis, Line, lines
+    from diloco.planning.palette import COLOURS, GREY
+    from diloco.planning.pictures import Axis, Line, lines
 
     curves = []
     for name, colour in zip(_methods(values["rows"]), COLOURS, strict=False):
@@ -145,7 +146,7 @@ def _draw(values: Mapping[str, Any]) -> None:
     equals = sorted([*values["collective"], *values["torchft"]], key=lambda row: row["bit_per_s"])
     x = [row["bit_per_s"] / 1e6 for row in equals]
     curves.append(Line("among equals", x, [row["predicted"] for row in equals], style=":", colour=GREY))
-    curves.append(Line("", x, [row["measured"] for row in equals], style="o", colour=GREY))
+    curves.append(Line("measured", x, [row["measured"] for row in equals], style="o", colour=GREY))
     ticks = tuple(sorted({each for curve in curves for each in curve.x}))
     figure = lines(curves, Axis("link, Mbit/s", log=True, ticks=ticks), Axis("utilisation", low=0.0, high=1.05))
     figure.suptitle(

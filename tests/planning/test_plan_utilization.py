@@ -172,7 +172,7 @@ def test_pictures(call: Call, tmp_path: Path, around: tuple[str, ...]) -> None:
     for name in ("utilization.png", "timeline.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     page = (tmp_path / "utilization.html").read_text()
-    assert page.count("<svg") == 2
+    assert page.count("<svg") == 2 * 2
     assert "src=" not in page
     assert "90 %" in page
 

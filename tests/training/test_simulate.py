@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.planning.read_pictures import key_of
 
 import diloco
 from diloco.cli import main
@@ -20,7 +21,9 @@ from diloco.exchange.base import Exchange
 from diloco.exchange.virtual.delivery import Fault
 from diloco.planning.network import Network
 from diloco.planning.network import Path as Way
+from diloco.planning.picture_axes import WIDTH_IN
 from diloco.planning.tape import read_tape
+from diloco.simulation.pictures import NO_LOSS, pictures
 from diloco.simulation.scenario import Scenario, scenario_of_tape
 from diloco.simulation.virtual_run import Simulated, simulate
 from diloco.training.loop import Part, Trainer
@@ -271,6 +274,49 @@ def test_the_command(tiny: Tiny, tmp_path: Path, capfd: pytest.CaptureFixture[st
     assert call("simulate", str(run), "--site", str(site), "--replace") == 2
     assert "there are 4 learners to simulate" in capfd.readouterr().err
     assert (directory / "simulation.json").exists()  # what is refused removes nothing
+
+
+# --- pictures
+
+
+def test_the_loss_is_drawn_where_one_was_measured(tiny: Tiny, tmp_path: Path) -> None:
+    at_its_end = play(tmp_path / "a", Scenario(), *[tiny(DILOCO, *TWENTY_STEPS)] * 2)
+    assert [at_s for at_s, _ in at_its_end.losses] == [at_its_end.duration_s]
+    assert len(at_its_end.training_losses) == 20
+    [_, loss] = pictures(at_its_end)
+    assert "evaluated once; evaluate.every_steps" in loss.text
+    [axes] = loss.draw(WIDTH_IN).axes
+    assert sorted(key_of(axes)) == ["global model, held-out data", "training, mean of learners"]
+    points = [list(zip(line.get_xdata(), line.get_ydata(), strict=True)) for line in axes.lines]
+    assert points == [at_its_end.training_losses, at_its_end.losses]
+
+
+def test_the_loss_goes_on_where_the_first_learner_does_not(tiny: Tiny, tmp_path: Path) -> None:
+    config = tiny(DECOUPLED, "run.tokens=5_120", "evaluate.every_steps=4")
+    done = play(tmp_path / "run", Scenario(lambda *_: 1.0, faults=[Fault(0, 6.5)]), config, config)
+    assert [at_s for at_s, _ in done.losses if at_s > 6.5]
+    assert done.losses == sorted(done.losses)
+    assert done.losses[-1] == (done.duration_s, done.loss)
+    [timeline, loss] = pictures(done)
+    assert "evaluated" in loss.text
+    assert {"killed", "gone"} <= set(key_of(timeline.draw(WIDTH_IN).axes[0]))
+
+
+def test_where_no_loss_was_measured_the_page_says_so(
+    tiny: Tiny, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run, site = tmp_path / "run.toml", tmp_path / "site.toml"
+    run.write_text(dump_config(tiny("train.log_every_steps=100")), encoding="utf-8")
+    killed = "".join(f'\n[[fault]]\nlearner = "{name}"\nat = "5 s"\n' for name in ("near", "far"))
+    site.write_text(SITE + killed, encoding="utf-8")
+    assert call("simulate", str(run), "--site", str(site), "--json") == 0
+    assert json.loads(capfd.readouterr().out)["duration_s"] == 5.0
+    directory = tmp_path / "run-simulated"
+    assert (directory / "timeline.png").exists()
+    assert not (directory / "loss.png").exists()
+    page = (directory / "simulation.html").read_text()
+    assert NO_LOSS in page
+    assert ">killed</text>" in page
 
 
 # --- pools

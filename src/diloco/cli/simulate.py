@@ -14,7 +14,7 @@ from diloco.cli._options import Overrides, RunFile
 from diloco.cli._output import make_table
 from diloco.config import RunConfig, load_config
 from diloco.errors import ConfigError
-from diloco.planning.pictures import Axis, Line, Picture, lines, require, timeline, write
+from diloco.planning.picture_pages import require, write
 from diloco.planning.site import Site, load_site
 from diloco.planning.tape import is_simulation, read_tape
 
@@ -123,18 +123,10 @@ def _print(done: "Simulated") -> None:
 
 def _draw(done: "Simulated", directory: Path, config: RunConfig) -> Path:
     """Draw each learner's timeline and the loss against time. Returns the page."""
-    heads = ("learner", "utilisation", "computing, s", "waiting, s", "gone, s")
-    rows = [
-        (name, f"{each.utilisation:.1%}", f"{each.compute_s:,.1f}", f"{each.waiting_s:,.1f}", f"{each.stopped_s:,.1f}")
-        for name, each in done.times().items()
-    ]
-    text = "Each learner's time; its transfers run beside it."
-    drawn = [Picture("timeline", "Learners in time", text, timeline(done.spans), heads, rows)]
-    if len(done.losses) > 1:
-        curve = Line("global model", [at for at, _ in done.losses], [loss for _, loss in done.losses])
-        figure = lines([curve], Axis("virtual time, s"), Axis("held-out loss, nats per token"))
-        losses = [(f"{at:,.1f}", f"{loss:.4f}") for at, loss in done.losses]
-        text = "Of the global model, as the first learner held it."
-        drawn.append(Picture("loss", "Loss against time", text, figure, ("virtual time, s", "loss"), losses))
+    from diloco.simulation.pictures import NO_LOSS, pictures
+
+    drawn = pictures(done)
     text = f"{config.run.name} in virtual time: {done.duration_s:,.1f} s."
+    if len(drawn) == 1:
+        text = f"{text} {NO_LOSS}"
     return write(directory, "simulation", f"Simulation of {config.run.name}", text, drawn)[-1]

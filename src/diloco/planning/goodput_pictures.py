@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 from diloco.planning import pictures as draw
 from diloco.planning.failures import Goodput, simulate
 from diloco.planning.fleet import Fleet, Mode, closed_form
+from diloco.planning.palette import COMPUTING, GREEN, INK, METHODS, OLIVE, SKY, STOPPED, WAITING
 
-NAMES: Mapping[Mode, tuple[str, str]] = {
-    "data-parallel": ("data parallel", draw.AMBER),
-    "elastic": ("elastic data parallel", draw.VIOLET),
-    "decoupled": ("decoupled", draw.BLUE),
-}
-"""By mode: its name and its colour."""
+NAMES: Mapping[Mode, str] = {
+    "data-parallel": "data parallel", "elastic": "elastic data parallel", "decoupled": "decoupled"
+}  # fmt: skip
 
 
 def pictures(fleet: Fleet, found: Mapping[Mode, Goodput], seed: int) -> list[draw.Picture]:
@@ -26,11 +25,11 @@ def pictures(fleet: Fleet, found: Mapping[Mode, Goodput], seed: int) -> list[dra
 
 def title(fleet: Fleet, mode: Mode) -> str:
     """A mode's name, with the number of learners where it matters."""
-    name, _ = NAMES[mode]
-    return f"{fleet.learners} decoupled learners" if mode == "decoupled" and fleet.learners > 1 else name
+    return f"{fleet.learners} decoupled learners" if mode == "decoupled" and fleet.learners > 1 else NAMES[mode]
 
 
 def _goodput(fleet: Fleet, seed: int) -> float:
+    """By formula where there is one: it has no noise."""
     formula = closed_form(fleet)
     return simulate(fleet, seed).goodput if formula is None else 100 * formula
 
@@ -38,12 +37,15 @@ def _goodput(fleet: Fleet, seed: int) -> float:
 def _against_chips(fleet: Fleet, here: Goodput, seed: int) -> draw.Picture:
     counts = sorted({max(fleet.learners, round(fleet.chips * 2.0**power)) for power in range(-4, 4)})
     drawn, heads, columns = [], ["chips"], []
-    for mode, (_, colour) in NAMES.items():
+    for mode in NAMES:
         columns.append([_goodput(replace(fleet, chips=chips, mode=mode), seed) for chips in counts])
-        drawn.append(draw.Line(title(fleet, mode), counts, columns[-1], colour=colour))
+        drawn.append(draw.Line(title(fleet, mode), counts, columns[-1], colour=METHODS[mode]))
         heads.append(f"{title(fleet, mode)}, %")
-    half = (here.interval[1] - here.interval[0]) / 2
-    drawn.append(draw.Line("this plan", [fleet.chips], [here.goodput], [half], style="o", colour=draw.RED))
+    goodput = columns[list(NAMES).index(fleet.mode)][counts.index(fleet.chips)]
+    label, errors = "this plan, by formula", []
+    if here.closed_form is None:
+        label, errors = "this plan, simulated: 95 % interval", [(here.interval[1] - here.interval[0]) / 2]
+    drawn.append(draw.Line(label, [fleet.chips], [goodput], errors, style="o", colour=INK))
     worst = min(map(min, columns))
     low = 0.0 if worst < 50 else 100 - 2 * (100 - worst)  # a small fleet's goodput is near 100 %
     span = draw.Axis("goodput, %", low=low, high=100 + 0.03 * (100 - low)) if low < 100 else draw.Axis("goodput, %")
@@ -52,24 +54,31 @@ def _against_chips(fleet: Fleet, here: Goodput, seed: int) -> draw.Picture:
         "stands still together, so the more chips, the less each of them does; a decoupled learner's failure stops "
         "only itself."
     )
-    figure = draw.lines(drawn, draw.Axis("chips", log=True, ticks=tuple(counts)), span)
-    rows = draw.rows_of([f"{chips:,}" for chips in counts], columns, "{:.1f}".format)
+    figure = partial(draw.lines, drawn, draw.Axis("chips", log=True, ticks=tuple(counts)), span)
+    rows = draw.rows_of([f"{chips:,}" for chips in counts], columns, _percent)
     return draw.Picture("goodput", "Goodput against chips", text, figure, heads, rows)
+
+
+def _percent(value: float) -> str:
+    """Finer near 100, where the difference to it is what counts."""
+    return f"{value:.3f}" if 99 < value < 100 else f"{value:.1f}"
 
 
 def _where_time_goes(fleet: Fleet, found: Mapping[Mode, Goodput]) -> draw.Picture:
     labels, values = [title(fleet, mode) for mode in found], list(found.values())
     goodput, waiting, stopped = zip(*((each.goodput, each.waiting, each.stopped) for each in values), strict=True)
     shares = [
-        draw.Bars("working", goodput, colour=draw.BLUE),
-        draw.Bars("waiting for other learners", waiting, colour=draw.WAITING),
-        draw.Bars("standing still after a failure", stopped, colour=draw.STOPPED),
+        draw.Bars("working", goodput, colour=COMPUTING),
+        draw.Bars("waiting for other learners", waiting, colour=WAITING),
+        draw.Bars("standing still after a failure", stopped, colour=STOPPED),
     ]
-    figure = draw.bars(labels, shares, draw.Axis("share of the chips' time, %", low=0, high=100))
+    axis = draw.Axis("share of the chips' time, %", low=0, high=100)
+    figure = partial(draw.bars, labels, shares, axis, marked=[list(found).index(fleet.mode)])
+    text = f"Of {fleet.chips:,} chips; in bold, this plan."
     heads = ("", "goodput, %", "waiting, %", "standing still, %", "some learner runs, %")
     uptime = [100 - each.all_stopped for each in values]
     rows = draw.rows_of(labels, (goodput, waiting, stopped, uptime), "{:.2f}".format)
-    return draw.Picture("time", "Where the time goes", f"Of {fleet.chips:,} chips.", figure, heads, rows)
+    return draw.Picture("time", "Where the time goes", text, figure, heads, rows)
 
 
 def _against_quorum(fleet: Fleet, seed: int) -> draw.Picture:
@@ -77,13 +86,14 @@ def _against_quorum(fleet: Fleet, seed: int) -> draw.Picture:
     quorums = sorted({1 + round(spread * step / min(7, spread)) for step in range(min(7, spread) + 1)})
     drawn, heads, columns = [], ["quorum"], []
     with_grace = fleet.rounds.grace or 0.8
-    styles: dict[str, Literal["-", "--"]] = {"with grace": "-", "without": "--"}
-    for name, style in styles.items():
+    colours = {"with grace": (COMPUTING, GREEN), "without grace": (SKY, OLIVE)}
+    for name, (blue, green) in colours.items():
         grace = with_grace if name == "with grace" else 0.0
         rules = [replace(fleet.rounds, quorum=quorum, grace=grace) for quorum in quorums]
         found = [simulate(replace(fleet, rounds=each), seed) for each in rules]
         goodput, in_time = [each.goodput for each in found], [each.participation or 0 for each in found]
-        for what, column, colour in (("goodput", goodput, draw.BLUE), ("in time", in_time, draw.GREEN)):
+        for what, column, colour in (("goodput", goodput, blue), ("in time", in_time, green)):
+            style: Literal["-", "--"] = "-" if grace else "--"  # dashes over a line, where both are the same
             drawn.append(draw.Line(f"{what}, {name}", quorums, column, style=style, colour=colour))
             heads.append(f"{what} {name}, %")
             columns.append(column)
@@ -93,8 +103,7 @@ def _against_quorum(fleet: Fleet, seed: int) -> draw.Picture:
         "time before a learner has to wait. In time: running learners whose work is in the round it was made for. "
         f"Overlap of {fleet.rounds.overlap} steps{waits}"
     )
-    figure = draw.lines(
-        drawn, draw.Axis("quorum, learners", ticks=tuple(quorums)), draw.Axis("share, %", low=0, high=103)
-    )
+    axes = draw.Axis("quorum, learners", ticks=tuple(quorums)), draw.Axis("share, %", low=0, high=103)
     rows = draw.rows_of([draw.short(quorum) for quorum in quorums], columns, "{:.1f}".format)
-    return draw.Picture("quorum", "What a quorum costs, and what it gets", text, figure, heads, rows)
+    title = "What a quorum costs, and what it gets"
+    return draw.Picture("quorum", title, text, partial(draw.lines, drawn, *axes), heads, rows)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
+from diloco.planning.candidates import NAMES
 from diloco.planning.dag import Execution
 from diloco.planning.graph import costs_of, pattern_of
-from diloco.planning.pictures import BLUE, Axis, Kind, Line, Picture, Span, lines, timeline
+from diloco.planning.palette import METHODS, VIOLET
+from diloco.planning.pictures import Axis, Line, Picture, lines
 from diloco.planning.question import Around, Graph, Question
-from diloco.planning.settings import setting_for
+from diloco.planning.settings import Setting, setting_for
+from diloco.planning.timelines import KINDS, Kind, Span, timeline
 from diloco.planning.units import RATE, TIME
 
 NUM_POINTS = 60
@@ -23,32 +27,67 @@ WIDEST, NUM_TRIED = 1000.0, 40
 LEAST_SHOWN, MOST_SHOWN = 0.1, 0.98
 """Of utilisation where curves begin and end."""
 
-Points = Sequence[tuple[float, float]]
+OVERLAPPED = VIOLET
+"""Streaming with an overlap stands beside Streaming without."""
+
 Spans = dict[str, list[Span]]
 
 
-def pictures(question: Question, points: Points, at_bit_per_s: float) -> list[Picture]:
-    """The curve with its relatives and the points (bit/s, value) that were asked for, and a timeline of one period."""
-    return [_curve(question, points), _timeline(question, at_bit_per_s)]
+def pictures(question: Question, asked_bit_per_s: Mapping[str, float]) -> list[Picture]:
+    """The curve with its relatives and the links that were asked for, by what was asked, and a timeline of one period
+    on the last of them."""
+    return [_curve(question, asked_bit_per_s), _timeline(question, list(asked_bit_per_s.values())[-1])]
 
 
-def _curve(question: Question, points: Points) -> Picture:
+def _curve(question: Question, asked_bit_per_s: Mapping[str, float]) -> Picture:
+    asked = list(asked_bit_per_s.values())
     relatives = list(_relatives(question))
-    low, high = _range([each for _, each in relatives], [rate for rate, _ in points])
+    low, high = _range(relatives, asked)
     num = NUM_POINTS if isinstance(question, Graph) else AROUND_POINTS
-    rates = [low * (high / low) ** (i / (num - 1)) for i in range(num)]
-    drawn: list[Line] = []
-    for name, each in relatives:
-        values = [100 * each.value(rate) for rate in rates]
-        drawn.append(Line(name, [rate / 1e9 for rate in rates], values, style="--" if drawn else "-"))
-    at, worth = [rate / 1e9 for rate, _ in points], [100 * value for _, value in points]
-    drawn.append(Line("asked for", at, worth, style="o", colour=BLUE))
+    grid = [low * (high / low) ** (i / (num - 1)) for i in range(num)]
+    rates = sorted({*grid, *asked})  # the points are on the curve, also between the points of the grid
+    drawn = [
+        Line(
+            title(each),
+            [rate / 1e9 for rate in rates],
+            [100 * each.value(rate) for rate in rates],
+            style="--" if number else "-",
+            colour=OVERLAPPED if _is_overlapped(each.setting) else METHODS[each.setting.method],
+        )
+        for number, each in enumerate(relatives)
+    ]
+    worth = dict(zip(rates, drawn[0].y, strict=True))
+    at, values = [rate / 1e9 for rate in asked], [worth[rate] for rate in asked]
+    points = Line("asked for", at, values, style="o", colour=drawn[0].colour)
     label = "compute utilisation, %" if question.measure == "computing" else "pace of merges kept, %"
-    figure = lines(drawn, Axis("Gbit/s of a learner's link", log=True), Axis(label, low=0, high=103))
-    rows = [(f"{100 * value:.4g} %", RATE.show(rate)) for rate, value in points]
-    title = f"{question.workload.name}: what a link is worth"
-    text = f"{question.setting}; the others have the same H and codec."
-    return Picture("utilization", title, text, figure, (question.measure, "link"), rows)
+    axes = Axis("link of a learner, Gbit/s", log=True), Axis(label, low=0, high=103)
+    rows = [(name, RATE.show(rate), f"{worth[rate]:.4g} %") for name, rate in asked_bit_per_s.items()]
+    heads = ("asked for", "link", question.measure)
+    heading = f"{question.workload.name}: what a link is worth"
+    text = caption(question, relatives)
+    return Picture("utilization", heading, text, partial(lines, [*drawn, points], *axes), heads, rows)
+
+
+def title(question: Question) -> str:
+    """The method and those of its numbers that are not the usual ones: what tells it from the others of a picture."""
+    own = question.setting
+    usual = setting_for(question.workload, own.method, sync_every=own.sync_every)
+    numbers = {f"τ = {own.overlap}": own.overlap != usual.overlap}
+    numbers[f"P = {own.num_fragments}"] = own.num_fragments != usual.num_fragments
+    return ", ".join([NAMES[own.method][0], *(number for number, is_own in numbers.items() if is_own)])
+
+
+def caption(question: Question, relatives: Sequence[Question]) -> str:
+    """What the picture shows, from the curves that it has."""
+    first, *others = relatives
+    text = f"{title(first)}: {question.setting}."
+    if not others:
+        return text
+    beside = [f"{title(each)}, every step" for each in others if each.setting.sync_every == 1]
+    rest = [title(each) for each in others if each.setting.sync_every > 1]
+    if rest:
+        beside.append(f"every {others[-1].setting.sync_every} steps: {'; '.join(rest)}")
+    return f"{text} Beside it, with the same codec and latency: {'; '.join(beside)}."
 
 
 def _range(relatives: Sequence[Question], asked: Sequence[float]) -> tuple[float, float]:
@@ -62,26 +101,27 @@ def _range(relatives: Sequence[Question], asked: Sequence[float]) -> tuple[float
     return min([min(asked) / 2, *rising[:1]]), max([2 * max(asked), *risen[:1]])
 
 
-def _relatives(question: Question) -> Iterator[tuple[str, Question]]:
+def _relatives(question: Question) -> Iterator[Question]:
     """The question itself, then other methods at the same H, codec and latency."""
     own = question.setting
-    yield own.method + (f", τ = {own.overlap}" if own.method == "streaming" and own.overlap else ""), question
+    yield question
     if question.measure != "computing":
         return
     every = own.sync_every if own.method != "data-parallel" else 100
-    wanted: list[tuple[str, str, int | None, int | None]] = [
-        ("diloco", "diloco", every, None),
-        ("streaming", "streaming", every, None),
-        ("streaming, τ = 1", "streaming", every, 1),
-        ("eager", "eager", every, None),
-    ]
+    wanted: list[tuple[str, int | None, int | None]] = [
+        ("diloco", every, None), ("streaming", every, None), ("streaming", every, 1), ("eager", every, None)
+    ]  # fmt: skip
     if isinstance(question, Graph):
-        wanted.insert(0, ("data parallel", "data-parallel", None, None))
-    for name, method, h, tau in wanted:
+        wanted.insert(0, ("data-parallel", None, None))
+    for method, h, tau in wanted:
         setting = setting_for(question.workload, method, sync_every=h, overlap=tau)
         setting = replace(setting, up=own.up, down=own.down, latency_s=own.latency_s)
         if setting != own:
-            yield name, replace(question, setting=setting)
+            yield replace(question, setting=setting)
+
+
+def _is_overlapped(setting: Setting) -> bool:
+    return setting.method == "streaming" and setting.overlap > 0
 
 
 def _timeline(question: Question, bit_per_s: float) -> Picture:
@@ -90,9 +130,10 @@ def _timeline(question: Question, bit_per_s: float) -> Picture:
     for name, spans in rows.items():
         seconds = (sum(span.end_s - span.begin_s for span in spans if span.kind == kind) for kind in SHOWN)
         table.append((name, *map(TIME.show, seconds)))
-    title = f"{question.workload.name}: one period on {RATE.show(bit_per_s)}"
+    heading = f"{question.workload.name}: one period on {RATE.show(bit_per_s)}"
     text = f"{question.setting}. What is on the link runs beside what is computed."
-    return Picture("timeline", title, text, timeline(rows), ("learner", *SHOWN), table)
+    heads = ("learner", *(KINDS[kind][0] for kind in SHOWN))
+    return Picture("timeline", heading, text, partial(timeline, rows), heads, table)
 
 
 def _graph_rows(question: Graph, bit_per_s: float) -> Spans:

@@ -8,17 +8,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from diloco.escaping import printable
+from diloco.planning.palette import themed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 STYLE = """
-body{font:16px/1.55 system-ui,sans-serif;color:#1f2937;background:#fff}
+body{font:16px/1.55 system-ui,sans-serif;color:var(--ink,#1f2937);background:var(--bg,#fff)}
 body{max-width:880px;margin:2.5rem auto;padding:0 1.2rem}
-h1{font-size:1.8rem;margin-bottom:.2rem} h2{font-size:1.15rem;margin:2.4rem 0 .3rem} p{margin:.4rem 0}
-.lead{color:#4b5563} .note{color:#6b7280;font-size:.9rem} svg{width:100%;height:auto;margin-top:.4rem}
+h1{font-size:1.8rem;margin-bottom:.2rem;overflow-wrap:anywhere} h2{font-size:1.15rem;margin:2.4rem 0 .3rem}
+p{margin:.4rem 0} .lead{color:var(--soft,#4b5563)} .note{color:var(--soft,#6b7280);font-size:.9rem}
+svg{width:100%;height:auto;margin-top:.4rem}
 svg text{font-family:system-ui,sans-serif!important} table{border-collapse:collapse;font-size:.9rem;margin:.6rem 0}
-td,th{border-bottom:1px solid #e5e7eb;padding:.3rem 1.1rem .3rem 0;text-align:left;vertical-align:top}
+td,th{border-bottom:1px solid var(--line,#e5e7eb);padding:.3rem 1.1rem .3rem 0;text-align:left;vertical-align:top}
 th{font-weight:600}
 td.n,th.n{text-align:right;font-variant-numeric:tabular-nums} code{font-size:.92em}
 """
@@ -62,13 +64,16 @@ def values_table(values: Mapping[str, Any]) -> str:
     return f"<table>{rows}</table>"
 
 
-def svg(figure: Figure) -> str:
-    """A figure as SVG text: text stays text, in the page's own font, and nothing refers to another file."""
+def svg(figure: Figure, salt: str = "diloco") -> str:
+    """A figure as SVG text: text stays text, in the page's own font, and nothing refers to another file.
+
+    `salt`: of the names inside it; figures of which a page shows only one at a time need their own.
+    """
     from matplotlib import rc_context
 
     buffer = io.StringIO()
-    with rc_context({"svg.fonttype": "none", "font.family": "sans-serif", "svg.hashsalt": "diloco"}):
+    with rc_context({"svg.fonttype": "none", "font.family": "sans-serif", "svg.hashsalt": salt}):
         nameless = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         figure.savefig(buffer, format="svg", transparent=True, metadata=nameless)
     text = buffer.getvalue()
-    return text[text.index("<svg") :]
+    return themed(text[text.index("<svg") :])

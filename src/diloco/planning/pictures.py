@@ -1,62 +1,67 @@
-"""Pictures of plans: lines, bars and timelines, each as a PNG file, and all of them in one self-contained HTML page
-with their tables.
+"""Pictures of plans: lines and bars, each with a key that names exactly what is drawn.
 
 matplotlib is imported when a picture is drawn, and its state machine (`pyplot`) is never used.
 """
 
 from __future__ import annotations
 
-import html
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from importlib.util import find_spec
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
-from diloco.errors import ConfigError, StoreError, translated
-from diloco.planning.pages import page, svg, table
+from diloco.planning.palette import (
+    AMBER,
+    BLUE,
+    COLOURS,
+    GREEN,
+    GREY,
+    GRID,
+    PAPER,
+    RED,
+    SKY,
+    TEXT,
+    VIOLET,
+)
+from diloco.planning.picture_axes import (
+    LINE_IN,
+    SMALL,
+    WIDTH_IN,
+    Axis,
+    is_narrow,
+    legend,
+    legend_above,
+    name_rows,
+    new_axes,
+    plain,
+    row_names,
+    scale,
+    short,
+)
 from diloco.planning.units import significant
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    from matplotlib.artist import Artist
     from matplotlib.figure import Figure
 
-BLUE, AMBER, GREEN, VIOLET, RED, SKY = "#1f6feb", "#d97706", "#16a34a", "#8b5cf6", "#dc2626", "#38bdf8"
-WAITING, STOPPED = "#fbbf24", "#fca5a5"
-GREY, TEXT, GRID = "#94a3b8", "#475569", "#e5e7eb"
-COLOURS = (BLUE, AMBER, GREEN, VIOLET, RED, SKY, "#0f766e", "#be185d")
-WIDTH_IN = 7.6
-SMALL = 9
+__all__ = [
+    "AMBER", "BLUE", "GREEN", "GREY", "GRID", "RED", "SKY", "SMALL", "TEXT", "VIOLET", "WIDTH_IN", "Axis",
+    "legend_above", "new_axes", "plain", "short",
+]  # fmt: skip
+"""What other pictures are drawn with, besides."""
 
-Kind = Literal["compute", "waiting", "stopped", "up", "down"]
-KINDS: Mapping[Kind, tuple[str, float, float]] = {
-    "compute": (BLUE, -0.2, 0.4),
-    "waiting": (WAITING, -0.2, 0.4),
-    "stopped": (STOPPED, -0.2, 0.4),
-    "up": (VIOLET, 0.23, 0.11),
-    "down": (GREEN, -0.34, 0.11),
-}
-"""What a learner does: the colour, and where its band lies in the learner's row (bottom, height). Transfers run beside
-compute."""
+RESOLUTION = 0.004
+"""Curves that are nowhere farther apart than this share of the panel, half the width of a line, are seen as one."""
+EQUAL = 1e-9
 
 
 # ------------------------------------------------------------------------------------------------------ what is drawn
 
 
 @dataclass(frozen=True)
-class Axis:
-    """One axis: its label with the unit, and its range where the data's own would mislead."""
-
-    label: str
-    log: bool = False
-    low: float | None = None
-    high: float | None = None
-    ticks: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True)
 class Line:
-    """One curve. `errors` are half widths of confidence intervals; a `style` of "o" draws points only."""
+    """One curve. `errors` are half widths of confidence intervals; a `style` of "o" draws points only. Without a label
+    it is one of several that look like one which has it."""
 
     label: str
     x: Sequence[float]
@@ -68,20 +73,12 @@ class Line:
 
 @dataclass(frozen=True)
 class Bars:
-    """One series of bars, a value for every label of the chart."""
+    """One series of bars: a value for every label of the chart, one colour or one for each, how a value is written."""
 
     label: str
     values: Sequence[float]
-    colour: str = ""
-
-
-@dataclass(frozen=True)
-class Span:
-    """Something a learner does from one time to another."""
-
-    begin_s: float
-    end_s: float
-    kind: Kind
+    colour: str | Sequence[str] = ""
+    show: Callable[[float], str] = significant
 
 
 @dataclass(frozen=True)
@@ -92,13 +89,14 @@ class Picture:
         name: of its PNG file, without the ending.
         title: a few words; the page's heading and the PNG's title.
         text: what the reader should see, in a sentence or two.
+        draw: makes the figure, given its width in inches.
         heads, rows: the table beside it; the first column is text, the others are numbers.
     """
 
     name: str
     title: str
     text: str
-    figure: Figure
+    draw: Callable[[float], Figure]
     heads: Sequence[str]
     rows: Sequence[Sequence[str]]
 
@@ -106,168 +104,110 @@ class Picture:
 # -------------------------------------------------------------------------------------------------------- the figures
 
 
-def lines(curves: Sequence[Line], x: Axis, y: Axis, *, height_in: float = 3.9) -> Figure:
-    """Curves over a common axis, each named at its end, and points, named beside them."""
-    figure, axes = new_axes(height_in)
-    ends, points = [], []
-    for index, each in enumerate(curves):
+def lines(curves: Sequence[Line], x: Axis, y: Axis, width_in: float = WIDTH_IN, *, height_in: float = 3.9) -> Figure:
+    """Curves and points over a common axis. The key lists them by their height at the right end, the points last.
+
+    Curves that cannot be told apart are drawn as one, under all their names.
+    """
+    figure, axes = new_axes(height_in, width_in)
+    named: list[tuple[float, Artist]] = []
+    for index, each in enumerate(merged(curves, y)):
         colour = each.colour or COLOURS[index % len(COLOURS)]
-        named = (each.label, each.x[-1], each.y[-1], colour)
         if each.errors:
             axes.errorbar(each.x, each.y, each.errors, color=colour, capsize=3, linewidth=1.4, fmt="none", zorder=4)
         if each.style == "o":
-            axes.plot(each.x, each.y, "o", color=colour, markersize=7, markeredgecolor="white", zorder=5)
-            points.append(named)
+            look: dict[str, Any] = {
+                "linestyle": "",
+                "marker": "o",
+                "markersize": 7,
+                "markeredgecolor": PAPER,
+                "zorder": 5,
+            }
         else:
             marker = "o" if len(each.x) <= 12 else ""
-            axes.plot(each.x, each.y, color=colour, linewidth=2, linestyle=each.style, marker=marker, markersize=3.5)
-            ends.append(named)
+            look = {"linewidth": 2, "linestyle": each.style, "marker": marker, "markersize": 3.5}
+        [drawn] = axes.plot(each.x, each.y, color=colour, label=each.label, **look)
+        if each.label:
+            named.append((-math.inf if each.style == "o" else each.y[-1], drawn))
+    handles = [drawn for _, drawn in sorted(named, key=lambda it: -it[0])]
+    if x.band is not None:
+        low, high, label = x.band
+        handles.append(axes.axvspan(low, high, color=GRID, alpha=0.7, linewidth=0, zorder=0, label=label))
     axes.grid(axis="y", color=GRID, linewidth=0.8)
-    _scale(axes, "x", x)
-    _scale(axes, "y", y)
-    _name_ends(axes, ends, height_in)
-    _name_points(axes, points)
+    scale(axes, "x", x)
+    scale(axes, "y", y)
+    if is_narrow(axes):
+        legend_above(axes, len(handles), handles)
+    else:
+        num_lines = legend(axes, handles, loc="upper left", bbox_to_anchor=(1, 1), handlelength=2.2)
+        figure.set_figheight(max(height_in, LINE_IN * num_lines + 0.9))
     return figure
 
 
-def bars(labels: Sequence[str], series: Sequence[Bars], value: Axis) -> Figure:
+def merged(curves: Sequence[Line], y: Axis) -> list[Line]:
+    """The curves to draw: those that lie on an earlier one, to half the width of a line, add their names to its own.
+
+    "=" stands before a name where all values are equal, "≈" where they only look it. Points stay by themselves.
+    """
+    ends = [value for each in curves for value in each.y]
+    low, high = (y.low if y.low is not None else min(ends)), (y.high if y.high is not None else max(ends))
+    place: Callable[[float], float] = math.log if y.log else float
+    most = RESOLUTION * (place(high) - place(low))
+    groups: list[tuple[Line, str]] = []
+    for each in curves:
+        for index, (first, label) in enumerate(groups):
+            if "o" in (first.style, each.style) or list(first.x) != list(each.x):
+                continue
+            pairs = list(zip(first.y, each.y, strict=True))
+            if all(abs(place(a) - place(b)) <= most for a, b in pairs):
+                sign = "=" if all(math.isclose(a, b, rel_tol=EQUAL) for a, b in pairs) else "≈"
+                groups[index] = (first, f"{label}\n{sign} {each.label}")
+                break
+        else:
+            groups.append((each, each.label))
+    return [replace(first, label=label) for first, label in groups]
+
+
+def bars(
+    labels: Sequence[str], series: Sequence[Bars], value: Axis, width_in: float = WIDTH_IN, *,
+    marked: Collection[int] = (),
+) -> Figure:  # fmt: skip
     """Horizontal bars, the first label on top; several series are stacked, one after the other.
 
     On a logarithmic axis, where lengths mean nothing, points instead. Values of a single series are written beside it.
+    A series of zeros is not drawn; all else is seen, if only as a hairline. `marked`: rows whose label stands out.
     """
-    figure, axes = new_axes(1.1 + 0.42 * len(labels))
-    left, places = [0.0] * len(labels), [-row for row in range(len(labels))]
-    for index, each in enumerate(series):
-        colour = each.colour or COLOURS[index % len(COLOURS)]
-        if value.log:
-            axes.plot(each.values, places, "o", color=colour, markersize=9, label=each.label)
-        else:
-            axes.barh(places, each.values, left=left, height=0.58, color=colour, label=each.label)
+    num_lines = max(text.count("\n") for text in row_names(labels, width_in)) + 1
+    figure, axes = new_axes(1.1 + max(0.42, LINE_IN * num_lines + 0.16) * len(labels), width_in)
+    left = [0.0] * len(labels)
+    shown = [each for each in series if any(each.values)]
+    for index, each in enumerate(shown):
+        own = each.colour or COLOURS[index % len(COLOURS)]
+        colours = [own] * len(labels) if isinstance(own, str) else own
+        label = each.label
+        for row, (size, colour) in enumerate(zip(each.values, colours, strict=True)):
+            if value.log:
+                axes.plot(size, -row, "o", color=colour, markersize=9, label=label)
+            elif size:
+                axes.barh(
+                    -row, size, left=left[row], height=0.58, color=colour, edgecolor=colour, linewidth=0.7,
+                    label=label, zorder=3 - index / 100,
+                )  # fmt: skip
+                label = ""
         if len(series) == 1:
-            for end in zip(each.values, places, strict=True):
-                text = significant(end[0])
-                axes.annotate(text, end, (8, 0), textcoords="offset points", va="center", fontsize=SMALL)
+            for row, size in enumerate(each.values):
+                axes.annotate(
+                    each.show(size), (size, -row), (8, 0), textcoords="offset points", va="center", fontsize=SMALL,
+                    color=TEXT,
+                )  # fmt: skip
         left = [a + b for a, b in zip(left, each.values, strict=True)]
-    _name_rows(axes, labels, top=0.5)
-    _scale(axes, "x", value)
+    name_rows(axes, labels, top=0.5, marked=marked)
+    scale(axes, "x", value)
     if len(series) > 1:
-        legend_above(axes, len(series))
+        legend_above(axes, len(shown))
     elif not value.high:
-        axes.margins(x=0.12)  # the numbers beside the bars
+        axes.margins(x=0.25 if is_narrow(axes) else 0.12)  # the numbers beside the bars
     return figure
-
-
-def timeline(rows: Mapping[str, Sequence[Span]], *, seconds: str = "seconds") -> Figure:
-    """A row for each learner, the first on top: what it does when; its transfers run beside its compute."""
-    figure, axes = new_axes(0.55 * len(rows) + 1.2)
-    drawn: set[Kind] = set()
-    for row, spans in enumerate(rows.values()):
-        for kind, (colour, bottom, height) in KINDS.items():
-            found = [(each.begin_s, each.end_s - each.begin_s) for each in spans if each.kind == kind]
-            if found:
-                label = kind if kind not in drawn else None
-                axes.broken_barh(found, (bottom - row, height), facecolors=colour, linewidth=0, label=label)
-                drawn.add(kind)
-    _name_rows(axes, list(rows), top=0.55)
-    axes.margins(x=0.01)
-    axes.set_xlabel(seconds)
-    if drawn:
-        legend_above(axes, len(drawn))
-    return figure
-
-
-def new_axes(height_in: float) -> tuple[Figure, Axes]:
-    """A figure with one panel as wide as a page."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
-    axes = figure.add_subplot()
-    plain(axes)
-    return figure, axes
-
-
-def plain(axes: Axes) -> None:
-    """Style axes: no box, quiet ticks, a light grid behind."""
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(GREY)
-    axes.tick_params(colors=TEXT, labelsize=SMALL)
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.label.set_color(TEXT)
-    axes.grid(axis="x", color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-
-
-def legend_above(axes: Axes, entries: int) -> None:
-    """Put the legend in one row above the panel."""
-    axes.legend(
-        frameon=False, ncols=entries, loc="lower left", bbox_to_anchor=(0, 1), fontsize=SMALL, handlelength=0.9,
-        columnspacing=1.4, borderaxespad=0.1,
-    )  # fmt: skip
-
-
-def _name_rows(axes: Axes, names: Sequence[str], top: float) -> None:
-    axes.set_yticks([-row for row in range(len(names))], names)
-    axes.set_ylim(0.5 - len(names), top)
-
-
-def _scale(axes: Axes, way: Literal["x", "y"], wanted: Axis) -> None:
-    from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
-
-    axis = axes.xaxis if way == "x" else axes.yaxis
-    axes.set(**{f"{way}label": wanted.label, f"{way}scale": "log" if wanted.log else "linear"})
-    axes.set(**{f"{way}lim": (wanted.low, wanted.high)})
-    if wanted.ticks:
-        axis.set_major_locator(FixedLocator(wanted.ticks))
-    elif wanted.log:
-        low, high = axis.get_view_interval()
-        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high / low < 300 else (1.0,)))
-    if wanted.ticks or wanted.log:
-        axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(lambda value, _: short(value))
-
-
-def short(value: float, digits: int = 6) -> str:
-    """A count as the field writes it, to `digits` significant digits: 1500 → "1.5k", 1.2e6 → "1.2M", 70e9 → "70B"."""
-    for factor, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= factor:
-            return f"{value / factor:.{digits}g}{suffix}"
-    return f"{value:.{digits}g}"
-
-
-def _name_ends(axes: Axes, ends: Sequence[tuple[str, float, float, str]], height_in: float) -> None:
-    """Every curve's name to the right of its end, pushed apart where they would cover each other."""
-    to_axes = axes.transData + axes.transAxes.inverted()
-    height_pt, line_pt = 72 * height_in * 0.8, SMALL * 1.35
-    places = sorted((float(to_axes.transform((x, y))[1]) * height_pt, label, colour) for label, x, y, colour in ends)
-    heights: list[float] = []
-    for wanted, _, _ in places:
-        heights.append(max(wanted, heights[-1] + line_pt) if heights else wanted)
-    above = height_pt + line_pt  # what was pushed out at the top comes down again
-    for index in reversed(range(len(heights))):
-        heights[index] = above = min(heights[index], above - line_pt)
-    for (_, label, colour), height in zip(places, heights, strict=True):
-        at = height / height_pt
-        axes.text(1.015, at, label, transform=axes.transAxes, color=colour, fontsize=SMALL, va="center")
-
-
-def _name_points(axes: Axes, points: Sequence[tuple[str, float, float, str]]) -> None:
-    """Every point's name beside it, readable over curves, on the side where there is room."""
-    to_axes = axes.transData + axes.transAxes.inverted()
-    for label, x, y, colour in points:
-        is_right = float(to_axes.transform((x, y))[0]) > 0.8
-        axes.annotate(
-            label,
-            (x, y),
-            (-9 if is_right else 9, -4),
-            textcoords="offset points",
-            color=colour,
-            fontsize=SMALL,
-            fontweight="bold",
-            va="top",
-            ha="right" if is_right else "left",
-            zorder=6,
-            bbox={"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.85},
-        )
 
 
 def rows_of(
@@ -275,37 +215,3 @@ def rows_of(
 ) -> list[tuple[str, ...]]:
     """The rows of a picture's table: a first cell, then one number of each column."""
     return [(first, *map(show, numbers)) for first, *numbers in zip(firsts, *columns, strict=True)]
-
-
-# ---------------------------------------------------------------------------------------------------------- the files
-
-
-def require() -> None:
-    """Raises ConfigError where there is no matplotlib to draw with."""
-    if find_spec("matplotlib") is None:
-        raise ConfigError("pictures need matplotlib, which is not installed; pip install 'diloco[plot]'")
-
-
-def write(directory: Path, name: str, title: str, text: str, pictures: Sequence[Picture]) -> list[Path]:
-    """Write every picture as `directory`/<its name>.png, and all with their tables as `directory`/<name>.html.
-
-    Returns the files. Raises StoreError where the directory cannot be written to.
-    """
-    sections = [section(each) for each in pictures]  # before the PNG files: those have titles
-    body = f'<h1>{html.escape(title)}</h1>\n<p class="lead">{html.escape(text)}</p>\n' + "\n".join(sections)
-    files = [directory / f"{each.name}.png" for each in pictures]
-    page_file = directory / f"{name}.html"
-    with translated(OSError, StoreError, f"cannot write pictures to {directory}", "name another directory with --out"):
-        directory.mkdir(parents=True, exist_ok=True)
-        for each, file in zip(pictures, files, strict=True):
-            each.figure.suptitle(each.title, x=0.01, ha="left", fontsize=12, fontweight="bold", color="#1f2937")
-            each.figure.savefig(file, dpi=150)
-            each.figure.suptitle("")
-        page_file.write_text(page(title, body), encoding="utf-8")
-    return [*files, page_file]
-
-
-def section(picture: Picture) -> str:
-    """A picture with its heading, its text and its table, as HTML."""
-    heading, text = html.escape(picture.title), html.escape(picture.text)
-    return f"<h2>{heading}</h2>\n<p>{text}</p>\n{svg(picture.figure)}\n{table(picture.heads, picture.rows)}"

@@ -24,12 +24,13 @@ from diloco.core.method import Method
 from diloco.core.pool import Pool
 from diloco.core.presets import method_from_table
 from diloco.errors import ConfigError, DrainedError, ExchangeError
-from diloco.event_log import EventLog, read_events
+from diloco.event_log import EventLog
 from diloco.exchange.local import Local, Lost, run_virtual
 from diloco.exchange.virtual.run import VirtualRun, World
 from diloco.learner import Learner
-from diloco.planning.pictures import Kind, Span
 from diloco.planning.tape import SIMULATED
+from diloco.planning.timelines import Kind, Span
+from diloco.simulation.losses import Losses, read_losses
 from diloco.simulation.scenario import Scenario
 from diloco.syncer.journal import Journal
 from diloco.syncer.metrics import SyncerMetrics
@@ -70,9 +71,9 @@ class Simulated:
             place in a pool that had shrunk.
         spans: what each learner did when.
         loss: held-out loss of the newest global model that a learner ended with, nats per token; None if none ended.
-        duration_s: virtual seconds until the last learner ended.
+        duration_s: virtual seconds until the last learner ended, or was killed.
         tokens: trained by the run, as the syncer has counted them.
-        losses: virtual time and held-out loss of the global model as the first learner held it, in order.
+        losses, training_losses: in virtual time, of the global model and of the learners' steps: see `read_losses`.
     """
 
     summaries: dict[str, Summary | None]
@@ -80,7 +81,8 @@ class Simulated:
     loss: float | None = None
     duration_s: float = 0.0
     tokens: int = 0
-    losses: list[tuple[float, float]] = field(default_factory=list)
+    losses: Losses = field(default_factory=list)
+    training_losses: Losses = field(default_factory=list)
 
     def times(self) -> dict[str, LearnerTime]:
         """The time of each learner."""
@@ -185,8 +187,8 @@ class _Stage:
             self._log_traffic(log, done)
             self._account(done)
             self._log_end(log, done)
-        told = self._directory / self._names[0] / "events.jsonl"
-        done.losses = [(e.t, e.loss) for e in read_events(told) if isinstance(e, events.Evaluated)]
+        logs = (self._directory / name / "events.jsonl" for name in self._names)
+        done.losses, done.training_losses = read_losses(logs)
         return done
 
     def _lives(self) -> list[Summary | Lost]:
@@ -272,7 +274,8 @@ class _Stage:
 
     def _account(self, done: Simulated) -> None:
         """Fill in loss, duration and each learner's spans; time that is neither compute nor absence is waiting."""
-        done.duration_s = max(self._ended_s)
+        killed_s = {fault.learner: fault.at_s for fault in self._scenario.faults if fault.back_s is None}
+        done.duration_s = max(end_s or killed_s.get(index, 0.0) for index, end_s in enumerate(self._ended_s))
         done.tokens = 0 if self._run.driver is None else self._run.driver.state.run_tokens
         newest = [each for each in done.summaries.values() if each is not None]
         if newest:
@@ -282,12 +285,10 @@ class _Stage:
             stopped = [
                 Span(fault.at_s, min(end_s, end_s if fault.back_s is None else fault.back_s), "stopped")
                 for fault in self._scenario.faults
-                if fault.learner == index and fault.at_s < end_s
+                if fault.learner == index and fault.at_s < (self._ended_s[index] or math.nextafter(end_s, math.inf))
             ]
-            busy = sorted(
-                [*stopped, *(each for each in self._spans[index] if each.kind == "compute")],
-                key=lambda each: each.begin_s,
-            )
+            computed = (each for each in self._spans[index] if each.kind == "compute")
+            busy = sorted([*stopped, *computed], key=lambda each: each.begin_s)
             waiting, at_s = [], busy[0].begin_s if busy else end_s  # waiting begins with the first step
             for each in busy:
                 if each.begin_s > at_s:

@@ -12,7 +12,7 @@ from diloco.cli._output import make_table, say_written
 from diloco.errors import ConfigError
 from diloco.planning.explain import why
 from diloco.planning.link_pictures import pictures
-from diloco.planning.pictures import require, write
+from diloco.planning.picture_pages import require, write
 from diloco.planning.question import Question
 from diloco.planning.settings import Setting
 from diloco.planning.units import RATE, TIME
@@ -73,16 +73,16 @@ def explained(answers: Answers, question: Question) -> Answers:
 def write_pictures(answers: Answers, question: Question, out: Path) -> None:
     """Write PNG files and a page. Raises ConfigError where no target is reached by any link."""
     require()
-    reached = [
-        (1e9 * answer["gbit_per_s"], _percent(answer, question.measure) / 100)
+    reached = {
+        f"{answer['target']:g} %" if "target" in answer else "this link": 1e9 * answer["gbit_per_s"]
         for answer in answers
         if answer["gbit_per_s"] is not None
-    ]
+    }
     if not reached:
         raise ConfigError("no target is reached by any link, so there is nothing to draw; lower --targets.")
     title = f"{question.workload.name}, {question.setting.method}"
     text = "What a link is worth, and what happens in one period. Made by diloco plan utilization."
-    say_written(write(out, "utilization", title, text, pictures(question, reached, reached[-1][0])))
+    say_written(write(out, "utilization", title, text, pictures(question, reached)))
 
 
 def _percent(answer: dict[str, Any], measure: str) -> float:

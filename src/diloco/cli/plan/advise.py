@@ -10,13 +10,15 @@ from rich.text import Text
 
 from diloco.cli._output import make_table, say_written
 from diloco.errors import ConfigError, StoreError, translated
+from diloco.planning.advice_pictures import Ranked, mark, numbers, pictures
 from diloco.planning.outcomes import Case, Outcome
-from diloco.planning.pictures import Axis, Bars, Picture, bars, require, short, write
+from diloco.planning.picture_pages import require, write
+from diloco.planning.pictures import short
 from diloco.planning.ranking import By, advise, case_of, standing
 from diloco.planning.reasons import explain
 from diloco.planning.runfile import run_file
 from diloco.planning.site import load_site
-from diloco.planning.units import SIZE, TIME, significant
+from diloco.planning.units import TIME, significant
 
 RUN_FILE = "run.toml"
 
@@ -43,15 +45,16 @@ def command(
         raise ConfigError(f"--choose {choose} does not exist; there are {len(ranked)} settings, see --all")
     chosen = ranked[choose - 1]
     text = run_file(case, chosen.candidate)
+    best = _best_of_methods(ranked)
+    picked = [(rank, each) for rank, each in enumerate(ranked, 1) if each in best or rank == choose]
     if out is not None:
-        _write(out, text, case, ranked)
+        _write(out, text, case, picked, choose)
     if as_json:
         candidates = [_plain(case, rank, each) for rank, each in enumerate(ranked, 1)]
         typer.echo(json.dumps({"candidates": candidates, "chosen": choose, "run_file": text}, indent=1))
         return
-    best = _best_of_methods(ranked)
-    shown = [(rank, each) for rank, each in enumerate(ranked, 1) if everything or each in best]
-    _print(case, shown)
+    shown = list(enumerate(ranked, 1)) if everything else picked
+    _print(case, shown, choose)
     if why:
         _print_why(case, shown)
     _print_choice(case, ranked, choose, out)
@@ -78,12 +81,14 @@ def _plain(case: Case, rank: int, outcome: Outcome) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _print(case: Case, shown: list[tuple[int, Outcome]]) -> None:
+def _print(case: Case, shown: Ranked, choose: int) -> None:
 
     rows, notes = list[tuple[str | Text, ...]](), []
     for rank, each in shown:
-        name = Text.assemble((each.candidate.title, "bold"), "\n", (each.candidate.detail, "dim"))
-        rows.append((str(rank), name, *_numbers(case, each, no_price="?")))
+        role = mark(rank, choose)
+        heading = (each.candidate.title, "bold"), f" ({role})" if role else ""
+        name = Text.assemble(*heading, "\n", (each.candidate.detail, "dim"))
+        rows.append((str(rank), name, *numbers(case, each, no_price="?")))
         unknown = each.penalty.unknown
         notes.append(f"{rank}: {f'unknown: {unknown}' if unknown else '; '.join(each.penalty.sources)}")
     table = make_table(("", "method", "busy", "hours", "bytes", "USD", "loss"), rows, num_text=2)
@@ -98,16 +103,6 @@ def _print(case: Case, shown: list[tuple[int, Outcome]]) -> None:
         console.print(line, style="dim")
 
 
-def _numbers(case: Case, outcome: Outcome, no_price: str) -> tuple[str, ...]:
-    """Utilisation, hours, bytes, money and loss, for a table."""
-    percent = outcome.penalty.percent
-    return (
-        f"{100 * case.utilization(outcome):.1f} %", significant(outcome.hours), SIZE.show(outcome.total_bytes),
-        no_price if outcome.usd is None else f"{outcome.usd:,.0f}",
-        "unknown" if percent is None else f"{percent:+.1f} %",
-    )  # fmt: skip
-
-
 def _headline(case: Case) -> str:
     workload, budget = case.workload, case.budget
     steps = budget.tokens / budget.tokens_per_step
@@ -119,7 +114,7 @@ def _headline(case: Case) -> str:
     )
 
 
-def _print_why(case: Case, shown: list[tuple[int, Outcome]]) -> None:
+def _print_why(case: Case, shown: Ranked) -> None:
     console = Console(highlight=False, markup=False)
     for rank, outcome in shown:
         console.print(f"\n{rank}: {outcome.candidate}", style="bold")
@@ -140,33 +135,11 @@ def _print_choice(case: Case, ranked: list[Outcome], choose: int, out: Path | No
         )
 
 
-def _write(directory: Path, text: str, case: Case, ranked: list[Outcome]) -> None:
+def _write(directory: Path, text: str, case: Case, shown: Ranked, choose: int) -> None:
     require()
-    drawn = _pictures(case, _best_of_methods(ranked))
-    files = write(directory, "advice", "Which method, at what cost", _headline(case) + ".", drawn)
+    files = write(
+        directory, "advice", "Which method, at what cost", _headline(case) + ".", pictures(case, shown, choose)
+    )
     with translated(OSError, StoreError, f"cannot write {directory / RUN_FILE}", "name another directory with --out"):
         (directory / RUN_FILE).write_text(text, encoding="utf-8")
     say_written((*files, directory / RUN_FILE))
-
-
-def _pictures(case: Case, shown: list[Outcome]) -> list[Picture]:
-    names = []
-    for each in shown:
-        status = standing(case, each)
-        names.append(each.candidate.title + ("" if status == "allowed" else f"\n(loss {status})"))
-    heads = ("method", "computing", "hours", "bytes in all", "USD", "loss")
-    rows = [(str(each.candidate), *_numbers(case, each, no_price="")) for each in shown]
-    hours = bars(
-        names, [Bars("hours", [each.hours for each in shown])], Axis("hours until the tokens are trained", log=True)
-    )
-    percents = [100 * case.utilization(each) for each in shown]
-    axis = Axis("computing, % of the time of all accelerators", low=0.0, high=100.0)
-    text = "The best setting of each method; first those whose loss penalty is allowed."
-    computing = "What part of the time the accelerators compute."
-    return [
-        Picture("hours", "Hours", text, hours, heads, rows),
-        Picture(
-            "computing", "Utilisation", computing, bars(names, [Bars("computing", percents)], axis), heads[:2],
-            [row[:2] for row in rows],
-        ),
-    ]  # fmt: skip

@@ -16,7 +16,7 @@ from diloco.errors import ConfigError
 from diloco.planning.failures import CONFIDENCE, Goodput, simulate
 from diloco.planning.fleet import Fleet, Mode, RoundRules, Speeds, Times
 from diloco.planning.goodput_pictures import pictures, title
-from diloco.planning.pictures import require, write
+from diloco.planning.picture_pages import require, write
 from diloco.planning.units import TIME
 
 

@@ -11,7 +11,8 @@ from rich.console import Console
 from diloco.cli._options import Json, Model, Parameters, PicturesDir, SyncEvery
 from diloco.cli._output import make_table, say_written
 from diloco.cli.plan._model import parameters_of
-from diloco.planning.pictures import require, write
+from diloco.planning.picture_pages import require, write
+from diloco.planning.pictures import short
 from diloco.planning.scaling_laws import Expected, expect
 from diloco.planning.scaling_pictures import pictures
 from diloco.planning.units import significant
@@ -45,7 +46,9 @@ def command(
     for sentence in outside:
         typer.echo(f"warning: {sentence}", err=True)
     if out is not None:
-        lead = f"{found.num_parameters:.3g} parameters, {found.num_learners} learners. Made by diloco plan scaling."
+        lead = (
+            f"{short(found.num_parameters, 3)} parameters, {found.num_learners} learners. Made by diloco plan scaling."
+        )
         say_written(write(out, "scaling", "Scaling laws", lead, pictures(found)))
 
 

@@ -12,7 +12,8 @@ from diloco.cli._output import make_table, say_written
 from diloco.cli.plan._model import parameters_of
 from diloco.core.codecs.formats import wire_format
 from diloco.errors import ConfigError
-from diloco.planning.pictures import require, write
+from diloco.planning.picture_pages import require, write
+from diloco.planning.pictures import short
 from diloco.planning.training_time import NETWORKS, Link, PaperNetwork, TrainingPlan, WallClock, wall_clock
 from diloco.planning.training_time_pictures import pictures, title
 from diloco.planning.units import COMPUTE, RATE, SIZE, TIME, significant
@@ -68,7 +69,7 @@ def command(
     else:
         _print(found)
     if out is not None:
-        lead = f"{num_parameters:.3g} parameters, {tokens:.3g} tokens. Made by diloco plan wallclock."
+        lead = f"{short(num_parameters, 3)} parameters, {short(tokens, 3)} tokens. Made by diloco plan wallclock."
         say_written(write(out, "wallclock", "Wall clock", lead, pictures(found)))
 
 
