@@ -1,0 +1,281 @@
+"""Every code block of every page is executed or checked: `register.py` says how, and which cannot be executed here.
+
+The commands find a run that was served and trained by the commands of docs/two-machines.md, with a smaller model.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import yaml
+from tests.docs import register
+from tests.docs.blocks import ROOT, Block, blocks_of, blocks_of_pages
+from tests.docs.commands import CHECKS, Command, UsageError, check_files, commands_of, own_words, parse
+from tests.docs.preparing import Session, session
+
+from diloco.cli import main
+from diloco.config import parse_config
+from diloco.core.presets import method_from_table
+from diloco.planning.site import parse_site
+from diloco.planning.workload import load_workload
+
+BLOCKS = blocks_of_pages()
+PAGES = {page: [block for block in BLOCKS if block.page == page] for page in dict.fromkeys(b.page for b in BLOCKS)}
+RUN_FILE_START = '[run]\nname = "page"\ntokens = 1_000_000\nlearners = 2\n'
+SITE_FILE = """
+[model]
+parameters = 5e4
+layers = 1
+[budget]
+tokens = 24_576
+tokens_per_step = 1024
+[[site]]
+name = "berlin"
+step_time = "100 ms"
+up = "50 Mbit/s"
+down = "50 Mbit/s"
+latency = "20 ms"
+[[site]]
+name = "lab"
+step_time = "120 ms"
+up = "20 Mbit/s"
+down = "20 Mbit/s"
+latency = "30 ms"
+"""
+
+Call = Callable[..., str]
+T = TypeVar("T")
+
+
+@pytest.fixture
+def call(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
+    """A command of `diloco` in this process; what it prints on standard output."""
+
+    def call(*words: str, columns: int = 120) -> str:
+        monkeypatch.setenv("COLUMNS", str(columns))
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        printed, said = capfd.readouterr()
+        assert not ended.value.code, f"diloco {' '.join(words)}: {said}"
+        return printed
+
+    return call
+
+
+# --- the run that the commands find ------------------------------------------------------------------------------------
+
+TWO_MACHINES = [
+    command
+    for block in PAGES["docs/two-machines.md"]
+    if block.language == "commands"
+    for command in commands_of(block.text)
+]
+HERE = {"two-sites": "demo", "syncer.example.org": "127.0.0.1", "0.0.0.0:7700": "127.0.0.1:0"}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A directory in which docs/two-machines.md was gone through, with the syncer still running."""
+    directory = tmp_path_factory.mktemp("world")
+    text = (ROOT / "examples" / "two-sites" / "run.toml").read_text()
+    for old, new in {
+        '"two-sites"': '"demo"', "4_000_000": "24_576", "= 256": "= 16", "= 704": "= 24", "layers = 5": "layers = 1",
+        "length = 128": "length = 64", "sync_every = 30": "sync_every = 6", "overlap = 5": "overlap = 1",
+        "warmup_steps = 20": "warmup_steps = 4", "at_least = 1": "at_least = 2", "metrics_port = 9100": "",
+        "[syncer]": "[evaluate]\nsequences = 8\n\n[syncer]\nrecord_contributions = true",
+    }.items():  # fmt: skip
+        assert old in text, old
+        text = text.replace(old, new)
+    (directory / "run.toml").write_text(text)
+    (directory / "site.toml").write_text(SITE_FILE)
+    (directory / "slow.toml").write_text(SITE_FILE.replace("50 Mbit/s", "2 Mbit/s"))
+    lines = [[_here(word) for word in own_words(command.words) or []] for command in TWO_MACHINES]
+    assert [words[0] for words in lines] == ["keys", "keys", "keys", "syncer", "train", "train", "status"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(directory)
+        for words in [*lines[:3], ["keys", "add", "learner", "paris"], ["keys", "add", "admin", "anna", "operator"]]:
+            with pytest.raises(SystemExit) as ended:
+                main(words)
+            assert not ended.value.code
+        with _started(directory, *lines[3], "--port-file", "port") as syncer:
+            try:
+                _wait_for(directory / "port", syncer)
+                address = f"127.0.0.1:{(directory / 'port').read_text().strip()}"
+                (directory / "run.toml").write_text(text.replace("syncer.example.org:7700", address))
+                with _started(directory, *lines[5]) as second:
+                    with pytest.raises(SystemExit) as ended:
+                        main(lines[4])
+                    assert not ended.value.code
+                assert second.returncode == 0
+                operators = (directory / "run.toml").read_text().replace('"keys/syncer"', '"keys/anna"')
+                (directory / "run.toml").write_text(operators)
+                yield directory
+            finally:
+                syncer.send_signal(signal.SIGTERM)
+
+
+def _here(word: str) -> str:
+    for old, new in HERE.items():
+        word = word.replace(old, new)
+    return word
+
+
+def _started(directory: Path, *words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "diloco", *words],
+        cwd=directory, text=True, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def _wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 100
+    while not path.exists() or not path.read_text():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+# --- the blocks of a page ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_blocks_of_a_page(
+    page: str, world: Path, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / "page"
+    shutil.copytree(world, directory)
+    monkeypatch.chdir(directory)
+    with session(directory) as python:
+        for block in PAGES[page]:
+            match block.language:
+                case "python":
+                    execute(block, python)
+                case "toml":
+                    read_toml(block, directory)
+                case "yaml":
+                    assert yaml.safe_load(block.text), str(block)
+                case "text":
+                    check_text(block, call)
+                case "commands" | "console" | "sh" | "bash":
+                    run_commands(block, call, directory)
+                case other:
+                    pytest.fail(f"{block}: its language {other!r} is none that this test knows; see tests/docs")
+        if page in register.RESULTS:
+            register.RESULTS[page](python.names)
+
+
+def entry(entries: dict[register.Name, T], block: Block) -> T | None:
+    return next((found for (page, start), found in entries.items() if is_named(block, page, start)), None)
+
+
+def is_named(block: Block, page: str, start: str) -> bool:
+    return block.page == page and block.text.lstrip().startswith(start)
+
+
+def execute(block: Block, python: Session) -> None:
+    if entry(register.NOT_EXECUTED, block) is not None:
+        compile(block.text, str(block), "exec")
+        return
+    if (prepare := entry(register.PREPARATIONS, block)) is not None:
+        prepare(python)
+    python.run("\n" * block.line + block.text, f"{block.page}")
+
+
+def read_toml(block: Block, directory: Path) -> None:
+    """By the reader that it is for: of the planner's models, of site files, of run files."""
+    tables = tomllib.loads(block.text)
+    if "parameters" in tables or "config" in tables:
+        (directory / "ours.toml").write_text(block.text)
+        load_workload(str(directory / "ours.toml"))
+    elif {"site", "budget", "link"} & set(tables):
+        parse_site(block.text)
+    else:
+        config = parse_config(("" if "run" in tables else RUN_FILE_START) + block.text, str(block))
+        for learner in config.learner:
+            parse_config(RUN_FILE_START + block.text, str(block), learner=learner)
+        if "method" in tables:
+            method_from_table(config.method)
+
+
+def check_text(block: Block, call: Call) -> None:
+    if (printed := entry(register.PRINTED, block)) is not None:
+        columns, command = printed
+        words = [str(ROOT / word) if word.startswith("examples/") else word for word in command.split()]
+        lines = [line.rstrip() for line in call(*words, columns=columns).splitlines()]
+        assert block.text.rstrip("\n") in "\n".join(lines), str(block)
+    else:
+        assert entry(register.TEXTS, block) is not None, f"{block}: say in tests/docs/register.py what holds this text"
+
+
+def run_commands(block: Block, call: Call, directory: Path) -> None:
+    for command in commands_of(block.text):
+        if (words := own_words(command.words)) is not None:
+            parse(words)
+        check_files(command.words)
+        if words is None or command.words[0] != "diloco":
+            program = command.words[0]
+            if program in CHECKS:
+                CHECKS[program](command.words)
+            else:
+                assert program in register.PROGRAMS, f"{block}: say in tests/docs/register.py how {program} is checked"
+        elif parsed_only(words) is None:
+            run_diloco(command, words, call, directory)
+
+
+def parsed_only(words: list[str]) -> str | None:
+    line = " ".join(words)
+    return next((start for start in register.PARSED if line.startswith(start)), None)
+
+
+def run_diloco(command: Command, words: list[str], call: Call, directory: Path) -> None:
+    """Keys are made in a directory of their own, where a page begins with none."""
+    where = directory / "operator" if words[0] == "keys" else directory
+    where.mkdir(exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(where)
+        printed = call(*(_here(word) for word in words if word != "--watch"))
+    if command.printed:
+        assert command.printed.strip() == printed.strip()
+
+
+# --- the register ------------------------------------------------------------------------------------------------------
+
+
+def test_every_entry_of_the_register_is_for_a_block() -> None:
+    listed = [*register.PREPARATIONS, *register.NOT_EXECUTED, *register.PRINTED, *register.TEXTS]
+    assert [name for name in listed if not any(is_named(block, *name) for block in BLOCKS)] == []
+    assert set(register.RESULTS) <= set(PAGES)
+    commands = [
+        command for block in BLOCKS if block.language == "commands" for command in commands_of(block.text)
+    ]
+    used = {command.words[0] for command in commands}
+    assert sorted(set(register.PROGRAMS) - used) == []
+    own = [words for command in commands if (words := own_words(command.words)) is not None]
+    assert sorted(set(register.PARSED) - {parsed_only(words) for words in own}) == []
+
+
+def test_a_command_that_does_not_exist_is_seen() -> None:
+    for wrong in (["trains", "run.toml"], ["train", "run.toml", "--supervise"], ["keys", "new", "keys"]):
+        with pytest.raises(UsageError):
+            parse(wrong)
+    for wrong in (["make", "tset"], ["pip", "install", ".[trian]"], ["python", "-m", "benchmarks.gpu", "--pages"]):
+        with pytest.raises(AssertionError):
+            CHECKS[wrong[0]](wrong)
+
+
+def test_blocks_are_found_in_lists_tabs_and_notes() -> None:
+    text = "1. a list\n\n    its text\n\n    ```python\n    a\n    ```\n\n!!! note\n\n    text\n\n        b\n"
+    assert [(block.language, block.text, block.line) for block in blocks_of(text, "page")] == [
+        ("python", "a\n", 5), ("commands", "b\n", 13),
+    ]  # fmt: skip
