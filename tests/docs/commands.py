@@ -56,7 +56,7 @@ def own_words(words: list[str]) -> list[str] | None:
 
 def parse(arguments: list[str]) -> None:
     """Let the command line read a command, without running it. Raises UsageError where it does not fit."""
-    if arguments in (["--help"], ["--version"]):
+    if {"--help", "--version"} & set(arguments):
         return
     name, *rest = arguments
     if name not in COMMANDS:
@@ -69,7 +69,7 @@ def parse(arguments: list[str]) -> None:
         inner.make_context(str(child), left, parent=context)
 
 
-# --- programs of others ------------------------------------------------------------------------------------------------
+# --- programs of others -----------------------------------------------------------------------------------------------
 
 
 def check_make(words: list[str]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.data import DataLoader
 
 import diloco
@@ -83,28 +84,31 @@ class Session:
         options = Options("127.0.0.1:0", directory, keys=self.directory / "keys" / "syncer")
         syncer = self.ends.enter_context(Syncer("demo", method or self.method, options))
         self.replaced["syncer.example.org:7700"] = syncer.address
-        self.initialises = not initialised
+        self.initialises = False
         if initialised:
             first = self.connect("site-a", initialise=True)
             diloco.Learner(self.names["model"], self.names["optimizer"], exchange=first, **(given or {})).close()
+        self.initialises = not initialised
+        self.names["exchange"] = self.connect("paris")
 
-    def connect(self, learner: str, *, initialise: bool = False) -> Any:
+    def connect(self, learner: str, *, initialise: bool | None = None) -> Any:
         return diloco.connect(
-            self.replaced["syncer.example.org:7700"], run="demo", learner=learner, initialise=initialise,
+            self.replaced["syncer.example.org:7700"], run="demo", learner=learner,
             keys=str(self.directory / "keys" / learner),
+            initialise=self.initialises if initialise is None else initialise,
         )  # fmt: skip
 
-    def close_learners(self) -> None:
-        for value in self.names.values():
-            if isinstance(value, diloco.Learner):
-                value.close()
+    def close_learners(self) -> bool:
+        """Whether there were any."""
+        learners = [name for name, value in self.names.items() if isinstance(value, diloco.Learner)]
+        for name in learners:
+            self.names.pop(name).close()
+        return bool(learners)
 
     def run(self, text: str, where: str) -> None:
-        """Execute a block. One that makes a learner finds the page's other learners gone, and an exchange of its
-        own."""
-        if "Learner(" in text and "syncer.example.org:7700" in self.replaced:
-            self.close_learners()
-            self.names["exchange"] = self.connect("paris", initialise=self.initialises)
+        """Execute a block. One that makes a learner finds the page's other learner gone, and an exchange of its own."""
+        if "Learner(" in text and self.close_learners():
+            self.names["exchange"] = self.connect("paris")
         for old, new in self.replaced.items():
             text = text.replace(old, new)
         exec(compile(text, where, "exec"), self.names)
@@ -124,6 +128,12 @@ Preparation = Callable[[Session], None]
 
 def served(session: Session) -> None:
     session.serve()
+
+
+def with_leases(session: Session) -> None:
+    """Samples are read in this process: gRPC's server, which a user has elsewhere, stands no fork."""
+    session.serve()
+    session.replaced["num_workers=4"] = "num_workers=0"
 
 
 def with_events(session: Session) -> None:
@@ -179,6 +189,7 @@ def with_lightning(session: Session) -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
+    session.common()
     module = Module()
     session.take(module)
     session.names |= {"lightning": lightning, "ModelCheckpoint": ModelCheckpoint, "module": module}
@@ -213,7 +224,12 @@ def with_buffers(session: Session) -> None:
 
 
 def with_named_buffers(session: Session) -> None:
-    session.serve(given={"buffers": {"*.running_*": "average"}})
+    router = nn.Module()
+    router.register_buffer("bias", torch.zeros(4))
+    model = nn.Module()
+    model.norm, model.router, model.head = nn.BatchNorm1d(4), router, spectral_norm(nn.Linear(4, 4))
+    session.take(nn.ModuleDict({"layer": model}))
+    session.serve(initialised=False)
 
 
 def with_an_adapter(session: Session) -> None:

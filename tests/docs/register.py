@@ -13,11 +13,11 @@ from tests.docs.preparing import Preparation
 
 Name = tuple[str, str]
 
-# --- Python: every block is executed, a page's in order and with the same names --------------------------------------------
+# --- Python: every block is executed, a page's in order and with the same names ---------------------------------------
 
 PREPARATIONS: dict[Name, Preparation] = {
     ("README.md", "import diloco"): preparing.served,
-    ("docs/data.md", "exchange ="): preparing.served,
+    ("docs/data.md", "exchange ="): preparing.with_leases,
     ("docs/events.md", "from diloco"): preparing.with_events,
     ("docs/integrations.md", "exchange ="): preparing.served,
     ("docs/integrations.md", "from diloco.integrations.accelerate"): preparing.with_accelerate,
@@ -55,7 +55,7 @@ NOT_EXECUTED: dict[Name, str] = {
 }
 """Python that is compiled only."""
 
-# --- what commands print, formulas, ... -------------------------------------------------------------------------------
+# --- what commands print, formulas, ... ------------------------------------------------------------------------------
 
 PRINTED: dict[Name, tuple[int, str]] = {
     ("docs/adviser.md", "4 learners"): (120, "plan advise examples/site.toml"),
@@ -89,7 +89,7 @@ TEXTS: dict[Name, str] = {
 }
 """Other text, and what holds it."""
 
-# --- commands ---------------------------------------------------------------------------------------------------------
+# --- commands --------------------------------------------------------------------------------------------------------
 
 PARSED: dict[str, str] = {
     "syncer run.toml": "serves until it is stopped; the run that the other commands find was served by this one",
@@ -123,4 +123,3 @@ PROGRAMS: dict[str, str] = {
     "useradd": "changes the machine",
 }
 """Programs that are not executed; the files of the repository that a command names are there."""
-

@@ -23,6 +23,7 @@ from tests.docs.blocks import ROOT, Block, blocks_of, blocks_of_pages
 from tests.docs.commands import CHECKS, Command, UsageError, check_files, commands_of, own_words, parse
 from tests.docs.preparing import Session, session
 
+import diloco.training.loop  # noqa: F401 - what `diloco train` imports, once for all tests
 from diloco.cli import main
 from diloco.config import parse_config
 from diloco.core.presets import method_from_table
@@ -39,6 +40,7 @@ layers = 1
 [budget]
 tokens = 24_576
 tokens_per_step = 1024
+sequence_length = 64
 [[site]]
 name = "berlin"
 step_time = "100 ms"
@@ -73,7 +75,7 @@ def call(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     return call
 
 
-# --- the run that the commands find ------------------------------------------------------------------------------------
+# --- the run that the commands find -----------------------------------------------------------------------------------
 
 TWO_MACHINES = [
     command
@@ -81,7 +83,9 @@ TWO_MACHINES = [
     if block.language == "commands"
     for command in commands_of(block.text)
 ]
-HERE = {"two-sites": "demo", "syncer.example.org": "127.0.0.1", "0.0.0.0:7700": "127.0.0.1:0"}
+HERE = {
+    "two-sites": "demo", "syncer.example.org": "127.0.0.1", "0.0.0.0:7700": "127.0.0.1:0", "/mnt/other": "other-disk",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -90,9 +94,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     directory = tmp_path_factory.mktemp("world")
     text = (ROOT / "examples" / "two-sites" / "run.toml").read_text()
     for old, new in {
-        '"two-sites"': '"demo"', "4_000_000": "24_576", "= 256": "= 16", "= 704": "= 24", "layers = 5": "layers = 1",
+        '"two-sites"': '"demo"', "4_000_000": "49_152", "= 256": "= 16", "= 704": "= 24", "layers = 5": "layers = 1",
         "length = 128": "length = 64", "sync_every = 30": "sync_every = 6", "overlap = 5": "overlap = 1",
-        "warmup_steps = 20": "warmup_steps = 4", "at_least = 1": "at_least = 2", "metrics_port = 9100": "",
+        "warmup_steps = 20": "warmup_steps = 4", "metrics_port = 9100": "",
         "[syncer]": "[evaluate]\nsequences = 8\n\n[syncer]\nrecord_contributions = true",
     }.items():  # fmt: skip
         assert old in text, old
@@ -113,13 +117,13 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
                 _wait_for(directory / "port", syncer)
                 address = f"127.0.0.1:{(directory / 'port').read_text().strip()}"
                 (directory / "run.toml").write_text(text.replace("syncer.example.org:7700", address))
-                with _started(directory, *lines[5]) as second:
+                with _started(directory, *lines[4]) as first:
                     with pytest.raises(SystemExit) as ended:
-                        main(lines[4])
+                        main(lines[5])  # imports nothing any more, so it waits for the first one's model
                     assert not ended.value.code
-                assert second.returncode == 0
-                operators = (directory / "run.toml").read_text().replace('"keys/syncer"', '"keys/anna"')
-                (directory / "run.toml").write_text(operators)
+                assert first.returncode == 0
+                text = (directory / "run.toml").read_text().replace('"keys/syncer"', '"keys/anna"')
+                (directory / "run.toml").write_text(text)
                 yield directory
             finally:
                 syncer.send_signal(signal.SIGTERM)
@@ -146,9 +150,20 @@ def _wait_for(path: Path, process: subprocess.Popen[str]) -> None:
         time.sleep(0.05)
 
 
-# --- the blocks of a page ----------------------------------------------------------------------------------------------
+# --- the blocks of a page ---------------------------------------------------------------------------------------------
 
 
+# Of libraries that pages attach to, as in tests/integrations.
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+@pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available")
+@pytest.mark.filterwarnings("ignore:When using ``NO_SHARD``")
+@pytest.mark.filterwarnings("ignore:The number of training batches .* is smaller than the logging interval")
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # transformers, of peft
+@pytest.mark.filterwarnings("ignore:The `srun` command is available")
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated")
+@pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
 @pytest.mark.parametrize("page", PAGES)
 def test_the_blocks_of_a_page(
     page: str, world: Path, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -157,8 +172,8 @@ def test_the_blocks_of_a_page(
     shutil.copytree(world, directory)
     monkeypatch.chdir(directory)
     with session(directory) as python:
-        for block in PAGES[page]:
-            match block.language:
+        for block in sorted(PAGES[page], key=lambda block: block.language != "toml"):  # commands name these files
+            match "text" if entry(register.TEXTS, block) else block.language:
                 case "python":
                     execute(block, python)
                 case "toml":
@@ -249,16 +264,14 @@ def run_diloco(command: Command, words: list[str], call: Call, directory: Path) 
         assert command.printed.strip() == printed.strip()
 
 
-# --- the register ------------------------------------------------------------------------------------------------------
+# --- the register -----------------------------------------------------------------------------------------------------
 
 
 def test_every_entry_of_the_register_is_for_a_block() -> None:
     listed = [*register.PREPARATIONS, *register.NOT_EXECUTED, *register.PRINTED, *register.TEXTS]
     assert [name for name in listed if not any(is_named(block, *name) for block in BLOCKS)] == []
     assert set(register.RESULTS) <= set(PAGES)
-    commands = [
-        command for block in BLOCKS if block.language == "commands" for command in commands_of(block.text)
-    ]
+    commands = [command for block in BLOCKS if block.language == "commands" for command in commands_of(block.text)]
     used = {command.words[0] for command in commands}
     assert sorted(set(register.PROGRAMS) - used) == []
     own = [words for command in commands if (words := own_words(command.words)) is not None]
@@ -272,6 +285,13 @@ def test_a_command_that_does_not_exist_is_seen() -> None:
     for wrong in (["make", "tset"], ["pip", "install", ".[trian]"], ["python", "-m", "benchmarks.gpu", "--pages"]):
         with pytest.raises(AssertionError):
             CHECKS[wrong[0]](wrong)
+
+
+def test_a_block_that_is_not_in_the_register_is_seen(call: Call, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="say in tests/docs/register.py what holds this text"):
+        check_text(Block("docs/new.md", 1, "text", "new\n"), call)
+    with pytest.raises(AssertionError, match="say in tests/docs/register.py how terraform is checked"):
+        run_commands(Block("docs/new.md", 1, "commands", "terraform apply\n"), call, tmp_path)
 
 
 def test_blocks_are_found_in_lists_tabs_and_notes() -> None:
