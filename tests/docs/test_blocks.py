@@ -6,15 +6,13 @@ The commands find a run that was served and trained by the commands of docs/two-
 from __future__ import annotations
 
 import os
+import re
 import shutil
-import signal
-import subprocess
-import sys
-import time
 import tomllib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import TextIO, TypeVar
 
 import pytest
 import yaml
@@ -22,6 +20,7 @@ from tests.docs import register
 from tests.docs.blocks import ROOT, Block, blocks_of, blocks_of_pages
 from tests.docs.commands import CHECKS, Command, UsageError, check_files, commands_of, own_words, parse
 from tests.docs.preparing import Session, session
+from tests.processes import start_module
 
 import diloco.training.loop  # noqa: F401 - what `diloco train` imports, once for all tests
 from diloco.cli import main
@@ -112,21 +111,17 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             with pytest.raises(SystemExit) as ended:
                 main(words)
             assert not ended.value.code
-        with _started(directory, *lines[3], "--port-file", "port") as syncer:
-            try:
-                _wait_for(directory / "port", syncer)
-                address = f"127.0.0.1:{(directory / 'port').read_text().strip()}"
-                (directory / "run.toml").write_text(text.replace("syncer.example.org:7700", address))
-                with _started(directory, *lines[4]) as first:
-                    with pytest.raises(SystemExit) as ended:
-                        main(lines[5])  # imports nothing any more, so it waits for the first one's model
-                    assert not ended.value.code
-                assert first.returncode == 0
-                text = (directory / "run.toml").read_text().replace('"keys/syncer"', '"keys/anna"')
-                (directory / "run.toml").write_text(text)
-                yield directory
-            finally:
-                syncer.send_signal(signal.SIGTERM)
+        with _started(directory, *lines[3]) as said:
+            address = next(found[1] for line in said if (found := re.search(r"syncer for run 'demo' at (\S+)", line)))
+            text = text.replace("syncer.example.org:7700", address)
+            (directory / "run.toml").write_text(text)
+            with _started(directory, *lines[4]) as said_by_first:
+                with pytest.raises(SystemExit) as ended:
+                    main(lines[5])  # this process has all imported, so it waits for the first one's model
+                assert not ended.value.code
+                assert "site-a trained" in said_by_first.read()
+            (directory / "run.toml").write_text(text.replace('"keys/syncer"', '"keys/anna"'))
+            yield directory
 
 
 def _here(word: str) -> str:
@@ -135,24 +130,24 @@ def _here(word: str) -> str:
     return word
 
 
-def _started(directory: Path, *words: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "diloco", *words],
-        cwd=directory, text=True, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-
-
-def _wait_for(path: Path, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 100
-    while not path.exists() or not path.read_text():
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+@contextmanager
+def _started(directory: Path, *words: str) -> Iterator[TextIO]:
+    """A command of `diloco` as a process, which ends with this; what it says."""
+    reading, writing = os.pipe()
+    process = start_module("tests.docs.at", str(directory), *words, out=writing, err=writing)
+    os.close(writing)
+    try:
+        with open(reading) as said:
+            yield said
+    finally:
+        process.terminate()
+        process.join()
 
 
 # --- the blocks of a page ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.timeout(300)  # the run that all pages find is made before the first
 # Of libraries that pages attach to, as in tests/integrations.
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 @pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available")
