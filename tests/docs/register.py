@@ -69,6 +69,7 @@ TEXTS: dict[Name, str] = {
     ("docs/data.md", "done + leased"): "an identity: tests/core/test_leases.py",
     ("docs/data.md", "Σ fates"): "an identity: tests/core/test_leases.py",
     ("docs/decoupled.md", "grace = "): "a formula: tests/core/rounds",
+    ("docs/concepts.md", "Δ ="): "formulas: tests/core/test_merge.py, tests/core/test_outer.py",
     ("docs/decoupled.md", "unequal:"): A_RUN + "its form: tests/syncer/test_status.py",
     ("docs/goodput.md", "not elastic"): "a formula: tests/planning/test_goodput.py",
     ("docs/replay.md", "starts of the syncer"): A_RUN + "its form: tests/syncer/test_replay.py",
