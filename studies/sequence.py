@@ -18,8 +18,8 @@ MESSAGES = (
     ("standby", "", "serves the run from version 7, in epoch 2"),
     ("learners", "standby", "join again; offer what is not published"),
     ("standby", "learners", "version 8"),
-    ("first", "standby", "back: which epoch?"),
-    ("standby", "first", "2: follow me"),
+    ("first", "standby", "back, with --follow"),
+    ("standby", "first", "epoch 2, versions since 7"),
 )
 
 

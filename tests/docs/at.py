@@ -8,6 +8,6 @@ import torch
 from diloco.cli import main
 
 torch.set_num_threads(1)
-sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # a fork's are of files
+sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))  # a fork's are of files
 os.chdir(sys.argv[1])
 main(sys.argv[2:])
