@@ -17,6 +17,9 @@ from torch.utils.data import DataLoader
 import diloco
 from diloco.syncer.server import Options, Syncer
 
+SYNCER = "syncer.example.org:7700"
+"""Where pages say that the run `demo` is served."""
+
 
 class Model(nn.Module):
     """Predicts a token from the one before it."""
@@ -66,7 +69,7 @@ class Session:
             "torch": torch, "diloco": diloco, "DataLoader": DataLoader,
             "dataset": rows, "loader": DataLoader(rows, batch_size=8),  # type: ignore[arg-type]
             "tokens": 64, "num_tokens": 64, "step": 1, "state": None, "evaluate": lambda model: None,
-            "loss": torch.tensor(2.0), "held_out": 2.5,
+            "loss": torch.tensor(2.0), "held_out": 2.5, "build_model": Model, "first": False,
         }  # fmt: skip
         self.take(Model())
 
@@ -83,7 +86,7 @@ class Session:
         directory = self.directory / f"served-{len(list(self.directory.glob('served-*')))}"
         options = Options("127.0.0.1:0", directory, keys=self.directory / "keys" / "syncer")
         syncer = self.ends.enter_context(Syncer("demo", method or self.method, options))
-        self.replaced["syncer.example.org:7700"] = syncer.address
+        self.replaced[SYNCER] = syncer.address
         self.initialises = False
         if initialised:
             first = self.connect("site-a", initialise=True)
@@ -93,7 +96,7 @@ class Session:
 
     def connect(self, learner: str, *, initialise: bool | None = None) -> Any:
         return diloco.connect(
-            self.replaced["syncer.example.org:7700"], run="demo", learner=learner,
+            self.replaced[SYNCER], run="demo", learner=learner,
             keys=str(self.directory / "keys" / learner),
             initialise=self.initialises if initialise is None else initialise,
         )  # fmt: skip
@@ -106,7 +109,10 @@ class Session:
         return bool(learners)
 
     def run(self, text: str, where: str) -> None:
-        """Execute a block. One that makes a learner finds the page's other learner gone, and an exchange of its own."""
+        """Execute a block. One that needs a syncer finds one; one that makes a learner finds the page's other learner
+        gone, and an exchange of its own."""
+        if SYNCER not in self.replaced and (SYNCER in text or "exchange=exchange" in text):
+            self.serve()
         if "Learner(" in text and self.close_learners():
             self.names["exchange"] = self.connect("paris")
         for old, new in self.replaced.items():
@@ -124,10 +130,6 @@ def session(directory: Path) -> Iterator[Session]:
 
 
 Preparation = Callable[[Session], None]
-
-
-def served(session: Session) -> None:
-    session.serve()
 
 
 def with_leases(session: Session) -> None:

@@ -16,16 +16,13 @@ Name = tuple[str, str]
 # --- Python: every block is executed, a page's in order and with the same names ---------------------------------------
 
 PREPARATIONS: dict[Name, Preparation] = {
-    ("README.md", "import diloco"): preparing.served,
     ("docs/data.md", "exchange ="): preparing.with_leases,
     ("docs/events.md", "from diloco"): preparing.with_events,
-    ("docs/integrations.md", "exchange ="): preparing.served,
     ("docs/integrations.md", "from diloco.integrations.accelerate"): preparing.with_accelerate,
     ("docs/integrations.md", "from diloco.integrations.transformers"): preparing.with_transformers,
     ("docs/integrations.md", "from diloco.integrations.lightning"): preparing.with_lightning,
     ("docs/islands.md", "mesh ="): preparing.with_ranks,
     ("docs/islands.md", "from torch.distributed.fsdp"): preparing.with_fsdp1,
-    ("docs/learner.md", "learner ="): preparing.served,
     ("docs/models.md", "learner ="): preparing.with_buffers,
     ("docs/models.md", "chosen ="): preparing.with_named_buffers,
     ("docs/models.md", "model = peft"): preparing.with_an_adapter,
@@ -35,7 +32,7 @@ PREPARATIONS: dict[Name, Preparation] = {
     ("examples/digits/README.md", "exchange ="): preparing.with_digits,
     ("examples/moe/README.md", "dense ="): preparing.with_experts,
 }
-"""What is made before a block."""
+"""What is made before a block, where the names of every page (`Session.common`) and a syncer are not enough."""
 
 
 def decoupled(names: dict[str, Any]) -> None:
@@ -97,6 +94,7 @@ PARSED: dict[str, str] = {
     "syncer examples/": "serves until it is stopped",
     "syncer promote": "needs two syncers: tests/syncer/test_standby.py",
     "train": "trains until the run is over; the run that the other commands find was trained by this one",
+    "demo": "a minute of two cores: tests/test_demo.py",
     "chaos": "minutes of processor time: tests/chaos",
     "doctor run.toml": "tests/test_doctor.py",
     "evaluate": "lambada_openai is fetched from the hub: tests/evaluation",

@@ -11,6 +11,7 @@ import shutil
 import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TextIO, TypeVar
 
@@ -171,6 +172,8 @@ def test_the_blocks_of_a_page(
             match "text" if entry(register.TEXTS, block) else block.language:
                 case "python":
                     execute(block, python)
+                case "diff":
+                    execute(replace(block, text=re.sub(r"^-.*\n|^[+ ]", "", block.text, flags=re.MULTILINE)), python)
                 case "toml":
                     read_toml(block, directory)
                 case "yaml":
