@@ -109,6 +109,7 @@ PROGRAMS: dict[str, str] = {
     "cp": "changes the machine",
     "docker": "needs Docker; the files: tests/templates",
     "install": "changes the machine",
+    "jupyter": "a browser; tests/docs/test_notebooks.py executes the notebooks",
     "kubectl": "needs a cluster; the files: tests/templates",
     "mkdir": "another machine's",
     "nft": "needs root: tests/syncer/test_floods.py",
