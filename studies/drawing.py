@@ -62,7 +62,8 @@ def svg(height: float, title: str, parts: Iterator[str]) -> str:
     """A drawing with this title, which is read aloud too."""
     body = "\n".join(parts)
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH:g} {height:g}" role="img" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH:g} {height:g}" '
+        f'width="{1.5 * WIDTH:g}" height="{1.5 * height:g}" role="img" '
         f'aria-label="{escape(title)}">\n<style>{STYLE}</style>\n'
         f'<rect class="ground" width="{WIDTH:g}" height="{height:g}" rx="6"/>\n'
         f"{text(10, 18, title, 'title')}\n{body}\n</svg>\n"
