@@ -343,18 +343,6 @@ def test_all_settings_and_a_faster_one_of_unknown_loss(
     assert "at a loss that no experiment has measured" in printed
 
 
-@pytest.mark.parametrize(("columns", "arguments"), [("120", []), ("150", ["--why"])])
-def test_the_page_shows_what_the_example_gives(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: str, arguments: list[str]
-) -> None:
-    """As `COLUMNS=120 diloco plan advise examples/site.toml` prints it, and the first row's reasons at 150."""
-    monkeypatch.setenv("COLUMNS", columns)
-    _, printed, _ = call(capsys, str(ROOT / "examples" / "site.toml"), *arguments)
-    printed = "\n".join(line.rstrip() for line in printed.splitlines())
-    blocks = re.findall(r"```text\n(.*?)\n```", (ROOT / "docs" / "adviser.md").read_text(), re.DOTALL)
-    assert blocks[len(arguments)] in printed
-
-
 def test_on_a_narrow_terminal_the_words_give_way_and_no_number(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

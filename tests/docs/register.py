@@ -1,0 +1,125 @@
+"""How the blocks of the pages are checked, and the ones that cannot be executed here, each with the reason.
+
+A block is named by its page and its beginning. `test_blocks.py` fails for a block that is not checked and not listed,
+and for an entry that matches no block any more.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.docs import preparing
+from tests.docs.preparing import Preparation
+
+Name = tuple[str, str]
+
+# --- Python: every block is executed, a page's in order and with the same names ---------------------------------------
+
+PREPARATIONS: dict[Name, Preparation] = {
+    ("docs/data.md", "exchange ="): preparing.with_leases,
+    ("docs/events.md", "from diloco"): preparing.with_events,
+    ("docs/integrations.md", "from diloco.integrations.accelerate"): preparing.with_accelerate,
+    ("docs/integrations.md", "from diloco.integrations.transformers"): preparing.with_transformers,
+    ("docs/integrations.md", "from diloco.integrations.lightning"): preparing.with_lightning,
+    ("docs/islands.md", "mesh ="): preparing.with_ranks,
+    ("docs/islands.md", "from torch.distributed.fsdp"): preparing.with_fsdp1,
+    ("docs/models.md", "learner ="): preparing.with_buffers,
+    ("docs/models.md", "chosen ="): preparing.with_named_buffers,
+    ("docs/models.md", "model = peft"): preparing.with_an_adapter,
+    ("docs/torchft.md", "from diloco"): preparing.with_a_lighthouse,
+    ("docs/trackers.md", "from diloco"): preparing.with_wandb,
+    ("docs/watch.md", "learner.log"): preparing.with_a_learner,
+    ("examples/digits/README.md", "exchange ="): preparing.with_digits,
+    ("examples/moe/README.md", "dense ="): preparing.with_experts,
+}
+"""What is made before a block, where the names of every page (`Session.common`) and a syncer are not enough."""
+
+
+def decoupled(names: dict[str, Any]) -> None:
+    assert [round(metrics["steps"] / 40) for metrics in names["metrics"]] == [5, 5, 3, 2]  # 1 : 1 : 0.6 : 0.4
+    assert all(metrics["merges"] > 10 for metrics in names["metrics"])
+
+
+RESULTS = {
+    "docs/decoupled.md": decoupled,
+}
+"""What a page's names hold in the end."""
+
+NOT_EXECUTED: dict[Name, str] = {
+    ("docs/integrations.md", "from diloco.integrations.torchtitan"): (
+        "torchtitan is not installed beside the rest; `make torchtitan` runs its example"
+    ),
+}
+"""Python that is compiled only."""
+
+# --- what commands print, formulas, ... ------------------------------------------------------------------------------
+
+PRINTED: dict[Name, tuple[int, str]] = {
+    ("docs/adviser.md", "4 learners"): (120, "plan advise examples/site.toml"),
+    ("docs/adviser.md", "1: Streaming"): (150, "plan advise examples/site.toml --why"),
+}
+"""Text that a command of `diloco` prints, word for word, in a terminal of so many columns."""
+
+A_RUN = "printed by a run, and another time by another one; "
+TEXTS: dict[Name, str] = {
+    ("README.md", "src/diloco/"): "the tree: tests/test_project.py",
+    ("docs/data.md", "done + leased"): "an identity: tests/core/test_leases.py",
+    ("docs/data.md", "Σ fates"): "an identity: tests/core/test_leases.py",
+    ("docs/decoupled.md", "grace = "): "a formula: tests/core/rounds",
+    ("docs/concepts.md", "Δ ="): "formulas: tests/core/test_merge.py, tests/core/test_outer.py",
+    ("docs/decoupled.md", "unequal:"): A_RUN + "its form: tests/syncer/test_status.py",
+    ("docs/goodput.md", "not elastic"): "a formula: tests/planning/test_goodput.py",
+    ("docs/replay.md", "starts of the syncer"): A_RUN + "its form: tests/syncer/test_replay.py",
+    ("docs/replay.md", "STATE/journal/"): "files of a journal: tests/syncer/test_replay.py",
+    ("docs/torchft.md", "08:25:47"): A_RUN + "what happens: tests/exchange/test_torchft.py",
+    ("docs/wallclock.md", "computing"): "a formula: tests/planning/test_wallclock.py",
+    ("docs/watch.md", "2026-11-24T09:12:00Z"): A_RUN + "its form: tests/syncer/test_log.py",
+    ("docs/watch.md", "2026-11-24T09:12:03Z"): A_RUN + "its form: tests/syncer/test_log.py",
+    ("docs/wire-formats.md", "[scale"): "a format: tests/core/test_codecs.py",
+    ("docs/wire-formats.md", "scale ="): "a format: tests/core/test_codecs.py",
+    ("docs/wire-formats.md", "[codebook: 4"): "a format: tests/core/test_codecs.py",
+    ("docs/wire-formats.md", "y ="): "a format: tests/core/test_codecs.py",
+    ("docs/wire-formats.md", "[codebook: 256"): "a format: tests/core/test_codecs.py",
+    ("docs/wire-formats.md", "w ="): "a format: tests/core/test_codecs.py",
+    ("docs/wire-formats.md", "[positions"): "a format: tests/core/test_codecs.py",
+    ("examples/digits/README.md", "shards mixed"): A_RUN + "half a minute; its order: tests/test_examples.py",
+    ("examples/moe/README.md", "336,512"): A_RUN + "minutes; its order: tests/test_examples.py",
+}
+"""Other text, and what holds it."""
+
+# --- commands --------------------------------------------------------------------------------------------------------
+
+PARSED: dict[str, str] = {
+    "syncer run.toml": "serves until it is stopped; the run that the other commands find was served by this one",
+    "syncer examples/": "serves until it is stopped",
+    "syncer promote": "needs two syncers: tests/syncer/test_standby.py",
+    "train": "trains until the run is over; the run that the other commands find was trained by this one",
+    "demo": "a minute of two cores: tests/test_demo.py",
+    "chaos": "minutes of processor time: tests/chaos",
+    "doctor run.toml": "tests/test_doctor.py",
+    "evaluate": "lambada_openai is fetched from the hub: tests/evaluation",
+    "plan measure": "seconds of training: tests/training/test_measure.py",
+}
+"""Commands of `diloco` that are read by the command line and not executed, by their beginning. All others are
+executed."""
+
+PROGRAMS: dict[str, str] = {
+    ".": "an environment of its own",
+    "chown": "changes the machine",
+    "cp": "changes the machine",
+    "docker": "needs Docker; the files: tests/templates",
+    "install": "changes the machine",
+    "jupyter": "a browser; tests/docs/test_notebooks.py executes the notebooks",
+    "kubectl": "needs a cluster; the files: tests/templates",
+    "mkdir": "another machine's",
+    "nft": "needs root: tests/syncer/test_floods.py",
+    "printf": "changes the machine",
+    "sbatch": "needs a cluster; the script: tests/templates",
+    "scp": "needs another machine",
+    "sky": "needs a cloud; the files: `make sky`",
+    "systemctl": "needs systemd; the units: tests/templates",
+    "torchft_lighthouse": "serves until it is stopped: tests/exchange/test_torchft.py",
+    "torchrun": "one process for each GPU; the `diloco train` in it is read",
+    "useradd": "changes the machine",
+}
+"""Programs that are not executed; the files of the repository that a command names are there."""
