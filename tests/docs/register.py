@@ -49,6 +49,8 @@ NOT_EXECUTED: dict[Name, str] = {
     ("docs/integrations.md", "from diloco.integrations.torchtitan"): (
         "torchtitan is not installed beside the rest; `make torchtitan` runs its example"
     ),
+    ("docs/start.md", "import sys"): "a script with arguments: tests/test_start.py runs it as two processes",
+    ("docs/start.md", "exchange ="): "a line of that script, of the run `first`",
 }
 """Python that is compiled only."""
 
@@ -71,6 +73,10 @@ TEXTS: dict[Name, str] = {
     ("docs/goodput.md", "not elastic"): "a formula: tests/planning/test_goodput.py",
     ("docs/replay.md", "starts of the syncer"): A_RUN + "its form: tests/syncer/test_replay.py",
     ("docs/replay.md", "STATE/journal/"): "files of a journal: tests/syncer/test_replay.py",
+    ("docs/start.md", "tensor("): "printed by examples/start/first.py: tests/test_start.py",
+    ("docs/start.md", "first: StreamingDiLoCo, step"): A_RUN + "its form: tests/syncer/test_status.py",
+    ("docs/start.md", "2026-"): A_RUN + "its form: tests/syncer/test_log.py",
+    ("docs/start.md", "first: StreamingDiLoCo, 295,968"): A_RUN + "its form: tests/test_report.py",
     ("docs/torchft.md", "08:25:47"): A_RUN + "what happens: tests/exchange/test_torchft.py",
     ("docs/wallclock.md", "computing"): "a formula: tests/planning/test_wallclock.py",
     ("docs/watch.md", "2026-11-24T09:12:00Z"): A_RUN + "its form: tests/syncer/test_log.py",
@@ -93,10 +99,13 @@ PARSED: dict[str, str] = {
     "syncer run.toml": "serves until it is stopped; the run that the other commands find was served by this one",
     "syncer examples/": "serves until it is stopped",
     "syncer promote": "needs two syncers: tests/syncer/test_standby.py",
+    "tokenize": "needs texts: tests/training/test_token_shards.py",
     "train": "trains until the run is over; the run that the other commands find was trained by this one",
     "demo": "a minute of two cores: tests/test_demo.py",
     "chaos": "minutes of processor time: tests/chaos",
     "doctor run.toml": "tests/test_doctor.py",
+    "status examples/start/": "asks for the run `first`: tests/test_start.py",
+    "report runs/first/": "of the run `first`: tests/test_report.py",
     "evaluate": "lambada_openai is fetched from the hub: tests/evaluation",
     "plan measure": "seconds of training: tests/training/test_measure.py",
 }
