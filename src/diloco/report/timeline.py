@@ -149,6 +149,11 @@ class Timeline:
         """Learners that joined and neither left nor were given up."""
         return sorted(name for name, spans in self.presence.items() if spans[-1][1] is None)
 
+    def is_away(self, learner: str) -> bool:
+        """Whether the learner was killed and has not joined since; the syncer counts on it until a deadline is over."""
+        joined_at = max((begin for begin, _ in self.presence.get(learner, [])), default=0.0)
+        return any(kill.name == learner and kill.t > joined_at for kill in self.kills)
+
     def num_live(self, at: float) -> int:
         """Learners that were part of the run at a time."""
         return sum(

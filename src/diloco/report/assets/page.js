@@ -88,36 +88,52 @@ function show() {
   bytes(head);
   events();
   method(head.method);
+  if (story.demo) demo(story.demo);
   charts();
 }
+
+const fewer = (ratio) => {
+  const times = Math.max(ratio, 1 / ratio);
+  return `${times >= 9.95 ? Math.round(times) : times.toFixed(1)} times ${ratio < 1 ? "more" : "fewer"} bytes than data parallel`;
+};
 
 function lead(head) {
   const parts = [`${head.method.name ?? "no method"}, ${head.state}`];
   if (head.live) parts.push(`${head.live}${head.planned ? ` of ${head.planned}` : ""} learners are live`);
   if (head.loss !== null) parts.push(`held-out loss ${head.loss.toFixed(3)} after ${short(head.loss_at)} tokens`);
-  if (head.ratio !== null) parts.push(`${head.ratio >= 10 ? Math.round(head.ratio) : head.ratio.toFixed(1)} times fewer bytes than data parallel`);
+  if (head.ratio) parts.push(fewer(head.ratio));
   return `${parts.join("; ")}.`;
 }
 
-function tiles(head) {
+const tile = (value, text, extra) => make("div", { class: "tile" }, make("b", {}, value), ...(extra ? [extra] : []), make("span", {}, text));
+
+function tiles(head) { // one without a number isn't there
   const done = head.budget ? Math.min(1, head.tokens / head.budget) : null;
-  const tile = (value, text, extra) => make("div", { class: "tile" }, make("b", {}, value), ...(extra ? [extra] : []), make("span", {}, text));
   const meter = done === null ? null : make("div", { class: "meter" }, make("i", { style: { width: `${100 * done}%` } }));
   const ended = head.state === "ended", passed_s = (ended ? head.ended_at : story.now) - head.started_at;
   const restarts = head.restarts ? `; the syncer was restarted ${head.restarts} times` : "";
   const time = ended || head.eta_s === null ? tile(duration(passed_s), (ended ? "from start to end" : "since the start") + restarts)
     : tile(duration(head.eta_s), `to go; ${duration(passed_s)} since the start${restarts}`);
   const speed = ended && passed_s > 0 ? tile(short(head.tokens / passed_s), "tokens per second, on average")
-    : tile(short(head.tokens_per_s), "tokens per second");
+    : head.tokens_per_s === null ? null : tile(short(head.tokens_per_s), "tokens per second");
   const all = [
-    tile(head.loss === null ? "–" : head.loss.toFixed(4), head.loss === null ? "held-out loss: no learner has told one yet" : "held-out loss, nats per token"),
+    head.loss === null ? null : tile(head.loss.toFixed(4), "held-out loss, nats per token"),
     tile(short(head.tokens), head.budget ? `tokens, ${percent(done)} of ${short(head.budget)}` : "tokens trained", meter),
     time,
     speed,
     ended ? tile(story.learners.length, "learners took part") : tile(head.planned ? `${head.live} of ${head.planned}` : head.live, "learners live"),
     tile(short(head.num_bytes, "B"), head.ratio === null ? "on the wire" : `on the wire; data parallel ${short(head.parallel_bytes, "B")}`),
   ];
-  $("tiles").replaceChildren(...all);
+  $("tiles").replaceChildren(...all.filter(Boolean));
+}
+
+function demo(it) { // what `diloco demo` knows of its run
+  $("run").textContent = it.headline;
+  $("lead").textContent = it.intro;
+  $("tiles").append(...it.tiles.map(([value, text]) => tile(value, text)));
+  $("bytes").append(make("p", { class: "note" }, it.bytes));
+  $("more").replaceChildren(...it.sections.map(({ title, prompt, text }) => make("section", {}, make("h2", {}, title),
+    prompt === undefined ? make("p", {}, text) : make("pre", {}, make("b", {}, prompt), text))));
 }
 
 function scores() {
@@ -192,11 +208,13 @@ function ledger() {
   $("ledger").replaceChildren(make("div", { class: "bar", "aria-hidden": "true" }, ...parts), make("div", { class: "keys" }, ...keys));
 }
 
-function bytes(head) {
+function bytes(head) { // bars of true length: 49 times fewer is a sliver
   const longest = Math.max(head.num_bytes, head.parallel_bytes, 1);
   const row = (name, value, paint) => make("div", { class: "row" }, make("span", {}, name),
     make("div", { class: "bar" }, make("i", { style: { width: `${(80 * value) / longest}%`, background: paint, minWidth: "2px" } }), make("span", {}, short(value, "B"))));
-  $("bytes").replaceChildren(row("this run", head.num_bytes, "var(--merged)"), row("data parallel", head.parallel_bytes, "var(--other)"));
+  const rows = [row("this run", head.num_bytes, "var(--merged)")];
+  if (head.ratio) rows.push(row("data parallel", head.parallel_bytes, "var(--other)"), make("p", {}, `${fewer(head.ratio)}.`));
+  $("bytes").replaceChildren(...rows);
 }
 
 function events() {
@@ -242,13 +260,21 @@ function lines(curves) {
 }
 
 function charts() {
-  draw("loss", lines(kept.loss), layout("tokens trained by the run", "loss, nats per token", 300, { showlegend: true }));
+  draw("loss", lines(kept.loss), layout("tokens trained by the run", "loss, nats per token", 300, { showlegend: true, ...warmStart() }));
   if (story.scores.length) draw("scores", lines(kept.scores), layout("tokens trained by the run", "score", 260, { showlegend: true }));
   draw("training", lines(kept.training), layout("inner step", "loss, nats per token", 300, { showlegend: true }));
   const when = (points) => points.map((point) => new Date(point[0] * 1000));
   draw("speed", [{ x: when(kept.speed), y: kept.speed.map((point) => point[1]), type: "scatter", mode: "lines",
     line: { color: css("--accent"), width: 2 }, name: "tokens/s" }], layout("", "tokens per second", 220, { showlegend: false }));
   timeline();
+}
+
+function warmStart() { // the tokens that were trained before the run had its model
+  const x1 = story.head.began_at;
+  if (!x1) return {};
+  const band = { type: "rect", yref: "paper", x0: 0, x1, y0: 0, y1: 1, fillcolor: css("--line"), opacity: 0.45, line: { width: 0 }, layer: "below" };
+  const text = { text: "warm start", x: x1 / 2, yref: "paper", y: 0, yanchor: "bottom", showarrow: false, font: { color: css("--soft") } };
+  return { shapes: [band], annotations: [text] };
 }
 
 function timeline() {
@@ -271,7 +297,8 @@ function timeline() {
   };
   traces.push(
     mark("joined", { symbol: "triangle-right", color: css("--good") }, "joined"),
-    mark("evicted", { symbol: "x", color: css("--bad") }, "evicted: silent, stalled or replaced"),
+    mark("killed", { symbol: "x", color: css("--bad") }, "killed"),
+    mark("evicted", { symbol: "diamond", color: css("--bad") }, "evicted: silent, stalled or replaced"),
     mark("left", { symbol: "square", color: css("--soft") }, "left"));
   const shape = layout("", "", 100 + 34 * Math.max(1, names.length));
   shape.yaxis = { ...shape.yaxis, type: "category", categoryarray: names.map(plain), categoryorder: "array", range: [-0.6, names.length - 0.4] };
