@@ -85,8 +85,8 @@ def _intro(outcome: DemoResult, summary: dict[str, Any]) -> str:
     return (
         f"A byte-level language model of {summary['num_parameters']:,} parameters learns the source text of Python's "
         f"standard library. One learner warms up alone for {outcome.config.warm_start.steps} steps and gives the run "
-        f"its model; two more join, and the {summary['learners']} exchange 4-bit outer gradients through a syncer. "
-        f"Data parallel, the yardstick, trains on the same {summary['baseline_tokens']:,} tokens with the same total "
+        f"its model; {summary['learners'] - 1} more join, and they exchange 4-bit outer gradients through a syncer. "
+        f"Data parallel, the yardstick, trains on as many tokens, {summary['baseline_tokens']:,}, with the same total "
         "batch."
     )
 

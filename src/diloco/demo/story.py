@@ -112,11 +112,12 @@ class _Stage:
     def start_run(self) -> None:
         """Start all processes: the joiners wait until the first learner has warmed up."""
         self._family.start("syncer", ["syncer", self._run_file], serves=True)
+        self._show(STARTING)
         for shard, name in enumerate(self.learners):
             command = self._learner_command(shard, name)
             if shard == 0:
                 command.append("--initialise")
-            self._family.start(name, command, restart=partial(self._restart_command, shard, name))
+            self._family.start(name, command, restart=partial(self._restart_command, shard, name), forks=True)
 
     def train(self) -> None:
         """Watch until every learner has left, and kill one on the way."""
@@ -205,7 +206,7 @@ class _Stage:
             self._follower.forget(name)
             return command
 
-        self._family.start(name, command, restart=restart)
+        self._family.start(name, command, restart=restart, forks=True)
 
     # --- what to show
 

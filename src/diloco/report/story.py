@@ -86,13 +86,14 @@ class Story:
                 self._head |= {"num_parameters": event.num_parameters, "state": "training", "began_at": event.tokens}
                 self._tokens = max(self._tokens, event.tokens)
             case ev.Joined():
-                self._member(event.learner).join(event.t)
+                self._member(event.learner).join(event.t, event.incarnation)
             case ev.Left():
                 self._member(event.learner).go(event.t, "left")
             case ev.Evicted():
                 member = self._member(event.learner)
                 member.evicted += 1
-                member.go(event.t, event.reason)
+                if event.incarnation >= member.incarnation:  # not replaced by a newer one
+                    member.go(event.t, event.reason)
             case ev.Merged():
                 self._merge(event)
             case ev.Reported():

@@ -46,6 +46,7 @@ const clock = (t) => new Date(t * 1000).toLocaleTimeString([], { hour12: false }
 
 function colour(name) {
   if (name === "global model") return css("--ink");
+  if (name === "data parallel") return css("--other");
   if (!colourOf.has(name)) colourOf.set(name, colourOf.size);
   return (isDark.matches ? ON_DARK : COLOURS)[colourOf.get(name) % COLOURS.length];
 }
@@ -150,20 +151,22 @@ function scores() {
 const HEADS = ["learner", "state", "step", "s/step", "share", "silence", "tokens", "loss", "sends", "receives", "bytes"];
 
 function members() {
-  const rows = story.learners.map((it) => {
+  const rate = (it, value) => (it.state === "gone" ? "–" : `${short(value, "B")}/s`);
+  const cells = story.learners.map((it) => [
+    it.state === "gone" ? it.reason : it.state, short(it.step), it.step_s === null ? "–" : it.step_s.toPrecision(2), percent(it.share),
+    it.silent_s === null ? "–" : duration(it.silent_s), short(it.tokens), it.loss === null ? "–" : it.loss.toFixed(3),
+    rate(it, it.sent_bytes_per_s), rate(it, it.received_bytes_per_s), short(it.sent_bytes + it.received_bytes, "B"),
+  ]);
+  const shown = HEADS.slice(1).map((_, index) => cells.length === 0 || cells.some((each) => each[index] !== "–"));
+  const rows = story.learners.map((it, row) => {
     const bad = it.state === "lost" || (it.state === "gone" && it.reason !== "left");
-    const state = it.state === "gone" ? it.reason : it.state;
-    const cells = [
-      state, short(it.step), it.step_s === null ? "–" : it.step_s.toPrecision(2), percent(it.share),
-      it.silent_s === null ? "–" : duration(it.silent_s), short(it.tokens), it.loss === null ? "–" : it.loss.toFixed(3),
-      `${short(it.sent_bytes_per_s, "B")}/s`, `${short(it.received_bytes_per_s, "B")}/s`, short(it.sent_bytes + it.received_bytes, "B"),
-    ];
     const name = make("td", {}, make("span", { class: "dot", style: { background: colour(it.name) } }), it.name);
     if (it.joined > 1) name.append(` (joined ${it.joined} times)`);
-    return make("tr", {}, name, ...cells.map((text, index) =>
-      make("td", { "data-head": HEADS[index + 1], class: index === 0 ? (bad ? "bad" : "") : "n" }, text)));
+    return make("tr", {}, name, ...cells[row].map((text, index) =>
+      make("td", { "data-head": HEADS[index + 1], class: index === 0 ? (bad ? "bad" : "") : "n" }, text)).filter((_, index) => shown[index]));
   });
-  const heads = HEADS.map((text, index) => make("th", { scope: "col", class: index > 1 ? "n" : "" }, text));
+  const heads = HEADS.map((text, index) => make("th", { scope: "col", class: index > 1 ? "n" : "" }, text))
+    .filter((_, index) => index === 0 || shown[index - 1]);
   $("members").replaceChildren(make("thead", {}, make("tr", {}, ...heads)), make("tbody", {}, ...rows));
 }
 
@@ -212,7 +215,7 @@ function bytes(head) { // bars of true length: 49 times fewer is a sliver
   const longest = Math.max(head.num_bytes, head.parallel_bytes, 1);
   const row = (name, value, paint) => make("div", { class: "row" }, make("span", {}, name),
     make("div", { class: "bar" }, make("i", { style: { width: `${(80 * value) / longest}%`, background: paint, minWidth: "2px" } }), make("span", {}, short(value, "B"))));
-  const rows = [row("this run", head.num_bytes, "var(--merged)")];
+  const rows = [row("this run", head.num_bytes, "var(--ink)")];
   if (head.ratio) rows.push(row("data parallel", head.parallel_bytes, "var(--other)"), make("p", {}, `${fewer(head.ratio)}.`));
   $("bytes").replaceChildren(...rows);
 }
