@@ -90,7 +90,17 @@ function show() {
   events();
   method(head.method);
   if (story.demo) demo(story.demo);
+  hideEmpty(head);
   charts();
+}
+
+function hideEmpty(head) { // a section that has nothing to show isn't there
+  const any = (curves) => Object.values(curves).some((points) => points.length);
+  const has = {
+    loss: any(kept.loss), bytes: head.num_bytes, members: story.learners.length, merges: story.num_merges, heat: story.fragments.length,
+    ledger: Object.values(story.ledger).some(Boolean), speed: kept.speed.length, training: any(kept.training), events: kept.events.length,
+  };
+  for (const [id, shown] of Object.entries(has)) $(id).closest("section").hidden = !shown;
 }
 
 const fewer = (ratio) => {
@@ -202,7 +212,6 @@ function heat() {
 
 function ledger() {
   const total = Object.values(story.ledger).reduce((sum, tokens) => sum + tokens, 0);
-  if (!total) { $("ledger").replaceChildren(make("p", { class: "note" }, "nothing was trained yet")); return; }
   const paint = (key) => ({ merged: "var(--merged)", pending: "var(--pending)", lost: "var(--lost)" })[key] ?? "var(--other)";
   const entries = Object.entries(story.ledger).filter(([, tokens]) => tokens > 0);
   const parts = entries.map(([key, tokens]) => make("i", { style: { width: `${(100 * tokens) / total}%`, background: paint(key) }, title: key }));
@@ -249,7 +258,7 @@ const drawn = {};
 
 function draw(id, traces, shape) {
   const key = JSON.stringify([traces, shape]);
-  if (drawn[id] === key) return;
+  if (drawn[id] === key || $(id).closest("section").hidden) return;
   drawn[id] = key;
   Plotly.react(id, traces, shape, CONFIG);
 }
@@ -371,7 +380,7 @@ function follow() {
   const say = (text, kind) => { $("link").textContent = text; $("link").className = `chip ${kind}`; };
   source.addEventListener("begin", () => { Object.assign(kept, { merges: [], events: [], loss: {}, training: {}, scores: {}, speed: [], wire: [] }); });
   source.onmessage = (message) => { say("live", "live"); take(JSON.parse(message.data)); };
-  source.onerror = () => say("not connected; trying again", "gone");
+  source.onerror = () => (story?.head.state === "ended" ? say("ended", "") : say("not connected; trying again", "gone"));
 }
 
 isDark.addEventListener("change", show);
