@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -76,6 +77,5 @@ def _run(arguments: list[str], out: Path, log: Path) -> None:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | flags, 0o666)
         os.dup2(file, number)
         os.close(file)
-    from diloco.cli import main
-
-    main(arguments)
+    sys.argv[1:] = arguments
+    runpy.run_module("diloco", run_name="__main__", alter_sys=True)
