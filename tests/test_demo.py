@@ -258,7 +258,7 @@ def test_only_an_earlier_demo_is_replaced(tmp_path: Path) -> None:
 def test_a_tiny_demo_survives_kills_from_outside(tmp_path: Path) -> None:
     """The whole story with real processes, with the syncer and the learner that initialised the run killed by
     the test."""
-    plan = Plan(steps=120, kill_after=0.1, isolated=False, sync_every=10, held_out=32, sample_bytes=20)
+    plan = Plan(steps=120, kill_after=0.1, isolated=True, sync_every=10, held_out=32, sample_bytes=20)
     killed: list[str] = []
     phases: list[str] = []
 
@@ -291,10 +291,12 @@ def test_a_tiny_demo_survives_kills_from_outside(tmp_path: Path) -> None:
     shown = json.loads(page.partition('id="frozen">')[2].partition("</script>")[0])
     assert shown["demo"]["headline"] == summary["headline"]
     assert shown["head"]["num_bytes"] == summary["wire_bytes"]
-    assert shown["loss"]["global model"][-1] == [summary["tokens"], summary["global_loss"]]
     own, parallel = (dict(shown["loss"][name]) for name in ("global model", "data parallel"))
+    assert own[summary["tokens"]] == summary["global_loss"]
     assert own[summary["initial_tokens"]] == parallel[summary["initial_tokens"]]  # of the one warm start
     assert parallel[summary["baseline_tokens"]] == summary["baseline_loss"]
+    alone = dict(shown["loss"]["isolated learner, at the same step"])  # drawn at the run's step
+    assert alone[max(summary["learner_steps"].values()) * 18 * 64] == summary["isolated_loss"]
     killed_at = {event["learner"] for event in shown["events"] if event["kind"] == "killed"}
     assert killed_at == {kill["name"] for kill in summary["kills"]}
 

@@ -283,7 +283,7 @@ function charts() {
 
 function warmStart() { // the tokens that were trained before the run had its model
   const x1 = story.head.began_at;
-  if (!x1) return {};
+  if (!Object.values(kept.loss).some((points) => points.some((point) => point[0] < x1))) return {};
   const band = { type: "rect", yref: "paper", x0: 0, x1, y0: 0, y1: 1, fillcolor: css("--line"), opacity: 0.45, line: { width: 0 }, layer: "below" };
   const text = { text: "warm start", x: x1 / 2, yref: "paper", y: 0, yanchor: "bottom", showarrow: false, font: { color: css("--soft") } };
   return { shapes: [band], annotations: [text] };
