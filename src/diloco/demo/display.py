@@ -96,9 +96,7 @@ def _wire(timeline: Timeline) -> str:
 
 def _panel(state: DemoState, elapsed_s: float) -> Group:
     timeline = state.timeline
-    table = Table(
-        "process", "state", "step", "", "loss", "held out", "tokens/s", "in the newest merge", box=None, pad_edge=False
-    )
+    table = Table("process", "state", "step", "", "loss", "held out", "tokens/s", "merged", box=None, pad_edge=False)
     for name, doing in state.states.items():
         if name == "syncer":
             table.add_row(name, Text(doing, style=STYLES.get(doing, "")))
