@@ -61,7 +61,7 @@ class Display:
         new = timeline.kills[self._num_kills :]
         self._num_kills = len(timeline.kills)
         for kill in new:
-            self.say(f"{kill.name} was killed (kill -9); it is started again")
+            self.say(f"{kill.name} was killed; it is started again")
         self._away += new
         for kill in list(self._away):
             if (seconds := back_after_s(timeline, kill)) is not None:
@@ -83,7 +83,7 @@ def _news(state: DemoState) -> list[str]:
         return []
     steps = "/".join(str(timeline.newest_step(name)) for name in running)
     losses = "/".join(f"{timeline.steps[name][-1].loss:.2f}" for name in running)
-    news = [f"step {steps} of {state.plan.steps}", f"loss {losses}"]
+    news = [f"step {steps}", f"loss {losses}"]
     evaluated = timeline.evaluated.get(running[0])
     if evaluated:
         news.append(f"held out {evaluated[-1].loss:.3f}")

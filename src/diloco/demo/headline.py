@@ -28,11 +28,11 @@ def _bytes(num_bytes: int, baseline: int) -> str:
     if round(ratio, 1) == 1.0:
         return "as many bytes"
     if ratio < 1:
-        return f"{times(1 / ratio)} times more bytes" if ratio else "more bytes than data parallel, which needed none"
-    return f"{times(ratio)} times fewer bytes"
+        return f"{_times(1 / ratio)} times more bytes" if ratio else "more bytes than data parallel, which needed none"
+    return f"{_times(ratio)} times fewer bytes"
 
 
-def times(ratio: float) -> str:
+def _times(ratio: float) -> str:
     """A ratio with as many digits as are of use."""
     return f"{ratio:.1f}" if ratio < 9.95 else f"{ratio:,.0f}"
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from diloco import events as ev
 from diloco.demo.accounting import KINDS
+from diloco.demo.plan import VICTIM
 from diloco.demo.served import PROMPT
 from diloco.demo.story import DemoResult
 from diloco.event_log import read_events
@@ -37,7 +38,7 @@ def told(outcome: DemoResult, summary: dict[str, Any]) -> dict[str, Any]:
     story.take(_evaluated(outcome.timeline.initialiser, end, served.tokens, outcome.global_loss))
     for kill, found in zip(outcome.timeline.kills, summary["kills"], strict=True):
         back = "" if found["back_s"] is None else f"; it worked again {found['back_s']:.1f} s later"
-        story.tell(kill.t, "bad", f"{kill.name} was killed (kill -9){back}", "killed", kill.name)
+        story.tell(kill.t, "bad", f"{kill.name} was killed{back}", "killed", kill.name)
     shown = story.since(0)
     shown["head"] |= {
         "num_bytes": summary["wire_bytes"], "parallel_bytes": summary["baseline_wire_bytes"],
@@ -82,25 +83,28 @@ def _demo(outcome: DemoResult, summary: dict[str, Any]) -> dict[str, Any]:
 
 
 def _intro(outcome: DemoResult, summary: dict[str, Any]) -> str:
+    is_killed = VICTIM in [kill["name"] for kill in summary["kills"]]
+    killed = f" {VICTIM} is ended with kill -9 on the way, and started again." if is_killed else ""
     return (
         f"A byte-level language model of {summary['num_parameters']:,} parameters learns the source text of Python's "
         f"standard library. One learner warms up alone for {outcome.config.warm_start.steps} steps and gives the run "
-        f"its model; {summary['learners'] - 1} more join, and they exchange 4-bit outer gradients through a syncer. "
-        f"Data parallel, the yardstick, trains on as many tokens, {summary['baseline_tokens']:,}, with the same total "
-        "batch."
+        f"its model; {summary['learners'] - 1} more join, and they exchange 4-bit outer gradients through a syncer."
+        f"{killed} Data parallel, the yardstick, trains on as many tokens, {summary['baseline_tokens']:,}, with the "
+        "same total batch."
     )
 
 
 def _tiles(summary: dict[str, Any]) -> list[tuple[str, str]]:
     gap, isolated = summary["loss_gap_percent"], summary["isolated_loss"]
-    tiles = [(f"{summary['baseline_loss']:.4f}", f"held-out loss of data parallel; the run's is {gap:+.1f} % from it")]
+    way = f"{abs(gap):.1f} % {'above' if gap > 0 else 'below'}"
+    tiles = [(f"{summary['baseline_loss']:.4f}", f"held-out loss of data parallel; the global model's is {way}")]
     if isolated is not None:
         tiles.append((f"{isolated:.4f}", "held-out loss of a learner that never communicates"))
     back = [(kill["back_s"], kill["name"]) for kill in summary["kills"] if kill["back_s"] is not None]
     if back:
         seconds, name = max(back)
         work = "was in a merge" if is_learner(name) else "worked"
-        tiles.append((f"{seconds:.1f} s", f"after its kill -9, {name} {work} again"))
+        tiles.append((f"{seconds:.1f} s", f"until {name}, killed, {work} again"))
     return tiles
 
 
