@@ -16,6 +16,7 @@ import pytest
 from diloco import events as ev
 from diloco.demo.accounting import back_after_s, baseline_bytes, participation, ring_all_reduce_bytes
 from diloco.demo.browser import is_wanted
+from diloco.demo.forked import IS_POSSIBLE
 from diloco.demo.headline import headline
 from diloco.demo.page import write_report
 from diloco.demo.plan import QUICK, Plan, free_port, prepare
@@ -236,6 +237,30 @@ def test_leaving_ends_every_process(tmp_path: Path) -> None:
             "syncer": family.children["syncer"].process.pid
         }
     assert family.children["syncer"].process.returncode == -signal.SIGKILL
+
+
+STARTS_ONE = """
+import sys
+from pathlib import Path
+from diloco.demo.processes import Family
+
+with Family(Path(sys.argv[1])) as family:
+    family.start("syncer", ["syncer", sys.argv[2]], forks=True)
+    print(family.children["syncer"].process.pid, flush=True)
+    family.children["syncer"].process.wait()
+"""
+
+
+@pytest.mark.skipif(not IS_POSSIBLE, reason="nothing is forked on this system")
+def test_what_was_forked_ends_with_a_demo_that_is_killed(tmp_path: Path) -> None:
+    run_file = prepare(tmp_path / "demo", QUICK, seed=0).dir / "run.toml"
+    command = [sys.executable, "-c", STARTS_ONE, str(tmp_path / "demo"), str(run_file)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as demo:
+        assert demo.stdout is not None
+        pid = int(demo.stdout.readline())
+        demo.kill()
+    while Path(f"/proc/{pid}").exists():  # until the test's timeout
+        pass
 
 
 def test_only_an_earlier_demo_is_replaced(tmp_path: Path) -> None:

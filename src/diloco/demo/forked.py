@@ -5,22 +5,20 @@ Importing torch and transformers takes some seconds of processor time, which eve
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import runpy
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 IMPORTS = ("diloco.training.loop", "diloco.exchange.remote", "transformers.models.llama.modeling_llama")
-PR_SET_PDEATHSIG = 1
-"""Of prctl(2): the signal that a process gets when the one that forked it ends."""
-
 IS_POSSIBLE = sys.platform == "linux"
-"""Elsewhere a fork after these imports may crash, and nothing ends a process with the one that forked it."""
+"""Elsewhere a fork after these imports may crash."""
 
 
 class Forked:
@@ -69,13 +67,16 @@ class Forked:
 
 def _run(arguments: list[str], out: Path, log: Path) -> None:
     os.setsid()
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    parent = multiprocessing.parent_process()
-    if parent is None or not parent.is_alive():  # it ended before that
-        return
+    threading.Thread(target=_end_with, args=(multiprocessing.parent_process(),), daemon=True).start()
     for path, flags, number in ((out, os.O_TRUNC, 1), (log, os.O_APPEND, 2)):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | flags, 0o666)
         os.dup2(file, number)
         os.close(file)
     sys.argv[1:] = arguments
     runpy.run_module("diloco", run_name="__main__", alter_sys=True)
+
+
+def _end_with(parent: BaseProcess) -> None:
+    """The kernel would tell of the end of the server, which lives as long as what it has forked."""
+    parent.join()
+    os.kill(os.getpid(), signal.SIGKILL)
