@@ -163,7 +163,7 @@ const HEADS = ["learner", "state", "step", "s/step", "share", "silence", "tokens
 function members() {
   const rate = (it, value) => (it.state === "gone" ? "–" : `${short(value, "B")}/s`);
   const cells = story.learners.map((it) => [
-    it.state === "gone" ? it.reason : it.state, short(it.step), it.step_s === null ? "–" : it.step_s.toPrecision(2), percent(it.share),
+    it.state === "gone" ? it.reason : it.state, it.step === null ? "–" : it.step.toLocaleString(), it.step_s === null ? "–" : it.step_s.toPrecision(2), percent(it.share),
     it.silent_s === null ? "–" : duration(it.silent_s), short(it.tokens), it.loss === null ? "–" : it.loss.toFixed(3),
     rate(it, it.sent_bytes_per_s), rate(it, it.received_bytes_per_s), short(it.sent_bytes + it.received_bytes, "B"),
   ]);
@@ -272,7 +272,9 @@ function lines(curves) {
 }
 
 function charts() {
-  draw("loss", lines(kept.loss), layout("tokens trained by the run", "loss, nats per token", 300, { showlegend: true, ...warmStart() }));
+  const loss = layout("tokens trained by the run", "loss, nats per token", 300, { showlegend: true, ...warmStart() });
+  loss.xaxis.rangemode = "tozero";
+  draw("loss", lines(kept.loss), loss);
   if (story.scores.length) draw("scores", lines(kept.scores), layout("tokens trained by the run", "score", 260, { showlegend: true }));
   draw("training", lines(kept.training), layout("inner step", "loss, nats per token", 300, { showlegend: true }));
   const when = (points) => points.map((point) => new Date(point[0] * 1000));
