@@ -52,10 +52,12 @@ def _evaluated(who: str, t: float, tokens: int, loss: float) -> ev.Evaluated:
 
 
 def _shown(event: ev.Event, outcome: DemoResult) -> Iterator[ev.Event]:
-    """An event as the page takes it: a control's curve has a name of its own, and begins where the warm start ended."""
+    """An event as the page takes it: a control's curve has a name of its own, and begins where the warm start ended;
+    the end of the global model's is that of the served model, which a learner may have evaluated a version before."""
     name = CURVES.get(event.who)
     if name is None:
-        yield event
+        if not isinstance(event, ev.Evaluated | ev.Reported) or event.tokens < outcome.served.tokens:
+            yield event
         if isinstance(event, ev.Evaluated) and event.tokens == outcome.timeline.initial_tokens:
             for control in outcome.controls:
                 yield _evaluated(CURVES[control], event.t, event.tokens, event.loss)

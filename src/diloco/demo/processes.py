@@ -21,6 +21,9 @@ from diloco.report.timeline import Kill
 RESTART_AFTER_S = 1.0
 """As a service manager would: not at once, so that a person sees it gone."""
 
+STOPPED = 128 + signal.SIGTERM
+"""Exit code of a supervised learner that a signal has stopped."""
+
 FINISH_TIMEOUT_S = 20.0
 TAIL_LINES = 15
 
@@ -115,7 +118,7 @@ class Family:
             code = child.process.poll()
             if code is None or (code == 0 and not child.serves):
                 continue
-            if code > 0 and not child.supervised:
+            if code > 0 and code != STOPPED and not child.supervised:
                 log = self._log(child.name)
                 raise RunError(f"{child.name} failed with exit code {code}; the end of {log} says why:\n{_tail(log)}")
             now = time.monotonic()

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -115,9 +114,7 @@ class _Stage:
         self._show(STARTING)
         for shard, name in enumerate(self.learners):
             command = self._learner_command(shard, name)
-            if shard == 0:
-                command.append("--initialise")
-            self._family.start(name, command, restart=partial(self._restart_command, shard, name), forks=True)
+            self._family.start(name, command, forks=True)
 
     def train(self) -> None:
         """Watch until every learner has left, and kill one on the way."""
@@ -175,23 +172,12 @@ class _Stage:
     # --- commands
 
     def _learner_command(self, shard: int, name: str) -> list[str]:
-        command = ["train", self._run_file, "--name", name, "--shard", str(shard), "--json"]
+        command = ["train", self._run_file, "--name", name, "--shard", str(shard), "--supervised", "--json"]
         if shard:
             return command
         # One of them is enough to draw the global model's curve; its warm start is kept, for the controls.
         evaluates = self._set("evaluate.every_steps", self._plan.every)
-        return [*command, *evaluates, *self._set("checkpoint.keep", self._plan.points)]
-
-    def _restart_command(self, shard: int, name: str) -> list[str]:
-        """The arguments after a crash: from the newest local checkpoint, where there is one."""
-        command = self._learner_command(shard, name)
-        has_checkpoint = any((self._config.dir / name / "checkpoints").glob("step-*"))
-        if has_checkpoint:
-            command.append("--resume")
-        if shard == 0 and (has_checkpoint or self._follower.read().initialised_at is None):
-            # No effect on a run that has its model: --resume tells the syncer that this learner initialised it.
-            command.append("--initialise")
-        return command
+        return [*command, "--initialise", *evaluates, *self._set("checkpoint.keep", self._plan.points)]
 
     @staticmethod
     def _set(key: str, value: int) -> list[str]:
