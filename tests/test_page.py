@@ -14,6 +14,7 @@ from diloco import events as ev
 from diloco.core.steering import Order
 from diloco.errors import ConfigError
 from diloco.event_log import EventLog
+from diloco.report.frame import frozen_page
 from diloco.report.page import read_run, write_page
 from diloco.syncer.callers import Caller
 from diloco.syncer.live_page import LivePage
@@ -37,7 +38,9 @@ def browser() -> Iterator[Any]:
 def run(tmp_path: Path) -> Path:
     """A run of two learners, one of which is evicted; the name of the run is hostile."""
     learners = {
-        name: ev.LearnerProgress(incarnation=1, state="healthy", step=90, tokens=900, step_s=0.5, versions=(1, 0))
+        name: ev.LearnerProgress(
+            incarnation=1, state="healthy", step=90, tokens=900, step_s=0.5, training_loss=2.5, versions=(1, 0)
+        )
         for name in ("paris", "oslo")
     }
     merged = ev.Merged(
@@ -90,8 +93,31 @@ def test_a_frozen_page_shows_the_run(browser: Any, run: Path) -> None:
     ]
     assert "all 2 learners of the round have contributed" in page.inner_text("#merges")
     assert "merged 75.0 %" in page.inner_text("#ledger")
-    assert page.evaluate("['loss', 'timeline', 'training', 'speed'].map((id) => document.querySelectorAll(`#${id} svg`).length > 0)") == [True] * 4  # fmt: skip  # noqa: E501
+    assert page.evaluate("['loss', 'timeline', 'training'].map((id) => document.querySelectorAll(`#${id} svg`).length > 0)") == [True] * 3  # fmt: skip  # noqa: E501
+    assert [page.locator(f"#{each}").is_visible() for each in ("speed", "bytes")] == [False] * 2  # nothing to show
     assert page.inner_text("#link") == ""
+    assert complaints == []
+    page.context.close()
+
+
+def test_the_demos_page_begins_with_its_headline_and_its_bars_are_true(browser: Any, run: Path) -> None:
+    shown = read_run([run])[1].since(0)
+    shown["head"] |= {"num_bytes": 2_000_000, "parallel_bytes": 98_000_000, "ratio": 49.0}
+    shown["demo"] = {
+        "headline": "49 times <b>fewer</b> bytes", "intro": "what was done", "bytes": "of which",
+        "tiles": [["5.2 s", "away"]],
+        "sections": [{"title": "What it writes", "prompt": "def ", "text": "f(<i>)"}, {"title": "How", "text": "so"}],
+    }  # fmt: skip
+    (run / "demo.html").write_text(frozen_page(shown), encoding="utf-8")
+    page, complaints = opened(browser, (run / "demo.html").as_uri())
+    assert page.inner_text("#run") == "49 times <b>fewer</b> bytes"
+    assert "5.2 s\naway" in page.inner_text("#tiles")
+    assert page.inner_text("pre") == "def f(<i>)"
+    one, other = page.evaluate(
+        "[...document.querySelectorAll('#bytes i')].map((it) => it.getBoundingClientRect().width)"
+    )
+    assert other / one == pytest.approx(49.0, rel=0.1)
+    assert "49 times fewer bytes than data parallel" in page.inner_text("#bytes")
     assert complaints == []
     page.context.close()
 
@@ -105,7 +131,11 @@ def test_a_live_page_follows_the_run(browser: Any, run: Path) -> None:
             log.append(ev.Reported(learner="paris", tokens=2000, loss=1.75))
         page.locator("#lead", has_text="held-out loss 1.750").wait_for()
         assert complaints == []
-        page.context.close()
+        with EventLog(run / "events.jsonl", who="syncer") as log:
+            log.append(ev.Finished(steps=90, tokens=2000, seconds=9.0, reason="stopped"))
+    page.locator("#link", has_text="ended").wait_for()
+    assert "DiLoCo, ended" in page.inner_text("#lead")
+    page.context.close()
 
 
 def test_an_admin_steers_from_the_page_also_by_keyboard(browser: Any, run: Path) -> None:

@@ -73,6 +73,15 @@ def test_members_have_shares_silence_and_reasons(story: Story) -> None:
     assert (b["silent_s"], b["behind"]) == (None, [])
 
 
+def test_a_replaced_incarnation_is_not_the_new_ones_end(story: Story) -> None:
+    syncers(
+        story,
+        ev.Joined(t=130.0, learner="a", incarnation=2),
+        ev.Evicted(t=130.0, learner="a", incarnation=1, reason="replaced by a newer incarnation"),
+    )
+    assert story.since(0)["head"]["live"] == 1
+
+
 def test_a_merge_says_who_missed_it_and_why_it_was_made(story: Story) -> None:
     first, second = story.since(0)["merges"]
     assert (first["who"], first["absent"], first["reason"]) == (["a", "b"], [], "all have contributed")

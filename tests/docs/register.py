@@ -70,6 +70,7 @@ TEXTS: dict[Name, str] = {
     ("docs/decoupled.md", "grace = "): "a formula: tests/core/rounds",
     ("docs/concepts.md", "Δ ="): "formulas: tests/core/test_merge.py, tests/core/test_outer.py",
     ("docs/decoupled.md", "unequal:"): A_RUN + "its form: tests/syncer/test_status.py",
+    ("docs/demo.md", "[  0.0 s] starting"): A_RUN + "its form: tests/test_demo.py",
     ("docs/goodput.md", "not elastic"): "a formula: tests/planning/test_goodput.py",
     ("docs/replay.md", "starts of the syncer"): A_RUN + "its form: tests/syncer/test_replay.py",
     ("docs/replay.md", "STATE/journal/"): "files of a journal: tests/syncer/test_replay.py",

@@ -128,7 +128,7 @@ def _timeline(told: Told, facts: Facts) -> str:
     """Who took part, where matplotlib is installed."""
     if find_spec("matplotlib") is None:
         return '<p class="note">With matplotlib installed there is a picture of who took part here.</p>'
-    from diloco.demo.timeline_chart import timeline_chart
+    from diloco.chaos.timeline_chart import timeline_chart
 
     timeline = timeline_of(facts.syncer)
     if not timeline.syncer_starts:

@@ -1,8 +1,8 @@
-"""The demo's sums: bytes of the baseline, share of merges."""
+"""The demo's sums: bytes of the baseline, share of merges, how long a process was away."""
 
 from __future__ import annotations
 
-from diloco.report.timeline import Timeline, is_learner
+from diloco.report.timeline import Kill, Timeline, is_learner
 
 KINDS = ("contributions", "updates", "joins", "control")
 
@@ -44,3 +44,21 @@ def participation(timeline: Timeline) -> dict[str, float]:
         name: sum(name in merge.contributors for merge in timeline.merges) / max(1, len(timeline.merges))
         for name in sorted(timeline.presence)
     }
+
+
+def back_after_s(timeline: Timeline, kill: Kill) -> float | None:
+    """Seconds until what was killed did its work again; None: it never did.
+
+    A learner works where it has joined again and is in a merge, the syncer where it serves, a control where it trains.
+    """
+    name, since = kill.name, kill.t
+    if name == "syncer":
+        times = timeline.syncer_starts
+    elif is_learner(name):
+        joined = [begin for begin, _ in timeline.presence.get(name, []) if begin > kill.t]
+        since = min(joined, default=timeline.ended_at)
+        times = [merge.t for merge in timeline.merges if name in merge.contributors]
+    else:
+        times = [step.t for step in timeline.steps.get(name, [])]
+    back_at = min((t for t in times if t > since), default=None)
+    return None if back_at is None else back_at - kill.t

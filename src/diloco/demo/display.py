@@ -11,10 +11,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from diloco.demo.accounting import back_after_s
 from diloco.demo.story import STARTING, DemoState
-from diloco.report.timeline import Timeline, is_learner
+from diloco.report.timeline import Kill, Timeline, is_learner
 
-LINE_EVERY_S = 1.5
+LINE_EVERY_S = 60.0
+"""In a pipe, while a phase lasts."""
+
 TRAINING = ("warming up", "in the run", "training alone")
 STYLES = {"killed": "bold red", "coming back": "yellow", "in the run": "green", "serving": "green", "done": "dim"}
 
@@ -26,8 +29,9 @@ class Display:
         self._console = Console(stderr=to_stderr)
         self._live = Live(console=self._console, refresh_per_second=4) if self._console.is_terminal else None
         self._started = self._last_line = time.monotonic()
-        self._last_phase = ""
+        self._last_phase = self._page_url = ""
         self._num_kills = 0
+        self._away: list[Kill] = []
 
     def __enter__(self) -> Self:
         self._last_phase = STARTING
@@ -41,16 +45,28 @@ class Display:
             self._live.stop()
 
     def show(self, state: DemoState) -> None:
-        """A line when it is time for one, or when something changed that must not be missed."""
+        """In a terminal what happens now; elsewhere a line for each phase, and one a minute while it lasts."""
+        if self._page_url != state.page_url:
+            self._page_url = state.page_url
+            self.say(f"watch the run at {state.page_url} as soon as its syncer has started")
         if self._live is not None:
             self._live.update(_panel(state, time.monotonic() - self._started))
             return
-        for kill in state.timeline.kills[self._num_kills :]:
-            self.say(f"{kill.name} was killed; it will be started again")
-        self._num_kills = len(state.timeline.kills)
+        self._say_kills(state.timeline)
         if state.phase != self._last_phase or time.monotonic() - self._last_line >= LINE_EVERY_S:
             self._last_phase = state.phase
             self.say("; ".join([state.phase, *_news(state)]))
+
+    def _say_kills(self, timeline: Timeline) -> None:
+        new = timeline.kills[self._num_kills :]
+        self._num_kills = len(timeline.kills)
+        for kill in new:
+            self.say(f"{kill.name} was killed; it is started again")
+        self._away += new
+        for kill in list(self._away):
+            if (seconds := back_after_s(timeline, kill)) is not None:
+                self._away.remove(kill)
+                self.say(f"{kill.name} works again, {seconds:.1f} s after it was killed")
 
     def say(self, text: str) -> None:
         """Print a line with the time."""
@@ -67,7 +83,7 @@ def _news(state: DemoState) -> list[str]:
         return []
     steps = "/".join(str(timeline.newest_step(name)) for name in running)
     losses = "/".join(f"{timeline.steps[name][-1].loss:.2f}" for name in running)
-    news = [f"step {steps} of {state.plan.steps}", f"loss {losses}"]
+    news = [f"step {steps}", f"loss {losses}"]
     evaluated = timeline.evaluated.get(running[0])
     if evaluated:
         news.append(f"held out {evaluated[-1].loss:.3f}")
@@ -80,9 +96,7 @@ def _wire(timeline: Timeline) -> str:
 
 def _panel(state: DemoState, elapsed_s: float) -> Group:
     timeline = state.timeline
-    table = Table(
-        "process", "state", "step", "", "loss", "held out", "tokens/s", "in the newest merge", box=None, pad_edge=False
-    )
+    table = Table("process", "state", "step", "", "loss", "held out", "tokens/s", "merged", box=None, pad_edge=False)
     for name, doing in state.states.items():
         if name == "syncer":
             table.add_row(name, Text(doing, style=STYLES.get(doing, "")))

@@ -26,6 +26,7 @@ class Plan:
 
     Attributes:
         steps: of the run, each over `sequences` sequences of `sequence_length` tokens in all.
+        points: on a curve of held-out losses; at each there is a checkpoint, too, and so at the end of the warm start.
         kill_after: share of the common part after which the victim is killed: late enough to have merged, early enough
             to come back.
         isolated: train the learner that never communicates, too.
@@ -34,6 +35,7 @@ class Plan:
     steps: int
     kill_after: float
     isolated: bool
+    points: int = 20
     sync_every: int = 30
     sequences: int = 18
     sequence_length: int = 64
@@ -41,26 +43,21 @@ class Plan:
     sample_bytes: int = 400
 
     @property
+    def every(self) -> int:
+        """Steps from one point to the next."""
+        return max(1, self.steps // self.points)
+
+    @property
     def warm_start_steps(self) -> int:
-        return self.steps // 4
+        return self.points // 4 * self.every
 
     @property
     def kill_at_step(self) -> int:
         return self.warm_start_steps + round(self.kill_after * (self.steps - self.warm_start_steps))
 
-    @property
-    def evaluate_every(self) -> int:
-        """Twenty points on a curve."""
-        return max(1, self.steps // 20)
-
-    @property
-    def checkpoint_every(self) -> int:
-        """Steps between checkpoints; several in the warm start, for a learner that is killed in it."""
-        return max(1, min(60, self.warm_start_steps // 3))
-
 
 FULL = Plan(steps=1500, kill_after=0.3, isolated=True)
-QUICK = Plan(steps=840, kill_after=0.15, isolated=False)
+QUICK = Plan(steps=840, kill_after=0.15, isolated=False, points=12)
 
 
 def prepare(directory: Path, plan: Plan, seed: int) -> RunConfig:
@@ -84,6 +81,7 @@ def prepare(directory: Path, plan: Plan, seed: int) -> RunConfig:
 def _tables(directory: Path, plan: Plan, seed: int) -> dict[str, dict[str, Any]]:
     """The run file of a demo."""
     tokens = plan.steps * plan.sequences * plan.sequence_length
+    port = free_port()
     return {
         "run": {"name": "demo", "dir": str(directory), "seed": seed, "learners": NUM_LEARNERS, "tokens": tokens},
         "data": {"kind": "stdlib", "sequence_length": plan.sequence_length},
@@ -92,7 +90,7 @@ def _tables(directory: Path, plan: Plan, seed: int) -> dict[str, dict[str, Any]]
         "schedule": {"kind": "cosine", "warmup_steps": min(50, plan.steps // 12), "steps": plan.steps},
         "inner": {"lr": 4e-3},
         "evaluate": {"sequences": plan.held_out, "sample_bytes": 0},
-        "checkpoint": {"every_steps": plan.checkpoint_every},
+        "checkpoint": {"every_steps": plan.every},
         "method": {
             "preset": "StreamingDiLoCo",
             "sync_every": plan.sync_every,
@@ -102,7 +100,12 @@ def _tables(directory: Path, plan: Plan, seed: int) -> dict[str, dict[str, Any]]
             "fragments": {"type": "ByLayer", "layers": 1, "pattern": "strided"},
             "outer": {"type": "Nesterov", "lr": 0.9, "momentum": 0.8},
         },
-        "syncer": {"address": f"127.0.0.1:{free_port()}", "lost_floor_s": 3.0},
+        "syncer": {
+            "address": f"127.0.0.1:{port}",
+            "page": True,
+            "page_port": free_port(besides=port),  # the same after a restart
+            "lost_floor_s": 3.0,
+        },
     }
 
 
@@ -116,12 +119,15 @@ def _may_go(directory: Path, run_file: Path) -> bool:
     return not any(directory.iterdir())
 
 
-def free_port() -> int:
-    """A free port below those that systems give to outgoing connections, one of which could take it during a restart.
+def free_port(besides: int = 0) -> int:
+    """A free port that is not `besides`, and below those that systems give to outgoing connections, one of which could
+    take it during a restart.
 
     Drawn from the system's random numbers: processes that have seeded `random` alike must not draw alike.
     """
     for port in random.SystemRandom().sample(PORTS, len(PORTS)):
+        if port == besides:
+            continue
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port

@@ -14,11 +14,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
+from diloco.demo import forked
 from diloco.errors import RunError
 from diloco.report.timeline import Kill
 
 RESTART_AFTER_S = 1.0
 """As a service manager would: not at once, so that a person sees it gone."""
+
+STOPPED = 128 + signal.SIGTERM
+"""Exit code of a supervised learner that a signal has stopped."""
 
 FINISH_TIMEOUT_S = 20.0
 TAIL_LINES = 15
@@ -45,14 +49,16 @@ class Child:
         serves: it never ends by itself, so ending in good order means that it was asked to.
         supervised: it is started again also where it failed, or was stopped, by itself.
         back_after_s: how long it is away then.
+        forks: it is forked from a process that has imported what it needs, where that is possible.
     """
 
     name: str
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | forked.Forked
     restart: Restart
     serves: bool
     supervised: bool = False
     back_after_s: float = RESTART_AFTER_S
+    forks: bool = False
     restart_at: float | None = None  # on the monotonic clock, while it is dead
 
     @property
@@ -94,10 +100,12 @@ class Family:
         restart: Restart | None = None,
         serves: bool = False,
         supervised: bool = False,
+        forks: bool = False,
     ) -> None:
         """Run `python -m diloco` with these arguments; standard output and error go to `logs/`."""
-        process = self._spawn(name, command)
-        self.children[name] = Child(name, process, restart or (lambda: command), serves, supervised)
+        process = self._spawn(name, command, forks)
+        again = restart or (lambda: command)
+        self.children[name] = Child(name, process, again, serves, supervised, forks=forks)
         self._write_pids()
 
     def watch(self) -> None:
@@ -110,7 +118,7 @@ class Family:
             code = child.process.poll()
             if code is None or (code == 0 and not child.serves):
                 continue
-            if code > 0 and not child.supervised:
+            if code > 0 and code != STOPPED and not child.supervised:
                 log = self._log(child.name)
                 raise RunError(f"{child.name} failed with exit code {code}; the end of {log} says why:\n{_tail(log)}")
             now = time.monotonic()
@@ -120,7 +128,7 @@ class Family:
                 self.ends.append(End(child.name, time.time(), code))
             elif now >= child.restart_at:
                 child.restart_at, child.back_after_s = None, RESTART_AFTER_S
-                child.process = self._spawn(child.name, child.restart())
+                child.process = self._spawn(child.name, child.restart(), child.forks)
                 self._write_pids()
 
     def kill(self, name: str, number: int = signal.SIGKILL, back_after_s: float = RESTART_AFTER_S) -> None:
@@ -165,8 +173,10 @@ class Family:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.process.wait(timeout=FINISH_TIMEOUT_S)
 
-    def _spawn(self, name: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
+    def _spawn(self, name: str, command: Sequence[str], forks: bool) -> subprocess.Popen[bytes] | forked.Forked:
         out_path = self.directory / "logs" / f"{name}.out"
+        if forks and forked.IS_POSSIBLE:
+            return forked.Forked(command, out_path, self._log(name))
         arguments = [*_launcher(), sys.executable, "-m", "diloco", *command]
         with open(out_path, "wb") as out, open(self._log(name), "ab") as log:
             return subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=out, stderr=log, start_new_session=True)

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,12 +35,14 @@ class DemoState:
         phase: a few words.
         states: by process, what it is doing.
         plan: the planned length.
+        page_url: of the run's live page.
     """
 
     phase: str
     states: dict[str, str]
     timeline: Timeline
     plan: Plan
+    page_url: str
 
 
 @dataclass(frozen=True)
@@ -110,11 +111,10 @@ class _Stage:
     def start_run(self) -> None:
         """Start all processes: the joiners wait until the first learner has warmed up."""
         self._family.start("syncer", ["syncer", self._run_file], serves=True)
+        self._show(STARTING)
         for shard, name in enumerate(self.learners):
             command = self._learner_command(shard, name)
-            if shard == 0:
-                command.append("--initialise")
-            self._family.start(name, command, restart=partial(self._restart_command, shard, name))
+            self._family.start(name, command, forks=True)
 
     def train(self) -> None:
         """Watch until every learner has left, and kill one on the way."""
@@ -127,13 +127,17 @@ class _Stage:
                 return self._phase(timeline)
             killed = True
             self._family.kill(VICTIM)
-            return f"kill -9 {VICTIM}"
+            return self._phase(timeline)
 
         self._until(lambda: self._all_done(self.learners), phase)
 
     def train_controls(self, tokens: int, steps: int) -> dict[str, dict[str, Any]]:
-        """Data parallel on exactly as many tokens, and a lone learner that makes as many steps as the longest one."""
-        common = ["--json", *self._set("evaluate.every_steps", self._plan.evaluate_every)]
+        """Data parallel on exactly as many tokens, and a lone learner that makes as many steps as the longest one.
+
+        Both go on from the end of the run's warm start, which trained as they would have: alone, at the full batch.
+        """
+        warm = self._config.dir / self.learners[0] / "checkpoints" / f"step-{self._plan.warm_start_steps:010d}"
+        common = ["--json", "--resume-from", str(warm), *self._set("evaluate.every_steps", self._plan.every)]
         common += self._set("checkpoint.every_steps", 0)
         names = ["baseline"]
         self._start_control("baseline", ["--alone", *self._set("run.tokens", tokens), *common])
@@ -168,21 +172,12 @@ class _Stage:
     # --- commands
 
     def _learner_command(self, shard: int, name: str) -> list[str]:
-        command = ["train", self._run_file, "--name", name, "--shard", str(shard), "--json"]
-        # One of them is enough to draw the global model's curve.
-        evaluates = self._set("evaluate.every_steps", self._plan.evaluate_every)
-        return [*command, *evaluates] if shard == 0 else command
-
-    def _restart_command(self, shard: int, name: str) -> list[str]:
-        """The arguments after a crash: from the newest local checkpoint, where there is one."""
-        command = self._learner_command(shard, name)
-        has_checkpoint = any((self._config.dir / name / "checkpoints").glob("step-*"))
-        if has_checkpoint:
-            command.append("--resume")
-        if shard == 0 and (has_checkpoint or self._follower.read().initialised_at is None):
-            # No effect on a run that has its model: --resume tells the syncer that this learner initialised it.
-            command.append("--initialise")
-        return command
+        command = ["train", self._run_file, "--name", name, "--shard", str(shard), "--supervised", "--json"]
+        if shard:
+            return command
+        # One of them is enough to draw the global model's curve; its warm start is kept, for the controls.
+        evaluates = self._set("evaluate.every_steps", self._plan.every)
+        return [*command, "--initialise", *evaluates, *self._set("checkpoint.keep", self._plan.points)]
 
     @staticmethod
     def _set(key: str, value: int) -> list[str]:
@@ -197,7 +192,7 @@ class _Stage:
             self._follower.forget(name)
             return command
 
-        self._family.start(name, command, restart=restart)
+        self._family.start(name, command, restart=restart, forks=True)
 
     # --- what to show
 
@@ -207,7 +202,8 @@ class _Stage:
     def _show(self, phase: str) -> None:
         timeline = self._follower.timeline
         states = {name: self._state(name, timeline) for name in self._family.children}
-        self._say(DemoState(phase, states, timeline, self._plan))
+        url = f"http://127.0.0.1:{self._config.syncer.page_port}/"
+        self._say(DemoState(phase, states, timeline, self._plan, url))
 
     def _state(self, name: str, timeline: Timeline) -> str:
         if self._family.is_dead(name):
@@ -215,15 +211,17 @@ class _Stage:
         if self._family.children[name].done:
             return "done"
         if name == "syncer":
+            if not timeline.syncer_starts:
+                return "starting"
             return "serving" if timeline.initialised_at is not None else "waiting for a model"
         if not is_learner(name):
             return "training alone" if timeline.newest_step(name) else "starting"
+        if timeline.is_away(name):
+            return "coming back"
         if name in timeline.live_learners():
             return "in the run"
         if name in timeline.left:
             return "finishing"
-        if any(kill.name == name for kill in self._family.kills):
-            return "coming back"
         if timeline.initialised_at is None:
             return "warming up" if timeline.newest_step(name) else "starting"
         return "joining"
@@ -235,7 +233,7 @@ class _Stage:
             return "the syncer is gone, the learners go on"
         if timeline.left:
             return "the tokens are spent, the learners say goodbye"
-        num_live = len(timeline.live_learners())
+        num_live = sum(not timeline.is_away(name) for name in timeline.live_learners())
         return f"{num_live} of {NUM_LEARNERS} learners train together"
 
 

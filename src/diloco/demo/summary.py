@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from diloco.demo.accounting import KINDS, baseline_bytes, participation
+from diloco.demo.accounting import KINDS, back_after_s, baseline_bytes, participation
+from diloco.demo.headline import headline
 from diloco.demo.plan import NUM_LEARNERS
 from diloco.demo.story import DemoResult
 
@@ -19,7 +20,8 @@ def summarise(outcome: DemoResult) -> dict[str, Any]:
     wire_bytes = sum(by_kind.values())
     baseline_wire_bytes = baseline_bytes(timeline, config.tokens_per_full_step)
     baseline, isolated = outcome.controls["baseline"], outcome.controls.get("isolated")
-    return {
+    kills = [{"name": kill.name, "back_s": back_after_s(timeline, kill)} for kill in timeline.kills]
+    found = {
         "global_loss": outcome.global_loss,
         "baseline_loss": baseline["held_out_loss"],
         "isolated_loss": None if isolated is None else isolated["held_out_loss"],
@@ -33,8 +35,8 @@ def summarise(outcome: DemoResult) -> dict[str, Any]:
         "baseline_wire_bytes": baseline_wire_bytes,
         "bytes_ratio": baseline_wire_bytes / max(1, wire_bytes),
         "learners": NUM_LEARNERS,
-        "kills_survived": len(timeline.kills),
-        "killed": [kill.name for kill in timeline.kills],
+        "kills": kills,
+        "kills_survived": sum(kill["back_s"] is not None for kill in kills),
         "syncer_restarts": max(0, len(timeline.syncer_starts) - 1),
         "merges": len(timeline.merges),
         "versions": list(outcome.served.versions),
@@ -47,6 +49,7 @@ def summarise(outcome: DemoResult) -> dict[str, Any]:
         "seed": config.run.seed,
         "seconds": outcome.seconds,
     }
+    return {"headline": headline(found), **found}
 
 
 def _message_bytes(outcome: DemoResult) -> dict[str, int]:

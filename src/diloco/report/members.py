@@ -21,6 +21,7 @@ class Member:
         state: "gone" once it left or was evicted, or as `LearnerProgress.state`.
         since: Unix time of its state "gone", or when it joined.
         joined, evicted: how often.
+        incarnation: that joined last.
         recent: of the newest merges since it first joined, whether it was in.
         settled: bytes (sent, received) on its connections, counted by syncer processes that are over.
         traffic: what the process that runs now has counted; `rates` from the one before: bytes a second.
@@ -31,6 +32,7 @@ class Member:
     since: float = 0.0
     joined: int = 0
     evicted: int = 0
+    incarnation: int = 0
     merges: int = 0
     reason: str = ""
     progress: LearnerProgress | None = None
@@ -39,8 +41,9 @@ class Member:
     traffic: Traffic | None = None
     rates: tuple[float, float] = (0.0, 0.0)
 
-    def join(self, t: float) -> None:
+    def join(self, t: float, incarnation: int) -> None:
         """It is part of the run, newly or again."""
+        self.incarnation = incarnation
         self.state, self.since, self.joined, self.reason = "starting", t, self.joined + 1, ""
 
     def go(self, t: float, reason: str) -> None:

@@ -10,7 +10,7 @@ from diloco import events as ev
 from diloco.escaping import printable
 from diloco.report.members import Member, live
 from diloco.report.score_curves import ScoreCurves
-from diloco.report.sentences import sentence
+from diloco.report.sentences import Tone, sentence
 from diloco.report.series import Newest, Numbers, Series
 
 MAX_MERGES = 400
@@ -60,8 +60,11 @@ class Story:
         else:
             self._take_trainers(event)
         if (told := sentence(event)) is not None:
-            learner = getattr(event, "learner", None)
-            self._events.add({"t": event.t, "tone": told[0], "text": told[1], "kind": event.kind, "learner": learner})
+            self.tell(event.t, *told, event.kind, getattr(event, "learner", None))
+
+    def tell(self, t: float, tone: Tone, text: str, kind: str, learner: str | None) -> None:
+        """Something that happened at Unix time `t`; `kind` and `learner` choose its mark in the picture of merges."""
+        self._events.add({"t": t, "tone": tone, "text": text, "kind": kind, "learner": learner})
 
     def _take_trainers(self, event: ev.Event) -> None:
         match event:
@@ -80,16 +83,17 @@ class Story:
             case ev.SyncerStarted():
                 self._start(event)
             case ev.Initialised():
-                self._head |= {"num_parameters": event.num_parameters, "state": "training"}
+                self._head |= {"num_parameters": event.num_parameters, "state": "training", "began_at": event.tokens}
                 self._tokens = max(self._tokens, event.tokens)
             case ev.Joined():
-                self._member(event.learner).join(event.t)
+                self._member(event.learner).join(event.t, event.incarnation)
             case ev.Left():
                 self._member(event.learner).go(event.t, "left")
             case ev.Evicted():
                 member = self._member(event.learner)
                 member.evicted += 1
-                member.go(event.t, event.reason)
+                if event.incarnation >= member.incarnation:  # not replaced by a newer one
+                    member.go(event.t, event.reason)
             case ev.Merged():
                 self._merge(event)
             case ev.Reported():

@@ -53,6 +53,7 @@ class Timeline:
     finished: dict[str, ev.Finished] = field(default_factory=dict)
     missing: int = 0
     kills: list[Kill] = field(default_factory=list)
+    _incarnations: dict[str, int] = field(default_factory=dict)
     _settled: dict[str, Counts] = field(default_factory=dict)
     _newest: dict[str, ev.Traffic] = field(default_factory=dict)
 
@@ -89,11 +90,13 @@ class Timeline:
                 self._close_span(event.learner, event.t)
                 self.presence.setdefault(event.learner, []).append((event.t, None))
                 self.left.discard(event.learner)
+                self._incarnations[event.learner] = event.incarnation
             case ev.Left():
                 self._close_span(event.learner, event.t)
                 self.left.add(event.learner)
             case ev.Evicted():
-                self._close_span(event.learner, event.t)
+                if event.incarnation >= self._incarnations.get(event.learner, 0):  # not replaced by a newer one
+                    self._close_span(event.learner, event.t)
                 self.evictions.append(event)
             case ev.Merged():
                 self.merges.append(event)
@@ -148,6 +151,11 @@ class Timeline:
     def live_learners(self) -> list[str]:
         """Learners that joined and neither left nor were given up."""
         return sorted(name for name, spans in self.presence.items() if spans[-1][1] is None)
+
+    def is_away(self, learner: str) -> bool:
+        """Whether the learner was killed and has not joined since; the syncer counts on it until a deadline is over."""
+        joined_at = max((begin for begin, _ in self.presence.get(learner, [])), default=0.0)
+        return any(kill.name == learner and kill.t > joined_at for kill in self.kills)
 
     def num_live(self, at: float) -> int:
         """Learners that were part of the run at a time."""

@@ -99,7 +99,7 @@ class LivePage:
         self._hosts = {f"{name}:{port}" for name in (host, "localhost", "127.0.0.1", "[::1]")}
         self._tail, self._story, self._progress = EventTail(event_log), Story(), progress
         self._watchers: set[asyncio.Event] = set()
-        self._is_ending = False
+        self._is_ending = self._has_all = False
         self._server: uvicorn.Server | None = None
         self._thread = threading.Thread(target=self._run, name="syncer-page", daemon=True)
         self._thread.start()
@@ -236,12 +236,14 @@ class LivePage:
         self._watchers.add(news)
         try:
             yield "event: begin\ndata: \n\n"
-            while not self._is_ending and self._session(request) is not None:
-                story = self._story.since(number, time.time())
+            is_last = False
+            while not is_last and self._session(request) is not None:
+                is_last, story = self._has_all, self._story.since(number, time.time())
                 number = story["number"]
                 yield f"data: {json.dumps(story)}\n\n"
-                news.clear()
-                await news.wait()
+                if not is_last:
+                    news.clear()
+                    await news.wait()
         finally:
             self._watchers.discard(news)
 
@@ -258,6 +260,7 @@ class LivePage:
 
     async def _follow(self) -> None:
         while True:
+            is_ending = self._is_ending  # whoever sets it has written its last event
             try:
                 while events := await asyncio.to_thread(self._tail.read, READ_BYTES):
                     for event in events:
@@ -267,6 +270,7 @@ class LivePage:
             except StoreError as error:
                 log.error("the live page stands still: %s", error)
                 return
+            self._has_all = is_ending
             for news in self._watchers:
                 news.set()
             await asyncio.sleep(EVERY_S)

@@ -46,6 +46,7 @@ const clock = (t) => new Date(t * 1000).toLocaleTimeString([], { hour12: false }
 
 function colour(name) {
   if (name === "global model") return css("--ink");
+  if (name === "data parallel") return css("--other");
   if (!colourOf.has(name)) colourOf.set(name, colourOf.size);
   return (isDark.matches ? ON_DARK : COLOURS)[colourOf.get(name) % COLOURS.length];
 }
@@ -88,36 +89,62 @@ function show() {
   bytes(head);
   events();
   method(head.method);
+  if (story.demo) demo(story.demo);
+  hideEmpty(head);
   charts();
 }
+
+function hideEmpty(head) { // a section that has nothing to show isn't there
+  const any = (curves) => Object.values(curves).some((points) => points.length);
+  const has = {
+    loss: any(kept.loss), bytes: head.num_bytes, members: story.learners.length, merges: story.num_merges, heat: story.fragments.length,
+    ledger: Object.values(story.ledger).some(Boolean), speed: kept.speed.length, training: any(kept.training), events: kept.events.length,
+  };
+  for (const [id, shown] of Object.entries(has)) $(id).closest("section").hidden = !shown;
+}
+
+const fewer = (ratio) => {
+  const times = Math.max(ratio, 1 / ratio);
+  return `${times >= 9.95 ? Math.round(times) : times.toFixed(1)} times ${ratio < 1 ? "more" : "fewer"} bytes than data parallel`;
+};
 
 function lead(head) {
   const parts = [`${head.method.name ?? "no method"}, ${head.state}`];
   if (head.live) parts.push(`${head.live}${head.planned ? ` of ${head.planned}` : ""} learners are live`);
   if (head.loss !== null) parts.push(`held-out loss ${head.loss.toFixed(3)} after ${short(head.loss_at)} tokens`);
-  if (head.ratio !== null) parts.push(`${head.ratio >= 10 ? Math.round(head.ratio) : head.ratio.toFixed(1)} times fewer bytes than data parallel`);
+  if (head.ratio) parts.push(fewer(head.ratio));
   return `${parts.join("; ")}.`;
 }
 
-function tiles(head) {
+const tile = (value, text, extra) => make("div", { class: "tile" }, make("b", {}, value), ...(extra ? [extra] : []), make("span", {}, text));
+
+function tiles(head) { // one without a number isn't there
   const done = head.budget ? Math.min(1, head.tokens / head.budget) : null;
-  const tile = (value, text, extra) => make("div", { class: "tile" }, make("b", {}, value), ...(extra ? [extra] : []), make("span", {}, text));
   const meter = done === null ? null : make("div", { class: "meter" }, make("i", { style: { width: `${100 * done}%` } }));
   const ended = head.state === "ended", passed_s = (ended ? head.ended_at : story.now) - head.started_at;
   const restarts = head.restarts ? `; the syncer was restarted ${head.restarts} times` : "";
   const time = ended || head.eta_s === null ? tile(duration(passed_s), (ended ? "from start to end" : "since the start") + restarts)
     : tile(duration(head.eta_s), `to go; ${duration(passed_s)} since the start${restarts}`);
   const speed = ended && passed_s > 0 ? tile(short(head.tokens / passed_s), "tokens per second, on average")
-    : tile(short(head.tokens_per_s), "tokens per second");
+    : head.tokens_per_s === null ? null : tile(short(head.tokens_per_s), "tokens per second");
   const all = [
-    tile(head.loss === null ? "–" : head.loss.toFixed(4), head.loss === null ? "held-out loss: no learner has told one yet" : "held-out loss, nats per token"),
+    head.loss === null ? null : tile(head.loss.toFixed(4), "held-out loss, nats per token"),
     tile(short(head.tokens), head.budget ? `tokens, ${percent(done)} of ${short(head.budget)}` : "tokens trained", meter),
     time,
     speed,
     ended ? tile(story.learners.length, "learners took part") : tile(head.planned ? `${head.live} of ${head.planned}` : head.live, "learners live"),
     tile(short(head.num_bytes, "B"), head.ratio === null ? "on the wire" : `on the wire; data parallel ${short(head.parallel_bytes, "B")}`),
   ];
-  $("tiles").replaceChildren(...all);
+  $("tiles").replaceChildren(...all.filter(Boolean));
+}
+
+function demo(it) { // what `diloco demo` knows of its run
+  $("run").textContent = it.headline;
+  $("lead").textContent = it.intro;
+  $("tiles").append(...it.tiles.map(([value, text]) => tile(value, text)));
+  $("bytes").append(make("p", { class: "note" }, it.bytes));
+  $("more").replaceChildren(...it.sections.map(({ title, prompt, text }) => make("section", {}, make("h2", {}, title),
+    prompt === undefined ? make("p", {}, text) : make("pre", {}, make("b", {}, prompt), text))));
 }
 
 function scores() {
@@ -134,20 +161,22 @@ function scores() {
 const HEADS = ["learner", "state", "step", "s/step", "share", "silence", "tokens", "loss", "sends", "receives", "bytes"];
 
 function members() {
-  const rows = story.learners.map((it) => {
+  const rate = (it, value) => (it.state === "gone" ? "–" : `${short(value, "B")}/s`);
+  const cells = story.learners.map((it) => [
+    it.state === "gone" ? it.reason : it.state, it.step === null ? "–" : it.step.toLocaleString(), it.step_s === null ? "–" : it.step_s.toPrecision(2), percent(it.share),
+    it.silent_s === null ? "–" : duration(it.silent_s), short(it.tokens), it.loss === null ? "–" : it.loss.toFixed(3),
+    rate(it, it.sent_bytes_per_s), rate(it, it.received_bytes_per_s), short(it.sent_bytes + it.received_bytes, "B"),
+  ]);
+  const shown = HEADS.slice(1).map((_, index) => cells.length === 0 || cells.some((each) => each[index] !== "–"));
+  const rows = story.learners.map((it, row) => {
     const bad = it.state === "lost" || (it.state === "gone" && it.reason !== "left");
-    const state = it.state === "gone" ? it.reason : it.state;
-    const cells = [
-      state, short(it.step), it.step_s === null ? "–" : it.step_s.toPrecision(2), percent(it.share),
-      it.silent_s === null ? "–" : duration(it.silent_s), short(it.tokens), it.loss === null ? "–" : it.loss.toFixed(3),
-      `${short(it.sent_bytes_per_s, "B")}/s`, `${short(it.received_bytes_per_s, "B")}/s`, short(it.sent_bytes + it.received_bytes, "B"),
-    ];
     const name = make("td", {}, make("span", { class: "dot", style: { background: colour(it.name) } }), it.name);
     if (it.joined > 1) name.append(` (joined ${it.joined} times)`);
-    return make("tr", {}, name, ...cells.map((text, index) =>
-      make("td", { "data-head": HEADS[index + 1], class: index === 0 ? (bad ? "bad" : "") : "n" }, text)));
+    return make("tr", {}, name, ...cells[row].map((text, index) =>
+      make("td", { "data-head": HEADS[index + 1], class: index === 0 ? (bad ? "bad" : "") : "n" }, text)).filter((_, index) => shown[index]));
   });
-  const heads = HEADS.map((text, index) => make("th", { scope: "col", class: index > 1 ? "n" : "" }, text));
+  const heads = HEADS.map((text, index) => make("th", { scope: "col", class: index > 1 ? "n" : "" }, text))
+    .filter((_, index) => index === 0 || shown[index - 1]);
   $("members").replaceChildren(make("thead", {}, make("tr", {}, ...heads)), make("tbody", {}, ...rows));
 }
 
@@ -183,7 +212,6 @@ function heat() {
 
 function ledger() {
   const total = Object.values(story.ledger).reduce((sum, tokens) => sum + tokens, 0);
-  if (!total) { $("ledger").replaceChildren(make("p", { class: "note" }, "nothing was trained yet")); return; }
   const paint = (key) => ({ merged: "var(--merged)", pending: "var(--pending)", lost: "var(--lost)" })[key] ?? "var(--other)";
   const entries = Object.entries(story.ledger).filter(([, tokens]) => tokens > 0);
   const parts = entries.map(([key, tokens]) => make("i", { style: { width: `${(100 * tokens) / total}%`, background: paint(key) }, title: key }));
@@ -192,11 +220,13 @@ function ledger() {
   $("ledger").replaceChildren(make("div", { class: "bar", "aria-hidden": "true" }, ...parts), make("div", { class: "keys" }, ...keys));
 }
 
-function bytes(head) {
+function bytes(head) { // bars of true length: 49 times fewer is a sliver
   const longest = Math.max(head.num_bytes, head.parallel_bytes, 1);
   const row = (name, value, paint) => make("div", { class: "row" }, make("span", {}, name),
     make("div", { class: "bar" }, make("i", { style: { width: `${(80 * value) / longest}%`, background: paint, minWidth: "2px" } }), make("span", {}, short(value, "B"))));
-  $("bytes").replaceChildren(row("this run", head.num_bytes, "var(--merged)"), row("data parallel", head.parallel_bytes, "var(--other)"));
+  const rows = [row("this run", head.num_bytes, "var(--ink)")];
+  if (head.ratio) rows.push(row("data parallel", head.parallel_bytes, "var(--other)"), make("p", {}, `${fewer(head.ratio)}.`));
+  $("bytes").replaceChildren(...rows);
 }
 
 function events() {
@@ -228,7 +258,7 @@ const drawn = {};
 
 function draw(id, traces, shape) {
   const key = JSON.stringify([traces, shape]);
-  if (drawn[id] === key) return;
+  if (drawn[id] === key || $(id).closest("section").hidden) return;
   drawn[id] = key;
   Plotly.react(id, traces, shape, CONFIG);
 }
@@ -242,13 +272,23 @@ function lines(curves) {
 }
 
 function charts() {
-  draw("loss", lines(kept.loss), layout("tokens trained by the run", "loss, nats per token", 300, { showlegend: true }));
+  const loss = layout("tokens trained by the run", "loss, nats per token", 300, { showlegend: true, ...warmStart() });
+  loss.xaxis.rangemode = "tozero";
+  draw("loss", lines(kept.loss), loss);
   if (story.scores.length) draw("scores", lines(kept.scores), layout("tokens trained by the run", "score", 260, { showlegend: true }));
   draw("training", lines(kept.training), layout("inner step", "loss, nats per token", 300, { showlegend: true }));
   const when = (points) => points.map((point) => new Date(point[0] * 1000));
   draw("speed", [{ x: when(kept.speed), y: kept.speed.map((point) => point[1]), type: "scatter", mode: "lines",
     line: { color: css("--accent"), width: 2 }, name: "tokens/s" }], layout("", "tokens per second", 220, { showlegend: false }));
   timeline();
+}
+
+function warmStart() { // the tokens that were trained before the run had its model
+  const x1 = story.head.began_at;
+  if (!Object.values(kept.loss).some((points) => points.some((point) => point[0] < x1))) return {};
+  const band = { type: "rect", yref: "paper", x0: 0, x1, y0: 0, y1: 1, fillcolor: css("--line"), opacity: 0.45, line: { width: 0 }, layer: "below" };
+  const text = { text: "warm start", x: x1 / 2, yref: "paper", y: 0, yanchor: "bottom", showarrow: false, font: { color: css("--soft") } };
+  return { shapes: [band], annotations: [text] };
 }
 
 function timeline() {
@@ -271,7 +311,8 @@ function timeline() {
   };
   traces.push(
     mark("joined", { symbol: "triangle-right", color: css("--good") }, "joined"),
-    mark("evicted", { symbol: "x", color: css("--bad") }, "evicted: silent, stalled or replaced"),
+    mark("killed", { symbol: "x", color: css("--bad") }, "killed"),
+    mark("evicted", { symbol: "diamond", color: css("--bad") }, "evicted: silent, stalled or replaced"),
     mark("left", { symbol: "square", color: css("--soft") }, "left"));
   const shape = layout("", "", 100 + 34 * Math.max(1, names.length));
   shape.yaxis = { ...shape.yaxis, type: "category", categoryarray: names.map(plain), categoryorder: "array", range: [-0.6, names.length - 0.4] };
@@ -341,7 +382,7 @@ function follow() {
   const say = (text, kind) => { $("link").textContent = text; $("link").className = `chip ${kind}`; };
   source.addEventListener("begin", () => { Object.assign(kept, { merges: [], events: [], loss: {}, training: {}, scores: {}, speed: [], wire: [] }); });
   source.onmessage = (message) => { say("live", "live"); take(JSON.parse(message.data)); };
-  source.onerror = () => say("not connected; trying again", "gone");
+  source.onerror = () => (story?.head.state === "ended" ? say("ended", "") : say("not connected; trying again", "gone"));
 }
 
 isDark.addEventListener("change", show);
