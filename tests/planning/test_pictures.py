@@ -12,8 +12,8 @@ from tests.planning.read_pictures import drawn_on, key_of, require_readable
 
 from diloco.errors import ConfigError, StoreError
 from diloco.planning import palette, picture_pages, pictures
-from diloco.planning.picture_axes import NARROW_IN, WIDTH_IN
-from diloco.planning.pictures import Axis, Bars, Line, Picture
+from diloco.planning.picture_axes import NARROW_IN, WIDTH_IN, Axis, short
+from diloco.planning.pictures import Bars, Line, Picture
 from diloco.planning.timelines import Span, timeline
 from diloco.report.frame import asset
 
@@ -225,7 +225,7 @@ def test_a_name_is_no_mathematics() -> None:
     ("value", "text"), [(0.1, "0.1"), (999, "999"), (1500, "1.5k"), (1.2e6, "1.2M"), (4e11, "400B")]
 )
 def test_numbers_on_ticks_are_short(value: float, text: str) -> None:
-    assert pictures.short(value) == text
+    assert short(value) == text
 
 
 def test_without_matplotlib_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

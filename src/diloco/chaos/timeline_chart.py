@@ -6,7 +6,8 @@ from matplotlib.axes import Axes
 
 from diloco.escaping import printable
 from diloco.planning.pages import svg
-from diloco.planning.pictures import AMBER, BLUE, GREEN, GREY, RED, SMALL, TEXT, new_axes
+from diloco.planning.palette import AMBER, BLUE, GREEN, GREY, RED, TEXT
+from diloco.planning.picture_axes import SMALL, new_axes
 from diloco.report.timeline import Timeline
 
 MERGE, PARTIAL, KILL, BACK, BAND = BLUE, AMBER, RED, GREEN, "#dbeafe"

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from diloco.planning.outcomes import Case, Outcome
 from diloco.planning.palette import METHODS
-from diloco.planning.pictures import Axis, Bars, Picture, bars
+from diloco.planning.picture_axes import Axis
+from diloco.planning.pictures import Bars, Picture, bars
 from diloco.planning.ranking import standing
 from diloco.planning.units import SIZE, significant
 

@@ -11,6 +11,7 @@ from diloco.planning import pictures as draw
 from diloco.planning.failures import Goodput, simulate
 from diloco.planning.fleet import Fleet, Mode, closed_form
 from diloco.planning.palette import COMPUTING, GREEN, INK, METHODS, OLIVE, SKY, STOPPED, WAITING
+from diloco.planning.picture_axes import Axis, short
 
 NAMES: Mapping[Mode, str] = {
     "data-parallel": "data parallel", "elastic": "elastic data parallel", "decoupled": "decoupled"
@@ -48,13 +49,13 @@ def _against_chips(fleet: Fleet, here: Goodput, seed: int) -> draw.Picture:
     drawn.append(draw.Line(label, [fleet.chips], [goodput], errors, style="o", colour=INK))
     worst = min(map(min, columns))
     low = 0.0 if worst < 50 else 100 - 2 * (100 - worst)  # a small fleet's goodput is near 100 %
-    span = draw.Axis("goodput, %", low=low, high=100 + 0.03 * (100 - low)) if low < 100 else draw.Axis("goodput, %")
+    span = Axis("goodput, %", low=low, high=100 + 0.03 * (100 - low)) if low < 100 else Axis("goodput, %")
     text = (
         "Work done, in percent of what the same chips would do without failures and waiting. What steps together "
         "stands still together, so the more chips, the less each of them does; a decoupled learner's failure stops "
         "only itself."
     )
-    figure = partial(draw.lines, drawn, draw.Axis("chips", log=True, ticks=tuple(counts)), span)
+    figure = partial(draw.lines, drawn, Axis("chips", log=True, ticks=tuple(counts)), span)
     rows = draw.rows_of([f"{chips:,}" for chips in counts], columns, _percent)
     return draw.Picture("goodput", "Goodput against chips", text, figure, heads, rows)
 
@@ -72,7 +73,7 @@ def _where_time_goes(fleet: Fleet, found: Mapping[Mode, Goodput]) -> draw.Pictur
         draw.Bars("waiting for other learners", waiting, colour=WAITING),
         draw.Bars("standing still after a failure", stopped, colour=STOPPED),
     ]
-    axis = draw.Axis("share of the chips' time, %", low=0, high=100)
+    axis = Axis("share of the chips' time, %", low=0, high=100)
     figure = partial(draw.bars, labels, shares, axis, marked=[list(found).index(fleet.mode)])
     text = f"Of {fleet.chips:,} chips; in bold, this plan."
     heads = ("", "goodput, %", "waiting, %", "standing still, %", "some learner runs, %")
@@ -103,7 +104,7 @@ def _against_quorum(fleet: Fleet, seed: int) -> draw.Picture:
         "time before a learner has to wait. In time: running learners whose work is in the round it was made for. "
         f"Overlap of {fleet.rounds.overlap} steps{waits}"
     )
-    axes = draw.Axis("quorum, learners", ticks=tuple(quorums)), draw.Axis("share, %", low=0, high=103)
-    rows = draw.rows_of([draw.short(quorum) for quorum in quorums], columns, "{:.1f}".format)
+    axes = Axis("quorum, learners", ticks=tuple(quorums)), Axis("share, %", low=0, high=103)
+    rows = draw.rows_of([short(quorum) for quorum in quorums], columns, "{:.1f}".format)
     title = "What a quorum costs, and what it gets"
     return draw.Picture("quorum", title, text, partial(draw.lines, drawn, *axes), heads, rows)

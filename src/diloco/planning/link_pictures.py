@@ -11,7 +11,8 @@ from diloco.planning.candidates import NAMES
 from diloco.planning.dag import Execution
 from diloco.planning.graph import costs_of, pattern_of
 from diloco.planning.palette import METHODS, VIOLET
-from diloco.planning.pictures import Axis, Line, Picture, lines
+from diloco.planning.picture_axes import Axis
+from diloco.planning.pictures import Line, Picture, lines
 from diloco.planning.question import Around, Graph, Question
 from diloco.planning.settings import Setting, setting_for
 from diloco.planning.timelines import KINDS, Kind, Span, timeline

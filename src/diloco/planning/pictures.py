@@ -11,17 +11,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from diloco.planning.palette import (
-    AMBER,
-    BLUE,
     COLOURS,
-    GREEN,
-    GREY,
     GRID,
     PAPER,
-    RED,
-    SKY,
     TEXT,
-    VIOLET,
 )
 from diloco.planning.picture_axes import (
     LINE_IN,
@@ -33,22 +26,14 @@ from diloco.planning.picture_axes import (
     legend_above,
     name_rows,
     new_axes,
-    plain,
     row_names,
     scale,
-    short,
 )
 from diloco.planning.units import significant
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.figure import Figure
-
-__all__ = [
-    "AMBER", "BLUE", "GREEN", "GREY", "GRID", "RED", "SKY", "SMALL", "TEXT", "VIOLET", "WIDTH_IN", "Axis",
-    "legend_above", "new_axes", "plain", "short",
-]  # fmt: skip
-"""What other pictures are drawn with, besides."""
 
 RESOLUTION = 0.004
 """Curves that are nowhere farther apart than this share of the panel, half the width of a line, are seen as one."""

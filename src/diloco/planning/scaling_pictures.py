@@ -7,7 +7,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from diloco.planning.palette import INK, METHODS, of_learners
-from diloco.planning.pictures import Axis, Line, Picture, lines, rows_of, short
+from diloco.planning.picture_axes import Axis, short
+from diloco.planning.pictures import Line, Picture, lines, rows_of
 from diloco.planning.scaling_laws import DATA_PARALLEL_LOSS, LEARNERS, LOSS, PARAMETERS, Expected
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ from dataclasses import replace
 from functools import partial
 
 from diloco.planning.palette import COMPUTING, METHODS, VIOLET, WAITING, of_learners
-from diloco.planning.pictures import Axis, Bars, Line, Picture, bars, lines, rows_of, short
+from diloco.planning.picture_axes import Axis, short
+from diloco.planning.pictures import Bars, Line, Picture, bars, lines, rows_of
 from diloco.planning.training_time import Link, TrainingPlan, WallClock, wall_clock
 from diloco.planning.units import significant
 

@@ -6,7 +6,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from diloco.planning.palette import COMPUTING, GREY
-from diloco.planning.pictures import Axis, Line, Picture, lines
+from diloco.planning.picture_axes import Axis
+from diloco.planning.pictures import Line, Picture, lines
 from diloco.planning.timelines import time_unit, timeline
 
 if TYPE_CHECKING:

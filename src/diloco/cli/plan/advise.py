@@ -12,8 +12,8 @@ from diloco.cli._output import make_table, say_written
 from diloco.errors import ConfigError, StoreError, translated
 from diloco.planning.advice_pictures import Ranked, mark, numbers, pictures
 from diloco.planning.outcomes import Case, Outcome
+from diloco.planning.picture_axes import short
 from diloco.planning.picture_pages import require, write
-from diloco.planning.pictures import short
 from diloco.planning.ranking import By, advise, case_of, standing
 from diloco.planning.reasons import explain
 from diloco.planning.runfile import run_file

@@ -12,8 +12,8 @@ from diloco.cli._output import make_table, say_written
 from diloco.cli.plan._model import parameters_of
 from diloco.core.codecs.formats import wire_format
 from diloco.errors import ConfigError
+from diloco.planning.picture_axes import short
 from diloco.planning.picture_pages import require, write
-from diloco.planning.pictures import short
 from diloco.planning.training_time import NETWORKS, Link, PaperNetwork, TrainingPlan, WallClock, wall_clock
 from diloco.planning.training_time_pictures import pictures, title
 from diloco.planning.units import COMPUTE, RATE, SIZE, TIME, significant
