@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.processes import until
 
 from diloco import events as ev
 from diloco.demo.accounting import back_after_s, baseline_bytes, participation, ring_all_reduce_bytes
@@ -259,8 +260,15 @@ def test_what_was_forked_ends_with_a_demo_that_is_killed(tmp_path: Path) -> None
         assert demo.stdout is not None
         pid = int(demo.stdout.readline())
         demo.kill()
-    while Path(f"/proc/{pid}").exists():  # until the test's timeout
-        pass
+    until(lambda: not runs(pid), "its end")
+
+
+def runs(pid: int) -> bool:
+    """Whether a process has not ended; one that its parent has not asked for has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def test_only_an_earlier_demo_is_replaced(tmp_path: Path) -> None:

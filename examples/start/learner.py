@@ -21,4 +21,4 @@ with diloco.Learner(model, optimizer, exchange=exchange, heal=diloco.Heal()) as 
         learner.step(tokens=64)
         if learner.steps % 50 == 0:
             learner.log(training_loss=loss.item())
-    print(learner.steps, loss.item())
+    print(f"{name} leaves at step {learner.steps}, the run has {learner.run_tokens:,} tokens")

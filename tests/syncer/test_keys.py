@@ -152,6 +152,12 @@ def test_a_second_syncer_hears_of_what_is_revoked(keys: Path) -> None:
     ]
 
 
+def test_learners_go_on_trusting_a_second_syncer_whose_keys_are_revoked(keys: Path) -> None:
+    run("add", "standby", "syncer-2")
+    assert "learners cannot be told" in run("revoke", "syncer-2")
+    assert "learners cannot be told" not in run("revoke", "site-a")
+
+
 def test_what_is_to_be_copied_is_printed_and_what_never_is(keys: Path) -> None:
     told = run_json("add", "learner", "site-c")
     assert told["copy"] == ["ssh site-c mkdir -p run/keys/", "scp -r keys/site-c site-c:run/keys/"]

@@ -93,7 +93,8 @@ def test_a_folder_that_cannot_be_is_a_tracker_error(tmp_path: Path) -> None:
         scripted(tmp_path).start(RUN)
 
 
-def test_a_process_that_hangs_is_killed(tmp_path: Path) -> None:
+def test_a_process_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diloco.tracking.feed.ABANDON_S", 60.0)  # on a busy machine
     tracker = scripted(tmp_path, at_1="hang")
     with piped(tmp_path) as pipe, Feed(RUN, {"hangs": tracker}) as feed:
         feed.begin()

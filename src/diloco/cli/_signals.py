@@ -28,7 +28,8 @@ def ending_by_signals(end: Callable[[], None], what: str | None, *, again: bool 
             _say(f"stopping; {what}" + ("; again: quit at once" if again else ""))
         end()
         if again:
-            signal.signal(number, before[number])
+            for each, handler in before.items():
+                signal.signal(each, handler)
 
     for each in (signal.SIGINT.value, signal.SIGTERM.value):
         before[each] = signal.signal(each, handle)

@@ -110,6 +110,12 @@ def revoke(name: Name, directory: Directory = Path("keys"), as_json: Json = Fals
     keyring, ring = _both(directory)
     has_token = name in ring.entries
     issued = keyring.revoke(name) if keyring is not None and (keyring.has(name) or not has_token) else []
+    if any(it.role == "standby" for it in issued):
+        typer.echo(
+            f"{name}: the first syncer refuses it from now on, but learners cannot be told, and would follow a syncer "
+            "that shows its certificate; where its key was stolen, replace the authority (`diloco keys rotate ca`)",
+            err=True,
+        )
     tokens = [ring.revoke(name)] if has_token or keyring is None else []
     others = keyring.syncers if keyring is not None else []
     show(directory, Shown(issued, changed=list(dict.fromkeys([SYNCER, *others])), revoked=tokens), as_json)

@@ -16,6 +16,8 @@ from diloco.exchange.wire.address import is_local, socket_path, split_address
 TIMEOUT_S = 2.0
 """How long each step of a look takes at most."""
 
+NAME_KEYS = "name the directory of this holder's keys."
+
 WRONG_HOST = frozenset((62, 64))
 EXPIRED, NOT_YET_VALID = 10, 9
 """OpenSSL's numbers of why a certificate is not accepted (X509_V_ERR_…)."""
@@ -84,8 +86,7 @@ def _of_plain_text(way: Way, plain: socket.socket) -> Reason | None:
     except OSError as error:
         if not (isinstance(error, ssl.SSLError) and "ALERT" in (error.reason or "")):
             return None
-    advice = "name the directory of this holder's keys (--keys, or keys in the run file's [syncer])"
-    return Reason(f"the syncer at {way.address} wants TLS, and no keys are given here; {advice}.", is_refusal=True)
+    return Reason(f"the syncer at {way.address} wants TLS, and no keys are given here; {NAME_KEYS}", is_refusal=True)
 
 
 def _of_tls(way: Way, plain: socket.socket, host: str) -> Reason | None:
@@ -112,8 +113,9 @@ def _of_tls(way: Way, plain: socket.socket, host: str) -> Reason | None:
         except OSError:  # hung up
             pass
     if way.keys is None:
-        advice = "name the directory of this holder's keys (--keys, or keys in the run file's [syncer])"
-        return Reason(f"the syncer at {way.address} wants a certificate and none was shown; {advice}.", is_refusal=True)
+        return Reason(
+            f"the syncer at {way.address} wants a certificate and none was shown; {NAME_KEYS}", is_refusal=True
+        )
     return Reason(
         f"the syncer at {way.address} refused the certificate in {way.keys}: another authority signed it, or it is not "
         "valid by the syncer's clock; copy the directory again from `diloco keys`.",

@@ -57,14 +57,14 @@ class RunState(Generic[H, P]):
             NotInitialisedError: there is no model yet.
         """
         if self._core is None:
-            raise NotInitialisedError(f"run {self.run!r} has no model yet; start one learner with --initialise.")
+            raise NotInitialisedError(f"run {self.run!r} has no model yet; start one learner that initialises it.")
         return self._core
 
     @property
     def model(self) -> GlobalModel[H, P]:
         """What is published. Raises as `core`."""
         if self._model is None:
-            raise NotInitialisedError(f"run {self.run!r} has no model yet; start one learner with --initialise.")
+            raise NotInitialisedError(f"run {self.run!r} has no model yet; start one learner that initialises it.")
         return self._model
 
     @property
@@ -117,7 +117,7 @@ class RunState(Generic[H, P]):
     def already_initialised(self) -> AlreadyInitialisedError:
         """The error of a second beginning."""
         return AlreadyInitialisedError(
-            f"run {self.run!r} has a model already and keeps it; join it without --initialise."
+            f"run {self.run!r} has a model already and keeps it; join it without initialising it."
         )
 
     def restore(self, saved: SavedRun[H], now_s: float) -> None:

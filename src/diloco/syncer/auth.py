@@ -47,8 +47,7 @@ class Authenticator:
             found = list(shown.get("x509_pem_cert", ()))
             if not found:
                 raise AuthError(
-                    "no certificate was shown and this syncer wants one; name the directory of this holder's keys "
-                    "(--keys, or keys in the run file's [syncer])."
+                    "no certificate was shown and this syncer wants one; name the directory of this holder's keys."
                 )
             return self._holders.caller(found[0])
         if self._tokens is not None:

@@ -152,8 +152,8 @@ class BearerTokens:
         """
         if not token:
             raise AuthError(
-                "no token was sent and this syncer wants one; name its file (--token-file, or token_file in the run "
-                "file's [syncer])."
+                "no token was sent and this syncer wants one; give the one of this caller, which `diloco keys add … "
+                "--token` made."
             )
         sha256 = token_sha256(token)
         found: TokenEntry | None = None
@@ -168,17 +168,18 @@ class BearerTokens:
         return Caller(found.name, found.role, found.learner, sha256, found.taken[sha256])
 
     def check(self, caller: Caller) -> None:
-        """Check that the token of a caller is one of the file's, and has not expired.
+        """Check that the token of a caller is one of the file's, and has not expired by what the file says now.
 
         Raises:
             AuthError: it was revoked or has expired.
         """
-        if not any(caller.key in entry.taken for entry in self._entries.admitting().values()):
+        takers = [entry.taken for entry in self._entries.admitting().values() if caller.key in entry.taken]
+        if not takers:
             raise AuthError(f"the token of {caller.name!r} was revoked; ask the syncer's operator for a new one.")
-        now = datetime.now(UTC)
-        if caller.expires is not None and now >= caller.expires:
-            ended = f"{caller.expires.astimezone(UTC):%Y-%m-%d %H:%M} UTC"
+        now, expires = datetime.now(UTC), takers[-1][caller.key]  # a rotation ends the token before sooner
+        if expires is not None and now >= expires:
+            ended = f"{expires.astimezone(UTC):%Y-%m-%d %H:%M} UTC"
             raise AuthError(
                 f"the token of {caller.name!r} expired at {ended}; ask the syncer's operator for a new one."
             )
-        self._ends.look(now, f"the token of {caller.name!r}", caller.expires)
+        self._ends.look(now, f"the token of {caller.name!r}", expires)

@@ -49,7 +49,7 @@ class Entrance:
         """The syncer said whether the run has a model. Returns the error if the learner cannot join."""
         if has_model and self._initialises and not self._may_have_uploaded:
             return AlreadyInitialisedError(
-                f"run {self._run!r} has a model already and keeps it; join it without --initialise."
+                f"run {self._run!r} has a model already and keeps it; join it without initialising it."
             )
         if has_model:
             self.step = "join"
@@ -57,7 +57,7 @@ class Entrance:
             self.step = "initialise"
         elif self.is_late(now):
             return NotInitialisedError(
-                f"run {self._run!r} has no model after {self._timeout_s:g} s; start one learner with --initialise."
+                f"run {self._run!r} has no model after {self._timeout_s:g} s; start one learner that initialises it."
             )
         return None
 

@@ -32,7 +32,7 @@ def fetch_model(
     with closing(dialler(address, keys=keys, token=token, ca=ca, insecure=insecure)) as syncers:
         description = found(syncers, run)
         if not description.initialised:
-            raise NotInitialisedError(f"run {run!r} has no model yet; start one learner with --initialise.")
+            raise NotInitialisedError(f"run {run!r} has no model yet; start one learner that initialises it.")
         layout = layout_of(description)
         model: dict[str, Tensor] = {}
         for fragment in layout.fragments:
