@@ -208,6 +208,9 @@ TRANSFERS: dict[str, Callable[[Connection], object]] = {
 def test_the_syncer_ends_the_transfer_of_a_peer_that_no_heartbeat_speaks_for(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    def ended() -> list[str]:
+        return [record.message for record in caplog.records if "nothing has moved" in record.message]
+
     caplog.set_level(logging.INFO, "diloco.syncer")
     with (
         serve(tmp_path) as syncer,
@@ -222,9 +225,9 @@ def test_the_syncer_ends_the_transfer_of_a_peer_that_no_heartbeat_speaks_for(
         lost = pool.submit(TRANSFERS[name], patient)
         try:
             until(lambda: any(link.is_swallowed for link in relay.links), "nothing crosses")
+            until(lambda: bool(ended()), "the call is still open")
             until(lambda: not syncer._calls.num_open, "the call is still open")
-            ended = [record.message for record in caplog.records if "nothing has moved" in record.message]
-            assert LOST_S <= float(ended[-1].split()[-2]) <= MOST_S
+            assert LOST_S <= float(ended()[-1].split()[-2]) <= MOST_S
         finally:
             relay.cut()
         assert isinstance(lost.exception(), UnreachableError)

@@ -17,7 +17,6 @@ from tests.templates.test_templates import (
     compose_commands,
     kubernetes_commands,
     load,
-    page_commands,
     sky_commands,
     unit_commands,
 )
@@ -34,9 +33,7 @@ def option(words: list[str], name: str) -> list[str]:
     return [after for word, after in pairwise(words) if word == name]
 
 
-@pytest.mark.parametrize(
-    "kind", [compose_commands, kubernetes_commands, sky_commands, unit_commands, batch_commands, page_commands]
-)
+@pytest.mark.parametrize("kind", [compose_commands, kubernetes_commands, sky_commands, unit_commands, batch_commands])
 def test_torchrun_takes_its_own_options(kind: Any) -> None:
     for words in kind():
         (start, *_) = [i + 1 for i, word in enumerate(words) if Path(word).name == "torchrun"] or [None]
