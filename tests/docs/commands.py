@@ -112,11 +112,19 @@ def check_python(words: list[str]) -> None:
         assert option in source.read_text(), f"{words[1]} has no {option}"
 
 
+def check_torchrun(words: list[str]) -> None:
+    """torchrun takes the options before what it starts."""
+    from torch.distributed.run import get_args_parser
+
+    assert get_args_parser().parse_args(words[1:]).training_script, words
+
+
 CHECKS: dict[str, Callable[[list[str]], None]] = {
     "make": check_make,
     "pip": check_pip,
     "python": check_python,
     "python3": check_python,
+    "torchrun": check_torchrun,
 }
 
 
