@@ -7,10 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from diloco.events import LearnerProgress, Traffic
-
-RECENT_MERGES = 40
-"""Over which a learner's share of the merges is counted."""
+from diloco.events import RECENT_MERGES, LearnerProgress, Traffic
 
 
 @dataclass
