@@ -5,7 +5,7 @@ const COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9
 const ON_DARK = ["#3d9ee0", "#ff8433", "#2ecc9f", "#e4a0c6", "#f2b632", "#8fd3ff", "#b57cc4", "#a3b86c"]; // the same hues
 const DASHES = ["solid", "dash", "dot", "dashdot"];
 const kept = { merges: [], events: [], loss: {}, training: {}, scores: {}, speed: [], wire: [] };
-const FIXED = { "global model": "--ink", "data parallel": "--other" };
+const FIXED = new Map([["global model", "--ink"], ["data parallel", "--other"]]);
 const isDark = matchMedia("(prefers-color-scheme: dark)");
 let story = null;
 
@@ -45,14 +45,14 @@ const percent = (share) => (share === null || share === undefined ? "–" : `${M
 const clock = (t) => new Date(t * 1000).toLocaleTimeString([], { hour12: false });
 
 function colour(name) {
-  return name in FIXED ? css(FIXED[name]) : (isDark.matches ? ON_DARK : COLOURS)[place(name) % COLOURS.length];
+  return FIXED.has(name) ? css(FIXED.get(name)) : (isDark.matches ? ON_DARK : COLOURS)[place(name) % COLOURS.length];
 }
-const dash = (name) => DASHES[name in FIXED ? 0 : Math.floor(place(name) / COLOURS.length) % DASHES.length];
+const dash = (name) => DASHES[FIXED.has(name) ? 0 : Math.floor(place(name) / COLOURS.length) % DASHES.length];
 
 function place(name) { // among the colours: the same now, after a reload and in the report
   const numbers = new Map(story.learners.map((it) => [it.name, it.number]));
   if (numbers.has(name)) return numbers.get(name);
-  const others = Object.keys({ ...kept.loss, ...kept.training, ...kept.scores }).filter((it) => !(it in FIXED || numbers.has(it)));
+  const others = Object.keys({ ...kept.loss, ...kept.training, ...kept.scores }).filter((it) => !FIXED.has(it) && !numbers.has(it));
   const own = others.indexOf(name); // controls and tasks have theirs from the other end
   return own + COLOURS.length - 1 - 2 * (own % COLOURS.length);
 }
