@@ -12,7 +12,7 @@ import pytest
 
 from diloco import events as ev
 from diloco.core.steering import Order
-from diloco.errors import ConfigError
+from diloco.errors import AuthError, ConfigError
 from diloco.event_log import EventLog
 from diloco.report.frame import frozen_page
 from diloco.report.page import read_run, write_page
@@ -130,12 +130,70 @@ def test_a_live_page_follows_the_run(browser: Any, run: Path) -> None:
         with EventLog(run / "events.jsonl", who="syncer") as log:
             log.append(ev.Reported(learner="paris", tokens=2000, loss=1.75))
         page.locator("#lead", has_text="held-out loss 1.750").wait_for()
+        assert "; 1 learner is live;" in page.inner_text("#lead")
         assert complaints == []
         with EventLog(run / "events.jsonl", who="syncer") as log:
             log.append(ev.Finished(steps=90, tokens=2000, seconds=9.0, reason="stopped"))
     page.locator("#link", has_text="ended").wait_for()
     assert "DiLoCo, ended" in page.inner_text("#lead")
     page.context.close()
+
+
+def test_a_learner_has_one_colour_live_after_a_reload_and_in_the_report(browser: Any, run: Path) -> None:
+    def colours(page: Any) -> dict[str, str]:
+        page.locator("#members tbody tr").nth(2).wait_for()
+        dots = "[...document.querySelectorAll('#members td:first-child')].map((it) => [it.textContent, it.firstChild.style.background])"  # noqa: E501
+        return dict(page.evaluate(dots))
+
+    with closing(LivePage("127.0.0.1:0", run / "events.jsonl", lambda: None, is_open=True)) as live:
+        page, _ = opened(browser, live.url)
+        with EventLog(run / "events.jsonl", who="syncer") as log:
+            log.append(ev.Joined(learner="bergen", incarnation=1))
+        first = colours(page)
+        page.reload()
+        second = colours(page)
+    page.goto(frozen(run))
+    assert first == second == colours(page)
+    assert len({*first.values()}) == 3
+    page.context.close()
+
+
+def test_an_eviction_and_a_join_of_one_moment_are_both_seen(browser: Any, run: Path) -> None:
+    with EventLog(run / "events.jsonl", who="syncer") as log:
+        log.append(ev.Joined(t=1_700_000_007.0, learner="oslo", incarnation=2))
+    page, _ = opened(browser, frozen(run))
+    joined, evicted = page.evaluate("""["joined", "evicted"].map((name) => {
+      const traces = [...document.querySelectorAll("#timeline .scatterlayer .trace")];
+      const trace = traces.find((it) => it.__data__[0].trace.name?.startsWith(name));
+      const mark = [...trace.querySelectorAll(".points path")].at(-1), { top, bottom } = mark.getBoundingClientRect();
+      return { top, bottom, isOpen: mark.style.fill === "none", place: traces.indexOf(trace) };
+    })""")
+    assert evicted["isOpen"]
+    assert evicted["place"] < joined["place"]  # drawn below
+    assert evicted["top"] < joined["top"] < joined["bottom"] < evicted["bottom"]
+    page.context.close()
+
+
+def test_a_live_page_says_when_it_follows_no_more_and_what_to_do(browser: Any, run: Path) -> None:
+    ended: list[Caller] = []
+
+    def check(caller: Caller) -> None:
+        if caller in ended:
+            raise AuthError("it was revoked.")
+
+    def broken() -> None:
+        raise ValueError("a defect")
+
+    vera = Caller("vera", "viewer", key="2")
+    for progress, told in ((lambda: None, "reload the page, or ask for a new link"), (broken, "stands still")):
+        ended.clear()
+        with closing(LivePage("127.0.0.1:0", run / "events.jsonl", progress, is_open=False, check=check)) as live:
+            page, _ = opened(browser, live.url_for(vera), viewport={"width": 400, "height": 800})
+            if progress is not broken:
+                ended.append(vera)
+            page.locator("#link", has_text=told).wait_for()
+            assert page.evaluate("document.documentElement.scrollWidth") <= 400
+            page.context.close()
 
 
 def test_an_admin_steers_from_the_page_also_by_keyboard(browser: Any, run: Path) -> None:

@@ -115,6 +115,32 @@ def test_a_moment_that_was_shown_before_it_was_written_counts_once(story: Story)
     assert story.since(0) == shown
 
 
+@pytest.mark.parametrize(("order", "state"), [("pause", "paused"), ("end", "ended by an operator")])
+def test_the_head_says_what_an_operator_has_the_run_do(story: Story, order: str, state: str) -> None:
+    def steered(order: str) -> ev.Steered:
+        return ev.Steered(t=130.0, order=order, by="anna", learner="", text="so")
+
+    syncers(
+        story,
+        steered(order),
+        steered("quorum"),
+        ev.SyncerStarted(t=140.0, run="tiny", address="x", versions=(2,), method={}),
+    )
+    head = story.since(0)["head"]
+    assert (head["state"], head["live"], head["eta_s"], head["tokens_per_s"]) == (state, 1, None, None)
+    syncers(story, steered("resume"))
+    assert story.since(0)["head"]["state"] == "training"
+    syncers(story, steered(order), ev.Finished(t=150.0, steps=9, tokens=400, seconds=9.0, reason="stopped"))
+    assert story.since(0)["head"]["state"] == "ended"
+
+
+def test_learners_are_numbered_as_they_joined_whatever_a_moment_has_shown(story: Story) -> None:
+    early = {name: member(9) for name in ("a", "c", "d")}
+    story.at_this_moment(ev.Progress(t=130.0, who="syncer", step=9, tokens=330, learners=early))
+    syncers(story, *(ev.Joined(t=131.0, learner=name, incarnation=1) for name in ("d", "c", "b")))
+    assert {it["name"]: it["number"] for it in story.since(0)["learners"]} == {"a": 0, "b": 1, "c": 3, "d": 2}
+
+
 def test_bytes_add_up_over_restarts_of_the_syncer(story: Story) -> None:
     syncers(
         story,

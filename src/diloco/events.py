@@ -8,6 +8,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+RECENT_MERGES = 40
+"""Over which those that watch a run count a learner's share of the merges."""
+
 
 class Event(BaseModel):
     """Fields that every event has; `t` and `who` are filled in by the log when they are left out."""

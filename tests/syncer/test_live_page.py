@@ -5,10 +5,12 @@ from __future__ import annotations
 import http.client
 import json
 import re
+import socket
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from email.message import Message
+from http.cookies import SimpleCookie
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,7 +23,7 @@ from diloco.errors import AuthError, ConfigError, RunError
 from diloco.event_log import EventLog
 from diloco.syncer.callers import Caller
 from diloco.syncer.live_page import LivePage
-from diloco.syncer.page_access import LINK_S, MAX_LINKS, PageAccess, Session
+from diloco.syncer.page_access import LINK_S, MAX_LINKS, MAX_SESSIONS, PageAccess, Session
 
 
 @contextmanager
@@ -41,15 +43,16 @@ class Answer:
 
 
 @contextmanager
-def asking(page: LivePage, path: str, **headers: str) -> Iterator[http.client.HTTPResponse]:
-    with closing(http.client.HTTPConnection("127.0.0.1", urlsplit(page.url).port or 0, timeout=30)) as connection:
-        connection.request("GET", path, headers=headers)
+def asking(page: LivePage, path: str, method: str = "GET", **headers: str) -> Iterator[http.client.HTTPResponse]:
+    at = urlsplit(page.url)
+    with closing(http.client.HTTPConnection(at.hostname or "", at.port or 0, timeout=30)) as connection:
+        connection.request(method, path, headers=headers)
         with connection.getresponse() as answer:
             yield answer
 
 
-def get(page: LivePage, path: str, **headers: str) -> Answer:
-    with asking(page, path, **headers) as answer:
+def get(page: LivePage, path: str, method: str = "GET", **headers: str) -> Answer:
+    with asking(page, path, method, **headers) as answer:
         return Answer(answer.status, answer.headers, answer.read().decode())
 
 
@@ -96,6 +99,7 @@ def test_a_link_works_once_and_in_that_browser_from_then_on(tmp_path: Path) -> N
             refused = get(page, path)
             assert refused.status == 403
             assert "works once" in refused.text
+        assert get(page, link, "HEAD").status == 403  # which takes no link
         first = get(page, link)
         assert first.status == 303
         cookie = first.headers["set-cookie"]
@@ -103,7 +107,33 @@ def test_a_link_works_once_and_in_that_browser_from_then_on(tmp_path: Path) -> N
         assert "SameSite=strict" in cookie
         assert get(page, link).status == 403
         assert get(page, "/", cookie=cookie.partition(";")[0]).status == 200
-        assert get(page, "/", cookie="diloco-page=wrong").status == 403
+        assert get(page, "/", cookie=f"{cookie.partition('=')[0]}=wrong").status == 403
+
+
+def test_two_pages_in_one_browser_do_not_end_each_others_session(tmp_path: Path) -> None:
+    with served(tmp_path / "one", is_open=False) as (one, _), served(tmp_path / "two", is_open=False) as (two, _):
+        jar: SimpleCookie = SimpleCookie()
+        for page in (one, two):
+            jar.load(get(page, f"/?{urlsplit(page.url).query}").headers["set-cookie"])
+        cookie = "; ".join(f"{name}={it.value}" for name, it in jar.items())  # a browser's, which knows no ports
+        assert [get(page, "/", cookie=cookie).status for page in (one, two)] == [200, 200]
+
+
+@pytest.mark.parametrize("breaks", ["the event log", "the syncer's answer"])
+def test_a_page_that_cannot_follow_the_run_says_so(
+    tmp_path: Path, breaks: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken() -> None:
+        raise ValueError("a defect")
+
+    path, of_log = tmp_path / "events.jsonl", breaks == "the event log"
+    path.write_text('{"t":1.0}\n' if of_log else "")
+    with closing(LivePage("127.0.0.1:0", path, (lambda: None) if of_log else broken, is_open=True)) as page:
+        for _ in range(2):
+            assert get(page, "/updates").text.endswith("}\n\nevent: failed\ndata: \n\n")
+    (said,) = [it for it in caplog.records if it.getMessage().startswith("the live page stands still: ")]
+    assert ("is not an event" if of_log else "a defect") in said.getMessage()
+    assert (said.exc_info is None) == of_log  # a defect has a traceback
 
 
 def test_a_page_of_another_site_cannot_read_it_under_its_own_name(tmp_path: Path) -> None:
@@ -119,6 +149,17 @@ def test_it_is_served_to_this_machine_only(tmp_path: Path) -> None:
         port = urlsplit(page.url).port
         with pytest.raises(RunError, match="is in use by another process.*--page-port, or 0"):
             LivePage(f"127.0.0.1:{port}", tmp_path / "events.jsonl", lambda: None, is_open=True)
+
+
+def test_it_is_served_on_ipv6s_loopback(tmp_path: Path) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("there is no IPv6 here")
+    path = tmp_path / "events.jsonl"
+    with closing(LivePage("[::1]:0", path, lambda: None, is_open=True)) as page:
+        assert page.url.startswith("http://[::1]:")
+        assert get(page, "/").status == 200
 
 
 # --- steering
@@ -221,3 +262,14 @@ def test_a_link_that_was_asked_for_ends(tmp_path: Path) -> None:
     assert len(access._links) == MAX_LINKS + 1  # and the printed one
     assert access.enter(newest) is not None
     assert access.enter(access.printed) is not None
+
+
+def test_what_one_caller_opens_ends_nothing_of_another() -> None:
+    access = PageAccess(is_open=False, check=lambda _: None)
+    link, session = access.link_for(ADMIN), access.enter(access.link_for(ADMIN))
+    for _ in range(MAX_SESSIONS + 1):
+        newest = access.enter(access.link_for(VIEWER))
+    for _ in range(MAX_LINKS + 1):
+        access.link_for(VIEWER)
+    assert len(access._sessions) == MAX_SESSIONS + 1  # and the admin's
+    assert None not in (access.session(session or ""), access.session(newest or ""), access.enter(link))

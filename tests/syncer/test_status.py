@@ -23,7 +23,11 @@ from diloco.cli._status import view
 from diloco.cli.status import command
 from diloco.core.pool import Pool
 from diloco.errors import ConfigError
+from diloco.events import RECENT_MERGES
 from diloco.exchange.wire import syncer_pb2 as pb
+from diloco.report.frame import live_page
+from diloco.report.members import Member
+from diloco.run.status import _Seen
 from diloco.syncer.server import Syncer
 
 ONES = diloco.FP32().encode(torch.ones(layout().fragments[0].numel))
@@ -155,6 +159,12 @@ def test_shares_are_of_what_was_trained_and_never_round_to_all_or_nothing(syncer
     assert "of what was trained: >99% merged, <1% discarded (late), <1% lost" in said
     assert re.search(r" 0 +0 +>99% +0% +<1% +<1% ", said)
     raw.connection.close()
+
+
+def test_a_share_is_of_as_many_merges_here_and_on_the_page() -> None:
+    assert _Seen(1).recent.maxlen == Member("a", 0).recent.maxlen == RECENT_MERGES
+    docs = Path(__file__, "../../../docs/watch.md").resolve().read_text(encoding="utf-8")
+    assert all(f"the last {RECENT_MERGES} merges" in text for text in (live_page(), docs))
 
 
 def test_after_a_restart_what_is_not_known_is_not_said(tmp_path: Path) -> None:

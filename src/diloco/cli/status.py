@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from datetime import datetime
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -13,11 +12,10 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from diloco.cli._input import read_token
 from diloco.cli._options import Authority, Insecure, Json, Keys, TokenFile
+from diloco.cli._reach import Address, OptionalRunFile, RunName, reach
 from diloco.cli._status import view
-from diloco.config import load_config
-from diloco.errors import ConfigError, UnreachableError
+from diloco.errors import UnreachableError
 
 EVERY_S = 2.0
 """Between two looks of `--watch`."""
@@ -27,11 +25,9 @@ WIDE = 10_000
 
 
 def command(
-    run_file: Annotated[
-        Path | None, typer.Argument(help="The run file, for the address, the run's name and the keys.")
-    ] = None,
-    address: Annotated[str | None, typer.Option(help="host:port of the syncer.")] = None,
-    run: Annotated[str | None, typer.Option(help="The run's name.")] = None,
+    run_file: OptionalRunFile = None,
+    address: Address = None,
+    run: RunName = None,
     keys: Keys = None,
     token_file: TokenFile = None,
     ca: Authority = None,
@@ -45,20 +41,10 @@ def command(
     """Show a live run: learners, rounds and the learners they wait for, tokens, bytes."""
     from diloco.exchange.remote import fetch_status
 
-    if run_file is not None:
-        if ":" in run_file.name and not run_file.exists():
-            raise ConfigError(f"there is no run file {run_file}; a syncer's address goes with --address.")
-        config = load_config(run_file)
-        address, run = address or config.syncer.address, run or config.run.name
-        keys, token_file = keys or config.syncer.keys, token_file or config.syncer.token_file
-        ca = ca or config.syncer.ca
-        insecure = insecure or config.syncer.insecure
-    if address is None or run is None:
-        raise ConfigError("no run is named; pass a run file, or --address and --run.")
-    token = read_token(token_file)
+    at = reach(run_file, address, run, keys, token_file, ca, insecure)
 
     def look() -> dict[str, Any]:
-        return fetch_status(address, run=run, keys=keys, token=token, ca=ca, insecure=insecure)
+        return fetch_status(at.address, run=at.run, keys=at.keys, token=at.token, ca=at.ca, insecure=at.insecure)
 
     if not watch:
         _show(Console(highlight=False, markup=False), look(), fragments, as_json)

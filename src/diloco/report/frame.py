@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.errors import ConfigError
+from diloco.events import RECENT_MERGES
 
 NEEDS = "pip install 'diloco[dashboard]'"
 
@@ -63,6 +64,7 @@ def _script(text: str) -> str:
 
 def _page(style: str, story: str, scripts: str) -> str:
     page = asset("page.html")
-    for mark, text in (("style", style), ("story", story), ("scripts", scripts)):
+    marks = {"style": style, "recent": str(RECENT_MERGES), "story": story, "scripts": scripts}
+    for mark, text in marks.items():
         page = page.replace(f"<!-- {mark} -->", text, 1)
     return page

@@ -7,10 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from diloco.events import LearnerProgress, Traffic
-
-RECENT_MERGES = 40
-"""Over which a learner's share of the merges is counted."""
+from diloco.events import RECENT_MERGES, LearnerProgress, Traffic
 
 
 @dataclass
@@ -18,6 +15,7 @@ class Member:
     """What is known of one learner.
 
     Attributes:
+        number: from 0, in the order in which the events name learners; its colour on the page goes by it.
         state: "gone" once it left or was evicted, or as `LearnerProgress.state`.
         since: Unix time of its state "gone", or when it joined.
         joined, evicted: how often.
@@ -28,6 +26,7 @@ class Member:
     """
 
     name: str
+    number: int
     state: str = "starting"
     since: float = 0.0
     joined: int = 0
@@ -80,7 +79,7 @@ class Member:
         behind = [max(0, newest - own[index]) for index, newest in sorted(versions.items()) if index < len(own)]
         silent_s = None if it is None or not self.is_live else it.silent_s + max(0.0, now - seen_at)
         return {
-            "name": self.name, "state": self.state, "since": self.since, "reason": self.reason,
+            "name": self.name, "number": self.number, "state": self.state, "since": self.since, "reason": self.reason,
             "joined": self.joined, "evicted": self.evicted, "merges": self.merges,
             "share": sum(self.recent) / len(self.recent) if self.recent else None,
             "step": None if it is None else it.step, "tokens": None if it is None else it.tokens,

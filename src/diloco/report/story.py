@@ -18,6 +18,8 @@ MAX_EVENTS = 300
 GLOBAL = "global model"
 SPEED_S = 60.0
 """Over which tokens per second are measured."""
+ORDERED = {"pause": "paused", "end": "ended by an operator", "resume": None}
+"""The state that a run is in after an order (`Steered`); None: as without orders."""
 
 
 class Story:
@@ -29,6 +31,7 @@ class Story:
     def __init__(self) -> None:
         self._numbers = Numbers()
         self._head: dict[str, Any] = {"run": "", "method": {}, "num_parameters": None, "state": "waiting for a model"}
+        self._ordered: str | None = None  # of `ORDERED`
         self._started_at: float | None = None
         self._newest_t = 0.0
         self._restarts = -1
@@ -85,6 +88,8 @@ class Story:
             case ev.Initialised():
                 self._head |= {"num_parameters": event.num_parameters, "state": "training", "began_at": event.tokens}
                 self._tokens = max(self._tokens, event.tokens)
+            case ev.Steered() if event.order in ORDERED:
+                self._ordered = ORDERED[event.order]
             case ev.Joined():
                 self._member(event.learner).join(event.t, event.incarnation)
             case ev.Left():
@@ -172,8 +177,10 @@ class Story:
                 self._parallel_bytes += max(0, it.step - before.step) * 4 * numel * (num_live - 1) / num_live
 
     def at_this_moment(self, progress: ev.Progress) -> None:
-        """What the syncer knows beyond its event log, in an event that is in no file."""
-        self._progress(progress)
+        """What the syncer knows beyond its event log, in an event that is in no file. A learner that no event has named
+        yet is not in it: learners are numbered in the order of the events, which is the same for every reader."""
+        known = {name: it for name, it in progress.learners.items() if name in self._members}
+        self._progress(progress.model_copy(update={"learners": known}))
 
     def _evaluate(self, who: str, tokens: int, loss: float) -> None:
         """A loss on held-out data; the syncer's log and the learner's own may both have it."""
@@ -183,7 +190,7 @@ class Story:
             self._curve(self._losses, who).add(tokens, loss)
 
     def _member(self, name: str) -> Member:
-        return self._members.setdefault(name, Member(name))
+        return self._members.setdefault(name, Member(name, len(self._members)))
 
     def _curve(self, curves: dict[str, Series], name: str) -> Series:
         return curves.setdefault(name, Series(self._numbers))
@@ -252,8 +259,9 @@ class Story:
     def _summary(self) -> dict[str, Any]:
         num_live, speed, budget = live(self._members.values()), self._tokens_per_s, self._head.get("budget")
         left = None if budget is None else max(0, budget - self._tokens)
-        runs = self._head["state"] == "training"
-        state = "no learner is live" if runs and not num_live else self._head["state"]
+        runs, state = self._head["state"] == "training" and self._ordered is None, self._head["state"]
+        if state == "training":
+            state = self._ordered or ("training" if num_live else "no learner is live")
         losses = [newest for who in self._members if (newest := self._newest_loss(who)) is not None]
         tokens, loss = max(losses, default=(None, None))
         ratio = self._parallel_bytes / self._num_bytes if self._num_bytes and self._parallel_bytes else None

@@ -10,10 +10,8 @@ from typing import Any
 from diloco.core.actions import MergeRound
 from diloco.core.ledger import total
 from diloco.core.syncer import SyncerCore
+from diloco.events import RECENT_MERGES
 from diloco.run.global_model import GlobalModel
-
-NUM_RECENT = 32
-"""Merges over which a learner's share is taken."""
 
 
 @dataclass
@@ -29,7 +27,7 @@ class _Seen:
     incarnation: int
     versions: Sequence[int] = ()
     staleness: int | None = None
-    recent: deque[bool] = field(default_factory=lambda: deque(maxlen=NUM_RECENT))
+    recent: deque[bool] = field(default_factory=lambda: deque(maxlen=RECENT_MERGES))
 
 
 def state_of(it: Mapping[str, Any]) -> str:

@@ -14,13 +14,13 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diloco.core.steering import Order
-from diloco.errors import AuthError, ConfigError, DilocoError, PayloadError, StoreError
+from diloco.errors import AuthError, ConfigError, DilocoError, PayloadError
 from diloco.event_log import EventTail
 from diloco.events import Progress
 from diloco.exchange.wire.address import is_loopback, split_address
@@ -42,9 +42,8 @@ log = logging.getLogger("diloco.syncer")
 EVERY_S = 1.0
 GRACE_S = 3
 """For answers under way when the syncer ends; each ends within `EVERY_S`."""
-READ_BYTES = 1 << 20
-COOKIE, TOKEN = "diloco-page", "x-diloco-token"
-MAX_ORDER_BYTES = 4096
+READ_BYTES, MAX_ORDER_BYTES = 1 << 20, 4096
+TOKEN = "x-diloco-token"
 PARTS = {"page.css": "text/css", "page.js": "text/javascript", "plotly.js": "text/javascript"}
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
@@ -67,8 +66,8 @@ class LivePage:
         address: host:port, loopback only; port 0 chooses one.
         event_log: the syncer's.
         progress: gives the run at this moment; None: there is nothing to tell.
-        is_open: whoever reaches the port may watch, and steer; otherwise the browser in which a link was opened, which
-            works once, as far as the role goes of who asked for it. The one in `url` is a viewer's.
+        is_open: every caller that reaches the port may watch, and steer; otherwise only a browser that has opened a
+            link may, with the role of the caller that asked for it. A link works once; the one in `url` is a viewer's.
         steer: gives an order of a caller; returns what was done. None: the page only shows.
         check: raises AuthError where a caller's credentials have ended.
 
@@ -94,12 +93,14 @@ class LivePage:
         self._sockets = [_bound(host, port)]
         port = self._sockets[0].getsockname()[1]
         self._access, self._steer = PageAccess(is_open=is_open, check=check), steer
-        self._address = f"http://{host}:{port}/"
+        name = f"[{host}]" if ":" in host else host
+        self._address = f"http://{name}:{port}/"
         self.url = self._url(self._access.printed)
-        self._hosts = {f"{name}:{port}" for name in (host, "localhost", "127.0.0.1", "[::1]")}
+        self._hosts = {f"{each}:{port}" for each in (name, "localhost", "127.0.0.1", "[::1]")}
+        self._cookie = f"diloco-page-{port}"  # a browser sends a host's cookies to every port of it
         self._tail, self._story, self._progress = EventTail(event_log), Story(), progress
         self._watchers: set[asyncio.Event] = set()
-        self._is_ending = self._has_all = False
+        self._is_ending = self._has_all = self._stands_still = False
         self._server: uvicorn.Server | None = None
         self._thread = threading.Thread(target=self._run, name="syncer-page", daemon=True)
         self._thread.start()
@@ -138,8 +139,8 @@ class LivePage:
         from starlette.applications import Starlette
         from starlette.routing import Route
 
-        routes = [Route("/", self._page), Route("/updates", self._updates)]
-        routes.append(Route("/orders", self._order, methods=["POST"]))
+        orders = Route("/orders", self._order, methods=["POST"])
+        routes = [Route("/", self._page), Route("/updates", self._updates), orders]
         routes += [Route(f"/{name}", self._part) for name in PARTS]
         return Starlette(routes=routes, lifespan=self._following)
 
@@ -159,16 +160,16 @@ class LivePage:
         return None
 
     def _session(self, request: Request) -> Session | None:
-        return self._access.session(request.cookies.get(COOKIE, ""))
+        return self._access.session(request.cookies.get(self._cookie, ""))
 
     async def _page(self, request: Request) -> Response:
         from starlette.responses import HTMLResponse, RedirectResponse
 
         given = request.query_params.get("link", "")
-        is_here = request.headers.get("host", "") in self._hosts
-        if given and is_here and (secret := self._access.enter(given)) is not None:
+        opens = request.method == "GET" and request.headers.get("host", "") in self._hosts  # a HEAD only looks
+        if given and opens and (secret := self._access.enter(given)) is not None:
             answer = RedirectResponse("/", 303, HEADERS)
-            answer.set_cookie(COOKIE, secret, httponly=True, samesite="strict")
+            answer.set_cookie(self._cookie, secret, httponly=True, samesite="strict")
             return answer
         if (refusal := self._refusal(request)) is not None:
             return refusal
@@ -227,8 +228,8 @@ class LivePage:
     async def _updates(self, request: Request) -> Response:
         from starlette.responses import StreamingResponse
 
-        stream = self._stream(request)
-        return self._refusal(request) or StreamingResponse(stream, media_type="text/event-stream", headers=HEADERS)
+        stream = StreamingResponse(self._stream(request), media_type="text/event-stream", headers=HEADERS)
+        return self._refusal(request) or stream
 
     async def _stream(self, request: Request) -> AsyncIterator[str]:
         """The story so far, then what is new, as server-sent events, for as long as the caller may watch."""
@@ -236,14 +237,16 @@ class LivePage:
         self._watchers.add(news)
         try:
             yield "event: begin\ndata: \n\n"
-            is_last = False
-            while not is_last and self._session(request) is not None:
+            while self._session(request) is not None:
                 is_last, story = self._has_all, self._story.since(number, time.time())
                 number = story["number"]
                 yield f"data: {json.dumps(story)}\n\n"
-                if not is_last:
-                    news.clear()
-                    await news.wait()
+                if self._stands_still:
+                    yield "event: failed\ndata: \n\n"
+                if is_last or self._stands_still:
+                    return
+                news.clear()
+                await news.wait()
         finally:
             self._watchers.discard(news)
 
@@ -251,28 +254,35 @@ class LivePage:
     async def _following(self, _app: Starlette) -> AsyncIterator[None]:
         """While the app runs, the story grows."""
         task = asyncio.create_task(self._follow())
+        task.add_done_callback(self._stand_still)
         try:
             yield
         finally:
             task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
+            await asyncio.wait([task])
+
+    def _stand_still(self, following: asyncio.Task[None]) -> None:
+        """The story grows no more: tell the log and the watchers, unless the page ends."""
+        if following.cancelled() or (error := following.exception()) is None:
+            return
+        log.error("the live page stands still: %s", error, exc_info=None if isinstance(error, DilocoError) else error)
+        self._stands_still = True
+        self._tell_watchers()
+
+    def _tell_watchers(self) -> None:
+        for news in self._watchers:
+            news.set()
 
     async def _follow(self) -> None:
         while True:
-            is_ending = self._is_ending  # whoever sets it has written its last event
-            try:
-                while events := await asyncio.to_thread(self._tail.read, READ_BYTES):
-                    for event in events:
-                        self._story.take(event)
-                if self._watchers and (progress := await asyncio.to_thread(self._progress)) is not None:
-                    self._story.at_this_moment(progress.model_copy(update={"t": time.time()}))
-            except StoreError as error:
-                log.error("the live page stands still: %s", error)
-                return
+            is_ending = self._is_ending  # the syncer writes its last event before it closes the page
+            while events := await asyncio.to_thread(self._tail.read, READ_BYTES):
+                for event in events:
+                    self._story.take(event)
+            if self._watchers and (progress := await asyncio.to_thread(self._progress)) is not None:
+                self._story.at_this_moment(progress.model_copy(update={"t": time.time()}))
             self._has_all = is_ending
-            for news in self._watchers:
-                news.set()
+            self._tell_watchers()
             await asyncio.sleep(EVERY_S)
 
 

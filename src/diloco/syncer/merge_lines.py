@@ -23,13 +23,15 @@ class MergeLines:
         self._forget()
 
     def _forget(self) -> None:
-        self._num = self._tokens = self._contributors = self._live = 0
+        self._num = self._contributors = self._live = 0
+        self._tokens: dict[int, int] = {}  # by fragment
         self._newest = ""
 
     def merged(self, fragment: int, version: int, *, tokens: int, contributors: int, live: int) -> None:
-        """A version was published that holds the work of so many of the live learners."""
-        self._num, self._tokens = self._num + 1, self._tokens + tokens
-        self._contributors, self._live = self._contributors + contributors, self._live + live
+        """A version was published that holds the work of so many learners, while so many were live: of its contributors
+        some may have left since."""
+        self._num, self._tokens[fragment] = self._num + 1, self._tokens.get(fragment, 0) + tokens
+        self._contributors, self._live = self._contributors + contributors, self._live + max(live, contributors)
         self._newest = f"version {version} of fragment {fragment}"
 
     def say(self, *, is_last: bool = False) -> None:
@@ -39,5 +41,6 @@ class MergeLines:
         self._due_at = self._clock() + EVERY_S
         versions = "1 version" if self._num == 1 else f"{self._num:,} versions"
         share = f"{self._contributors / max(1, self._live):.0%} of live learners took part"
-        log.info("merged %s of %s tokens, %s; newest: %s", versions, f"{self._tokens:,}", share, self._newest)
+        tokens = round(sum(self._tokens.values()) / len(self._tokens))
+        log.info("merged %s, %s tokens a fragment, %s; newest: %s", versions, f"{tokens:,}", share, self._newest)
         self._forget()

@@ -16,7 +16,7 @@ LINK_S = 600.0
 """A link that was asked for ends after this."""
 
 MAX_LINKS, MAX_SESSIONS = 64, 256
-"""The oldest end where there are more."""
+"""Of one caller; its oldest end where it has more."""
 
 PRINTED = Caller("the printed link", "viewer")
 """Who opens the link that the syncer prints: logs are read by many, so it is a viewer's."""
@@ -39,7 +39,7 @@ class PageAccess:
     """Links and sessions. Any thread may call any method.
 
     Arguments:
-        is_open: whoever reaches the page may do everything.
+        is_open: every caller that reaches the page may do everything.
         check: raises AuthError where a caller's credentials have ended.
         clock: monotonic seconds.
 
@@ -64,8 +64,7 @@ class PageAccess:
         link = secrets.token_urlsafe(32)
         with self._lock:
             self._links[link] = caller, ends_at
-            asked = [each for each, (_, ends) in self._links.items() if ends is not None]
-            for each in asked[: max(0, len(asked) - MAX_LINKS)]:
+            for each in [each for each, (asker, _) in self._links.items() if asker == caller][:-MAX_LINKS]:
                 del self._links[each]
         return link
 
@@ -80,7 +79,7 @@ class PageAccess:
                 return None
             secret = secrets.token_urlsafe(32)
             self._sessions[secret] = Session(caller, secrets.token_urlsafe(32))
-            for each in list(self._sessions)[: max(0, len(self._sessions) - MAX_SESSIONS)]:
+            for each in [each for each, it in self._sessions.items() if it.caller == caller][:-MAX_SESSIONS]:
                 del self._sessions[each]
             return secret
 

@@ -5,7 +5,7 @@ const COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9
 const ON_DARK = ["#3d9ee0", "#ff8433", "#2ecc9f", "#e4a0c6", "#f2b632", "#8fd3ff", "#b57cc4", "#a3b86c"]; // the same hues
 const DASHES = ["solid", "dash", "dot", "dashdot"];
 const kept = { merges: [], events: [], loss: {}, training: {}, scores: {}, speed: [], wire: [] };
-const colourOf = new Map();
+const FIXED = new Map([["global model", "--ink"], ["data parallel", "--other"]]);
 const isDark = matchMedia("(prefers-color-scheme: dark)");
 let story = null;
 
@@ -45,12 +45,17 @@ const percent = (share) => (share === null || share === undefined ? "–" : `${M
 const clock = (t) => new Date(t * 1000).toLocaleTimeString([], { hour12: false });
 
 function colour(name) {
-  if (name === "global model") return css("--ink");
-  if (name === "data parallel") return css("--other");
-  if (!colourOf.has(name)) colourOf.set(name, colourOf.size);
-  return (isDark.matches ? ON_DARK : COLOURS)[colourOf.get(name) % COLOURS.length];
+  return FIXED.has(name) ? css(FIXED.get(name)) : (isDark.matches ? ON_DARK : COLOURS)[place(name) % COLOURS.length];
 }
-const dash = (name) => DASHES[Math.floor((colourOf.get(name) ?? 0) / COLOURS.length) % DASHES.length];
+const dash = (name) => DASHES[FIXED.has(name) ? 0 : Math.floor(place(name) / COLOURS.length) % DASHES.length];
+
+function place(name) { // among the colours: the same now, after a reload and in the report
+  const numbers = new Map(story.learners.map((it) => [it.name, it.number]));
+  if (numbers.has(name)) return numbers.get(name);
+  const others = Object.keys({ ...kept.loss, ...kept.training, ...kept.scores }).filter((it) => !FIXED.has(it) && !numbers.has(it));
+  const own = others.indexOf(name); // controls and tasks have theirs from the other end
+  return own + COLOURS.length - 1 - 2 * (own % COLOURS.length);
+}
 
 // --- data
 
@@ -67,7 +72,6 @@ function take(update) {
   }
   for (const list of ["speed", "wire"]) kept[list] = kept[list].concat(update[list]).slice(-MAX.points);
   story = update;
-  for (const learner of story.learners) colour(learner.name);
   show();
 }
 
@@ -110,7 +114,7 @@ const fewer = (ratio) => {
 
 function lead(head) {
   const parts = [`${head.method.name ?? "no method"}, ${head.state}`];
-  if (head.live) parts.push(`${head.live}${head.planned ? ` of ${head.planned}` : ""} learners are live`);
+  if (head.live) parts.push(head.planned ? `${head.live} of ${head.planned} learners are live` : head.live === 1 ? "1 learner is live" : `${head.live} learners are live`);
   if (head.loss !== null) parts.push(`held-out loss ${head.loss.toFixed(3)} after ${short(head.loss_at)} tokens`);
   if (head.ratio) parts.push(fewer(head.ratio));
   return `${parts.join("; ")}.`;
@@ -122,7 +126,7 @@ function tiles(head) { // one without a number isn't there
   const done = head.budget ? Math.min(1, head.tokens / head.budget) : null;
   const meter = done === null ? null : make("div", { class: "meter" }, make("i", { style: { width: `${100 * done}%` } }));
   const ended = head.state === "ended", passed_s = (ended ? head.ended_at : story.now) - head.started_at;
-  const restarts = head.restarts ? `; the syncer was restarted ${head.restarts} times` : "";
+  const restarts = head.restarts ? `; the syncer was restarted ${head.restarts === 1 ? "once" : `${head.restarts} times`}` : "";
   const time = ended || head.eta_s === null ? tile(duration(passed_s), (ended ? "from start to end" : "since the start") + restarts)
     : tile(duration(head.eta_s), `to go; ${duration(passed_s)} since the start${restarts}`);
   const speed = ended && passed_s > 0 ? tile(short(head.tokens / passed_s), "tokens per second, on average")
@@ -132,7 +136,8 @@ function tiles(head) { // one without a number isn't there
     tile(short(head.tokens), head.budget ? `tokens, ${percent(done)} of ${short(head.budget)}` : "tokens trained", meter),
     time,
     speed,
-    ended ? tile(story.learners.length, "learners took part") : tile(head.planned ? `${head.live} of ${head.planned}` : head.live, "learners live"),
+    ended ? tile(story.learners.length, story.learners.length === 1 ? "learner took part" : "learners took part")
+      : tile(head.planned ? `${head.live} of ${head.planned}` : head.live, (head.planned || head.live) === 1 ? "learner live" : "learners live"),
     tile(short(head.num_bytes, "B"), head.ratio === null ? "on the wire" : `on the wire; data parallel ${short(head.parallel_bytes, "B")}`),
   ];
   $("tiles").replaceChildren(...all.filter(Boolean));
@@ -310,9 +315,9 @@ function timeline() {
       marker: { size: 12, line: { width: 1, color: css("--bg") }, ...marker }, name: label, showlegend: found.length > 0 };
   };
   traces.push(
-    mark("joined", { symbol: "triangle-right", color: css("--good") }, "joined"),
+    mark("evicted", { symbol: "diamond-open", size: 20, line: { width: 2 }, color: css("--bad") }, "evicted: silent, stalled or replaced"),
+    mark("joined", { symbol: "triangle-right", color: css("--good") }, "joined"), // inside the diamond, at the same moment
     mark("killed", { symbol: "x", color: css("--bad") }, "killed"),
-    mark("evicted", { symbol: "diamond", color: css("--bad") }, "evicted: silent, stalled or replaced"),
     mark("left", { symbol: "square", color: css("--soft") }, "left"));
   const shape = layout("", "", 100 + 34 * Math.max(1, names.length));
   shape.yaxis = { ...shape.yaxis, type: "category", categoryarray: names.map(plain), categoryorder: "array", range: [-0.6, names.length - 0.4] };
@@ -382,7 +387,12 @@ function follow() {
   const say = (text, kind) => { $("link").textContent = text; $("link").className = `chip ${kind}`; };
   source.addEventListener("begin", () => { Object.assign(kept, { merges: [], events: [], loss: {}, training: {}, scores: {}, speed: [], wire: [] }); });
   source.onmessage = (message) => { say("live", "live"); take(JSON.parse(message.data)); };
-  source.onerror = () => (story?.head.state === "ended" ? say("ended", "") : say("not connected; trying again", "gone"));
+  source.addEventListener("failed", () => { source.close(); say("stands still: the syncer's log says why", "gone"); });
+  source.onerror = () => {
+    if (story?.head.state === "ended") say("ended", "");
+    else if (source.readyState !== EventSource.CLOSED) say("not connected; trying again", "gone");
+    else say("no longer let in: reload the page, or ask for a new link with `diloco page`", "gone");
+  };
 }
 
 isDark.addEventListener("change", show);
