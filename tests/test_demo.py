@@ -20,7 +20,7 @@ from diloco.demo.browser import is_wanted
 from diloco.demo.forked import IS_POSSIBLE
 from diloco.demo.headline import headline
 from diloco.demo.page import write_report
-from diloco.demo.plan import QUICK, Plan, free_port, prepare
+from diloco.demo.plan import QUICK, Plan, alone_in, free_port, prepare
 from diloco.demo.processes import Family
 from diloco.demo.story import DemoState, tell
 from diloco.demo.summary import summarise
@@ -269,6 +269,16 @@ def runs(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_one_demo_at_a_time_is_in_a_directory(tmp_path: Path) -> None:
+    with alone_in(tmp_path / "demo"):
+        prepare(tmp_path / "demo", QUICK, seed=0)
+        with pytest.raises(ConfigError, match="a demo is under way in"), alone_in(tmp_path / "demo"):
+            pass
+        assert (tmp_path / "demo" / "run.toml").exists()
+    with alone_in(tmp_path / "demo"):
+        prepare(tmp_path / "demo", QUICK, seed=1)
 
 
 def test_only_an_earlier_demo_is_replaced(tmp_path: Path) -> None:

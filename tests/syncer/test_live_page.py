@@ -7,7 +7,7 @@ import json
 import re
 import socket
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from email.message import Message
 from http.cookies import SimpleCookie
@@ -136,6 +136,26 @@ def test_a_page_that_cannot_follow_the_run_says_so(
     assert (said.exc_info is None) == of_log  # a defect has a traceback
 
 
+def test_connections_are_bounded_and_those_that_say_nothing_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diloco.syncer.page_connections.MOST_CONNECTIONS", 5)
+    monkeypatch.setattr("diloco.syncer.page_connections.FIRST_REQUEST_S", 0.5)
+    with served(tmp_path, is_open=True) as (page, _), ExitStack() as stack:
+        at = urlsplit(page.url)
+        silent = [stack.enter_context(socket.create_connection((at.hostname, at.port), 30)) for _ in range(8)]
+        for each in silent:  # the last three at once, the others after half a second
+            with suppress(ConnectionResetError):
+                assert each.recv(1) == b""
+        with asking(page, "/updates") as watched:
+            assert next(updates(watched))["head"]["run"] == "tiny"
+            assert get(page, "/").status == 200
+            monkeypatch.setattr("diloco.syncer.page_connections.MOST_CONNECTIONS", 0)
+            with pytest.raises((ConnectionResetError, http.client.RemoteDisconnected)):
+                get(page, "/")
+            assert not watched.closed
+
+
 def test_a_page_of_another_site_cannot_read_it_under_its_own_name(tmp_path: Path) -> None:
     with served(tmp_path, is_open=True) as (page, _):
         assert get(page, "/", host="evil.example:80").status == 403
@@ -221,7 +241,8 @@ def test_the_open_page_takes_orders_of_its_own_alone(tmp_path: Path) -> None:
         assert orders == []
         assert json.loads(post(page, drain, **{"x-diloco-token": token}).text) == {"said": "done"}
         assert orders == [(Order("drain", "a", reason="it moves"), "anyone")]
-        for body in ("", "[]", '{"what": "quorum", "at_least": "x"}', "x" * 5000):
+        number, half = '{"what": "quorum", "at_least": %s}', '{"what": "pause", "reason": "\\ud800"}'
+        for body in ("", "[]", number % '"x"', number % "true", number % "1.9", half, "x" * 5000):
             assert post(page, body, **{"x-diloco-token": token}).status == 400, body
         wrong = post(page, json.dumps({"what": "evict", "learner": "nobody"}), **{"x-diloco-token": token})
         assert (wrong.status, json.loads(wrong.text)["error"]) == (400, "no learner 'nobody' takes part.")

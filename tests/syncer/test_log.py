@@ -60,7 +60,9 @@ def test_it_says_who_joined_what_was_merged_and_who_left(tmp_path: Path, caplog:
     assert "joined: paris (incarnation 1) at step 0" in said
     assert "left: paris (incarnation 1) after 5 tokens" in said
     merged = next(line for line in said if line.startswith("merged "))
-    assert merged == ("merged 1 version of 5 tokens, 100% of live learners took part; newest: version 1 of fragment 0")
+    assert merged == (
+        "merged 1 version, 5 tokens a fragment, 100% of live learners took part; newest: version 1 of fragment 0"
+    )
     assert said[-1].endswith("versions [1, 0], step 2, 5 tokens")
 
 
@@ -77,8 +79,18 @@ def test_merges_are_one_line_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     lines.say(is_last=True)
     head = "75% of live learners took part; newest: version"
     assert [record.getMessage() for record in caplog.records] == [
-        "merged 1 version of 10 tokens, 75% of live learners took part; newest: version 1 of fragment 0",
-        f"merged 60 versions of 600 tokens, {head} 31 of fragment 0",
-        f"merged 60 versions of 600 tokens, {head} 61 of fragment 0",
-        f"merged 60 versions of 600 tokens, {head} 91 of fragment 0",
+        "merged 1 version, 10 tokens a fragment, 75% of live learners took part; newest: version 1 of fragment 0",
+        f"merged 60 versions, 300 tokens a fragment, {head} 31 of fragment 0",
+        f"merged 60 versions, 300 tokens a fragment, {head} 61 of fragment 0",
+        f"merged 60 versions, 300 tokens a fragment, {head} 91 of fragment 0",
     ]
+
+
+def test_a_learner_that_left_since_it_contributed_makes_no_share_of_more_than_all(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, logger="diloco.syncer")
+    lines = MergeLines(lambda: 0.0)
+    lines.merged(0, 1, tokens=10, contributors=2, live=1)
+    lines.say(is_last=True)
+    assert "100% of live learners" in caplog.records[0].getMessage()

@@ -110,6 +110,24 @@ def test_a_tracker_that_never_ends_is_left_alone(
     assert feed.dropped["hangs"] == 4
 
 
+def test_a_tracker_that_stands_still_is_said_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs = Recording(stands_at=0)
+    with Feed(RUN, {"hangs": hangs}) as feed:
+        feed.begin()
+        feed.put(point(0))
+        assert hangs.stands.wait(60)
+        feed.put(point(1))
+        assert said(caplog) == []
+        monkeypatch.setattr("diloco.tracking.feed.HANGS_S", 0.0)
+        for step in (2, 3):
+            feed.put(point(step))
+        hangs.goes_on.set()
+    assert said(caplog) == ["hangs has not answered for 0 s; points wait for it, and the run goes on"]
+    assert hangs.told == ["start", 0, 1, 2, 3, "end"]
+
+
 def test_a_tracker_that_fails_misses_that_point_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     fails = Recording(1, 3)
     with Feed(RUN, {"fails": fails}) as feed:

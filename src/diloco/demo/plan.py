@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
 import random
 import shutil
 import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,11 +74,34 @@ def prepare(directory: Path, plan: Plan, seed: int) -> RunConfig:
         raise ConfigError(f"{directory} holds something that is not a demo; choose another directory with --dir")
     text = f"{MARK}. `diloco syncer` and `diloco train` run it.\n\n{write_toml(_tables(directory, plan, seed))}"
     with translated(OSError, ConfigError, f"cannot write to {directory}", "choose another directory with --dir"):
-        if directory.exists():
-            shutil.rmtree(directory)
-        directory.mkdir(parents=True)
+        directory.mkdir(parents=True, exist_ok=True)
+        for each in directory.iterdir():  # not the directory itself, which says that a demo is under way
+            shutil.rmtree(each) if each.is_dir() and not each.is_symlink() else each.unlink()
         run_file.write_text(text, encoding="utf-8")
     return load_config(run_file)
+
+
+@contextlib.contextmanager
+def alone_in(directory: Path) -> Iterator[None]:
+    """Keep other demos out of a directory, which is made where there is none.
+
+    Raises:
+        ConfigError: one is under way there, or it cannot be made.
+    """
+    with translated(OSError, ConfigError, f"cannot write to {directory}", "choose another directory with --dir"):
+        if not directory.exists():
+            directory.mkdir(parents=True)
+        lock = os.open(directory, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"a demo is under way in {directory}; wait for it, or choose another directory with --dir"
+            ) from None
+        yield
+    finally:
+        os.close(lock)
 
 
 def _tables(directory: Path, plan: Plan, seed: int) -> dict[str, dict[str, Any]]:

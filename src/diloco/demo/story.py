@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from diloco.config import RunConfig
-from diloco.demo.plan import NUM_LEARNERS, VICTIM, Plan, prepare
+from diloco.demo.plan import NUM_LEARNERS, VICTIM, Plan, alone_in, prepare
 from diloco.demo.processes import Family
 from diloco.demo.served import Served, fetch_served, judge, resolved_method
 from diloco.report.timeline import Follower, Timeline, is_learner
@@ -65,21 +65,23 @@ def tell(directory: Path, plan: Plan, seed: int, say: Say) -> DemoResult:
     """Run everything; `say(state)` hears about it several times a second.
 
     Raises:
-        ConfigError: `directory` holds something else. RunError: a process failed by itself.
+        ConfigError: `directory` holds something else, or a demo that is under way.
+        RunError: a process failed by itself.
     """
     started = time.monotonic()
-    config = prepare(directory, plan, seed)
-    with Family(directory) as family:
-        stage = _Stage(config, plan, family, Follower(directory), say)
-        stage.start_run()
-        stage.train()
-        learners = {name: json.loads(family.output(name)) for name in stage.learners}
-        served = stage.meanwhile("the run is over: fetching the global model", lambda: fetch_served(config))
-        family.finish("syncer")
-        judged = _in_background(lambda: judge(config, served.state, plan.sample_bytes))
-        controls = stage.train_controls(served.tokens, max(learner["steps"] for learner in learners.values()))
-        global_loss, sample = stage.meanwhile("evaluating the global model", judged.result)
-        timeline = stage.look()
+    with alone_in(directory):
+        config = prepare(directory, plan, seed)
+        with Family(directory) as family:
+            stage = _Stage(config, plan, family, Follower(directory), say)
+            stage.start_run()
+            stage.train()
+            learners = {name: json.loads(family.output(name)) for name in stage.learners}
+            served = stage.meanwhile("the run is over: fetching the global model", lambda: fetch_served(config))
+            family.finish("syncer")
+            judged = _in_background(lambda: judge(config, served.state, plan.sample_bytes))
+            controls = stage.train_controls(served.tokens, max(learner["steps"] for learner in learners.values()))
+            global_loss, sample = stage.meanwhile("evaluating the global model", judged.result)
+            timeline = stage.look()
     return DemoResult(
         config=config,
         plan=plan,

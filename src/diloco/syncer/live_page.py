@@ -122,7 +122,11 @@ class LivePage:
     def _run(self) -> None:
         import uvicorn
 
-        options: dict[str, Any] = {"log_config": None, "log_level": "warning", "access_log": False}
+        from diloco.syncer.page_connections import BoundedProtocol
+
+        options: dict[str, Any] = {
+            "log_config": None, "log_level": "warning", "access_log": False, "http": BoundedProtocol,
+        }  # fmt: skip
         try:
             self._server = uvicorn.Server(uvicorn.Config(self._app(), timeout_graceful_shutdown=GRACE_S, **options))
             if not self._is_ending:
@@ -214,7 +218,10 @@ class LivePage:
         values = read_json(body, "an order", PayloadError, "load the page again")
         try:
             what, learner, reason = (str(values.get(key, "")) for key in ("what", "learner", "reason"))
-            number, bans = int(values.get("at_least", 0)), values.get("bans") is True
+            number, bans = values.get("at_least", 0), values.get("bans") is True
+            if type(number) is not int:
+                raise ValueError(number)
+            f"{what}{learner}{reason}".encode()  # half a pair of surrogates is no text
         except MALFORMED as error:
             raise PayloadError("what was sent is no order; load the page again.") from error
         return Order(what, learner, number, bans, reason), session.caller  # type: ignore[arg-type]  # the driver checks

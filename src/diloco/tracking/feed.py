@@ -26,6 +26,9 @@ END_S = 15.0
 ABANDON_S = 1.0
 """For a tracker to notice that it was abandoned."""
 
+HANGS_S = 60.0
+"""After this long without an answer of a tracker it is said, once."""
+
 
 class Outlet(Tracker, Protocol):
     """A tracker whose methods raise TrackerError and nothing else, and that can be given up."""
@@ -108,10 +111,12 @@ class _Lane:
         self._changed = threading.Condition()
         self._waiting: deque[Point] = deque()
         self._num_points = 0
-        self._is_finishing = self._is_abandoned = self._has_failed = self._is_slow = False
+        self._busy_since: float | None = None  # what the tracker does now, if anything
+        self._is_finishing = self._is_abandoned = self._has_failed = self._is_slow = self._hangs = False
         self._thread: threading.Thread | None = None
 
     def begin(self, run: TrackedRun) -> None:
+        self._busy_since = time.monotonic()
         self._thread = threading.Thread(target=self._work, args=(run,), name=f"tracking-{self.name}", daemon=True)
         self._thread.start()
 
@@ -125,10 +130,14 @@ class _Lane:
                 self._waiting.popleft()
                 self.num_dropped += 1
             says, self._is_slow = is_full and not self._is_slow, self._is_slow or is_full
+            busy_s = 0.0 if self._busy_since is None else time.monotonic() - self._busy_since
+            hangs, self._hangs = busy_s > HANGS_S and not self._hangs, self._hangs or busy_s > HANGS_S
             self._waiting.append(point)
             self._changed.notify()
         if says:
             log.warning("%s is slower than the run: it misses points, the oldest first; the run goes on", self.name)
+        if hangs:
+            log.warning("%s has not answered for %.0f s; points wait for it, and the run goes on", self.name, busy_s)
 
     def finish(self) -> None:
         """Nothing more comes."""
@@ -157,8 +166,11 @@ class _Lane:
     def _next(self) -> Point | None:
         """The oldest point; None: there are no more."""
         with self._changed:
+            self._busy_since = None
             self._changed.wait_for(lambda: self._waiting or self._is_finishing or self._is_abandoned)
-            return self._waiting.popleft() if self._waiting else None
+            point = self._waiting.popleft() if self._waiting else None
+            self._busy_since = time.monotonic()
+            return point
 
     def _work(self, run: TrackedRun) -> None:
         try:
