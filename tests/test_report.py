@@ -87,7 +87,7 @@ def test_numbers(run: Path) -> None:
             "given_up": ["nothing heard for 6.0 s"],
             "step": 0,
             "merges": 1,
-            "waited_s": 0.0,
+            "waited_s": None,
             "num_bytes": 0,
         },
     }

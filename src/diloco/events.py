@@ -276,7 +276,7 @@ class LearnerProgress(BaseModel):
     model_config = Event.model_config
 
     incarnation: int
-    state: str  # "healthy", "waiting" (for an answer), "starting", "drained", or "lost": not connected
+    state: str  # "healthy", "waiting" (for an answer), "starting", "finishing", "drained", or "lost": not connected
     step: int
     tokens: int  # that it has trained in the run
     step_s: float | None = None  # of an inner step

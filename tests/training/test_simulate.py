@@ -242,7 +242,9 @@ def call(*arguments: str) -> int:
     return ended.value.code or 0
 
 
-def test_the_command(tiny: Tiny, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_command(
+    tiny: Tiny, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, site = tmp_path / "run.toml", tmp_path / "site.toml"
     run.write_text(dump_config(tiny("evaluate.every_steps=10")), encoding="utf-8")
     site.write_text(SITE, encoding="utf-8")
@@ -261,9 +263,14 @@ def test_the_command(tiny: Tiny, tmp_path: Path, capfd: pytest.CaptureFixture[st
 
     assert call("simulate", str(run), "--site", str(site)) == 2
     assert "give --replace" in capfd.readouterr().err
-    assert call("simulate", str(run), "--tape", str(directory), "--dir", str(tmp_path / "again")) == 0
+    monkeypatch.setattr("diloco.cli.simulate.find_spec", lambda _: None)
+    again = ("simulate", str(run), "--tape", str(directory), "--dir", str(tmp_path / "again"))
+    assert call(*again) == 2
+    assert "or give --no-pictures" in capfd.readouterr().err
+    assert call(*again, "--no-pictures") == 0
     shown = capfd.readouterr().out
     assert "virtual time" in shown
+    assert not list((tmp_path / "again").glob("*.png"))
     for occupied in (tmp_path, run):  # a real run, and a file
         (tmp_path / "syncer").mkdir(exist_ok=True)
         (tmp_path / "syncer" / "events.jsonl").write_text("", encoding="utf-8")

@@ -202,7 +202,7 @@ def test_a_signal_ends_a_blocked_process(tiny: Tiny, tmp_path: Path) -> None:
             finally:
                 process.kill()
         assert process.returncode == 0
-        assert "stops: learner second was told to stop while it waited after step 6" in output
+        assert "stops after step 6, where it waited for others" in output
         assert load_checkpoint(newest(config, "second"))["step"] == 6
 
 
@@ -266,7 +266,7 @@ def test_a_signal_ends_blocked_ranks(to: str, tiny: Tiny, tmp_path: Path) -> Non
             until(lambda: waits(syncer, "second") or process.poll() is not None, "it does not wait", 120.0)
             os.kill(process.pid if to == "torchrun" else rank_of(process.pid, 1), signal.SIGTERM)
             output, errors = process.communicate(timeout=WAIT_S)
-            assert "stops: learner second was told to stop while it waited after step 6" in output, errors
+            assert "stops after step 6, where it waited for others" in output, errors
         if to == "rank 1":
             assert process.returncode == 0, errors
         saved = load_checkpoint(newest(config, "second"))

@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,7 +15,7 @@ from diloco.cli._options import Overrides, RunFile
 from diloco.cli._output import make_table
 from diloco.config import RunConfig, load_config
 from diloco.errors import ConfigError
-from diloco.planning.picture_pages import require, write
+from diloco.planning.picture_pages import write
 from diloco.planning.site import Site, load_site
 from diloco.planning.tape import is_simulation, read_tape
 
@@ -37,11 +38,17 @@ def command(
         Path | None, typer.Option("--dir", help="Where events go; default <run.dir>-simulated.")
     ] = None,
     replace: Annotated[bool, typer.Option("--replace", help="Remove an earlier simulation from there.")] = False,
+    draws: Annotated[
+        bool, typer.Option("--pictures/--no-pictures", help="Draw its timeline and losses; needs 'diloco[plot]'.")
+    ] = True,
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Train the run that RUN_FILE describes in virtual time, over modelled links and faults."""
-    require()
+    if draws and find_spec("matplotlib") is None:
+        raise ConfigError(
+            "pictures need matplotlib, which is not installed; pip install 'diloco[plot]', or give --no-pictures"
+        )
     config = load_config(run_file, overrides or ())
     names, make_scenario = _scenario(config, None if site is None else load_site(site), tape)
     configs = {name: load_config(run_file, overrides or (), learner=name) for name in names}
@@ -61,12 +68,12 @@ def command(
     progress = make_progress(sys.stderr if as_json else sys.stdout, config.train.log_every_s)
     done = simulate(configs, make_scenario(), directory, progress=progress)
     (directory / "simulation.json").write_text(json.dumps(done.to_dict(), indent=1) + "\n", encoding="utf-8")
-    page = _draw(done, directory, config)
+    seen = _draw(done, directory, config) if draws else directory / "simulation.json"
     if as_json:
         typer.echo(json.dumps(done.to_dict()))
     else:
         _print(done)
-        typer.echo(f"see {page}")
+        typer.echo(f"see {seen}")
 
 
 def _scenario(config: RunConfig, site: Site | None, tape: Path | None) -> "tuple[list[str], Callable[[], Scenario]]":

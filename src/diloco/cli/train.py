@@ -248,7 +248,8 @@ def _print(summary: "Summary", as_json: bool) -> None:
             "" if summary.held_out_loss is None else f"; held-out loss of the global model {summary.held_out_loss:.4f}"
         )
         trained = f"{summary.tokens:,} tokens in {summary.steps:,} steps and {summary.seconds:.1f} s"
-        typer.echo(f"{summary.name} trained {trained}{loss}")
+        again = "; with --resume the same command goes on" if summary.reason == "stopped" and summary.steps else ""
+        typer.echo(f"{summary.name} trained {trained}{loss}{again}")
 
 
 def _connector(config: "RunConfig", part: "Part", stopping: "Stopping") -> "Attach":

@@ -67,7 +67,7 @@ def _learner(timeline: Timeline, name: str) -> dict[str, Any]:
         "given_up": [event.reason for event in timeline.evictions if event.learner == name],
         "step": timeline.newest_step(name),
         "merges": sum(name in merge.contributors for merge in timeline.merges),
-        "waited_s": sum(event.seconds for event in timeline.waits.get(name, [])),
+        "waited_s": sum(event.seconds for event in timeline.waits.get(name, [])) if name in timeline.steps else None,
         "num_bytes": sum(timeline.traffic_of(name).values()),
     }
 
@@ -95,7 +95,7 @@ def rows(found: dict[str, Any]) -> list[tuple[str, ...]]:
             str(each["joined"]),
             str(len(each["given_up"])),
             *(f"{each[key]:,}" for key in ("step", "merges")),
-            f"{each['waited_s']:,.1f}",
+            "–" if each["waited_s"] is None else f"{each['waited_s']:,.1f}",
             f"{each['num_bytes'] / 1e6:,.2f}",
         )
         for name, each in found["learners"].items()

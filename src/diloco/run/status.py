@@ -39,6 +39,8 @@ def state_of(it: Mapping[str, Any]) -> str:
         return "lost"
     if it["drained"]:
         return "drained"
+    if it["finished"]:
+        return "finishing"
     return "waiting" if it["waiting"] else "healthy" if it["healthy"] else "starting"
 
 
@@ -98,6 +100,7 @@ class RunStatus:
             "heard": member.connected or member.broken_at is not None,
             "waiting": member.waiting,
             "drained": learner in core.drained,
+            "finished": member.finished,
             "step_s": member.step_s,
             "tokens_per_step": member.tokens_per_step,
             "silent_s": max(0.0, now_s - member.seen_at),

@@ -161,10 +161,10 @@ class Trainer:
                     if self._has_news:
                         self._save()
                     raise
-                except StoppedError as error:
+                except StoppedError:
                     if not self._job.any(self._stopping.is_asked):
                         raise
-                    self._reporter.say(f"stops: {error}")
+                    self._reporter.say(self._stopped_where)
                     reason, waited = "stopped", True
                 return self._finish(reason, self._clock.seconds() - started, is_blocked=waited)
         finally:
@@ -179,6 +179,12 @@ class Trainer:
         self._stopping.ask()
         if self._tasks is not None:
             self._tasks.stop()
+
+    @property
+    def _stopped_where(self) -> str:
+        if not self._joined:
+            return "stops before it has joined the run"
+        return f"stops after step {self._island.step}, where it waited for others"
 
     def _make_tasks(self) -> Tasks | None:
         """What runs the run's tasks, on the rank of the part that does."""

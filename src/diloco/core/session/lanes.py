@@ -91,7 +91,7 @@ class Lane:
         if type(error) in self._said:
             return None
         self._said.add(type(error))
-        why = "cannot be reached yet" if self.is_away else "has no room yet"
+        why = "cannot be reached" if self.is_away else "has no room yet"
         if isinstance(error, BusyError):
             why = "is still busy"
         elif isinstance(error, LineageError):
