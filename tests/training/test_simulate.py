@@ -271,6 +271,7 @@ def test_the_command(
     shown = capfd.readouterr().out
     assert "virtual time" in shown
     assert not list((tmp_path / "again").glob("*.png"))
+    monkeypatch.undo()
     for occupied in (tmp_path, run):  # a real run, and a file
         (tmp_path / "syncer").mkdir(exist_ok=True)
         (tmp_path / "syncer" / "events.jsonl").write_text("", encoding="utf-8")
