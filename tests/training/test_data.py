@@ -148,6 +148,29 @@ def test_text_files_are_bytes_or_tokens(tmp_path: Path) -> None:
     assert data.vocab_size == 4
 
 
+@pytest.mark.parametrize("kind", ["text", "tokens"])
+def test_what_is_held_out_is_not_trained_on_and_no_file_is_read_twice(kind: str, tmp_path: Path) -> None:
+    for name in ("a.txt", "val.txt"):
+        (tmp_path / name).write_bytes(b"x" * 200)
+    (tmp_path / "link").symlink_to(tmp_path / "val.txt")
+    (tmp_path / "sub").mkdir()
+    vocabulary = {"vocab_size": 1 << 16} if kind == "tokens" else {}
+
+    def load(**paths: list[Path]) -> Corpus:
+        return load_corpus(DataTable.model_validate({"kind": kind, "sequence_length": 8, **vocabulary, **paths}))
+
+    apart = load(paths=[tmp_path / "a*.txt"], held_out_paths=[tmp_path / "val.txt"])
+    assert len(apart.held_out) in (100, 201)  # of two bytes; or with the end of a text
+    for paths, held_out, name in [
+        (["*.txt"], ["val.txt"], "val.txt"),
+        (["val.txt"], ["link"], "link"),
+        (["a.txt", "sub/../a.txt"], [], "sub/../a.txt"),
+        (["a.txt"], ["val.txt", "v*"], "val.txt"),
+    ]:
+        with pytest.raises(ConfigError, match=f"name the file {tmp_path / name} twice"):
+            load(paths=[tmp_path / each for each in paths], held_out_paths=[tmp_path / each for each in held_out])
+
+
 def word_tokenizer(directory: Path) -> Path:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -217,6 +240,8 @@ def test_hugging_face_datasets_load_from_disk_and_by_name(tmp_path: Path) -> Non
     assert tokenized.train.read(0, 3).tolist() == [1, 2, 0]
     with pytest.raises(ConfigError, match='column "body"'):
         load(dataset=str(tmp_path / "flat"), text_column="body")
+    with pytest.raises(ConfigError, match='"train" is both trained on and held out'):
+        load(dataset=str(tmp_path / "splits"), held_out_split="train")
     with pytest.raises(ConfigError, match='split "other"'):
         load(dataset=str(tmp_path / "splits"), split="other")
     with pytest.raises(ConfigError, match="cannot load column"):
