@@ -198,6 +198,37 @@ def test_what_a_stream_holds_is_bounded_by_its_buffer_and_a_batch(tmp_path: Path
     assert all(isinstance(text, bytes) and text.decode() for text in texts)  # no character is cut
 
 
+@pytest.mark.parametrize("kind", ["saved", "hub", "parquet"])
+def test_a_stream_knows_a_copy_of_its_data_and_other_data(tables: Tables, kind: str, tmp_path: Path) -> None:
+    import datasets
+
+    source = Path(tables[kind].get("dataset") or tables[kind]["paths"][0])
+    copy = tmp_path / ("copy" if source.is_dir() else "copy.parquet")
+    data = table({**tables[kind], **({"dataset": str(copy)} if source.is_dir() else {"paths": [copy]})})
+
+    def resume() -> None:
+        stream(data, [0]).load_state_dict(first.state_dict())
+
+    first = stream(table(tables[kind]), [0])
+    first.next()
+    if source.is_dir():
+        shutil.copytree(source, copy)
+    else:
+        shutil.copy(source, copy)
+    resume()
+    rows = [*ROWS[:222], ROWS[222].replace("222", "999"), *ROWS[223:]]
+    if kind == "saved":
+        shutil.rmtree(copy)
+        datasets.Dataset.from_dict({"text": rows, "n": list(range(len(ROWS)))}).save_to_disk(str(copy), num_shards=2)
+    elif kind == "hub":
+        with (copy / "train-2.jsonl").open("a") as file:
+            file.write(json.dumps({"text": "one more", "n": 400}) + "\n")
+    else:
+        datasets.Dataset.from_dict({"text": [*rows, "one more"]}).to_parquet(str(copy))
+    with pytest.raises(CheckpointError, match="data cursor"):
+        resume()
+
+
 def test_streams_refuse_what_they_cannot_do(tables: Tables, tmp_path: Path) -> None:
     first = stream(table(tables["jsonl"]), [0])
     first.next()

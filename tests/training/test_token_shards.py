@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from diloco.cli import main
 from diloco.config import DataTable, RunConfig, dump_config
 from diloco.errors import ConfigError, StoreError
 from diloco.training import dealing, sources
-from diloco.training.token_shards import INDEX, UNFINISHED, read_index, write_token_shards
+from diloco.training.token_shards import INDEX, UNFINISHED, TokenIndex, read_index, write_token_shards
 
 Tiny = Callable[..., RunConfig]
 
@@ -117,6 +118,48 @@ def test_a_directory_of_shards_is_the_same_corpus_as_its_texts(rows: Path, token
         sources.load_corpus(DataTable(kind="tokens", directory=directory, held_out_fraction=0.2))
     with pytest.raises(ValueError, match="directory says it all"):
         DataTable(kind="tokens", directory=directory, dtype="uint32")
+
+
+@pytest.mark.parametrize("kind", ["text", "parquet", "saved", "loaded"])
+def test_data_that_has_changed_is_noticed_wherever_it_has(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    monkeypatch.setattr("datasets.config.HF_DATASETS_OFFLINE", True)
+    path = tmp_path / "data"
+    data = {
+        "text": lambda: table(paths=[path]),
+        "parquet": lambda: table(paths=[path / "*.parquet"]),
+        "saved": lambda: table(kind="huggingface", dataset=str(path)),
+        "loaded": lambda: table(kind="huggingface", dataset=str(path), stream=True, held_out_documents=1),
+    }[kind]()
+
+    def write(rows: list[str]) -> None:
+        if kind == "text":
+            path.write_text("\n".join(rows))
+        elif kind == "saved":
+            shutil.rmtree(path, ignore_errors=True)
+            datasets.Dataset.from_dict({"body": rows}).save_to_disk(str(path))
+        else:
+            datasets.Dataset.from_dict({"body": rows}).to_parquet(str(path / "train.parquet"))
+
+    def make(name: str) -> TokenIndex:
+        return write_token_shards(data, tmp_path / name, shard_tokens=5_000)
+
+    write(ROWS)
+    made = make("whole")
+    write(ROWS)
+    assert make("whole") == made
+    (tmp_path / "half").mkdir()
+    half = {"made_from": made.made_from, "shards": {"train": [], "held_out": []}, "cursors": {}}
+    (tmp_path / "half" / UNFINISHED).write_text(json.dumps(half))
+    other = [*ROWS[:2_222], ROWS[2_222].replace("is", "as"), *ROWS[2_223:]]
+    for rows in (other, [*ROWS, "one more"]):  # of the same size, but for compressed Parquet; and longer
+        write(rows)
+        for name in ("whole", "half"):
+            with pytest.raises(ConfigError, match="says documents_sha256 ="):
+                make(name)
 
 
 def test_a_wrong_directory_is_one_sentence(rows: Path, tmp_path: Path) -> None:

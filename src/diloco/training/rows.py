@@ -46,8 +46,8 @@ class Part(Protocol):
     def document(self, row: Any, number: int) -> Document:
         """What a row is. Raises ConfigError where it has no text."""
 
-    def digest(self) -> bytes:
-        """Of as little as tells this part from another one."""
+    def digest(self, *, whole: bool = False) -> bytes:
+        """Of as little as tells this part from another one, the same for a copy of it; `whole`: of all local bytes."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,9 @@ class Documents:
     parts: tuple[Part, ...]
     by_parts: bool = False
 
-    def digest(self) -> str:
+    def digest(self, *, whole: bool = False) -> str:
         """sha256 (hex) of the parts' digests."""
-        return hashlib.sha256(b"".join(part.digest() for part in self.parts)).hexdigest()
+        return hashlib.sha256(b"".join(part.digest(whole=whole) for part in self.parts)).hexdigest()
 
 
 def text_of(row: dict[str, Any], column: str, where: str) -> Document:

@@ -79,8 +79,8 @@ class TextPart:
         piece: Document = row
         return piece
 
-    def digest(self) -> bytes:
-        return file_digest(self.path)
+    def digest(self, *, whole: bool = False) -> bytes:
+        return file_digest(self.path, whole=whole)
 
 
 @dataclass(frozen=True)
@@ -110,13 +110,15 @@ class LinesPart:
             )
         return text_of(value, self.column, where)
 
-    def digest(self) -> bytes:
-        return file_digest(self.path)
+    def digest(self, *, whole: bool = False) -> bytes:
+        return file_digest(self.path, whole=whole)
 
 
-def file_digest(path: Path) -> bytes:
-    """sha256 of the size of a file and of 16 stretches of it."""
+def file_digest(path: Path, *, whole: bool) -> bytes:
+    """sha256 of a whole file, or of its size and of 16 stretches of it."""
     with reading(path), path.open("rb") as file:
+        if whole:
+            return hashlib.file_digest(file, "sha256").digest()
         size = path.stat().st_size
         found = hashlib.sha256(str(size).encode())
         for k in range(16):

@@ -45,7 +45,7 @@ class TokenIndex:
 
     Attributes:
         dtype: numpy's name of the type of a token.
-        made_from: keys of the `[data]` table, the digest of the documents, and what a shard was to hold.
+        made_from: keys of the `[data]` table, the sha256 of the documents, and what a shard was to hold.
         shards: by part, `train` and `held_out`: `file`, `num_tokens`, `num_documents` and `sha256` of each.
     """
 
@@ -139,7 +139,8 @@ def write_token_shards(
 ) -> TokenIndex:
     """Write the tokens of a `text` or `huggingface` table as shards; goes on where an earlier call was ended.
 
-    A directory that is complete is compared with its index, shard by shard.
+    A directory that is complete is compared with its index, shard by shard. Local data is read whole before anything
+    else, to compare it with what the directory was made from.
 
     Arguments:
         shard_tokens: a shard ends with the batch of documents (`dealing.BATCH_CHARACTERS`) that brings it to so many.
@@ -155,7 +156,7 @@ def write_token_shards(
     encoder = Encoder(data.tokenizer)
     made_from = {key: value for key, value in data.model_dump(mode="json").items() if key in _MADE_FROM}
     made_from |= {
-        "digest": [each.digest() for each in (train, held_out) if each is not None],
+        "documents_sha256": [each.digest(whole=True) for each in (train, held_out) if each is not None],
         "held_out_documents": data.held_out_documents if data.stream and held_out is None else None,
         "vocabulary": encoder.digest(),
         "shard_tokens": shard_tokens,
