@@ -82,6 +82,9 @@ def test_what_is_made_after_kills_has_the_bytes_of_what_is_made_at_once(
     at_once, in_parts = tmp_path / "at_once", tmp_path / "in_parts"
     expected = write_token_shards(data, at_once, shard_tokens=9_000)
     assert len(expected.shards["train"]) > 4
+    in_parts.mkdir()
+    for name in (f".{UNFINISHED}.elsewhere.7", ".train-00000.bin.elsewhere.7"):  # of a kill in the first write
+        (in_parts / name).touch()
     for documents, num_whole in [(300, 0), (1_900, 3)] if kind == "text" else [(1_900, 3)]:
         arguments = [str(documents), "9000", str(in_parts), data.model_dump_json()]
         killed = subprocess.run([sys.executable, "-c", KILLED, *arguments], check=False)

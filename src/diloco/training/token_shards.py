@@ -33,6 +33,8 @@ from diloco.whole_files import hidden_name, remove_leftovers, write_whole
 FORMAT = 1
 INDEX, UNFINISHED, TOKENIZER = "index.json", "unfinished.json", "tokenizer"
 PARTS = ("held_out", "train")
+_PARTIAL = tuple(f".{name}" for name in (*PARTS, UNFINISHED, INDEX))
+"""How the hidden names of files begin that are being written, or that a kill has left."""
 _MADE_FROM = (
     "kind", "paths", "held_out_paths", "tokenizer", "dataset", "dataset_config", "split", "held_out_split",
     "text_column",
@@ -220,6 +222,9 @@ class _Writer:
             "made_from": self._made_from,
             "shards": self._shards,
         }
+        for path in self._directory.iterdir():
+            if path.name.startswith(_PARTIAL):  # of a process on another host; nothing of it is needed any more
+                path.unlink(missing_ok=True)
         write_whole(self._directory / INDEX, json.dumps(values, indent=1) + "\n")
         (self._directory / UNFINISHED).unlink(missing_ok=True)
         return read_index(self._directory)
@@ -234,7 +239,7 @@ class _Writer:
                 values = json.loads(path.read_bytes())
                 made_from, self._shards, self._cursors = (values[key] for key in ("made_from", "shards", "cursors"))
             _require_same(path, made_from, self._made_from)
-        elif any(self._directory.iterdir()):
+        elif not all(path.name.startswith(_PARTIAL) for path in self._directory.iterdir()):
             raise ConfigError(f"{self._directory} holds something else than token shards; choose another directory")
         self._save()
 
