@@ -285,6 +285,20 @@ def test_broken_files_are_one_sentence(what: str, is_stream: bool, tmp_path: Pat
         stream(data, [0]).next() if is_stream else load_corpus(data)
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
+def test_a_text_in_another_encoding_is_one_sentence_and_bytes_are_bytes(
+    name: str, tables: Tables, tmp_path: Path
+) -> None:
+    text = "été\n" * PIECE_BYTES
+    raw = text.encode() + "été".encode("latin-1")
+    (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith(".gz") else raw)
+    values = {"kind": "text", "paths": [tmp_path / name], "sequence_length": LENGTH}
+    with pytest.raises(ConfigError, match=rf"{name} is not UTF-8 at byte {len(text.encode())} \(0xe9\); convert it"):
+        load_corpus(DataTable.model_validate({**values, "tokenizer": tables["tokens"]["tokenizer"]}))
+    corpus = load_corpus(DataTable.model_validate(values))
+    assert len(corpus.train) + len(corpus.held_out) == len(raw) + 1
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_kinds_of_rows_give_the_same_tokens_in_memory(tables: Tables, kind: str) -> None:
     values = {key: value for key, value in tables[kind].items() if key != "held_out_documents"}

@@ -43,13 +43,13 @@ class Encoder:
         return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
     def encode(self, batch: Sequence[Document]) -> npt.NDArray[Any]:
-        """The tokens of a batch, in one array of `dtype`."""
+        """The tokens of a batch, in one array of `dtype`. Raises ConfigError where a tokenizer is given no UTF-8."""
         if not batch:
             return np.empty(0, dtype=self.dtype)
         if self.tokenizer is None:
             parts = [_bytes_of(each.text) + (SEPARATOR if each.is_end else b"") for each in batch]
             return np.frombuffer(b"".join(parts), dtype=np.uint8)
-        texts = [_text_of(each.text) for each in batch]
+        texts = [_text_of(each) for each in batch]
         ids = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
         end = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
         tokens = [token for each, own in zip(batch, ids, strict=True) for token in (own + end if each.is_end else own)]
@@ -90,8 +90,16 @@ def _bytes_of(text: str | bytes) -> bytes:
     return text.encode() if isinstance(text, str) else text
 
 
-def _text_of(text: str | bytes) -> str:
-    return text.decode("utf-8", errors="replace") if isinstance(text, bytes) else text
+def _text_of(document: Document) -> str:
+    if isinstance(document.text, str):
+        return document.text
+    try:
+        return document.text.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"the text of the data file {document.path} is not UTF-8 at byte {document.begin + error.start} "
+            f'(0x{document.text[error.start]:02x}); convert it, or set data.tokenizer = "bytes"'
+        ) from error
 
 
 def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":

@@ -8,6 +8,7 @@ row is one document. A cursor of plain values says where reading goes on.
 import hashlib
 import zlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from diloco.errors import ConfigError
@@ -21,10 +22,17 @@ UNREADABLE = (OSError, EOFError, zlib.error, ValueError, KeyError)
 
 @dataclass(frozen=True)
 class Document:
-    """A text; `is_end` is False for a piece of a file after which the file goes on."""
+    """A text; `is_end` is False for a piece of a file after which the file goes on.
+
+    Attributes:
+        path: the file, where the text is bytes of it.
+        begin: of the text, in the uncompressed bytes of the file.
+    """
 
     text: str | bytes
     is_end: bool = True
+    path: Path | None = None
+    begin: int = 0
 
 
 class Rows(Protocol):

@@ -68,12 +68,13 @@ class TextPart:
 
     def take(self, file: Any) -> Document | None:
         """The next piece: whole lines, or as much of one as a piece holds, without cutting a character."""
+        begin = file.tell()
         piece: bytes = file.read(PIECE_BYTES) + file.readline(PIECE_BYTES)
         if not piece:
             return None
         while (following := file.peek(1)[:1]) and following[0] & 0xC0 == 0x80 and len(piece) <= 2 * PIECE_BYTES + 3:
             piece += file.read(1)  # the rest of a character in UTF-8
-        return Document(piece, is_end=not following)
+        return Document(piece, not following, self.path, begin)
 
     def document(self, row: Any, number: int) -> Document:
         piece: Document = row
