@@ -1,6 +1,7 @@
 """Sources, shards and cursors."""
 
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -9,10 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.config import DataTable
+from diloco.config import DataTable, RunConfig
 from diloco.core.permutation import permute
 from diloco.errors import CheckpointError, ConfigError
 from diloco.training.data import ShardedWindows, Stream, held_out_batches
+from diloco.training.pretrained import vocabulary
 from diloco.training.sources import Corpus, Tokens, load_corpus
 
 
@@ -171,10 +173,25 @@ def test_what_is_held_out_is_not_trained_on_and_no_file_is_read_twice(kind: str,
             load(paths=[tmp_path / each for each in paths], held_out_paths=[tmp_path / each for each in held_out])
 
 
-def word_tokenizer(directory: Path) -> Path:
+def test_a_vocabulary_goes_up_to_its_highest_token_and_a_wrong_tokenizer_is_one_sentence(
+    tiny: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    (tmp_path / "a.txt").write_text("one three " * 400)
+    tokenizer = word_tokenizer(tmp_path, three=70_000)
+    config = tiny(f"data.paths=['{tmp_path / 'a.txt'}']", f"data.tokenizer={tokenizer}")
+    found = load_corpus(config.data)
+    assert (found.vocab_size, found.train.read(0, 2).tolist()) == (70_001, [1, 70_000])
+    assert vocabulary(config)[0] == 70_001  # what `diloco export` builds
+    for text in ("{}", '{"model":'):
+        tokenizer.write_text(text)
+        with pytest.raises(ConfigError, match=r"cannot load the tokenizer .*; give a tokenizer.json, a directory or a"):
+            load_corpus(config.data)
+
+
+def word_tokenizer(directory: Path, three: int = 3) -> Path:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "one": 1, "two": 2, "three": 3}, unk_token="[UNK]"))
+    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "one": 1, "two": 2, "three": three}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(directory / "tokenizer.json"))
     return directory / "tokenizer.json"

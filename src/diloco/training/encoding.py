@@ -31,7 +31,7 @@ class Encoder:
 
     def __init__(self, name: str) -> None:
         self.tokenizer = None if name == "bytes" else load_tokenizer(name)
-        self.vocab_size = BYTE_VOCABULARY if self.tokenizer is None else len(self.tokenizer)
+        self.vocab_size = BYTE_VOCABULARY if self.tokenizer is None else vocabulary_size(self.tokenizer)
         bits = 8 if self.tokenizer is None else 16 if self.vocab_size <= 1 << 16 else 32
         self.dtype = np.dtype(f"uint{bits}")
 
@@ -102,12 +102,18 @@ def _text_of(document: Document) -> str:
         ) from error
 
 
+def vocabulary_size(tokenizer: "PreTrainedTokenizerBase") -> int:
+    """How many tokens a model needs to know: up to the highest one of the tokenizer, which may skip numbers."""
+    return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=-1))
+
+
 def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
     """A tokenizer from a `tokenizer.json`, a directory, or the hub. Raises ConfigError when there is none."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     advice = "give a tokenizer.json, a directory or a hub name"
-    with translated((OSError, ValueError), ConfigError, f"cannot load the tokenizer {name}", advice):
+    # Of a file that is no tokenizer, the library raises Exception itself.
+    with translated(Exception, ConfigError, f"cannot load the tokenizer {name}", advice):
         if name.endswith(".json"):
             return PreTrainedTokenizerFast(tokenizer_file=name)
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
