@@ -230,6 +230,11 @@ def test_a_stream_knows_a_copy_of_its_data_and_other_data(tables: Tables, kind: 
 
 
 def test_streams_refuse_what_they_cannot_do(tables: Tables, tmp_path: Path) -> None:
+    both = tmp_path / "both.jsonl"
+    both.write_text("".join(json.dumps({"text": row, "body": row.upper()}) + "\n" for row in ROWS))
+    first = stream(table({"kind": "text", "paths": [both]}), [0])
+    with pytest.raises(CheckpointError, match="data cursor has data ="):
+        stream(table({"kind": "text", "paths": [both], "text_column": "body"}), [0]).load_state_dict(first.state_dict())
     first = stream(table(tables["jsonl"]), [0])
     first.next()
     for other in (

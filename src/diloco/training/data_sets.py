@@ -101,7 +101,7 @@ class DatasetPart:
         if self.index == 0:
             first = self.rows().next()
             text = None if first is None else str(self.document(first, 0).text)
-            found.update(json.dumps([text, self.identity]).encode())
+            found.update(json.dumps([self.column, text, self.identity]).encode())
             for path in self.files:
                 found.update(file_digest(path, whole=whole))
         return found.digest()

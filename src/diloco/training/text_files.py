@@ -112,7 +112,7 @@ class LinesPart:
         return text_of(value, self.column, where)
 
     def digest(self, *, whole: bool = False) -> bytes:
-        return file_digest(self.path, whole=whole)
+        return hashlib.sha256(file_digest(self.path, whole=whole) + self.column.encode()).digest()
 
 
 def file_digest(path: Path, *, whole: bool) -> bytes:
