@@ -187,10 +187,17 @@ def test_a_wrong_directory_is_one_sentence(rows: Path, tmp_path: Path) -> None:
     first.unlink()
     with pytest.raises(ConfigError, match="cannot read the token shard"):
         load()
+    shard = index.shards["train"][0]
     for key, value, message in [
         ("dtype", "float32", "has dtype float32, which is none of"),
         ("format", 2, "has format 2 and this version reads 1"),
         ("shards", {"train": [{}]}, "cannot read .*index.json"),
+        ("shards", {"train": [], "held_out": [{**shard, "file": "../a.bin"}]}, r"'../a.bin' is no shard"),
+        ("shards", {"train": [], "held_out": [{**shard, "file": "a\0b"}]}, r"'a\\x00b' is no shard"),
+        ("shards", {"train": [], "held_out": [{"file": shard["file"], "num_tokens": 1}]}, "cannot read .*index.json"),
+        ("made_from", 5, "cannot read .*index.json"),
+        ("tokenizer", 5, "cannot read .*index.json"),
+        ("vocab_size", -1, "cannot read .*vocab_size is -1"),
     ]:
         values = json.loads((directory / INDEX).read_text())
         (directory / INDEX).write_text(json.dumps({**values, key: value}))

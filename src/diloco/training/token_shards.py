@@ -13,6 +13,7 @@ the same bytes.
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ from diloco.whole_files import hidden_name, remove_leftovers, write_whole
 FORMAT = 1
 INDEX, UNFINISHED, TOKENIZER = "index.json", "unfinished.json", "tokenizer"
 PARTS = ("held_out", "train")
+_SHARD = re.compile(rf"({'|'.join(PARTS)})-\d{{5,}}\.bin")
 _PARTIAL = tuple(f".{name}" for name in (*PARTS, UNFINISHED, INDEX))
 """How the hidden names of files begin that are being written, or that a kill has left."""
 _MADE_FROM = (
@@ -106,11 +108,13 @@ def read_index(directory: Path) -> TokenIndex:
     failed, advice = f"cannot read {path}", "give a directory that `diloco tokenize` wrote"
     with translated((OSError, *MALFORMED), ConfigError, failed, advice):
         values = json.loads(path.read_bytes())
-        shards = {part: [_checked(shard) for shard in values["shards"][part]] for part in PARTS}
-        made, made_from = int(values["format"]), values["made_from"]
+        made, vocab_size, tokenizer = int(values["format"]), int(values["vocab_size"]), values["tokenizer"]
         index = TokenIndex(
-            directory, values["dtype"], int(values["vocab_size"]), values["tokenizer"], made_from, shards
-        )
+            directory, values["dtype"], vocab_size, None if tokenizer is None else Path(tokenizer).name,
+            dict(values["made_from"]), _checked(values["shards"]),
+        )  # fmt: skip
+        if vocab_size < 1:
+            raise ValueError(f"vocab_size is {vocab_size}")
     if made != FORMAT:
         raise ConfigError(f"{path} has format {made} and this version reads {FORMAT}; make it again")
     if index.dtype not in ("uint8", "uint16", "uint32"):
@@ -118,8 +122,13 @@ def read_index(directory: Path) -> TokenIndex:
     return index
 
 
-def _checked(shard: dict[str, Any]) -> dict[str, Any]:
-    return {**shard, "num_tokens": int(shard["num_tokens"]), "file": Path(shard["file"]).name}
+def _checked(shards: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """The shards of each part. Raises an error of `MALFORMED` where a value is missing or wrong."""
+    for shard in [shard for part in PARTS for shard in shards[part]]:
+        if not _SHARD.fullmatch(shard["file"]):
+            raise ValueError(f"{shard['file']!r} is no shard")
+    kinds = {"file": str, "num_tokens": int, "num_documents": int, "sha256": str}
+    return {part: [{key: kind(shard[key]) for key, kind in kinds.items()} for shard in shards[part]] for part in PARTS}
 
 
 @dataclass(frozen=True)
@@ -237,7 +246,8 @@ class _Writer:
         if path.exists():
             with translated(MALFORMED, StoreError, f"{path} cannot be read", "remove the directory"):
                 values = json.loads(path.read_bytes())
-                made_from, self._shards, self._cursors = (values[key] for key in ("made_from", "shards", "cursors"))
+                made_from, self._cursors = dict(values["made_from"]), dict(values["cursors"])
+                self._shards = _checked(values["shards"])
             _require_same(path, made_from, self._made_from)
         elif not all(path.name.startswith(_PARTIAL) for path in self._directory.iterdir()):
             raise ConfigError(f"{self._directory} holds something else than token shards; choose another directory")
