@@ -259,6 +259,16 @@ def test_hugging_face_datasets_load_from_disk_and_by_name(tmp_path: Path) -> Non
         load(dataset=str(tmp_path / "flat"), text_column="body")
     with pytest.raises(ConfigError, match='"train" is both trained on and held out'):
         load(dataset=str(tmp_path / "splits"), held_out_split="train")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "train.parquet").write_bytes(b"PAR1 and no more")
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "train.jsonl").write_text('{"text": "one"}\n{"text": [')
+    for name in ("broken", "bad"):  # the library says no more than "An error occurred", and its cause says which
+        with pytest.raises(ConfigError, match=r"cannot load column .*\((?!An error occurred).*\); check data.dataset"):
+            load(dataset=str(tmp_path / name))
+    for keys in ({"split": "other"}, {"held_out_split": "validation"}):
+        with pytest.raises(ConfigError, match="^.*flat is one split, and has no others to choose from"):
+            load(dataset=str(tmp_path / "flat"), **keys)
     with pytest.raises(ConfigError, match='split "other"'):
         load(dataset=str(tmp_path / "splits"), split="other")
     with pytest.raises(ConfigError, match="cannot load column"):

@@ -2,14 +2,14 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diloco.config import DataTable
-from diloco.errors import ConfigError, translated
+from diloco.errors import ConfigError, first_line, translated
 from diloco.training.rows import UNREADABLE, Document, Documents, Rows, no_column, text_of
 from diloco.training.text_files import file_digest, reading
 
@@ -41,6 +41,11 @@ def open_split(data: DataTable, split: str) -> Documents:
         if isinstance(rows, datasets.Dataset):
             identity, files = f"{rows.num_rows} {rows._fingerprint}", [each["filename"] for each in rows.cache_files]
             rows = rows.to_iterable_dataset()  # of a memory-mapped file
+    if (path / "state.json").is_file() and (data.held_out_split or split not in ("train", str(rows.split))):
+        raise ConfigError(
+            f"{path} is one split, and has no others to choose from; drop data.split and data.held_out_split, or save "
+            "a DatasetDict"
+        )
     local = tuple(path for path in map(Path, files) if path.is_file())
     return Documents(tuple(_shards(rows, data.text_column, what, local, identity)), by_parts=True)
 
@@ -67,10 +72,20 @@ def _shards(
     return [DatasetPart(rows, index, column, what, files, identity) for index in range(rows.num_shards)]
 
 
-def _loading(column: str, what: str) -> AbstractContextManager[None]:
+@contextmanager
+def _loading(column: str, what: str) -> Iterator[None]:
+    from datasets.exceptions import DatasetsError
+
     failed = f'cannot load column "{column}" of {what}'
-    advice = "check data.dataset, data.split and data.text_column"
-    return translated(UNREADABLE, ConfigError, failed, advice)
+    advice = "check data.dataset, data.split and data.text_column, and that the data is whole"
+    try:
+        with translated(UNREADABLE, ConfigError, failed, advice):
+            yield
+    except DatasetsError as error:  # it says that there was an error, and its causes say which
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        raise ConfigError(f"{failed} ({first_line(cause)}); {advice}") from error
 
 
 @dataclass(frozen=True)
@@ -96,14 +111,14 @@ class DatasetPart:
         return text_of(row, self.column, f"row {number + 1} in shard {self.index} of {self.what}")
 
     def digest(self, *, whole: bool = False) -> bytes:
-        """Of what is local, and of the first text of the first part: more would mean to download more."""
-        found = hashlib.sha256(str(self.index).encode())
+        """Of what is local, or of the first text of the first part: more would mean to download more."""
+        found = hashlib.sha256(json.dumps([self.index, self.column, self.identity]).encode())
         if self.index == 0:
-            first = self.rows().next()
-            text = None if first is None else str(self.document(first, 0).text)
-            found.update(json.dumps([self.column, text, self.identity]).encode())
             for path in self.files:
                 found.update(file_digest(path, whole=whole))
+        if self.index == 0 and not self.files:  # local files are not opened for a row: a reader has threads, to its end
+            first = self.rows().next()
+            found.update(b"" if first is None else str(self.document(first, 0).text).encode())
         return found.digest()
 
 
