@@ -20,7 +20,7 @@ from diloco.cli import main
 from diloco.config import DataTable, RunConfig, dump_config
 from diloco.errors import ConfigError, StoreError
 from diloco.training import dealing, sources
-from diloco.training.token_shards import INDEX, UNFINISHED, TokenIndex, read_index, write_token_shards
+from diloco.training.token_shards import INDEX, UNFINISHED, Made, TokenIndex, read_index, write_token_shards
 
 Tiny = Callable[..., RunConfig]
 
@@ -163,6 +163,30 @@ def test_data_that_has_changed_is_noticed_wherever_it_has(
         for name in ("whole", "half"):
             with pytest.raises(ConfigError, match="says documents_sha256 ="):
                 make(name)
+
+
+def test_what_goes_wrong_while_shards_are_made_is_one_sentence(rows: Path, tokenizer: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "shards"
+    data = table(paths=[rows], tokenizer=str(tokenizer))
+
+    def fill(_: Made) -> None:
+        (directory / "tokenizer").mkdir(exist_ok=True)
+        if not (directory / "tokenizer" / "tokenizer.json").is_symlink():
+            (directory / "tokenizer" / "tokenizer.json").symlink_to("/dev/full")
+
+    with pytest.raises(StoreError, match=r"cannot write .*tokenizer \(.*No space left.*\); free disk space"):
+        write_token_shards(data, directory, shard_tokens=5_000, tell=fill)
+    (directory / "tokenizer" / "tokenizer.json").unlink()
+    first = directory / "train-00000.bin"
+    raw = first.read_bytes()
+    first.write_bytes(b"")
+    with pytest.raises(StoreError, match="train-00000.bin are not those of its index"):
+        write_token_shards(data, directory, shard_tokens=5_000)
+    first.write_bytes(raw)
+    assert write_token_shards(data, directory, shard_tokens=5_000).tokenizer == "tokenizer"
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(ConfigError, match="has no texts to train on"):
+        write_token_shards(table(paths=[tmp_path / "empty.txt"]), tmp_path / "nothing", shard_tokens=5_000)
 
 
 def test_a_wrong_directory_is_one_sentence(rows: Path, tmp_path: Path) -> None:

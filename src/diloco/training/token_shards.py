@@ -88,16 +88,7 @@ class TokenIndex:
 
     def check(self) -> None:
         """Read every shard. Raises StoreError for one whose bytes are not those that were written."""
-        for shard in [shard for part in PARTS for shard in self.shards[part]]:
-            path = self.directory / shard["file"]
-            with translated(OSError, StoreError, f"cannot read the token shard {path}", "make the directory again"):
-                with path.open("rb") as file:
-                    found = hashlib.file_digest(file, "sha256").hexdigest()
-            if found != shard["sha256"]:
-                raise StoreError(
-                    f"the bytes of the token shard {path} are not those of its index; remove the directory and make it "
-                    "again"
-                )
+        _check_bytes(self.directory, self.shards)
 
 
 def read_index(directory: Path) -> TokenIndex:
@@ -120,6 +111,19 @@ def read_index(directory: Path) -> TokenIndex:
     if index.dtype not in ("uint8", "uint16", "uint32"):
         raise ConfigError(f"{path} has dtype {index.dtype}, which is none of uint8, uint16 and uint32; make it again")
     return index
+
+
+def _check_bytes(directory: Path, shards: dict[str, list[dict[str, Any]]]) -> None:
+    for shard in [shard for part in PARTS for shard in shards[part]]:
+        path = directory / shard["file"]
+        with translated(OSError, StoreError, f"cannot read the token shard {path}", "make the directory again"):
+            with path.open("rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != shard["sha256"]:
+            raise StoreError(
+                f"the bytes of the token shard {path} are not those of its index; remove the directory and make it "
+                "again"
+            )
 
 
 def _checked(shards: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
@@ -221,8 +225,13 @@ class _Writer:
         for part, (documents, deal) in zip(PARTS, spans, strict=True):
             if self._cursors.get(part) != "done":
                 self._write_part(part, Reader(documents, deal, state=self._cursors.get(part)))
+        if not self._shards["train"]:
+            raise ConfigError("the data has no texts to train on; check data.paths or data.dataset")
         if self._encoder.tokenizer is not None:
-            self._encoder.tokenizer.save_pretrained(self._directory / TOKENIZER)
+            path = self._directory / TOKENIZER
+            # Of a full disk the library raises Exception itself.
+            with translated(Exception, StoreError, f"cannot write {path}", "free disk space"):
+                self._encoder.tokenizer.save_pretrained(path)
         values = {
             "format": FORMAT,
             "dtype": self._encoder.dtype.name,
@@ -249,6 +258,7 @@ class _Writer:
                 made_from, self._cursors = dict(values["made_from"]), dict(values["cursors"])
                 self._shards = _checked(values["shards"])
             _require_same(path, made_from, self._made_from)
+            _check_bytes(self._directory, self._shards)
         elif not all(path.name.startswith(_PARTIAL) for path in self._directory.iterdir()):
             raise ConfigError(f"{self._directory} holds something else than token shards; choose another directory")
         self._save()
