@@ -13,7 +13,6 @@ the same bytes.
 import hashlib
 import json
 import os
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +33,6 @@ from diloco.whole_files import hidden_name, remove_leftovers, write_whole
 FORMAT = 1
 INDEX, UNFINISHED, TOKENIZER = "index.json", "unfinished.json", "tokenizer"
 PARTS = ("held_out", "train")
-_SHARD = re.compile(rf"({'|'.join(PARTS)})-\d{{5,}}\.bin")
 _PARTIAL = tuple(f".{name}" for name in (*PARTS, UNFINISHED, INDEX))
 """How the hidden names of files begin that are being written, or that a kill has left."""
 _MADE_FROM = (
@@ -126,11 +124,16 @@ def _check_bytes(directory: Path, shards: dict[str, list[dict[str, Any]]]) -> No
             )
 
 
+def _shard_name(part: str, number: int) -> str:
+    return f"{part}-{number:05d}.bin"
+
+
 def _checked(shards: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """The shards of each part. Raises an error of `MALFORMED` where a value is missing or wrong."""
-    for shard in [shard for part in PARTS for shard in shards[part]]:
-        if not _SHARD.fullmatch(shard["file"]):
-            raise ValueError(f"{shard['file']!r} is no shard")
+    for part in PARTS:
+        for number, shard in enumerate(shards[part]):
+            if shard["file"] != _shard_name(part, number):
+                raise ValueError(f"{shard['file']!r} is where {_shard_name(part, number)} should be")
     kinds = {"file": str, "num_tokens": int, "num_documents": int, "sha256": str}
     return {part: [{key: kind(shard[key]) for key, kind in kinds.items()} for shard in shards[part]] for part in PARTS}
 
@@ -270,8 +273,7 @@ class _Writer:
     def _write_part(self, part: str, reader: Reader) -> None:
         is_over = False
         while not is_over:
-            name = f"{part}-{len(self._shards[part]):05d}.bin"
-            shard, is_over = self._write_shard(name, reader)
+            shard, is_over = self._write_shard(_shard_name(part, len(self._shards[part])), reader)
             if shard is not None:
                 self._shards[part].append(shard)
             self._cursors[part] = "done" if is_over else reader.state_dict()
