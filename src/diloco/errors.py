@@ -155,6 +155,6 @@ def translated(
         raise to(f"{failed} ({first_line(error)}); {advice}") from error
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """What a foreign error says, as a part of a sentence."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:MAX_FOREIGN]

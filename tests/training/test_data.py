@@ -1,6 +1,7 @@
 """Sources, shards and cursors."""
 
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -9,10 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.config import DataTable
+from diloco.config import DataTable, RunConfig
 from diloco.core.permutation import permute
 from diloco.errors import CheckpointError, ConfigError
 from diloco.training.data import ShardedWindows, Stream, held_out_batches
+from diloco.training.pretrained import vocabulary
 from diloco.training.sources import Corpus, Tokens, load_corpus
 
 
@@ -148,10 +150,48 @@ def test_text_files_are_bytes_or_tokens(tmp_path: Path) -> None:
     assert data.vocab_size == 4
 
 
-def word_tokenizer(directory: Path) -> Path:
+@pytest.mark.parametrize("kind", ["text", "tokens"])
+def test_what_is_held_out_is_not_trained_on_and_no_file_is_read_twice(kind: str, tmp_path: Path) -> None:
+    for name in ("a.txt", "val.txt"):
+        (tmp_path / name).write_bytes(b"x" * 200)
+    (tmp_path / "link").symlink_to(tmp_path / "val.txt")
+    (tmp_path / "sub").mkdir()
+    vocabulary = {"vocab_size": 1 << 16} if kind == "tokens" else {}
+
+    def load(**paths: list[Path]) -> Corpus:
+        return load_corpus(DataTable.model_validate({"kind": kind, "sequence_length": 8, **vocabulary, **paths}))
+
+    apart = load(paths=[tmp_path / "a*.txt"], held_out_paths=[tmp_path / "val.txt"])
+    assert len(apart.held_out) in (100, 201)  # of two bytes; or with the end of a text
+    for paths, held_out, name in [
+        (["*.txt"], ["val.txt"], "val.txt"),
+        (["val.txt"], ["link"], "link"),
+        (["a.txt", "sub/../a.txt"], [], "sub/../a.txt"),
+        (["a.txt"], ["val.txt", "v*"], "val.txt"),
+    ]:
+        with pytest.raises(ConfigError, match=f"name the file {tmp_path / name} twice"):
+            load(paths=[tmp_path / each for each in paths], held_out_paths=[tmp_path / each for each in held_out])
+
+
+def test_a_vocabulary_goes_up_to_its_highest_token_and_a_wrong_tokenizer_is_one_sentence(
+    tiny: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    (tmp_path / "a.txt").write_text("one three " * 400)
+    tokenizer = word_tokenizer(tmp_path, three=70_000)
+    config = tiny(f"data.paths=['{tmp_path / 'a.txt'}']", f"data.tokenizer={tokenizer}")
+    found = load_corpus(config.data)
+    assert (found.vocab_size, found.train.read(0, 2).tolist()) == (70_001, [1, 70_000])
+    assert vocabulary(config)[0] == 70_001  # what `diloco export` builds
+    for text in ("{}", '{"model":'):
+        tokenizer.write_text(text)
+        with pytest.raises(ConfigError, match=r"cannot load the tokenizer .*; give a tokenizer.json, a directory or a"):
+            load_corpus(config.data)
+
+
+def word_tokenizer(directory: Path, three: int = 3) -> Path:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "one": 1, "two": 2, "three": 3}, unk_token="[UNK]"))
+    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "one": 1, "two": 2, "three": three}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(directory / "tokenizer.json"))
     return directory / "tokenizer.json"
@@ -217,6 +257,18 @@ def test_hugging_face_datasets_load_from_disk_and_by_name(tmp_path: Path) -> Non
     assert tokenized.train.read(0, 3).tolist() == [1, 2, 0]
     with pytest.raises(ConfigError, match='column "body"'):
         load(dataset=str(tmp_path / "flat"), text_column="body")
+    with pytest.raises(ConfigError, match='"train" is both trained on and held out'):
+        load(dataset=str(tmp_path / "splits"), held_out_split="train")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "train.parquet").write_bytes(b"PAR1 and no more")
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "train.jsonl").write_text('{"text": "one"}\n{"text": [')
+    for name in ("broken", "bad"):  # the library says no more than "An error occurred", and its cause says which
+        with pytest.raises(ConfigError, match=r"cannot load column .*\((?!An error occurred).*\); check data.dataset"):
+            load(dataset=str(tmp_path / name))
+    for keys in ({"split": "other"}, {"held_out_split": "validation"}):
+        with pytest.raises(ConfigError, match="^.*flat is one split, and has no others to choose from"):
+            load(dataset=str(tmp_path / "flat"), **keys)
     with pytest.raises(ConfigError, match='split "other"'):
         load(dataset=str(tmp_path / "splits"), split="other")
     with pytest.raises(ConfigError, match="cannot load column"):

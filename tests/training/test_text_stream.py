@@ -198,7 +198,43 @@ def test_what_a_stream_holds_is_bounded_by_its_buffer_and_a_batch(tmp_path: Path
     assert all(isinstance(text, bytes) and text.decode() for text in texts)  # no character is cut
 
 
+@pytest.mark.parametrize("kind", ["saved", "hub", "parquet"])
+def test_a_stream_knows_a_copy_of_its_data_and_other_data(tables: Tables, kind: str, tmp_path: Path) -> None:
+    import datasets
+
+    source = Path(tables[kind].get("dataset") or tables[kind]["paths"][0])
+    copy = tmp_path / ("copy" if source.is_dir() else "copy.parquet")
+    data = table({**tables[kind], **({"dataset": str(copy)} if source.is_dir() else {"paths": [copy]})})
+
+    def resume() -> None:
+        stream(data, [0]).load_state_dict(first.state_dict())
+
+    first = stream(table(tables[kind]), [0])
+    first.next()
+    if source.is_dir():
+        shutil.copytree(source, copy)
+    else:
+        shutil.copy(source, copy)
+    resume()
+    rows = [*ROWS[:222], ROWS[222].replace("222", "999"), *ROWS[223:]]
+    if kind == "saved":
+        shutil.rmtree(copy)
+        datasets.Dataset.from_dict({"text": rows, "n": list(range(len(ROWS)))}).save_to_disk(str(copy), num_shards=2)
+    elif kind == "hub":
+        with (copy / "train-2.jsonl").open("a") as file:
+            file.write(json.dumps({"text": "one more", "n": 400}) + "\n")
+    else:
+        datasets.Dataset.from_dict({"text": [*rows, "one more"]}).to_parquet(str(copy))
+    with pytest.raises(CheckpointError, match="data cursor"):
+        resume()
+
+
 def test_streams_refuse_what_they_cannot_do(tables: Tables, tmp_path: Path) -> None:
+    both = tmp_path / "both.jsonl"
+    both.write_text("".join(json.dumps({"text": row, "body": row.upper()}) + "\n" for row in ROWS))
+    first = stream(table({"kind": "text", "paths": [both]}), [0])
+    with pytest.raises(CheckpointError, match="data cursor has data ="):
+        stream(table({"kind": "text", "paths": [both], "text_column": "body"}), [0]).load_state_dict(first.state_dict())
     first = stream(table(tables["jsonl"]), [0])
     first.next()
     for other in (
@@ -214,7 +250,7 @@ def test_streams_refuse_what_they_cannot_do(tables: Tables, tmp_path: Path) -> N
     (tmp_path / "held_out.txt").write_text("x" * 99)
     few = table(tables["jsonl"], held_out_paths=[tmp_path / "held_out.txt"], held_out_documents=256)
     assert len(load_corpus(few).held_out) == 100
-    with pytest.raises(ConfigError, match="shard 399 of 999 of the stream has less than one sequence"):
+    with pytest.raises(ConfigError, match="shard 399 of 999 of the stream .* hold out less of it"):
         stream(few, [399], num_shards=999).next()
     for values, message in [
         ({"deal": "leases"}, 'deal = "leases" needs to know how many sequences'),
@@ -252,6 +288,20 @@ def test_broken_files_are_one_sentence(what: str, is_stream: bool, tmp_path: Pat
     data = table({"kind": "text", "paths": [tmp_path / name]}, **more)
     with pytest.raises(ConfigError, match=message):
         stream(data, [0]).next() if is_stream else load_corpus(data)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
+def test_a_text_in_another_encoding_is_one_sentence_and_bytes_are_bytes(
+    name: str, tables: Tables, tmp_path: Path
+) -> None:
+    text = "été\n" * PIECE_BYTES
+    raw = text.encode() + "été".encode("latin-1")
+    (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith(".gz") else raw)
+    values = {"kind": "text", "paths": [tmp_path / name], "sequence_length": LENGTH}
+    with pytest.raises(ConfigError, match=rf"{name} is not UTF-8 at byte {len(text.encode())} \(0xe9\); convert it"):
+        load_corpus(DataTable.model_validate({**values, "tokenizer": tables["tokens"]["tokenizer"]}))
+    corpus = load_corpus(DataTable.model_validate(values))
+    assert len(corpus.train) + len(corpus.held_out) == len(raw) + 1
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from diloco.cli import main
 from diloco.config import DataTable, RunConfig, dump_config
 from diloco.errors import ConfigError, StoreError
 from diloco.training import dealing, sources
-from diloco.training.token_shards import INDEX, UNFINISHED, read_index, write_token_shards
+from diloco.training.token_shards import INDEX, UNFINISHED, Made, TokenIndex, read_index, write_token_shards
 
 Tiny = Callable[..., RunConfig]
 
@@ -81,6 +82,9 @@ def test_what_is_made_after_kills_has_the_bytes_of_what_is_made_at_once(
     at_once, in_parts = tmp_path / "at_once", tmp_path / "in_parts"
     expected = write_token_shards(data, at_once, shard_tokens=9_000)
     assert len(expected.shards["train"]) > 4
+    in_parts.mkdir()
+    for name in (f".{UNFINISHED}.elsewhere.7", ".train-00000.bin.elsewhere.7"):  # of a kill in the first write
+        (in_parts / name).touch()
     for documents, num_whole in [(300, 0), (1_900, 3)] if kind == "text" else [(1_900, 3)]:
         arguments = [str(documents), "9000", str(in_parts), data.model_dump_json()]
         killed = subprocess.run([sys.executable, "-c", KILLED, *arguments], check=False)
@@ -119,6 +123,72 @@ def test_a_directory_of_shards_is_the_same_corpus_as_its_texts(rows: Path, token
         DataTable(kind="tokens", directory=directory, dtype="uint32")
 
 
+@pytest.mark.parametrize("kind", ["text", "parquet", "saved", "loaded"])
+def test_data_that_has_changed_is_noticed_wherever_it_has(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    monkeypatch.setattr("datasets.config.HF_DATASETS_OFFLINE", True)
+    path = tmp_path / "data"
+    data = {
+        "text": lambda: table(paths=[path]),
+        "parquet": lambda: table(paths=[path / "*.parquet"]),
+        "saved": lambda: table(kind="huggingface", dataset=str(path)),
+        "loaded": lambda: table(kind="huggingface", dataset=str(path), stream=True, held_out_documents=1),
+    }[kind]()
+
+    def write(rows: list[str]) -> None:
+        if kind == "text":
+            path.write_text("\n".join(rows))
+        elif kind == "saved":
+            shutil.rmtree(path, ignore_errors=True)
+            datasets.Dataset.from_dict({"body": rows}).save_to_disk(str(path))
+        else:
+            datasets.Dataset.from_dict({"body": rows}).to_parquet(str(path / "train.parquet"))
+
+    def make(name: str) -> TokenIndex:
+        return write_token_shards(data, tmp_path / name, shard_tokens=5_000)
+
+    write(ROWS)
+    made = make("whole")
+    write(ROWS)
+    assert make("whole") == made
+    (tmp_path / "half").mkdir()
+    half = {"made_from": made.made_from, "shards": {"train": [], "held_out": []}, "cursors": {}}
+    (tmp_path / "half" / UNFINISHED).write_text(json.dumps(half))
+    other = [*ROWS[:2_222], ROWS[2_222].replace("is", "as"), *ROWS[2_223:]]
+    for rows in (other, [*ROWS, "one more"]):  # of the same size, but for compressed Parquet; and longer
+        write(rows)
+        for name in ("whole", "half"):
+            with pytest.raises(ConfigError, match="says documents_sha256 ="):
+                make(name)
+
+
+def test_what_goes_wrong_while_shards_are_made_is_one_sentence(rows: Path, tokenizer: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "shards"
+    data = table(paths=[rows], tokenizer=str(tokenizer))
+
+    def fill(_: Made) -> None:
+        (directory / "tokenizer").mkdir(exist_ok=True)
+        if not (directory / "tokenizer" / "tokenizer.json").is_symlink():
+            (directory / "tokenizer" / "tokenizer.json").symlink_to("/dev/full")
+
+    with pytest.raises(StoreError, match=r"cannot write .*tokenizer \(.*No space left.*\); free disk space"):
+        write_token_shards(data, directory, shard_tokens=5_000, tell=fill)
+    (directory / "tokenizer" / "tokenizer.json").unlink()
+    first = directory / "train-00000.bin"
+    raw = first.read_bytes()
+    first.write_bytes(b"")
+    with pytest.raises(StoreError, match="train-00000.bin are not those of its index"):
+        write_token_shards(data, directory, shard_tokens=5_000)
+    first.write_bytes(raw)
+    assert write_token_shards(data, directory, shard_tokens=5_000).tokenizer == "tokenizer"
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(ConfigError, match="has no texts to train on"):
+        write_token_shards(table(paths=[tmp_path / "empty.txt"]), tmp_path / "nothing", shard_tokens=5_000)
+
+
 def test_a_wrong_directory_is_one_sentence(rows: Path, tmp_path: Path) -> None:
     directory = tmp_path / "shards"
     data = table(paths=[rows])
@@ -141,10 +211,18 @@ def test_a_wrong_directory_is_one_sentence(rows: Path, tmp_path: Path) -> None:
     first.unlink()
     with pytest.raises(ConfigError, match="cannot read the token shard"):
         load()
+    shard = index.shards["train"][0]
     for key, value, message in [
         ("dtype", "float32", "has dtype float32, which is none of"),
         ("format", 2, "has format 2 and this version reads 1"),
         ("shards", {"train": [{}]}, "cannot read .*index.json"),
+        ("shards", {"train": [], "held_out": [{**shard, "file": "../a.bin"}]}, "'../a.bin' is where held_out-00000"),
+        ("shards", {"train": [], "held_out": [{**shard, "file": "a\0b"}]}, r"'a\\x00b' is where held_out-00000"),
+        ("shards", {"train": [], "held_out": [{"file": shard["file"], "num_tokens": 1}]}, "cannot read .*index.json"),
+        ("shards", {"train": index.shards["train"][::-1], "held_out": []}, "is where train-00000.bin should be"),
+        ("made_from", 5, "cannot read .*index.json"),
+        ("tokenizer", 5, "cannot read .*index.json"),
+        ("vocab_size", -1, "cannot read .*vocab_size is -1"),
     ]:
         values = json.loads((directory / INDEX).read_text())
         (directory / INDEX).write_text(json.dumps({**values, key: value}))

@@ -31,7 +31,7 @@ class Encoder:
 
     def __init__(self, name: str) -> None:
         self.tokenizer = None if name == "bytes" else load_tokenizer(name)
-        self.vocab_size = BYTE_VOCABULARY if self.tokenizer is None else len(self.tokenizer)
+        self.vocab_size = BYTE_VOCABULARY if self.tokenizer is None else vocabulary_size(self.tokenizer)
         bits = 8 if self.tokenizer is None else 16 if self.vocab_size <= 1 << 16 else 32
         self.dtype = np.dtype(f"uint{bits}")
 
@@ -43,13 +43,13 @@ class Encoder:
         return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
     def encode(self, batch: Sequence[Document]) -> npt.NDArray[Any]:
-        """The tokens of a batch, in one array of `dtype`."""
+        """The tokens of a batch, in one array of `dtype`. Raises ConfigError where a tokenizer is given no UTF-8."""
         if not batch:
             return np.empty(0, dtype=self.dtype)
         if self.tokenizer is None:
             parts = [_bytes_of(each.text) + (SEPARATOR if each.is_end else b"") for each in batch]
             return np.frombuffer(b"".join(parts), dtype=np.uint8)
-        texts = [_text_of(each.text) for each in batch]
+        texts = [_text_of(each) for each in batch]
         ids = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
         end = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
         tokens = [token for each, own in zip(batch, ids, strict=True) for token in (own + end if each.is_end else own)]
@@ -90,8 +90,21 @@ def _bytes_of(text: str | bytes) -> bytes:
     return text.encode() if isinstance(text, str) else text
 
 
-def _text_of(text: str | bytes) -> str:
-    return text.decode("utf-8", errors="replace") if isinstance(text, bytes) else text
+def _text_of(document: Document) -> str:
+    if isinstance(document.text, str):
+        return document.text
+    try:
+        return document.text.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"the text of the data file {document.path} is not UTF-8 at byte {document.begin + error.start} "
+            f'(0x{document.text[error.start]:02x}); convert it, or set data.tokenizer = "bytes"'
+        ) from error
+
+
+def vocabulary_size(tokenizer: "PreTrainedTokenizerBase") -> int:
+    """How many tokens a model needs to know: up to the highest one of the tokenizer, which may skip numbers."""
+    return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=-1))
 
 
 def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
@@ -99,7 +112,8 @@ def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     advice = "give a tokenizer.json, a directory or a hub name"
-    with translated((OSError, ValueError), ConfigError, f"cannot load the tokenizer {name}", advice):
+    # Of a file that is no tokenizer, the library raises Exception itself.
+    with translated(Exception, ConfigError, f"cannot load the tokenizer {name}", advice):
         if name.endswith(".json"):
             return PreTrainedTokenizerFast(tokenizer_file=name)
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)

@@ -17,7 +17,7 @@ from diloco.core.fragments import Layout, scatter
 from diloco.errors import StoreError, translated
 from diloco.training.byte_tokens import byte_tokenizer
 from diloco.training.checkpoint import load_checkpoint
-from diloco.training.encoding import BYTE_VOCABULARY, load_tokenizer
+from diloco.training.encoding import BYTE_VOCABULARY, load_tokenizer, vocabulary_size
 from diloco.training.model import build_model, load_state
 from diloco.training.token_shards import read_index
 
@@ -114,7 +114,7 @@ def vocabulary(config: RunConfig) -> "tuple[int, PreTrainedTokenizerBase | None]
     name = _tokenizer_name(config)
     if name != "bytes":
         tokenizer = load_tokenizer(name)
-        return len(tokenizer), tokenizer
+        return vocabulary_size(tokenizer), tokenizer
     if config.data.kind == "tokens" and config.data.directory is None:
         return config.data.vocab_size or BYTE_VOCABULARY, None
     return BYTE_VOCABULARY, byte_tokenizer(config.data.sequence_length)

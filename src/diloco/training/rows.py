@@ -8,6 +8,7 @@ row is one document. A cursor of plain values says where reading goes on.
 import hashlib
 import zlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from diloco.errors import ConfigError
@@ -21,10 +22,17 @@ UNREADABLE = (OSError, EOFError, zlib.error, ValueError, KeyError)
 
 @dataclass(frozen=True)
 class Document:
-    """A text; `is_end` is False for a piece of a file after which the file goes on."""
+    """A text; `is_end` is False for a piece of a file after which the file goes on.
+
+    Attributes:
+        path: the file, where the text is bytes of it.
+        begin: of the text, in the uncompressed bytes of the file.
+    """
 
     text: str | bytes
     is_end: bool = True
+    path: Path | None = None
+    begin: int = 0
 
 
 class Rows(Protocol):
@@ -46,8 +54,8 @@ class Part(Protocol):
     def document(self, row: Any, number: int) -> Document:
         """What a row is. Raises ConfigError where it has no text."""
 
-    def digest(self) -> bytes:
-        """Of as little as tells this part from another one."""
+    def digest(self, *, whole: bool = False) -> bytes:
+        """Of as little as tells this part from another one, the same for a copy of it; `whole`: of all local bytes."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +65,9 @@ class Documents:
     parts: tuple[Part, ...]
     by_parts: bool = False
 
-    def digest(self) -> str:
+    def digest(self, *, whole: bool = False) -> str:
         """sha256 (hex) of the parts' digests."""
-        return hashlib.sha256(b"".join(part.digest() for part in self.parts)).hexdigest()
+        return hashlib.sha256(b"".join(part.digest(whole=whole) for part in self.parts)).hexdigest()
 
 
 def text_of(row: dict[str, Any], column: str, where: str) -> Document:

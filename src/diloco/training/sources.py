@@ -16,7 +16,7 @@ import numpy.typing as npt
 from diloco.config import DataTable
 from diloco.errors import ConfigError, translated
 from diloco.training.dealing import Deal, Reader, held_out_end
-from diloco.training.documents import matching, open_documents
+from diloco.training.documents import named_files, open_documents
 from diloco.training.encoding import BYTE_VOCABULARY, Encoder, TextSource, load_tokenizer
 from diloco.training.rows import SEPARATOR, Documents
 from diloco.training.text_files import TextPart
@@ -167,8 +167,7 @@ def _encoded(encoder: Encoder, documents: Documents, deal: Deal | None = None) -
 def _tokens(data: DataTable) -> Corpus:
     if data.directory is None:
         assert data.vocab_size is not None  # checked by DataTable
-        train = Tokens([_map(path, data.dtype) for path in matching(data.paths)])
-        held_out = Tokens([_map(path, data.dtype) for path in matching(data.held_out_paths)])
+        train, held_out = (Tokens([_map(path, data.dtype) for path in paths]) for paths in named_files(data))
         parts = (train, held_out) if data.held_out_paths else train.split_tail(data.held_out_fraction)
         return Corpus(*parts, data.vocab_size)
     index = read_index(data.directory)

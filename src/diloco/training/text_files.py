@@ -68,19 +68,20 @@ class TextPart:
 
     def take(self, file: Any) -> Document | None:
         """The next piece: whole lines, or as much of one as a piece holds, without cutting a character."""
+        begin = file.tell()
         piece: bytes = file.read(PIECE_BYTES) + file.readline(PIECE_BYTES)
         if not piece:
             return None
         while (following := file.peek(1)[:1]) and following[0] & 0xC0 == 0x80 and len(piece) <= 2 * PIECE_BYTES + 3:
             piece += file.read(1)  # the rest of a character in UTF-8
-        return Document(piece, is_end=not following)
+        return Document(piece, not following, self.path, begin)
 
     def document(self, row: Any, number: int) -> Document:
         piece: Document = row
         return piece
 
-    def digest(self) -> bytes:
-        return file_digest(self.path)
+    def digest(self, *, whole: bool = False) -> bytes:
+        return file_digest(self.path, whole=whole)
 
 
 @dataclass(frozen=True)
@@ -110,13 +111,15 @@ class LinesPart:
             )
         return text_of(value, self.column, where)
 
-    def digest(self) -> bytes:
-        return file_digest(self.path)
+    def digest(self, *, whole: bool = False) -> bytes:
+        return hashlib.sha256(file_digest(self.path, whole=whole) + self.column.encode()).digest()
 
 
-def file_digest(path: Path) -> bytes:
-    """sha256 of the size of a file and of 16 stretches of it."""
+def file_digest(path: Path, *, whole: bool) -> bytes:
+    """sha256 of a whole file, or of its size and of 16 stretches of it."""
     with reading(path), path.open("rb") as file:
+        if whole:
+            return hashlib.file_digest(file, "sha256").digest()
         size = path.stat().st_size
         found = hashlib.sha256(str(size).encode())
         for k in range(16):

@@ -69,7 +69,7 @@ class ShardStream:
             if not self._num_buffered:
                 raise ConfigError(
                     f"{self._name} of the stream has less than one sequence of {self._length} + 1 tokens; give more "
-                    "data"
+                    "data, or hold out less of it (data.held_out_documents)"
                 )
         number = self.num_drawn.to_bytes(8, "little")
         place = int.from_bytes(hashlib.blake2b(number, digest_size=8, key=self._key).digest(), "little")

@@ -33,6 +33,8 @@ from diloco.whole_files import hidden_name, remove_leftovers, write_whole
 FORMAT = 1
 INDEX, UNFINISHED, TOKENIZER = "index.json", "unfinished.json", "tokenizer"
 PARTS = ("held_out", "train")
+_PARTIAL = tuple(f".{name}" for name in (*PARTS, UNFINISHED, INDEX))
+"""How the hidden names of files begin that are being written, or that a kill has left."""
 _MADE_FROM = (
     "kind", "paths", "held_out_paths", "tokenizer", "dataset", "dataset_config", "split", "held_out_split",
     "text_column",
@@ -45,7 +47,7 @@ class TokenIndex:
 
     Attributes:
         dtype: numpy's name of the type of a token.
-        made_from: keys of the `[data]` table, the digest of the documents, and what a shard was to hold.
+        made_from: keys of the `[data]` table, the sha256 of the documents, and what a shard was to hold.
         shards: by part, `train` and `held_out`: `file`, `num_tokens`, `num_documents` and `sha256` of each.
     """
 
@@ -84,16 +86,7 @@ class TokenIndex:
 
     def check(self) -> None:
         """Read every shard. Raises StoreError for one whose bytes are not those that were written."""
-        for shard in [shard for part in PARTS for shard in self.shards[part]]:
-            path = self.directory / shard["file"]
-            with translated(OSError, StoreError, f"cannot read the token shard {path}", "make the directory again"):
-                with path.open("rb") as file:
-                    found = hashlib.file_digest(file, "sha256").hexdigest()
-            if found != shard["sha256"]:
-                raise StoreError(
-                    f"the bytes of the token shard {path} are not those of its index; remove the directory and make it "
-                    "again"
-                )
+        _check_bytes(self.directory, self.shards)
 
 
 def read_index(directory: Path) -> TokenIndex:
@@ -104,11 +97,13 @@ def read_index(directory: Path) -> TokenIndex:
     failed, advice = f"cannot read {path}", "give a directory that `diloco tokenize` wrote"
     with translated((OSError, *MALFORMED), ConfigError, failed, advice):
         values = json.loads(path.read_bytes())
-        shards = {part: [_checked(shard) for shard in values["shards"][part]] for part in PARTS}
-        made, made_from = int(values["format"]), values["made_from"]
+        made, vocab_size, tokenizer = int(values["format"]), int(values["vocab_size"]), values["tokenizer"]
         index = TokenIndex(
-            directory, values["dtype"], int(values["vocab_size"]), values["tokenizer"], made_from, shards
-        )
+            directory, values["dtype"], vocab_size, None if tokenizer is None else Path(tokenizer).name,
+            dict(values["made_from"]), _checked(values["shards"]),
+        )  # fmt: skip
+        if vocab_size < 1:
+            raise ValueError(f"vocab_size is {vocab_size}")
     if made != FORMAT:
         raise ConfigError(f"{path} has format {made} and this version reads {FORMAT}; make it again")
     if index.dtype not in ("uint8", "uint16", "uint32"):
@@ -116,8 +111,31 @@ def read_index(directory: Path) -> TokenIndex:
     return index
 
 
-def _checked(shard: dict[str, Any]) -> dict[str, Any]:
-    return {**shard, "num_tokens": int(shard["num_tokens"]), "file": Path(shard["file"]).name}
+def _check_bytes(directory: Path, shards: dict[str, list[dict[str, Any]]]) -> None:
+    for shard in [shard for part in PARTS for shard in shards[part]]:
+        path = directory / shard["file"]
+        with translated(OSError, StoreError, f"cannot read the token shard {path}", "make the directory again"):
+            with path.open("rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != shard["sha256"]:
+            raise StoreError(
+                f"the bytes of the token shard {path} are not those of its index; remove the directory and make it "
+                "again"
+            )
+
+
+def _shard_name(part: str, number: int) -> str:
+    return f"{part}-{number:05d}.bin"
+
+
+def _checked(shards: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """The shards of each part. Raises an error of `MALFORMED` where a value is missing or wrong."""
+    for part in PARTS:
+        for number, shard in enumerate(shards[part]):
+            if shard["file"] != _shard_name(part, number):
+                raise ValueError(f"{shard['file']!r} is where {_shard_name(part, number)} should be")
+    kinds = {"file": str, "num_tokens": int, "num_documents": int, "sha256": str}
+    return {part: [{key: kind(shard[key]) for key, kind in kinds.items()} for shard in shards[part]] for part in PARTS}
 
 
 @dataclass(frozen=True)
@@ -139,7 +157,8 @@ def write_token_shards(
 ) -> TokenIndex:
     """Write the tokens of a `text` or `huggingface` table as shards; goes on where an earlier call was ended.
 
-    A directory that is complete is compared with its index, shard by shard.
+    A directory that is complete is compared with its index, shard by shard. Local data is read whole before anything
+    else, to compare it with what the directory was made from.
 
     Arguments:
         shard_tokens: a shard ends with the batch of documents (`dealing.BATCH_CHARACTERS`) that brings it to so many.
@@ -155,7 +174,7 @@ def write_token_shards(
     encoder = Encoder(data.tokenizer)
     made_from = {key: value for key, value in data.model_dump(mode="json").items() if key in _MADE_FROM}
     made_from |= {
-        "digest": [each.digest() for each in (train, held_out) if each is not None],
+        "documents_sha256": [each.digest(whole=True) for each in (train, held_out) if each is not None],
         "held_out_documents": data.held_out_documents if data.stream and held_out is None else None,
         "vocabulary": encoder.digest(),
         "shard_tokens": shard_tokens,
@@ -209,8 +228,13 @@ class _Writer:
         for part, (documents, deal) in zip(PARTS, spans, strict=True):
             if self._cursors.get(part) != "done":
                 self._write_part(part, Reader(documents, deal, state=self._cursors.get(part)))
+        if not self._shards["train"]:
+            raise ConfigError("the data has no texts to train on; check data.paths or data.dataset")
         if self._encoder.tokenizer is not None:
-            self._encoder.tokenizer.save_pretrained(self._directory / TOKENIZER)
+            path = self._directory / TOKENIZER
+            # Of a full disk the library raises Exception itself.
+            with translated(Exception, StoreError, f"cannot write {path}", "free disk space"):
+                self._encoder.tokenizer.save_pretrained(path)
         values = {
             "format": FORMAT,
             "dtype": self._encoder.dtype.name,
@@ -219,6 +243,9 @@ class _Writer:
             "made_from": self._made_from,
             "shards": self._shards,
         }
+        for path in self._directory.iterdir():
+            if path.name.startswith(_PARTIAL):  # of a process on another host; nothing of it is needed any more
+                path.unlink(missing_ok=True)
         write_whole(self._directory / INDEX, json.dumps(values, indent=1) + "\n")
         (self._directory / UNFINISHED).unlink(missing_ok=True)
         return read_index(self._directory)
@@ -231,9 +258,11 @@ class _Writer:
         if path.exists():
             with translated(MALFORMED, StoreError, f"{path} cannot be read", "remove the directory"):
                 values = json.loads(path.read_bytes())
-                made_from, self._shards, self._cursors = (values[key] for key in ("made_from", "shards", "cursors"))
+                made_from, self._cursors = dict(values["made_from"]), dict(values["cursors"])
+                self._shards = _checked(values["shards"])
             _require_same(path, made_from, self._made_from)
-        elif any(self._directory.iterdir()):
+            _check_bytes(self._directory, self._shards)
+        elif not all(path.name.startswith(_PARTIAL) for path in self._directory.iterdir()):
             raise ConfigError(f"{self._directory} holds something else than token shards; choose another directory")
         self._save()
 
@@ -244,8 +273,7 @@ class _Writer:
     def _write_part(self, part: str, reader: Reader) -> None:
         is_over = False
         while not is_over:
-            name = f"{part}-{len(self._shards[part]):05d}.bin"
-            shard, is_over = self._write_shard(name, reader)
+            shard, is_over = self._write_shard(_shard_name(part, len(self._shards[part])), reader)
             if shard is not None:
                 self._shards[part].append(shard)
             self._cursors[part] = "done" if is_over else reader.state_dict()
