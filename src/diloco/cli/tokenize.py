@@ -47,9 +47,12 @@ def command(
             "num_tokens": tokens, "num_documents": documents,
         }))  # fmt: skip
         return
-    typer.echo(
-        f"{out_dir} holds {tokens['train']:,} tokens to train on and {tokens['held_out']:,} held out; to read them:"
+    held_out = (
+        f"and {tokens['held_out']:,} held out"
+        if tokens["held_out"]
+        else "of which a run holds out data.held_out_fraction"
     )
+    typer.echo(f"{out_dir} holds {tokens['train']:,} tokens to train on, {held_out}; to read them:")
     typer.echo(
         f'\n[data]\nkind = "tokens"\ndirectory = {json.dumps(str(out_dir))}\nsequence_length = {data.sequence_length}'
     )
