@@ -204,6 +204,9 @@ def test_a_foreign_error_becomes_one_sentence_with_its_first_line_and_advice() -
         with errors.translated(OSError, errors.StoreError, "cannot read it", "call for help"):
             raise OSError("disk on fire\nsecond line")
     assert isinstance(caught.value.__cause__, OSError)
+    with pytest.raises(errors.StoreError, match=r"^cannot read it \(No such file or directory: 'x'\); call for help$"):
+        with errors.translated(OSError, errors.StoreError, "cannot read it", "call for help"):
+            raise FileNotFoundError(2, "No such file or directory", "x")
     with pytest.raises(KeyError), errors.translated(OSError, errors.StoreError, "cannot read it", "call for help"):
         raise KeyError("a defect")
 

@@ -32,6 +32,7 @@ edge where they enter; everything else propagates.
     └── StoppedError           this learner was told to stop while it waited for others
 """
 
+import re
 from collections import abc
 from contextlib import contextmanager
 
@@ -156,5 +157,6 @@ def translated(
 
 
 def first_line(error: BaseException) -> str:
-    """What a foreign error says, as a part of a sentence."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:MAX_FOREIGN]
+    """What a foreign error says, as a part of a sentence; a system's error without its number."""
+    text = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return re.sub(r"^\[Errno -?\d+\] ", "", text)[:MAX_FOREIGN]

@@ -312,7 +312,7 @@ class Connection:
             if isinstance(mapped, AuthError) and self._credentials.have_changed():
                 self._hang_up()
                 raise UnreachableError(f"{mapped} The keys here are newer: dialling again with them.") from error
-            raise mapped from error
+            raise mapped from None  # all that the syncer says is in it
         except ValueError as error:  # what gRPC says of a channel that another thread has closed
             raise UnreachableError(f"the connection to {self.address} was closed: {error}") from error
 
