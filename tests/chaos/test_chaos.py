@@ -16,13 +16,15 @@ import pytest
 KINDS = ("kill syncer", "kill learner", "cut transfer", "half open", "corruption")
 
 ENDS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGKILL)
-HEEDS_CTRL_C = """
+HEEDS_ALL = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 from diloco.cli import main
 main()
 """
-"""What a shell starts in the background ignores Ctrl-C, and so would whatever it starts itself."""
+"""What a shell starts in the background ignores Ctrl-C, and under nohup the end of its terminal; and so would whatever
+it starts itself."""
 
 
 def chaos(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -82,7 +84,7 @@ def test_a_short_run_survives_its_faults(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", ENDS, ids=lambda number: number.name)
 def test_no_process_outlives_it(tmp_path: Path, number: signal.Signals) -> None:
     out = tmp_path / "out"
-    command = [sys.executable, "-c", HEEDS_CTRL_C, "chaos", "--learners", "1", "--calm", "600", "--out", str(out)]
+    command = [sys.executable, "-c", HEEDS_ALL, "chaos", "--learners", "1", "--calm", "600", "--out", str(out)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         assert "are planned; starting" in process.stderr.readline()
