@@ -15,7 +15,7 @@ import pytest
 from benchmarks.processes import until
 
 from diloco import events as ev
-from diloco.demo.accounting import back_after_s, baseline_bytes, participation, ring_all_reduce_bytes
+from diloco.demo.accounting import back_after_s, baseline_bytes, participation
 from diloco.demo.browser import is_wanted
 from diloco.demo.forked import IS_POSSIBLE
 from diloco.demo.headline import headline
@@ -26,6 +26,7 @@ from diloco.demo.story import DemoState, tell
 from diloco.demo.summary import summarise
 from diloco.errors import ConfigError, RunError
 from diloco.event_log import EventLog, read_events
+from diloco.report.data_parallel import ring_all_reduce_bytes
 from diloco.report.timeline import Follower, Kill, Timeline
 
 

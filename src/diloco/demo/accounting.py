@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
+from diloco.report.data_parallel import ring_all_reduce_bytes
 from diloco.report.timeline import Kill, Timeline, is_learner
 
 KINDS = ("contributions", "updates", "joins", "control")
-
-
-def ring_all_reduce_bytes(num_learners: int, num_parameters: int) -> float:
-    """Bytes that all learners send for one data-parallel step: M · 2·(M − 1)/M · 2·N bytes in bf16.
-
-    A ring all-reduce of N values makes each of M learners send (M − 1)/M of them twice (reduce-scatter, then
-    all-gather; Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms", 2009), at 2 bytes each.
-    """
-    return num_learners * 2 * (num_learners - 1) / num_learners * 2 * num_parameters if num_learners else 0.0
 
 
 def baseline_bytes(timeline: Timeline, tokens_per_step: int) -> int:

@@ -75,7 +75,8 @@ def prepare(directory: Path, plan: Plan, seed: int) -> RunConfig:
     text = f"{MARK}. `diloco syncer` and `diloco train` run it.\n\n{write_toml(_tables(directory, plan, seed))}"
     with translated(OSError, ConfigError, f"cannot write to {directory}", "choose another directory with --dir"):
         directory.mkdir(parents=True, exist_ok=True)
-        for each in directory.iterdir():  # not the directory itself, which says that a demo is under way
+        # Not the directory itself, which says that a demo is under way; and last what says that it is a demo's.
+        for each in sorted(directory.iterdir(), key=lambda each: each == run_file):
             shutil.rmtree(each) if each.is_dir() and not each.is_symlink() else each.unlink()
         run_file.write_text(text, encoding="utf-8")
     return load_config(run_file)

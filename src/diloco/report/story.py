@@ -8,6 +8,7 @@ from typing import Any
 
 from diloco import events as ev
 from diloco.escaping import printable
+from diloco.report.data_parallel import ring_all_reduce_bytes
 from diloco.report.members import Member, live
 from diloco.report.score_curves import ScoreCurves
 from diloco.report.sentences import Tone, sentence
@@ -171,10 +172,11 @@ class Story:
         num_live, numel = sum(it.state != "lost" for it in event.learners.values()), self._head["num_parameters"]
         if num_live < 2 or numel is None:
             return
+        step_bytes = ring_all_reduce_bytes(num_live, numel) / num_live
         for name, it in event.learners.items():
             before = self._member(name).progress
             if before is not None and before.incarnation == it.incarnation:
-                self._parallel_bytes += max(0, it.step - before.step) * 4 * numel * (num_live - 1) / num_live
+                self._parallel_bytes += max(0, it.step - before.step) * step_bytes
 
     def at_this_moment(self, progress: ev.Progress) -> None:
         """What the syncer knows beyond its event log, in an event that is in no file. A learner that no event has named
