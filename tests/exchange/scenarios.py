@@ -42,6 +42,10 @@ class Scenario:
     buffers: str = ""
     static: str = "exchange"
 
+    def tokens_of(self, index: int) -> int:
+        """In a step of a learner."""
+        return self.tokens and self.tokens + 7 * index
+
     @property
     def parts(self) -> int:
         return 2 if self.resume_at else 1
@@ -101,17 +105,12 @@ def make_optimizer(scenario: Scenario, model: nn.Module) -> torch.optim.Optimize
     return torch.optim.AdamW(parameters, lr=3e-3)
 
 
-def train_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, learner: Learner, index: int, step: int, tokens: int = 10
-) -> None:
-    """An inner step on data that only this learner has, then the boundary."""
+def inner_gradient(model: nn.Module, index: int, step: int) -> None:
+    """The gradient on data that only this learner has."""
     generator = torch.Generator().manual_seed(1000 * index + step)
     dtype = next(model.parameters()).dtype
     x, y = torch.randn(6, 24, generator=generator).to(dtype), torch.randn(6, 33, generator=generator).to(dtype)
     (model(x) - y).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    learner.step(tokens=tokens and tokens + 7 * index)
 
 
 def live(
@@ -160,7 +159,10 @@ def live(
                     raise ArithmeticError("the training code failed")
                 with torch.no_grad():
                     model.head.bias[3] = torch.nan
-            train_step(model, optimizer, learner, index, step, scenario.tokens)
+            inner_gradient(model, index, step)
+            optimizer.step()
+            optimizer.zero_grad()
+            learner.step(tokens=scenario.tokens_of(index))
         if part + 1 < scenario.parts:
             carried["learner"] = learner.state_dict()
             carried["model"] = {name: value.clone() for name, value in model.state_dict().items()}
@@ -205,6 +207,8 @@ def _scenarios() -> list[Scenario]:
         "diloco, adam": diloco.DiLoCo(sync_every=4, outer=diloco.Adam(lr=0.01), codec=("fp32", "int8")),
         "diloco, H overlap": diloco.DiLoCo(sync_every=4, overlap=4, codec="int4"),
         "diloco, tokens and feedback": diloco.DiLoCo(sync_every=4, weight="tokens", codec="e3m0", error_feedback=True),
+        "muloco": diloco.MuLoCo(sync_every=4),
+        "sparseloco": diloco.SparseLoCo(sync_every=4),
         "streaming, overlap 0": diloco.StreamingDiLoCo(sync_every=6, overlap=0, fragments=by_layer),
         "streaming, overlap 1": diloco.StreamingDiLoCo(sync_every=6, overlap=1, fragments=by_layer, mix=0.0),
         "streaming, overlap 4": diloco.StreamingDiLoCo(

@@ -1,8 +1,9 @@
-"""The contract of an exchange: the same method and data give the same bits, and no learner is left hanging. A new one
-is a line in WORLDS."""
+"""The contract of an exchange: the same method and data give the bits of `core.reference`, and no learner is left
+hanging. A new exchange is a line in WORLDS."""
 
 import pytest
 import torch
+from tests.exchange.plain_loop import in_a_plain_loop
 from tests.exchange.scenarios import LEARNERS, SCENARIOS, Result, Scenario, make_model
 from tests.exchange.worlds import WORLDS, in_process
 
@@ -15,16 +16,21 @@ Results = dict[str, list[Result]]
 
 @pytest.fixture(scope="module")
 def reference() -> Results:
+    """Every scenario that is trained to its end, in one plain loop."""
+    return {name: in_a_plain_loop(SCENARIOS[name]) for name in TRAINED}
+
+
+@pytest.fixture(scope="module")
+def local() -> Results:
     """Every scenario in one process."""
-    return {name: in_process([scenario], None)[name] for name, scenario in SCENARIOS.items()}
+    return in_process(list(SCENARIOS.values()), None)
 
 
 @pytest.fixture(scope="module", params=["local", *WORLDS])
-def results(request: pytest.FixtureRequest, reference: Results, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """Every scenario over one exchange. "local" is the reference itself: it must end without errors and with balanced
-    books."""
+def results(request: pytest.FixtureRequest, local: Results, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Every scenario over one exchange."""
     if request.param == "local":
-        return Able(reference)
+        return Able(local)
     results = Able(WORLDS[request.param](list(SCENARIOS.values()), tmp_path_factory.mktemp(request.param)))
     results.books_survive = request.param != "remote"
     return results
@@ -47,14 +53,15 @@ class Able(Results):
 def test_same_bits_on_every_exchange(name: str, results: "Able", reference: Results) -> None:
     for mine, theirs in zip(results[name], reference[name], strict=True):
         assert mine.error is None
+        assert mine.facts["versions"] == theirs.facts["versions"]
         assert mine.tensors.keys() == theirs.tensors.keys()
         different = [key for key, value in mine.tensors.items() if not torch.equal(value, theirs.tensors[key])]
         assert not different
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_same_books_on_every_exchange(name: str, results: "Able", reference: Results) -> None:
-    for mine, theirs in zip(results[name], reference[name], strict=True):
+def test_same_books_on_every_exchange(name: str, results: "Able", local: Results) -> None:
+    for mine, theirs in zip(results[name], local[name], strict=True):
         if results.books_survive or not SCENARIOS[name].resume_at:
             for key in ("tokens", "merges", "ledger"):
                 assert mine.facts[key] == theirs.facts[key], key
@@ -143,7 +150,7 @@ def test_statistics_that_are_kept_local_differ_and_averaged_ones_do_not_fall_bel
             assert result.tensors["global.norm.num_batches_tracked"] == SCENARIOS[name].steps
 
 
-def test_nothing_of_a_base_crosses(results: "Able", reference: Results) -> None:
+def test_nothing_of_a_base_crosses(results: "Able") -> None:
     """The same trained model without and with a base in it; what joins is smaller by the base."""
     with_base, without = results["base"][1].facts["num_bytes"], results["streaming, overlap 4"][1].facts["num_bytes"]
     assert with_base["contributions"] == without["contributions"]
@@ -155,7 +162,7 @@ def test_every_scenario_differs() -> None:
     assert len({str(Scenario(**(s.to_dict() | {"name": ""}))) for s in SCENARIOS.values()}) == len(SCENARIOS)
 
 
-def test_an_overlap_of_ones_own_that_is_the_methods_changes_no_bit(reference: Results) -> None:
-    own, common = reference["own overlaps that are the method's"], reference["streaming, overlap 4"]
+def test_an_overlap_of_ones_own_that_is_the_methods_changes_no_bit(local: Results) -> None:
+    own, common = local["own overlaps that are the method's"], local["streaming, overlap 4"]
     for mine, theirs in zip(own, common, strict=True):
         assert all(torch.equal(value, theirs.tensors[key]) for key, value in mine.tensors.items())

@@ -1,0 +1,118 @@
+"""Runs whose order the network decides, carried out again from a list of their events by `core.reference`: the same
+bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.exchange.plain_loop import Trainee
+from tests.exchange.scenarios import LEARNERS, SCENARIOS, Scenario, inner_gradient, make_model, make_optimizer
+from torch import Tensor
+
+import diloco
+from diloco import Learner, Method
+from diloco.core.contribution import Contribution
+from diloco.core.fragments import make_layout
+from diloco.core.presets import PRESETS
+from diloco.core.reference import Event, Reference, scheduled
+from diloco.errors import ConfigError
+from diloco.exchange.local import Local, run_virtual
+from diloco.exchange.virtual.run import VirtualRun, World
+from diloco.planning.network import Network, Path
+from diloco.run.ports import MergedRound, NullObserver
+
+STEPS = 30
+SPEEDS = (0.1, 0.17, 0.4)
+"""Seconds of an inner step, by learner."""
+
+
+class Told(NullObserver):
+    """The merges of a run, into the list of its events."""
+
+    def __init__(self, events: list[Event]) -> None:
+        self._events = events
+
+    def merged(self, merged: MergedRound[Any, Any]) -> None:
+        senders = tuple(int(c.learner.removeprefix("learner-")) for c in merged.action.contributions)
+        self._events.append(("merge", merged.action.fragment, senders, merged.action.scale))
+
+
+def lived(scenario: Scenario) -> tuple[list[Event], list[dict[str, Tensor]]]:
+    """A run over links, by learners of unequal speed: its events, and what each learner ends with."""
+    events: list[Event] = []
+
+    def life(m: int, exchange: Local) -> dict[str, Tensor]:
+        model = make_model(scenario, m)
+        optimizer = make_optimizer(scenario, model)
+        held: list[int] = []
+
+        def adopted(fragment: int, version: int) -> None:
+            if version > held[fragment]:
+                held[fragment] = version
+                events.append(("adopt", m, fragment, version))
+
+        offer = exchange.offer
+
+        def recorded(contribution: Contribution, payload: Any) -> None:
+            adopted(contribution.fragment, contribution.base)
+            events.append(("send", m, contribution.fragment))
+            offer(contribution, payload)
+
+        exchange.offer = recorded  # type: ignore[method-assign]
+        with Learner(model, optimizer, method=Method.from_dict(scenario.method), exchange=exchange) as learner:
+            held.extend(learner.versions)
+            for step in range(1, STEPS + 1):
+                events.extend((("gradient", m), ("step", m)))
+                inner_gradient(model, m, step)
+                optimizer.step()
+                optimizer.zero_grad()
+                learner.step(tokens=scenario.tokens_of(m))
+                for fragment, version in enumerate(learner.versions):
+                    adopted(fragment, version)
+            return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+    network = Network({"line": 1e7}, [Path(("line",), ("line",), 0.05)] * LEARNERS)
+    names = [f"learner-{m}" for m in range(LEARNERS)]
+    world = World(names, lambda m, _: SPEEDS[m], [0.0] * LEARNERS, network, observer=Told(events))
+    return events, [result for result in run_virtual(life, VirtualRun(world)) if isinstance(result, dict)]
+
+
+METHODS = {
+    "decoupled": diloco.DecoupledDiLoCo(sync_every=6, fragments=diloco.Balanced(4)),
+    "decoupled, e3m0": diloco.DecoupledDiLoCo(
+        sync_every=5, fragments=diloco.Balanced(3), codec="e3m0", error_feedback=True, merge=diloco.Mean(),
+        quorum=diloco.Called(at_least=2, grace=0.0), adopt=diloco.Mix(0.5),
+    ),
+    "async": diloco.AsyncDiLoCo(sync_every=5, learners=LEARNERS),
+    "async, heloco": diloco.AsyncDiLoCo(
+        sync_every=4, learners=LEARNERS, codec="int8", merge=diloco.HeLoCo(), dynamic_steps=False
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_what_the_network_decides_gives_the_same_bits_in_a_plain_loop(method: Method) -> None:
+    scenario = Scenario("", method.to_dict())
+    events, results = lived(scenario)
+    assert len(results) == LEARNERS
+    merges = [event for event in events if event[0] == "merge"]
+    assert len(merges) > 4
+    assert any(len(set(event[2])) < LEARNERS for event in merges)  # learners are in different rounds
+    layout = make_layout(make_model(scenario, 0), method.fragments)
+    trainees = [Trainee(scenario, m, layout) for m in range(LEARNERS)]
+    Reference(method, layout, trainees).run(events)
+    for trainee, result in zip(trainees, results, strict=True):
+        for name, value in trainee.model.state_dict().items():
+            assert torch.equal(value, result[name]), name
+
+
+def test_a_method_whose_rounds_are_not_scheduled_has_no_list_of_its_own() -> None:
+    with pytest.raises(ConfigError, match=r"order of events under Called.* is not known beforehand; list them"):
+        next(scheduled(diloco.DecoupledDiLoCo(), 2, 1, 3))
+
+
+def test_every_preset_is_compared_with_the_reference() -> None:
+    compared = {scenario.method["name"] for scenario in SCENARIOS.values() if not scenario.fault}
+    assert compared | {method.name for method in METHODS.values()} == PRESETS.keys()
