@@ -35,12 +35,10 @@ from diloco.config import DataTable, ModelTable
 from diloco.core.fragments import scatter
 from diloco.core.method import Method
 from diloco.core.outer import Nesterov
-from diloco.evaluation.documents import training_line
-from diloco.evaluation.exports import Export
+from diloco.evaluation.exports import Export, held_out_loss
 from diloco.evaluation.harness import Harness
-from diloco.evaluation.held_out import held_out_loss
+from diloco.evaluation.own_tasks import OWN_TASKS, training_line, write_task_files
 from diloco.evaluation.scores import Score, student
-from diloco.evaluation.task_files import OWN_TASKS, write_task_files
 from diloco.exchange.base import Exchange
 from diloco.training.byte_tokens import byte_tokenizer
 from diloco.training.data import held_out_batches

@@ -20,9 +20,6 @@ LEARNERS_OWN = ("inner", "schedule", "train", "evaluate", "checkpoint", "heal", 
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
-TASK_KEYS = ("tasks_every", "tasks_learner", "tasks_limit", "tasks_device", "tasks_threads", "task_files")
-"""Keys of `[evaluate]` that say how tasks are run."""
-
 MUON_PRESET = "MuLoCo"
 """The method whose inner optimizer is Muon unless the run file says otherwise."""
 
@@ -185,22 +182,6 @@ class EvaluateTable(Table):
     sequences: int = Field(default=256, gt=0)
     sample_bytes: int = Field(default=200, ge=0)  # of text generated at the end by a byte model
     prompt: str = "def "
-    tasks: tuple[str, ...] = Field(default=(), max_length=32)  # for lm-eval, on the global model, beside training
-    tasks_every: int = Field(default=1, ge=1)  # evaluations of the loss; and at the end
-    tasks_learner: str | None = None  # that runs them; default: the one with shard 0
-    tasks_limit: int | None = Field(default=None, ge=1)  # documents of each task, at most
-    tasks_device: Literal["cpu", "cuda"] = "cpu"
-    tasks_threads: int = Field(default=1, gt=0)
-    task_files: tuple[Path, ...] = ()  # directories of task files for lm-eval
-
-    @model_validator(mode="after")
-    def _tasks_are_there(self) -> Self:
-        for key in TASK_KEYS:
-            if not self.tasks and getattr(self, key) != type(self).model_fields[key].default:
-                raise ValueError(f"{key} has no effect without tasks; add tasks or leave it out")
-        if len(set(self.tasks)) < len(self.tasks):
-            raise ValueError("tasks names a task twice; name each once")
-        return self
 
 
 class CheckpointTable(Table):

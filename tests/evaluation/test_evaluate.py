@@ -13,9 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from diloco.cli import main
 from diloco.config import parse_config
 from diloco.errors import ConfigError
-from diloco.evaluation.exports import load_export
+from diloco.evaluation.exports import held_out_loss, load_export, text_batches
 from diloco.evaluation.harness import Harness
-from diloco.evaluation.held_out import held_out_loss, text_batches
 from diloco.training.byte_tokens import byte_tokenizer
 from diloco.training.data import held_out_batches
 from diloco.training.evaluate import evaluate

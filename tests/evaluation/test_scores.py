@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from diloco.errors import ConfigError
-from diloco.evaluation import documents as docs
+from diloco.evaluation import own_tasks as docs
+from diloco.evaluation.own_tasks import OWN_TASKS, write_task_files
 from diloco.evaluation.scores import ExportScores, Result, Score, difference, differences, student, wilson
-from diloco.evaluation.task_files import OWN_TASKS, write_task_files
 
 TEXT = "The quick brown fox jumps over the lazy dog while seven other foxes watch from under their trees. " * 8
 

@@ -42,7 +42,6 @@ COMMANDS = {
     "chaos": "Run one or two syncers and learners for real, break what can break, and check that nothing was lost.",
     "export": "Write the global model to a directory that transformers can load.",
     "evaluate": "Give held-out loss and task scores of one or several exports, with intervals and paired differences.",
-    "tasks": "Write tasks that a small model can learn as files for lm-eval: brackets, arithmetic, cloze.",
     "keys": "Make and manage the certificates and tokens of a run.",
     "plan": "Know before you train: utilisation, hours, bytes, money and failures, in a second and without torch.",
     "simulate": "Train the run that RUN_FILE describes in virtual time, over modelled links and faults.",

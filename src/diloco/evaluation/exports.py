@@ -1,24 +1,35 @@
-"""Load a directory that `diloco export` or `save_pretrained` wrote."""
+"""Load what `diloco export` or `save_pretrained` wrote; the held-out loss of a model with its standard error."""
 
 from __future__ import annotations
 
+import hashlib
+import statistics
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
 from diloco.errors import ConfigError, translated
+from diloco.evaluation.scores import Result, Score
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LONGEST = 1024
 """Tokens of a window where the model takes more and nothing else was asked for."""
+
+BLOCKS = 64
+"""At most so many blocks of neighbouring windows: what is close in a text is alike, and one window says little that the
+next one does not."""
 
 
 @dataclass(frozen=True)
@@ -79,3 +90,46 @@ def load_export(path: Path, device: str = "cpu") -> Export:
 def _loading(path: Path) -> AbstractContextManager[None]:
     causes = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
     return translated(causes, ConfigError, f"cannot load the export {path}", "export the model again")
+
+
+# --- the held-out loss
+
+
+@torch.no_grad()
+def window_losses(model: nn.Module, batches: Sequence[Tensor]) -> list[float]:
+    """The mean loss of each window in nats per token; batches int64 (B, T + 1)."""
+    device = next(model.parameters()).device
+    losses: list[float] = []
+    for batch in batches:
+        batch = batch.to(device)
+        logits = model(batch[:, :-1]).logits
+        each = F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten(), reduction="none")
+        losses += each.view(len(batch), -1).double().mean(1).tolist()
+    return losses
+
+
+def held_out_loss(model: nn.Module, batches: Sequence[Tensor]) -> Result:
+    """The loss on windows of equal length, in the order of the text: int64 batches (B, T + 1).
+
+    The value is the mean over windows; its error is that of the means of up to `BLOCKS` blocks of neighbouring windows.
+    """
+    losses = window_losses(model, batches)
+    num_blocks = min(BLOCKS, len(losses))
+    edges = [len(losses) * k // num_blocks for k in range(num_blocks + 1)]
+    blocks = [losses[start:stop] for start, stop in pairwise(edges)]
+    means = [statistics.fmean(block) for block in blocks]
+    windows = torch.cat([batch.flatten() for batch in batches])
+    digest = hashlib.blake2b(windows.numpy().tobytes(), digest_size=8).hexdigest()
+    documents = tuple(f"{digest}:{start}-{stop}" for start, stop in pairwise(edges))
+    spread = Score.of(means)
+    score = Score.with_error(statistics.fmean(losses), spread.error, spread.num)
+    return Result("held-out loss", "nats per token", "lower", score, documents, tuple(means))
+
+
+def text_batches(tokens: Sequence[int], length: int, num_windows: int, batch: int = 32) -> list[Tensor]:
+    """At most `num_windows` windows of `length` + 1 tokens, spread evenly over a text: int64 (B, length + 1)."""
+    available = (len(tokens) - 1) // length
+    count = min(num_windows, available)
+    starts = [available * k // count * length for k in range(count)] if count else []
+    windows = [torch.tensor(tokens[start : start + length + 1]) for start in starts]
+    return [torch.stack(windows[start : start + batch]) for start in range(0, count, batch)]

@@ -18,7 +18,7 @@ from diloco.core.learner import LearnerCore
 from diloco.core.leases import Grant
 from diloco.core.method import Method
 from diloco.core.ranges import Ranges
-from diloco.core.session.requests import Evaluation, Report, Scores
+from diloco.core.session.requests import Evaluation, Report
 from diloco.core.unit_queue import UnitQueue
 from diloco.errors import ConfigError, StoppedError
 from diloco.exchange.base import Arrived, Exchange, Interrupted, Opened, Rejoined
@@ -55,7 +55,7 @@ class Boundary:
         is_drained: it was evicted, and the run has no place for it any more.
         is_held: the run is paused.
         units: of the run's data, where it is leased.
-        training_loss, evaluation, scores: the newest that the training loop has told of.
+        training_loss, evaluation: the newest that the training loop has told of.
         updates, merges: versions received, and those among them that contain this learner's work.
     """
 
@@ -72,7 +72,6 @@ class Boundary:
         self.has_finished = self.is_drained = self.is_interrupted = False
         self.training_loss: float | None = None
         self.evaluation: Evaluation | None = None
-        self.scores: Scores | None = None
         self.units: UnitQueue | None = None
         self.rewarm = rewarm
         self._masters, self._trained = masters, trained
@@ -139,7 +138,7 @@ class Boundary:
         core, step_s = self.core, self.timing.step_s
         report = Report(
             core.step, core.tokens, step_s, waiting, self.has_finished, core.steps, blocked_with, core.earlier_tokens,
-            self.training_loss, self.evaluation, self.scores, self.timing.blocked_s,
+            self.training_loss, self.evaluation, self.timing.blocked_s,
         )  # fmt: skip
         self.exchange.report(report)
 

@@ -24,8 +24,8 @@ from diloco.core.healing import Heal, Healed
 from diloco.core.learner import LearnerCore
 from diloco.core.leases import DataSet
 from diloco.core.method import Method
-from diloco.core.session.requests import Evaluation, Scores
-from diloco.errors import ConfigError, PayloadError, translated
+from diloco.core.session.requests import Evaluation
+from diloco.errors import ConfigError
 from diloco.exchange.base import Exchange, Model, Opened
 from diloco.exchange.island import Ranks
 from diloco.learner.boundary import Boundary
@@ -44,7 +44,6 @@ from diloco.learner.schedule_free import in_eval_mode, is_in_train_mode
 from diloco.learner.state_dict import learner_state, resume
 from diloco.learner.tensors import LearnerTensors, trained_tensors
 from diloco.learner.union import described_by_all, static_of_all
-from diloco.run.sense import check_scores
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -224,10 +223,7 @@ class Learner:
             raise ConfigError("this learner steps after its optimizer by itself; leave learner.step(…) out.")
         self._step(1 if tokens is None else tokens)
 
-    def log(
-        self, *, training_loss: float | None = None, held_out_loss: float | None = None,
-        scores: Mapping[str, float] | Scores | None = None,
-    ) -> None:  # fmt: skip
+    def log(self, *, training_loss: float | None = None, held_out_loss: float | None = None) -> None:
         """Tell those who watch the run how training goes: the syncer's page, its metrics and its events show it.
 
         It changes nothing in the run, goes out with the next heartbeat, and is lost where there is no syncer. Call it
@@ -237,10 +233,9 @@ class Learner:
             training_loss: of the newest inner step, nats per token.
             held_out_loss: of the global model as this learner holds it (`global_state_dict`), nats per token, on data
                 that is not trained on.
-            scores: of the global model, by task; `Scores` also with errors, and as of an earlier moment.
 
         Raises:
-            ConfigError: the learner is closed; more than 32 tasks, a name beyond 80 characters, no finite number.
+            ConfigError: the learner is closed.
         """
         self._require_open()
         boundary = self._boundary
@@ -248,11 +243,6 @@ class Learner:
             boundary.training_loss = float(training_loss)
         if held_out_loss is not None:
             boundary.evaluation = Evaluation(float(held_out_loss), self.run_tokens)
-        if scores is not None:
-            told = scores if isinstance(scores, Scores) else Scores.of(scores, self.run_tokens)
-            with translated(PayloadError, ConfigError, "these scores cannot be told", "correct them"):
-                check_scores(self.name, told)
-            boundary.scores = told
         boundary.report()
 
     def step_after_optimizer(self, tokens: Callable[[], int] | None = None) -> None:

@@ -38,12 +38,6 @@ def sentence(event: ev.Event) -> tuple[Tone, str] | None:
             return "bad", f"{name or peer} was refused: {text}{again}"
         case ev.Reported(learner=learner, loss=loss):
             return "plain", f"{learner} evaluated the global model: held-out loss {loss:.4f}"
-        case ev.ReportedScores(learner=learner, scores=scores):
-            told = ", ".join(f"{task} {it.score:.3f}" for task, it in list(scores.items())[:MAX_NAMES])
-            more = f" and {len(scores) - MAX_NAMES} more" if len(scores) > MAX_NAMES else ""
-            return "plain", f"{learner} ran the tasks on the global model: {told}{more}"
-        case ev.NotScored(error=error):
-            return "bad", f"{event.who} could not run the tasks: {error}"
         case ev.InnerState(learner=learner, peer=str(peer)):
             return "plain", f"{learner} has the inner optimizer's state of {peer}"
         case ev.Stands(standing=standing, why=why):

@@ -10,7 +10,6 @@ from diloco import events as ev
 from diloco.escaping import printable
 from diloco.report.data_parallel import ring_all_reduce_bytes
 from diloco.report.members import Member, live
-from diloco.report.score_curves import ScoreCurves
 from diloco.report.sentences import Tone, sentence
 from diloco.report.series import Newest, Numbers, Series
 
@@ -43,7 +42,6 @@ class Story:
         self._events = Newest(self._numbers, MAX_EVENTS)
         self._losses: dict[str, Series] = {}
         self._evaluated: dict[str, dict[int, float]] = {}  # loss by the run's tokens
-        self._scores = ScoreCurves(self._numbers)
         self._training: dict[str, Series] = {}  # as learners tell the syncer
         self._own_training: dict[str, Series] = {}  # as processes write down themselves
         self._stepped: dict[str, ev.Stepped] = {}
@@ -74,8 +72,6 @@ class Story:
         match event:
             case ev.Evaluated():
                 self._evaluate(event.who, event.tokens, event.loss)
-            case ev.Scored():
-                self._scores.take(event.who, event.tokens, event.scores)
             case ev.Stepped():
                 self._curve(self._own_training, event.who).add(event.step, event.loss)
                 self._stepped[event.who] = event
@@ -104,8 +100,6 @@ class Story:
                 self._merge(event)
             case ev.Reported():
                 self._evaluate(event.learner, event.tokens, event.loss)
-            case ev.ReportedScores():
-                self._scores.take(event.learner, event.tokens, event.scores)
             case ev.Traffic(learner=str(learner)) if learner in self._members:
                 self._members[learner].count(event)
             case ev.Progress():
@@ -231,7 +225,6 @@ class Story:
                 "num_merges": self._merges.total,
                 "events": self._events.since(number),
                 "loss": self._loss_curves(number),
-                "scores": self._scores.since(number, dict.fromkeys(self._members, GLOBAL)),
                 "training": {name: curve.since(number) for name, curve in training.items()},
                 "speed": self._speed.since(number),
                 "wire": self._wire.since(number),

@@ -15,7 +15,6 @@ from diloco.core.contribution import OVERLAP, Contribution
 from diloco.core.healing import INNER_ELEMENT_BYTES, INNER_TENSOR_BYTES
 from diloco.core.leases import Ask
 from diloco.core.ranges import Ranges, is_set
-from diloco.core.session.requests import Scores
 from diloco.core.steering import OF_A_LEARNER, Order, What
 from diloco.core.succession import Word
 from diloco.errors import CorruptPayloadError, LayoutError, PayloadError
@@ -60,12 +59,6 @@ DIGEST = re.compile(r"[0-9a-f]{64}")
 
 MAX_UNIT = 2**53
 """Units of data, over all passes."""
-
-MAX_TASKS = 32
-"""Tasks that a learner tells the scores of."""
-
-MAX_TASK_NAME = 80
-"""Characters of a task's name, and of a metric's label."""
 
 MAX_RANGES = 2**15
 """Ranges of units in one message: more than the steps between two contributions, of which each reads a few."""
@@ -136,30 +129,6 @@ def check_blocked(learner: str, blocked_s: float) -> None:
     """Check the seconds that a process of a learner says it was blocked."""
     if not 0 <= blocked_s <= MAX_BLOCKED_S:  # nor NaN
         raise PayloadError(f"{learner!r} was blocked for {blocked_s} s; say 0 to {MAX_BLOCKED_S:g} seconds.")
-
-
-def check_scores(learner: str, scores: Scores) -> None:
-    """Check the scores of tasks that a learner tells of."""
-    names = [each.task for each in scores.tasks]
-    if not 1 <= len(names) <= MAX_TASKS or len(set(names)) < len(names):
-        raise PayloadError(
-            f"{learner!r} tells the scores of {len(names)} tasks, of which {len(set(names))} have a name of their own; "
-            f"tell those of 1 to {MAX_TASKS}, each once."
-        )
-    _within(learner, "tokens of the run", scores.run_tokens, MAX_TOKENS)
-    for each in scores.tasks:
-        if not (each.task.isprintable() and 1 <= len(each.task) <= MAX_TASK_NAME):
-            raise PayloadError(
-                f"{learner!r} names a task {each.task[:MAX_TASK_NAME]!r}; use 1 to {MAX_TASK_NAME} printable "
-                "characters."
-            )
-        error = each.error or 0.0
-        if not (math.isfinite(each.score) and math.isfinite(error) and error >= 0):
-            raise PayloadError(
-                f"{learner!r} says {each.score} ± {error} of the task {each.task}, which is no score; tell finite "
-                "numbers, the error not negative."
-            )
-        _within(learner, "documents of a task", each.num, MAX_UNIT)
 
 
 def check_step(learner: str, step: int, run_step: int) -> None:

@@ -11,12 +11,11 @@ from diloco.core.fragments import Layout
 from diloco.core.leases import Ask, DataSet, Grant
 from diloco.core.lineage import Lineage
 from diloco.core.ranges import Ranges
-from diloco.core.session.requests import Scores, TaskScore
 from diloco.core.steering import Order, What
 from diloco.errors import LayoutError
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.plain_json import read_json
-from diloco.run.sense import check_blocked, check_scores
+from diloco.run.sense import check_blocked
 
 
 def contribution_of(header: pb.PushHeader) -> Contribution:
@@ -29,20 +28,9 @@ def contribution_of(header: pb.PushHeader) -> Contribution:
     )  # fmt: skip
 
 
-def scores_of(request: pb.HeartbeatRequest | pb.LeaveRequest) -> Scores | None:
-    """What a learner tells of the global model's scores."""
-    if not request.HasField("scores"):
-        return None
-    tasks = request.scores.tasks
-    told = (TaskScore(it.task, it.score, it.error if it.HasField("error") else None, it.num) for it in tasks)
-    return Scores(tuple(told), request.scores.run_tokens)
-
-
 def check_told(request: pb.HeartbeatRequest | pb.LeaveRequest) -> None:
     """Check what a learner tells those who watch. Raises PayloadError."""
     check_blocked(request.learner, request.blocked_s)
-    if (scores := scores_of(request)) is not None:
-        check_scores(request.learner, scores)
 
 
 def lineage_message(lineage: Lineage) -> pb.Lineage:

@@ -44,7 +44,6 @@ class RunSample:
         held_out_loss: of the global model, as a learner told last; None: none did.
         training_losses: by learner, nats per token.
         tokens_per_s, eta_s: by the last minute; None: not known.
-        scores: of the global model, by task, as a learner told last.
         blocked_s: by learner, that its training thread has waited for answers.
     """
 
@@ -54,7 +53,6 @@ class RunSample:
     training_losses: Mapping[str, float]
     tokens_per_s: float | None
     eta_s: float | None
-    scores: Mapping[str, float] = field(default_factory=dict)
     blocked_s: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -320,10 +318,6 @@ def _of_run(run: RunSample) -> Iterator[Metric]:
     for learner, loss in sorted(run.training_losses.items()):
         losses.add_metric([learner], loss)
     yield losses
-    scores = GaugeMetricFamily("diloco_task_score", "Score of the global model in a task.", labels=["task"])
-    for task, score in sorted(run.scores.items()):
-        scores.add_metric([task], score)
-    yield scores
     blocked = CounterMetricFamily(
         "diloco_blocked_seconds", "That a learner's training thread has waited for answers.", labels=["learner"]
     )

@@ -10,11 +10,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from diloco import events
-from diloco.core.session.requests import Scores
 from diloco.event_log import EventLog
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.run.status import state_of
-from diloco.syncer.messages import scores_of
 from diloco.syncer.metrics import RunSample, SyncerMetrics
 
 EVERY_S = 10.0
@@ -43,21 +41,13 @@ class ProgressLog:
         self._lock = threading.Lock()
         self._losses: dict[str, float] = {}
         self._evaluated: dict[str, tuple[int, float]] = {}
-        self._scored: dict[str, Scores] = {}
         self._blocked: dict[str, tuple[int, float]] = {}  # by learner, its process and what that told last
         self._blocked_s: dict[str, float] = {}
         self._newest: events.Progress | None = None
 
     def heard(self, request: pb.HeartbeatRequest | pb.LeaveRequest) -> None:
-        """A heartbeat or a goodbye was taken: keep the losses and the scores that it tells of."""
-        learner, scores = request.learner, scores_of(request)
-        with self._lock:
-            is_new = scores is not None and self._scored.get(learner) != scores
-            if scores is not None:
-                self._scored[learner] = scores
-        if scores is not None and is_new:
-            told = {it.task: events.TaskScore(score=it.score, error=it.error, num=it.num) for it in scores.tasks}
-            self._log.append(events.ReportedScores(learner=learner, tokens=scores.run_tokens, scores=told))
+        """A heartbeat or a goodbye was taken: keep the losses that it tells of."""
+        learner = request.learner
         with self._lock:
             self._was_blocked(learner, request.process, request.blocked_s)
             if request.HasField("training_loss"):
@@ -110,11 +100,9 @@ class ProgressLog:
         eta_s = max(0, budget - tokens) / speed if budget is not None and speed else None
         with self._lock:
             loss = max(self._evaluated.values())[1] if self._evaluated else None
-            told = sorted(self._scored.values(), key=lambda it: it.run_tokens)
             blocked_s = dict(self._blocked_s)
-        scores = {it.task: it.score for each in told for it in each.tasks}  # of each task, the newest
         losses = {name: it.training_loss for name, it in progress.learners.items() if it.training_loss is not None}
-        self._metrics.set_run(RunSample(tokens, budget, loss, losses, speed, eta_s, scores, blocked_s))
+        self._metrics.set_run(RunSample(tokens, budget, loss, losses, speed, eta_s, blocked_s))
 
 
 def _learner(it: Mapping[str, Any], loss: float | None) -> events.LearnerProgress:

@@ -51,8 +51,6 @@ def trainer_point(event: ev.Event) -> Point | None:
             values = {f"train/{name}": float(getattr(event, name)) for name in names}
         case ev.Evaluated():
             values = _evaluation(event.tokens, event.loss)
-        case ev.Scored():
-            values = _scores(event.tokens, event.scores)
         case ev.Checkpointed():
             values = {"train/checkpoint_s": event.seconds, "train/checkpoint_bytes": float(event.num_bytes)}
         case _:
@@ -102,8 +100,6 @@ class SyncerValues:
                 self._bytes[event.learner] = Counter(received=received, sent=sent)
             case ev.Reported():
                 return Point(self._step, event.t, _evaluation(event.tokens, event.loss))
-            case ev.ReportedScores():
-                return Point(self._step, event.t, _scores(event.tokens, event.scores))
             case ev.Progress():
                 return self._progress(event)
             case ev.Finished():
@@ -170,11 +166,6 @@ MEANS = ("run/contributors", "run/participation", "run/merge_s")
 
 def _evaluation(tokens: int, loss: float) -> dict[str, float]:
     return {"global_model/held_out_loss": loss, "global_model/evaluated_at_tokens": float(tokens)}
-
-
-def _scores(tokens: int, scores: Mapping[str, ev.TaskScore]) -> dict[str, float]:
-    values = {f"global_model/task/{task}": it.score for task, it in scores.items()}
-    return values | {"global_model/scored_at_tokens": float(tokens)}
 
 
 def _by_state(ledger: Mapping[str, int]) -> Counter[str]:

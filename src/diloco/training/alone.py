@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from diloco.core.fragments import Layout
 from diloco.core.healing import Healed
-from diloco.core.session.requests import Scores
 from diloco.errors import CheckpointError
 from diloco.learner import Learner
 
@@ -37,9 +36,7 @@ class AloneLearner:
         self.steps += 1
         self.run_tokens += self._tokens_per_step
 
-    def log(
-        self, *, training_loss: float | None = None, held_out_loss: float | None = None, scores: Scores | None = None
-    ) -> None:
+    def log(self, *, training_loss: float | None = None, held_out_loss: float | None = None) -> None:
         """Do nothing: there is no syncer to tell."""
 
     def global_state_dict(self) -> Mapping[str, Tensor]:

@@ -12,11 +12,10 @@ from torch import Tensor
 
 from diloco.config import load_config
 from diloco.errors import ConfigError
-from diloco.evaluation.exports import LONGEST, Export, context_of, load_export
+from diloco.evaluation.exports import LONGEST, Export, context_of, held_out_loss, load_export, text_batches
 from diloco.evaluation.harness import Harness, require_harness
-from diloco.evaluation.held_out import held_out_loss, text_batches
+from diloco.evaluation.own_tasks import OWN_TASKS, write_task_files
 from diloco.evaluation.scores import ExportScores, Result
-from diloco.evaluation.task_files import OWN_TASKS, write_task_files
 from diloco.tables import read_text
 from diloco.training.data import held_out_batches
 from diloco.training.job import choose_device

@@ -10,7 +10,6 @@ from torch import nn
 from diloco import events as ev
 from diloco.config import RunConfig, dump_config
 from diloco.errors import AuthError, CheckpointError, ConfigError, StoppedError, StoreError, translated
-from diloco.evaluation.harness import require_harness
 from diloco.tracking.feed import Feed
 from diloco.training.alone import AnyLearner
 from diloco.training.checkpoint import load_checkpoint, save_checkpoint
@@ -26,7 +25,6 @@ from diloco.training.progress import Progress
 from diloco.training.reporter import Reporter
 from diloco.training.sources import load_corpus
 from diloco.training.stopping import Stopping
-from diloco.training.tasks import Tasks, runs_tasks
 from diloco.whole_files import write_whole
 
 __all__ = ["CHECKPOINTS", "Attach", "Part", "Role", "Summary", "Together", "Trainer"]
@@ -87,16 +85,8 @@ class Trainer:
         self._progress, self._feed = progress or Progress(), feed
         self._stopping = stopping or Stopping()
         self._joined = self._has_begun = False
-        self._tasks: Tasks | None = None
         self._save_again_at: int | None = None  # the step; on every rank the same
         self._check_batches()
-        if runs_tasks(config, part):
-            if shared is not None:
-                raise ConfigError(
-                    "[evaluate] tasks are run by a process beside training, which virtual time does not have; leave "
-                    "tasks out here"
-                )
-            require_harness()
         if config.data.deal == "leases" and (together is not None or part.role != "learner"):
             raise ConfigError(
                 'data.deal = "leases" needs a syncer, which leases the data to learners; set deal = "shards" for a '
@@ -146,10 +136,7 @@ class Trainer:
                 self._save_config()
             path = self.directory / "events.jsonl" if self._job.first else None
             with Reporter(path, self.part.name, self._progress, self._clock, self._feed) as self._reporter:
-                self._tasks = self._make_tasks()
-                self._monitor = Monitor(
-                    self.config, self.part, self._island, self._judge, self._job, self._reporter, self._tasks
-                )
+                self._monitor = Monitor(self.config, self.part, self._island, self._judge, self._job, self._reporter)
                 started, waited = self._clock.seconds(), False
                 try:
                     self._prepare()
@@ -168,8 +155,6 @@ class Trainer:
                     reason, waited = "stopped", True
                 return self._finish(reason, self._clock.seconds() - started, is_blocked=waited)
         finally:
-            if self._tasks is not None:
-                self._tasks.close()
             self.learner.close()
             self._progress.close()
 
@@ -177,20 +162,12 @@ class Trainer:
         """End after the current step, or where this part waits for others, with a checkpoint. A signal handler may
         call it."""
         self._stopping.ask()
-        if self._tasks is not None:
-            self._tasks.stop()
 
     @property
     def _stopped_where(self) -> str:
         if not self._joined:
             return "stops before it has joined the run"
         return f"stops after step {self._island.step}, where it waited for others"
-
-    def _make_tasks(self) -> Tasks | None:
-        """What runs the run's tasks, on the rank of the part that does."""
-        if not (self._job.first and runs_tasks(self.config, self.part)):
-            return None
-        return Tasks(self.directory / CONFIG, self.directory / "tasks", self._clock.seconds)
 
     def _loop(self) -> str:
         run = self.config.run

@@ -1,12 +1,8 @@
 """Watches a part of a run train: how fast, what it adopts, what it waits for, and how good the global model is."""
 
-from collections.abc import Mapping
-
-from torch import Tensor
-
 from diloco import events as ev
 from diloco.config import RunConfig
-from diloco.training.alone import AloneLearner, AnyLearner
+from diloco.training.alone import AnyLearner
 from diloco.training.evaluate import Judge
 from diloco.training.inner import StepResult
 from diloco.training.island import Island
@@ -14,7 +10,6 @@ from diloco.training.job import Job
 from diloco.training.part import Part, Summary
 from diloco.training.progress import StepStatus
 from diloco.training.reporter import Reporter
-from diloco.training.tasks import Tasks
 
 Holdings = tuple[tuple[int, str], ...]
 """The version and digest of each fragment."""
@@ -29,17 +24,14 @@ class Monitor:
     """Reports on a part after every step. Every rank of a part has one, since some results are shared."""
 
     def __init__(
-        self, config: RunConfig, part: Part, island: Island, judge: Judge, job: Job, reporter: Reporter,
-        tasks: Tasks | None = None,
-    ) -> None:  # fmt: skip
+        self, config: RunConfig, part: Part, island: Island, judge: Judge, job: Job, reporter: Reporter
+    ) -> None:
         self._config = config
         self._part = part
         self._island = island
         self._judge = judge
         self._job = job
         self._reporter = reporter
-        self._tasks = tasks
-        self._num_evaluations = 0
 
     def begins(self) -> None:
         """The part is what it will be."""
@@ -72,7 +64,6 @@ class Monitor:
             self._reporter.show(self._status(lr, float(result.loss), "warm start" if warming_up else ""))
         if config.evaluate.every_steps and step % config.evaluate.every_steps == 0:
             self._evaluate()
-        self._tell_scores()
 
     def finished(self, reason: str, seconds: float, *, evaluates: bool = True) -> Summary:
         """The last step was taken: evaluate, if there is time for it, and say what the part comes to."""
@@ -82,8 +73,6 @@ class Monitor:
             loss = self._evaluate()
             state = island.learner.global_state_dict()  # every rank has a part in it
             sample = self._judge.sample(state) if self._job.first else ""
-            if reason != "stopped":
-                self._run_last_tasks(state)
         step, tokens = island.step, island.tokens
         if sample:
             self._reporter.append(ev.Sampled(step=step, prompt=self._config.evaluate.prompt, text=sample))
@@ -131,12 +120,6 @@ class Monitor:
         loss = self._job.shared(self._judge.loss(state) if self._job.first else 0.0)
         self._judge.remember(learner, loss)
         learner.log(held_out_loss=loss)
-        self._num_evaluations += 1
-        if self._tasks is not None and self._num_evaluations % self._config.evaluate.tasks_every == 0:
-            if self._tasks.is_busy:
-                self._tasks.skip()
-            else:
-                self._offer(self._tasks, state)
         step = self._island.step
         self._reporter.append(
             ev.Evaluated(
@@ -149,31 +132,3 @@ class Monitor:
         )
         self._reporter.say(f"step {step}: held-out loss of the global model {loss:.4f}")
         return loss
-
-    # --- tasks, beside training
-
-    def _offer(self, tasks: Tasks, state: Mapping[str, Tensor]) -> None:
-        """Have the tasks run on this model; a learner's is a copy already, the model of one without an exchange not."""
-        learner = self._island.learner
-        if isinstance(learner, AloneLearner):
-            state = {name: tensor.to("cpu", copy=True) for name, tensor in state.items()}
-        tasks.offer(state, self._island.step, self._island.run_tokens, learner.versions)
-
-    def _run_last_tasks(self, state: Mapping[str, Tensor]) -> None:
-        """Have the tasks run on the last model, if they were not, and wait for all scores."""
-        if self._tasks is None:
-            return
-        if not self._tasks.has_had(self._island.step, self._island.learner.versions):
-            self._tell_scores(wait_for_all=True)
-            self._offer(self._tasks, state)
-        self._reporter.say("waits for its tasks")
-        self._tell_scores(wait_for_all=True)
-
-    def _tell_scores(self, *, wait_for_all: bool = False) -> None:
-        """Tell what has come of the tasks since the last call."""
-        if self._tasks is None:
-            return
-        for answer in self._tasks.answers(wait_for_all=wait_for_all):
-            self._reporter.scored(answer)
-            if answer.scores is not None:
-                self._island.learner.log(scores=answer.scores)

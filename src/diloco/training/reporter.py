@@ -14,7 +14,6 @@ from diloco.tracking.values import learner_values, trainer_point
 from diloco.training.checkpoint import UnusableCheckpoint
 from diloco.training.clock import Clock
 from diloco.training.progress import Progress, StepStatus
-from diloco.training.tasks import Answer
 
 
 class Reporter:
@@ -80,24 +79,6 @@ class Reporter:
         """The learner begins in a run under way."""
         self.say(f"heals at step {step}: {healed.words}")
         self.append(ev.Healed(step=step, **asdict(healed)))
-
-    def scored(self, answer: Answer) -> None:
-        """What has come of the run's tasks."""
-        asked = answer.asked
-        if answer.scores is None:
-            self.say(f"has no scores of step {asked.step}: {answer.error}")
-            self.append(ev.NotScored(step=asked.step, error=answer.error))
-            return
-        tasks = answer.scores.tasks
-        told = ", ".join(f"{it.task} {it.score:.3f}" for it in tasks)
-        self.say(f"step {asked.step}: the global model's scores: {told}")
-        scores = {it.task: ev.TaskScore(score=it.score, error=it.error, num=it.num) for it in tasks}
-        self.append(
-            ev.Scored(
-                step=asked.step, tokens=asked.tokens, scores=scores, versions=asked.versions, seconds=answer.seconds,
-                skipped=asked.skipped,
-            )
-        )  # fmt: skip
 
     def exchanged(self, step: int, metrics: Mapping[str, Any]) -> None:
         """A learner's counters, and how long the training thread stood still since the last time."""

@@ -65,7 +65,6 @@ class Heartbeat:
             finished=before.finished,
             earlier_tokens=before.all_tokens,
             evaluation=before.evaluation,
-            scores=before.scores,
             blocked_s=before.blocked_s,
         )
 

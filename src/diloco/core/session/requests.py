@@ -6,7 +6,6 @@ fetched fragments under (fragment, version).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -47,38 +46,6 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class TaskScore:
-    """The global model's score in one task.
-
-    Attributes:
-        error: standard error; None: not known.
-        num: documents; 0: not known.
-    """
-
-    task: str
-    score: float
-    error: float | None
-    num: int
-
-
-@dataclass(frozen=True)
-class Scores:
-    """The global model's scores in tasks.
-
-    Attributes:
-        run_tokens: tokens trained by the run when the model was taken, as the learner knew.
-    """
-
-    tasks: tuple[TaskScore, ...]
-    run_tokens: int
-
-    @classmethod
-    def of(cls, scores: Mapping[str, float], run_tokens: int) -> Scores:
-        """Of tasks of which no more than the score is known."""
-        return cls(tuple(TaskScore(task, float(score), None, 0) for task, score in scores.items()), run_tokens)
-
-
-@dataclass(frozen=True)
 class Report:
     """What a learner says of itself in its heartbeats.
 
@@ -94,7 +61,6 @@ class Report:
         earlier_tokens: trained by earlier incarnations of this process.
         training_loss: of the newest inner step that the learner told of, nats per token; None: it tells none.
         evaluation: the newest that it has made; None: it has made none.
-        scores: the newest that it has found; None: it has found none.
         blocked_s: that the training thread of this process has waited for answers, in all.
     """
 
@@ -108,7 +74,6 @@ class Report:
     earlier_tokens: int = 0
     training_loss: float | None = None
     evaluation: Evaluation | None = None
-    scores: Scores | None = None
     blocked_s: float = 0.0
 
     @property

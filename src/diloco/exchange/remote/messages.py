@@ -89,20 +89,12 @@ def heartbeat_request(beat: requests.Beat) -> pb.HeartbeatRequest:
         earlier_tokens=report.earlier_tokens,
         training_loss=report.training_loss,
         evaluation=_evaluation_message(report.evaluation),
-        scores=_scores_message(report.scores),
         blocked_s=report.blocked_s,
     )
 
 
 def _evaluation_message(evaluation: requests.Evaluation | None) -> pb.Evaluation | None:
     return None if evaluation is None else pb.Evaluation(**asdict(evaluation))
-
-
-def _scores_message(scores: requests.Scores | None) -> pb.Scores | None:
-    if scores is None:
-        return None
-    tasks = [pb.TaskScore(**asdict(each)) for each in scores.tasks]
-    return pb.Scores(tasks=tasks, run_tokens=scores.run_tokens)
 
 
 def vote_request(vote: requests.Vote) -> pb.VoteRequest:
@@ -210,7 +202,6 @@ def leave_request(leave: requests.Leave) -> pb.LeaveRequest:
         seen=lineage_message(leave.seen),
         training_loss=report.training_loss,
         evaluation=_evaluation_message(report.evaluation),
-        scores=_scores_message(report.scores),
         blocked_s=report.blocked_s,
     )
 

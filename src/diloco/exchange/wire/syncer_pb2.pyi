@@ -399,7 +399,7 @@ class Notice(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., standing: _Optional[_Union[Standing, _Mapping]] = ..., evicted: _Optional[_Union[Evicted, _Mapping]] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("run", "learner", "incarnation", "step", "tokens", "step_s", "waiting", "versions", "finished", "confirmed", "seen", "steps", "process", "promised", "earlier_tokens", "blocked_with", "training_loss", "evaluation", "scores", "blocked_s")
+    __slots__ = ("run", "learner", "incarnation", "step", "tokens", "step_s", "waiting", "versions", "finished", "confirmed", "seen", "steps", "process", "promised", "earlier_tokens", "blocked_with", "training_loss", "evaluation", "blocked_s")
     RUN_FIELD_NUMBER: _ClassVar[int]
     LEARNER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -418,7 +418,6 @@ class HeartbeatRequest(_message.Message):
     BLOCKED_WITH_FIELD_NUMBER: _ClassVar[int]
     TRAINING_LOSS_FIELD_NUMBER: _ClassVar[int]
     EVALUATION_FIELD_NUMBER: _ClassVar[int]
-    SCORES_FIELD_NUMBER: _ClassVar[int]
     BLOCKED_S_FIELD_NUMBER: _ClassVar[int]
     run: str
     learner: str
@@ -438,9 +437,8 @@ class HeartbeatRequest(_message.Message):
     blocked_with: _containers.RepeatedScalarFieldContainer[int]
     training_loss: float
     evaluation: Evaluation
-    scores: Scores
     blocked_s: float
-    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., tokens: _Optional[int] = ..., step_s: _Optional[float] = ..., waiting: _Optional[bool] = ..., versions: _Optional[_Iterable[int]] = ..., finished: _Optional[bool] = ..., confirmed: _Optional[_Iterable[int]] = ..., seen: _Optional[_Union[Lineage, _Mapping]] = ..., steps: _Optional[int] = ..., process: _Optional[int] = ..., promised: _Optional[_Union[Ballot, _Mapping]] = ..., earlier_tokens: _Optional[int] = ..., blocked_with: _Optional[_Iterable[int]] = ..., training_loss: _Optional[float] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., scores: _Optional[_Union[Scores, _Mapping]] = ..., blocked_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., tokens: _Optional[int] = ..., step_s: _Optional[float] = ..., waiting: _Optional[bool] = ..., versions: _Optional[_Iterable[int]] = ..., finished: _Optional[bool] = ..., confirmed: _Optional[_Iterable[int]] = ..., seen: _Optional[_Union[Lineage, _Mapping]] = ..., steps: _Optional[int] = ..., process: _Optional[int] = ..., promised: _Optional[_Union[Ballot, _Mapping]] = ..., earlier_tokens: _Optional[int] = ..., blocked_with: _Optional[_Iterable[int]] = ..., training_loss: _Optional[float] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., blocked_s: _Optional[float] = ...) -> None: ...
 
 class Evaluation(_message.Message):
     __slots__ = ("loss", "run_tokens")
@@ -449,26 +447,6 @@ class Evaluation(_message.Message):
     loss: float
     run_tokens: int
     def __init__(self, loss: _Optional[float] = ..., run_tokens: _Optional[int] = ...) -> None: ...
-
-class Scores(_message.Message):
-    __slots__ = ("tasks", "run_tokens")
-    TASKS_FIELD_NUMBER: _ClassVar[int]
-    RUN_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    tasks: _containers.RepeatedCompositeFieldContainer[TaskScore]
-    run_tokens: int
-    def __init__(self, tasks: _Optional[_Iterable[_Union[TaskScore, _Mapping]]] = ..., run_tokens: _Optional[int] = ...) -> None: ...
-
-class TaskScore(_message.Message):
-    __slots__ = ("task", "score", "error", "num")
-    TASK_FIELD_NUMBER: _ClassVar[int]
-    SCORE_FIELD_NUMBER: _ClassVar[int]
-    ERROR_FIELD_NUMBER: _ClassVar[int]
-    NUM_FIELD_NUMBER: _ClassVar[int]
-    task: str
-    score: float
-    error: float
-    num: int
-    def __init__(self, task: _Optional[str] = ..., score: _Optional[float] = ..., error: _Optional[float] = ..., num: _Optional[int] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
     __slots__ = ("lineage", "standing", "proposal")
@@ -677,7 +655,7 @@ class PromoteReply(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., fenced: _Optional[bool] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
-    __slots__ = ("run", "learner", "incarnation", "tokens", "earlier_tokens", "process", "seen", "step", "training_loss", "evaluation", "scores", "blocked_s")
+    __slots__ = ("run", "learner", "incarnation", "tokens", "earlier_tokens", "process", "seen", "step", "training_loss", "evaluation", "blocked_s")
     RUN_FIELD_NUMBER: _ClassVar[int]
     LEARNER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -688,7 +666,6 @@ class LeaveRequest(_message.Message):
     STEP_FIELD_NUMBER: _ClassVar[int]
     TRAINING_LOSS_FIELD_NUMBER: _ClassVar[int]
     EVALUATION_FIELD_NUMBER: _ClassVar[int]
-    SCORES_FIELD_NUMBER: _ClassVar[int]
     BLOCKED_S_FIELD_NUMBER: _ClassVar[int]
     run: str
     learner: str
@@ -700,9 +677,8 @@ class LeaveRequest(_message.Message):
     step: int
     training_loss: float
     evaluation: Evaluation
-    scores: Scores
     blocked_s: float
-    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., tokens: _Optional[int] = ..., earlier_tokens: _Optional[int] = ..., process: _Optional[int] = ..., seen: _Optional[_Union[Lineage, _Mapping]] = ..., step: _Optional[int] = ..., training_loss: _Optional[float] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., scores: _Optional[_Union[Scores, _Mapping]] = ..., blocked_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., tokens: _Optional[int] = ..., earlier_tokens: _Optional[int] = ..., process: _Optional[int] = ..., seen: _Optional[_Union[Lineage, _Mapping]] = ..., step: _Optional[int] = ..., training_loss: _Optional[float] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., blocked_s: _Optional[float] = ...) -> None: ...
 
 class LeaveReply(_message.Message):
     __slots__ = ()

@@ -4,7 +4,7 @@ const MAX = { merges: 400, events: 300, points: 4000 };
 const COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f3c8d", "#6b7c3a"]; // colour-blind-safe
 const ON_DARK = ["#3d9ee0", "#ff8433", "#2ecc9f", "#e4a0c6", "#f2b632", "#8fd3ff", "#b57cc4", "#a3b86c"]; // the same hues
 const DASHES = ["solid", "dash", "dot", "dashdot"];
-const kept = { merges: [], events: [], loss: {}, training: {}, scores: {}, speed: [], wire: [] };
+const kept = { merges: [], events: [], loss: {}, training: {}, speed: [], wire: [] };
 const FIXED = new Map([["global model", "--ink"], ["data parallel", "--other"]]);
 const isDark = matchMedia("(prefers-color-scheme: dark)");
 let story = null;
@@ -52,8 +52,8 @@ const dash = (name) => DASHES[FIXED.has(name) ? 0 : Math.floor(place(name) / COL
 function place(name) { // among the colours: the same now, after a reload and in the report
   const numbers = new Map(story.learners.map((it) => [it.name, it.number]));
   if (numbers.has(name)) return numbers.get(name);
-  const others = Object.keys({ ...kept.loss, ...kept.training, ...kept.scores }).filter((it) => !FIXED.has(it) && !numbers.has(it));
-  const own = others.indexOf(name); // controls and tasks have theirs from the other end
+  const others = Object.keys({ ...kept.loss, ...kept.training }).filter((it) => !FIXED.has(it) && !numbers.has(it));
+  const own = others.indexOf(name); // controls have theirs from the other end
   return own + COLOURS.length - 1 - 2 * (own % COLOURS.length);
 }
 
@@ -66,10 +66,6 @@ function take(update) {
   for (const set of ["loss", "training"])
     for (const [name, points] of Object.entries(update[set]))
       kept[set][name] = merged(kept[set][name] ?? [], points);
-  for (const { task, who, points } of update.scores) {
-    const name = who === "global model" ? task : `${task}, ${who}`;
-    kept.scores[name] = merged(kept.scores[name] ?? [], points);
-  }
   for (const list of ["speed", "wire"]) kept[list] = kept[list].concat(update[list]).slice(-MAX.points);
   story = update;
   show();
@@ -84,7 +80,6 @@ function show() {
   $("run").textContent = head.run || "diloco";
   $("lead").textContent = lead(head);
   tiles(head);
-  scores();
   members();
   steer();
   merges();
@@ -150,17 +145,6 @@ function demo(it) { // what `diloco demo` knows of its run
   $("bytes").append(make("p", { class: "note" }, it.bytes));
   $("more").replaceChildren(...it.sections.map(({ title, prompt, text }) => make("section", {}, make("h2", {}, title),
     prompt === undefined ? make("p", {}, text) : make("pre", {}, make("b", {}, prompt), text))));
-}
-
-function scores() {
-  $("tasks").hidden = story.scores.length === 0;
-  const rows = story.scores.map((it) => {
-    const error = it.error === null ? "" : ` ± ${(1.96 * it.error).toFixed(3)}`;
-    const cells = [it.who, `${it.score.toFixed(3)}${error}`, it.num || "–", short(it.tokens)];
-    return make("tr", {}, make("th", { scope: "row" }, it.task), ...cells.map((text, index) => make("td", { class: index ? "n" : "" }, text)));
-  });
-  const heads = ["task", "of", "score ± 95 %", "documents", "at tokens"].map((text, index) => make("th", { scope: "col", class: index > 1 ? "n" : "" }, text));
-  $("newest").replaceChildren(make("thead", {}, make("tr", {}, ...heads)), make("tbody", {}, ...rows));
 }
 
 const HEADS = ["learner", "state", "step", "s/step", "share", "silence", "tokens", "loss", "sends", "receives", "bytes"];
@@ -280,7 +264,6 @@ function charts() {
   const loss = layout("tokens trained by the run", "loss, nats per token", 300, { showlegend: true, ...warmStart() });
   loss.xaxis.rangemode = "tozero";
   draw("loss", lines(kept.loss), loss);
-  if (story.scores.length) draw("scores", lines(kept.scores), layout("tokens trained by the run", "score", 260, { showlegend: true }));
   draw("training", lines(kept.training), layout("inner step", "loss, nats per token", 300, { showlegend: true }));
   const when = (points) => points.map((point) => new Date(point[0] * 1000));
   draw("speed", [{ x: when(kept.speed), y: kept.speed.map((point) => point[1]), type: "scatter", mode: "lines",
@@ -385,7 +368,7 @@ for (const button of document.querySelectorAll("[data-order]")) button.addEventL
 function follow() {
   const source = new EventSource("updates");
   const say = (text, kind) => { $("link").textContent = text; $("link").className = `chip ${kind}`; };
-  source.addEventListener("begin", () => { Object.assign(kept, { merges: [], events: [], loss: {}, training: {}, scores: {}, speed: [], wire: [] }); });
+  source.addEventListener("begin", () => { Object.assign(kept, { merges: [], events: [], loss: {}, training: {}, speed: [], wire: [] }); });
   source.onmessage = (message) => { say("live", "live"); take(JSON.parse(message.data)); };
   source.addEventListener("failed", () => { source.close(); say("stands still: the syncer's log says why", "gone"); });
   source.onerror = () => {
