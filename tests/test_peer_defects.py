@@ -102,11 +102,12 @@ def test_nothing_is_unpickled() -> None:
 
 def test_no_environment_variable_beats_an_argument() -> None:
     """The library reads none at all; the command line may take what torchrun says from it. Two are only set: one for
-    gRPC, where it is not set (its fork handlers abort workers of data loaders), and one in the process of trackio."""
+    gRPC, where it is not set (its fork handlers abort workers of data loaders), and the one that trackio takes its
+    folder from."""
     readers = [path for path in SOURCE.rglob("*.py") if names_in(path) & {"environ", "getenv"}]
     for name, sets in (
         ("exchange/__init__.py", "environ.setdefault("),
-        ("tracking/trackio.py", 'environ["TRACKIO_DIR"] = '),
+        ("tracking/trackers.py", 'environ["TRACKIO_DIR"] = '),
     ):
         sets_only = SOURCE / name
         assert sets_only.read_text().count("environ") == sets_only.read_text().count(sets) == 1

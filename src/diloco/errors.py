@@ -28,7 +28,6 @@ edge where they enter; everything else propagates.
     │   └── NoRoomError        there is no room now; the same call is taken once there is
     │       └── BusyError      an earlier connection has not ended; the same call is taken once it has
     ├── CheckpointError        a checkpoint is missing, damaged or belongs to something else
-    ├── TrackerError           TensorBoard, W&B, trackio or MLflow failed, and nothing else did
     └── StoppedError           this learner was told to stop while it waited for others
 """
 
@@ -135,10 +134,6 @@ class NoRoomError(StoreError):
 class BusyError(NoRoomError):
     """An earlier connection, which may be broken at its other end only, holds the room; the same call is taken once it
     has ended."""
-
-
-class TrackerError(DilocoError):
-    """A tracker failed. The run goes on without what it should have logged."""
 
 
 class CheckpointError(DilocoError):

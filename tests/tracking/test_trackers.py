@@ -12,15 +12,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from diloco.errors import ConfigError
-from diloco.tracking.base import Point, TrackedRun
-from diloco.tracking.kinds import CLASSES, require_packages
-from diloco.tracking.process import TrackerProcess
+from diloco.tracking.trackers import TrackedRun, require_packages
+from diloco.tracking.values import Point
+
+ROOT = Path(__file__).parents[2]
 
 RUN = TrackedRun("77aa00bb11cc22dd-syncer", "project", "demo", "demo-syncer", {"run": {"name": "demo", "tokens": 800}})
 OTHER = TrackedRun("ffff00bb11cc22dd-syncer", "project", "demo", "demo-syncer", {})
@@ -31,27 +33,39 @@ TOKENS = "run/tokens"
 Curve = list[tuple[int, float]]
 """Step and value."""
 
-pytestmark = pytest.mark.timeout(300)  # MLflow makes a database
+pytestmark = pytest.mark.timeout(900)  # MLflow makes a database
 
 
 def needs(package: str) -> None:
     pytest.importorskip(package, reason=f"{package} is not installed; `make trackers` has trackio and mlflow")
 
 
-def track(kind: str, folder: Path, run: TrackedRun, points: list[Point], **options: Any) -> None:
-    tracker = TrackerProcess(CLASSES[kind], {"folder": str(folder), **options}, folder / "log")
-    tracker.start(run)
-    for point in points:
-        tracker.log(point)
-    tracker.end()
+def started(tracker: str, folder: Path, run: TrackedRun, points: list[Point], **options: Any) -> str:
+    """A process of a run. Returns what it says on standard error; standard output is left to the run's results."""
+    start = {
+        "tracker": tracker, "folder": str(folder), "options": options, "run": asdict(run),
+        "points": [asdict(point) for point in points],
+    }  # fmt: skip
+    command = [sys.executable, "-m", "tests.tracking.one_start", json.dumps(start)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+    return done.stderr
 
 
-def logged(kind: str, folder: Path, **options: Any) -> None:
+def track(tracker: str, folder: Path, run: TrackedRun, points: list[Point], **options: Any) -> None:
+    """A process of a run that misses nothing."""
+    said = started(tracker, folder, run, points, **options)
+    assert "and the run goes on" not in said
+    assert "missed" not in said
+
+
+def logged(tracker: str, folder: Path, **options: Any) -> None:
     """A run, its restart, which goes back by a step, and another run of the same name."""
     before = [Point(10, 1000.0, {TOKENS: 100.0}), Point(20, 1010.0, {TOKENS: 200.0, LOSS: 2.5})]
     after = [Point(19, 1020.0, {TOKENS: 190.0, LOSS: math.nan}), Point(30, 1030.0, {TOKENS: 300.0, LOSS: 2.25})]
-    track(kind, folder, RUN, before, **options)
-    track(kind, folder, RUN, after, **options)
+    track(tracker, folder, RUN, before, **options)
+    track(tracker, folder, RUN, after, **options)
 
 
 EXPECTED_TOKENS: Curve = [(10, 100.0), (20, 200.0), (19, 190.0), (30, 300.0)]
@@ -75,7 +89,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
     from tensorboard.util.tensor_util import make_ndarray
 
-    logged("tensorboard", tmp_path)
+    logged("TensorBoard", tmp_path)
     curves: dict[str, Curve] = {}
     texts, times = [], []
     files = sorted((tmp_path / "tensorboard" / "demo-syncer").iterdir(), key=lambda path: path.stat().st_ino)
@@ -83,7 +97,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     for event in (event for file in files for event in EventFileLoader(str(file)).Load()):
         for value in event.summary.value:
             if value.metadata.plugin_data.plugin_name == "text":
-                texts.append(make_ndarray(value.tensor)[0].decode())
+                texts.append(make_ndarray(value.tensor).item().decode())
             else:
                 curves.setdefault(value.tag, []).append((event.step, float(make_ndarray(value.tensor))))
                 times.append(event.wall_time)
@@ -101,7 +115,7 @@ def wandb_records(file: Path) -> list[dict[str, Any]]:
 
 def test_wandb_offline(tmp_path: Path) -> None:
     needs("wandb")
-    logged("wandb", tmp_path, mode="offline")
+    logged("WeightsAndBiases", tmp_path, mode="offline")
     files = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
     assert [file.name for file in files] == [f"run-{RUN.id}.wandb"] * 2  # `wandb sync` makes one run of them
     curves: dict[str, Curve] = {}
@@ -119,15 +133,24 @@ def test_wandb_offline(tmp_path: Path) -> None:
                     curves.setdefault(name, []).append((row["step"], float(row[name])))
         axes = [record["metric"] for record in records if record["type"] == "metric"]
         assert {"glob_name": "*", "step_metric": "step"}.items() <= axes[-1].items()
-        assert records[-1] == {**records[-1], "type": "exit", "exit": {"exit_code": 0}}
+        assert (records[-1]["type"], records[-1]["exit"]["exit_code"]) == ("exit", 0)
     assert curves[TOKENS] == EXPECTED_TOKENS
     assert_losses(curves[LOSS])
 
 
+def test_wandb_without_a_key_asks_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs("wandb")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    said = started("WeightsAndBiases", tmp_path, RUN, [Point(1, 1000.0, {TOKENS: 1.0})], mode="online")
+    assert "could not start, and the run goes on: W&B has no API key here; run wandb login" in said
+    assert "missed 1 of 1 points" in said
+
+
 def test_trackio(tmp_path: Path) -> None:
     needs("trackio")
-    logged("trackio", tmp_path)
-    track("trackio", tmp_path, OTHER, [])
+    logged("Trackio", tmp_path)
+    track("Trackio", tmp_path, OTHER, [])
     command = str(Path(sys.executable).with_name("trackio"))
 
     def asked(*arguments: str) -> Any:
@@ -149,8 +172,8 @@ def test_mlflow(tmp_path: Path) -> None:
     needs("mlflow")
     from mlflow import MlflowClient
 
-    logged("mlflow", tmp_path, tracking_uri=None)
-    track("mlflow", tmp_path, OTHER, [], tracking_uri=None)
+    logged("MLflow", tmp_path, tracking_uri=None)
+    track("MLflow", tmp_path, OTHER, [], tracking_uri=None)
     client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
     experiment = client.get_experiment_by_name("project")
     assert experiment is not None
@@ -171,7 +194,7 @@ def test_mlflow(tmp_path: Path) -> None:
 
 def test_a_tracker_that_is_not_installed_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     absent: Callable[[str], None] = lambda _: None  # noqa: E731
-    monkeypatch.setattr("diloco.tracking.kinds.find_spec", absent)
+    monkeypatch.setattr("diloco.tracking.trackers.find_spec", absent)
     with pytest.raises(
         ConfigError, match=r"has wandb, mlflow, not installed here; pip install 'diloco\[wandb,mlflow\]'"
     ):

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from diloco import events as ev
-from diloco.tracking.base import Point
-from diloco.tracking.values import SyncerValues, learner_values, trainer_point
+from diloco.tracking.values import Point, SyncerValues, learner_values, trainer_point
 
 DOCS = Path(__file__).parents[2] / "docs" / "trackers.md"
 

@@ -13,8 +13,11 @@ import importlib
 import io
 import os
 import sys
+import threading
+import traceback
 from collections.abc import Sequence
-from typing import Annotated, Any
+from contextlib import suppress
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -22,6 +25,7 @@ from typer.main import get_command
 
 from diloco.errors import ConfigError, DilocoError
 from diloco.escaping import printable
+from diloco.tracking import THREADS
 
 COMMANDS = {
     "demo": (
@@ -103,6 +107,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # where the terminal's encoding has no τ
     try:
+        _run(argv)
+    except BaseException as error:
+        if any(thread.name.startswith(THREADS) for thread in threading.enumerate()):
+            _end_now(error)
+        raise
+
+
+def _run(argv: Sequence[str] | None) -> None:
+    try:
         _build()(args=None if argv is None else list(argv), prog_name="diloco")
     except ConfigError as error:
         _fail(error, exit_code=2)
@@ -114,3 +127,14 @@ def _fail(error: DilocoError, *, exit_code: int) -> None:
     text = "\n".join(map(printable, str(error).split("\n")))
     print(f"diloco: {text}", file=sys.stderr)
     raise SystemExit(exit_code) from error
+
+
+def _end_now(error: BaseException) -> NoReturn:
+    """End without exit handlers: the library of a tracker that was left alone would wait in its own for a network."""
+    code = error.code if isinstance(error, SystemExit) else 1
+    if not isinstance(error, SystemExit):
+        traceback.print_exception(error)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))

@@ -4,7 +4,7 @@ import json
 import os
 import signal
 import sys
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -142,9 +142,10 @@ def _train(
         force: of a part that begins anew, which does so in a directory of its own: set aside what an earlier start has
             written there. None: it goes on.
     """
-    from diloco.tracking.opening import kept_id, open_feed
+    from diloco.tracking.feed import kept_id, open_feed
+    from diloco.tracking.trackers import require_packages
 
-    feed = open_feed(config, part.name)
+    require_packages(config.track.trackers)
 
     import torch
 
@@ -152,7 +153,8 @@ def _train(
 
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
-    with feed or nullcontext():
+    feed = None
+    with ExitStack() as at_the_end:  # trackers end after the ranks have parted
         with job_of_process(config.train.device) as job:
             if part.role == "learner" and not collective and _is_over(config, part, job):
                 if as_json and job.first:
@@ -162,8 +164,8 @@ def _train(
                 _clear(config, part.name, force)
             if checkpoints is not None:
                 part = _with_usable(part, checkpoints, job)
-            if feed is not None and (collective or job.first):
-                feed.begin(kept_id(config.dir / part.name))
+            if config.track.trackers and (collective or job.first):
+                feed = at_the_end.enter_context(open_feed(config, part.name, kept_id(config.dir / part.name)))
             trainer = _trainer(config, part, job, collective, as_json, feed)
             what = "writing a checkpoint" if job.first else None
             with ending_by_signals(trainer.stop, what, again=not part.supervised):

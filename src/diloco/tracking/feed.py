@@ -1,96 +1,70 @@
-"""Hands points to trackers, each from a thread and a bounded queue of its own: what trains or merges never waits for
-them."""
+"""Hands points to trackers, each in a thread with a bounded queue: what trains or merges never waits for a tracker."""
 
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from diloco.errors import TrackerError
-from diloco.tracking.base import Point, TrackedRun, Tracker
+from diloco.errors import DilocoError, StoreError, first_line, translated
+from diloco.event_log import EventTail
+from diloco.tracking import THREADS
+from diloco.tracking.trackers import END_S, MLflow, TensorBoard, TrackedRun, Tracker, Trackio, WeightsAndBiases
+from diloco.tracking.values import Point, SyncerValues
+from diloco.whole_files import write_whole
+
+if TYPE_CHECKING:
+    from diloco.config import RunConfig
 
 log = logging.getLogger("diloco.tracking")
 
 MOST_WAITING = 1000
-"""Points that wait for a tracker; with more of them the oldest goes."""
+"""Points that wait for a tracker; of more the oldest is dropped."""
 
-END_S = 15.0
-"""Trackers have this long to log what waits and to end, all together."""
+BEHIND_S = 60.0
+"""A tracker that is later than this by the time of its points is said to be."""
 
-ABANDON_S = 1.0
-"""For a tracker to notice that it was abandoned."""
+ID_FILE = "tracked-as"
 
-HANGS_S = 60.0
-"""After this long without an answer of a tracker it is said, once."""
-
-
-class Outlet(Tracker, Protocol):
-    """A tracker whose methods raise TrackerError and nothing else, and that can be given up."""
-
-    def abandon(self) -> None:
-        """End a method that is under way in another thread, which then raises."""
+NOT_TOLD = {"syncer", "track", "learner"}
+"""Tables of the run file that are about machines: they have paths, and URLs that may have passwords in them."""
 
 
 class Feed:
     """Feeds trackers with the points of one process. A context manager that closes it. Any thread may call any method.
 
-    A tracker that is slow loses points, the oldest first; one that raises loses that point; one that cannot start loses
-    all. Each of these is said once in the log, and at the end the number.
+    A tracker that falls behind misses the oldest points, one that raises misses that point, one that cannot start
+    misses all. The first fault of each is logged, and at the end how many points it has missed.
 
     Arguments:
-        run: as trackers know it.
-        outlets: by name.
+        trackers: by name.
     """
 
-    def __init__(self, run: TrackedRun, outlets: Mapping[str, Outlet], *, most_waiting: int = MOST_WAITING) -> None:
+    def __init__(self, run: TrackedRun, trackers: Mapping[str, Tracker], *, most_waiting: int = MOST_WAITING) -> None:
         self.run = run
-        self._lanes = [_Lane(name, outlet, most_waiting) for name, outlet in outlets.items()]
-        self._lock = threading.Lock()
-        self._has_begun = self._is_closed = False
-
-    def begin(self, run_id: str | None = None) -> None:
-        """Start the trackers, once.
-
-        Arguments:
-            run_id: replaces `TrackedRun.id`, where it was not known before.
-        """
-        with self._lock:
-            if self._has_begun or self._is_closed:
-                return
-            self._has_begun = True
-        run = self.run if run_id is None else replace(self.run, id=run_id)
-        for lane in self._lanes:
-            lane.begin(run)
+        self._threads = [_TrackerThread(name, it, run, most_waiting) for name, it in trackers.items()]
+        for thread in self._threads:
+            thread.start()
 
     def put(self, point: Point) -> None:
         """A point for each tracker; it never blocks."""
-        for lane in self._lanes:
-            lane.put(point)
+        for thread in self._threads:
+            thread.put(point)
 
-    @property
-    def dropped(self) -> dict[str, int]:
-        """By tracker, points that it did not log and will not."""
-        return {lane.name: lane.num_dropped for lane in self._lanes}
-
-    def close(self, timeout_s: float = END_S) -> None:
-        """Let trackers log what waits and end, for so long at most."""
-        with self._lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
-            if not self._has_begun:
-                return
-        for lane in self._lanes:
-            lane.finish()
+    def close(self, timeout_s: float) -> None:
+        """Let trackers log what waits and end, for so long at most; leave those alone that have not ended then."""
         end_at = time.monotonic() + timeout_s
-        for lane in self._lanes:
-            lane.join(max(0.0, end_at - time.monotonic()), timeout_s)
+        for thread in self._threads:
+            thread.finish()
+        for thread in self._threads:
+            thread.join(max(0.0, end_at - time.monotonic()))
+            thread.leave(timeout_s)
 
     def __enter__(self) -> Self:
         return self
@@ -98,46 +72,29 @@ class Feed:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(END_S)
 
 
-class _Lane:
-    """One tracker, its queue and its thread."""
+class _TrackerThread(threading.Thread):
+    """One tracker and its queue. A daemon: the process does not wait for it."""
 
-    def __init__(self, name: str, outlet: Outlet, most_waiting: int) -> None:
-        self.name = name
-        self.num_dropped = 0
-        self._outlet, self._most_waiting = outlet, most_waiting
+    def __init__(self, name: str, tracker: Tracker, run: TrackedRun, most_waiting: int) -> None:
+        super().__init__(name=f"{THREADS}{name}", daemon=True)
+        self._label, self._tracker, self._run = name, tracker, run
         self._changed = threading.Condition()
-        self._waiting: deque[Point] = deque()
-        self._num_points = 0
-        self._busy_since: float | None = None  # what the tracker does now, if anything
-        self._is_finishing = self._is_abandoned = self._has_failed = self._is_slow = self._hangs = False
-        self._thread: threading.Thread | None = None
-
-    def begin(self, run: TrackedRun) -> None:
-        self._busy_since = time.monotonic()
-        self._thread = threading.Thread(target=self._work, args=(run,), name=f"tracking-{self.name}", daemon=True)
-        self._thread.start()
+        self._waiting: deque[Point] = deque(maxlen=most_waiting)  # a full one drops its oldest
+        self._num_points = self._num_logged = 0
+        self._is_finishing = self._has_failed = False
 
     def put(self, point: Point) -> None:
         with self._changed:
+            is_full = len(self._waiting) == self._waiting.maxlen
+            is_behind = is_full or (bool(self._waiting) and point.t - self._waiting[0].t > BEHIND_S)
             self._num_points += 1
-            if self._is_finishing or self._is_abandoned:
-                self.num_dropped += 1
-                return
-            if is_full := len(self._waiting) == self._most_waiting:
-                self._waiting.popleft()
-                self.num_dropped += 1
-            says, self._is_slow = is_full and not self._is_slow, self._is_slow or is_full
-            busy_s = 0.0 if self._busy_since is None else time.monotonic() - self._busy_since
-            hangs, self._hangs = busy_s > HANGS_S and not self._hangs, self._hangs or busy_s > HANGS_S
             self._waiting.append(point)
             self._changed.notify()
-        if says:
-            log.warning("%s is slower than the run: it misses points, the oldest first; the run goes on", self.name)
-        if hangs:
-            log.warning("%s has not answered for %.0f s; points wait for it, and the run goes on", self.name, busy_s)
+        if is_behind and self.is_alive():
+            self._fail(f"is behind the run, which goes on, and misses the oldest points beyond {self._waiting.maxlen}")
 
     def finish(self) -> None:
         """Nothing more comes."""
@@ -145,57 +102,129 @@ class _Lane:
             self._is_finishing = True
             self._changed.notify()
 
-    def join(self, timeout_s: float, of_s: float) -> None:
-        """Wait for the end, give up the tracker after `timeout_s` of the `of_s` that all of them have, and say how many
-        points are missing."""
-        assert self._thread is not None
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            with self._changed:
-                self._is_abandoned = True
-                self.num_dropped += len(self._waiting)
-                self._waiting.clear()
-            log.warning("%s has not ended within %g s and is left alone", self.name, of_s)
-            self._outlet.abandon()
-            self._thread.join(ABANDON_S)
-        if self.num_dropped:
-            log.warning("%s has missed %d of %d points", self.name, self.num_dropped, self._num_points)
+    def leave(self, after_s: float) -> None:
+        """Drop what waits, and say how many points are missing. `after_s`: that the tracker had to end."""
+        with self._changed:
+            self._waiting.clear()
+        if self.is_alive():
+            log.warning("%s has not ended within %g s and is left alone", self._label, after_s)
+        if missing := self._num_points - self._num_logged:
+            log.warning("%s has missed %d of %d points", self._label, missing, self._num_points)
 
-    # --- the thread
+    def run(self) -> None:
+        if not self._does("could not start", self._tracker.start, self._run):
+            return
+        while (point := self._next()) is not None:
+            self._num_logged += self._does("failed, misses points", self._tracker.log, point)
+        self._does("failed at its end", self._tracker.end)
 
     def _next(self) -> Point | None:
         """The oldest point; None: there are no more."""
         with self._changed:
-            self._busy_since = None
-            self._changed.wait_for(lambda: self._waiting or self._is_finishing or self._is_abandoned)
-            point = self._waiting.popleft() if self._waiting else None
-            self._busy_since = time.monotonic()
-            return point
+            self._changed.wait_for(lambda: self._waiting or self._is_finishing)
+            return self._waiting.popleft() if self._waiting else None
 
-    def _work(self, run: TrackedRun) -> None:
+    def _does(self, else_: str, method: Callable[..., None], *arguments: object) -> bool:
+        """Whether the tracker does it. A library may raise anything, and what watches never stops what decides."""
         try:
-            self._outlet.start(run)
-        except TrackerError as error:
-            self._failed(error, "could not start, and logs nothing")
-            with self._changed:
-                self._is_abandoned = True
-                self.num_dropped += len(self._waiting)
-                self._waiting.clear()
-            return
-        while (point := self._next()) is not None:
-            try:
-                self._outlet.log(point)
-            except TrackerError as error:
-                with self._changed:
-                    self.num_dropped += 1
-                self._failed(error, "failed, and misses points")
-        try:
-            self._outlet.end()
-        except TrackerError as error:
-            self._failed(error, "failed at its end")
+            method(*arguments)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - as said above
+            kind = "" if isinstance(error, DilocoError) else f"{type(error).__name__}: "
+            self._fail(f"{else_}, and the run goes on: {kind}{first_line(error)}")
+            return False
+        return True
 
-    def _failed(self, error: TrackerError, what: str) -> None:
-        """Say it once."""
-        if not self._has_failed and not self._is_abandoned:
+    def _fail(self, what: str) -> None:
+        """Log the first fault only: the end says how many points are missing."""
+        if not self._has_failed:
             self._has_failed = True
-            log.error("%s %s: %s", self.name, what, error)
+            log.warning("%s %s", self._label, what)
+
+
+class SyncerFeed:
+    """Follows the event log of a syncer from its beginning, so that totals are the run's, and feeds trackers with what
+    is written from now on. A context manager that closes it.
+
+    Arguments:
+        opened: makes the feed from an id, once the run has one: a standby logs nothing before it takes over.
+    """
+
+    def __init__(self, event_log: Path, opened: Callable[[str], Feed]) -> None:
+        self._tail, self._values, self._opened = EventTail(event_log), SyncerValues(), opened
+        self._feed: Feed | None = None
+        self._early: deque[Point] = deque(maxlen=MOST_WAITING)  # before the run has an id
+        self._since = time.time()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="syncer-tracking", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Feed what is written by now, and let the trackers end."""
+        self._stopping.set()
+        self._thread.join()
+        if self._feed is not None:
+            self._feed.close(END_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _follow(self) -> None:
+        try:
+            while not self._stopping.wait(1.0):
+                self._read()
+            self._read()
+        except StoreError as error:
+            log.error("trackers get nothing more: %s", error)
+        except Exception:  # what watches cannot stop what decides
+            log.exception("trackers get nothing more; the run goes on without them")
+
+    def _read(self) -> None:
+        while events := self._tail.read(1 << 20):
+            for event in events:
+                point = self._values.take(event)
+                if point is None or event.t < self._since:
+                    continue
+                self._early.append(point)
+                if self._feed is None and self._values.run_id:
+                    self._feed = self._opened(f"{self._values.run_id[:16]}-syncer")
+                while self._feed is not None and self._early:
+                    self._feed.put(self._early.popleft())
+
+
+def open_feed(config: RunConfig, who: str, id_: str) -> Feed:
+    """The feed of one process of a run to the trackers of its run file.
+
+    Arguments:
+        who: "syncer", or the learner's name.
+        id_: `TrackedRun.id`.
+    """
+    table = config.track
+    folder = (config.dir / "tracking" if table.folder is None else table.folder).absolute()
+    made: dict[str, Callable[[], Tracker]] = {
+        "tensorboard": lambda: TensorBoard(folder),
+        "wandb": lambda: WeightsAndBiases(folder, table.wandb_mode or "online"),
+        "trackio": lambda: Trackio(folder),
+        "mlflow": lambda: MLflow(folder, table.mlflow_tracking_uri),
+    }
+    told: dict[str, Any] = config.model_dump(mode="json", exclude_none=True, exclude=NOT_TOLD)
+    run = TrackedRun(id_, table.project, config.run.name, f"{table.name or config.run.name}-{who}", told)
+    return Feed(run, {name: made[name]() for name in table.trackers})
+
+
+def kept_id(folder: Path) -> str:
+    """The id of what a process of this folder logs, drawn once.
+
+    Raises:
+        StoreError: it cannot be kept.
+    """
+    path = folder / ID_FILE
+    with translated(OSError, StoreError, f"cannot keep {path}", "set [run] dir to a writable directory"):
+        if path.is_file() and (found := path.read_text(encoding="utf-8")):
+            return found
+        drawn = secrets.token_hex(8)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, drawn)
+        return drawn

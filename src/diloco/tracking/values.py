@@ -7,10 +7,26 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from diloco import events as ev
-from diloco.tracking.base import Point
+
+
+@dataclass(frozen=True)
+class Point:
+    """Numbers at one moment.
+
+    Attributes:
+        step: inner steps, of the run at its syncer, of its own at a learner.
+        t: Unix time in seconds.
+        values: by the names of docs/trackers.md.
+    """
+
+    step: int
+    t: float
+    values: Mapping[str, float]
+
 
 STATES = ("merged", "pending", "discarded", "lost")
 """What becomes of trained tokens."""

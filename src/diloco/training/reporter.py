@@ -8,9 +8,8 @@ from typing import Any, Self
 from diloco import events as ev
 from diloco.core.healing import Healed
 from diloco.event_log import EventLog
-from diloco.tracking.base import Point
 from diloco.tracking.feed import Feed
-from diloco.tracking.values import learner_values, trainer_point
+from diloco.tracking.values import Point, learner_values, trainer_point
 from diloco.training.checkpoint import UnusableCheckpoint
 from diloco.training.clock import Clock
 from diloco.training.progress import Progress, StepStatus

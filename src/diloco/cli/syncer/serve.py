@@ -5,6 +5,7 @@ import logging
 import threading
 from contextlib import nullcontext
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -85,14 +86,14 @@ def command(
     from diloco.syncer.backups import BackupPlan
     from diloco.syncer.following import Shown
     from diloco.syncer.server import EVENTS, Options, Syncer
-    from diloco.tracking.following import Following
-    from diloco.tracking.opening import open_feed
+    from diloco.tracking.feed import SyncerFeed, open_feed
+    from diloco.tracking.trackers import require_packages
 
     log_plainly()
     _share_arenas()
     config = load_config(run_file, set_ or ())
     table = config.syncer
-    feed = open_feed(config, "syncer")
+    require_packages(config.track.trackers)
     port = metrics_port if metrics_port is not None else table.metrics_port
     options = Options(
         address=address or table.address,
@@ -121,7 +122,8 @@ def command(
     )
     stop = threading.Event()
     method = method_from_table(config.method)
-    tracked = nullcontext() if feed is None else Following(options.state_dir / EVENTS, feed)
+    opened = partial(open_feed, config, "syncer")
+    tracked = SyncerFeed(options.state_dir / EVENTS, opened) if config.track.trackers else nullcontext()
     with tracked, ending_by_signals(stop.set, None), Syncer(config.run.name, method, options) as it:
         metrics = "" if it.metrics_port is None else f", metrics at http://127.0.0.1:{it.metrics_port}/metrics"
         state = _state(it.pairing.standing, list(it.versions()), options.follow)
