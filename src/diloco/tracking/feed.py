@@ -112,11 +112,11 @@ class _TrackerThread(threading.Thread):
             log.warning("%s has missed %d of %d points", self._label, missing, self._num_points)
 
     def run(self) -> None:
-        if not self._does("could not start", self._tracker.start, self._run):
+        if not self._attempt("could not start", self._tracker.start, self._run):
             return
         while (point := self._next()) is not None:
-            self._num_logged += self._does("failed, misses points", self._tracker.log, point)
-        self._does("failed at its end", self._tracker.end)
+            self._num_logged += self._attempt("failed, misses points", self._tracker.log, point)
+        self._attempt("failed at its end", self._tracker.end)
 
     def _next(self) -> Point | None:
         """The oldest point; None: there are no more."""
@@ -124,13 +124,13 @@ class _TrackerThread(threading.Thread):
             self._changed.wait_for(lambda: self._waiting or self._is_finishing)
             return self._waiting.popleft() if self._waiting else None
 
-    def _does(self, else_: str, method: Callable[..., None], *arguments: object) -> bool:
-        """Whether the tracker does it. A library may raise anything, and what watches never stops what decides."""
+    def _attempt(self, fault: str, method: Callable[..., None], *arguments: object) -> bool:
+        """Call the tracker; return False where it raised. What watches never stops what decides."""
         try:
             method(*arguments)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - as said above
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a library raises anything
             kind = "" if isinstance(error, DilocoError) else f"{type(error).__name__}: "
-            self._fail(f"{else_}, and the run goes on: {kind}{first_line(error)}")
+            self._fail(f"{fault}, and the run goes on: {kind}{first_line(error)}")
             return False
         return True
 

@@ -1,6 +1,6 @@
-"""TensorBoard, W&B, trackio and MLflow, each as something that takes points. A library is imported when its run starts.
+"""Adapters of TensorBoard, W&B, trackio and MLflow. The library of a tracker is imported when its run starts.
 
-They run in threads of a process that trains or serves: they leave its signals, standard input and output alone.
+They run in threads of a process that trains or serves, and leave its signals, standard input and output alone.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class WeightsAndBiases:
         self._folder.mkdir(parents=True, exist_ok=True)
         settings = wandb.Settings(
             mode=self._mode, console="off", silent=True, disable_git=True, save_code=False,
-            stop_fn=_stop_nothing, finish_timeout=END_S,
+            stop_fn=_refuse_to_stop, finish_timeout=END_S, finish_timeout_raises=True,
         )  # fmt: skip
         wandb.setup(settings)
         if self._mode == "online" and not wandb.login(prompt=False, verify=False):
@@ -140,7 +140,7 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-def _stop_nothing() -> None:
+def _refuse_to_stop() -> None:
     """The button on W&B's page that stops a run would interrupt this process."""
     logging.getLogger("diloco.tracking").warning("W&B asks to stop the run, which a tracker may not; the run goes on")
 
