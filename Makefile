@@ -9,7 +9,8 @@
 #   make torchtitan   the tests of examples/integrations/torchtitan and of the Triton kernels, in an environment of their own
 #   make trackers     trackio and MLflow as trackers of a run, in an environment of their own
 #   make fuzz     every reader given inputs that are almost right, SECONDS=60 for each, or of TARGET=run-file,events only
-#   make soak     a real run with faults, HOURS=1 of it: fails on a leak, a stuck fragment, a ledger that does not add up
+#   make chaos    a real run under faults, MINUTES=1 of SEED=0 with LEARNERS=3, or FAULTS="cut,kill syncer" only: what must hold
+#   make soak     a long one, HOURS=1 of it: fails on a leak, a stuck fragment, a ledger that does not add up
 #   make storm    whole runs in virtual time in which all goes wrong that can, SEEDS=1-1000
 #   make docs     the site of docs/, into site/; make docs-serve shows it on a loopback port and follows changes
 #   make bench    what exchanging costs, as ratios measured in the same run
@@ -26,6 +27,9 @@
 
 SEEDS ?= 1-1000
 SECONDS ?= 60
+SEED ?= 0
+MINUTES ?= 1
+LEARNERS ?= 3
 HOURS ?= 1
 VENV := .venv
 BIN := $(VENV)/bin
@@ -42,7 +46,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3 python;
 # A file's tests share their processes and stay together; tests/conftest.py begins with those that take longest.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: all demo test coverage lint package sky torchtitan trackers docs docs-serve fuzz soak storm bench gpu proto venv clean
+.PHONY: all demo test coverage lint package sky torchtitan trackers docs docs-serve fuzz chaos soak storm bench gpu proto venv clean
 .DELETE_ON_ERROR:
 
 all: lint test
@@ -120,8 +124,12 @@ $(VENV)/.installed-for-fuzz: $(FOR_ALL)
 fuzz: $(VENV)/.installed-for-fuzz
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(if $(TARGET),--target $(TARGET)) $(ARGS)
 
+CHAOS := $(BIN)/python -m tests.chaos --seed $(SEED) --learners $(LEARNERS)
+chaos: $(FOR_ALL)
+	$(CHAOS) --minutes $(MINUTES) $(if $(FAULTS),--only "$(FAULTS)") $(ARGS)
+
 soak: $(FOR_ALL)
-	$(BIN)/python -m tests.soak --hours $(HOURS) $(ARGS)
+	$(CHAOS) --soak --hours $(HOURS) --out runs/soak $(ARGS)
 
 storm: $(FOR_ALL)
 	$(BIN)/python -m tests.storms $(SEEDS)

@@ -1,8 +1,9 @@
 """docs/reliability.md: what a run survives, from results that the commands below have left in benchmarks/results/.
 
     python -m benchmarks.reliability                     write the page from what is there
-    python -m benchmarks.reliability chaos 11 --minutes 20 --learners 4 --every 1     a run of `diloco chaos`
+    python -m benchmarks.reliability chaos 11 --minutes 20 --learners 4 --every 1     a run of `tests.chaos`
     python -m benchmarks.reliability chaos 11 --minutes 20 --standby                  the same with two syncers
+    python -m benchmarks.reliability soak 1                                           a soak of an hour
     python -m benchmarks.reliability storms 1-100000                                  storms in virtual time
     python -m benchmarks.reliability again                                            those of them that have failed
     python -m benchmarks.reliability floods                                           `python -m benchmarks.floods`
@@ -10,7 +11,6 @@
     python -m benchmarks.reliability control                                          `python -m benchmarks.control`
     python -m benchmarks.reliability stopping                                         `python -m benchmarks.stopping`
     python -m benchmarks.reliability fuzz FILE       what  make fuzz ARGS="--json FILE"  has found
-    python -m benchmarks.reliability soak FILE       what  make soak ARGS="--json FILE"  has found
 
 Each keeps its numbers with the commit they were measured at, and writes the page again. A run of chaos or storms is not
 kept in place of another one: remove that first. What was not measured is said to be that.
@@ -35,9 +35,6 @@ RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "reliability.md
 
 ALONE = ("restart", "stopping", "floods", "control")
 """Modules of this package that print the result of that name."""
-
-FILES = ("fuzz", "soak")
-"""What others have left in a file."""
 
 
 def read_results() -> dict[str, Any]:
@@ -103,23 +100,30 @@ def failed_again(results: list[dict[str, Any]]) -> dict[str, Any]:
     return {"tried": sorted(tried), "failed": sorted(failed)}
 
 
+def chaos(*arguments: str) -> Any:
+    """The result of `tests.chaos`; the directory of a run that broke is kept."""
+    directory = tempfile.mkdtemp(prefix="diloco-chaos-")
+    run = _output("tests.chaos", "--out", f"{directory}/out", "--json", *arguments)
+    if run["holds"]:
+        shutil.rmtree(directory)
+    else:
+        print(f"not everything holds; the run is kept in {directory}", file=sys.stderr)
+    return run
+
+
 def main() -> None:
     """Measure what is asked for, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=("chaos", "storms", "again", *ALONE, *FILES))
-    parser.add_argument("which", nargs="?", help="the seed of chaos, FIRST-LAST of storms, or a file")
+    parser.add_argument("what", nargs="?", choices=("chaos", "soak", "storms", "again", "fuzz", *ALONE))
+    parser.add_argument("which", nargs="?", help="the seed of chaos, hours of a soak, FIRST-LAST of storms, or a file")
     chosen, more = parser.parse_known_args()
     measured = commit()
     match chosen.what:
         case "chaos":
             name = require_new(f"chaos-{chosen.which}{'-standby' if '--standby' in more else ''}")
-            directory = tempfile.mkdtemp(prefix="diloco-chaos-")
-            run = _output("diloco", "chaos", "--seed", chosen.which, "--out", f"{directory}/out", "--json", *more)
-            keep(name, run, measured)
-            if run["holds"]:
-                shutil.rmtree(directory)
-            else:
-                print(f"not everything holds; the run is kept in {directory}", file=sys.stderr)
+            keep(name, chaos("--seed", chosen.which, *more), measured)
+        case "soak":
+            keep("soak", chaos("--soak", "--hours", chosen.which, *more), measured)
         case "storms":
             kinds = "".join(f"-{kind}" for kind in ("leased", "standby", "goes-back") if f"--{kind}" in more)
             name = require_new(f"storms-{chosen.which}{kinds}")
@@ -128,9 +132,9 @@ def main() -> None:
             keep("again", failed_again(read_results()["storms"]), measured)
         case name if name in ALONE:
             keep(name, _output(f"benchmarks.{name}", "--json", *more), measured)
-        case name if name in FILES:
+        case "fuzz":
             found = json.loads(Path(chosen.which).read_text())
-            keep(name, found, found.pop("commit"))
+            keep("fuzz", found, found.pop("commit"))
     PAGE.write_text(page(read_results()), encoding="utf-8")
 
 

@@ -6,6 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from tests.chaos.invariants import INVARIANTS
+from tests.chaos.measures import RECOVERIES
+from tests.chaos.plan import LOST_S, kinds
+
 NOT_MEASURED = "not measured"
 
 INTRODUCTION = """\
@@ -76,8 +80,10 @@ def _inputs(fuzz: dict[str, Any] | None) -> tuple[str, str]:
 def _soaked(soak: dict[str, Any] | None) -> tuple[str, str]:
     if soak is None:
         return NOT_MEASURED, "`make soak`"
-    broken = [*soak["leaks"], *soak["stuck"], *soak["broken"]]
-    return f"{soak['hours']:.2f} h", "; ".join(broken) or "no leak, no stuck fragment, every token accounted for"
+    broken = [each for found in soak["invariants"].values() for each in found]
+    return f"{soak['seconds'] / 3600:.2f} h", "; ".join(
+        broken
+    ) or "no leak, no stuck fragment, every token accounted for"
 
 
 def _real(runs: Sequence[dict[str, Any]]) -> str:
@@ -86,7 +92,8 @@ def _real(runs: Sequence[dict[str, Any]]) -> str:
         for kind, each in run["faults"].items():
             injected[kind] += each["injected"]
             survived[kind] += each["survived"]
-    rows = [(kind, f"{injected[kind]:,}", f"{survived[kind]:,}") for kind in sorted(injected)]
+    what = {kind.name: kind.what for kind in kinds(LOST_S)}
+    rows = [(kind, what[kind], f"{injected[kind]:,}", f"{survived[kind]:,}") for kind in sorted(injected)]
     each = [
         (run["seed"], run.get("syncers", 1), run["learners"], f"{run['seconds']:,.0f} s", run["num_faults"],
          f"{run['versions_published']:,}", run["versions_lost"], _percent(run["goodput"]["ratio"]),
@@ -106,12 +113,18 @@ def _real(runs: Sequence[dict[str, Any]]) -> str:
     )
     return f"""## Real faults
 
-`python -m benchmarks.reliability chaos SEED --minutes M`, a run of [`diloco chaos`](chaos.md). Goodput: tokens merged
-a second, against the stretch of the same run without faults. All processes share one machine, and a learner's start
-takes seconds of its processor time.
+`python -m benchmarks.reliability chaos SEED --minutes M`, a run of `make chaos`. Goodput: tokens merged a second,
+against the stretch of the same run without faults. All processes share one machine, and a learner's start takes
+seconds of its processor time. What must hold after a run:
+
+{_invariants()}
 
 {_table(heads, each)}
-{_table(("fault", "injected", "survived"), rows)}"""
+{_table(("fault", "what is done", "injected", "survived"), rows)}"""
+
+
+def _invariants() -> str:
+    return "".join(f"- {name}: {' '.join((holds.__doc__ or '').split())}\n" for name, holds, _ in INVARIANTS)
 
 
 def _broken(run: dict[str, Any]) -> str:
@@ -166,25 +179,13 @@ def _seeds(run: dict[str, Any]) -> str:
 TAKEOVER_S = 5.0
 """Besides the lost deadline."""
 
-RECOVERIES = (
-    ("survivor", "a survivor's next version after a learner's kill -9", "two step times and the deadline"),
-    ("learner", "a learner that was ended, until a version has its work again", ""),
-    ("learner_from_its_start", "the same, from the start of its process", ""),
-    ("syncer", "a syncer that was ended, until the next one serves", ""),
-    ("syncer_from_its_start", "the same, from the start of its process", ""),
-    (
-        "takeover",
-        "a takeover: from the first's fault until its standby serves, nothing else wrong",
-        "the lost deadline and 5 s",
-    ),
-    ("takeover_amid_faults", "all takeovers, whatever else was wrong", ""),
-    ("takeover_published", "the same, until the new first has published a version", ""),
-)
+GOALS = {"survivor": "two step times and the deadline", "takeover": "the lost deadline and 5 s"}
 
 
 def _recovery(runs: Sequence[dict[str, Any]]) -> str:
     rows = []
-    for key, what, goal in RECOVERIES:
+    for key, what in RECOVERIES.items():
+        goal = GOALS.get(key, "")
         measured = [run for run in runs if run["recovery"].get(key) is not None]
         found = [run["recovery"][key] for run in measured]
         due = f"{goal}{_deadlines(measured)}" if key == "takeover" else goal
@@ -200,7 +201,7 @@ def _recovery(runs: Sequence[dict[str, Any]]) -> str:
     bound = f"The bound of a survivor's next version was {min(bounds):.2f} to {max(bounds):.2f} s." if bounds else ""
     return f"""## Time to come back
 
-From the same runs of `diloco chaos`, where nothing else hit the process meanwhile; the median is that of the runs'
+From the same runs, where nothing else hit the process meanwhile; the median is that of the runs'
 medians, each counted as often as it was measured. A process's start includes Python's and torch's. {bound}
 
 {_table(("", "times", "median", "worst", "goal"), rows)}"""
@@ -328,7 +329,7 @@ def _others(results: dict[str, Any]) -> str:
     number = f"{sum(resumed):,} bytes" if resumed else NOT_MEASURED
     return f"""## Transfers
 
-Bytes of cut transfers that were resumed rather than sent again, in the runs of `diloco chaos`: {number}.
+Bytes of cut transfers that were resumed rather than sent again, in these runs of chaos: {number}.
 """
 
 

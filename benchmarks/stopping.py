@@ -31,10 +31,10 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from tests.chaos.relay import Relay
 
 import diloco
 from benchmarks.processes import until
-from diloco.chaos.proxy import Relay
 from diloco.config import RunConfig, dump_config, parse_config
 from diloco.core.members import Deadlines
 from diloco.core.presets import method_from_table

@@ -31,10 +31,11 @@ def test_what_broke_is_on_the_page() -> None:
 
 
 def test_what_a_soak_found_is_on_the_page() -> None:
-    held: dict[str, Any] = {"hours": 1.5, "leaks": [], "stuck": [], "broken": []}
+    held: dict[str, Any] = {"seconds": 5400.0, "invariants": {"no process or directory leaks": []}}
     none: dict[str, Any] = {"chaos": [], "storms": [], "made": []}
     assert "| longest soak | 1.50 h | no leak," in page({**none, "soak": held})
-    leak = {**held, "leaks": ["syncer memory_bytes grows by 9e+06 an hour, 2e+07 so far"]}
+    grows = ["syncer memory_bytes grows by 9e+06 an hour, 2e+07 so far"]
+    leak = {**held, "invariants": {"no process or directory leaks": grows}}
     assert "| longest soak | 1.50 h | syncer memory_bytes grows" in page(
         {"chaos": [], "storms": [], "made": [], "soak": leak}
     )

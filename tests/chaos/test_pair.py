@@ -7,18 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.chaos.facts import Facts, Injected, Record, StoredVersion
+from tests.chaos.invariants import check
+from tests.chaos.measures import headline, measured
+from tests.chaos.plan import ChaosPlan, Fault
+from tests.chaos.processes import End
 from tests.chaos.test_invariants import HISTORY, NAMES, good_end, version
 
 from diloco import events as ev
-from diloco.chaos.facts import Facts, StoredVersion
-from diloco.chaos.invariants import check
-from diloco.chaos.measures import measured
-from diloco.chaos.page import headline, write_page
-from diloco.chaos.plan import ChaosPlan
-from diloco.chaos.schedule import Fault
-from diloco.chaos.story import Injected, Told
 from diloco.core.lineage import Epoch
-from diloco.demo.processes import End
 
 
 def started(t: float, *versions: int) -> ev.SyncerStarted:
@@ -71,7 +68,7 @@ def facts() -> Facts:
 
 
 @pytest.fixture
-def told(tmp_path: Path) -> Told:
+def record(tmp_path: Path) -> Record:
     end = good_end(tmp_path)
     return replace(
         end,
@@ -86,12 +83,12 @@ def told(tmp_path: Path) -> Told:
     )
 
 
-def broken(told: Told, facts: Facts) -> list[str]:
-    return [finding.name for finding in check(told, facts) if not finding.holds]
+def broken(record: Record, facts: Facts) -> list[str]:
+    return [finding.name for finding in check(record, facts) if not finding.holds]
 
 
-def test_a_good_takeover_breaks_none(told: Told, facts: Facts) -> None:
-    assert broken(told, facts) == []
+def test_a_good_takeover_breaks_none(record: Record, facts: Facts) -> None:
+    assert broken(record, facts) == []
 
 
 def forked(number: int) -> list[StoredVersion]:
@@ -131,42 +128,40 @@ BREAKS = [
 
 
 @pytest.mark.parametrize(("name", "facts"), BREAKS)
-def test_an_invariant_of_two_syncers_is_broken(name: str, facts: Facts, told: Told) -> None:
-    assert name in broken(told, facts)
+def test_an_invariant_of_two_syncers_is_broken(name: str, facts: Facts, record: Record) -> None:
+    assert name in broken(record, facts)
 
 
-def test_an_end_of_either_syncer_has_its_cause(told: Told, facts: Facts) -> None:
-    ended = replace(told, ends=(*told.ends, End("standby", 33.0, -9)))
+def test_an_end_of_either_syncer_has_its_cause(record: Record, facts: Facts) -> None:
+    ended = replace(record, ends=(*record.ends, End("standby", 33.0, -9)))
     assert broken(ended, facts) == ["no process ends by itself"]
     both = Injected(Fault(14.0, "kill both", "pair", 1.0, 0.5), 32.9, 34.0, True)
-    assert broken(replace(ended, injected=(*told.injected, both)), facts) == []
+    assert broken(replace(ended, injected=(*record.injected, both)), facts) == []
 
 
-def test_what_a_takeover_took(told: Told, facts: Facts, tmp_path: Path) -> None:
-    found = measured(told, facts, check(told, facts))
+def test_what_a_takeover_took(record: Record, facts: Facts) -> None:
+    found = measured(record, facts, check(record, facts))
     assert found["recovery"]["takeover"] == {"num": 1, "median": 4.0, "worst": 4.0}
     assert found["recovery"]["takeover_published"] == {"num": 1, "median": 5.1, "worst": 5.1}
     assert "two syncers" in headline(found)
-    write_page(tmp_path / "chaos.html", told, facts, found)
-    assert "kill first" in (tmp_path / "chaos.html").read_text()
 
     learner = Injected(Fault(3.0, "kill learner", "learner-1", 1.0, 0.5), 22.0, 23.0, True)
-    found = measured(replace(told, injected=(*told.injected, learner)), facts, check(told, facts))
+    found = measured(replace(record, injected=(*record.injected, learner)), facts, check(record, facts))
     assert found["recovery"]["takeover"] is None
     assert found["recovery"]["takeover_amid_faults"] == {"num": 1, "median": 4.0, "worst": 4.0}
 
 
-def test_a_standby_that_takes_over_as_the_old_first_returns_has_taken_over(told: Told) -> None:
+def test_a_standby_that_takes_over_as_the_old_first_returns_has_taken_over(record: Record) -> None:
     at_once = facts_of(FIRST, [stands(24, "paired", 3) if it.t == 24 else it for it in SECOND])
-    found = measured(told, at_once, check(told, at_once))
+    found = measured(record, at_once, check(record, at_once))
     assert found["recovery"]["takeover"] == {"num": 1, "median": 4.0, "worst": 4.0}
     assert found["recovery"]["syncer"] is None
 
 
 @pytest.mark.parametrize(("kind", "target"), [("kill standby", "standby"), ("kill both", "pair")])
 def test_a_takeover_after_the_next_fault_of_a_syncer_is_not_counted(
-    kind: str, target: str, told: Told, facts: Facts
+    kind: str, target: str, record: Record, facts: Facts
 ) -> None:
     killed = Injected(Fault(4.0, kind, target, 1.0, 0.5), 22.0, 23.0, True)
-    found = measured(replace(told, injected=(*told.injected, killed)), facts, check(told, facts))
+    found = measured(replace(record, injected=(*record.injected, killed)), facts, check(record, facts))
     assert found["recovery"]["takeover_amid_faults"] is None

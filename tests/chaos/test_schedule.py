@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from itertools import pairwise
 
-from diloco.chaos.faults import INJECTIONS
-from diloco.chaos.schedule import PAIR, kinds, schedule
+from tests.chaos.faults import INJECTIONS
+from tests.chaos.plan import PAIR, kinds, schedule
 
 LEARNERS = ("learner-0", "learner-1", "learner-2")
 

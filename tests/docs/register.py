@@ -103,7 +103,6 @@ PARSED: dict[str, str] = {
     "tokenize": "needs texts: tests/training/test_token_shards.py",
     "train": "trains until the run is over; the run that the other commands find was trained by this one",
     "demo": "a minute of two cores: tests/test_demo.py",
-    "chaos": "minutes of processor time: tests/chaos",
     "doctor run.toml": "tests/test_doctor.py",
     "status examples/start/": "asks for the run `first`: tests/test_start.py",
     "report runs/first/": "of the run `first`: tests/test_report.py",

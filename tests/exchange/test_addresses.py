@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 from benchmarks.processes import until
+from tests.chaos.relay import Relay
 from tests.exchange.test_remote import Life, living, status_of
 from tests.syncer.runs import RUN, method, start
 
 import diloco
 from diloco import errors
-from diloco.chaos.proxy import Relay
 from diloco.exchange.connection import Connection
 from diloco.exchange.dialling import Dialler
 from diloco.exchange.remote.viewing import fetch_model, fetch_status

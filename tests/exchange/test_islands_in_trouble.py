@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.processes import until
+from tests.chaos.relay import Link, Relay
 from tests.exchange import troubled_life
 from tests.exchange.island_life import Net
 from tests.exchange.scenarios import Result
@@ -23,7 +24,6 @@ from tests.syncer.runs import status_of, versions_of
 from torch.distributed import FileStore
 
 import diloco
-from diloco.chaos.proxy import Link, Relay
 from diloco.core.members import Deadlines
 from diloco.core.rounds import Called
 from diloco.exchange.base import Exchange

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.processes import until
+from tests.chaos.relay import Link, Relay
 from tests.syncer.runs import RUN, Raw, is_initialised, layout, num_live, position, start, status_of, train, versions_of
 from tests.syncer.runs import method as tiny_method
 
 import diloco
-from diloco.chaos.proxy import Link, Relay
 from diloco.exchange.base import Exchange
 
 STEPS, LEAVES_AFTER, BLOCKED_AT = 60, 20, 30

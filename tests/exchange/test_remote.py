@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save
+from tests.chaos.relay import Link, Relay
 from tests.exchange.test_islands_in_trouble import evict_stalled
 from tests.syncer.runs import RUN, Fetch, Net, Raw, method, num_live, start, status_of, tamper, train
 from tests.syncer.test_faults import QUICK, syncer_process, until
 
 import diloco
 from diloco import errors, events
-from diloco.chaos.proxy import Link, Relay
 from diloco.core.members import Deadlines, Member
 from diloco.core.rounds.called import CalledSyncer
 from diloco.core.session.requests import Report

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.chaos.versions import BrokenInvariantError, require
 from tests.storms.invariants import Ledger
 from torch import Tensor
 
-from diloco.chaos.versions import BrokenInvariantError, require
 from diloco.core.accounting import Key, key_of
 from diloco.core.actions import MergeRound, Reject
 from diloco.core.contribution import KEPT, MISSED, OVERLAP, Contribution

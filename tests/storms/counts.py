@@ -10,10 +10,9 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from tests.chaos.versions import require
 from tests.storms.accounts import CONFIRMED_S
 from tests.storms.progress import LOOK_S
-
-from diloco.chaos.versions import require
 
 if TYPE_CHECKING:
     from tests.storms.learners import Process

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from diloco.chaos.versions import BrokenInvariantError, Versions, require
+from tests.chaos.versions import BrokenInvariantError, Versions, require
+
 from diloco.core.accounting import Key, key_of
 from diloco.core.contribution import VERSION
 from diloco.core.held import HeldFragment

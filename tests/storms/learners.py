@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from tests.chaos.versions import require
 from tests.storms.drivers import StormClient
 from tests.storms.tensors import StormTensors
 from tests.storms.units import Reader
 from tests.storms.wire import StormWire, gone
 
-from diloco.chaos.versions import require
 from diloco.core.contribution import CallForWork, Contribution, Hold, Rejected
 from diloco.core.in_flight import Send
 from diloco.core.learner import LearnerCore

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tests.chaos.versions import require
 from tests.storms.accounts import Accounts
 from tests.storms.invariants import Ledger
 from tests.storms.units import UnitLedger
 from torch import Tensor
 
-from diloco.chaos.versions import require
 from diloco.core.accounting import Key
 from diloco.core.contribution import Contribution
 from diloco.core.held import HeldFragment

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+from tests.chaos.versions import require
 from tests.run.memory import LaterWorker, LimitedSpool
 from tests.storms.drivers import StormDriver, StormJobs
 from tests.storms.pair_disks import Merged, NodeAccounts, NodeStore
 
-from diloco.chaos.versions import require
 from diloco.core.accounting import Key
 from diloco.core.contribution import OUTLIER
 from diloco.core.pair.pair_core import PairCore

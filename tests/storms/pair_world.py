@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 
+from tests.chaos.versions import BrokenInvariantError, require
 from tests.storms.pair_disks import NodeAccounts, Published
 from tests.storms.pair_links import Follow
 from tests.storms.pair_nodes import Node, NodeDoor
@@ -13,7 +14,6 @@ from tests.storms.plans import Fault
 from tests.storms.units import UnitLedger, check_leases
 from tests.storms.world import ProcessKilled, Storm
 
-from diloco.chaos.versions import BrokenInvariantError, require
 from diloco.core.layout import digest
 from diloco.core.succession import Standing, elector
 from diloco.errors import StoreError

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tests.chaos.versions import BrokenInvariantError, require
 from tests.storms.wire import BYTE_S
 
-from diloco.chaos.versions import BrokenInvariantError, require
 from diloco.core.members import Deadlines
 from diloco.core.rounds import AllLive
 from diloco.core.rounds.late import num_needed

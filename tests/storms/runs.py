@@ -11,13 +11,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from tests.chaos.versions import BrokenInvariantError
 from tests.storms.going_back import GoingBackStorm
 from tests.storms.pair_world import PairStorm
 from tests.storms.plans import Fault, Plan, plan_of, told
 from tests.storms.steered import SteeredStorm
 from tests.storms.world import Storm
-
-from diloco.chaos.versions import BrokenInvariantError
 
 TRIES = 60
 """Storms that are run to shorten the list of one's faults."""

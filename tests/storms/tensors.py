@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from tests.chaos.versions import BrokenInvariantError
 from torch import Tensor
 
-from diloco.chaos.versions import BrokenInvariantError
 from diloco.learner.error_feedback import ErrorFeedback
 
 if TYPE_CHECKING:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from tests.chaos.versions import BrokenInvariantError
 from tests.storms.going_back import GoingBackStorm
 from tests.storms.plans import GOINGS, plan_of
 from tests.storms.runs import failures, quiet, run, run_seed
 
-from diloco.chaos.versions import BrokenInvariantError
 from diloco.core.accounting import Accounting
 from diloco.core.leases import Leases
 

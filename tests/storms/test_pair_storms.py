@@ -6,13 +6,13 @@ from collections import Counter
 from typing import get_args
 
 import pytest
+from tests.chaos.versions import BrokenInvariantError
 from tests.storms.defects import Defect
 from tests.storms.pair_defects import DEFECTS
 from tests.storms.pair_world import PairStorm
 from tests.storms.plans import PairKind, Plan, plan_of
 from tests.storms.runs import failures, quiet, run, run_seed
 
-from diloco.chaos.versions import BrokenInvariantError
 from diloco.core.contribution import OUTLIER
 
 NUM_SEEDS, PER_TEST = 40, 4

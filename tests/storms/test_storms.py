@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.chaos.versions import BrokenInvariantError
 from tests.storms.defects import (
     DEFECTS,
     Defect,
@@ -18,7 +19,6 @@ from tests.storms.plans import plan_of
 from tests.storms.runs import failures, quiet, run, run_seed, shortest
 from tests.storms.world import Storm
 
-from diloco.chaos.versions import BrokenInvariantError
 from diloco.core.adopt import ADOPTIONS
 from diloco.core.leases import Leases
 from diloco.core.merges import MERGES, SCREENS

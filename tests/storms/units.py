@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from diloco.chaos.versions import require
+from tests.chaos.versions import require
+
 from diloco.core.contribution import Contribution
 from diloco.core.leases import MERGED, DataSet, Leases
 from diloco.core.ranges import Ranges, common, count, minus, union

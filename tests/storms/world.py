@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from tests.chaos.versions import BrokenInvariantError, require
 from tests.run.memory import LaterWorker, LimitedSpool
 from tests.storms.accounts import Accounts
 from tests.storms.counts import Counts
@@ -25,7 +26,6 @@ from tests.storms.units import UnitLedger, check_leases
 from tests.storms.wire import STALL_S
 from torch import Tensor
 
-from diloco.chaos.versions import BrokenInvariantError, require
 from diloco.core.accounting import Key
 from diloco.core.contribution import OUTLIER
 from diloco.core.held import Advanced, HeldFragment

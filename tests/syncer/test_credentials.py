@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.processes import until
+from tests.chaos.relay import Link, Relay
 from tests.exchange.test_addresses import free_address
 from tests.exchange.test_remote import living
 from tests.syncer.runs import RUN, Net, Raw, method, start, status_of, train, versions_of
 
 import diloco
 from diloco import errors
-from diloco.chaos.proxy import Link, Relay
 from diloco.core.fragments import make_layout
 from diloco.exchange import connection
 from diloco.exchange.remote import fetch_status

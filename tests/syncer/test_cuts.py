@@ -12,10 +12,10 @@ from typing import Any, Literal
 
 import pytest
 from benchmarks.processes import until
+from tests.chaos.relay import Relay
 from tests.syncer.runs import RUN, Raw, method, start, status_of, train
 
 import diloco
-from diloco.chaos.proxy import Relay
 from diloco.core.members import Deadlines
 from diloco.errors import StaleIncarnationError
 

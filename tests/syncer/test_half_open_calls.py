@@ -18,10 +18,10 @@ import pytest
 import torch
 from benchmarks.processes import until
 from safetensors.torch import save
+from tests.chaos.relay import Link, Relay
 from tests.syncer.runs import RUN, Net, Raw, method, start, train
 
 import diloco
-from diloco.chaos.proxy import Link, Relay
 from diloco.core.fragments import Layout, make_layout
 from diloco.core.members import Deadlines
 from diloco.core.session import requests

@@ -16,6 +16,7 @@ from typing import Any, Self
 import pytest
 import torch
 from benchmarks.processes import until
+from tests.chaos.relay import Relay
 from tests.syncer.pairs import PATIENCE_S, learners, on_disk, serve, serves, standing, trains
 from tests.syncer.runs import RUN, Raw, method, train, versions_of
 from tests.syncer.test_faults import syncer_process
@@ -23,7 +24,6 @@ from tests.syncer.test_replay import replayed
 
 import diloco
 from diloco import events
-from diloco.chaos.proxy import Relay
 from diloco.cli import main
 from diloco.core.pair.values import Contents
 from diloco.errors import AuthError, ConfigError, CorruptPayloadError, PayloadError, StandbyError, StoreError

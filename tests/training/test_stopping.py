@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 from benchmarks.processes import until
+from tests.chaos.relay import Relay
 from tests.training.test_torchrun import torchrun
 
-from diloco.chaos.proxy import Relay
 from diloco.cli.train import _connector
 from diloco.config import RunConfig, dump_config
 from diloco.core.members import Deadlines

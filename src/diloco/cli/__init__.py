@@ -43,7 +43,6 @@ COMMANDS = {
         "Show a run that is over or under way, real or simulated: who took part, who was in which merge, losses, bytes."
     ),
     "replay": "Run all decisions of a syncer again from its journal, and all merges, and compare every digest.",
-    "chaos": "Run one or two syncers and learners for real, break what can break, and check that nothing was lost.",
     "export": "Write the global model to a directory that transformers can load.",
     "evaluate": "Give held-out loss and task scores of one or several exports, with intervals and paired differences.",
     "keys": "Make and manage the certificates and tokens of a run.",

@@ -1,4 +1,4 @@
-"""What a chaos run comes to in numbers: pure functions of what was written down."""
+"""The result of a chaos run: numbers, and how they are shown."""
 
 from __future__ import annotations
 
@@ -7,62 +7,71 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
-from diloco.chaos.facts import Facts
-from diloco.chaos.history import went_back
-from diloco.chaos.invariants import Finding
-from diloco.chaos.pair import is_pair, takeovers
-from diloco.chaos.story import Injected, Told
+from tests.chaos.facts import Facts, Injected, Record
+from tests.chaos.history import is_pair, takeovers, went_back
+from tests.chaos.invariants import LOST, Finding
+from tests.chaos.leaks import growths
+from tests.chaos.plan import ENDS_LEARNER, ENDS_SYNCER
+
 from diloco.events import Joined, Merged, Published, Resumed, Stepped, SyncerStarted
 
-ENDS_LEARNER, ENDS_SYNCER = ("kill learner", "stop learner"), ("kill syncer", "stop syncer")
+RECOVERIES = {
+    "survivor": "a survivor's next version after a learner's kill -9",
+    "learner": "a learner that was ended, until a version has its work again",
+    "learner_from_its_start": "the same, from the start of its process",
+    "syncer": "a syncer that was ended, until the next one serves",
+    "syncer_from_its_start": "the same, from the start of its process",
+    "takeover": "a takeover: from the first's fault until its standby serves, nothing else wrong",
+    "takeover_amid_faults": "all takeovers, whatever else was wrong",
+    "takeover_published": "the same, until the new first has published a version",
+}
+"""Times that are measured, for people."""
 
 
-def measured(told: Told, facts: Facts, findings: Sequence[Finding]) -> dict[str, Any]:
+def measured(record: Record, facts: Facts, findings: Sequence[Finding]) -> dict[str, Any]:
     """Plain values; times in seconds."""
-    hit = [each for each in told.injected if each.hit]
+    hit = record.hits()
     merges = [event for event in facts.syncer if isinstance(event, Merged)]
-    calm, troubled = (_tokens_per_s(merges, *span) for span in (told.calm, told.troubled))
-    begun = [event for event in merges if told.troubled[0] <= event.t <= told.troubled[1]]
-    step_s = _step_s(facts, *told.calm)
+    calm, troubled = (_tokens_per_s(merges, *span) for span in (record.calm, record.troubled))
+    begun = [event for event in merges if record.troubled[0] <= event.t <= record.troubled[1]]
+    step_s = _step_s(facts, *record.calm)
     return {
-        "seed": told.plan.seed,
-        "learners": told.plan.learners,
-        "syncers": len(told.plan.syncers),
-        "seconds": round(told.troubled[1] - told.troubled[0], 1),
-        "faults": _by_kind(hit, facts, told),
+        "seed": record.plan.seed,
+        "learners": record.plan.learners,
+        "syncers": len(record.plan.syncers),
+        "seconds": round(record.troubled[1] - record.troubled[0], 1),
+        "faults": _by_kind(hit, facts, record),
         "num_faults": len(hit),
-        "num_survived": sum(_survived(each, facts, told) for each in hit),
+        "num_survived": sum(_survived(each, facts, record) for each in hit),
         "holds": all(finding.holds for finding in findings),
         "invariants": {finding.name: list(finding.broken) for finding in findings},
         "seen": {finding.name: finding.seen for finding in findings},
         "versions_published": sum(isinstance(event, Published) for event in facts.syncer),
         "versions_lost": sum(len(finding.broken) for finding in findings if finding.name == LOST),
-        "versions_given_up": sum(each.published - each.version for each in went_back(told, facts)),
+        "versions_given_up": sum(each.published - each.version for each in went_back(record, facts)),
         "holdings_compared": len(facts.holdings),
         "missing_events": facts.num_missing,
         "bytes_resumed": sum(event.num_bytes for event in facts.syncer if isinstance(event, Resumed)),
         "goodput": {"calm": calm, "troubled": troubled, "ratio": troubled / calm if calm else None},
         "participation": {
-            name: sum(name in event.contributors for event in begun) / max(1, len(begun)) for name in told.plan.names
+            name: sum(name in event.contributors for event in begun) / max(1, len(begun)) for name in record.plan.names
         },
         "step_s": step_s,
-        "lost_deadline_s": told.lost_s,
+        "lost_deadline_s": record.lost_s,
         "recovery": {
             "learner": summary(_learners_back(hit, facts)),
             "learner_from_its_start": summary(_learners_back(hit, facts, from_start=True)),
             "syncer": summary(_syncers_back(hit, facts)),
             "syncer_from_its_start": summary(_syncers_back(hit, facts, from_start=True)),
-            "takeover": summary(takeovers(hit, facts, until="serves", alone=True)),
-            "takeover_amid_faults": summary(takeovers(hit, facts, until="serves", alone=False)),
-            "takeover_published": summary(takeovers(hit, facts, until="publishes", alone=False)),
+            "takeover": summary(takeovers(record, facts, until="serves", alone=True)),
+            "takeover_amid_faults": summary(takeovers(record, facts, until="serves", alone=False)),
+            "takeover_published": summary(takeovers(record, facts, until="publishes", alone=False)),
             "survivor": summary(_survivors_next(hit, facts)),
         },
-        "survivor_bound_s": None if step_s is None else 2 * step_s + told.lost_s,
-        "ledger": _ledger(told),
+        "survivor_bound_s": None if step_s is None else 2 * step_s + record.lost_s,
+        "ledger": _ledger(record),
+        **({"growth": growths(record.curves), "viewers": facts.answers} if record.plan.soak else {}),
     }
-
-
-LOST = "no published version is lost"
 
 
 def summary(seconds: Iterable[float]) -> dict[str, float | int] | None:
@@ -93,16 +102,18 @@ def _step_s(facts: Facts, since: float, until: float) -> float | None:
     return statistics.median(each) if each else None
 
 
-def _survived(injected: Injected, facts: Facts, told: Told) -> bool:
+def _survived(injected: Injected, facts: Facts, record: Record) -> bool:
     """After it a version was published, and in the end all learners merged again."""
-    return told.settled and any(isinstance(event, Published) and event.t > injected.ended_at for event in facts.syncer)
+    return record.settled and any(
+        isinstance(event, Published) and event.t > injected.ended_at for event in facts.syncer
+    )
 
 
-def _by_kind(hit: Sequence[Injected], facts: Facts, told: Told) -> dict[str, dict[str, int]]:
+def _by_kind(hit: Sequence[Injected], facts: Facts, record: Record) -> dict[str, dict[str, int]]:
     return {
         kind: {
             "injected": sum(each.fault.kind == kind for each in hit),
-            "survived": sum(each.fault.kind == kind and _survived(each, facts, told) for each in hit),
+            "survived": sum(each.fault.kind == kind and _survived(each, facts, record) for each in hit),
         }
         for kind in sorted({each.fault.kind for each in hit})
     }
@@ -165,7 +176,7 @@ def _survivors_next(hit: Sequence[Injected], facts: Facts) -> list[float]:
     found = []
     for each in hit:
         if each.fault.kind == "kill learner":
-            others = [other for other in hit if other is not each]
+            others = (other for other in hit if other is not each)
             merges = (
                 event.t
                 for event in facts.syncer
@@ -175,17 +186,46 @@ def _survivors_next(hit: Sequence[Injected], facts: Facts) -> list[float]:
                 and each.fault.target not in event.contributors
             )
             at = next(merges, None)
-            if at is not None and not any(it.began_at <= at and it.ended_at >= each.began_at for it in others):
+            if at is not None and not any(it.overlaps(each.began_at, at) for it in others):
                 found.append(at - each.began_at)
     return found
 
 
-def _ledger(told: Told) -> dict[str, int] | None:
+def _ledger(record: Record) -> dict[str, int] | None:
     """Of the first fragment, all learners together."""
-    if not told.status:
+    if not record.status:
         return None
-    ledger = told.status["fragments"][0]["ledger"]
+    ledger = record.status["fragments"][0]["ledger"]
     return {
         **{key: ledger[key] for key in ("trained", "merged", "pending", "lost")},
         "discarded": sum(ledger["discarded"].values()),
     }
+
+
+def headline(found: dict[str, Any]) -> str:
+    """The run in one sentence."""
+    ratio = found["goodput"]["ratio"]
+    goodput = "not measured" if ratio is None else f"{ratio:.0%}"
+    verdict = "all invariants hold" if found["holds"] else "something does not hold"
+    syncers = "a syncer" if found["syncers"] == 1 else "two syncers"
+    return (
+        f"{found['num_faults']} faults in {found['seconds']:,.0f} s on {syncers} and {found['learners']} "
+        f"learners: {found['num_survived']} survived, {found['versions_published']:,} versions published, "
+        f"{found['versions_lost']} lost, goodput {goodput} of a stretch "
+        f"without faults; {verdict}."
+    )
+
+
+def lines(found: dict[str, Any]) -> Iterator[str]:
+    """The result for a terminal."""
+    yield headline(found)
+    for name, broken in found["invariants"].items():
+        yield f"{'BROKEN' if broken else 'holds '}  {name} ({found['seen'][name]})"
+        yield from (f"        {each}" for each in broken[:10])
+    yield "seconds to come back: times, median, worst"
+    for key, what in RECOVERIES.items():
+        each = found["recovery"][key]
+        numbers = "not measured" if each is None else f"{each['num']}, {each['median']:.2f}, {each['worst']:.2f}"
+        yield f"        {what}: {numbers}"
+    for name, each in found.get("growth", {}).items():
+        yield f"{name:40} {each['per_hour']:>12.4g} an hour, {each['standard_errors']:5.1f} standard errors"

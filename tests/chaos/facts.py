@@ -1,4 +1,4 @@
-"""What the processes of a chaos run have left on the disk, as plain values."""
+"""What a chaos run leaves to judge, as plain values: what was done to it, and what its processes wrote."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from tests.chaos.leaks import Curve
+from tests.chaos.plan import ANSWERS, ChaosPlan, Fault
+from tests.chaos.processes import End
+
 from diloco.core.accounting import Account
 from diloco.core.lineage import Epoch
 from diloco.event_log import read_events
@@ -18,6 +22,60 @@ from diloco.events import Adopted, Event, Gap
 from diloco.syncer.records import epochs_of
 
 STORE = "store.sqlite"
+
+
+@dataclass(frozen=True)
+class Injected:
+    """A fault as it happened. Unix times in seconds; `hit`: there was something to hit."""
+
+    fault: Fault
+    began_at: float
+    ended_at: float
+    hit: bool
+
+    def overlaps(self, since: float, until: float) -> bool:
+        """Whether any of it was between these times."""
+        return self.began_at <= until and self.ended_at >= since
+
+
+@dataclass(frozen=True)
+class Record:
+    """What was done to a run, and what it and its commands answered.
+
+    Attributes:
+        lost_s: deadline of a silent learner.
+        calm, troubled: Unix times in seconds, from and to.
+        ends: processes that ended and were started again, by what they had been sent or by themselves.
+        settled: after the last fault all learners have merged again.
+        status: of the run, after its learners had left.
+        exit_codes: of the processes that were ended when the run was over.
+        states: what `diloco syncer check` says of each syncer's state at the end.
+        replays: what `diloco replay` says of each state that was served, the oldest first.
+        state_dirs: as `World.state_dirs`.
+        stale_dirs: older copies that were served.
+        failures: what stopped the run before its end.
+        curves: of a soak, what its processes and files held.
+    """
+
+    plan: ChaosPlan
+    lost_s: float
+    calm: tuple[float, float]
+    troubled: tuple[float, float]
+    injected: tuple[Injected, ...]
+    ends: tuple[End, ...]
+    settled: bool
+    status: dict[str, Any]
+    exit_codes: dict[str, int]
+    states: dict[str, dict[str, Any]]
+    replays: tuple[dict[str, Any], ...]
+    state_dirs: tuple[tuple[str, Path], ...]
+    stale_dirs: tuple[Path, ...]
+    failures: tuple[str, ...]
+    curves: Mapping[str, Curve]
+
+    def hits(self, *kinds: str) -> list[Injected]:
+        """The faults that have hit something; of these kinds, where any are named."""
+        return [each for each in self.injected if each.hit and (not kinds or each.fault.kind in kinds)]
 
 
 @dataclass(frozen=True)
@@ -45,6 +103,7 @@ class Facts:
         epochs: the run's, each with the versions that it began with.
         trained: tokens that each learner has trained, as the syncer that serves the run at the end has counted them.
         tracebacks: of each process, the last line of each exception that its log shows.
+        answers: of a soak, how often each viewer was answered, and what it met instead.
     """
 
     syncer: Sequence[Event]
@@ -57,6 +116,7 @@ class Facts:
     stale: Sequence[Sequence[Event]] = ()
     refusals: int = 0
     trained: Mapping[str, int] = field(default_factory=dict)
+    answers: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     @property
     def history(self) -> list[StoredVersion]:
@@ -90,18 +150,17 @@ class Facts:
         ]
 
 
-def read_facts(
-    directory: Path, state_dirs: Sequence[tuple[str, Path]], learners: Iterable[str], stale_dirs: Sequence[Path] = ()
-) -> Facts:
-    """Read everything; `state_dirs` and `stale_dirs` as in `Told`. Raises StoreError: an event file cannot be read."""
+def read_facts(record: Record) -> Facts:
+    """Read everything. Raises StoreError: an event file cannot be read."""
+    directory, dirs = record.plan.directory, [path for _, path in record.state_dirs]
     syncers: dict[str, list[Event]] = {}
-    for name, path in state_dirs:
+    for name, path in record.state_dirs:
         syncers.setdefault(name, []).extend(_events(path))
-    dirs = [path for _, path in state_dirs]
-    own = [directory / name for name in learners]
+    own = [directory / name for name in record.plan.names]
     twins = [path.parent for path in sorted((directory / "twins").glob("*/*/events.jsonl"))]
     stores = [each for path in dirs for each in (*sorted((path / "set-aside").glob(f"*{STORE}*")), path / STORE)]
     logs = sorted((directory / "logs").glob("*.log"))
+    answers = directory / ANSWERS
     return Facts(
         sorted(chain.from_iterable(syncers.values()), key=lambda event: event.t),
         {path.relative_to(directory).as_posix(): _events(path) for path in (*own, *twins)},
@@ -109,10 +168,11 @@ def read_facts(
         {path.stem: found for path in logs if (found := _tracebacks(path))},
         syncers,
         _history(dirs[0] / STORE) if len(syncers) > 1 else None,
-        _epochs(dirs[-1] / STORE),
-        [_events(path) for path in stale_dirs],
+        tuple(_read(dirs[-1] / STORE, epochs_of)),
+        [_events(path) for path in record.stale_dirs],
         sum(_refusals(path) for path in logs),
         _trained(dirs[-1] / STORE),
+        json.loads(answers.read_text()) if answers.exists() else {},
     )
 
 
@@ -125,10 +185,6 @@ def _history(path: Path) -> list[StoredVersion]:
     """Nothing where the file is no whole database: one that was damaged on purpose is set aside."""
     query = "SELECT fragment, version, digest, tokens FROM versions"
     return [StoredVersion(*row) for row in _read(path, lambda db: db.execute(query).fetchall())]
-
-
-def _epochs(path: Path) -> tuple[Epoch, ...]:
-    return tuple(_read(path, epochs_of))
 
 
 def _trained(path: Path) -> dict[str, int]:

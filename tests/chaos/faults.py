@@ -1,7 +1,7 @@
-"""What each kind of fault does: `begin` and `end` of a function of the world, by name.
+"""Injection of each kind of fault: how it begins and ends, as functions of the world.
 
-`begin` says whether there was something to hit: a process that is away is not killed again. A fault of the network has
-hit if anything was on its way meanwhile.
+`begin` returns whether there was something to hit: a process that is away is not killed again. A fault of the network
+has hit if anything was on its way meanwhile.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from diloco.chaos.proxy import Direction, Relay
-from diloco.chaos.schedule import PAIR, SYNCER, Fault
-from diloco.chaos.world import World
+from tests.chaos.plan import PAIR, SYNCER, Fault
+from tests.chaos.relay import Direction, Relay
+from tests.chaos.world import World
+
 from diloco.events import Joined
 
 DIALLED_S = 4.0
@@ -63,7 +64,7 @@ def _ends_with(number: int) -> Act:
     def begin(world: World, fault: Fault) -> bool:
         if not world.is_running(fault.target):
             return False
-        world.family.kill(fault.target, number, back_after_s=fault.seconds)
+        world.family.kill(fault.target, fault.seconds, number)
         return True
 
     return begin
@@ -73,7 +74,7 @@ def kill_both(world: World, fault: Fault) -> bool:
     """SIGKILL of both syncers."""
     names = [name for name in world.plan.syncers if world.is_running(name)]
     for name in names:
-        world.family.kill(name, back_after_s=fault.seconds)
+        world.family.kill(name, fault.seconds)
     return bool(names)
 
 
@@ -86,7 +87,7 @@ def kill_for_long(world: World, fault: Fault) -> bool:
     """SIGKILL of a first whose standby can take over. It is away until the fault ends."""
     if not world.is_paired or not world.is_running(fault.target):
         return False
-    world.family.kill(fault.target, back_after_s=math.inf)
+    world.family.kill(fault.target, math.inf)
     return True
 
 
@@ -172,8 +173,7 @@ def damage(world: World, fault: Fault) -> bool:
     """Kill the syncer and change a file of its state: the newest tensors, the database, its log, or the description."""
     if not world.is_running(SYNCER):
         return False
-    world.family.kill(SYNCER, back_after_s=fault.seconds)
-    world.family.children[SYNCER].process.wait()
+    world.family.kill(SYNCER, fault.seconds, wait=True)
     tensors = sorted((world.state_dir / "tensors").glob("f*.safetensors"), key=lambda path: path.stat().st_mtime)
     others = [world.state_dir / name for name in ("run.json", "store.sqlite", "store.sqlite-wal")]
     victims = [*tensors[-1:], *tensors[-1:], *(path for path in others if path.exists() and path.stat().st_size)]
@@ -198,8 +198,7 @@ def restore(world: World, fault: Fault) -> bool:
     """Kill the syncer, and put the newest backup in the place of its state."""
     if not world.is_running(SYNCER):
         return False
-    world.family.kill(SYNCER, back_after_s=fault.seconds)
-    world.family.children[SYNCER].process.wait()
+    world.family.kill(SYNCER, fault.seconds, wait=True)
     return world.restore()
 
 
@@ -208,8 +207,7 @@ def serve_an_older_copy(world: World, fault: Fault) -> bool:
     second process of a name (`begin_twin`)."""
     if not world.is_running(SYNCER) or world.has_twins:
         return False
-    world.family.kill(SYNCER, back_after_s=0.0)
-    world.family.children[SYNCER].process.wait()
+    world.family.kill(SYNCER, 0.0, wait=True)
     world.go_stale()
     return True
 
@@ -223,8 +221,7 @@ def is_dialled(world: World, fault: Fault, began_at: float) -> bool:
 def serve_the_newest(world: World, fault: Fault) -> bool:
     """The same back."""
     if world.is_running(SYNCER):
-        world.family.kill(SYNCER, back_after_s=0.0)
-        world.family.children[SYNCER].process.wait()
+        world.family.kill(SYNCER, 0.0, wait=True)
     if world.is_stale:
         world.be_true()
     return True
@@ -375,4 +372,4 @@ INJECTIONS: dict[str, Injection] = {
     "fill standby's disk": Injection(fill, free),
     "promote": Injection(promote),
 }
-"""By `schedule.Kind.name`."""
+"""By `Kind.name`."""

@@ -1,4 +1,4 @@
-"""The processes of a chaos run, the proxies between them, and their files."""
+"""The world of a chaos run: its processes, the relays between them, and their files."""
 
 from __future__ import annotations
 
@@ -11,48 +11,48 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from diloco.chaos.plan import WATCHER, ChaosPlan
-from diloco.chaos.proxy import Relay
-from diloco.chaos.schedule import PAIR, STANDBY, SYNCER, Fault
+from tests.chaos.leaks import Sampler
+from tests.chaos.plan import PAIR, SERVES, STANDBY, SYNCER, TWIN, WATCHER, ChaosPlan, Fault, free_port
+from tests.chaos.processes import Family
+from tests.chaos.relay import Relay
+
 from diloco.config import RunConfig
-from diloco.demo.plan import free_port
-from diloco.demo.processes import Family
-from diloco.errors import DilocoError, RunError
+from diloco.errors import RunError
 from diloco.event_log import EventTail, read_events
 from diloco.events import Event, Joined, Stands, SyncerStarted
+from diloco.exchange.remote import fetch_status
 
 POLL_S = 0.05
-OPERATOR = "operator"
-TWIN, TWINS = "-twin", "twins"
-"""A second process of one name has this behind that in its log's name, and its files are in here."""
+OPERATOR, VIEWERS = "operator", "viewers"
+
+TWINS = "twins"
+"""Directory of the files of second processes of a learner."""
 
 STALE, TRUE = "stale", "syncer-set-aside"
 """`stale-0` is the copy of the state from before the faults, and `stale-1` and so on what became of it when served."""
 
-SERVES = ("paired", "alone")
-"""Standings of a syncer that publishes."""
-
 COMMAND_S = 120.0
-"""A command that looks after files ends within this time, and as long again as faults happened: `diloco replay` does
+"""A command that reads files ends within this time, and as long again as faults happened: `diloco replay` does
 all that the syncer did."""
 
 
 class World:
-    """One or two syncers, learners, and a proxy before each syncer for each of those that dial it; a context manager.
+    """One or two syncers, learners, and a relay before each syncer for each process that dials it; a context manager.
 
     Attributes:
         config: of the run.
         family: the processes.
-        ways: the proxies, by who dials and which syncer.
+        ways: the relays, by the process that dials and the syncer.
         events: of the syncers, since the state was last replaced.
         stands: how each of two syncers has last said that it stands.
         parted: ways that the first is cut off from, also where another fault of the same way ends.
         first: the syncer that serves the run, or was the last to.
         is_stale: an older copy is in the place of the syncer's state.
-        repaired: what `diloco syncer check --repair` has said, each time.
+        sampler: of a soak.
     """
 
     def __init__(self, plan: ChaosPlan, config: RunConfig) -> None:
@@ -60,7 +60,6 @@ class World:
         self.family = Family(plan.directory)
         self.ways: dict[tuple[str, str], Relay] = {}
         self.events: list[Event] = []
-        self.repaired: list[dict[str, Any]] = []
         self.stands: dict[str, Stands] = {}
         self.first = SYNCER
         self.parted = set[Relay]()
@@ -71,6 +70,8 @@ class World:
         self._num_ends = 0
         self._stack = ExitStack()
         self._run_file = str(plan.directory / "run.toml")
+        sample_every_s = min(10.0, plan.seconds / 100)
+        self.sampler = Sampler(self.state_dir, self.backups_of(SYNCER), sample_every_s) if plan.soak else None
         self._keys = plan.directory / "keys"
         self._follow()
 
@@ -98,22 +99,25 @@ class World:
         """Start the first syncer and all learners. The first learner gives the run its model."""
         self._serve(SYNCER)
         for index, name in enumerate(self.plan.names):
-            command = self._trains(name)
-            self.family.start(name, [*command, "--initialise"] if index == 0 else command, supervised=True, serves=True)
+            self.family.start(name, partial(self._trains, name, *(() if index else ("--initialise",))))
 
-    def _trains(self, name: str) -> list[str]:
+    def start_viewers(self) -> None:
+        """Start the viewers of a soak."""
+        self.family.start(VIEWERS, lambda: ["tests.chaos.viewers", str(self.plan.directory)])
+
+    def _trains(self, name: str, *more: str) -> list[str]:
         return [
-            "train", self._run_file, "--name", name, "--shard", str(self.plan.names.index(name)), "--supervised",
-            "--json", "--keys", str(self._keys / name), "--set", f"syncer.address={self._addresses(name)}",
+            "diloco", "train", self._run_file, "--name", name, "--shard", str(self.plan.names.index(name)),
+            "--supervised", "--keys", str(self._keys / name),
+            "--set", f"syncer.address={self._addresses(name)}", *more,
         ]  # fmt: skip
 
     def start_twin(self, name: str) -> None:
         """Start a second process with the name of a learner, and files of its own. It is not started again."""
         self._num_twins += 1
         directory = self.plan.directory.absolute() / TWINS / str(self._num_twins)
-        command = [*self._trains(name), "--set", f'run.dir="{directory}"']
-        self.family.start(f"{name}{TWIN}", command, serves=True, supervised=True)
-        self.family.children[f"{name}{TWIN}"].back_after_s = math.inf
+        command = partial(self._trains, name, "--set", f'run.dir="{directory}"')
+        self.family.start(f"{name}{TWIN}", command, once=True)
 
     @property
     def has_twins(self) -> bool:
@@ -147,15 +151,15 @@ class World:
         def command() -> list[str]:
             backups = f'syncer.backup="{self.backups_of(STALE if self.is_stale else name)}"'
             return [
-                "syncer", self._run_file, "--keys", str(self._keys / name), "--address", self.address(name),
+                "diloco", "syncer", self._run_file, "--keys", str(self._keys / name), "--address", self.address(name),
                 "--state-dir", str(self.state_dir_of(name)), "--set", backups,
                 *(() if follows is None else ("--follow", self.ways[name, follows].address)),
             ]  # fmt: skip
 
-        self.family.start(name, command(), restart=command, serves=True, supervised=True)
+        self.family.start(name, command)
 
     def address(self, syncer: str) -> str:
-        """Of a syncer, without a proxy."""
+        """Of a syncer, without a relay."""
         return f"127.0.0.1:{self._ports[syncer]}"
 
     def _addresses(self, learner: str) -> str:
@@ -208,11 +212,13 @@ class World:
         return self.family.children[name].process.pid
 
     def look(self) -> None:
-        """Start again what has ended, repair what no syncer starts on, and read the syncer's events."""
+        """Start again what has ended, repair what no syncer starts on, sample, and read the syncers' events."""
         self.family.watch()
+        if self.sampler is not None:
+            self.sampler.sample({name: self.pid(name) for name in self.family.children if self.is_running(name)})
         ends, self._num_ends = self.family.ends[self._num_ends :], len(self.family.ends)
         if any(end.name == SYNCER and end.code > 0 for end in ends) and not self.plan.standby:
-            self._repair()
+            self.command("syncer", "check", str(self.state_dir), "--repair", "--json")  # as an operator would
         for name, tail in self._tails.items() if not self.is_stale else ():
             events = tail.read()
             self.events += events
@@ -259,8 +265,6 @@ class World:
 
     def status(self) -> dict[str, Any]:
         """Of the run, from the syncer that serves it."""
-        from diloco.exchange.remote import fetch_status
-
         return fetch_status(self.address(self.first), run=self.config.run.name, keys=self._keys / WATCHER)
 
     # --- files --------------------------------------------------------------------------------------------------------
@@ -299,8 +303,8 @@ class World:
             )
         except subprocess.TimeoutExpired:
             raise RunError(f"diloco {' '.join(arguments)} has not ended within {limit_s:.0f} s") from None
-        found: Any = json.loads(done.stdout or b"{}")
-        return {"found": found, "exit_code": done.returncode, "said": done.stderr.decode(errors="replace")}
+        said = done.stderr.decode(errors="replace")
+        return {"found": json.loads(done.stdout or b"{}"), "exit_code": done.returncode, "said": said}
 
     def restore(self) -> bool:
         """Put the newest backup in the place of the state of a syncer that is not running; the old one is kept under
@@ -369,11 +373,3 @@ class World:
 
     def _follow(self) -> None:
         self._tails = {name: EventTail(self.state_dir_of(name) / "events.jsonl") for name in self.plan.syncers}
-
-    def _repair(self) -> None:
-        """As an operator would, where a syncer does not start."""
-        try:
-            said = self.command("syncer", "check", str(self.state_dir), "--repair", "--json")
-        except DilocoError as error:
-            said = {"found": {}, "exit_code": 1, "said": str(error)}
-        self.repaired.append(said)

@@ -1,8 +1,8 @@
-"""python -m tests.soak.viewers RUN_DIRECTORY: people and machines that look at a run, until SIGTERM.
+"""python -m tests.chaos.viewers RUN_DIRECTORY: viewers of a soak, until SIGTERM.
 
-One asks for the status over a connection that it keeps, one over a new connection each time, one fetches the model, one
-breaks off what it fetches, one scrapes the metrics, and one connects and says nothing. What each was answered, and how
-often not, is in RUN_DIRECTORY/viewers.json afterwards.
+One requests the status over a kept connection, one over a new connection each time, one fetches the model, one breaks
+off its fetch, one scrapes the metrics, and one connects and sends nothing. RUN_DIRECTORY/viewers.json has the number of
+answers of each, and of its errors by name.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 
+from tests.chaos.plan import ANSWERS, VIEWER_EVERY_S, WATCHER
+
 from diloco.config import load_config
 from diloco.errors import DilocoError
 from diloco.exchange.connection import Connection
@@ -27,28 +29,22 @@ from diloco.exchange.remote import fetch_model, fetch_status
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.incoming import Download
 
-SAID = "viewers.json"
-WATCHER = "watcher"
-"""As `diloco chaos` calls its viewer."""
 
-EVERY_S = {"long-lived": 0.25, "short-lived": 0.5, "model": 5.0, "broken off": 1.0, "metrics": 0.5, "silent": 0.5}
-
-
-class _EnoughError(Exception):
-    """Enough was fetched."""
+class _BrokenOffError(Exception):
+    """One message was read."""
 
 
 class BrokenOff(Download):
-    """Reads a little of what comes, and hangs up."""
+    """Reads one message of the answer, and hangs up."""
 
     def read(self, stream: Iterator[bytes], acknowledge: queue.SimpleQueue[bytes | None]) -> Iterator[None]:
         """As `Download.read`."""
         next(stream)
-        raise _EnoughError
+        raise _BrokenOffError
 
 
 def viewers(directory: Path) -> dict[str, Callable[[], object]]:
-    """What each does again and again."""
+    """The request of each."""
     config = load_config(directory / "run.toml")
     address, run, keys = config.syncer.address, config.run.name, directory / "keys" / WATCHER
     host, _, port = address.rpartition(":")
@@ -60,7 +56,7 @@ def viewers(directory: Path) -> dict[str, Callable[[], object]]:
     def break_off() -> None:
         request = pb.PullRequest(run=run, fragment=0, base=-1)
         with closing(Connection(address, keys=keys)) as connection:
-            with suppress(_EnoughError):
+            with suppress(_BrokenOffError):
                 connection.pull("joins", request, BrokenOff(request))
 
     def scrape() -> None:
@@ -82,10 +78,10 @@ def main() -> None:
     """View until SIGTERM."""
     directory, over = Path(sys.argv[1]), threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: over.set())
-    counts: dict[str, Counter[str]] = {name: Counter() for name in EVERY_S}
+    counts: dict[str, Counter[str]] = {name: Counter() for name in VIEWER_EVERY_S}
 
     def view(name: str, look: Callable[[], object]) -> None:
-        while not over.wait(EVERY_S[name]):
+        while not over.wait(VIEWER_EVERY_S[name]):
             try:
                 look()
                 counts[name]["answered"] += 1
@@ -97,7 +93,7 @@ def main() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    (directory / SAID).write_text(json.dumps(counts))
+    (directory / ANSWERS).write_text(json.dumps(counts))
 
 
 if __name__ == "__main__":

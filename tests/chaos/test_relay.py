@@ -9,8 +9,7 @@ from contextlib import suppress
 
 import pytest
 from benchmarks.processes import until
-
-from diloco.chaos.proxy import Relay
+from tests.chaos.relay import Relay
 
 
 class Echo:

@@ -1,5 +1,5 @@
-"""Where tokens and units of data went in a chaos run: what the syncer counts adds up, and is what learners and merges
-say that it is. Pure functions of what was written down."""
+"""Accounts of tokens and units of data in a chaos run: the syncer's counts add up, and agree with what learners and
+merges say."""
 
 from __future__ import annotations
 
@@ -9,24 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from diloco.chaos.facts import Facts
-from diloco.chaos.history import is_damaged, went_back
-from diloco.chaos.schedule import PAIR, STANDBY, SYNCER
-from diloco.chaos.story import Injected, Told
-from diloco.chaos.versions import BrokenInvariantError, check_ledger
-from diloco.chaos.world import TWIN
-from diloco.demo.processes import End
+from tests.chaos.facts import Facts, Injected, Record
+from tests.chaos.history import is_damaged, went_back
+from tests.chaos.plan import ENDS_LEARNER, GOES_BACK, SYNCERS, TWIN
+from tests.chaos.processes import End
+from tests.chaos.versions import BrokenInvariantError, check_ledger
+
 from diloco.events import Event, Evicted, Finished, Left, Merged, Published, RunStarted, Stepped, SyncerStarted
-
-SYNCERS = (SYNCER, STANDBY, PAIR)
-"""Targets of faults."""
-
-FORGETS = ("restore", "damage state", "stale copy")
-"""Faults after which the syncer may count less than it has heard of."""
-
-FULL = "fill learner's disk"
-
-ENDS_LEARNER = ("kill learner", "stop learner")
 
 LEAVES_S = 60.0
 """A goodbye comes this long after the learner's last event at most."""
@@ -94,11 +83,11 @@ def lives(process: str, events: Sequence[Event], ends: Sequence[float] = ()) -> 
     return found
 
 
-def miscounted_tokens(told: Told, facts: Facts) -> Iterator[str]:
+def miscounted_tokens(record: Record, facts: Facts) -> Iterator[str]:
     """Of each learner, the syncer counts at most what its processes say that they trained, and at least what it must
     have heard of."""
     ends = defaultdict[str, list[End]](list)
-    for end in told.ends:
+    for end in record.ends:
         ends[end.name].append(end)
     found = []
     for place, events in facts.learners.items():
@@ -109,13 +98,13 @@ def miscounted_tokens(told: Told, facts: Facts) -> Iterator[str]:
     for name in sorted({life.learner for life in found}):
         its = [life for life in found if life.learner == name]
         trained = facts.trained.get(name, 0)
-        if (upper := _at_most(told, its, ends, most)) is not None and trained > upper:
+        if (upper := _at_most(record, its, ends, most)) is not None and trained > upper:
             yield f"{trained} tokens are counted as trained by {name}, whose processes trained {upper} at most"
-        if trained < (lower := sum(_heard_of(told, facts, life, ends) for life in its)):
+        if trained < (lower := sum(_heard_of(record, facts, life, ends) for life in its)):
             yield f"{trained} tokens are counted as trained by {name}, whose processes trained {lower} at least"
 
 
-def _at_most(told: Told, its: Sequence[Life], ends: Mapping[str, Sequence[End]], most: int) -> int | None:
+def _at_most(record: Record, its: Sequence[Life], ends: Mapping[str, Sequence[End]], most: int) -> int | None:
     """A process that was killed may have trained on after its last event: as much as between two of them (`most`), or,
     where its disk had no room for events, as much as its fastest pace comes to until its end. None: there is no saying
     where one began."""
@@ -126,31 +115,30 @@ def _at_most(told: Told, its: Sequence[Life], ends: Mapping[str, Sequence[End]],
         total += life.tokens
         if not life.is_whole:
             end = _end_of(life, ends)
-            full = (it for it in told.injected if it.hit and it.fault.kind == FULL and it.fault.target == life.learner)
-            if end is not None and any(it.began_at <= end and it.ended_at >= life.last_at for it in full):
+            if end is not None and _is_hit(record.hits("fill learner's disk"), (life.learner,), life.last_at, end):
                 total += int((end - life.last_at) * life.most_tokens_per_s)
             total += most
     return total
 
 
-def _heard_of(told: Told, facts: Facts, life: Life, ends: Mapping[str, Sequence[End]]) -> int:
+def _heard_of(record: Record, facts: Facts, life: Life, ends: Mapping[str, Sequence[End]]) -> int:
     """Tokens of a life that the syncer must have heard of, and not forgotten: all, where it has heard the goodbye; of
     one that was killed, those of before the last heartbeats. Where anything else was wrong at that time, none."""
-    hit = [each for each in told.injected if each.hit]
-    if any(each.fault.kind in FORGETS and each.ended_at >= life.began_at for each in hit):
+    hit = record.hits()
+    if any(each.ended_at >= life.began_at for each in record.hits(*GOES_BACK, "stale copy")):
         return 0
     if life.is_whole:
         left = (it.t for it in facts.syncer if isinstance(it, Left) and it.learner == life.learner)
         heard_at = next((t for t in left if life.last_at <= t <= life.last_at + LEAVES_S), None)
-        is_quiet = heard_at is not None and not _is_hit(hit, SYNCERS, life.last_at, heard_at + told.lost_s)
+        is_quiet = heard_at is not None and not _is_hit(hit, SYNCERS, life.last_at, heard_at + record.lost_s)
         return life.tokens if is_quiet else 0
     end = _end_of(life, ends)
     if end is None:
         return 0
-    since = end - 3 * told.lost_s
+    since = end - 3 * record.lost_s
     evicted = (it.t for it in facts.syncer if isinstance(it, Evicted) and it.learner == life.learner)
     others = [each for each in hit if not (each.fault.kind in ENDS_LEARNER and since <= each.began_at <= end)]
-    is_hit = _is_hit(others, (life.learner,), since, end) or _is_hit(hit, SYNCERS, since, end + 2 * told.lost_s)
+    is_hit = _is_hit(others, (life.learner,), since, end) or _is_hit(hit, SYNCERS, since, end + 2 * record.lost_s)
     return 0 if is_hit or any(since <= t <= end for t in evicted) else life.trained_by(since)
 
 
@@ -159,23 +147,25 @@ def _end_of(life: Life, ends: Mapping[str, Sequence[End]]) -> float | None:
 
 
 def _is_hit(hit: Sequence[Injected], targets: Sequence[str], since: float, until: float) -> bool:
-    """Whether a fault of these was there meanwhile."""
-    return any(it.fault.target in targets and it.began_at <= until and it.ended_at >= since for it in hit)
+    """Whether a fault of any of these targets was there meanwhile."""
+    return any(it.fault.target in targets and it.overlaps(since, until) for it in hit)
 
 
-def open_accounts(told: Told, facts: Facts) -> Iterator[str]:
-    """Per fragment, trained = pending + merged + discarded + lost, nothing is pending after all have left, and what
-    the history says to be merged is what the ledger says. `miscounted_tokens` says of what is trained."""
-    if not told.status:
+def open_accounts(record: Record, facts: Facts) -> Iterator[str]:
+    """Per fragment, trained = pending + merged + discarded + lost, none pending in the end, and the ledger has merged
+    what the history has. Of each learner, trained is at most what its processes' own events say, with what a killed
+    one can have trained after its last event; and at least what those say that ended in good order, unless a state
+    went back."""
+    if not record.status:
         yield "the syncer has said nothing of its tokens"
         return
     line = facts.line
-    is_whole = {row.fragment for row in line if row.version == 0} == set(range(len(told.status["fragments"])))
-    is_whole &= not any(each.fault == "damage state" for each in went_back(told, facts))
-    trained = {each["ledger"]["trained"] for each in told.status["fragments"]}
+    is_whole = {row.fragment for row in line if row.version == 0} == set(range(len(record.status["fragments"])))
+    is_whole &= not any(each.fault == "damage state" for each in went_back(record, facts))
+    trained = {each["ledger"]["trained"] for each in record.status["fragments"]}
     if len(trained) > 1:
         yield f"the fragments have counted different tokens: {sorted(trained)}"
-    for each in told.status["fragments"]:
+    for each in record.status["fragments"]:
         what, ledger = f"fragment {each['fragment']}", each["ledger"]
         try:
             check_ledger(what, ledger, ledger["discarded"])
@@ -188,7 +178,7 @@ def open_accounts(told: Told, facts: Facts) -> Iterator[str]:
             yield f"{what}: {ledger['merged']} tokens are merged by the ledger, and {merged} by the history"
     if facts.learners and not facts.trained:
         yield "no state says what each learner has trained"
-    yield from miscounted_tokens(told, facts)
+    yield from miscounted_tokens(record, facts)
 
 
 def merged_units(facts: Facts) -> dict[int, int | None]:
@@ -214,10 +204,10 @@ def merged_units(facts: Facts) -> dict[int, int | None]:
     return units
 
 
-def open_units(told: Told, facts: Facts) -> Iterator[str]:
-    """Of leased data, every unit of a pass is done, leased or free, and has one fate; and as many were merged as the
-    events of the merges say."""
-    data: dict[str, Any] | None = told.status.get("data") if told.status else None
+def open_units(record: Record, facts: Facts) -> Iterator[str]:
+    """Of leased data, done + leased + free is all, each unit that is done has one fate in each fragment, and as many
+    were merged as the events of all merges say, where none of those is missing."""
+    data: dict[str, Any] | None = record.status.get("data") if record.status else None
     if data is None:
         return
     for each in data["passes"]:
@@ -227,7 +217,7 @@ def open_units(told: Told, facts: Facts) -> Iterator[str]:
         if each["leased"]:
             yield f"pass {each['pass']}: {each['leased']} units are leased, and no learner is there"
     done = data["passes_done"] * data["num_units"] + sum(each["done"] for each in data["passes"])
-    merged = {} if is_damaged(told) else merged_units(facts)  # a repair may have lost lines of the history, or all
+    merged = {} if is_damaged(record) else merged_units(facts)  # a repair may have lost lines of the history, or all
     for fragment, each in enumerate(data["fragments"]):
         if (fates := sum(each["fates"].values())) != done:
             yield f"fragment {fragment}: {fates} units have a fate, and {done} are done"

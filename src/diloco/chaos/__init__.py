@@ -1,1 +1,0 @@
-"""A whole real run under a seeded schedule of faults, and what it comes to: `diloco chaos`."""
