@@ -22,8 +22,8 @@ LEAVES_S = 60.0
 
 
 @dataclass
-class Life:
-    """A process of a learner, as its own events tell.
+class Lifetime:
+    """A process of a learner, by its own events.
 
     Attributes:
         process: its name, a second one's with "-twin".
@@ -45,30 +45,31 @@ class Life:
 
     @property
     def tokens(self) -> int:
-        """That it says to have trained."""
+        """Tokens that it has trained by its last event."""
         return self.trained_by(math.inf)
 
     @property
     def last_at(self) -> float:
-        """Of its last event."""
+        """Time of its last event."""
         return self.heard[-1][0] if self.heard else self.began_at
 
     def trained_by(self, at: float) -> int:
-        """Tokens that it says to have trained by then."""
+        """Tokens that it has trained by the events until then."""
         return max((tokens for t, tokens in self.heard if t <= at), default=0)
 
 
-def lives(process: str, events: Sequence[Event], ends: Sequence[float] = ()) -> list[Life]:
-    """Of a learner's events: each begins where its checkpoint had it. `ends`: when its processes ended."""
-    found: list[Life] = []
+def lifetimes(process: str, events: Sequence[Event], ends: Sequence[float] = ()) -> list[Lifetime]:
+    """Lifetimes in a learner's events: each begins with the tokens of its checkpoint. `ends`: times at which its
+    processes ended."""
+    found: list[Lifetime] = []
     for event in events:
         match event:
             case RunStarted(who=who, tokens=tokens, t=at):
-                found.append(Life(who, process, at, tokens))
+                found.append(Lifetime(who, process, at, tokens))
             case Stepped(who=who, tokens=tokens, tokens_per_s=rate, t=at) if found:
                 life = found[-1]
                 if any(life.last_at < end < at for end in ends):  # a full disk has refused what came before
-                    life = Life(who, process, at, None)
+                    life = Lifetime(who, process, at, None)
                     found.append(life)
                 if life.first is not None:
                     life.most_tokens = max(life.most_tokens, tokens - life.first - life.tokens)
@@ -93,7 +94,7 @@ def miscounted_tokens(record: Record, facts: Facts) -> Iterator[str]:
     for place, events in facts.learners.items():
         directory, _, name = place.rpartition("/")
         process = f"{name}{TWIN}" if directory else name
-        found += lives(process, events, [end.t for end in ends[process]])
+        found += lifetimes(process, events, [end.t for end in ends[process]])
     most = max((life.most_tokens for life in found), default=0)
     for name in sorted({life.learner for life in found}):
         its = [life for life in found if life.learner == name]
@@ -104,7 +105,7 @@ def miscounted_tokens(record: Record, facts: Facts) -> Iterator[str]:
             yield f"{trained} tokens are counted as trained by {name}, whose processes trained {lower} at least"
 
 
-def _at_most(record: Record, its: Sequence[Life], ends: Mapping[str, Sequence[End]], most: int) -> int | None:
+def _at_most(record: Record, its: Sequence[Lifetime], ends: Mapping[str, Sequence[End]], most: int) -> int | None:
     """A process that was killed may have trained on after its last event: as much as between two of them (`most`), or,
     where its disk had no room for events, as much as its fastest pace comes to until its end. None: there is no saying
     where one began."""
@@ -121,9 +122,9 @@ def _at_most(record: Record, its: Sequence[Life], ends: Mapping[str, Sequence[En
     return total
 
 
-def _heard_of(record: Record, facts: Facts, life: Life, ends: Mapping[str, Sequence[End]]) -> int:
-    """Tokens of a life that the syncer must have heard of, and not forgotten: all, where it has heard the goodbye; of
-    one that was killed, those of before the last heartbeats. Where anything else was wrong at that time, none."""
+def _heard_of(record: Record, facts: Facts, life: Lifetime, ends: Mapping[str, Sequence[End]]) -> int:
+    """Tokens of a lifetime that the syncer must have heard of, and not forgotten: all, where it has heard the goodbye;
+    of one that was killed, those of before the last heartbeats. Where anything else was wrong at that time, none."""
     hit = record.hits()
     if any(each.ended_at >= life.began_at for each in record.hits(*GOES_BACK, "stale copy")):
         return 0
@@ -142,12 +143,12 @@ def _heard_of(record: Record, facts: Facts, life: Life, ends: Mapping[str, Seque
     return 0 if is_hit or any(since <= t <= end for t in evicted) else life.trained_by(since)
 
 
-def _end_of(life: Life, ends: Mapping[str, Sequence[End]]) -> float | None:
+def _end_of(life: Lifetime, ends: Mapping[str, Sequence[End]]) -> float | None:
     return next((end.t for end in ends[life.process] if end.t >= life.last_at), None)
 
 
 def _is_hit(hit: Sequence[Injected], targets: Sequence[str], since: float, until: float) -> bool:
-    """Whether a fault of any of these targets was there meanwhile."""
+    """Whether a fault of any of these targets overlaps that time."""
     return any(it.fault.target in targets and it.overlaps(since, until) for it in hit)
 
 

@@ -1,4 +1,4 @@
-"""What a chaos run leaves to judge, as plain values: what was done to it, and what its processes wrote."""
+"""Evidence of a chaos run as plain values: what was done to it (`Record`), and what its processes wrote (`Facts`)."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Injected:
     hit: bool
 
     def overlaps(self, since: float, until: float) -> bool:
-        """Whether any of it was between these times."""
+        """Whether it was active between these times."""
         return self.began_at <= until and self.ended_at >= since
 
 
 @dataclass(frozen=True)
 class Record:
-    """What was done to a run, and what it and its commands answered.
+    """A run as the process that drove it has seen it.
 
     Attributes:
         lost_s: deadline of a silent learner.
@@ -90,7 +90,7 @@ class StoredVersion:
 
 @dataclass(frozen=True)
 class Facts:
-    """What was written down.
+    """Files of a run, as values.
 
     Attributes:
         syncer: all events of all syncers, by time.
@@ -120,13 +120,13 @@ class Facts:
 
     @property
     def history(self) -> list[StoredVersion]:
-        """All versions that any of the databases has."""
+        """All versions in any of the databases."""
         return [row for store in self.stores for row in store]
 
     @property
     def line(self) -> list[StoredVersion]:
-        """The versions that led to the end: a state that was restored or repaired begins with the newest ones that its
-        source had, and what was before them is in that. Each of two syncers has all."""
+        """The versions that led to the end: a state that was restored or repaired begins with the newest ones of its
+        source, which has those before them. Each of two syncers has all."""
         if self.standby is not None:
             return list(self.stores[-1])
         rows: dict[int, list[StoredVersion]] = {}
@@ -144,7 +144,7 @@ class Facts:
 
     @property
     def holdings(self) -> list[tuple[str, Adopted]]:
-        """What learners have reported to hold."""
+        """The versions that learners have reported to hold."""
         return [
             (name, event) for name, events in self.learners.items() for event in events if isinstance(event, Adopted)
         ]
@@ -182,7 +182,7 @@ def _events(directory: Path) -> list[Event]:
 
 
 def _history(path: Path) -> list[StoredVersion]:
-    """Nothing where the file is no whole database: one that was damaged on purpose is set aside."""
+    """Versions in a database; none where the file is damaged: one that was damaged on purpose is set aside."""
     query = "SELECT fragment, version, digest, tokens FROM versions"
     return [StoredVersion(*row) for row in _read(path, lambda db: db.execute(query).fetchall())]
 
@@ -210,7 +210,7 @@ def _refusals(path: Path) -> int:
 
 
 def _tracebacks(path: Path) -> list[str]:
-    """The last line of each: after those that are indented."""
+    """The last line of each traceback, after those that are indented."""
     found, inside = [], False
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         if line.startswith("Traceback (most recent call last)"):

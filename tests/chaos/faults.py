@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.chaos.plan import PAIR, SYNCER, Fault
+from tests.chaos.plan import PAIR, SYNCER, TWIN, Fault
 from tests.chaos.relay import Direction, Relay
 from tests.chaos.world import World
 
@@ -24,16 +24,15 @@ from diloco.events import Joined
 DIALLED_S = 4.0
 """Learners that wait for a syncer have dialled it in this time."""
 
-Act = Callable[[World, Fault], bool]
+Begin = Callable[[World, Fault], bool]
 
 
-def nothing(world: World, fault: Fault) -> bool:
+def nothing(world: World, fault: Fault) -> None:
     """The end of a fault that is over by itself."""
-    return True
 
 
 def at_once(world: World, fault: Fault, began_at: float) -> bool:
-    """What a fault is for does not take time of its own."""
+    """A fault has its effect at once."""
     return True
 
 
@@ -42,13 +41,13 @@ class Injection:
     """How a kind of fault begins and ends.
 
     Attributes:
-        has_worked: whether what it is for has happened since it began (Unix time, in seconds): it ends then, after its
-            time, since processes may take long to start.
-        ways: what it happens to; None: to no network.
+        has_worked: whether it has had its effect since it began (Unix time, in seconds): it ends then, after its time,
+            since processes may take long to start.
+        ways: the ways that it happens to; None: to no network.
     """
 
-    begin: Act
-    end: Act = nothing
+    begin: Begin
+    end: Callable[[World, Fault], object] = nothing
     has_worked: Callable[[World, Fault, float], bool] = at_once
     ways: Callable[[World, Fault], Sequence[Relay]] | None = None
 
@@ -60,7 +59,7 @@ class Injection:
 # --- processes
 
 
-def _ends_with(number: int) -> Act:
+def _ends_with(number: int) -> Begin:
     def begin(world: World, fault: Fault) -> bool:
         if not world.is_running(fault.target):
             return False
@@ -91,10 +90,9 @@ def kill_for_long(world: World, fault: Fault) -> bool:
     return True
 
 
-def bring_back(world: World, fault: Fault) -> bool:
+def bring_back(world: World, fault: Fault) -> None:
     """Start it again."""
     world.family.bring_back(fault.target)
-    return True
 
 
 def freeze(world: World, fault: Fault) -> bool:
@@ -108,17 +106,20 @@ def is_taken_over(world: World, fault: Fault, began_at: float) -> bool:
 
 
 def begin_twin(world: World, fault: Fault) -> bool:
-    """A second process joins under the name of a learner that is there. It knows of no epoch: where an older copy of
-    the state is served it would follow that."""
+    """A second process joins under the name of a running learner. It knows of no epoch, so it would follow an older
+    copy of the state."""
     if not world.is_running(fault.target) or world.is_stale:
         return False
     world.start_twin(fault.target)
     return True
 
 
-def end_twin(world: World, fault: Fault) -> bool:
-    """It is gone, without a word."""
-    return world.end_twin(fault.target)
+def end_twin(world: World, fault: Fault) -> None:
+    """It is killed, if it still runs."""
+    child = world.family.children.pop(f"{fault.target}{TWIN}", None)
+    if child is not None:
+        child.process.kill()
+        child.process.wait()
 
 
 def has_joined(world: World, fault: Fault, began_at: float) -> bool:
@@ -130,12 +131,12 @@ def has_joined(world: World, fault: Fault, began_at: float) -> bool:
 
 
 def pause(world: World, fault: Fault) -> bool:
-    """Stop the process where it stands."""
+    """SIGSTOP."""
     return _signal(world, fault.target, signal.SIGSTOP)
 
 
 def resume(world: World, fault: Fault) -> bool:
-    """Let it go on."""
+    """SIGCONT."""
     return _signal(world, fault.target, signal.SIGCONT)
 
 
@@ -157,7 +158,7 @@ def fill(world: World, fault: Fault) -> bool:
 
 
 def free(world: World, fault: Fault) -> bool:
-    """All can."""
+    """Files can grow again."""
     return _limit(world, fault.target, resource.RLIM_INFINITY)
 
 
@@ -213,36 +214,45 @@ def serve_an_older_copy(world: World, fault: Fault) -> bool:
 
 
 def is_dialled(world: World, fault: Fault, began_at: float) -> bool:
-    """It has served for so long that learners have dialled it."""
+    """The older copy has been served for long enough that learners have dialled it."""
     started_at = world.serves_an_older_copy_since
     return started_at is not None and time.time() - started_at > DIALLED_S
 
 
-def serve_the_newest(world: World, fault: Fault) -> bool:
-    """The same back."""
+def serve_the_newest(world: World, fault: Fault) -> None:
+    """Kill it, and put the state back."""
     if world.is_running(SYNCER):
         world.family.kill(SYNCER, 0.0, wait=True)
     if world.is_stale:
         world.be_true()
-    return True
 
 
 # --- networks
 
 
-def _on_ways(begin: Act, end: Act = nothing) -> Injection:
-    return Injection(begin, end, ways=lambda world, fault: world.ways_of(fault.target))
+def _on_ways(act: Callable[[World, Fault, Relay], object]) -> Injection:
+    """Something that is done to every way of the target; in the end the ways are as before."""
+
+    def begin(world: World, fault: Fault) -> bool:
+        for way in world.ways_of(fault.target):
+            act(world, fault, way)
+        return True
+
+    return Injection(begin, heal, ways=lambda world, fault: world.ways_of(fault.target))
 
 
-def partition(world: World, fault: Fault) -> bool:
-    """Nothing arrives, in either direction, and new connections lead nowhere."""
-    _stop(world.ways_of(fault.target))
-    return True
-
-
-def heal(world: World, fault: Fault) -> bool:
+def heal(world: World, fault: Fault) -> None:
     """The ways are as before, but for those that the first is cut off from."""
-    return _heal([way for way in world.ways_of(fault.target) if way not in world.parted])
+    for way in world.ways_of(fault.target):
+        if way not in world.parted:
+            way.heal()
+
+
+def partition(way: Relay) -> None:
+    """Nothing arrives, in either direction, and new connections lead nowhere."""
+    way.up.flows.clear()
+    way.down.flows.clear()
+    way.refuse()
 
 
 def part(num_learners: Callable[[int], int], *, standby: bool) -> Injection:
@@ -258,78 +268,36 @@ def part(num_learners: Callable[[int], int], *, standby: bool) -> Injection:
         if not world.is_paired:
             return False
         world.parted.update(ways(world, fault))
-        _stop(ways(world, fault))
+        for way in ways(world, fault):
+            partition(way)
         return True
 
-    def end(world: World, fault: Fault) -> bool:
+    def end(world: World, fault: Fault) -> None:
         world.parted.clear()
-        return _heal(ways(world, fault))
+        for way in ways(world, fault):
+            way.heal()
 
     return Injection(begin, end, has_worked=is_taken_over if standby else at_once, ways=ways)
 
 
-def _stop(ways: Sequence[Relay]) -> None:
-    for way in ways:
-        way.up.flows.clear()
-        way.down.flows.clear()
-        way.refuse()
-
-
-def _heal(ways: Sequence[Relay]) -> bool:
-    for way in ways:
-        way.heal()
-    return True
-
-
-def _stops(direction: Callable[[Relay], Direction]) -> Act:
-    def begin(world: World, fault: Fault) -> bool:
-        for way in world.ways_of(fault.target):
-            direction(way).flows.clear()
-        return True
-
-    return begin
-
-
-def swallow(world: World, fault: Fault) -> bool:
-    """What is sent over open connections goes nowhere."""
-    for way in world.ways_of(fault.target):
-        way.swallow()
-    return True
-
-
-def slow(world: World, fault: Fault) -> bool:
+def slow(world: World, fault: Fault, way: Relay) -> None:
     """Few bytes a second."""
-    for way in world.ways_of(fault.target):
-        way.up.bytes_per_s = way.down.bytes_per_s = 30_000 * 10**fault.choice
-    return True
+    way.up.bytes_per_s = way.down.bytes_per_s = 30_000 * 10**fault.choice
 
 
-def delay(world: World, fault: Fault) -> bool:
+def delay(world: World, fault: Fault, way: Relay) -> None:
     """Every piece takes longer."""
-    for way in world.ways_of(fault.target):
-        way.up.delay_s = way.down.delay_s = 0.05 * 10**fault.choice
-    return True
+    way.up.delay_s = way.down.delay_s = 0.05 * 10**fault.choice
 
 
-def corrupt(world: World, fault: Fault) -> bool:
+def corrupt(world: World, fault: Fault, way: Relay) -> None:
     """A bit of the next pieces is another one."""
-    for way in world.ways_of(fault.target):
-        _either(way, fault).num_corrupt = 1 + int(3 * fault.choice)
-    return True
+    _either(way, fault).num_corrupt = 1 + int(3 * fault.choice)
 
 
-def cut(world: World, fault: Fault) -> bool:
-    """All connections break."""
-    for way in world.ways_of(fault.target):
-        way.cut()
-    return True
-
-
-def cut_transfer(world: World, fault: Fault) -> bool:
+def cut_transfer(world: World, fault: Fault, way: Relay) -> None:
     """A connection breaks in the middle of what it carries."""
-    for way in world.ways_of(fault.target):
-        _either(way, fault).cut_after_bytes = int(fault.choice * world.plan.cut_bytes)
-    return True
+    _either(way, fault).cut_after_bytes = int(fault.choice * world.plan.cut_bytes)
 
 
 def _either(way: Relay, fault: Fault) -> Direction:
@@ -342,16 +310,16 @@ INJECTIONS: dict[str, Injection] = {
     "pause learner": Injection(pause, resume),
     "freeze learner": Injection(pause, resume),
     "fill learner's disk": Injection(fill, free),
-    "partition": _on_ways(partition, heal),
-    "long partition": _on_ways(partition, heal),
-    "one-way up": _on_ways(_stops(lambda way: way.up), heal),
-    "one-way down": _on_ways(_stops(lambda way: way.down), heal),
-    "half open": _on_ways(swallow, heal),
-    "slow link": _on_ways(slow, heal),
-    "delay": _on_ways(delay, heal),
-    "corruption": _on_ways(corrupt, heal),
-    "cut": _on_ways(cut),
-    "cut transfer": _on_ways(cut_transfer, heal),
+    "partition": _on_ways(lambda world, fault, way: partition(way)),
+    "long partition": _on_ways(lambda world, fault, way: partition(way)),
+    "one-way up": _on_ways(lambda world, fault, way: way.up.flows.clear()),
+    "one-way down": _on_ways(lambda world, fault, way: way.down.flows.clear()),
+    "half open": _on_ways(lambda world, fault, way: way.swallow()),
+    "slow link": _on_ways(slow),
+    "delay": _on_ways(delay),
+    "corruption": _on_ways(corrupt),
+    "cut": _on_ways(lambda world, fault, way: way.cut()),
+    "cut transfer": _on_ways(cut_transfer),
     "kill syncer": Injection(_ends_with(signal.SIGKILL)),
     "stop syncer": Injection(_ends_with(signal.SIGTERM)),
     "pause syncer": Injection(pause, resume),
@@ -365,7 +333,7 @@ INJECTIONS: dict[str, Injection] = {
     "isolate first": part(lambda num: num // 2 + 1, standby=True),
     "part first from half": part(lambda num: (num + 1) // 2, standby=False),
     "part first from most": part(lambda num: num // 2 + 1, standby=False),
-    "part the two": _on_ways(partition, heal),
+    "part the two": _on_ways(lambda world, fault, way: partition(way)),
     "kill both": Injection(kill_both),
     "kill standby": Injection(_ends_with(signal.SIGKILL)),
     "freeze standby": Injection(pause, resume),

@@ -25,19 +25,19 @@ from tests.chaos.processes import End
 from diloco.events import Contributed, Published
 
 ENDS = ("kill", "stop", "damage", "restore", "stale", "same")
-"""How the kinds of faults begin that end a process."""
+"""First words of the faults that end a process."""
 
 REFUSES = ("damage state", "same name")
-"""Faults that a process may end for with a sentence: the state is damaged, or another process has the name."""
+"""Faults after which a process may refuse to go on: its state is damaged, or another process has its name."""
 
 REFUSED_S = 5.0
-"""A learner that has met an older copy has ended this long after that was taken away."""
+"""A learner that has met an older copy has ended this long after the copy was removed."""
 
 LATEST_S = 60.0
-"""A process that was asked to end has ended by then, on a slow machine too."""
+"""A process that was asked to end has ended within this time, on a slow machine too."""
 
 STUCK_S = 120.0
-"""No fragment is without a new version for so long."""
+"""Longest time of a fragment without a new version."""
 
 STOPPED = 143
 """Exit code of a supervised learner that a signal has stopped."""
@@ -45,7 +45,7 @@ STOPPED = 143
 
 @dataclass(frozen=True)
 class Finding:
-    """Whether an invariant holds. `broken`: what breaks it, a sentence each. `seen`: what was looked at."""
+    """Whether an invariant holds. `broken`: what breaks it, a sentence each. `seen`: what was compared."""
 
     name: str
     broken: tuple[str, ...]
@@ -58,7 +58,7 @@ class Finding:
 
 
 def check(record: Record, facts: Facts) -> tuple[Finding, ...]:
-    """All of them; more of a soak."""
+    """Check all invariants; of a soak, those of a soak too."""
     due = (*INVARIANTS, *OF_A_SOAK) if record.plan.soak else INVARIANTS
     return tuple(Finding(name, tuple(found(record, facts)), seen(record, facts)) for name, found, seen in due)
 
@@ -185,14 +185,14 @@ INVARIANTS: tuple[tuple[str, Broken, Seen], ...] = (
     ("the state at the end is whole", state_not_whole, lambda record, facts: "diloco syncer check"),
     ("the journal replays", replays_differ, lambda record, facts: _replayed(record)),
 )
-"""Each with what breaks it, and what was looked at."""
+"""Name, check, and the text that says what was compared."""
 
 OF_A_SOAK: tuple[tuple[str, Broken, Seen], ...] = (
     ("no process or directory leaks", leaking, lambda record, facts: f"{len(record.curves)} curves"),
     ("no fragment is stuck", stuck, lambda record, facts: f"{len(facts.history)} versions"),
     ("every viewer is answered", unanswered, lambda record, facts: f"{len(VIEWER_EVERY_S)} viewers"),
 )
-"""More of these, where it was one."""
+"""Further invariants of a soak."""
 
 
 def _units(record: Record) -> str:

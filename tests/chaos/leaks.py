@@ -1,5 +1,5 @@
-"""Leaks: what processes and directories of a soak hold, sampled, and whether it grows after a warm-up, robust against
-steps, spikes and noise."""
+"""Leaks of a soak: samples of its processes and directories, and their growth after a warm-up, robust against steps,
+spikes and noise."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ ALLOWED = {  # per hour, and in all
     "tensors_bytes": (1e6, 4e6),
     "backups_bytes": (1e6, 8e6),
 }
-"""What each may grow by."""
+"""Growth that is no leak."""
 
 ALLOWED_A_VERSION = {"journal_bytes": 20e3, "events_bytes": 2e3}
-"""What holds the history of the run, for each version: in the journal the contributions of three learners, 4.8 kB each,
-with some 50 entries."""
+"""Sizes of files that hold the history of the run, for each version: in the journal the contributions of three
+learners, 4.8 kB each, with some 50 entries."""
 
 MOST_POINTS = 200
 """Samples that are compared pairwise; more are thinned out evenly."""
@@ -84,7 +84,7 @@ class Sampler:
     """Samples processes, and files of the syncer.
 
     Attributes:
-        curves: by what was sampled: "syncer (4711) handles", "disk journal_bytes".
+        curves: by names such as "syncer (4711) handles" and "disk journal_bytes".
     """
 
     def __init__(self, state_dir: Path, backups: Path, every_s: float) -> None:

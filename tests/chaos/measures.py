@@ -1,9 +1,10 @@
-"""The result of a chaos run: numbers, and how they are shown."""
+"""The result of a chaos run: numbers, and their text."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -34,7 +35,7 @@ def measured(record: Record, facts: Facts, findings: Sequence[Finding]) -> dict[
     merges = [event for event in facts.syncer if isinstance(event, Merged)]
     calm, troubled = (_tokens_per_s(merges, *span) for span in (record.calm, record.troubled))
     begun = [event for event in merges if record.troubled[0] <= event.t <= record.troubled[1]]
-    step_s = _step_s(facts, *record.calm)
+    step_s, works, serves = _step_s(facts, *record.calm), partial(_first_work, facts), partial(_served_again, facts)
     return {
         "seed": record.plan.seed,
         "learners": record.plan.learners,
@@ -59,10 +60,10 @@ def measured(record: Record, facts: Facts, findings: Sequence[Finding]) -> dict[
         "step_s": step_s,
         "lost_deadline_s": record.lost_s,
         "recovery": {
-            "learner": summary(_learners_back(hit, facts)),
-            "learner_from_its_start": summary(_learners_back(hit, facts, from_start=True)),
-            "syncer": summary(_syncers_back(hit, facts)),
-            "syncer_from_its_start": summary(_syncers_back(hit, facts, from_start=True)),
+            "learner": summary(_back(hit, ENDS_LEARNER, works, from_start=False)),
+            "learner_from_its_start": summary(_back(hit, ENDS_LEARNER, works, from_start=True)),
+            "syncer": summary(_back(hit, ENDS_SYNCER, serves, from_start=False)),
+            "syncer_from_its_start": summary(_back(hit, ENDS_SYNCER, serves, from_start=True)),
             "takeover": summary(takeovers(record, facts, until="serves", alone=True)),
             "takeover_amid_faults": summary(takeovers(record, facts, until="serves", alone=False)),
             "takeover_published": summary(takeovers(record, facts, until="publishes", alone=False)),
@@ -119,26 +120,16 @@ def _by_kind(hit: Sequence[Injected], facts: Facts, record: Record) -> dict[str,
     }
 
 
-def _learners_back(hit: Sequence[Injected], facts: Facts, *, from_start: bool = False) -> list[float]:
-    """From the signal that ended a learner to the first version with its new work; `from_start`: from when its process
-    was started again, about a second less."""
-    found = []
-    for each in _lasting(hit, ENDS_LEARNER, lambda each: _first_work(facts, each)):
-        at = _first_work(facts, each)
-        assert at is not None
-        found.append(at - (each.ended_at if from_start else each.began_at))
-    return found
-
-
-def _lasting(
-    hit: Sequence[Injected], kinds: Sequence[str], recovery: Callable[[Injected], float | None]
-) -> Iterator[Injected]:
-    """Faults of these kinds after which the process came back before another fault hit it."""
+def _back(
+    hit: Sequence[Injected], kinds: Sequence[str], recovery: Callable[[Injected], float | None], *, from_start: bool
+) -> Iterator[float]:
+    """From the signal that ended a process to its recovery, where it came before another fault hit the process;
+    `from_start`: from when it was started again, about a second less."""
     for each in hit:
         if each.fault.kind in kinds and (at := recovery(each)) is not None:
             same = (other for other in hit if other is not each and other.fault.target == each.fault.target)
             if not any(each.began_at <= other.began_at <= at for other in same):
-                yield each
+                yield at - (each.ended_at if from_start else each.began_at)
 
 
 def _first_work(facts: Facts, injected: Injected) -> float | None:
@@ -154,21 +145,10 @@ def _first_work(facts: Facts, injected: Injected) -> float | None:
     return None
 
 
-def _syncers_back(hit: Sequence[Injected], facts: Facts, *, from_start: bool = False) -> list[float]:
-    """From the signal that ended the only syncer to the moment when the next one serves."""
-    if is_pair(facts):
-        return []  # the other one takes over
-    starts = [event.t for event in facts.syncer if isinstance(event, SyncerStarted)]
-
-    def serves(each: Injected) -> float | None:
-        return next((t for t in starts if t > each.began_at), None)
-
-    found = []
-    for each in _lasting(hit, ENDS_SYNCER, serves):
-        at = serves(each)
-        assert at is not None
-        found.append(at - (each.ended_at if from_start else each.began_at))
-    return found
+def _served_again(facts: Facts, injected: Injected) -> float | None:
+    """When a syncer that was ended serves again; None: it does not, or there are two, of which the other takes over."""
+    starts = (event.t for event in facts.syncer if isinstance(event, SyncerStarted) and event.t > injected.began_at)
+    return None if is_pair(facts) else next(starts, None)
 
 
 def _survivors_next(hit: Sequence[Injected], facts: Facts) -> list[float]:

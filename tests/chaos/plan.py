@@ -112,7 +112,7 @@ def kinds(lost_s: float) -> tuple[Kind, ...]:
             1,
             (0.2, 0.5),
             6.0,
-            "SIGKILL, a file of the state is damaged; check --repair",
+            "SIGKILL; a file of the state is damaged; repair",
             "one",
         ),
         Kind("restore", "syncer", 1, (0.2, 0.5), 6.0, "SIGKILL, the state of a backup in its place", "one"),
@@ -206,12 +206,12 @@ class ChaosPlan:
 
     @property
     def syncers(self) -> list[str]:
-        """Their names."""
+        """Names of the syncers."""
         return [SYNCER, STANDBY] if self.standby else [SYNCER]
 
     @property
     def names(self) -> list[str]:
-        """Of the learners."""
+        """Names of the learners."""
         return [f"learner-{index}" for index in range(self.learners)]
 
     @property

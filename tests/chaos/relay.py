@@ -1,4 +1,4 @@
-"""A relay before a syncer: the network, and what can happen to it."""
+"""A relay in front of a syncer, with the faults of a network."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Link:
         return self._num_ended == len(self.ends)
 
     def hang_up(self) -> None:
-        """Both ends read the end of the stream, and blocked threads here go on."""
+        """Shut both sockets down, so that both ends read the end of the stream and no thread here stays blocked."""
         for end in self.ends:
             with suppress(OSError):  # the other side was quicker
                 end.shutdown(socket.SHUT_RDWR)
@@ -52,7 +52,7 @@ class Link:
 
 
 class Direction:
-    """What happens to all that goes one way, over all links.
+    """One direction of all links, and its faults.
 
     Attributes:
         flows: cleared, nothing arrives, and neither end is told.
@@ -75,7 +75,7 @@ class Direction:
         self._is_over = threading.Event()
 
     def passed(self, data: bytes) -> bytes | None:
-        """The piece as it arrives, when it does; None: its link breaks here."""
+        """Hold a piece for as long as it takes; returns it as it arrives, or None where its link breaks."""
         wait_s = self.delay_s + (len(data) / self.bytes_per_s if self.bytes_per_s else 0.0)
         with self._lock:
             self.num_touched += wait_s > 0 or not self.flows.is_set()
@@ -97,12 +97,12 @@ class Direction:
         return data
 
     def heal(self) -> None:
-        """Nothing happens to it any more."""
+        """End all faults."""
         self.delay_s, self.bytes_per_s, self.num_corrupt, self.cut_after_bytes = 0.0, None, 0, None
         self.flows.set()
 
     def end(self) -> None:
-        """Let go what is held."""
+        """Release what is held, for the last time."""
         self._is_over.set()
         self.heal()
 
@@ -146,43 +146,43 @@ class Relay:
         return mine + self.up.num_touched + self.down.num_touched
 
     def stall(self) -> None:
-        """From now on nothing arrives over the open connections, and neither end is told. New ones work."""
+        """Hold everything on the open connections, without a word to either end. New ones work."""
         for link in self.links:
             link.may_flow.clear()
 
     def resume(self) -> None:
-        """What was held back arrives."""
+        """Deliver what was held."""
         for link in self.links:
             link.may_flow.set()
 
     def swallow(self) -> None:
-        """What either end sends over the open connections is acknowledged and goes nowhere. New ones work."""
+        """Acknowledge and drop everything on the open connections. New ones work."""
         for link in self.links:
             link.is_swallowed = True
 
     def cut(self) -> None:
-        """Break the connections there are."""
+        """Break the open connections."""
         for link in self.links:
             self._num_cut += not link.is_over
             link.hang_up()
 
     def cut_at_the_syncer(self) -> None:
-        """Break the connections there are, at the syncer's end: the learner is not told."""
+        """Break the open connections at the syncer's end: the learner is not told."""
         for link in self.links:
             link.is_half_open = True
             with suppress(OSError):
                 link.ends[1].shutdown(socket.SHUT_RDWR)
 
     def refuse(self) -> None:
-        """New connections are taken by the system and lead nowhere."""
+        """Hold new connections: the system accepts them, and they lead nowhere."""
         self._is_open.clear()
 
     def accept(self) -> None:
-        """New connections lead to the syncer again, and so do those that were refused."""
+        """Connect new connections to the syncer again, and those that were held."""
         self._is_open.set()
 
     def heal(self) -> None:
-        """As if nothing had happened: what was held arrives, and connections whose bytes were swallowed break."""
+        """End all faults: deliver what was held, and break connections whose bytes were swallowed."""
         self.accept()
         self.resume()
         for direction in (self.up, self.down):
@@ -257,6 +257,6 @@ class Relay:
 
     @staticmethod
     def hang_up_end(end: socket.socket) -> None:
-        """Its peer reads the end of the stream."""
+        """Shut a socket down: its peer reads the end of the stream."""
         with suppress(OSError):
             end.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""What must hold of a run's versions, in real time and in virtual time: pure bookkeeping."""
+"""Invariants of a run's versions and ledgers, for chaos in real time and storms in virtual time: pure bookkeeping."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 
 class BrokenInvariantError(AssertionError):
-    """Something that must hold does not."""
+    """An invariant does not hold."""
 
 
 def require(holds: bool, sentence: str) -> None:
-    """Raises BrokenInvariantError. What is looked at after every event raises it itself: sentences take their time."""
+    """Raises BrokenInvariantError. Checks after every event raise it themselves: formatting a sentence takes time."""
     if not holds:
         raise BrokenInvariantError(sentence)
 
@@ -32,18 +32,18 @@ class Versions:
     shown: dict[int, int] = field(default_factory=dict)
 
     def initial(self, fragment: int, digest: str) -> None:
-        """A fragment of the model that the run began with is on the disk."""
+        """A fragment of the run's initial model is durable."""
         require((fragment, 0) not in self.digests, "the run was initialised twice")
         self._put(fragment, 0, digest)
 
     def durable(self, fragment: int, version: int, digest: str) -> None:
-        """A version is on the disk: it follows the one before."""
+        """A version is durable: it follows the one before."""
         require((fragment, version - 1) in self.digests, f"version {version} of fragment {fragment} follows none")
         require((fragment, version) not in self.digests, f"version {version} of fragment {fragment} is there twice")
         self._put(fragment, version, digest)
 
     def published(self, fragment: int, version: int) -> None:
-        """A syncer shows a version: it is durable, and shown versions never go back."""
+        """A syncer publishes a version: it is durable, and published versions never go back."""
         if (fragment, version) not in self.digests:
             raise BrokenInvariantError(f"version {version} of fragment {fragment} is shown and not durable")
         if version < self.shown.get(fragment, 0):
@@ -51,7 +51,7 @@ class Versions:
         self.shown[fragment] = version
 
     def restored(self, fragment: int, version: int, digest: str) -> None:
-        """A syncer begins with what was durable: no version is lost."""
+        """A syncer starts with the newest durable version: none is lost."""
         newest = self.newest(fragment)
         require(version == newest, f"version {newest} of fragment {fragment} is lost")
         require(self.digests[fragment, newest] == digest, f"fragment {fragment} has changed on the disk")
@@ -83,7 +83,7 @@ class Versions:
 
 
 def check_ledger(what: str, ledger: Mapping[str, int], discarded: Mapping[str, int]) -> None:
-    """Every trained token is pending, merged, discarded or lost, and none of these is less than none."""
+    """Every trained token is pending, merged, discarded or lost, and none of these counts is negative."""
     parts = {**{key: ledger[key] for key in ("pending", "merged", "lost")}, **discarded}
     negative = {key: tokens for key, tokens in parts.items() if tokens < 0}
     require(not negative, f"{what}: {negative} tokens")

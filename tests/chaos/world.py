@@ -124,14 +124,6 @@ class World:
         """Whether there is a second process of a learner's name."""
         return any(name.endswith(TWIN) for name in self.family.children)
 
-    def end_twin(self, name: str) -> bool:
-        """SIGKILL, if it is still there."""
-        child = self.family.children.pop(f"{name}{TWIN}", None)
-        if child is not None:
-            child.process.kill()
-            child.process.wait()
-        return child is not None
-
     def pair_up(self, limit_s: float) -> None:
         """Start the standby; then the first again, which knows the other one's address from now on.
 
@@ -174,14 +166,14 @@ class World:
 
     @property
     def is_paired(self) -> bool:
-        """Whether one serves, and the other one has every version, or there is one only."""
+        """Whether one syncer serves and the other one has every version; also where there is one only."""
         if not self.plan.standby:
             return True
         each = sorted((stands.standing, stands.epoch) for stands in self.stands.values())
         return [standing for standing, _ in each] == ["following", "paired"] and each[0][1] == each[1][1]
 
     def aimed(self, fault: Fault) -> Fault:
-        """The fault with the name of the process that it is for now."""
+        """The fault, its target replaced by the process that has that part now."""
         names = {SYNCER: self.first, STANDBY: self.other}
         return replace(fault, target=names.get(fault.target, fault.target))
 
@@ -192,13 +184,12 @@ class World:
         return [self.ways[target, syncer] for syncer in self.plan.syncers]
 
     def is_running(self, name: str) -> bool:
-        """Whether the process is there."""
+        """Whether the process runs."""
         child = self.family.children[name]
         return child.restart_at is None and child.process.poll() is None
 
     def has_begun(self, name: str) -> bool:
-        """Whether the process that is there has begun to serve, or to train, as the syncer's events say; a standby
-        always has."""
+        """Whether the running process has begun to serve, or to train, by the syncer's events; a standby always has."""
         since = max((end.t for end in self.family.ends if end.name == name), default=0.0)
         begun = {
             SYNCER: (each.t for each in self.events if isinstance(each, SyncerStarted)),
@@ -208,11 +199,11 @@ class World:
         return max(begun.get(name, joined), default=0.0) > since
 
     def pid(self, name: str) -> int:
-        """Of the process that is there."""
+        """Its process id."""
         return self.family.children[name].process.pid
 
     def look(self) -> None:
-        """Start again what has ended, repair what no syncer starts on, sample, and read the syncers' events."""
+        """Restart ended processes, repair a state that no syncer starts on, sample, and read the syncers' events."""
         self.family.watch()
         if self.sampler is not None:
             self.sampler.sample({name: self.pid(name) for name in self.family.children if self.is_running(name)})
@@ -242,7 +233,7 @@ class World:
             time.sleep(POLL_S)
 
     def rest(self, seconds: float) -> None:
-        """Look for so long."""
+        """Look for this long."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             self.look()
@@ -264,26 +255,26 @@ class World:
             raise RunError(f"{name} did not end within {limit_s:.0f} s of SIGTERM") from None
 
     def status(self) -> dict[str, Any]:
-        """Of the run, from the syncer that serves it."""
+        """Status of the run, from the syncer that serves it."""
         return fetch_status(self.address(self.first), run=self.config.run.name, keys=self._keys / WATCHER)
 
     # --- files --------------------------------------------------------------------------------------------------------
 
     @property
     def state_dir(self) -> Path:
-        """Of the only syncer."""
+        """State directory of the only syncer."""
         return self.state_dir_of(SYNCER)
 
     def state_dir_of(self, syncer: str) -> Path:
-        """Of a syncer."""
+        """State directory of a syncer."""
         return self.config.state_dir if syncer == SYNCER else self.config.state_dir.with_name(syncer)
 
     def backups_of(self, syncer: str) -> Path:
-        """Where its backups are."""
+        """Directory of its backups."""
         return self.plan.directory.absolute() / ("backups" if syncer == SYNCER else f"backups-{syncer}")
 
     def promote(self, syncer: str) -> bool:
-        """`diloco syncer promote --force`; returns whether the syncer has done so."""
+        """`diloco syncer promote --force`; returns whether it succeeded."""
         done = self.command(
             "syncer", "promote", self.address(syncer), "--run", self.config.run.name,
             "--keys", str(self._keys / OPERATOR), "--force", "--json",
@@ -334,15 +325,15 @@ class World:
         self._serve(SYNCER)
 
     def stale_dir(self, number: int) -> Path:
-        """A copy, see `STALE`."""
+        """Directory of an older copy, see `STALE`."""
         return self.state_dir.with_name(f"{STALE}-{number}")
 
     def stale_dirs(self) -> list[Path]:
-        """Those that were served."""
+        """The older copies that were served."""
         return [self.stale_dir(index + 1) for index in range(self._num_stale)]
 
     def go_stale(self) -> None:
-        """Put the older copy in the place of the state of a syncer that is not running."""
+        """Replace the state of a syncer that does not run by the older copy."""
         self.look()
         self.is_stale = True
         self.state_dir.rename(self.state_dir.with_name(TRUE))
@@ -358,7 +349,7 @@ class World:
         return next((event.t for event in read_events(path) if isinstance(event, SyncerStarted)), None)
 
     def be_true(self) -> None:
-        """Put the state back in its place, of a syncer that is not running."""
+        """Put the state of a syncer that does not run back in its place."""
         self._num_stale += 1
         self.state_dir.rename(self.stale_dir(self._num_stale))
         self.state_dir.with_name(TRUE).rename(self.state_dir)
