@@ -178,5 +178,6 @@ class _Trouble:
         fault, injection = each.fault, INJECTIONS[each.fault.kind]
         self._open.remove(each)
         is_felt = injection.ways is None or injection.num_touched(self._world, fault) > each.num_touched
-        injection.end(self._world, fault)
+        if each.hit:
+            injection.end(self._world, fault)
         self.injected.append(Injected(fault, each.began_at, time.time(), each.hit and is_felt))
