@@ -80,10 +80,9 @@ def _inputs(fuzz: dict[str, Any] | None) -> tuple[str, str]:
 def _soaked(soak: dict[str, Any] | None) -> tuple[str, str]:
     if soak is None:
         return NOT_MEASURED, "`make soak`"
-    broken = [each for found in soak["invariants"].values() for each in found]
-    return f"{soak['seconds'] / 3600:.2f} h", "; ".join(
-        broken
-    ) or "no leak, no stuck fragment, every token accounted for"
+    broken = [each for them in soak["invariants"].values() for each in them]
+    found = "; ".join(broken) or "no leak, no stuck fragment, every token accounted for"
+    return f"{soak['seconds'] / 3600:.2f} h", found
 
 
 def _real(runs: Sequence[dict[str, Any]]) -> str:

@@ -64,7 +64,7 @@ PRINTED: dict[Name, tuple[int, str]] = {
 
 A_RUN = "printed by a run, and another time by another one; "
 TEXTS: dict[Name, str] = {
-    ("README.md", "src/diloco/"): "the tree: tests/test_project.py",
+    ("CONTRIBUTING.md", "src/diloco/"): "the tree: tests/test_project.py",
     ("docs/data.md", "done + leased"): "an identity: tests/core/test_leases.py",
     ("docs/data.md", "Σ fates"): "an identity: tests/core/test_leases.py",
     ("docs/decoupled.md", "grace = "): "a formula: tests/core/rounds",
