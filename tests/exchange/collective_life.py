@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.exchange.scenarios import Net, Result, Scenario, make_model, make_optimizer, train_step
+from tests.exchange.scenarios import Net, Result, Scenario, inner_gradient, make_model, make_optimizer
 from tests.exchange.worlds import join_world, write
 from torch import nn
 
@@ -43,7 +43,10 @@ class Trainer:
     def train(self, steps: int) -> None:
         for _ in range(steps):
             self.step += 1
-            train_step(self.model, self.optimizer, self.learner, self.rank, self.step)
+            inner_gradient(self.model, self.rank, self.step)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.learner.step(tokens=10 + 7 * self.rank)
 
 
 def error_of(act: Any) -> list[str]:
