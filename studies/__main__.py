@@ -28,18 +28,20 @@ NAMES = (
     "streaming",
     "merge",
     "failures",
-    "healing",
     "pool",
     "non_iid",
     "inner",
     "poison",
 )
+ENDED = ("healing",)
+"""Studies of what the package no longer has: their results stay, and name the commit that made them."""
+
 DOCS = Path(__file__).parents[1] / "docs" / "studies.md"
 INTRODUCTION = """# Studies
 
 Claims about DiLoCo and its relatives, four of which no paper makes, tried on real text at a scale that two CPU cores
 can carry. `python -m studies` lists them, `python -m studies.learners` runs one again; runs that are in
-`studies/cache/` are not made twice.
+`studies/cache/` are not made twice. A study of what the package no longer has comes last, with the commit that made it.
 
 Every study trains a byte-level decoder of 165 thousand parameters on the source of Python's standard library: 600 inner
 steps of 1,024 tokens over all learners, AdamW at 4e-3 with warm-up and a cosine, after a warm start of the first
@@ -64,7 +66,7 @@ def study_of(name: str) -> Study:
 
 def docs() -> str:
     """docs/studies.md, from the JSON files in `results/`."""
-    values = {name: json.loads((RESULTS / f"{name}.json").read_text()) for name in NAMES}
+    values = {name: json.loads((RESULTS / f"{name}.json").read_text()) for name in (*NAMES, *ENDED)}
     lines = [INTRODUCTION, "| study | verdict | |", "|---|---|---|"]
     for name, each in values.items():
         title = name.replace("_", " ")

@@ -47,10 +47,6 @@ class Arm:
         examples: a learner's tokens are credited in proportion to the size of its topic.
         attack: what the last learner's outer gradients become: "noise", "flipped", "scaled".
         batch: sequences of a learner's step, where not BATCH ÷ M.
-        heal: what the inner optimizer of a learner that starts late begins with: "" the state of the warm start;
-            "checkpoint" that of the learner that has left before, in order; "afresh" none; "peer" that of learner 0 at
-            this time.
-        rewarm: steps of the re-warm-up after "afresh".
         common: steps of a control after the warm start, where not all the others: its lr schedule ends with them.
     """
 
@@ -69,8 +65,6 @@ class Arm:
     topics: bool = False
     examples: bool = False
     attack: str = ""
-    heal: str = ""
-    rewarm: int = 0
     batch: int | None = None
     common: int | None = None
 
@@ -78,7 +72,7 @@ class Arm:
         """Name of the run: a hash of what it depends on, where that is not the default."""
         values = {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
         if self.kind != "method":  # a control knows nothing of methods, speeds and who is there
-            for name in ("method", "speeds", "budget_s", "starts", "ends", "attack", "heal", "rewarm"):
+            for name in ("method", "speeds", "budget_s", "starts", "ends", "attack"):
                 values.pop(name, None)
         if self.kind == "data parallel":  # it is the same run whatever M, its warm start and its shards are
             for name in ("learners", "warm", "topics"):

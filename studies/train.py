@@ -20,7 +20,6 @@ from diloco.core.method import Method
 from diloco.core.rounds import AllLive
 from diloco.errors import CorruptPayloadError, NonFiniteError
 from diloco.exchange.base import Exchange
-from diloco.learner.inner_state import InnerState
 from diloco.training.optimizers import Chained
 from studies import world
 from studies.arms import DIVERGED, Arm, Outcome, in_flight_at_the_end
@@ -119,10 +118,6 @@ def train(arm: Arm) -> Outcome:
 
 def _batch(arm: Arm, step: int, learner: int) -> Tensor:
     size = arm.batch or BATCH // arm.learners
-    if arm.heal:  # who comes back has the share of the data that it had
-        num_shares = BATCH // size
-        share = learner if learner < num_shares else learner - sum(start > 0 for start in arm.starts or ())
-        return world.part_of(world.global_batch(arm.seed, step), share, num_shares)
     if arm.topics:
         return world.topic_batch(arm.seed, step, learner, arm.learners, size)
     return world.part_of(world.global_batch(arm.seed, step), learner, arm.learners)[:size]
@@ -144,16 +139,8 @@ def _train_together(arm: Arm) -> Outcome:
     def step_s(index: int, taken: int) -> float:
         return 1.0 / speeds[index] * (float(factors[index, taken % 4096]) if arm.speeds else 1.0)
 
-    inner: dict[int, InnerState] = {}  # of learners that have left, or train
-
     def life(index: int, exchange: Exchange) -> tuple[dict[str, Tensor], dict[str, Any]]:
         model, optimizer, _ = warm_started(arm)
-        inner[index] = InnerState([optimizer], dict(model.named_parameters()))
-        has_lost = bool(arm.heal) and arm.starts is not None and arm.starts[index] > 0
-        heal = diloco.Heal(rewarm_steps=arm.rewarm) if has_lost and arm.heal == "afresh" else None
-        if has_lost and arm.heal != "afresh":
-            before = 0 if arm.heal == "peer" else index - sum(start > 0 for start in arm.starts or ())
-            inner[index].load(inner[before].snapshot()())
         if arm.attack and index == arm.learners - 1:
             exchange.offer = _poisoned(arm, method, exchange)  # type: ignore[method-assign,assignment]
         ends_s = length_s * (arm.ends[index] if arm.ends else 1.0)
@@ -161,7 +148,8 @@ def _train_together(arm: Arm) -> Outcome:
         if arm.examples:
             tokens = round(tokens * world.topic_shares(arm.learners)[index] * arm.learners)
         by_time = arm.budget_s is not None or arm.ends is not None or arm.starts is not None
-        with diloco.Learner(model, optimizer, method=method, exchange=exchange, heal=heal) as learner:
+        # A learner that starts late has the state of the warm start, which needs no re-warm-up.
+        with diloco.Learner(model, optimizer, method=method, exchange=exchange, rewarm_steps=0) as learner:
             taken = 0
             while (over_s := exchange.now_s + step_s(index, taken)) <= ends_s + 1e-6 if by_time else taken < common:
                 taken += 1

@@ -11,7 +11,7 @@ model = nn.Sequential(nn.Linear(32, 512), nn.GELU(), nn.Linear(512, 512), nn.GEL
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 exchange = diloco.connect("127.0.0.1:7700", run="first", learner=name, initialise="--initialise" in sys.argv)
-with diloco.Learner(model, optimizer, exchange=exchange, heal=diloco.Heal()) as learner:
+with diloco.Learner(model, optimizer, exchange=exchange) as learner:
     while learner.run_tokens < 500_000:  # of both learners
         x = torch.rand(64, 32)
         loss = (model(x) - x.sort().values).square().mean()

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from diloco.core.boxes import Box
     from diloco.core.codecs import BF16, E3M0, FP16, FP32, Int4, Int8, SignPruned, TopK, TwoBit
     from diloco.core.fragments import Balanced, ByLayer, Named, Whole
-    from diloco.core.healing import Heal
     from diloco.core.merges import (
         CoordinateMedian,
         GeometricMedian,
@@ -54,7 +53,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     # what a training script holds
-    "Learner", "LeasedSampler", "run_local", "Collective", "connect", "Pool", "Heal",
+    "Learner", "LeasedSampler", "run_local", "Collective", "connect", "Pool",
     # what a rank holds of a tensor, for Learner(gather=…)
     "Gather", "Piece", "Box",
     # methods
@@ -79,7 +78,6 @@ _MODULES = {
     "diloco.learner.sampler": ("LeasedSampler",),
     "diloco.learner.pieces": ("Gather", "Piece"),
     "diloco.core.boxes": ("Box",),
-    "diloco.core.healing": ("Heal",),
     "diloco.exchange.local": ("run_local",),
     "diloco.exchange.collective": ("Collective",),
     "diloco.exchange.remote": ("connect",),

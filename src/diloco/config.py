@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from diloco.errors import ConfigError
 from diloco.tables import Table, read_text, read_toml, validate, write_toml
 
-LEARNERS_OWN = ("inner", "schedule", "train", "evaluate", "checkpoint", "heal", "syncer", "track")
+LEARNERS_OWN = ("inner", "schedule", "train", "evaluate", "checkpoint", "syncer", "track")
 """The tables that a `[learner.NAME]` table may change."""
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
@@ -159,6 +159,7 @@ class TrainTable(Table):
     trains: tuple[str, ...] = ()  # name patterns of the tensors that this learner trains; none: all
     overlap: int | None = Field(default=None, ge=0)  # inner steps that this learner overlaps; default: the method's
     accumulate: int = Field(default=1, gt=0)  # micro-batches per step
+    rewarm_steps: int = Field(default=5, ge=0)  # until the lr of a joiner without a checkpoint is the schedule's
     clip: float | None = Field(default=1.0, gt=0)  # norm of the gradient
     device: Literal["auto", "cpu", "cuda"] = "auto"
     autocast: Literal["auto", "bfloat16", "off"] = "auto"  # auto: bfloat16 on CUDA where supported
@@ -189,14 +190,6 @@ class CheckpointTable(Table):
 
     every_steps: int = Field(default=0, ge=0)  # 0: only when training is stopped by a signal, or refused
     keep: int = Field(default=2, ge=1)
-
-
-class HealTable(Table):
-    """What a learner does that comes to a run under way and has no usable checkpoint of its own."""
-
-    source: Literal["checkpoint", "global", "peer"] = "global"  # of the inner optimizer's state
-    rewarm_steps: int = Field(default=5, ge=0)  # over which a fresh optimizer's learning rate grows to the schedule's
-    timeout_s: float = Field(default=120.0, gt=0)  # for a peer's state
 
 
 class PoolTable(Table):
@@ -286,7 +279,6 @@ class RunConfig(Table):
     warm_start: WarmStartTable = Field(default_factory=WarmStartTable)
     evaluate: EvaluateTable = Field(default_factory=EvaluateTable)
     checkpoint: CheckpointTable = Field(default_factory=CheckpointTable)
-    heal: HealTable = Field(default_factory=HealTable)
     method: dict[str, Any] = Field(default_factory=lambda: {"preset": "StreamingDiLoCo"})
     pool: PoolTable | None = None
     syncer: SyncerTable = Field(default_factory=SyncerTable)

@@ -124,17 +124,6 @@ class CheckpointUnusable(Event):
     error: str
 
 
-class Healed(Event):
-    """A learner has joined a run under way without an inner optimizer's state of its own."""
-
-    kind: Literal["healed"] = "healed"
-    step: int  # where it begins
-    source: str  # "global": the inner optimizer begins afresh; "peer": with a peer's state
-    rewarm_steps: int  # over which its learning rate grows to the schedule's
-    peer: str | None = None  # the learner that it has the state of
-    reason: str = ""  # why it has no peer's state, though it asked for one
-
-
 class Finished(Event):
     """A process ended its part of the run in good order."""
 
@@ -273,17 +262,6 @@ class Reported(Event):
     learner: str
     tokens: int  # trained by the whole run then
     loss: float  # nats per token
-
-
-class InnerState(Event):
-    """A learner that is about to join was given a peer's inner optimizer's state, or was not."""
-
-    kind: Literal["inner_state"] = "inner_state"
-    learner: str
-    peer: str | None  # whose it is; None: it was given none
-    num_bytes: int
-    seconds: float  # since it first asked
-    reason: str = ""  # why it was given none
 
 
 class Contributed(Event):

@@ -3,7 +3,6 @@ and what the ranks of one learner tell each other."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import tempfile
@@ -20,7 +19,7 @@ from google.protobuf import message as protobuf_message
 from google.protobuf.message import DecodeError
 from safetensors.torch import save
 from tests.fuzz.examining import Target
-from tests.fuzz.mutations import JSON, SAFETENSORS, Form, joined, mutated, mutated_parts, parted, protobuf
+from tests.fuzz.mutations import JSON, Form, joined, mutated, mutated_parts, parted, protobuf
 from tests.syncer.runs import RUN, Raw, layout, method, start, versions_of
 
 import diloco
@@ -34,25 +33,22 @@ from diloco.core.session import requests
 from diloco.core.succession import Witness
 from diloco.core.update import Update
 from diloco.errors import CorruptPayloadError, DilocoError
-from diloco.exchange.base import Arrived, Opened, PeerState, Rejoined
+from diloco.exchange.base import Arrived, Opened, Rejoined
 from diloco.exchange.connection import Connection
 from diloco.exchange.dialling import Dialler
 from diloco.exchange.group import read_frame, to_tensor
 from diloco.exchange.island.messages import Message, read_message, value_of
 from diloco.exchange.remote import fetch_model, fetch_status
-from diloco.exchange.remote.inner_states import peer_state
 from diloco.exchange.remote.messages import grant_of, layout_of, lineage_of, method_of, proposal_of, standing_of
 from diloco.exchange.remote.transfers import Receiver
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import bytes_of, frames
 from diloco.exchange.wire.rpc import ERROR_KEY, from_rpc_error, path
-from diloco.learner.inner_state import InnerState
 
 METHODS: dict[str, type[protobuf_message.Message]] = {
     "Describe": pb.DescribeRequest, "Join": pb.JoinRequest, "Heartbeat": pb.HeartbeatRequest,
     "Lease": pb.LeaseRequest, "Leave": pb.LeaveRequest, "Status": pb.StatusRequest, "Watch": pb.WatchRequest,
     "Pull": pb.PullRequest, "Initialise": pb.InitialiseHeader, "Push": pb.PushHeader, "Probe": pb.ProbeHeader,
-    "Heal": pb.HealRequest, "ShareInner": pb.ShareHeader, "PullInner": pb.PullInnerRequest,
     "Vote": pb.VoteRequest, "Promote": pb.PromoteRequest,
 }  # fmt: skip
 """The calls of a syncer, and what each begins with."""
@@ -66,7 +62,7 @@ CALL_S = 20.0
 MOST_REPLIES = 8
 """Replies that are taken before a call is broken off."""
 
-REFUSED = (b"Initialise", b"Push", b"Heartbeat", b"ShareInner", b"PullInner", b"Promote")
+REFUSED = (b"Initialise", b"Push", b"Heartbeat", b"Promote")
 """Calls that come too late, or from a learner that follows another syncer."""
 
 MOST_TIMES = 5
@@ -139,11 +135,6 @@ class SyncerUnderFire:
             ("Initialise", list(frames(model, *parts))),
             ("Push", list(frames(push, ones))),
             ("Probe", [pb.ProbeHeader(**who, up_bytes=8, down_bytes=8).SerializeToString(), bytes(8)]),
-            ("Heal", [pb.HealRequest(**who, process=4, digest="0" * 64).SerializeToString()]),
-            ("ShareInner", list(frames(pb.ShareHeader(
-                **who, incarnation=1, number=3, digest="0" * 64, num_bytes=len(ones)
-            ), ones))),
-            ("PullInner", [pb.PullInnerRequest(**who, process=4, number=3).SerializeToString()]),
             ("Vote", [pb.VoteRequest(
                 **who, process=4, seen=seen, promised=pb.Ballot(epoch=2, boot=6), silent_s=3.0
             ).SerializeToString()]),
@@ -235,34 +226,11 @@ def calls() -> Target:
 REPLIES: dict[str, type[protobuf_message.Message]] = {
     "Describe": pb.DescribeReply, "Join": pb.JoinReply, "Heartbeat": pb.HeartbeatReply, "Lease": pb.LeaseReply,
     "Status": pb.StatusReply, "Watch": pb.Notice, "Pull": pb.PullHeader, "Push": pb.PushReply, "Probe": pb.ProbeReply,
-    "Vote": pb.VoteReply, "Promote": pb.PromoteReply, "Heal": pb.HealReply, "ShareInner": pb.ShareReply,
-    "Initialise": pb.InitialiseReply,
+    "Vote": pb.VoteReply, "Promote": pb.PromoteReply, "Initialise": pb.InitialiseReply,
 }  # fmt: skip
 
 UNARY = (b"Describe", b"Join", b"Heartbeat", b"Lease", b"Status", b"Vote", b"Promote")
 """Calls that have one answer."""
-
-
-def _trained_optimizer() -> tuple[torch.optim.Optimizer, InnerState]:
-    """One that has a state, and what can be taken from another learner."""
-    model = torch.nn.Linear(2, 3)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    return optimizer, InnerState([optimizer], dict(model.named_parameters()))
-
-
-def _sealed(answer: list[bytes]) -> list[bytes]:
-    """A peer's state with the sizes and sums that belong to it, where there is one: what is in it is looked at last."""
-    match answer:
-        case [healed, _, content, _] if len(content) % 2 == 0:
-            try:
-                reply = pb.HealReply.FromString(healed)
-            except DecodeError:
-                return answer
-            reply.num_bytes, reply.sha256 = len(content), hashlib.sha256(content).hexdigest()
-            return [reply.SerializeToString(), *frames(pb.PullInnerHeader(num_bytes=len(content)), memoryview(content))]
-    return answer
 
 
 class LearnerUnderFire(grpc.GenericRpcHandler):  # type: ignore[misc]
@@ -311,23 +279,13 @@ class LearnerUnderFire(grpc.GenericRpcHandler):  # type: ignore[misc]
             ("Push", [pb.PushReply(received=pb.Received(num_bytes=9, all=True)).SerializeToString()] * 2),
             ("Probe", [pb.ProbeReply(num_bytes=8, seconds=0.1).SerializeToString(), bytes(8)]),
         ]
-        _, inner = _trained_optimizer()
-        content = inner.snapshot()()
-        healed = pb.HealReply(
-            state="ready", number=3, num_bytes=len(content), sha256=hashlib.sha256(content).hexdigest(), peer="b"
-        )  # fmt: skip
         received = pb.Received(num_bytes=9, all=True)
         messages += [
             ("Vote", [pb.VoteReply(
                 serves=True, proposal=pb.Proposal(ballot=pb.Ballot(epoch=2, boot=6), base=1)
             ).SerializeToString()]),
             ("Promote", [pb.PromoteReply(epoch=2, versions=[1, 1], fenced=True).SerializeToString()]),
-            ("ShareInner", [pb.ShareReply(received=received).SerializeToString(), pb.ShareReply().SerializeToString()]),
             ("Initialise", [pb.InitialiseReply(received=received).SerializeToString()]),
-            ("Heal", [pb.HealReply(state="refused", reason="no peer").SerializeToString()]),
-            ("Heal", [healed.SerializeToString(), *frames(
-                pb.PullInnerHeader(num_bytes=len(content)), memoryview(content)
-            )]),
         ]  # fmt: skip
         for name, answer in messages:
             yield joined([name.encode(), *answer])
@@ -338,9 +296,6 @@ class LearnerUnderFire(grpc.GenericRpcHandler):  # type: ignore[misc]
         if name in UNARY:  # gRPC itself waits for the call's deadline where there is none, or a second one
             answer = [*answer, b""][:1]
         self._answers = {name.decode(errors="replace"): answer}
-        if name == b"Heal":
-            answer = _sealed(answer)
-            self._answers = {"Heal": [*answer, b""][:1], "PullInner": answer[1:]}
         connection, who = self._connection, requests.Identity(RUN, "a", 1, 1)
         match name:
             case b"Describe":
@@ -376,14 +331,8 @@ class LearnerUnderFire(grpc.GenericRpcHandler):  # type: ignore[misc]
             case b"Promote":
                 promoted = connection.call("control", "Promote", pb.PromoteRequest(), pb.PromoteReply)
                 json.dumps([promoted.epoch, list(promoted.versions), promoted.fenced])
-            case b"ShareInner" | b"Initialise" as call:
-                kind = REPLIES[call.decode()]
-                connection.upload("inner", call.decode(), iter([b"header"]), kind)
-            case b"Heal":
-                _, inner = _trained_optimizer()
-                found = peer_state(Dialler([connection]), who, inner.digest, inner.most_bytes, 0.0)
-                if isinstance(found, PeerState):
-                    inner.take(inner.read(found.content))
+            case b"Initialise":
+                connection.upload("joins", "Initialise", iter([b"header"]), pb.InitialiseReply)
             case b"Probe":
                 connection.probe("probes", pb.ProbeHeader(up_bytes=8, down_bytes=8))
 
@@ -396,13 +345,7 @@ class LearnerUnderFire(grpc.GenericRpcHandler):  # type: ignore[misc]
 def replies() -> Target:
     """Every answer of a syncer, as a learner or viewer reads it."""
     it = LearnerUnderFire()
-    headers = _header({name: protobuf(kind) for name, kind in REPLIES.items()})
-
-    def mutate(data: bytes, random: Random) -> bytes:
-        if data.startswith(joined([b"Heal"])) and random.random() < 0.5:
-            return mutated_parts(data, lambda index: SAFETENSORS if index == 3 else None, random)
-        return headers(data, random)  # type: ignore[no-any-return]
-
+    mutate = _header({name: protobuf(kind) for name, kind in REPLIES.items()})
     return Target("replies", tuple(it.seeds()), it.hear, mutate, it.close)
 
 

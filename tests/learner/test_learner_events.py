@@ -268,7 +268,7 @@ def test_given_up_it_keeps_its_inner_optimizer_and_its_re_warm_up() -> None:
     script = Script(step=40, version=9)
     model = nn.Linear(40, 3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    learner = Learner(model, optimizer, method=FEEDBACK, exchange=script, heal=diloco.Heal(rewarm_steps=4))
+    learner = Learner(model, optimizer, method=FEEDBACK, exchange=script, rewarm_steps=4)
     script.on_wait = lambda: script.publish(learner.versions[0] + 1, "me")
     factors = []
     for taken in range(6):

@@ -538,15 +538,6 @@ def test_a_learner_id_is_checked_at_every_door(name: str, tmp_path: Path) -> Non
             "lease": lambda: it.connection.call(
                 "control", "Lease", pb.LeaseRequest(run=RUN, learner=name), pb.LeaseReply
             ),
-            "heal": lambda: it.connection.call(
-                "control", "Heal", pb.HealRequest(run=RUN, learner=name), pb.HealReply
-            ),
-            "share": lambda: it.connection.upload(
-                "inner", "ShareInner", frames(pb.ShareHeader(run=RUN, learner=name)), pb.ShareReply
-            ),
-            "take": lambda: it.connection.download(
-                "inner", "PullInner", pb.PullInnerRequest(run=RUN, learner=name), pb.PullInnerHeader
-            ),
             "probe": lambda: it.connection.probe("probes", pb.ProbeHeader(run=RUN, learner=name)),
         }  # fmt: skip
         if name:  # without a learner it is a viewer's

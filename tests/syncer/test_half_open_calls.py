@@ -30,7 +30,6 @@ from diloco.errors import DilocoError, UnreachableError
 from diloco.exchange.connection import Connection
 from diloco.exchange.dialling import Dialler, found
 from diloco.exchange.remote.entry import Entry, describe, model_parts
-from diloco.exchange.remote.inner_states import peer_state
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import bytes_of, frames, read_header
 from diloco.exchange.wire.window import CHUNKS_UNSAID, FIRST_BYTES
@@ -74,13 +73,6 @@ def join(syncers: Dialler) -> None:
     entry.join(requests.Join(Identity(RUN, "a", process=1), seen=None))
 
 
-def heal(syncers: Dialler) -> None:
-    """It says why there is no state, instead of raising."""
-    answer = str(peer_state(syncers, Identity(RUN, "a", process=1), "0" * 64, 100, 0.0))
-    if "has not answered" in answer:
-        raise UnreachableError(answer)
-
-
 def again(call: Callable[[], object]) -> None:
     """Until it is not given up; it has more time after each try, as much as a busy machine needs."""
     while True:
@@ -103,7 +95,7 @@ def limit_s(text: str, name: str) -> float:
 
 
 CALLS: dict[str, Callable[[Dialler], object]] = {
-    "Describe": lambda it: describe(it, RUN, 0.0), "Status": status, "Join": join, "Heal": heal,
+    "Describe": lambda it: describe(it, RUN, 0.0), "Status": status, "Join": join,
 }  # fmt: skip
 
 

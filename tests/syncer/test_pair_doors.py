@@ -17,7 +17,6 @@ from tests.syncer.runs import RUN, Raw, method, start, status_of
 from diloco import errors, events
 from diloco.event_log import read_events
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import frames
 from diloco.syncer.keyring import Keyring
 from diloco.syncer.server import Syncer
 
@@ -33,15 +32,6 @@ LEARNERS_DOORS: dict[str, Door] = {
     ),
     "lease": lambda it, name: it.connection.call(
         "control", "Lease", pb.LeaseRequest(run=RUN, learner=name), pb.LeaseReply
-    ),
-    "heal": lambda it, name: it.connection.call(
-        "control", "Heal", pb.HealRequest(run=RUN, learner=name, digest="0" * 64), pb.HealReply
-    ),
-    "share": lambda it, name: it.connection.upload(
-        "inner", "ShareInner", frames(pb.ShareHeader(run=RUN, learner=name)), pb.ShareReply
-    ),
-    "take": lambda it, name: it.connection.download(
-        "inner", "PullInner", pb.PullInnerRequest(run=RUN, learner=name), pb.PullInnerHeader
     ),
 }  # fmt: skip
 

@@ -170,7 +170,7 @@ def test_a_late_joiners_schedule_and_data_start_where_the_run_is(tiny: Tiny, tmp
     with serve(tiny(DILOCO), tmp_path / "state") as syncer, ThreadPoolExecutor(1) as pool:
         config = tiny(
             DILOCO, f"syncer.address={syncer.address}", "run.tokens=512_000", "run.steps=150", "schedule.steps=150",
-            "heal.rewarm_steps=0",
+            "train.rewarm_steps=0",
         )  # fmt: skip
         starter, part = Starter(), Part("early", initialise=True)
         early = Trainer(config, part, attach=_connector(config, part, Stopping()), progress=starter)

@@ -75,8 +75,7 @@ def main() -> None:
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
     name = f"learner-{chosen.shard}"
     exchange = diloco.connect(chosen.syncer, run="tiny", learner=name, initialise=chosen.initialise)  # diloco
-    heal = diloco.Heal()  # diloco
-    learner = AcceleratedLearner(accelerator, model, optimizer, scheduler, exchange=exchange, heal=heal)  # diloco
+    learner = AcceleratedLearner(accelerator, model, optimizer, scheduler, exchange=exchange)  # diloco
     checkpoint = chosen.output / "checkpoint"
     if chosen.resume and checkpoint.exists():
         accelerator.load_state(checkpoint)

@@ -92,7 +92,7 @@ def main() -> None:
         max_steps=chosen.steps,
         accumulate_grad_batches=MICRO_BATCHES,
         callbacks=[
-            DilocoCallback(exchange, tokens=lambda batch: batch[:, 1:].numel(), heal=diloco.Heal()),  # diloco
+            DilocoCallback(exchange, tokens=lambda batch: batch[:, 1:].numel()),  # diloco
             ModelCheckpoint(chosen.output, save_last=True, every_n_train_steps=chosen.save_every),
         ],
         logger=False,

@@ -76,15 +76,13 @@ def main() -> None:
     )
     name = f"learner-{chosen.shard}"
     exchange = diloco.connect(chosen.syncer, run="tiny", learner=name, initialise=chosen.initialise)  # diloco
-    learner = diloco.Learner(model, optimizer, exchange=exchange, heal=diloco.Heal())  # diloco
+    learner = diloco.Learner(model, optimizer, exchange=exchange)  # diloco
     if chosen.resume and checkpoint.exists():
         saved = torch.load(checkpoint, weights_only=True)
         optimizer.load_state_dict(saved["optimizer"])
         loader.load_state_dict(saved["loader"])
         torch.set_rng_state(saved["random"])
         learner.load_state_dict(saved["learner"])  # diloco
-    if learner.healed:  # diloco
-        print(f"heals at step {learner.steps}: {learner.healed.words}")  # diloco
 
     batches = endless(loader)
     while learner.steps < chosen.steps:

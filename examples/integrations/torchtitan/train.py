@@ -134,7 +134,6 @@ def main() -> None:
     torch.set_num_threads(1)  # such small tensors gain nothing from more
     name = f"learner-{chosen.shard}"
     attachment = Attachment(syncer=chosen.syncer, run="tiny", learner=name, initialise=chosen.initialise)  # diloco
-    attachment.heal = "global"  # diloco
     config = job(chosen.model, chosen.layers, chosen.shard, chosen.steps, chosen.save_every, chosen.output)
     config = attach(config, attachment)  # diloco
     trainer = tyro.cli(type(config), default=config, args=options).build()

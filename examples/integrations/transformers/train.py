@@ -70,7 +70,7 @@ def main() -> None:
         ),
         train_dataset=data["train"].shard(num_shards=2, index=chosen.shard),
         eval_dataset=data["test"],
-        callbacks=[DilocoCallback(exchange, heal=diloco.Heal())],  # diloco
+        callbacks=[DilocoCallback(exchange)],  # diloco
     )
     trainer.train(resume_from_checkpoint=get_last_checkpoint(chosen.output) if chosen.resume else None)
     if trainer.is_fsdp_enabled:

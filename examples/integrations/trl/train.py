@@ -79,7 +79,7 @@ def main() -> None:
         processing_class=characters(),
         peft_config=LoraConfig(r=2, lora_dropout=0.1, target_modules=["q_proj", "v_proj"]) if chosen.lora else None,
         # Of what is frozen, the base model under an adapter, only a digest is compared.
-        callbacks=[DilocoCallback(exchange, static="digest", heal=diloco.Heal())],  # diloco
+        callbacks=[DilocoCallback(exchange, static="digest")],  # diloco
     )
     trainer.train(resume_from_checkpoint=get_last_checkpoint(chosen.output) if chosen.resume else None)
     trainer.save_model()  # the global model

@@ -112,8 +112,8 @@ def command(
     checkpoints = config.dir / name / CHECKPOINTS
     if (resume and resume_from is None) or (supervised and list_checkpoints(checkpoints)):
         part = replace(part, resume_from=latest_checkpoint(checkpoints))
-        heals = role == "learner" and not collective and config.heal.source != "checkpoint"
-        _train(config, part, collective, as_json, checkpoints if heals else None)
+        joins = role == "learner" and not collective  # where no checkpoint can be used
+        _train(config, part, collective, as_json, checkpoints if joins else None)
         return
     begins_anew = resume_from is None and not supervised
     _train(config, part, collective, as_json, force=force if begins_anew else None)
@@ -261,7 +261,6 @@ def _connector(config: "RunConfig", part: "Part", stopping: "Stopping") -> "Atta
     def attach(model: "nn.Module", optimizer: "Optimizer", steps: int, tokens: int) -> "AnyLearner":
         import diloco
         from diloco.training.checkpoint import lineage_of
-        from diloco.training.part import heal_of
 
         def connect(initialise: bool) -> "AnyLearner":
             exchange = diloco.connect(
@@ -284,8 +283,9 @@ def _connector(config: "RunConfig", part: "Part", stopping: "Stopping") -> "Atta
             with ExitStack() as refused:  # its threads would outlive it: an exchange that is refused is closed
                 refused.callback(exchange.close)
                 learner = diloco.Learner(
-                    model, optimizer, exchange=exchange, trains=trains, overlap=overlap, heal=heal_of(config, part)
-                )
+                    model, optimizer, exchange=exchange, trains=trains, overlap=overlap,
+                    rewarm_steps=config.train.rewarm_steps,
+                )  # fmt: skip
                 refused.pop_all()
             stopping.interrupts(learner.interrupt)  # which tells the other ranks
             return learner

@@ -145,7 +145,6 @@ class Standing:
         drained: the run has no place for it any more (`core.pool`, `core.steering`): it sends its last work, and
             leaves.
         order: ascending for one process of the syncer: of two that overtook each other on the way, the higher is true.
-        inner_wanted: number of a request for this learner's inner optimizer's state (`core.healing`); 0: none stands.
         paused: no round is merged, and learners are to take no steps.
         at_least: the fewest learners that a round is merged with, where an operator has set it; 0: as the method says.
     """
@@ -160,6 +159,5 @@ class Standing:
     verdicts: tuple[Verdict, ...] = ()
     drained: bool = False
     order: int = 0
-    inner_wanted: int = 0
     paused: bool = False
     at_least: int = 0

@@ -19,7 +19,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self
 
 from torch import Tensor
 
@@ -33,8 +33,6 @@ from diloco.core.session.requests import Report, TellStart
 from diloco.core.update import Update
 from diloco.errors import CheckpointError, ConfigError
 from diloco.exchange.lanes import Lanes
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -105,14 +103,6 @@ class Arrived:
 
 
 @dataclass(frozen=True)
-class PeerState:
-    """The inner optimizer's state of a peer, as it has encoded it."""
-
-    peer: str
-    content: bytes
-
-
-@dataclass(frozen=True)
 class Rejoined:
     """This learner was evicted and has rejoined: it starts from `opened`, and what it had sent is void."""
 
@@ -130,21 +120,19 @@ class Overview:
         sync_every: where learners push at a pace of their own, inner steps to this one's next push; None: the method's
             H.
         drained: the run has no place for this learner any more.
-        inner_wanted: number of a request for this learner's inner state, for a joiner; 0: none stands.
     """
 
     num_live: int = 1
     run_tokens: int | None = None
     sync_every: int | None = None
     drained: bool = False
-    inner_wanted: int = 0
 
     @classmethod
     def of(cls, standing: Standing | None) -> Overview:
         """As a syncer told it; None: nothing yet."""
         if standing is None:
             return cls(run_tokens=0)
-        return cls(standing.num_live, standing.run_tokens, standing.sync_every, standing.drained, standing.inner_wanted)
+        return cls(standing.num_live, standing.run_tokens, standing.sync_every, standing.drained)
 
 
 Call = Literal[
@@ -169,9 +157,6 @@ class Exchange(ABC):
 
     leases = False
     """Whether there is a syncer that leases the units of the run's data (`ask`)."""
-
-    relays = False
-    """Whether a learner can have a peer's inner optimizer's state through the exchange (`peer_state`, `share`)."""
 
     remind_after_s = 10.0
     """How long a learner is blocked before it says on what, in a warning; again at doubled times."""
@@ -224,32 +209,6 @@ class Exchange(ABC):
         """Ask for units of the run's data, one request at a time; returns at once. The answer, a `Grant`, comes with
         `poll`; or `Rejoined`, and the request is void."""
         raise NotImplementedError(f"{type(self).__name__} leases no data: {ask}")
-
-    def each(self, what: str, make: Callable[[], T]) -> T:
-        """What each rank of this learner makes for itself; if one of them cannot, its error on every rank.
-
-        Arguments:
-            what: is made, for messages.
-        """
-        return make()
-
-    def peer_state(self, digest: str, most_bytes: int, timeout_s: float) -> PeerState | str:
-        """Before `open`: the inner optimizer's state of a healthy learner, or why there is none. Blocks.
-
-        Arguments:
-            digest: of this learner's optimizers.
-            most_bytes: that the state of this model can need.
-        """
-        raise NotImplementedError(f"{type(self).__name__} relays no inner state.")
-
-    def share(self, number: int, digest: str, encode: Callable[[], bytes]) -> None:
-        """Give this learner's inner optimizer's state, as the request of this number asks; returns at once. `encode` is
-        called on another thread."""
-        raise NotImplementedError(f"{type(self).__name__} relays no inner state.")
-
-    def decline(self, number: int, reason: str) -> None:
-        """Say that this learner cannot give its inner optimizer's state; returns at once."""
-        raise NotImplementedError(f"{type(self).__name__} relays no inner state.")
 
     @abstractmethod
     def poll(self) -> Sequence[Event]:

@@ -22,13 +22,12 @@ from diloco.errors import AuthError, DilocoError, ExchangeError, UnreachableErro
 from diloco.exchange.credentials import Credentials
 from diloco.exchange.diagnosis import Reason
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import filling, read_header, room_for
-from diloco.exchange.wire.incoming import Download, acknowledged
+from diloco.exchange.wire.frames import read_header
+from diloco.exchange.wire.incoming import Download
 from diloco.exchange.wire.probe import noise, timed
 from diloco.exchange.wire.rpc import CHANNEL_OPTIONS, from_rpc_error, is_retryable, path
 
 R = TypeVar("R", bound=Message)
-D = TypeVar("D", pb.PullHeader, pb.PullInnerHeader)
 
 STALL_FLOOR_S, STALL_CAP_S = Deadlines().lost_floor_s, 3600.0
 """The stall timeout of a transfer before anything is known of the run, and at most: as long as a silent learner has,
@@ -218,42 +217,19 @@ class Connection:
         """
         download = download or Download(request)
         download.ask(request)
-        self._fetch(channel, "Pull", request, download.read)
-        assert download.header is not None
-        return download.header, download.buffer
-
-    def download(self, channel: str, method: str, request: Message, kind: type[D]) -> tuple[D, memoryview]:
-        """Fetch a header of this kind, and the `num_bytes` that follow it. Raises as `pull`."""
-        found = list[tuple[D, memoryview]]()
-
-        def read(stream: Iterator[bytes], acknowledge: queue.SimpleQueue[bytes | None]) -> Iterator[None]:
-            header = read_header(stream, kind)
-            found.append((header, room_for(header.num_bytes)))
-            for _ in acknowledged(filling(stream, found[0][1]), acknowledge):
-                yield
-
-        self._fetch(channel, method, request, read)
-        return found[0]
-
-    def _fetch(
-        self,
-        channel: str,
-        method: str,
-        request: Message,
-        read: Callable[[Iterator[bytes], queue.SimpleQueue[bytes | None]], Iterator[None]],
-    ) -> None:
-        """Make a call whose answer is read while the syncer is told what has arrived of it."""
         said: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         said.put(_serialize(request))
         with self._mapping():
-            stub = self._channel(channel).stream_stream(path(method), None, None)
+            stub = self._channel(channel).stream_stream(path("Pull"), None, None)
             stream: Any = stub(iter(said.get, None), metadata=self._metadata)
             try:
                 with self._watching(stream, channel) as watchdog:
-                    for _ in read(stream, said):
+                    for _ in download.read(stream, said):
                         watchdog.moved()
             finally:
                 said.put(None)
+        assert download.header is not None
+        return download.header, download.buffer
 
     def probe(self, channel: str, header: pb.ProbeHeader) -> tuple[pb.ProbeReply, tuple[int, float]]:
         """Send and fetch what the header announces; the reply, and how the bytes down came: see `timed`. Raises as

@@ -11,14 +11,14 @@ from google.protobuf.message import Message
 
 from diloco.core.session.lanes import address_of
 from diloco.errors import AuthError, StandbyError, UnreachableError
-from diloco.exchange.connection import Connection, D
+from diloco.exchange.connection import Connection
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.address import split_addresses
 from diloco.exchange.wire.incoming import Download
 
 R = TypeVar("R", bound=Message)
 
-BULK = ("contributions", "updates", "joins", "inner")
+BULK = ("contributions", "updates", "joins")
 """Channels of requests that go to the syncer that serves the run."""
 
 
@@ -104,10 +104,6 @@ class Dialler:
         """As `Connection.expect_answers_within`."""
         for connection in self._connections:
             connection.expect_answers_within(floor_s)
-
-    def download(self, channel: str, method: str, request: Message, kind: type[D]) -> tuple[D, memoryview]:
-        """As `Connection.download`."""
-        return self.current.download(channel, method, request, kind)
 
     def close_channel(self, channel: str) -> None:
         """Hang up one channel to the address that requests go to."""

@@ -20,11 +20,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from diloco.core.healing import Heal
 from diloco.core.method import Method
 from diloco.errors import ConfigError
 from diloco.exchange.base import Exchange
-from diloco.integrations.healed import tell_healed
 from diloco.integrations.needs import needs
 from diloco.integrations.prepared import Prepared, is_first_copy, refuse_fsdp1, require_part
 from diloco.integrations.schedules import forward
@@ -51,9 +49,8 @@ class AcceleratedLearner(Learner):
     Arguments:
         model, optimizer, scheduler: as `accelerator.prepare` returned them. The schedule follows the run's steps: it is
             forwarded where the learner joins, or returns, when the run has gone on.
-        exchange, method, trains, overlap, buffers, static: as `Learner` takes them.
-        heal: as `Learner` takes it, for a learner that comes without a checkpoint. `load_state` afterwards comes before
-            it; a learner that will call it need not ask a peer first (source="peer").
+        exchange, method, trains, overlap, buffers, static, rewarm_steps: as `Learner` takes them. A checkpoint that
+            `load_state` loads afterwards ends the re-warm-up.
 
     Raises:
         ConfigError: what cannot work with an Accelerator, and what `Learner` refuses.
@@ -72,7 +69,7 @@ class AcceleratedLearner(Learner):
         overlap: int | None = None,
         buffers: Buffers | Mapping[str, Buffers] = "refuse",
         static: Static = "exchange",
-        heal: Heal | None = None,
+        rewarm_steps: int | None = None,
     ) -> None:
         if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
             raise ConfigError(
@@ -89,9 +86,8 @@ class AcceleratedLearner(Learner):
         self._is_first_copy = is_first_copy(accelerator.parallelism_config, accelerator.torch_device_mesh)
         super().__init__(
             model, self._prepared.inner, exchange=exchange, method=method, trains=trains, overlap=overlap,
-            buffers=buffers, static=static, heal=heal,
+            buffers=buffers, static=static, rewarm_steps=rewarm_steps,
         )  # fmt: skip
-        self._has_told_healed = False
         self._forward_schedule(self.steps)
         accelerator.register_for_checkpointing(_Checkpoint(self))
 
@@ -107,9 +103,6 @@ class AcceleratedLearner(Learner):
         Raises:
             As `Learner.step`.
         """
-        if not self._has_told_healed:  # now no checkpoint is loaded any more
-            tell_healed(self)
-            self._has_told_healed = True
         self._tokens += 1 if tokens is None else tokens
         if self._accelerator.sync_gradients:
             counts = self._is_first_copy and not self._prepared.has_skipped

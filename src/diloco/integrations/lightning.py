@@ -19,13 +19,11 @@ import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from diloco.core.healing import Heal
 from diloco.core.method import Method
 from diloco.errors import CheckpointError, ConfigError, DilocoError
 from diloco.exchange.base import Exchange
 from diloco.exchange.group import Group
 from diloco.exchange.island.messages import collect
-from diloco.integrations.healed import tell_healed
 from diloco.integrations.needs import needs
 from diloco.integrations.schedules import forward
 from diloco.learner import Learner
@@ -62,8 +60,7 @@ class DilocoCallback(Callback):
 
     Arguments:
         exchange: from `diloco.connect(…)`; a callback and its exchange serve one `fit`.
-        method, trains, overlap, buffers, static: as `Learner` takes them.
-        heal: as `Learner` takes it, where `fit` does not continue from a checkpoint with this callback's state.
+        method, trains, overlap, buffers, static, rewarm_steps: as `Learner` takes them.
         tokens: counts the tokens of a batch, on this rank. None: a batch is one, so that all steps weigh the same.
             Ranks that share a batch (`tensor_parallel_size`) count it once.
         validate: what `fit` validates: the "global" model, or this learner's own ("local"). The sanity check before
@@ -86,13 +83,13 @@ class DilocoCallback(Callback):
         overlap: int | None = None,
         buffers: Buffers | Mapping[str, Buffers] = "refuse",
         static: Static = "exchange",
-        heal: Heal | None = None,
+        rewarm_steps: int | None = None,
         tokens: Callable[[Any], int] | None = None,
         validate: Literal["global", "local"] = "global",
     ) -> None:
         self.learner: Learner | None = None
         self._exchange, self._method, self._trains, self._overlap = exchange, method, trains, overlap
-        self._buffers, self._static, self._heal = buffers, static, heal
+        self._buffers, self._static, self._rewarm_steps = buffers, static, rewarm_steps
         self._count_tokens, self._validates_global = tokens, validate == "global"
         self._state: Mapping[str, Any] = {}  # before training what was loaded, after it the last
         self._entry: str | None = None  # of a distributed checkpoint, where the learner's state is
@@ -119,9 +116,8 @@ class DilocoCallback(Callback):
         self.learner = learner = Learner(
             model, trainer.optimizers, method=self._method, exchange=self._exchange, trains=self._trains,
             overlap=self._overlap, buffers=self._buffers, static=self._static, resume=self._state_of_rank(trainer),
-            heal=None if self._state else self._heal,
+            rewarm_steps=self._rewarm_steps,
         )  # fmt: skip
-        tell_healed(learner)
         if (entry := self._state.get("entry")) is not None:
             path = trainer.strategy.broadcast(trainer.ckpt_path)
             assert path is not None

@@ -17,12 +17,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from diloco.core.healing import REWARM_STEPS, Heal, Source
 from diloco.core.names import tensor_names
 from diloco.errors import ConfigError
 from diloco.exchange.base import Exchange
 from diloco.exchange.remote import connect
-from diloco.integrations.healed import tell_healed
 from diloco.integrations.needs import needs
 from diloco.integrations.schedules import forward
 from diloco.learner import Learner
@@ -68,11 +66,9 @@ class Attachment(Configurable.Config):  # type: ignore[misc]
     answer. The biases of a mixture's router need one."""
     static: Static = "exchange"
     """Whether frozen tensors come from the run, or are compared by digest, as for `Learner`."""
-    heal: Source | None = None
-    """How a job without a checkpoint begins in a run under way, as `Heal.source`: "global", with a fresh optimizer,
-    or "peer", with a healthy learner's. None: the optimizer is left as it is."""
-    rewarm_steps: int = REWARM_STEPS
-    """Steps over which a fresh optimizer's learning rate grows to the schedule's, as for `Heal`."""
+    rewarm_steps: int | None = None
+    """Steps in which the learning rate grows to the schedule's where a job joins a run under way without a checkpoint,
+    as for `Learner`."""
     validate: Literal["global", "local"] = "global"
     """The model that is validated: the global one, or this learner's own."""
 
@@ -149,9 +145,8 @@ class DilocoTrainer(Trainer):  # type: ignore[misc] # of a library without types
         learner = Learner(
             self.model_parts, list(self.optimizers), exchange=self.exchange(), ranks=torch.distributed.group.WORLD,
             trains=its.trains, overlap=its.overlap, buffers=its.buffers, static=its.static, resume=resume,
-            heal=None if its.heal is None else Heal(its.heal, its.rewarm_steps),
+            rewarm_steps=its.rewarm_steps,
         )  # fmt: skip
-        tell_healed(learner)
         self._saved = None
         if its.validate == "global" and self.config.validator.enable:
             self.validator = _OnGlobalModel(self.validator, learner)

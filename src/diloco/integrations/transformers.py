@@ -22,11 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from diloco.core.healing import Heal
 from diloco.core.method import Method
 from diloco.errors import CheckpointError, ConfigError
 from diloco.exchange.base import Exchange
-from diloco.integrations.healed import tell_healed
 from diloco.integrations.needs import needs
 from diloco.integrations.prepared import Prepared, num_copies, refuse_fsdp1, require_part
 from diloco.integrations.schedules import forward
@@ -63,8 +61,7 @@ class DilocoCallback(TrainerCallback):
 
     Arguments:
         exchange: from `diloco.connect(…)`; a callback and its exchange serve one `Trainer.train`.
-        method, trains, overlap, buffers, static: as `Learner` takes them.
-        heal: as `Learner` takes it, where the Trainer does not resume from a checkpoint.
+        method, trains, overlap, buffers, static, rewarm_steps: as `Learner` takes them.
 
     Attributes:
         learner: the learner, from the beginning of training on; closed when training ends.
@@ -84,11 +81,11 @@ class DilocoCallback(TrainerCallback):
         overlap: int | None = None,
         buffers: Buffers | Mapping[str, Buffers] = "refuse",
         static: Static = "exchange",
-        heal: Heal | None = None,
+        rewarm_steps: int | None = None,
     ) -> None:
         self.learner: Learner | None = None
         self._exchange, self._method, self._trains, self._overlap = exchange, method, trains, overlap
-        self._buffers, self._static, self._heal = buffers, static, heal
+        self._buffers, self._static, self._rewarm_steps = buffers, static, rewarm_steps
         self._optimizer: Prepared
         self._life = secrets.randbits(62)  # names the checkpoints of this training; all ranks take rank 0's
         self._tokens = 0  # that the Trainer has counted before this step
@@ -135,9 +132,8 @@ class DilocoCallback(TrainerCallback):
             model, self._optimizer.inner, exchange=self._exchange,
             ranks=dist.group.WORLD if args.world_size > 1 else None,
             method=self._method, trains=self._trains, overlap=self._overlap, buffers=self._buffers, static=self._static,
-            resume=None if saved is None else saved["learner"], heal=self._heal,
+            resume=None if saved is None else saved["learner"], rewarm_steps=self._rewarm_steps,
         )  # fmt: skip
-        tell_healed(learner)
         if saved is not None and not learner.resumed:
             log.warning(
                 "the run has gone on since step %d, where this checkpoint was saved; %s continues at step %d with the "

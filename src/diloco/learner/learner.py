@@ -7,6 +7,7 @@ exchange.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -20,7 +21,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from diloco.core.fragments import Layout
-from diloco.core.healing import Heal, Healed
 from diloco.core.learner import LearnerCore
 from diloco.core.leases import DataSet
 from diloco.core.method import Method
@@ -31,7 +31,6 @@ from diloco.exchange.island import Ranks
 from diloco.learner.boundary import Boundary
 from diloco.learner.compatibility import check_compatible, require_exchange
 from diloco.learner.frozen import exchanged_tensors
-from diloco.learner.healing import Healing, Sharing
 from diloco.learner.leased import LeasedUnits
 from diloco.learner.masters import MasterWeights
 from diloco.learner.models import FullyShardedModules, joined, listed, require_hooks
@@ -44,6 +43,8 @@ from diloco.learner.schedule_free import in_eval_mode, is_in_train_mode
 from diloco.learner.state_dict import learner_state, resume
 from diloco.learner.tensors import LearnerTensors, trained_tensors
 from diloco.learner.union import described_by_all, static_of_all
+
+log = logging.getLogger("diloco")
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -89,19 +90,19 @@ class Learner:
             FSDP1.
         resume: what `state_dict` returned in an earlier process; as `load_state_dict`. The optimizer's state may be
             loaded before or after.
-        heal: what a learner without `resume` does where the run is under way: its inner optimizer begins afresh, with a
-            short re-warm-up of the learning rate, or has a healthy peer's state (`Heal`). In a run of which no version
-            was published yet, it does nothing. None: the optimizer is left as it is.
+        rewarm_steps: inner steps in which the learning rate grows to the schedule's where the learner joins a run under
+            way without a checkpoint, since the state of its optimizer is young; 0: it has that at once. None: 5, or 0
+            and a warning where the optimizer cannot be re-warmed. In a run of which no version was published yet, and
+            with a checkpoint, there is no re-warm-up.
 
     Attributes:
         model, optimizer: as given.
-        healed: how the learner has healed; None: it has not, or has loaded a checkpoint since.
         resumed: whether the learner continues exactly from the state that it was given; None: it was given none.
 
     Raises:
         ConfigError: a combination that cannot work: FSDP parameters, private master weights, averaging parameters under
             a stateful optimizer, a method that differs from the run's, an exchange that belongs to another learner,
-            several ranks of which nothing says whether they are one learner; healing that is not possible here.
+            several ranks of which nothing says whether they are one learner; an optimizer that cannot be re-warmed.
         LayoutError: the run holds another model, or training changes a buffer that is not exchanged.
         CheckpointError: `resume` belongs to another model or method.
 
@@ -127,7 +128,7 @@ class Learner:
         static: Static = "exchange",
         gather: Gather | None = None,
         resume: Mapping[str, Any] | None = None,
-        heal: Heal | None = None,
+        rewarm_steps: int | None = None,
     ) -> None:
         require_exchange(exchange)
         self.model, self.optimizer = model, optimizer
@@ -160,23 +161,18 @@ class Learner:
             self._tensors = LearnerTensors(root, self.layout, self.method, partition)
             trained = trained_tensors(self.layout, trains, self.method)
             own = self.method if overlap is None else self.method.with_own_overlap(overlap)
-            rewarm = Rewarm(self._optimizers)
-            parameters = self._tensors.parameters
-            heal = heal if resume is None else None
+            rewarm = Rewarm(self._optimizers, rewarm_steps)
             if island is not None:
-                island.require_heal(heal)
-            pieces = gather or read_dtensor
-            healing = Healing(heal, self._optimizers, parameters, self._exchange, rewarm, pieces)
+                island.require_same("rewarm_steps", rewarm_steps)
             exchange.take()
-            healing.prepare()
             opened = self._exchange.open(self.layout, self.method, lambda: self._own_model(island), overlap=overlap)
             self._core = LearnerCore(own.rules(len(self.layout.fragments)), opened.versions, step=opened.step)
-            masters = MasterWeights(self._optimizers, self.layout, parameters)
+            masters = MasterWeights(self._optimizers, self.layout, self._tensors.parameters)
             self._boundary = Boundary(
                 self.method, self.layout, self._exchange, self._core, self._tensors, masters, trained, rewarm, opened
             )
-            self.healed: Healed | None = healing.begin() if any(opened.versions) else None
-            self._sharing = Sharing(self._optimizers, parameters, self._exchange, pieces)
+            if any(opened.versions) and resume is None:
+                rewarm.join()
             undo.pop_all()
         self._start_model: Opened | None = opened
         self._closed = False
@@ -280,8 +276,9 @@ class Learner:
         if not self._exchanges_gradients:
             self._exchange.stepped()
         timing.step_begins()
+        if self._start_model is not None:
+            self._begins()
         self._boundary.rewarm.stepped()
-        self._start_model = None  # a copy of the model that the anchors replace
         tokens = self._exchange.sum_tokens(tokens)
         if self._exchanges_gradients:
             self._core.credit(tokens)
@@ -290,8 +287,16 @@ class Learner:
                 self._boundary.receive()
         else:
             self._boundary.after_step(tokens)
-        self._sharing.look()
         timing.step_ends()
+
+    def _begins(self) -> None:
+        """The first step was taken: no checkpoint is loaded any more."""
+        self._start_model = None  # a copy of the model that the anchors replace
+        if (num_left := self._boundary.rewarm.num_left) and self._exchange.rank[0] == 0:
+            log.warning(
+                "learner %s re-warms its learning rate over %d steps from step %d on, as its optimizer is new to the "
+                "run.", self.name, num_left, self._core.step + 1,
+            )  # fmt: skip
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._require_training()
@@ -317,7 +322,7 @@ class Learner:
 
     @property
     def lr_factor(self) -> float:
-        """Of the learning rate in the next step: below 1 in the re-warm-up of a learner that has healed. The learner
+        """Of the learning rate in the next step: below 1 in a re-warm-up (`rewarm_steps`). The learner
         applies it itself, inside `optimizer.step()`."""
         return self._boundary.rewarm.factor
 
@@ -507,7 +512,7 @@ class Learner:
             raise ConfigError("load_state_dict was called after a step; load the state before the first one.")
         self._exchange.meet("load_state_dict")
         self._fully_sharded.reshard()
-        self.resumed, self.healed = resume(self._boundary, opened, state), None
+        self.resumed = resume(self._boundary, opened, state)
         return self.resumed
 
     def distributed_state_dict(self) -> dict[str, Any]:

@@ -38,8 +38,6 @@ def sentence(event: ev.Event) -> tuple[Tone, str] | None:
             return "bad", f"{name or peer} was refused: {text}{again}"
         case ev.Reported(learner=learner, loss=loss):
             return "plain", f"{learner} evaluated the global model: held-out loss {loss:.4f}"
-        case ev.InnerState(learner=learner, peer=str(peer)):
-            return "plain", f"{learner} has the inner optimizer's state of {peer}"
         case ev.Stands(standing=standing, why=why):
             return "plain", f"this syncer is {standing}: {why}"
         case ev.BackedUp(place=place, snapshot=snapshot):

@@ -1,7 +1,6 @@
 """`Driver`: executes the actions of `SyncerCore`, for one run.
 
     from learners        initialise · join · heartbeat · lease · leave · connected, disconnected · fetch
-                         heal, healed · begin_share, then end_share; decline_share · begin_take, then end_take
                          begin_push, then complete_push or cut_push
     from an operator     steer
     from the clock       tick
@@ -45,7 +44,6 @@ from diloco.core.leases import Ask, Grant
 from diloco.core.lineage import Lineage, lost, refusal
 from diloco.core.members import Deadlines
 from diloco.core.pool import Pool
-from diloco.core.state_relay import HealAnswer
 from diloco.core.steering import Order
 from diloco.core.syncer import SyncerCore
 from diloco.errors import (
@@ -62,7 +60,6 @@ from diloco.run import sense
 from diloco.run.assembly import Span
 from diloco.run.connections import Connections
 from diloco.run.global_model import Fetched
-from diloco.run.inner_relay import InnerRelay
 from diloco.run.ports import ConnectionPort, H, InitialModel, MergedRound, ModelLayout, P, Ports, RunMethod, S, SavedRun
 from diloco.run.recorded import event
 from diloco.run.run_state import RunState
@@ -122,9 +119,6 @@ class Driver(Generic[H, S, P]):
         self._no_room: tuple[float, str] = (-math.inf, "")
         self._data_news = (0, 0)  # passes done, and units that came back
         self._is_stopping = False
-        self._inner: InnerRelay[S] = InnerRelay(
-            boot, self.state, self._connections, ports.spool, self._observer, tell=self._tell, wake=self._wake
-        )
         if saved is not None:
             self.state.restore(saved, self._clock.now_s())
             self._clock.wake_at(self._clock.now_s())
@@ -160,7 +154,6 @@ class Driver(Generic[H, S, P]):
             num_live=num_live,
             run_tokens=self.state.run_tokens,
             order=self._num_standings,
-            inner_wanted=self._inner.relay.number_for(learner, self.core.members[learner].incarnation),
         )
 
     def fetch(
@@ -555,89 +548,6 @@ class Driver(Generic[H, S, P]):
         self._execute(actions[1:])
         done(None)
 
-    # --- a peer's inner state for a joiner ----------------------------------------------------------------------------
-
-    def inner_slot(self, number: int) -> S:
-        """The room of an inner state, for a transfer that has begun and not ended."""
-        return self._inner.rooms.slot(number)
-
-    @event
-    def heal(self, learner: str, *, process: int, digest: str) -> HealAnswer:
-        """A learner that is about to join wants the inner state of a healthy one, or asks again.
-
-        Arguments:
-            process, digest: as in `StateRelay.wanted`.
-
-        Raises:
-            PayloadError: the request makes no sense.
-        """
-        sense.check_name(learner)
-        sense.check_healing(learner, digest)
-        if not self.state.is_initialised or not any(self.state.versions):
-            return HealAnswer("none")
-        with self._inner.event() as relay:
-            return relay.wanted(self._clock.now_s(), learner, process, digest, self._inner.peers())
-
-    @event
-    def healed(self, learner: str, *, process: int, number: int) -> None:
-        """The joiner has the state, or does without it."""
-        with self._inner.event() as relay:
-            relay.took(self._clock.now_s(), learner, process, number)
-
-    @event
-    def begin_share(
-        self, learner: str, incarnation: int, *, number: int, digest: str, num_bytes: int, process: int = 0
-    ) -> None:  # fmt: skip
-        """The learner that was asked begins to upload its inner state: check it, and make room. `process`: as in
-        `heartbeat`.
-
-        Raises:
-            StaleIncarnationError: the incarnation is out. NoRoomError: there is none.
-            PayloadError: it was not asked, or its state cannot be the joiner's.
-        """
-        self.core.check(learner, incarnation, process)
-        sense.check_healing(learner, digest)
-        self._inner.began(self._clock.now_s(), learner, incarnation, number, digest, num_bytes)
-
-    @event
-    def end_share(self, learner: str, incarnation: int, *, number: int, sha256: str | None) -> None:
-        """The upload has ended; `sha256`: of the state, if all of it is here.
-
-        Raises:
-            PayloadError: the joiner has given up meanwhile.
-        """
-        self._inner.rooms.leave(number)
-        with self._inner.event() as relay:
-            if sha256 is None:
-                relay.cut(self._clock.now_s(), learner, incarnation, number)
-            else:
-                relay.completed(self._clock.now_s(), learner, incarnation, number, sha256)
-
-    @event
-    def decline_share(self, learner: str, incarnation: int, *, number: int, reason: str, process: int = 0) -> None:
-        """The learner that was asked cannot give its inner state. `process`: as in `heartbeat`.
-
-        Raises:
-            StaleIncarnationError: the incarnation is out. PayloadError: it was not asked.
-        """
-        self.core.check(learner, incarnation, process)
-        sense.check_refusal(learner, reason)
-        with self._inner.event() as relay:
-            relay.declined(self._clock.now_s(), learner, incarnation, number, reason)
-
-    @event
-    def begin_take(self, learner: str, *, process: int, number: int) -> None:
-        """The joiner fetches the state that is ready. Raises PayloadError: there is none."""
-        self._inner.relay.fetches(self._clock.now_s(), learner, process, number)
-        self._inner.rooms.use(number)
-
-    @event
-    def end_take(self, learner: str, *, process: int, number: int) -> None:
-        """The joiner's download has ended."""
-        self._inner.rooms.leave(number)
-        with self._inner.event() as relay:
-            relay.fetch_ended(self._clock.now_s(), learner, process, number)
-
     # --- rounds -------------------------------------------------------------------------------------------------------
 
     def _close(self, action: MergeRound) -> None:
@@ -733,8 +643,6 @@ class Driver(Generic[H, S, P]):
         if late_s > STOOD_STILL_S:  # suspended, or starved: what learners said meanwhile has not been heard yet
             self._observer.stood_still(late_s)
             core.stood_still(late_s)
-        with self._inner.event() as relay:
-            relay.tick(self._clock.now_s(), self._inner.peers())
         self._uploads.tick(self._clock.now_s())
         self._execute(core.tick(self._clock.now_s()))
         self._observer.stands(core)
@@ -780,10 +688,7 @@ class Driver(Generic[H, S, P]):
         self._write()
         self._tell(told)
         self._look_at_data()
-        self._wake()
-
-    def _wake(self) -> None:
-        self._clock.wake_at(min(self._wake_at_s, self._writes.next_s, self._inner.relay.wake_at))
+        self._clock.wake_at(min(self._wake_at_s, self._writes.next_s))
 
     def _look_at_data(self) -> None:
         leases = self.core.leases

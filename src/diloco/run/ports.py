@@ -16,7 +16,6 @@ from diloco.core.contribution import Contribution, Standing
 from diloco.core.leases import Leases
 from diloco.core.lineage import Epoch
 from diloco.core.rounds.base import Rules
-from diloco.core.state_relay import Relayed
 from diloco.core.steering import Order
 from diloco.core.syncer import SyncerCore
 from diloco.core.update import Update
@@ -283,9 +282,6 @@ class Observer(Protocol):
 
     def data_moved(self, leases: Leases) -> None:
         """Of leased data, a pass is done, or units have come back."""
-
-    def healed(self, relayed: Relayed) -> None:
-        """A joiner was given a peer's inner state, or was not."""
 
     def waits_for_room(self, error: NoRoomError) -> None:
         """There is no room for contributions from now on; their learners repeat them."""

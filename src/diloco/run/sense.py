@@ -12,14 +12,12 @@ import re
 from typing import Any, get_args
 
 from diloco.core.contribution import OVERLAP, Contribution
-from diloco.core.healing import INNER_ELEMENT_BYTES, INNER_TENSOR_BYTES
 from diloco.core.leases import Ask
 from diloco.core.ranges import Ranges, is_set
 from diloco.core.steering import OF_A_LEARNER, Order, What
 from diloco.core.succession import Word
 from diloco.errors import CorruptPayloadError, LayoutError, PayloadError
-from diloco.escaping import MAX_REASON
-from diloco.run.ports import InitialModel, ModelLayout
+from diloco.run.ports import InitialModel
 
 MAX_AHEAD = 10**8
 """Inner steps by which one message may advance a run: a hundred a second for eleven days. A bound on the step itself
@@ -231,30 +229,6 @@ def check_span(c: Contribution, span: tuple[int, int], num_bytes: int) -> None:
             f"bytes {span[0]} to {span[1]} are no part of a contribution to fragment {c.fragment} of {num_bytes} "
             "bytes; send those of the rank's shard."
         )
-
-
-def check_healing(learner: str, digest: str) -> None:
-    """Check what a learner says of its optimizers."""
-    if not DIGEST.fullmatch(digest):
-        raise PayloadError(
-            f"{learner!r} describes its optimizers by {digest[:MAX_SOURCE]!r}; use a SHA-256 in hexadecimal digits."
-        )
-
-
-def check_refusal(learner: str, reason: str) -> None:
-    """Check why a learner does not give its inner state."""
-    if len(reason) > MAX_REASON or not reason.isprintable():
-        raise PayloadError(
-            f"{learner!r} gives {reason[:MAX_SOURCE]!r} as a reason; use at most {MAX_REASON} printable characters."
-        )
-
-
-def most_inner_bytes(layout: ModelLayout) -> int:
-    """Bytes that the inner optimizer's state of a model can need."""
-    return sum(
-        INNER_ELEMENT_BYTES * fragment.numel + INNER_TENSOR_BYTES * (1 + len(fragment.tensors))
-        for fragment in layout.fragments
-    )
 
 
 def check_tokens(learner: str, tokens: int, run_step: int, tokens_per_step: int | None) -> None:

@@ -38,7 +38,7 @@ from diloco.training.alone import AnyLearner
 from diloco.training.checkpoint import latest_checkpoint
 from diloco.training.clock import Clock, Shared
 from diloco.training.loop import CHECKPOINTS, Trainer
-from diloco.training.part import Part, Summary, heal_of
+from diloco.training.part import Part, Summary
 from diloco.training.progress import Progress
 from diloco.training.sources import load_corpus
 
@@ -217,7 +217,7 @@ class _Stage:
             exchange.initial_step, exchange.initial_tokens = steps, tokens
             return Learner(
                 model, optimizer, method=self._method, exchange=exchange, trains=config.train.trains or None,
-                overlap=config.train.overlap, heal=heal_of(config, part),
+                overlap=config.train.overlap, rewarm_steps=config.train.rewarm_steps,
             )  # fmt: skip
 
         def stepped_alone() -> None:

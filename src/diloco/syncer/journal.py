@@ -12,7 +12,6 @@ from diloco.core.actions import Evict, MergeRound, Reject
 from diloco.core.contribution import Contribution
 from diloco.core.leases import Leases
 from diloco.core.ranges import count, union
-from diloco.core.state_relay import Relayed
 from diloco.core.steering import Order
 from diloco.core.syncer import SyncerCore
 from diloco.errors import NoRoomError, PayloadError, StoreError
@@ -106,18 +105,6 @@ class Journal(Observer):
             )
         )  # fmt: skip
         self._metrics.rejected(c.learner, action.reason)
-
-    def healed(self, relayed: Relayed) -> None:
-        if relayed.peer is None:
-            log.warning("%s has no peer's inner state: %s", relayed.joiner, relayed.reason)
-        else:
-            log.info("%s has the inner state of %s", relayed.joiner, relayed.peer)
-        self._events.append(
-            events.InnerState(
-                learner=relayed.joiner, peer=relayed.peer, num_bytes=relayed.num_bytes, seconds=relayed.seconds,
-                reason=relayed.reason,
-            )
-        )  # fmt: skip
 
     def waits_for_room(self, error: NoRoomError) -> None:
         log.error("contributions wait with their learners: %s", error)

@@ -15,18 +15,6 @@ from diloco.exchange.wire.incoming import Progress
 from diloco.run.prefixes import KEPT_S
 
 
-def receiving(stream: Iterator[bytes], buffer: memoryview) -> Iterator[pb.Received]:
-    """Fill `buffer`, saying how far it is: the sender goes by it.
-
-    Raises:
-        CorruptPayloadError: as `filling`.
-    """
-    progress = Progress()
-    for filled in filling(stream, buffer):
-        if progress.is_due():
-            yield pb.Received(num_bytes=filled)
-
-
 def resumed_at(start: int, received: int) -> int:
     """Where an upload goes on, of which so many bytes are here.
 

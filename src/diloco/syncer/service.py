@@ -41,7 +41,6 @@ from diloco.syncer.audit import Audit
 from diloco.syncer.auth import Authenticator
 from diloco.syncer.call_deadlines import CallDeadlines
 from diloco.syncer.callers import Caller, Role
-from diloco.syncer.healing import HealingService
 from diloco.syncer.hosting import HostedDriver, SyncerDriver
 from diloco.syncer.initialising import Initialising
 from diloco.syncer.messages import (
@@ -122,7 +121,6 @@ class Service:
         self._initialising = Initialising(
             host, transfers=transfers, audit=audit, incoming=incoming, resumed=resumed
         )  # fmt: skip
-        self._healing = HealingService(self._host, self._admit)
 
     def handlers(self) -> Admission:
         """What `grpc.Server.add_generic_rpc_handlers` takes."""
@@ -143,9 +141,6 @@ class Service:
                 "Initialise": ("transfers", self._both("Initialise", self.initialise, pb.InitialiseHeader)),
                 "Push": ("transfers", self._both("Push", self.push, pb.PushHeader)),
                 "Probe": ("transfers", self._both("Probe", self.probe, pb.ProbeHeader)),
-                "Heal": ("control", self._unary("Heal", self._healing.heal, pb.HealRequest)),
-                "ShareInner": ("transfers", self._both("ShareInner", self._healing.share, pb.ShareHeader)),
-                "PullInner": ("transfers", self._both("PullInner", self._healing.pull, pb.PullInnerRequest)),
                 "Follow": ("standby", self._both("Follow", self.follow, pb.FollowHello, "standby")),
             }
         )

@@ -6,7 +6,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from diloco.core.fragments import Layout
-from diloco.core.healing import Healed
 from diloco.errors import CheckpointError
 from diloco.learner import Learner
 
@@ -22,7 +21,6 @@ class AloneLearner:
     digests: tuple[str, ...] = ()
     layout: Layout | None = None
     drained = False
-    healed: Healed | None = None
     lr_factor = 1.0
 
     def __init__(self, model: nn.Module, tokens_per_step: int) -> None:

@@ -180,7 +180,6 @@ class Trainer:
                 return "drained"
             if not self._joined and not self._warming_up:
                 self._join()
-                self._tell_healed()
                 continue  # the run may be over already
             if not self._island.has_data():
                 continue  # drained meanwhile
@@ -238,10 +237,6 @@ class Trainer:
                 )
         island.count_anew()
 
-    def _tell_healed(self) -> None:
-        if (healed := self.learner.healed) is not None:
-            self._reporter.healed(self._island.step, healed)
-
     def _finish(self, reason: str, seconds: float, *, is_blocked: bool) -> Summary:
         """`is_blocked`: it was told to stop while it waited, and evaluates nothing."""
         self.learner.finish()  # the others go on while this one saves and evaluates
@@ -278,7 +273,6 @@ class Trainer:
         self._monitor.begins()
         for checkpoint in part.unusable:
             self._reporter.set_aside(checkpoint)
-        self._tell_healed()
 
     def _resume(self, path: Path) -> None:
         """Continue from a checkpoint: exactly, or with the run's newest model where the run has gone on."""

@@ -4,8 +4,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from diloco.config import RunConfig
-from diloco.core.healing import Heal
 from diloco.training.checkpoint import UnusableCheckpoint
 
 Role = Literal["learner", "baseline", "isolated"]
@@ -26,13 +24,6 @@ class Part:
     resume_from: Path | None = None  # a checkpoint directory
     supervised: bool = False  # a supervisor starts it again whenever it ends otherwise than done
     unusable: tuple[UnusableCheckpoint, ...] = ()  # checkpoints that were set aside before
-
-
-def heal_of(config: RunConfig, part: Part) -> Heal | None:
-    """How a part heals in a run under way; None: it has a checkpoint."""
-    if part.resume_from is not None:
-        return None
-    return Heal("peer" if config.heal.source == "peer" else "global", config.heal.rewarm_steps, config.heal.timeout_s)
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,10 @@
 """Reports of a part of a run: events for programs, progress for people. Only the first of several ranks reports."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
 from diloco import events as ev
-from diloco.core.healing import Healed
 from diloco.event_log import EventLog
 from diloco.tracking.feed import Feed
 from diloco.tracking.values import Point, learner_values, trainer_point
@@ -73,11 +71,6 @@ class Reporter:
         self.say(f"cannot use its checkpoint: {checkpoint.error}; it is kept as {checkpoint.kept}")
         kept, path = str(checkpoint.kept), str(checkpoint.path)
         self.append(ev.CheckpointUnusable(path=path, kept=kept, error=checkpoint.error))
-
-    def healed(self, step: int, healed: Healed) -> None:
-        """The learner begins in a run under way."""
-        self.say(f"heals at step {step}: {healed.words}")
-        self.append(ev.Healed(step=step, **asdict(healed)))
 
     def exchanged(self, step: int, metrics: Mapping[str, Any]) -> None:
         """A learner's counters, and how long the training thread stood still since the last time."""

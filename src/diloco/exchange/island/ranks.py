@@ -4,8 +4,7 @@ Every rank runs the same `Learner` on the same `LearnerCore`, each with its shar
 keeps that shard's anchor, encodes it, and adopts it. Only rank 0 touches the wrapped exchange. It gets the encoded
 shards from the others on a thread of its own, and what it hears is broadcast, events and errors alike, as JSON and
 tensors. A step without news costs one all-reduce of a few numbers: the step's tokens, the size of the news, the tokens
-of the whole run, the number of live learners, this one's pace, whether it is drained, whether a joiner wants its inner
-state, and what each rank calls.
+of the whole run, the number of live learners, this one's pace, whether it is drained, and what each rank calls.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any, TypeVar, cast, get_args
 
 import torch
@@ -26,7 +24,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from diloco.core.codecs import Codec
 from diloco.core.contribution import Contribution
 from diloco.core.fragments import Layout
-from diloco.core.healing import Heal
 from diloco.core.leases import Ask
 from diloco.core.lineage import Lineage
 from diloco.core.method import Method
@@ -41,12 +38,10 @@ from diloco.exchange.base import (
     Model,
     Opened,
     Overview,
-    PeerState,
     ShardedExchange,
     wrong_rank,
 )
 from diloco.exchange.group import TEXT_CHARACTERS, Group, as_bytes, error_of
-from diloco.exchange.island.inner_states import Pieces
 from diloco.exchange.island.messages import Fetched, Message, collect, share
 from diloco.exchange.lanes import Lane, Lanes
 
@@ -61,7 +56,7 @@ LOOK_EVERY_S = 0.2
 
 CALLS: tuple[Call, ...] = get_args(Call)
 
-NUM_SUMS = 7
+NUM_SUMS = 6
 """Numbers that are summed over the ranks at a step."""
 
 _ASKED = -1
@@ -88,7 +83,7 @@ class Ranks(Exchange):
         self._first = self.group.rank == 0
         self._exchange = exchange
         self.gradients, self.remind_after_s = exchange.gradients, exchange.remind_after_s
-        self.leases, self.relays = exchange.leases, exchange.relays
+        self.leases = exchange.leases
         self._background = [Group(ranks, timeout_s=TIMEOUT_S) for _ in range(2)]
         self._sharded = exchange if isinstance(exchange, ShardedExchange) else None
         if self._sharded is not None:
@@ -129,15 +124,19 @@ class Ranks(Exchange):
                 raise own or error_of(refusal[0], f"rank {rank} of this learner: {refusal[1]}")
         return cast("T", made)
 
+    def require_same(self, what: str, given: object) -> None:
+        """Raises the same error on every rank, if one was given something else than rank 0."""
+        told = self.group.gather_values(given, f"the {what} given to each rank")
+        for rank, values in enumerate(told):
+            if values != told[0]:
+                raise ConfigError(
+                    f"rank {rank} of this learner was given another {what} than rank 0; give all the same."
+                )
+
     # --- joining ------------------------------------------------------------------------------------------------------
 
     def method(self, given: Method | None) -> Method:
-        theirs = self.group.gather_values(None if given is None else given.to_dict(), "the method given to each rank")
-        for rank, values in enumerate(theirs):
-            if values != theirs[0]:
-                raise ConfigError(
-                    f"rank {rank} of this learner was given another method than rank 0; give all the same."
-                )
+        self.require_same("method", None if given is None else given.to_dict())
         method = self._decide("the run's method", lambda: json.dumps(self._exchange.method(given).to_dict()))
         return Method.from_dict(json.loads(method))
 
@@ -169,46 +168,6 @@ class Ranks(Exchange):
             fragments.append(joined.view(torch.float32))
         return Model(tuple(fragments), mine.static)
 
-    def require_heal(self, heal: Heal | None) -> None:
-        """Raises the same error on every rank, if one is to heal in another way than rank 0."""
-        told = self.group.gather_values(None if heal is None else asdict(heal), "how each rank heals")
-        for rank, values in enumerate(told):
-            if values != told[0]:
-                raise ConfigError(
-                    f"rank {rank} of this learner heals otherwise than rank 0 ({values}, {told[0]}); give all ranks "
-                    "the same heal=, and all or none a checkpoint."
-                )
-
-    # --- the inner optimizer's state ----------------------------------------------------------------------------------
-
-    def peer_state(self, digest: str, most_bytes: int, timeout_s: float) -> PeerState | str:
-        pieces = Pieces.of(self.group, digest)
-        [most_bytes] = self.group.sum([most_bytes], "the size of the inner state")
-
-        def ask() -> PeerState | str:
-            return self._exchange.peer_state(pieces.digest, most_bytes, timeout_s) if self._first else ""
-
-        return pieces.dealt(self.group, self.each("a peer's inner state", ask))
-
-    def share(self, number: int, digest: str, encode: Callable[[], bytes]) -> None:
-        """The ranks' states cross to rank 0 here, which uploads them on a thread."""
-        if not self._declined(number, ""):
-            pieces = Pieces.of(self.group, digest)
-            joined = pieces.joined(self.group, encode())
-            self._on_first(lambda: self._exchange.share(number, pieces.digest, lambda: joined))
-
-    def decline(self, number: int, reason: str) -> None:
-        self._declined(number, reason)
-
-    def _declined(self, number: int, reason: str) -> bool:
-        """Whether a rank cannot give its state, and so this learner cannot."""
-        told = self.group.gather_values(reason, "the inner state of each rank")
-        for rank, why in enumerate(told):
-            if why:
-                self._on_first(partial(self._exchange.decline, number, f"rank {rank}: {why}"))
-                return True
-        return False
-
     # --- one boundary -------------------------------------------------------------------------------------------------
 
     def sum_tokens(self, tokens: int) -> int:
@@ -216,11 +175,9 @@ class Ranks(Exchange):
         it = self._exchange.overview if self._first else Overview(num_live=0)
         run_tokens_plus_1 = 0 if it.run_tokens is None else it.run_tokens + 1
         numbers = [tokens, len(self._message.raw), run_tokens_plus_1, it.num_live, it.sync_every or 0, int(it.drained)]
-        total, self._announced, run_tokens_plus_1, num_live, sync_every, drained, inner_wanted = self._meet(
-            "step", [*numbers, it.inner_wanted]
-        )
+        total, self._announced, run_tokens_plus_1, num_live, sync_every, drained = self._meet("step", numbers)
         run_tokens = run_tokens_plus_1 - 1 if run_tokens_plus_1 else None
-        self._overview = Overview(num_live, run_tokens, sync_every or None, bool(drained), inner_wanted)
+        self._overview = Overview(num_live, run_tokens, sync_every or None, bool(drained))
         return total
 
     def meet(self, call: Call) -> None:

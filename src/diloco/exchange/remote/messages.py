@@ -219,7 +219,6 @@ def standing_of(message: pb.Standing) -> Standing:
         verdicts_of(message.verdicts),
         message.drained,
         message.order,
-        message.inner_wanted,
         message.paused,
         message.at_least,
     )

@@ -13,7 +13,6 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,12 +30,11 @@ from diloco.core.session import SessionCore
 from diloco.core.session.ends import LEAVE_TIMEOUT_S
 from diloco.core.session.requests import Identity, Report
 from diloco.errors import ConfigError, ExchangeError, StoppedError
-from diloco.exchange.base import Event, Model, Opened, Overview, PeerState, ShardedExchange
+from diloco.exchange.base import Event, Model, Opened, Overview, ShardedExchange
 from diloco.exchange.dialling import Dialler, dialler
 from diloco.exchange.key_pair import learner_of
 from diloco.exchange.lanes import Lanes
 from diloco.exchange.remote.entry import Entry, Initial, describe, model_parts
-from diloco.exchange.remote.inner_states import Sharer, peer_state
 from diloco.exchange.remote.messages import method_of
 from diloco.exchange.remote.ranks import Follower, LeadingReceiver, LeadingSender, divided, sharded_parts
 from diloco.exchange.remote.session import Session
@@ -116,7 +114,7 @@ class Remote(ShardedExchange):
 
     gradients = False
     dials_out = True
-    leases = relays = True
+    leases = True
 
     def __init__(
         self,
@@ -137,7 +135,6 @@ class Remote(ShardedExchange):
         self._session: Session | None = None
         self._lanes: Lanes | None = None  # of one of several ranks
         self._follower: Follower | None = None  # of another rank than the first
-        self._sharer = Sharer(self._dialler, lambda: replace(self._who, incarnation=self._incarnation))
         self._closing = threading.Lock()
         self._closed = self._is_interrupted = False
 
@@ -153,15 +150,6 @@ class Remote(ShardedExchange):
                 "run's."
             )
         return method
-
-    def peer_state(self, digest: str, most_bytes: int, timeout_s: float) -> PeerState | str:
-        return peer_state(self._dialler, self._who, digest, most_bytes, timeout_s)
-
-    def share(self, number: int, digest: str, encode: Callable[[], bytes]) -> None:
-        self._sharer.share(number, digest, encode)
-
-    def decline(self, number: int, reason: str) -> None:
-        self._sharer.decline(number, reason)
 
     def open(
         self, layout: Layout, method: Method, initial: Callable[[], Model], *, overlap: int | None = None
@@ -308,7 +296,6 @@ class Remote(ShardedExchange):
             self._session.close(timeout_s)
             self._end_lanes()
         self._dialler.close()
-        self._sharer.close()
 
     def _end_lanes(self) -> None:
         """The other ranks have nothing more to do."""

@@ -327,7 +327,7 @@ class Call(_message.Message):
     def __init__(self, fragment: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
 
 class Standing(_message.Message):
-    __slots__ = ("step", "start_step", "run_tokens", "num_live", "sync_every", "versions", "calls", "verdicts", "drained", "order", "inner_wanted", "paused", "at_least")
+    __slots__ = ("step", "start_step", "run_tokens", "num_live", "sync_every", "versions", "calls", "verdicts", "drained", "order", "paused", "at_least")
     STEP_FIELD_NUMBER: _ClassVar[int]
     START_STEP_FIELD_NUMBER: _ClassVar[int]
     RUN_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -338,7 +338,6 @@ class Standing(_message.Message):
     VERDICTS_FIELD_NUMBER: _ClassVar[int]
     DRAINED_FIELD_NUMBER: _ClassVar[int]
     ORDER_FIELD_NUMBER: _ClassVar[int]
-    INNER_WANTED_FIELD_NUMBER: _ClassVar[int]
     PAUSED_FIELD_NUMBER: _ClassVar[int]
     AT_LEAST_FIELD_NUMBER: _ClassVar[int]
     step: int
@@ -351,10 +350,9 @@ class Standing(_message.Message):
     verdicts: _containers.RepeatedCompositeFieldContainer[Verdict]
     drained: bool
     order: int
-    inner_wanted: int
     paused: bool
     at_least: int
-    def __init__(self, step: _Optional[int] = ..., start_step: _Optional[int] = ..., run_tokens: _Optional[int] = ..., num_live: _Optional[int] = ..., sync_every: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., calls: _Optional[_Iterable[_Union[Call, _Mapping]]] = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., drained: _Optional[bool] = ..., order: _Optional[int] = ..., inner_wanted: _Optional[int] = ..., paused: _Optional[bool] = ..., at_least: _Optional[int] = ...) -> None: ...
+    def __init__(self, step: _Optional[int] = ..., start_step: _Optional[int] = ..., run_tokens: _Optional[int] = ..., num_live: _Optional[int] = ..., sync_every: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., calls: _Optional[_Iterable[_Union[Call, _Mapping]]] = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., drained: _Optional[bool] = ..., order: _Optional[int] = ..., paused: _Optional[bool] = ..., at_least: _Optional[int] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("run", "learner", "incarnation", "seen", "versions", "process")
@@ -497,80 +495,6 @@ class VoteReply(_message.Message):
     serves: bool
     proposal: Proposal
     def __init__(self, serves: _Optional[bool] = ..., proposal: _Optional[_Union[Proposal, _Mapping]] = ...) -> None: ...
-
-class HealRequest(_message.Message):
-    __slots__ = ("run", "learner", "process", "digest", "over")
-    RUN_FIELD_NUMBER: _ClassVar[int]
-    LEARNER_FIELD_NUMBER: _ClassVar[int]
-    PROCESS_FIELD_NUMBER: _ClassVar[int]
-    DIGEST_FIELD_NUMBER: _ClassVar[int]
-    OVER_FIELD_NUMBER: _ClassVar[int]
-    run: str
-    learner: str
-    process: int
-    digest: str
-    over: int
-    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., process: _Optional[int] = ..., digest: _Optional[str] = ..., over: _Optional[int] = ...) -> None: ...
-
-class HealReply(_message.Message):
-    __slots__ = ("state", "number", "num_bytes", "sha256", "peer", "reason")
-    STATE_FIELD_NUMBER: _ClassVar[int]
-    NUMBER_FIELD_NUMBER: _ClassVar[int]
-    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
-    SHA256_FIELD_NUMBER: _ClassVar[int]
-    PEER_FIELD_NUMBER: _ClassVar[int]
-    REASON_FIELD_NUMBER: _ClassVar[int]
-    state: str
-    number: int
-    num_bytes: int
-    sha256: str
-    peer: str
-    reason: str
-    def __init__(self, state: _Optional[str] = ..., number: _Optional[int] = ..., num_bytes: _Optional[int] = ..., sha256: _Optional[str] = ..., peer: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
-
-class ShareHeader(_message.Message):
-    __slots__ = ("run", "learner", "incarnation", "number", "digest", "num_bytes", "refusal", "process")
-    RUN_FIELD_NUMBER: _ClassVar[int]
-    LEARNER_FIELD_NUMBER: _ClassVar[int]
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    NUMBER_FIELD_NUMBER: _ClassVar[int]
-    DIGEST_FIELD_NUMBER: _ClassVar[int]
-    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
-    REFUSAL_FIELD_NUMBER: _ClassVar[int]
-    PROCESS_FIELD_NUMBER: _ClassVar[int]
-    run: str
-    learner: str
-    incarnation: int
-    number: int
-    digest: str
-    num_bytes: int
-    refusal: str
-    process: int
-    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., number: _Optional[int] = ..., digest: _Optional[str] = ..., num_bytes: _Optional[int] = ..., refusal: _Optional[str] = ..., process: _Optional[int] = ...) -> None: ...
-
-class ShareReply(_message.Message):
-    __slots__ = ("received",)
-    RECEIVED_FIELD_NUMBER: _ClassVar[int]
-    received: Received
-    def __init__(self, received: _Optional[_Union[Received, _Mapping]] = ...) -> None: ...
-
-class PullInnerRequest(_message.Message):
-    __slots__ = ("run", "learner", "process", "number")
-    RUN_FIELD_NUMBER: _ClassVar[int]
-    LEARNER_FIELD_NUMBER: _ClassVar[int]
-    PROCESS_FIELD_NUMBER: _ClassVar[int]
-    NUMBER_FIELD_NUMBER: _ClassVar[int]
-    run: str
-    learner: str
-    process: int
-    number: int
-    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., process: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
-
-class PullInnerHeader(_message.Message):
-    __slots__ = ("num_bytes",)
-    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
-    num_bytes: int
-    def __init__(self, num_bytes: _Optional[int] = ...) -> None: ...
 
 class HeldFile(_message.Message):
     __slots__ = ("fragment", "version", "sha256")

@@ -1,4 +1,4 @@
-"""A learner that joins a run under way without a checkpoint: a fresh inner optimizer, and a short re-warm-up."""
+"""A learner that joins a run under way without a checkpoint re-warms its learning rate."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from tests.learner.test_learner import make_model, tokens_of, train_step
 from torch import Tensor
 
 import diloco
-from diloco import Heal, Learner
+from diloco import Learner
+from diloco.config import TrainTable
 from diloco.errors import CheckpointError, ConfigError
 from diloco.exchange.base import Exchange
-from diloco.learner.inner_state import InnerState
+from diloco.learner.rewarm import REWARM_STEPS
 from diloco.training.checkpoint import load_checkpoint, save_checkpoint
 from diloco.training.optimizers import Chained
 
@@ -59,35 +60,112 @@ def steps_of(optimizer: torch.optim.Optimizer) -> set[int]:
     return {int(state["step"]) for state in optimizer.state.values()}
 
 
-def test_a_late_joiner_begins_afresh_at_the_schedules_place() -> None:
+def test_a_late_joiner_re_warms_at_the_schedules_place(caplog: pytest.LogCaptureFixture) -> None:
+    """By default over 5 steps; the learners that begin the run do not."""
+
     def life(index: int, exchange: Exchange) -> dict[str, Any]:
         model = make_model(index)
         optimizer = Recorded(model.parameters(), lr=0.01)
-        train_step(model, optimizer, index, 99)  # of a life before: it is not to survive
-        optimizer.rates.clear()
-        with Learner(model, optimizer, method=METHOD, exchange=exchange, heal=Heal(rewarm_steps=REWARM)) as learner:
-            first, healed = learner.steps + 1, learner.healed
+        with Learner(model, optimizer, method=METHOD, exchange=exchange) as learner:
+            first = learner.steps + 1
             seen = train(learner, index, STEPS)
-            return {"first": first, "healed": healed, "seen": seen, "rates": optimizer.rates, "of": steps_of(optimizer)}
+            return {"first": first, "seen": seen, "rates": optimizer.rates, "of": steps_of(optimizer)}
 
-    founder, joiner = diloco.run_local(life, learners=2, starts_s=[0.0, JOINS_AFTER])
-    assert (founder["first"], founder["healed"], founder["of"]) == (1, None, {STEPS + 1})
-    assert founder["rates"] == founder["seen"] == [schedule(step) for step in range(1, STEPS + 1)]
+    founder, second, joiner = diloco.run_local(life, learners=3, starts_s=[0.0, 0.0, JOINS_AFTER])
+    for each in (founder, second):
+        assert (each["first"], each["of"]) == (1, {STEPS})
+        assert each["rates"] == each["seen"] == [schedule(step) for step in range(1, STEPS + 1)]
     first = joiner["first"]
     assert first == 9
-    assert joiner["healed"].source == "global"
-    assert joiner["healed"].rewarm_steps == REWARM
-    assert joiner["of"] == {STEPS - first + 1}  # no moment from before
+    assert joiner["of"] == {STEPS - first + 1}
     assert joiner["seen"] == [schedule(step) for step in range(first, STEPS + 1)]
-    factors = [min(1.0, k / REWARM) for k in range(1, STEPS - first + 2)]
-    assert joiner["rates"] == pytest.approx([rate * f for rate, f in zip(joiner["seen"], factors, strict=True)])
+    golden = [0.00182, 0.0036, 0.00534, 0.00704, 0.0087, 0.0086, 0.0085, 0.0084, 0.0083, 0.0082, 0.0081, 0.008]
+    assert joiner["rates"] == pytest.approx(golden)
+    told = [record.getMessage() for record in caplog.records if "re-warms" in record.getMessage()]
+    assert len(told) == 1
+    assert "re-warms its learning rate over 5 steps from step 9 on" in told[0]
+
+
+def test_the_run_file_has_the_learners_default() -> None:
+    assert TrainTable().rewarm_steps == REWARM_STEPS == 5
+
+
+def test_a_learner_with_a_checkpoint_does_not_re_warm_where_the_run_has_gone_on() -> None:
+    saved: dict[str, Any] = {}
+
+    def life(index: int, exchange: Exchange) -> Any:
+        model = make_model(index)
+        optimizer = Recorded(model.parameters(), lr=0.01)
+        resume = None
+        if index == 2:
+            optimizer.load_state_dict(saved["optimizer"])
+            resume = saved["learner"]
+        with Learner(model, optimizer, method=METHOD, exchange=exchange, resume=resume) as learner:
+            first = learner.steps + 1
+            train(learner, index, 6 if index == 1 else STEPS)
+            if index == 1:
+                saved.update(learner=learner.state_dict(), optimizer=optimizer.state_dict())
+        return learner.resumed, first, optimizer.rates
+
+    _, _, (resumed, first, rates) = diloco.run_local(life, learners=3, starts_s=[0.0, 0.0, JOINS_AFTER])
+    assert (resumed, first) == (False, 9)
+    assert rates == [schedule(step) for step in range(first, STEPS + 1)]
+
+
+class Rateless(torch.optim.Optimizer):
+    """It has no learning rate."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for each in self.param_groups[0]["params"]:
+            each.sub_(0.01 * each.grad.sign())
+
+
+class Unhooked:
+    """A wrapper around an optimizer that calls no hooks of its own."""
+
+    def __init__(self, parameters: Any) -> None:
+        self._inner = Rateless(parameters)
+        self.param_groups, self.state = self._inner.param_groups, self._inner.state
+        self.step, self.zero_grad = self._inner.step, self._inner.zero_grad
+
+
+@pytest.mark.parametrize(
+    ("make", "why"), [(Rateless, "Rateless has parameters without a learning rate"), (Unhooked, "Unhooked calls no")]
+)
+def test_what_cannot_be_re_warmed_is_refused_or_said(make: Any, why: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Refused at construction where a re-warm-up was asked for, though none is due yet; else a joiner says that it has
+    none."""
+
+    def life(index: int, exchange: Exchange) -> list[float]:
+        model = make_model(index)
+        optimizer = make(model.parameters())
+        if index == 0:
+            with pytest.raises(ConfigError, match=rf"{why}.*pass rewarm_steps=0"):
+                Learner(model, optimizer, method=METHOD, exchange=exchange, rewarm_steps=3)
+        factors = []
+        with Learner(model, optimizer, method=METHOD, exchange=exchange) as learner:
+            while learner.steps < STEPS:
+                factors.append(learner.lr_factor)
+                train_step(model, optimizer, index, learner.steps + 1)
+                learner.step(tokens=1)
+        return factors
+
+    _, factors = diloco.run_local(life, learners=2, starts_s=[0.0, JOINS_AFTER])
+    assert set(factors) == {1.0}
+    (told,) = [record.getMessage() for record in caplog.records if "re-warm" in record.getMessage()]
+    assert "joins a run under way without a re-warm-up" in told
+    assert why in told
 
 
 def life_in_two(index: int, exchange: Exchange, path: Path, stops: int) -> dict[str, Any] | None:
     """The second learner joins late, is saved after `stops` steps, and goes on in a new object."""
     model = make_model(index)
     optimizer = Recorded(model.parameters(), lr=0.01)
-    learner = Learner(model, optimizer, method=METHOD, exchange=exchange, heal=Heal(rewarm_steps=REWARM))
+    learner = Learner(model, optimizer, method=METHOD, exchange=exchange, rewarm_steps=REWARM)
     if index == 0:
         train(learner, index, STEPS)
         learner.close()
@@ -109,9 +187,8 @@ def test_a_re_warm_up_is_part_of_the_checkpoint(stops: int, tmp_path: Path) -> N
         model = make_model(7)
         optimizer = Recorded(model.parameters(), lr=0.01)
         optimizer.load_state_dict(saved["optimizer"])
-        resume, heal = saved["learner"], Heal(rewarm_steps=9)  # which has no effect beside a checkpoint
-        with Learner(model, optimizer, method=METHOD, exchange=exchange, resume=resume, heal=heal) as learner:
-            assert learner.healed is None
+        resume = saved["learner"]  # beside which rewarm_steps have no effect
+        with Learner(model, optimizer, method=METHOD, exchange=exchange, resume=resume, rewarm_steps=9) as learner:
             first = learner.steps + 1
             train(learner, index, STEPS)
             rates = [rate / schedule(first + k) for k, rate in enumerate(optimizer.rates)]
@@ -144,7 +221,7 @@ def test_optimizers_of_every_kind_are_re_warmed() -> None:
         chained = Chained([Recorded(first, lr=torch.tensor(0.01)), torch.optim.SGD(second[:2], lr=0.1)])
         last = torch.optim.SGD(second[2:], lr=0.5)
         optimizers = [chained, last]
-        with Learner(model, optimizers, method=METHOD, exchange=exchange, heal=Heal(rewarm_steps=2)) as learner:
+        with Learner(model, optimizers, method=METHOD, exchange=exchange, rewarm_steps=2) as learner:
             while learner.steps < STEPS:
                 before = [parameter.detach().clone() for parameter in second]
                 for parameter in model.parameters():
@@ -161,45 +238,13 @@ def test_optimizers_of_every_kind_are_re_warmed() -> None:
     assert rates[:12] == pytest.approx([0.05, 0.05, 0.25, 0.25, 0.1, 0.1, 0.5, 0.5, 0.1, 0.1, 0.5, 0.5], rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("values", "named"),
-    [({"source": "disk"}, "'disk'"), ({"rewarm_steps": -1}, "rewarm_steps"), ({"timeout_s": 0.0}, "timeout_s")],
-)
-def test_impossible_values_are_refused(values: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        Heal(**values)
+def test_impossible_values_are_refused() -> None:
+    def life(_: int, exchange: Exchange) -> None:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for value in (-1, 2.5, "5"):
+            with pytest.raises(ConfigError, match="rewarm_steps"):
+                Learner(model, optimizer, method=METHOD, exchange=exchange, rewarm_steps=value)  # type: ignore[arg-type]
+        Learner(model, optimizer, method=METHOD, exchange=exchange).close()
 
-
-def test_a_peers_state_goes_into_every_kind_of_optimizer() -> None:
-    """Fused and chained ones, and momentum that is not there yet; the state of another kind is told by its digest."""
-
-    def made(kind: str) -> tuple[torch.optim.Optimizer, InnerState, torch.nn.Module]:
-        model = make_model(1)
-        matrices = [each for each in model.parameters() if each.dim() == 2]
-        others = [each for each in model.parameters() if each.dim() != 2]
-        optimizer: torch.optim.Optimizer
-        match kind:
-            case "fused":
-                optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-            case "muon":
-                optimizer = Chained([torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(others, lr=0.01)])
-            case "chained":
-                optimizer = Chained([torch.optim.AdamW(matrices, lr=0.01), torch.optim.AdamW(others, lr=0.01)])
-            case _:
-                optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-        return optimizer, InnerState([optimizer], dict(model.named_parameters())), model
-
-    kinds = ("fused", "muon", "chained", "sgd")
-    assert len({made(kind)[1].digest for kind in kinds}) == len(kinds)
-    for kind in kinds:
-        optimizer, state, model = made(kind)
-        for step in range(3):
-            train_step(model, optimizer, 0, step)
-        joiner, theirs, other = made(kind)
-        other.load_state_dict(model.state_dict())
-        assert theirs.digest == state.digest
-        theirs.take(theirs.read(state.snapshot()()))
-        for each in (optimizer, joiner):
-            train_step(model if each is optimizer else other, each, 0, 3)
-        for mine, its in zip(model.parameters(), other.parameters(), strict=True):
-            assert torch.equal(mine, its), kind
+    diloco.run_local(life, learners=1)

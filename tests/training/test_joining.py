@@ -1,4 +1,4 @@
-"""The trainer's learners come back to a run under way: from their checkpoint, or from the run's model."""
+"""The trainer's learners join a run under way: from their checkpoint, or with the run's model and a re-warm-up."""
 
 import json
 import threading
@@ -14,7 +14,7 @@ from diloco.cli.train import _connector
 from diloco.config import RunConfig, dump_config
 from diloco.core.presets import method_from_table
 from diloco.event_log import read_events
-from diloco.events import CheckpointUnusable, Event, Healed, RunStarted, Stepped
+from diloco.events import CheckpointUnusable, Event, RunStarted, Stepped
 from diloco.syncer.server import Options, Syncer
 from diloco.training.checkpoint import list_checkpoints, newest_usable, save_checkpoint
 from diloco.training.learning_rate import learning_rate
@@ -23,7 +23,7 @@ from diloco.training.progress import Progress
 from diloco.training.stopping import Stopping
 
 Tiny = Callable[..., RunConfig]
-STEPS, REWARM = 150, 5
+STEPS = 150
 
 
 class Pacer(Progress):
@@ -52,7 +52,7 @@ def under_way(tiny: Tiny, tmp_path: Path, *overrides: str) -> Iterator[tuple[Run
     ):
         config = tiny(
             "method={preset='DiLoCo', sync_every=6}", f"syncer.address={syncer.address}", "run.tokens=512_000",
-            f"run.steps={STEPS}", f"schedule.steps={STEPS}", f"heal.rewarm_steps={REWARM}", *overrides,
+            f"run.steps={STEPS}", f"schedule.steps={STEPS}", *overrides,
         )  # fmt: skip
         pacer, part = Pacer(), Part("founder", initialise=True)
         pacer.trainer = Trainer(config, part, attach=_connector(config, part, Stopping()), progress=pacer)
@@ -69,29 +69,30 @@ def events_of(config: RunConfig, name: str) -> list[Event]:
     return list(read_events(config.dir / name / "events.jsonl"))
 
 
-def check_healed(events: list[Event], config: RunConfig) -> None:
+def check_joined(events: list[Event], config: RunConfig, rewarm_steps: int = 5) -> None:
     """A fresh inner optimizer: the rates of a re-warm-up, at the run's place in the schedule."""
     (started,) = [each for each in events if isinstance(each, RunStarted)]
-    (healed,) = [each for each in events if isinstance(each, Healed)]
-    assert (healed.source, healed.rewarm_steps, healed.step) == ("global", REWARM, started.step)
     assert started.step >= 6
     stepped = [each for each in events if isinstance(each, Stepped)]
     assert [each.step for each in stepped] == list(range(started.step + 1, STEPS + 1))
     for number, event in enumerate(stepped, 1):
-        assert event.lr == pytest.approx(min(1.0, number / REWARM) * learning_rate(config, event.step))
+        assert event.lr == pytest.approx(min(1.0, number / rewarm_steps) * learning_rate(config, event.step))
 
 
-def test_a_new_machine_heals_from_the_runs_model(tiny: Tiny, tmp_path: Path) -> None:
-    with under_way(tiny, tmp_path) as (config, pacer):
+@pytest.mark.parametrize("rewarm_steps", [5, 1, 8])
+def test_a_new_machine_begins_with_the_runs_model(tiny: Tiny, tmp_path: Path, rewarm_steps: int) -> None:
+    given = [] if rewarm_steps == 5 else [f"train.rewarm_steps={rewarm_steps}"]
+    with under_way(tiny, tmp_path, *given) as (config, pacer):
         part = Part("late", shard=1)
         late = Trainer(config, part, attach=_connector(config, part, Stopping()))
         pacer.may_end.set()
         late.train()
-    check_healed(events_of(config, "late"), config)
+    check_joined(events_of(config, "late"), config, rewarm_steps)
     state = late.optimizer.state
     first = next(each for each in events_of(config, "late") if isinstance(each, Stepped)).step
     assert {int(each["step"]) for each in state.values()} == {STEPS - first + 1}
-    assert not [each for each in events_of(config, "founder") if isinstance(each, Healed)]
+    founded = [each for each in events_of(config, "founder") if isinstance(each, Stepped)]
+    assert [each.lr for each in founded] == [learning_rate(config, each.step) for each in founded]
 
 
 def damage(checkpoint: Path) -> None:
@@ -111,7 +112,7 @@ def train(run_file: Path, *arguments: str) -> int:
     return int(ended.value.code or 0)
 
 
-def test_a_damaged_checkpoint_is_kept_aside_and_the_learner_heals(
+def test_a_damaged_checkpoint_is_kept_aside_and_the_learner_joins_anew(
     tiny: Tiny, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with under_way(tiny, tmp_path, "checkpoint.every_steps=2") as (config, pacer):
@@ -121,10 +122,6 @@ def test_a_damaged_checkpoint_is_kept_aside_and_the_learner_heals(
         older, newer = list_checkpoints(config.dir / "back" / "checkpoints")
         damage(newer)
 
-        assert train(run_file, "--resume", "--set", "heal.source=checkpoint") == 1
-        assert f"{newer / 'tensors.safetensors'} is damaged" in capfd.readouterr().err
-        assert newer.exists()
-
         (config.dir / "back" / "events.jsonl").unlink()
         assert train(run_file, "--resume", "--set", f"run.steps={int(older.name[5:]) + 2}") == 0
         events = events_of(config, "back")
@@ -132,8 +129,9 @@ def test_a_damaged_checkpoint_is_kept_aside_and_the_learner_heals(
         kept = newer.with_name(f"unusable-{newer.name}")
         assert (unusable.path, unusable.kept) == (str(newer), str(kept))
         assert kept.is_dir()
-        assert not [each for each in events if isinstance(each, Healed)]  # it has the older one
-        assert "cannot use its checkpoint" in capfd.readouterr().out
+        said = capfd.readouterr().out
+        assert "cannot use its checkpoint" in said
+        assert f"from {older}" in said
 
         for checkpoint in list_checkpoints(config.dir / "back" / "checkpoints"):
             age(checkpoint)
@@ -142,7 +140,7 @@ def test_a_damaged_checkpoint_is_kept_aside_and_the_learner_heals(
         assert "no model to give the run" in capfd.readouterr().err
         pacer.may_end.set()
         assert train(run_file, "--supervised") == 0
-    check_healed(events_of(config, "back"), config)
+    check_joined(events_of(config, "back"), config)
 
 
 def test_what_is_set_aside_keeps_a_name_of_its_own(tmp_path: Path) -> None:
