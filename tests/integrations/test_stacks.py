@@ -132,10 +132,9 @@ def test_a_killed_learner_returns(example: Example, resume: bool, tmp_path: Path
         end_all([killed], expect=SIGKILLED)
         returns = example.learner(scripts, syncer, 1, tmp_path / "learner-1", *["--resume"][: int(resume)])
         end_all([stays, returns])
-        healed = [line for line in returns.said.splitlines() if "heals at step" in line]
-        assert len(healed) == (not resume), returns.said
-        assert "heals at step" not in stays.said + killed.said
-        assert all("with a fresh inner optimizer and a re-warm-up of 5 steps" in line for line in healed)
+        told = [line for line in returns.said.splitlines() if "re-warms its learning rate over 5 steps" in line]
+        assert len(told) == (not resume), returns.said
+        assert "re-warms" not in stays.said + killed.said
         assert versions_of(syncer) == [3, 3]
         assert_agree(tmp_path, syncer)
 

@@ -568,10 +568,6 @@ OF_A_PROCESS: dict[str, Callable[[Scene, int], object]] = {
     "pushes": lambda scene, process: scene.begin(contribution("a", incarnation=2), process=process),
     "fetches": lambda scene, process: scene.driver.fetch(0, -1, "a", 2, process=process),
     "fetches what is static": lambda scene, process: scene.driver.check("a", 2, process),
-    "shares its inner state": lambda scene, process: scene.driver.begin_share(
-        "a", 2, number=1, digest="0" * 64, num_bytes=8, process=process
-    ),
-    "shares none": lambda scene, process: scene.driver.decline_share("a", 2, number=1, reason="", process=process),
     "leaves": lambda scene, process: scene.driver.leave("a", 2, lambda: None, tokens=0, process=process),
 }
 

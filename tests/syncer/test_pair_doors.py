@@ -1,4 +1,4 @@
-"""What each role may do at a syncer that has a standby, with real certificates: who votes, heals, follows, promotes."""
+"""What each role may do at a syncer with a standby, with real certificates: who votes, leases, follows, promotes."""
 
 from __future__ import annotations
 

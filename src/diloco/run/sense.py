@@ -53,7 +53,6 @@ RUN_ID = re.compile(r"[0-9a-f]{32}")
 MAX_EPOCH = 2**53
 """Starts of a syncer on one state, or seconds of Unix time: every number in a database and in JSON is exact."""
 
-DIGEST = re.compile(r"[0-9a-f]{64}")
 
 MAX_UNIT = 2**53
 """Units of data, over all passes."""
