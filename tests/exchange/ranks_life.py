@@ -156,7 +156,8 @@ def error_of(act: Any) -> list[str]:
 
 
 def refuses(groups: Groups) -> Result:
-    """Another model or method on the other learner, another method on a rank of the job; rank 1's checkpoint."""
+    """Another model or method on the other learner, another method or re-warm-up on a rank of the job; rank 1's
+    checkpoint."""
     rank = dist.get_rank()
     method = METHODS["diloco"]
     wrong = replace(method, sync_every=7)
@@ -170,6 +171,17 @@ def refuses(groups: Groups) -> Result:
         exchange = Collective(groups.learners)
         facts["rank's model"] = error_of(
             lambda: Learner(stage, SGD(stage.parameters()), method=method, exchange=exchange, ranks=groups.job)
+        )
+        whole, other_exchange = nn.Linear(4, 3), Collective(groups.learners)
+        facts["rank's re-warm-up"] = error_of(
+            lambda: Learner(
+                whole,
+                SGD(whole.parameters()),
+                method=method,
+                exchange=other_exchange,
+                ranks=groups.job,
+                rewarm_steps=rank,
+            )
         )
     dist.barrier()
     trainer = Trainer(groups, method)

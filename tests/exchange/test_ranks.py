@@ -139,6 +139,7 @@ def test_a_resumed_job_continues_with_the_same_bits(world: Results) -> None:
             "LayoutError",
             "tensor 'weight' is (4, 4) float32 on rank 1 of this learner and (3, 4) float32 on an earlier one",
         ),
+        ("rank's re-warm-up", "ConfigError", "rank 1 of this learner was given another rewarm_steps than rank 0"),
         ("rank 0 alone", "ConfigError", "step() on 1 and global_state_dict() on 1 of them"),
         ("another step", "CheckpointError", "the checkpoints of this learner's ranks are of steps [1, 3]"),
         ("checkpoint", "CheckpointError", "the checkpoint is of rank 1 of 2 of its learner, and this is rank 0 of 2"),
