@@ -90,10 +90,9 @@ class Learner:
             FSDP1.
         resume: what `state_dict` returned in an earlier process; as `load_state_dict`. The optimizer's state may be
             loaded before or after.
-        rewarm_steps: inner steps in which the learning rate grows to the schedule's where the learner joins a run under
-            way without a checkpoint, since the state of its optimizer is young; 0: it has that at once. None: 5, or 0
-            and a warning where the optimizer cannot be re-warmed. In a run of which no version was published yet, and
-            with a checkpoint, there is no re-warm-up.
+        rewarm_steps: inner steps in which the learning rate grows to the schedule's, in a learner that joins a run
+            under way without a checkpoint; 0: no re-warm-up. None: 5, or a warning where the optimizer cannot be
+            re-warmed. A learner that resumes, or joins before the first version, does not re-warm.
 
     Attributes:
         model, optimizer: as given.
@@ -292,11 +291,8 @@ class Learner:
     def _begins(self) -> None:
         """The first step was taken: no checkpoint is loaded any more."""
         self._start_model = None  # a copy of the model that the anchors replace
-        if (num_left := self._boundary.rewarm.num_left) and self._exchange.rank[0] == 0:
-            log.warning(
-                "learner %s re-warms its learning rate over %d steps from step %d on, as its optimizer is new to the "
-                "run.", self.name, num_left, self._core.step + 1,
-            )  # fmt: skip
+        if (notice := self._boundary.rewarm.notice(self._core.step + 1)) and self._exchange.rank[0] == 0:
+            log.warning("learner %s %s", self.name, notice)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._require_training()
@@ -322,8 +318,8 @@ class Learner:
 
     @property
     def lr_factor(self) -> float:
-        """Of the learning rate in the next step: below 1 in a re-warm-up (`rewarm_steps`). The learner
-        applies it itself, inside `optimizer.step()`."""
+        """Of the learning rate in the next step: below 1 in a re-warm-up (`rewarm_steps`). The learner applies it
+        itself, inside `optimizer.step()`."""
         return self._boundary.rewarm.factor
 
     @property

@@ -8,7 +8,6 @@ without it.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,8 +19,6 @@ from diloco.core.choices import whole_number
 from diloco.errors import CheckpointError, ConfigError
 from diloco.escaping import MAX_REASON, printable
 
-log = logging.getLogger("diloco")
-
 REWARM_STEPS = 5
 """Default of a joiner. Measured (docs/studies.md, healing): 5 steps cost nothing, 60 steps 0.01 nats per byte."""
 
@@ -32,7 +29,7 @@ class Rewarm:
     Arguments:
         optimizers: that train the model.
         joining_steps: inner steps that it takes in a learner that joins a run under way; 0: there is none. None: the
-            default, or none and a warning where the optimizers cannot be re-warmed.
+            default, or none where the optimizers cannot be re-warmed.
 
     Raises:
         ConfigError: `joining_steps` is no whole number, or the optimizers cannot be re-warmed.
@@ -49,6 +46,7 @@ class Rewarm:
             _require_rates(optimizers)
         self.num_steps = self.num_taken = 0
         self._optimizers, self._joining_steps = optimizers, joining_steps
+        self._obstacle = ""  # why there is none in a learner that has joined a run under way
         self._hooks: list[Any] = []
         self._rates: dict[int, list[Any]] = {}  # by optimizer, of its groups during its step
         self._depths = Counter[int]()  # of a subclass whose step calls its parent's, each of which calls the hooks
@@ -63,6 +61,14 @@ class Rewarm:
         """Inner steps before the learning rate is the schedule's."""
         return max(0, self.num_steps - self.num_taken)
 
+    def notice(self, first: int) -> str:
+        """What a learner whose first inner step is this one says of its re-warm-up; "": nothing."""
+        if self._obstacle:
+            return f"joins a run under way without a re-warm-up of its learning rate: {self._obstacle}"
+        if not self.num_left:
+            return ""
+        return f"re-warms its learning rate over {self.num_left} steps from step {first} on, as its optimizer is new"
+
     def join(self) -> None:
         """The learner has joined a run under way, without a checkpoint."""
         if self._joining_steps is not None:
@@ -71,7 +77,7 @@ class Rewarm:
         try:
             self.begin(REWARM_STEPS)
         except ConfigError as error:
-            log.warning("this learner joins a run under way without a re-warm-up: %s", error)
+            self._obstacle = str(error)
 
     def begin(self, num_steps: int, num_taken: int = 0) -> None:
         """Begin, or go on after `num_taken` steps.
@@ -82,12 +88,11 @@ class Rewarm:
         self._end()
         if num_taken < num_steps:
             _require_rates(self._optimizers)
-        self.num_steps, self.num_taken = num_steps, num_taken
-        if num_taken >= num_steps:
-            return
-        for optimizer in self._optimizers:
-            self._hooks.append(optimizer.register_step_pre_hook(self._before))
-            self._hooks.append(optimizer.register_step_post_hook(self._after))
+        self.num_steps, self.num_taken, self._obstacle = num_steps, num_taken, ""
+        if self.num_left:
+            for optimizer in self._optimizers:
+                self._hooks.append(optimizer.register_step_pre_hook(self._before))
+                self._hooks.append(optimizer.register_step_post_hook(self._after))
 
     def stepped(self) -> None:
         """An inner step was taken."""
