@@ -346,7 +346,8 @@ class Published(Event):
 
 
 class Traffic(Event):
-    """Bytes on the process's sockets so far, by purpose ("contributions", "updates", "joins", "control", "probes").
+    """Bytes of the process's messages so far, with gRPC's framing and without HTTP/2, TLS and TCP, by purpose
+    ("contributions", "updates", "joins", "control", "probes").
 
     Written every two seconds: what a process that is killed has counted since is lost.
     """
@@ -354,7 +355,7 @@ class Traffic(Event):
     kind: Literal["traffic"] = "traffic"
     sent_bytes: dict[str, int]
     received_bytes: dict[str, int]
-    learner: str = ""  # the other end, when these are one learner's connections
+    learner: str = ""  # the other end, when these are one learner's calls
 
 
 class Stands(Event):

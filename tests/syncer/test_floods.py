@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import resource
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
 import grpc
 import pytest
-import torch
 from benchmarks.hostile import END_HEADERS, HEADERS, Http2, Target, frame, headers
 from benchmarks.processes import until
 from safetensors.torch import save
@@ -27,13 +24,8 @@ from diloco.exchange.wire.frames import frames
 from diloco.syncer.admission import Limits, Shares
 from diloco.syncer.call_deadlines import CallDeadlines
 from diloco.syncer.callers import UNKNOWN, Caller
-from diloco.syncer.guard import Guard
 from diloco.syncer.handles import RESERVE, connections_for
-from diloco.syncer.sockets import SocketLedger
-from diloco.syncer.tcp import is_available
-
-ONES = diloco.FP32().encode(torch.ones(layout().fragments[0].numel))
-needs_counts = pytest.mark.skipif(not is_available(), reason="the kernel's byte counts are read on Linux only")
+from diloco.syncer.live_page import MOST_CONNECTIONS as MOST_PAGE_CONNECTIONS
 
 
 def idle_streams(address: str, method_name: str, num_streams: int) -> Http2:
@@ -186,142 +178,7 @@ def _initialise_header(learner: str = "first", **fields: str) -> pb.InitialiseHe
     )
 
 
-# --- connections
-
-
-Guarded = tuple[SocketLedger, list[socket.socket], Callable[[], socket.socket]]
-
-
-@contextmanager
-def guarded(guard: Guard, clock: Callable[[], float] = lambda: 0.0) -> Iterator[Guarded]:
-    """A ledger, the accepted ends, and what dials."""
-    with ExitStack() as stack:
-        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        ledger = stack.enter_context(SocketLedger(listener.getsockname()[1], guard, clock))
-        accepted: list[socket.socket] = []
-
-        def dial() -> socket.socket:
-            client = stack.enter_context(socket.create_connection(listener.getsockname()))
-            client.settimeout(30)
-            accepted.append(stack.enter_context(listener.accept()[0]))
-            ledger.sample()
-            return client
-
-        yield ledger, accepted, dial
-
-
-def know(ledger: SocketLedger, client: socket.socket) -> Iterator[bytes]:
-    """A call of a known caller, whose messages are taken by `next`."""
-    host, port = client.getsockname()
-    messages = ledger.taken(iter([b"first", *[b"more"] * 9]), f"ipv4:{host}:{port}")
-    next(messages)
-    return messages
-
-
-def is_open(accepted: socket.socket) -> bool:
-    accepted.setblocking(False)
-    try:
-        return bool(accepted.recv(1 << 20, socket.MSG_PEEK))
-    except BlockingIOError:
-        return True
-
-
-@needs_counts
-def test_the_oldest_of_too_many_unknown_connections_is_ended() -> None:
-    with guarded(Guard(num_unknown=2)) as (ledger, accepted, dial):
-        known = dial()
-        know(ledger, known)
-        for _ in range(4):
-            dial()
-        ledger.sample()
-        assert [is_open(each) for each in accepted] == [True, False, False, True, True]
-        assert ledger.num_ended == 2
-
-
-@needs_counts
-def test_a_connection_without_a_known_caller_ends_after_a_time() -> None:
-    now = [0.0]
-    with guarded(Guard(unknown_s=20.0), lambda: now[0]) as (ledger, accepted, dial):
-        know(ledger, dial())
-        stranger = dial()
-        now[0] = 20.0
-        ledger.sample()
-        assert all(map(is_open, accepted))
-        now[0] = 20.1
-        ledger.sample()
-        assert [is_open(each) for each in accepted] == [True, False]
-        assert stranger.recv(1) == b""
-
-
-@needs_counts
-def test_bytes_that_no_call_takes_end_a_connection() -> None:
-    with guarded(Guard(unknown_bytes=1000, untaken_bytes=5000)) as (ledger, accepted, dial):
-        client, stranger = dial(), dial()
-        messages = know(ledger, client)
-        for _ in range(4):  # a transfer: what arrives is taken
-            client.sendall(b"x" * 4000)
-            next(messages)
-            ledger.sample()
-        assert is_open(accepted[0])
-        client.sendall(b"x" * 5001)
-        stranger.sendall(b"x" * 1001)
-        ledger.sample()
-        assert stranger.recv(1) == b""
-        assert client.recv(1) == b""
-        assert ledger.num_ended == 2
-
-
-def test_a_connection_with_many_refused_calls_is_ended(tmp_path: Path) -> None:
-    with start(tmp_path, method()) as syncer, ExitStack() as stack:
-        hostile = Http2(Target(syncer.address))
-        stack.callback(hostile.close)
-        block, body = headers("Status"), b"\0\0\0\0\4\xff\xff\xff\xff"
-        streams = iter(range(1, 10_000, 2))
-
-        def is_ended() -> bool:
-            number = next(streams)
-            try:
-                hostile.send(frame(HEADERS, END_HEADERS, number, block) + frame(0, 1, number, body))
-            except OSError:
-                return True
-            return not hostile.answer()
-
-        if is_available():
-            until(is_ended, "the connection stays")
-        raw = Raw(syncer.address)
-        stack.callback(raw.connection.close)
-        raw.initialise()
-        raw.join()
-        assert raw.push(ONES) == 1
-
-
-@needs_counts
-def test_a_ledger_outlives_a_lack_of_file_handles() -> None:
-    with guarded(Guard()) as (ledger, accepted, dial):
-        client = dial()
-        know(ledger, client)
-        client.sendall(b"x" * 100)
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        highest = max(int(name) for name in os.listdir("/proc/self/fd"))  # noqa: PTH208
-        fillers = []
-        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, hard))
-        try:
-            with suppress(OSError):  # until there is none left
-                while True:
-                    fillers.append(os.dup(client.fileno()))
-            with pytest.raises(OSError, match="Too many open files"):
-                os.listdir("/proc/self/fd")  # noqa: PTH208 - as the ledger lists them
-            ledger.sample()
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-            for filler in fillers:
-                os.close(filler)
-        ledger.label(f"ipv4:127.0.0.1:{client.getsockname()[1]}", "control", "a")
-        ledger.sample()
-        assert ledger.totals()["a", "control", "received"] == 100
-        assert is_open(accepted[0])
-
-
-def test_connections_leave_handles_for_the_store() -> None:
+def test_connections_leave_handles_for_the_store_and_the_page() -> None:
+    assert RESERVE > 2 * MOST_PAGE_CONNECTIONS
     for num_files in (1024, 4096, 1 << 20):
-        assert 2 * connections_for(num_files) <= num_files - RESERVE
+        assert connections_for(num_files) <= num_files - RESERVE

@@ -128,7 +128,7 @@ def test_the_ledger_adds_up_over_learners(metrics: SyncerMetrics) -> None:
 def test_bytes_by_learner_kind_and_direction(metrics: SyncerMetrics) -> None:
     port = metrics.serve()
     metrics.set_bytes({("site-a", "contributions", "received"): 10**12 + 1, ("site-a", "updates", "sent"): 7})
-    found = scrape(port)["diloco_socket_bytes_total"]
+    found = scrape(port)["diloco_wire_bytes_total"]
     assert found[labels(learner="site-a", kind="contributions", direction="received")] == 10**12 + 1
     assert found[labels(learner="site-a", kind="updates", direction="sent")] == 7
 

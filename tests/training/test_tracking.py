@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from diloco.config import RunConfig, dump_config
-from diloco.syncer.tcp import is_available
 
 # Trackers have all the time at the end that a busy machine needs.
 PATIENT = "from diloco.tracking import feed; feed.END_S = 280.0; from diloco.cli import main; main()"
@@ -64,7 +63,7 @@ def test_a_run_is_tracked_at_both_ends(tiny: Callable[..., RunConfig], tmp_path:
     assert run["run/joins"][-1][1] == run["run/goodbyes"][-1][1] == 1.0
     assert run["run/merges"][-1][1] >= 4.0
     assert run["run/participation"][-1][1] == 1.0
-    assert ("run/received_bytes" in run) == is_available()  # where the kernel counts them
+    assert run["run/received_bytes"][-1][1] > 0
     assert [step for step, _ in own["train/loss"]] == list(range(1, 21))
     assert own["train/loss"][-1][1] < own["train/loss"][0][1]
     assert own["train/tokens"][-1] == (20, 5_120.0)

@@ -156,7 +156,7 @@ def _percent(part: int, whole: int) -> str:
 
 def _learners(status: dict[str, Any], *, wide: bool, whole_names: bool) -> Table:
     """A line for each learner that fits 80 columns; `wide`: and those that are gone, with all that is known."""
-    num_bytes: dict[str, dict[str, dict[str, int]]] = status["num_bytes"] or {}
+    num_bytes: dict[str, dict[str, dict[str, int]]] = status["num_bytes"]
     more = ("s/step", "tokens", "behind", "stale", "sent", "received") if wide else ()
     table = _table(("learner", "state"), ("step", "share", "silent", *more))
     for name, it in status["learners"].items():
@@ -173,17 +173,13 @@ def _learners(status: dict[str, Any], *, wide: bool, whole_names: bool) -> Table
             row += [step_s, _short(it["tokens"]), behind, stale, *_traffic(num_bytes, name)]
         table.add_row(cell(shown), state, *row)
     if wide:
-        for name in sorted(
-            name for name in num_bytes if name not in status["learners"] and name not in ("", "viewers")
-        ):
+        for name in sorted(name for name in num_bytes if name not in status["learners"] and name != "viewers"):
             table.add_row(cell(name), "gone", "", "", "", "", "", "", "", *_traffic(num_bytes, name))
     return table
 
 
 def _traffic(num_bytes: dict[str, dict[str, dict[str, int]]], name: str) -> tuple[str, str]:
-    """Bytes that a learner sent and received; "?" where the system cannot count them."""
-    if not num_bytes:
-        return "?", "?"
+    """Bytes that a learner sent and received."""
     kinds = num_bytes.get(name, {}).values()  # as the syncer counts them: what it received, the learner sent
     sent, received = (sum(kind.get(way, 0) for kind in kinds) for way in ("received", "sent"))
     return _short(sent, "B"), _short(received, "B")

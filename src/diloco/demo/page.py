@@ -112,11 +112,6 @@ def _tiles(summary: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _measured(outcome: DemoResult, summary: dict[str, Any]) -> str:
     config = outcome.config
-    counted = (
-        "The bytes were counted by the kernel on the syncer's sockets, framing and retransmissions included."
-        if summary["counted_on"] == "sockets"
-        else "The bytes are message sizes as the learners counted them, without framing."
-    )
     alone = (
         ""
         if summary["isolated_loss"] is None
@@ -129,6 +124,7 @@ def _measured(outcome: DemoResult, summary: dict[str, Any]) -> str:
         f"{config.data.sequence_length} bytes, in nats per byte; a token is a byte. The last point of the global model "
         "is the loss of the model that the syncer served when the run was over. Data parallel goes on from the same "
         "warm start, and reads the union of the learners' data in the same order, with the same schedule."
-        f"{alone} {counted} Seed {summary['seed']}; it took {summary['seconds']:.0f} s. The same numbers are in "
+        f"{alone} The bytes are those of the syncer's messages with gRPC's framing, without HTTP/2, TLS and TCP. "
+        f"Seed {summary['seed']}; it took {summary['seconds']:.0f} s. The same numbers are in "
         "summary.json, every event in the events.jsonl files."
     )

@@ -11,12 +11,10 @@ from diloco.demo.story import DemoResult
 
 
 def summarise(outcome: DemoResult) -> dict[str, Any]:
-    """Plain values: losses in nats per byte on the same held-out sequences; bytes on the sockets, both directions."""
+    """Plain values: losses in nats per byte on the same held-out sequences; bytes of both directions, as the syncer
+    counts them."""
     timeline, config = outcome.timeline, outcome.config
     by_kind = {kind: timeline.traffic.get(kind, 0) for kind in KINDS}
-    counted_on = "sockets" if sum(by_kind.values()) else "messages"
-    if counted_on == "messages":
-        by_kind = _message_bytes(outcome)
     wire_bytes = sum(by_kind.values())
     baseline_wire_bytes = baseline_bytes(timeline, config.tokens_per_full_step)
     baseline, isolated = outcome.controls["baseline"], outcome.controls.get("isolated")
@@ -31,7 +29,6 @@ def summarise(outcome: DemoResult) -> dict[str, Any]:
         "initial_tokens": timeline.initial_tokens,
         "wire_bytes": wire_bytes,
         "wire_bytes_by_kind": by_kind,
-        "counted_on": counted_on,
         "baseline_wire_bytes": baseline_wire_bytes,
         "bytes_ratio": baseline_wire_bytes / max(1, wire_bytes),
         "learners": NUM_LEARNERS,
@@ -50,12 +47,3 @@ def summarise(outcome: DemoResult) -> dict[str, Any]:
         "seconds": outcome.seconds,
     }
     return {"headline": headline(found), **found}
-
-
-def _message_bytes(outcome: DemoResult) -> dict[str, int]:
-    """Bytes without framing as learners count them, where the system counts no sockets; killed ones are missing."""
-    counts = dict.fromkeys(KINDS, 0)
-    for learner in outcome.learners.values():
-        for kind, num_bytes in learner["metrics"]["num_bytes"].items():
-            counts[kind] += num_bytes
-    return counts

@@ -23,7 +23,7 @@ class Kill:
 
 @dataclass
 class Timeline:
-    """The events of one run. Times are Unix seconds, bytes are those that the syncer counted on its sockets.
+    """The events of one run. Times are Unix seconds, bytes are those that the syncer counted of its messages.
 
     Attributes:
         presence: by learner, when it was part of the run; the end is open while it is.

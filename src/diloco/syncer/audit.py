@@ -66,11 +66,11 @@ class Audit:
             )
         )
 
-    def refused(self, call: str, caller: Caller | None, peer: str, error: DilocoError) -> bool:
-        """A call was refused; `caller`: None where it is the caller that is not known. Returns whether for something
-        that its sender did."""
+    def refused(self, call: str, caller: Caller | None, peer: str, error: DilocoError) -> None:
+        """A call was refused; `caller`: None where it is the caller that is not known. It is written down if it was for
+        something that its sender did."""
         if not isinstance(error, REFUSALS):
-            return False
+            return
         reason, name = type(error).__name__, "" if caller is None else caller.name
         self._metrics.refused(call, reason)
         event = events.Refused(call=call, name=name, peer=peer, reason=reason, text=str(error)[:MAX_TEXT])
@@ -84,7 +84,6 @@ class Audit:
                 self._append(event)
             else:
                 sender.times, sender.newest = sender.times + 1, event
-        return True
 
     def flush(self) -> None:
         """Write what was only counted for long enough; called now and then, and with the last call everything is."""

@@ -44,11 +44,6 @@ class Caller:
     key: str = ""
     expires: datetime | None = None
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether several may call with it, so that one of them does not stand for the others."""
-        return not self.key or (self.role == "learner" and self.learner is None)
-
     def may(self, needed: Role, learner: str | None = None) -> None:
         """Check that the caller may act as `needed`, and speak for `learner` where one is named.
 

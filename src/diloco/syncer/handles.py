@@ -5,14 +5,12 @@ from __future__ import annotations
 import sys
 
 MOST_FILES = 65_536
-"""Asked for at most; listing the open files takes time in proportion to them."""
+"""Asked for at most."""
 
-RESERVE = 256
-"""For the store, the spool, the event log and what Python opens."""
+RESERVE = 384
+"""For the store, the spool, the event log, what Python opens, and the connections of the live page (`live_page`)."""
 
 MOST_CONNECTIONS = 4096
-FILES_OF_A_CONNECTION = 2
-"""Its socket, and the duplicate that `sockets` counts by."""
 
 
 def raise_file_limit() -> int:
@@ -31,4 +29,4 @@ def raise_file_limit() -> int:
 
 def connections_for(num_files: int) -> int:
     """Connections that a process with this many files accepts at a time."""
-    return max(16, min(MOST_CONNECTIONS, (num_files - RESERVE) // FILES_OF_A_CONNECTION))
+    return max(16, min(MOST_CONNECTIONS, num_files - RESERVE))

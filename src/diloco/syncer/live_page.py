@@ -43,6 +43,8 @@ EVERY_S = 1.0
 GRACE_S = 3
 """For answers under way when the syncer ends; each ends within `EVERY_S`."""
 READ_BYTES, MAX_ORDER_BYTES = 1 << 20, 4096
+MOST_CONNECTIONS = 128
+"""At once, of all browsers, silent ones included: each takes a handle that the run may need (`handles.RESERVE`)."""
 TOKEN = "x-diloco-token"
 PARTS = {"page.css": "text/css", "page.js": "text/javascript", "plotly.js": "text/javascript"}
 HEADERS = {
@@ -122,10 +124,8 @@ class LivePage:
     def _run(self) -> None:
         import uvicorn
 
-        from diloco.syncer.page_connections import BoundedProtocol
-
         options: dict[str, Any] = {
-            "log_config": None, "log_level": "warning", "access_log": False, "http": BoundedProtocol,
+            "log_config": None, "log_level": "warning", "access_log": False, "http": _bounded_protocol(),
         }  # fmt: skip
         try:
             self._server = uvicorn.Server(uvicorn.Config(self._app(), timeout_graceful_shutdown=GRACE_S, **options))
@@ -291,6 +291,20 @@ class LivePage:
             self._has_all = is_ending
             self._tell_watchers()
             await asyncio.sleep(EVERY_S)
+
+
+def _bounded_protocol() -> type[asyncio.Protocol]:
+    """HTTP as uvicorn has it, with a bound on connections: `limit_concurrency` answers requests beyond it with 503, but
+    keeps connections that send no request."""
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class BoundedProtocol(H11Protocol):
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            if len(self.connections) > MOST_CONNECTIONS:
+                transport.abort()
+
+    return BoundedProtocol
 
 
 def _bound(host: str, port: int) -> socket.socket:

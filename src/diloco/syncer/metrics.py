@@ -18,7 +18,7 @@ from diloco.core.ledger import Ledger, total
 from diloco.errors import ConfigError
 from diloco.exchange.wire.address import is_loopback, split_address
 from diloco.syncer.ports import port_refusal
-from diloco.syncer.sockets import Direction
+from diloco.syncer.wire_bytes import Direction
 
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 VERSIONS_BEHIND = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0)
@@ -210,7 +210,7 @@ class SyncerMetrics:
             self._data_units.labels(state).set(num)
 
     def set_bytes(self, totals: Mapping[tuple[str, str, Direction], int]) -> None:
-        """Bytes on the sockets by (learner, kind, direction), as `SocketLedger.totals` gives them; they only grow."""
+        """Bytes by (learner, kind, direction), as `WireBytes.totals` gives them; they only grow."""
         self._snapshots.bytes = dict(totals)
 
     # the port
@@ -290,14 +290,14 @@ class _Snapshots(Collector):
                 tokens.add_metric([str(fragment), "discarded", reason], number)
         yield trained
         yield tokens
-        on_sockets = CounterMetricFamily(
-            "diloco_socket_bytes",
-            "Bytes in TCP segments, TLS and HTTP/2 included; direction as the syncer sees it.",
+        on_the_wire = CounterMetricFamily(
+            "diloco_wire_bytes",
+            "Bytes of messages with gRPC's framing, without HTTP/2, TLS and TCP; direction as the syncer sees it.",
             labels=["learner", "kind", "direction"],
         )
         for key, number in totals.items():
-            on_sockets.add_metric(key, number)
-        yield on_sockets
+            on_the_wire.add_metric(key, number)
+        yield on_the_wire
 
 
 def _of_run(run: RunSample) -> Iterator[Metric]:

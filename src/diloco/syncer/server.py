@@ -34,7 +34,6 @@ from diloco.syncer.backups import BackupPlan, Backups
 from diloco.syncer.call_deadlines import CallDeadlines
 from diloco.syncer.callers import Caller
 from diloco.syncer.following import Following, Shown
-from diloco.syncer.guard import Guard
 from diloco.syncer.handles import connections_for, raise_file_limit
 from diloco.syncer.hosting import HostedDriver, SyncerDriver
 from diloco.syncer.journal import Journal
@@ -51,11 +50,10 @@ from diloco.syncer.receiving import IncomingModel
 from diloco.syncer.replica import Replica
 from diloco.syncer.replicated import ReplicatedStore
 from diloco.syncer.service import Service
-from diloco.syncer.sockets import SocketLedger
 from diloco.syncer.spool import Slot, Spool
-from diloco.syncer.tcp import defer_accepts, is_available
 from diloco.syncer.tls import server_credentials
 from diloco.syncer.transfers import Transfers
+from diloco.syncer.wire_bytes import WireBytes
 
 log = logging.getLogger("diloco.syncer")
 
@@ -63,8 +61,6 @@ EVENTS = "events.jsonl"
 """The event log in the state directory."""
 
 TRAFFIC_EVERY_S = 2.0
-SILENT_S = 20
-"""For which a connection may say nothing before the syncer takes it."""
 
 
 @dataclass(frozen=True)
@@ -127,10 +123,9 @@ class Syncer:
             options.address, keys=options.keys is not None, client_certificates=asks,
             tokens=options.tokens_file is not None, insecure=options.insecure,
         )  # fmt: skip
-        self._sockets: SocketLedger | None = None
         credentials = None
         if options.keys is not None:
-            credentials = server_credentials(options.keys, client_certificates=asks, begins=self._dialled)
+            credentials = server_credentials(options.keys, client_certificates=asks)
         auth = Authenticator(run, keys=options.keys if asks else None, tokens_file=options.tokens_file)
         if method.exchanged == "gradients":
             raise ConfigError(
@@ -172,8 +167,7 @@ class Syncer:
         self.port = _bind(self._server, options.address, credentials)
         path = socket_path(options.address)
         self.address = options.address if path else f"{split_address(options.address)[0]}:{self.port}"
-        if path is None and is_available():
-            self._sockets = SocketLedger(self.port, Guard(thins=asks))
+        self._wire_bytes = WireBytes()
         self.page: LivePage | None = None
         self._audit = audit = Audit(self._events, self._metrics)
         self._calls = OpenCalls(auth, audit)
@@ -191,7 +185,7 @@ class Syncer:
         )
         service = Service(
             run, method, lambda: self.driver, pair=pair, auth=auth, calls=self._calls, deadlines=self._deadlines,
-            transfers=self.transfers, incoming=self._incoming, audit=audit, sockets=self._sockets,
+            transfers=self.transfers, incoming=self._incoming, audit=audit, wire_bytes=self._wire_bytes,
             lost_floor_s=options.deadlines.lost_floor_s, resumed=self._observer.resumed,
             status_extra=self._status_extra, heard=self.progress.heard,
             page_url=self._page_url,
@@ -209,9 +203,6 @@ class Syncer:
         self._deadlines.start()
         self.transfers.start()
         self._server.start()
-        if self._sockets is not None:
-            defer_accepts(self.port, SILENT_S)
-            self._sockets.start()
         self._traffic.start()
         if self._backups is not None:
             self._backups.start()
@@ -268,11 +259,6 @@ class Syncer:
             recorder=self._recorder(options), writes=ReplicatedStore(self._store, self.pairing),
             boot=self.pairing.boot, is_begun=is_begun,
         )  # fmt: skip
-
-    def _dialled(self) -> None:
-        """A TLS handshake begins."""
-        if self._sockets is not None:
-            self._sockets.dialled()
 
     def _host_as_it_stands(self) -> None:
         """Have a driver where this syncer serves the run, at its epoch, and none where it does not."""
@@ -344,8 +330,6 @@ class Syncer:
         if self._backups is not None:
             self._backups.close()
         self._append_traffic()
-        if self._sockets is not None:
-            self._sockets.close()
         self._observer.merges.say(is_last=True)
         if hosted is not None and hosted.failure is None:
             step, tokens = hosted.ask(lambda driver: (driver.state.step, driver.state.run_tokens))
@@ -376,20 +360,15 @@ class Syncer:
             return None
 
     def _status_extra(self) -> dict[str, Any]:
-        """This clock, events that could not be written, and bytes on the sockets by learner and kind, as the kernel
-        counts them."""
+        """This clock, events that could not be written, and the bytes of calls by learner and kind."""
         now = time.time()
-        extra: dict[str, Any] = {
-            "time_s": now, "uptime_s": now - self._started_at, "missing_events": self._events.num_missing,
-            "budget_tokens": self._options.budget_tokens,
-        }  # fmt: skip
-        if self._sockets is None:
-            return {**extra, "num_bytes": None}
-        self._sockets.sample()
         num_bytes: dict[str, dict[str, dict[str, int]]] = {}
-        for (learner, kind, direction), count in self._sockets.totals().items():
+        for (learner, kind, direction), count in self._wire_bytes.totals().items():
             num_bytes.setdefault(learner, {}).setdefault(kind, {})[direction] = count
-        return {**extra, "num_bytes": num_bytes}
+        return {
+            "time_s": now, "uptime_s": now - self._started_at, "missing_events": self._events.num_missing,
+            "budget_tokens": self._options.budget_tokens, "num_bytes": num_bytes,
+        }  # fmt: skip
 
     def _report_traffic(self) -> None:
         due_at = time.monotonic()
@@ -401,9 +380,7 @@ class Syncer:
                 self.progress.write()
 
     def _append_traffic(self) -> None:
-        if self._sockets is None:
-            return
-        totals = self._sockets.totals()
+        totals = self._wire_bytes.totals()
         self._metrics.set_bytes(totals)
         by_learner: dict[str, dict[str, dict[str, int]]] = {}
         for (learner, kind, direction), count in totals.items():

@@ -60,9 +60,9 @@ from diloco.syncer.open_calls import OpenCalls
 from diloco.syncer.pair_calls import PairCalls
 from diloco.syncer.probe import Prober
 from diloco.syncer.receiving import IncomingModel, resumed_at
-from diloco.syncer.sockets import SocketLedger
 from diloco.syncer.spool import Slot
 from diloco.syncer.transfers import Transfers
+from diloco.syncer.wire_bytes import WireBytes
 
 M = TypeVar("M", bound=Message)
 Replies = Iterator[Message] | Iterator[pb.Notice] | Iterator[bytes]
@@ -80,7 +80,7 @@ class Service:
         transfers: end those of learners that are gone.
         incoming: keeps what arrived of the run's initial model.
         audit: is told who was let in, and who was refused.
-        sockets: counts bytes; told whose connection each call came on.
+        wire_bytes: counts the bytes of each call.
         lost_floor_s: the least time that a silent learner has.
         resumed: told the learner, the kind and the bytes that a resumed transfer did not carry again.
         status_extra: more values for `Status`.
@@ -101,7 +101,7 @@ class Service:
         transfers: Transfers,
         incoming: IncomingModel,
         audit: Audit,
-        sockets: SocketLedger | None,
+        wire_bytes: WireBytes,
         lost_floor_s: float,
         resumed: Callable[[str, str, int], None],
         status_extra: Callable[[], dict[str, Any]],
@@ -114,7 +114,7 @@ class Service:
         self._deadlines = deadlines
         self._shares = Shares()
         self._audit = audit
-        self._sockets = sockets
+        self._wire_bytes = wire_bytes
         self._transfers, self._lost_floor_s, self._resumed = transfers, lost_floor_s, resumed
         self._status_extra, self._heard, self._page_url = status_extra, heard, page_url
         self._prober = Prober()
@@ -436,7 +436,7 @@ class Service:
         def call(stream: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
             with self._known(name, kind, context) as caller:
                 found = read_header(self._messages(stream, caller, context), request, most_bytes)
-                yield handler(caller, found, context).SerializeToString()
+                yield from self._serialized(iter([handler(caller, found, context)]), context)
 
         return call
 
@@ -448,7 +448,8 @@ class Service:
         def call(stream: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
             with self._known(name, kind, context) as caller, self._calls.open(name, caller, context):
                 found = read_header(self._messages(stream, caller, context), request, MAX_CONTROL_BYTES)
-                yield from self._deadlines.replies(_serialized(handler(caller, found, context)), caller.name, context)
+                replies = self._serialized(handler(caller, found, context), context)
+                yield from self._deadlines.replies(replies, caller.name, context)
 
         return call
 
@@ -462,8 +463,8 @@ class Service:
             single = kind == "standby"
             with self._known(name, kind, context) as caller, self._calls.open(name, caller, context, single=single):
                 messages = self._messages(stream, caller, context)
-                replies = handler(caller, read_header(messages, header), messages, context)
-                yield from self._deadlines.replies(_serialized(replies), caller.name, context)
+                replies = self._serialized(handler(caller, read_header(messages, header), messages, context), context)
+                yield from self._deadlines.replies(replies, caller.name, context)
 
         return call
 
@@ -477,30 +478,31 @@ class Service:
             self._auth.check(caller)
             if kind == "standby":  # its few threads do not wait for a message of another role
                 caller.may("standby")
-            with self._shares.take(kind, caller):
+            with self._shares.take(kind, caller), self._wire_bytes.call(context):
                 yield caller
         except DilocoError as error:
-            if self._audit.refused(name, caller, context.peer(), error) and self._sockets is not None:
-                self._sockets.refused(context.peer())
+            self._audit.refused(name, caller, context.peer(), error)
             abort(context, error)
 
     def _messages(self, stream: Iterator[bytes], caller: Caller, context: grpc.ServicerContext) -> Iterator[bytes]:
         """What a known caller sends, each message in time."""
-        messages = self._deadlines.messages(stream, caller.name, context)
-        if self._sockets is None:
-            return messages
-        return self._sockets.taken(messages, context.peer(), "" if caller.is_shared else caller.name)
+        return self._wire_bytes.received(self._deadlines.messages(stream, caller.name, context), context)
+
+    def _serialized(self, replies: Replies, context: grpc.ServicerContext) -> Iterator[bytes]:
+        for reply in replies:
+            message = reply if isinstance(reply, bytes) else reply.SerializeToString()
+            self._wire_bytes.count(context, "sent", message)
+            yield message
 
     def _admit(
         self, context: grpc.ServicerContext, caller: Caller, run: str, role: Role, learner: str, kind: str
     ) -> None:
-        """The caller may do this, for this learner, in this run; its connection is counted as `kind`."""
+        """The caller may do this, for this learner, in this run; the call's bytes are counted as `kind`."""
         if role == "learner":
             sense.check_name(learner)
         caller.may(role, learner or None)
         require_run(self._run, run)
-        if self._sockets is not None:
-            self._sockets.label(context.peer(), kind, learner or "viewers")
+        self._wire_bytes.label(context, learner or "viewers", kind)
 
 
 def _segments(request: pb.PullRequest, num_elements: int) -> Segments:
@@ -515,8 +517,3 @@ def _segments(request: pb.PullRequest, num_elements: int) -> Segments:
             "use the run's layout."
         )
     return asked
-
-
-def _serialized(replies: Replies) -> Iterator[bytes]:
-    for reply in replies:
-        yield reply if isinstance(reply, bytes) else reply.SerializeToString()

@@ -18,15 +18,10 @@ from diloco.syncer.ends_soon import EndsSoon
 log = logging.getLogger("diloco.syncer")
 
 
-def server_credentials(
-    directory: Path, *, client_certificates: bool, begins: Callable[[], None] = lambda: None
-) -> grpc.ServerCredentials:
+def server_credentials(directory: Path, *, client_certificates: bool) -> grpc.ServerCredentials:
     """TLS with the keys in `directory`; with `client_certificates` a connection that shows none of the run's ends.
 
     The files are looked at in every handshake, so that a new certificate needs no restart.
-
-    Arguments:
-        begins: called at the beginning of each handshake.
 
     Raises:
         ConfigError: they cannot be used, or are those of a learner. AuthError: the certificate is not valid now.
@@ -38,7 +33,6 @@ def server_credentials(
 
     def newest() -> grpc.ServerCertificateConfiguration | None:
         nonlocal known, looked, expires
-        begins()
         ends.look(dt.datetime.now(dt.UTC), "the syncer's own certificate", expires)
         if (marks := _marks(directory)) == looked:
             return None
