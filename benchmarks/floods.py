@@ -1,15 +1,17 @@
 """Hostile senders beside a real run: what each flood takes from it, and from the syncer's memory.
 
-    python -m benchmarks.floods [--only FLOOD] [--seconds S] [--tenth] [--same-address] [--json]
+    python -m benchmarks.floods [--only FLOOD] [--proxy yes|no] [--seconds S] [--tenth] [--same-address] [--json]
 
 A syncer with mutual TLS and two learners that wait for each other train without a pause. Each flood runs beside them,
-from a sender without a certificate and from one with a learner's; before and after it the run is measured alone. A row
-says how many inner steps the learners took under the flood, for each that they take alone; by how much the syncer's
-memory, threads and open files rose; and what the flood itself came to. Goals: 2 % and 200 MB.
+from a sender without a certificate and from one with a learner's, without a proxy and with HAProxy in front as
+templates/haproxy has it; before and after it the run is measured alone. A row says how many inner steps the learners
+took under the flood, for each that they take alone; by how much the syncer's memory rose, the threads and open files
+that it had; and what the flood itself came to. Goals with the proxy: 2 % and 200 MB.
 
 The sender dials from an address of its own, or, with --same-address, from that of the learners, as behind one router.
 Learners and senders are on machines of their own in life. Here the learners have half of the processors, and the
-syncer and the sender, a process of lower priority, the other half: a sender's own work is still taken from the syncer.
+syncer, the proxy and the sender, a process of lower priority, the other half: a sender's own work is still taken from
+the syncer.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -35,6 +38,7 @@ from rich.table import Table
 from torch import nn
 
 import diloco
+from benchmarks.haproxy import Proxy
 from benchmarks.hostile import FLOODS, RUN, VILLAIN
 from benchmarks.processes import SyncerProcess, until
 from diloco.syncer.keyring import Keyring
@@ -70,20 +74,24 @@ class Row:
     """What one flood did.
 
     Attributes:
+        proxy: HAProxy is in front.
         goodput: inner steps a second under it ÷ without it, before and after.
         noise: by how much those without it differ: |before − after| ÷ their mean. No loss below that is seen.
         processor: seconds of the syncer's processor time a second under it, and without it.
+        proxy_processor: and of the proxy's under it.
         memory_mb: by how much the syncer's resident size rose at most. num_threads, num_files: what it had at most.
         outcome: `hostile.Outcome` of the sender.
         survived: the syncer did not end, and the run went on afterwards.
     """
 
     flood: str
+    proxy: bool
     certificate: bool
     size: int
     goodput: float
     noise: float
     processor: tuple[float, float]
+    proxy_processor: float
     memory_mb: float
     num_threads: int
     num_files: int
@@ -92,24 +100,39 @@ class Row:
 
 
 def run(
-    directory: Path, floods: Sequence[str], sizes: dict[str, int], seconds: float, source: str = SOURCE
-) -> list[Row]:
-    """A row for each flood, without and with a certificate, from `source`. Each has a syncer of its own."""
-    rows = []
-    for flood in floods:
-        for certificate in (False, True):
-            print(f"{flood}, {'with' if certificate else 'without'} a certificate …", file=sys.stderr)
-            where = directory / f"{flood.replace(' ', '-')}-{certificate}"
-            where.mkdir(parents=True)
-            with _besieged(where) as (syncer, keys):
-                rows.append(
-                    _measure(where, syncer, keys, flood, sizes[flood], seconds, source, certificate=certificate)
-                )
+    directory: Path, floods: Sequence[str], sizes: dict[str, int], seconds: float, source: str = SOURCE,
+    proxies: Sequence[bool] = (False, True),
+) -> list[Row]:  # fmt: skip
+    """A row for each flood, without and with a proxy and a certificate, from `source`. The two of a flood and a proxy
+    share a syncer, unless it ends."""
+    rows: list[Row] = []
+    for flood, proxy in product(floods, proxies):
+        with ExitStack() as stack:
+            besieged = None
+            for certificate in (False, True):
+                what = {"proxy": proxy, "certificate": certificate}
+                said = (f"{'with' if it else 'without'} a {name}" for name, it in what.items())
+                print(f"{flood}, {', '.join(said)} …", file=sys.stderr)
+                if besieged is None or not rows[-1].survived:
+                    stack.close()
+                    where = Path(tempfile.mkdtemp(dir=directory))
+                    besieged = stack.enter_context(_besieged(where, with_proxy=proxy))
+                rows.append(_measure(besieged, flood, sizes[flood], seconds, source, certificate=certificate))
     return rows
 
 
+@dataclass(frozen=True)
+class _Besieged:
+    """A run, and what is dialled: the syncer, or the proxy in front of it."""
+
+    where: Path
+    syncer: SyncerProcess
+    proxy: Proxy | None
+    address: str
+
+
 @contextmanager
-def _besieged(where: Path) -> Iterator[tuple[SyncerProcess, Path]]:
+def _besieged(where: Path, *, with_proxy: bool) -> Iterator[_Besieged]:
     """A syncer and two learners that have begun."""
     names = [(name, "learner") for name in (*LEARNERS, VILLAIN)]
     Keyring.new(where / "keys", RUN, ["127.0.0.1"], names, dt.timedelta(days=1))  # type: ignore[arg-type]
@@ -117,15 +140,20 @@ def _besieged(where: Path) -> Iterator[tuple[SyncerProcess, Path]]:
         syncer = SyncerProcess(where, RUN_FILE.format(keys=where / "keys" / "syncer"))
         stack.callback(syncer.kill)
         _pin(syncer.process.pid, learner=False)
+        proxy, address = None, syncer.address
+        if with_proxy:
+            proxy = stack.enter_context(Proxy(where / "proxy", syncer.address))
+            address = proxy.address
+            _pin(proxy.process.pid, learner=False)
         for name in LEARNERS:
-            command = [sys.executable, "-m", "benchmarks.floods", "--learner", syncer.address, name, str(where)]
+            command = [sys.executable, "-m", "benchmarks.floods", "--learner", address, name, str(where)]
             log = stack.enter_context((where / f"{name}.log").open("wb"))
             learner = subprocess.Popen(command, stdout=log, stderr=log)
             stack.callback(learner.wait)
             stack.callback(learner.kill)
             _pin(learner.pid, learner=True)
         until(lambda: _steps(where) > 2 * 4 * H, "the learners do not train")
-        yield syncer, where / "keys"
+        yield _Besieged(where, syncer, proxy, address)
 
 
 def _pin(process: int, *, learner: bool) -> None:
@@ -143,28 +171,31 @@ def _steps(where: Path) -> int:
     return sum(int.from_bytes(file.read_bytes(), "little") if file.exists() else 0 for file in files)
 
 
-def _measure(
-    where: Path, syncer: SyncerProcess, keys: Path, flood: str, size: int, seconds: float, source: str,
-    *, certificate: bool,
-) -> Row:  # fmt: skip
+def _measure(besieged: _Besieged, flood: str, size: int, seconds: float, source: str, *, certificate: bool) -> Row:
+    where, syncer = besieged.where, besieged.syncer
     process = Path(f"/proc/{syncer.process.pid}")
+    proxy = None if besieged.proxy is None else Path(f"/proc/{besieged.proxy.process.pid}")
     before = _rate(where, process, seconds)
+    shown = ["--keys", str(where / "keys" / VILLAIN)] if certificate else []
     command = [
-        sys.executable, "-m", "benchmarks.hostile", syncer.address, flood, str(size), "--tls",
-        "--seconds", str(seconds), "--source", source, *(["--keys", str(keys / VILLAIN)] if certificate else []),
+        sys.executable, "-m", "benchmarks.hostile", besieged.address, flood, str(size), "--tls",
+        "--seconds", str(seconds), "--source", source, *shown,
     ]  # fmt: skip
     with subprocess.Popen(command, stdout=subprocess.PIPE) as sender:
         os.setpriority(os.PRIO_PROCESS, sender.pid, 10)
         _pin(sender.pid, learner=False)
         assert sender.stdout is not None
         sender.stdout.readline()  # it begins
+        used_s = 0.0 if proxy is None else _processor_s(proxy)
         during = _rate(where, process, seconds)
+        used_s = 0.0 if proxy is None else _processor_s(proxy) - used_s
         outcome = json.loads(sender.stdout.read() or b"{}")
     after = _rate(where, process, seconds)
     alone = (before.per_s + after.per_s) / 2
     return Row(
-        flood, certificate, size, during.per_s / alone if after.per_s else 0.0,
+        flood, proxy is not None, certificate, size, during.per_s / alone if after.per_s else 0.0,
         abs(before.per_s - after.per_s) / alone, (during.processor, (before.processor + after.processor) / 2),
+        used_s / seconds,
         max(during.memory_mb, after.memory_mb) - before.memory_mb, during.num_threads, during.num_files, outcome,
         survived=syncer.process.poll() is None and after.per_s > 0.5 * before.per_s,
     )  # fmt: skip
@@ -233,7 +264,7 @@ def learn(address: str, name: str, where: Path) -> None:
 
 def show(rows: Sequence[Row], console: Console) -> None:
     """One line a flood."""
-    table = Table("flood", "certificate", box=None, pad_edge=False)
+    table = Table("flood", "proxy", "certificate", box=None, pad_edge=False)
     numbers = (
         "size",
         "open",
@@ -243,6 +274,7 @@ def show(rows: Sequence[Row], console: Console) -> None:
         "goodput",
         "noise",
         "processor",
+        "proxy's",
         "memory",
         "threads",
         "files",
@@ -252,10 +284,11 @@ def show(rows: Sequence[Row], console: Console) -> None:
     for row in rows:
         good, small = row.goodput >= 1 - MOST_LOST, row.memory_mb <= MOST_MB
         table.add_row(
-            row.flood, "yes" if row.certificate else "no", f"{row.size:,}",
+            row.flood, *("yes" if it else "no" for it in (row.proxy, row.certificate)), f"{row.size:,}",
             *(f"{row.outcome.get(key, 0):,}" for key in ("most_open", "num_dialled", "num_ended", "num_unanswered")),
             f"[{'green' if good else 'red'}]{row.goodput:.1%}[/]",
             f"{row.noise:.1%}", "{:.2f} ({:.2f})".format(*row.processor),
+            f"{row.proxy_processor:.2f}" if row.proxy else "",
             f"[{'green' if small else 'red'}]{row.memory_mb:+.0f} MB[/]",
             str(row.num_threads), str(row.num_files), "goes on" if row.survived else "[red]ended[/red]",
         )  # fmt: skip
@@ -265,6 +298,7 @@ def show(rows: Sequence[Row], console: Console) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=tuple(FLOODS), action="append", help="this flood; repeat for more")
+    parser.add_argument("--proxy", choices=("yes", "no"), help="only with HAProxy in front, or only without")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each measurement; default %(default)g")
     parser.add_argument("--tenth", action="store_true", help="a tenth of each flood")
     parser.add_argument("--same-address", action="store_true", help="the sender has the learners' address")
@@ -278,7 +312,8 @@ def main() -> None:
     sizes = {flood: size // 10 if chosen.tenth else size for flood, size in SIZES.items()}
     source = LEARNERS_SOURCE if chosen.same_address else SOURCE
     with tempfile.TemporaryDirectory() as directory:
-        rows = run(Path(directory), chosen.only or tuple(FLOODS), sizes, chosen.seconds, source)
+        proxies = (False, True) if chosen.proxy is None else (chosen.proxy == "yes",)
+        rows = run(Path(directory), chosen.only or tuple(FLOODS), sizes, chosen.seconds, source, proxies)
     if chosen.json:
         print(json.dumps([asdict(row) for row in rows], indent=1))
     else:

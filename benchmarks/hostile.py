@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from safetensors.torch import save
+from safetensors import serialize
 
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.rpc import path
@@ -395,7 +395,7 @@ def initialisations(target: Target, size: int) -> Flood:
     num_elements = 1 << 29
     layout = {"fragments": [[["weight", [num_elements], "float32"]]], "static": []}
     header = pb.InitialiseHeader(
-        run=RUN, learner=VILLAIN, layout=json.dumps(layout), part_bytes=[4 * num_elements, len(save({}))]
+        run=RUN, learner=VILLAIN, layout=json.dumps(layout), part_bytes=[4 * num_elements, len(serialize({}))]
     )
     return calls(target, size, "Initialise", header.SerializeToString())
 

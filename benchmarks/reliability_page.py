@@ -270,24 +270,27 @@ def _floods(rows: Sequence[dict[str, Any]] | None) -> str:
     head = """## Hostile senders
 
 `python -m benchmarks.reliability floods`: a sender tries ten times what brought a syncer down or to gigabytes once,
-beside a run of two learners, and what it reached of that stands beside it: the most that was open at a time, what was
-sent, and how many of the connections that it dialled were ended or never answered. It has an address of its own, which
-the syncer counts by (`python -m benchmarks.floods --same-address` is not measured), and runs on the syncer's half of
-the processors, at a lower priority. Goals: 2 % of the goodput, 200 MB. The noise is by how much two windows without a
-flood differ; the processor's time is the syncer's, in seconds a second, under the flood and without it.
+beside a run of two learners, at a syncer that is reached directly and at one behind HAProxy as
+[templates/haproxy](../templates/haproxy/haproxy.cfg) has it. What it reached stands beside what it tried: the most that
+was open at a time, what was sent, and how many of the connections that it dialled were ended or never answered. It has
+an address of its own, which the proxy counts by (`python -m benchmarks.floods --same-address` is not measured), and
+runs on the syncer's half of the processors, at a lower priority. Goals behind the proxy: 2 % of the goodput, 200 MB.
+The noise is by how much two windows without a flood differ; the processor's time is the syncer's, in seconds a second,
+under the flood and without it, and the proxy's under it; handles are the syncer's at most. A sender with a certificate
+passes the proxy: the syncer limits the calls of each caller ([security.md](security.md)), and its key is revoked.
 """
     if rows is None:
         return f"{head}\n{NOT_MEASURED}.\n"
     table = [
-        (row["flood"], "yes" if row["certificate"] else "no", f"{row['size']:,}", *_reached(row["outcome"]),
-         f"{row['goodput']:.1%}",
-         f"{row['noise']:.1%}", "{:.2f} ({:.2f})".format(*row["processor"]), f"{row['memory_mb']:+.0f} MB",
-         "goes on" if row["survived"] else "ended")
+        (row["flood"], *("yes" if row[key] else "no" for key in ("proxy", "certificate")), f"{row['size']:,}",
+         *_reached(row["outcome"]), f"{row['goodput']:.1%}", f"{row['noise']:.1%}",
+         "{:.2f} ({:.2f})".format(*row["processor"]), f"{row['proxy_processor']:.2f}" if row["proxy"] else "",
+         f"{row['memory_mb']:+.0f} MB", f"{row['num_files']:,}", "goes on" if row["survived"] else "ended")
         for row in rows
     ]  # fmt: skip
     titles = (
-        "flood", "certificate", "tried", "most open", "sent", "dialled", "ended", "unanswered", "goodput", "noise",
-        "processor", "memory", "the run",
+        "flood", "proxy", "certificate", "tried", "most open", "sent", "dialled", "ended", "unanswered", "goodput",
+        "noise", "processor", "proxy's", "memory", "handles", "the run",
     )  # fmt: skip
     return f"{head}\n{_table(titles, table)}"
 
