@@ -7,6 +7,7 @@ import io
 import re
 import socket
 import subprocess
+import tempfile
 from pathlib import Path
 from shutil import which
 from typing import Self
@@ -22,12 +23,12 @@ def program() -> str | None:
     return which("haproxy") or which("haproxy", path="/usr/sbin:/usr/local/sbin")
 
 
-def configuration(directory: Path, port: int, syncer: str, standby: str | None, changed: dict[str, str]) -> str:
-    """The template with places of this machine, and with `changed`: new text by text that stands in it once."""
+def configuration(port: int, admin: Path, syncer: str, standby: str | None, changed: dict[str, str]) -> str:
+    """The template with places of this machine, and with `changed`: new text by text that the template has once."""
     places = {
         "    user haproxy\n    group haproxy\n": "",
         "log /dev/log local0": "log stdout format raw local0",
-        "/run/haproxy/admin.sock mode": f"{directory / 'admin.sock'} mode",
+        "/run/haproxy/admin.sock mode": f"{admin} mode",
         "bind :7700 ": f"bind 127.0.0.1:{port} ",
         "server syncer 127.0.0.1:7701": f"server syncer {syncer}",
     }
@@ -37,7 +38,7 @@ def configuration(directory: Path, port: int, syncer: str, standby: str | None, 
         places["server standby b.internal:7701"] = f"server standby {standby}"
     for old, new in {**places, **changed}.items():
         if text.count(old) != 1:
-            raise ValueError(f"{old!r} stands {text.count(old)} times in {TEMPLATE}, and not once")
+            raise ValueError(f"{TEMPLATE} has {old!r} {text.count(old)} times, and not once")
         text = text.replace(old, new)
     return text
 
@@ -47,7 +48,7 @@ class Proxy:
 
     Arguments:
         syncer, standby: "host:port" behind it.
-        changed: other text of the template, by what stands there.
+        changed: as in `configuration`.
 
     Attributes:
         address: what learners dial.
@@ -59,21 +60,24 @@ class Proxy:
         found = program()
         if found is None:
             raise RuntimeError("HAProxy is not installed; apt-get install haproxy")
-        self._directory = directory
         directory.mkdir(parents=True, exist_ok=True)
+        self._log = directory / "haproxy.log"
+        self._short = tempfile.TemporaryDirectory()  # a socket needs a short path
+        self._admin = Path(self._short.name) / "admin"
         port = free_port()
         self.address = f"127.0.0.1:{port}"
         file = directory / "haproxy.cfg"
-        file.write_text(configuration(directory, port, syncer, standby, changed or {}))
-        with (directory / "haproxy.log").open("wb") as log:
+        file.write_text(configuration(port, self._admin, syncer, standby, changed or {}))
+        with self._log.open("wb") as log:
             self.process = subprocess.Popen([found, "-db", "-f", str(file)], stdout=log, stderr=log)
         until(lambda: self.process.poll() is not None or self._serves(), "HAProxy does not start")
         if self.process.poll() is not None:
+            self._short.cleanup()
             raise RuntimeError(self.log())
 
     def log(self) -> str:
         """What it has written."""
-        return (self._directory / "haproxy.log").read_text()
+        return self._log.read_text()
 
     def statistics(self, name: str, part: str) -> dict[str, str]:
         """Of a frontend or backend: `part` is "FRONTEND", "BACKEND" or a server."""
@@ -82,7 +86,7 @@ class Proxy:
 
     def _ask(self, command: str) -> str:
         with socket.socket(socket.AF_UNIX) as admin:
-            admin.connect(str(self._directory / "admin.sock"))
+            admin.connect(str(self._admin))
             admin.sendall(command.encode() + b"\n")
             return b"".join(iter(lambda: admin.recv(1 << 16), b"")).decode()
 
@@ -95,6 +99,7 @@ class Proxy:
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
+        self._short.cleanup()
 
     def __enter__(self) -> Self:
         return self

@@ -173,7 +173,7 @@ class Admitted(Event):
     name: str  # of the certificate or token; "anyone" where the syncer asks for none
     role: str
     key: str  # the start of the certificate's serial number, or of the token's SHA-256
-    peer: str  # where it called from
+    peer: str  # where it called from: behind a proxy, the address of the proxy
 
 
 class Steered(Event):
@@ -195,7 +195,7 @@ class Refused(Event):
     kind: Literal["refused"] = "refused"
     call: str
     name: str  # of the sender's certificate or token; empty where the sender is not known
-    peer: str  # where it called from
+    peer: str  # where it called from: behind a proxy, the address of the proxy
     reason: str  # the class of the error
     text: str  # what the sender was told
     times: int = 1  # since the event before; 64 senders are told apart at a time, others are counted together

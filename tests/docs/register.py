@@ -121,7 +121,6 @@ PROGRAMS: dict[str, str] = {
     "jupyter": "a browser; tests/docs/test_notebooks.py executes the notebooks",
     "kubectl": "needs a cluster; the files: tests/templates",
     "mkdir": "another machine's",
-    "nft": "needs root: tests/syncer/test_floods.py",
     "printf": "changes the machine",
     "sbatch": "needs a cluster; the script: tests/templates",
     "scp": "needs another machine",

@@ -21,6 +21,7 @@ import diloco
 from diloco.errors import AlreadyInitialisedError, BusyError, UnreachableError
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import frames
+from diloco.exchange.wire.rpc import SERVER_OPTIONS
 from diloco.syncer.admission import Limits, Shares
 from diloco.syncer.call_deadlines import CallDeadlines
 from diloco.syncer.callers import UNKNOWN, Caller
@@ -176,6 +177,19 @@ def _initialise_header(learner: str = "first", **fields: str) -> pb.InitialiseHe
     return pb.InitialiseHeader(
         run=RUN, learner=learner, layout=json.dumps(layout().to_dict()), part_bytes=sizes, **fields
     )
+
+
+def test_a_connection_that_does_not_finish_its_handshake_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "grpc.server_handshake_timeout_ms"
+    assert name in dict(SERVER_OPTIONS)
+    monkeypatch.setattr("diloco.syncer.server.SERVER_OPTIONS", [*dict(SERVER_OPTIONS, **{name: 500}).items()])
+    with start(tmp_path, method()) as syncer, ExitStack() as stack:
+        host, _, port = syncer.address.rpartition(":")
+        for says in (b"", b"PRI * HTTP/2.0", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"):
+            stranger = stack.enter_context(socket.create_connection((host, int(port)), 30))
+            stranger.sendall(says)
+            while stranger.recv(1 << 16):  # settings, which it does not answer
+                pass
 
 
 def test_connections_leave_handles_for_the_store_and_the_page() -> None:
