@@ -103,21 +103,15 @@ def run(
     directory: Path, floods: Sequence[str], sizes: dict[str, int], seconds: float, source: str = SOURCE,
     proxies: Sequence[bool] = (False, True),
 ) -> list[Row]:  # fmt: skip
-    """A row for each flood, without and with a proxy and a certificate, from `source`. The two of a flood and a proxy
-    share a syncer, unless it ends."""
-    rows: list[Row] = []
-    for flood, proxy in product(floods, proxies):
-        with ExitStack() as stack:
-            besieged = None
-            for certificate in (False, True):
-                what = {"proxy": proxy, "certificate": certificate}
-                said = (f"{'with' if it else 'without'} a {name}" for name, it in what.items())
-                print(f"{flood}, {', '.join(said)} …", file=sys.stderr)
-                if besieged is None or not rows[-1].survived:
-                    stack.close()
-                    where = Path(tempfile.mkdtemp(dir=directory))
-                    besieged = stack.enter_context(_besieged(where, with_proxy=proxy))
-                rows.append(_measure(besieged, flood, sizes[flood], seconds, source, certificate=certificate))
+    """A row for each flood, without and with a proxy and a certificate, from `source`. Each has a syncer of its own."""
+    rows = []
+    for flood, proxy, certificate in product(floods, proxies, (False, True)):
+        what = {"proxy": proxy, "certificate": certificate}
+        said = (f"{'with' if it else 'without'} a {name}" for name, it in what.items())
+        print(f"{flood}, {', '.join(said)} …", file=sys.stderr)
+        where = Path(tempfile.mkdtemp(dir=directory))
+        with _besieged(where, with_proxy=proxy) as besieged:
+            rows.append(_measure(besieged, flood, sizes[flood], seconds, source, certificate=certificate))
     return rows
 
 

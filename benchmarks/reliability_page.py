@@ -272,12 +272,15 @@ def _floods(rows: Sequence[dict[str, Any]] | None) -> str:
 `python -m benchmarks.reliability floods`: a sender tries ten times what brought a syncer down or to gigabytes once,
 beside a run of two learners, at a syncer that is reached directly and at one behind HAProxy as
 [templates/haproxy](../templates/haproxy/haproxy.cfg) has it. What it reached stands beside what it tried: the most that
-was open at a time, what was sent, and how many of the connections that it dialled were ended or never answered. It has
-an address of its own, which the proxy counts by (`python -m benchmarks.floods --same-address` is not measured), and
-runs on the syncer's half of the processors, at a lower priority. Goals behind the proxy: 2 % of the goodput, 200 MB.
-The noise is by how much two windows without a flood differ; the processor's time is the syncer's, in seconds a second,
-under the flood and without it, and the proxy's under it; handles are the syncer's at most. A sender with a certificate
-passes the proxy: the syncer limits the calls of each caller ([security.md](security.md)), and its key is revoked.
+was open at a time, what was sent, and how many of the connections that it dialled were ended. It has an address of its
+own, which the proxy counts by (`python -m benchmarks.floods --same-address` is not measured). The noise is by how much
+two windows without a flood differ; the processor's time is the syncer's, in seconds a second, under the flood and
+without it, and the proxy's under it; handles are the syncer's at most.
+
+Goals behind the proxy, for a sender without a certificate: 2 % of the goodput, within the noise, and 200 MB. One with a
+certificate passes the proxy, and takes what processor its link lets it: of headers without an end gRPC reads whatever
+comes ([security.md](security.md#what-a-flood-can-take)). Here the sender has no link in between, and it, the proxy and
+the syncer share one of two processors with other work, so that its own time is taken from the syncer's too.
 """
     if rows is None:
         return f"{head}\n{NOT_MEASURED}.\n"
@@ -289,16 +292,15 @@ passes the proxy: the syncer limits the calls of each caller ([security.md](secu
         for row in rows
     ]  # fmt: skip
     titles = (
-        "flood", "proxy", "certificate", "tried", "most open", "sent", "dialled", "ended", "unanswered", "goodput",
+        "flood", "proxy", "certificate", "tried", "most open", "sent", "dialled", "ended", "goodput",
         "noise", "processor", "proxy's", "memory", "handles", "the run",
     )  # fmt: skip
     return f"{head}\n{_table(titles, table)}"
 
 
 def _reached(outcome: dict[str, Any]) -> tuple[str, ...]:
-    keys = "num_dialled", "num_ended", "num_unanswered"
     sent = f"{outcome['sent_bytes'] / 1e6:,.1f} MB"
-    return f"{outcome['most_open']:,}", sent, *(f"{outcome[key]:,}" for key in keys)
+    return f"{outcome['most_open']:,}", sent, f"{outcome['num_dialled']:,}", f"{outcome['num_ended']:,}"
 
 
 def _control(result: dict[str, Any] | None) -> str:
