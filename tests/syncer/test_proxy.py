@@ -183,7 +183,7 @@ def test_a_learner_trains_through_it_and_the_log_tells_its_address(
             assert re.search(rf"^127\.0\.0\.1:\d+ is {peer} at syncer/syncer, ", proxy.log(), re.MULTILINE)
 
 
-def test_who_says_no_hello_never_reaches_the_syncer(tmp_path: Path, syncer: SyncerProcess, keys: Path) -> None:
+def test_a_sender_without_a_hello_never_reaches_the_syncer(tmp_path: Path, syncer: SyncerProcess, keys: Path) -> None:
     with Proxy(tmp_path / "proxy", syncer.address, changed=SOON) as proxy, training(proxy, keys) as learner:
         says = (b"", HELLO, b"GET / HTTP/1.1\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", random.randbytes(400))
         with ExitStack() as stack:
@@ -246,7 +246,7 @@ def test_a_source_over_its_rate_is_refused_and_served_again(tmp_path: Path, sync
         learner.goes_on()
 
 
-def test_all_that_may_be_open_is_taken_and_those_inside_go_on(
+def test_learners_that_are_connected_go_on_where_no_connection_is_left(
     tmp_path: Path, syncer: SyncerProcess, keys: Path
 ) -> None:
     changed = {"inspect-delay 5s": "inspect-delay 2s", "maxconn 8000": "maxconn 40"}
