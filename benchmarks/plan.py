@@ -17,7 +17,7 @@ LIMIT_S = 1.0
 SITE = Path(__file__).parent.parent / "examples" / "site.toml"
 
 QUESTIONS = {
-    "utilization": ("--model", "100b", "--overlap", "1", "--why"),
+    "utilization": ("--model", "100b", "--overlap", "1"),
     "goodput": ("--chips", "2400000", "--learners", "8"),
     "wallclock": ("--model", "1b", "--chips", "256", "--batch-tokens", "1e6"),
     "scaling": ("--parameters", "4e9", "--learners", "2"),

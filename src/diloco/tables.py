@@ -100,35 +100,16 @@ def _table_of(annotation: Any) -> Any:
 
 def write_toml(tables: Mapping[str, Any]) -> str:
     """Tables of plain values as TOML; None is left out. Raises ConfigError for a value that TOML does not have."""
-    texts = []
-    for name, table in tables.items():
-        if isinstance(table, list):
-            texts += [f"[[{name}]]\n{_lines(each)}" for each in table]
-        elif table is not None:
-            texts.append(f"[{name}]\n{_lines(table)}")
-    return "\n".join(texts)
+    import tomlkit
+    from tomlkit.exceptions import ConvertError
+
+    try:
+        return tomlkit.dumps(_without_none(tables))
+    except ConvertError as error:
+        raise ConfigError(f"{str(error).lower()}; use numbers, strings, lists and tables") from error
 
 
-def _lines(table: Mapping[str, Any]) -> str:
-    return "".join(f"{_key(key)} = {_value(value)}\n" for key, value in table.items() if value is not None)
-
-
-def _key(key: str) -> str:
-    return key if key.replace("_", "").replace("-", "").isalnum() and key.isascii() else json.dumps(key)
-
-
-def _value(value: object) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        # JSON's escapes are TOML's, except that TOML wants DEL escaped too and no surrogate pairs
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, int | float):
-        return repr(value)
-    if isinstance(value, list):
-        return "[" + ", ".join(_value(item) for item in value) + "]"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{_key(key)} = {_value(item)}" for key, item in value.items() if item is not None) + "}"
-    raise ConfigError(
-        f"a value of type {type(value).__name__} cannot be written to a file; use numbers, strings, lists, tables"
-    )
+def _without_none(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_none(each) for key, each in value.items() if each is not None}
+    return list(map(_without_none, value)) if isinstance(value, list) else value

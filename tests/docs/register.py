@@ -58,7 +58,6 @@ NOT_EXECUTED: dict[Name, str] = {
 
 PRINTED: dict[Name, tuple[int, str]] = {
     ("docs/adviser.md", "4 learners"): (120, "plan advise examples/site.toml"),
-    ("docs/adviser.md", "1: Streaming"): (150, "plan advise examples/site.toml --why"),
 }
 """Text that a command of `diloco` prints, word for word, in a terminal of so many columns."""
 

@@ -51,7 +51,7 @@ def test_one_process(tmp_path: Path) -> None:
 
 def test_plan_a_link(tmp_path: Path) -> None:
     needed, computing, titles, hours = run(
-        "plan-a-link", tmp_path, "needed", "computing", "[each.candidate.title for each in ranked]",
+        "plan-a-link", tmp_path, "needed", "computing", "[each.setting.title for each in ranked]",
         "[each.hours for each in ranked]",
     )  # fmt: skip
     assert needed["Streaming, 4 bits"] < needed["Streaming"] < needed["DiLoCo"] < needed["data parallel"]

@@ -3,8 +3,7 @@
 import pytest
 
 from diloco.errors import ConfigError
-from diloco.planning.edit import with_measurement
-from diloco.planning.site import parse_site
+from diloco.planning.site import parse_site, with_measurement
 
 FILE = """\
 # our two rooms
@@ -55,12 +54,41 @@ def test_a_new_site_comes_after_the_others() -> None:
     assert parse_site(text).site[:2] == parse_site(FILE).site
 
 
+def test_a_new_site_leaves_the_comment_of_the_table_after_it_where_it_is() -> None:
+    text = with_measurement(FILE.replace("[budget]", "# a week\n[budget]"), "site.toml", "garage", STEP | LINK, {})
+    assert "\n\n# a week\n[budget]\n" in text
+    assert parse_site(text).site[-1].name == "garage"
+
+
+SITE = 'name = "far"\nstep_time = "1 s"\nup = "1 Mbit/s"\ndown = "1 Mbit/s"\n'
+INLINE = """\
+site = [{name = "cellar", speed = "1 TFLOP/s", utilization = 0.4, up = "1 Mbit/s", down = "1 Mbit/s"}]
+model = {preset = "1b"}
+budget = {tokens = 1e9, tokens_per_step = 1e5}
+"""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        FILE.replace('"20 Mbit/s" #', '"""\n20 Mbit/s""" #'),
+        FILE.replace("[budget]", f'[[fault]]\nlearner = "attic"\nat = "1 h"\n[[site]]\n{SITE}[budget]'),
+        INLINE,
+    ],
+)
+def test_other_ways_to_write_a_file_are_extended_too(text: str) -> None:
+    before, after = parse_site(text), parse_site(with_measurement(text, "site.toml", "cellar", STEP | LINK, {}))
+    assert after.site[0].up == 47.2e6
+    assert after.model_copy(update={"site": before.site}) == before
+    assert after.site[1:] == before.site[1:]
+
+
 def test_a_new_file_has_the_defaults() -> None:
     text = with_measurement("", "site.toml", "a", STEP | LINK, {"model": {"parameters": 1000, "layers": 2}})
     site = parse_site(text)
     assert text.startswith("[model]\nparameters = 1000\n")
     assert site.workload().num_layers == 2
-    assert site.learners()[0].latency_s == pytest.approx(0.0081)
+    assert site.learners()[0].place.latency == pytest.approx(0.0081)
 
 
 @pytest.mark.parametrize(
@@ -70,12 +98,7 @@ def test_a_new_file_has_the_defaults() -> None:
         (FILE, {"up": "0 bit/s"}, "has to be above 0"),
         ("", STEP, r'"site.new.up" is missing; add it'),
         (
-            'site = [{name = "new", step_time = "1 s", up = "1 Mbit/s", down = "1 Mbit/s"}]',
-            STEP | LINK,
-            "form that cannot be extended",
-        ),
-        (
-            FILE.replace("cellar", "new").replace('"20 Mbit/s" #', '"""\n20 Mbit/s""" #'),
+            'site = [{name = "old", step_time = "1 s", up = "1 Mbit/s", down = "1 Mbit/s"}]',
             STEP | LINK,
             "form that cannot be extended",
         ),

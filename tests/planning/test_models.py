@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from diloco.errors import ConfigError
-from diloco.planning.configs import FAMILIES, count_parameters
-from diloco.planning.workload import PRESETS, load_workload
+from diloco.planning.workload import FAMILIES, PRESETS, count_parameters, load_workload
 
 SMALL: dict[str, list[dict[str, Any]]] = {
     "llama": [

@@ -10,17 +10,16 @@ from matplotlib.axes import Axes
 from tests.planning.read_pictures import drawn_on, key_of, require_readable
 
 from diloco.planning import goodput_pictures, link_pictures, scaling_pictures, training_time_pictures
+from diloco.planning.advice import advise, case_of
 from diloco.planning.advice_pictures import mark, pictures
 from diloco.planning.failures import simulate
 from diloco.planning.fleet import Fleet, Speeds
 from diloco.planning.picture_axes import NARROW_IN, WIDTH_IN
 from diloco.planning.pictures import Picture
 from diloco.planning.question import Around, Graph, Question, required_bit_per_s
-from diloco.planning.ranking import advise, case_of
 from diloco.planning.scaling_laws import expect
 from diloco.planning.settings import setting_for
 from diloco.planning.site import load_site
-from diloco.planning.star import Learners
 from diloco.planning.training_time import NETWORKS, Link, TrainingPlan, wall_clock
 from diloco.planning.workload import load_workload
 
@@ -59,7 +58,7 @@ def question(method: str, *, learners: int | None = None, **options: str | float
     setting = setting_for(workload, method, **options)  # type: ignore[arg-type]
     if learners is None:
         return Graph(workload, setting)
-    return Around(workload, replace(setting, down=setting.up), Learners((1.0,) * learners))
+    return Around(workload, replace(setting, down=setting.up), (1.0,) * learners)
 
 
 @pytest.mark.parametrize(
@@ -185,9 +184,9 @@ def test_the_recommended_and_the_chosen_method_stand_out(choose: int) -> None:
         for label, row, (rank, outcome) in zip(labels, picture.rows, shown, strict=True):
             role = mark(rank, choose)
             assert label.get_fontweight() == ("bold" if role else "normal")
-            title = f"{outcome.candidate.title}: {role}" if role else outcome.candidate.title
+            title = f"{outcome.setting.title}: {role}" if role else outcome.setting.title
             assert label.get_text().replace("\n", " ").startswith(title)
-            assert row[0] == f"{outcome.candidate}{f' ({role})' if role else ''}"
+            assert row[0] == f"{outcome.setting.label}{f' ({role})' if role else ''}"
     assert [mark(rank, choose) for rank in (1, 2, 4)].count("chosen") == (choose > 1)
 
 

@@ -11,15 +11,18 @@ from pathlib import Path
 import pytest
 
 from diloco.errors import ConfigError
-from diloco.planning.site import Outage, Site, load_site, parse_site
-from diloco.planning.site_tables import (
+from diloco.planning.site import (
     BudgetTable,
     FaultsTable,
     FaultTable,
     LinkTable,
+    Outage,
+    Site,
     SiteModelTable,
     SiteSyncerTable,
     SiteTable,
+    load_site,
+    parse_site,
 )
 from diloco.planning.units import TIME
 from diloco.tables import Table
@@ -64,9 +67,9 @@ ONE = '[[site]]\nname = "a"\nstep_time = "1 s"\nup = "1 Mbit/s"\ndown = "1 Mbit/
 
 def test_learners_follow_from_the_sites_in_base_units() -> None:
     berlin, *homes = parse_site(TWO).learners()
-    assert (berlin.name, berlin.site, berlin.accelerators, berlin.step_s) == ("berlin", "berlin", 8, 0.31)
-    assert (berlin.up_bit_per_s, berlin.down_bit_per_s, berlin.latency_s) == (1e8, 1e9, 0.02)
-    assert (berlin.jitter, berlin.shares) == (0.05, ("dc-1",))
+    assert (berlin.name, berlin.place.name, berlin.place.accelerators, berlin.step_s) == ("berlin", "berlin", 8, 0.31)
+    assert (berlin.place.up, berlin.place.down, berlin.place.latency) == (1e8, 1e9, 0.02)
+    assert (berlin.place.jitter_percent, berlin.place.shares) == (5, ("dc-1",))
     assert [home.name for home in homes] == ["homes-0", "homes-1"]
     assert homes[0]._replace(name="homes-1") == homes[1]
 
@@ -108,7 +111,7 @@ def test_steps_may_vary_by_more_than_their_mean() -> None:
     """As `diloco plan measure` finds them on a machine that does other things: one step of a hundred takes as long as
     all others."""
     berlin = parse_site(TWO.replace("jitter_percent = 5", "jitter_percent = 300")).learners()[0]
-    assert berlin.jitter == 3.0
+    assert berlin.place.jitter_percent == 300
     assert statistics.fmean(berlin.step_seconds(step) for step in range(20_000)) == pytest.approx(0.31, rel=0.2)
 
 

@@ -50,8 +50,8 @@ def test_a_new_site_file_is_complete_and_a_second_learner_extends_it(
     [learner] = site.learners()
     assert learner.name == measured["learner"] == "learner-0"
     assert learner.step_s == pytest.approx(measured["step_s"], rel=1e-3)
-    assert learner.up_bit_per_s == pytest.approx(measured["up_bit_per_s"], rel=1e-3)
-    assert learner.latency_s == pytest.approx(measured["latency_s"], rel=1e-3)
+    assert learner.place.up == pytest.approx(measured["up_bit_per_s"], rel=1e-3)
+    assert learner.place.latency == pytest.approx(measured["latency_s"], rel=1e-3)
     assert site.workload().num_parameters == measured["num_parameters"]
     assert site.workload().num_layers == 2
     assert site.budget is not None

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from diloco.planning.advice import standing
 from diloco.planning.outcomes import Case, Outcome
 from diloco.planning.palette import METHODS
 from diloco.planning.picture_axes import Axis
 from diloco.planning.pictures import Bars, Picture, bars
-from diloco.planning.ranking import standing
 from diloco.planning.units import SIZE, significant
 
 if TYPE_CHECKING:
@@ -43,14 +43,14 @@ def pictures(case: Case, shown: Ranked, choose: int) -> list[Picture]:
     for rank, each in shown:
         status, role = standing(case, each), mark(rank, choose)
         notes = [role] * bool(role) + [f"loss {status}"] * (status != "allowed")
-        title = ": ".join([each.candidate.title, *([", ".join(notes)] if notes else [])])
-        labels.append(f"{title}\n{each.candidate.detail}")
-        names.append(f"{each.candidate}{f' ({role})' if role else ''}")
+        title = ": ".join([each.setting.title, *([", ".join(notes)] if notes else [])])
+        labels.append(f"{title}\n{each.setting.detail}")
+        names.append(f"{each.setting.label}{f' ({role})' if role else ''}")
     marked = [row for row, (rank, _) in enumerate(shown) if mark(rank, choose)]
     rows = [(name, *numbers(case, each, no_price="")) for name, (_, each) in zip(names, shown, strict=True)]
     hours = [each.hours for _, each in shown]
     percents = [100 * case.utilization(each) for _, each in shown]
-    colours = [METHODS[each.candidate.setting.method] for _, each in shown]
+    colours = [METHODS[each.setting.method] for _, each in shown]
     far = max(hours) > FAR * min(hours)
     hours_axis = Axis("hours until the tokens are trained", log=far, low=None if far else 0.0)
     busy_axis = Axis("computing, % of the time of all accelerators", low=0.0, high=100.0)

@@ -18,10 +18,9 @@ from functools import lru_cache
 from typing import Literal, NamedTuple, get_args
 
 from diloco.errors import ConfigError
-from diloco.planning.dag import Costs, Pattern, run_utilization
-from diloco.planning.graph import strided
-from diloco.planning.settings import LAYERS_PER_FRAGMENT, MethodName, Setting, setting_for
-from diloco.planning.workload import PRESETS, Workload
+from diloco.planning.graph import Costs, Pattern, run_utilization, strided
+from diloco.planning.settings import LAYERS_PER_FRAGMENT, Setting, setting_for
+from diloco.planning.workload import PRESETS, PUBLISHED, Workload
 
 ConventionName = Literal["steady", "streaming-diloco", "scaling-laws"]
 CONVENTIONS: tuple[ConventionName, ...] = get_args(ConventionName)
@@ -30,32 +29,6 @@ GRID_GBIT_PER_S = tuple(10.0 ** (-1 + 4 * i / 49) for i in range(50))
 """numpy.logspace(-1, 3, 50)."""
 BITS = {"bf16": 16, "e3m0": 4}
 """A value on the papers' wire, scales left out."""
-
-
-@dataclass(frozen=True)
-class _Table:
-    """The settings of a paper's simulation: models with their step times, methods, H of DiLoCo, codecs."""
-
-    step_s: dict[str, float]
-    methods: tuple[MethodName, ...]
-    sync_every: tuple[int, ...]
-    codecs: tuple[str, ...]
-
-
-_TABLES = {
-    "streaming-diloco": _Table(
-        step_s={name: PRESETS[name].step_s for name in ("1b", "10b", "100b")},
-        methods=("data-parallel", "diloco", "streaming", "eager"),
-        sync_every=(30, 100),
-        codecs=("bf16", "e3m0"),
-    ),
-    "scaling-laws": _Table(
-        step_s={"10b": 0.893, **{name: PRESETS[name].step_s for name in ("llama-405b", "deepseek-v3")}},
-        methods=("data-parallel", "diloco"),
-        sync_every=(10, 50, 100, 300),
-        codecs=("bf16",),
-    ),
-}
 
 
 class Printed(NamedTuple):
@@ -111,22 +84,22 @@ def published_run(
     Raises:
         ConfigError: a setting that the paper has not published.
     """
-    table = _TABLES[convention]
+    table = PUBLISHED["conventions"][convention]
     default = 1 if convention == "scaling-laws" and method == "data-parallel" else 100
     every = default if sync_every is None else sync_every
-    _check(convention, "model", model, tuple(table.step_s))
-    _check(convention, "method", method, table.methods)
-    _check(convention, "codec", up, table.codecs)
+    _check(convention, "model", model, table["models"])
+    _check(convention, "method", method, table["methods"])
+    _check(convention, "codec", up, table["codecs"])
     if convention == "scaling-laws" and method == "data-parallel":
         _check(convention, "sync-every", every, (1,))  # a row of its own
     elif not (method == "data-parallel" and every == 1):
-        _check(convention, "sync-every", every, table.sync_every)
+        _check(convention, "sync-every", every, table["sync_every"])
     if down is not None or latency_s:
         raise ConfigError(
             f"the convention {convention} knows no {'--codec-down' if down else '--latency'}; leave it out, or use "
             "--convention steady."
         )
-    workload = PRESETS[model].with_step(table.step_s[model])
+    workload = PRESETS[model].with_step(table.get("step_s", {}).get(model, PRESETS[model].step_s))
     own_every = None if method == "data-parallel" else every
     setting = setting_for(workload, method, sync_every=own_every, overlap=overlap, num_fragments=num_fragments, up=up)
     if setting.method in ("streaming", "eager"):
@@ -152,7 +125,7 @@ def _interval(sync_every: int, num_fragments: int) -> int:
     return sync_every // (num_fragments + 1) + 1 if sync_every == 100 else 1
 
 
-def _check(convention: str, what: str, value: object, published: tuple[object, ...]) -> None:
+def _check(convention: str, what: str, value: object, published: Sequence[object]) -> None:
     if value not in published:
         known = ", ".join(map(str, published))
         raise ConfigError(

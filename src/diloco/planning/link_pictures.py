@@ -7,9 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from diloco.planning.candidates import NAMES
-from diloco.planning.dag import Execution
-from diloco.planning.graph import costs_of, pattern_of
+from diloco.planning.graph import Execution, costs_of, pattern_of
 from diloco.planning.palette import METHODS, VIOLET
 from diloco.planning.picture_axes import Axis
 from diloco.planning.pictures import Line, Picture, lines
@@ -75,7 +73,7 @@ def title(question: Question) -> str:
     usual = setting_for(question.workload, own.method, sync_every=own.sync_every)
     numbers = {f"τ = {own.overlap}": own.overlap != usual.overlap}
     numbers[f"P = {own.num_fragments}"] = own.num_fragments != usual.num_fragments
-    return ", ".join([NAMES[own.method][0], *(number for number, is_own in numbers.items() if is_own)])
+    return ", ".join([own.title, *(number for number, is_own in numbers.items() if is_own)])
 
 
 def caption(question: Question, relatives: Sequence[Question]) -> str:
@@ -163,7 +161,7 @@ def _around_rows(question: Around, bit_per_s: float) -> Spans:
     num = 1 + max(each.learner for each in activities)
     of_learner = [[Span(it.begin_s, it.end_s, it.kind) for it in activities if it.learner == i] for i in range(num)]
     end_s = min(max(it.end_s for it in spans if it.kind in ("compute", "waiting")) for spans in of_learner)
-    slowest = min(question.learners.speeds)
+    slowest = min(question.speeds)
     length_s = question.setting.sync_every * question.workload.step_s / slowest / min(prediction.utilization)
     names = ["each learner"] if num == 1 else [f"learner {i + 1}" for i in range(num)]
     return {name: _clipped(spans, end_s - length_s, end_s) for name, spans in zip(names, of_learner, strict=True)}

@@ -10,14 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from diloco.core.codecs.formats import wire_format
 from diloco.core.members import Deadlines
-from diloco.planning.candidates import Candidate
 from diloco.planning.penalty import Penalty, Term, expected_penalty
-from diloco.planning.site import Site, SiteLearner
-from diloco.planning.site_tables import BudgetTable
+from diloco.planning.settings import Setting
+from diloco.planning.site import BudgetTable, Site, SiteLearner
 from diloco.planning.star import Prediction, exchange_of, predict
 from diloco.planning.stations import ExchangePlan
 from diloco.planning.workload import Workload
@@ -35,29 +34,23 @@ class Outcome:
     """A run with one method.
 
     Attributes:
-        candidate: the method.
+        setting: the method.
         utilization: of each learner: compute ÷ wall clock, without failures.
-        steps: inner steps of a learner, in the mean.
         step_s: wall clock of an inner step of the slowest learner, waiting included.
-        slowdown: by failures: wall clock with ÷ without them.
-        hours: until the tokens are trained.
+        hours: until the tokens are trained, failures included.
         up_bytes, down_bytes: of all learners together.
         usd: what the priced parts come to; None where nothing has a price.
         penalty: of the loss.
-        prediction: where the times come from; None for data parallel.
     """
 
-    candidate: Candidate
+    setting: Setting
     utilization: tuple[float, ...]
-    steps: float
     step_s: float
-    slowdown: float
     hours: float
     up_bytes: float
     down_bytes: float
     usd: float | None
     penalty: Penalty
-    prediction: Prediction | None
 
     @property
     def total_bytes(self) -> float:
@@ -75,72 +68,63 @@ class Case:
     learners: Sequence[SiteLearner]
 
     @property
-    def weights(self) -> list[float]:
-        """The accelerators of each learner, as shares of all."""
-        total = sum(learner.accelerators for learner in self.learners)
-        return [learner.accelerators / total for learner in self.learners]
-
-    def exchange(self, candidate: Candidate) -> ExchangePlan:
-        """The exchange between learners and the syncer with a method."""
-        return exchange_of(self.workload, candidate.setting, self.site.merging())
+    def num_steps(self) -> float:
+        """Steps of the whole batch that train the tokens."""
+        return self.budget.tokens / self.budget.tokens_per_step
 
     def utilization(self, outcome: Outcome) -> float:
         """Utilisation of all accelerators."""
-        return sum(w * u for w, u in zip(self.weights, outcome.utilization, strict=True))
+        accelerators = [learner.place.accelerators for learner in self.learners]
+        used = zip(accelerators, outcome.utilization, strict=True)
+        return sum(number / sum(accelerators) * share for number, share in used)
 
-    def bit_per_s(self, learner: SiteLearner, way: Literal["up", "down"]) -> float:
-        """A learner's rate, where all use the links that they share at once."""
-        rates = [learner.up_bit_per_s if way == "up" else learner.down_bit_per_s]
-        for link in self.site.link:
-            if link.name in learner.shares:
-                users = sum(link.name in other.shares for other in self.learners)
-                rates.append((link.up if way == "up" else link.down) / users)
-        return min(rates)
-
-    @property
     def slowest_bit_per_s(self) -> float:
         """The slowest learner's rate between sites, up or down, where all use the links that they share at once."""
-        return min(min(self.bit_per_s(learner, "up"), self.bit_per_s(learner, "down")) for learner in self.learners)
-
-    def reduced_bytes(self, candidate: Candidate) -> float:
-        """Bytes that a learner sends, and receives, in a ring all-reduce."""
-        size = wire_format(candidate.setting.up).encoded_bytes(round(self.workload.num_parameters))
-        return 2 * (1 - 1 / len(self.learners)) * size
-
-    def reduce_s(self, candidate: Candidate) -> float:
-        """Seconds of a ring all-reduce."""
-        if len(self.learners) == 1:
-            return 0.0
-        latency_s = 2 * max(learner.latency_s for learner in self.learners)
-        return 8 * self.reduced_bytes(candidate) / self.slowest_bit_per_s + latency_s
+        rates = [rate for each in self.learners for rate in (each.place.up, each.place.down)]
+        for link in self.site.link:
+            if users := sum(link.name in each.place.shares for each in self.learners):
+                rates += [link.up / users, link.down / users]
+        return min(rates)
 
 
-def evaluate(case: Case, candidate: Candidate) -> Outcome:
+def evaluate(case: Case, setting: Setting) -> Outcome:
     """The outcome of a run with this method."""
-    method = candidate.setting.method
-    if method == "data-parallel":
-        return _data_parallel(case, candidate)
-    return _decoupled(case, candidate) if method == "decoupled" else _scheduled(case, candidate)
+    run_with = {"data-parallel": _data_parallel, "decoupled": _decoupled}.get(setting.method, _scheduled)
+    run = run_with(case, setting)
+    hours = run.seconds * slowdown_by_failures(case, setting, run.step_s) / 3600
+    usd = cost_usd(case, hours, run.up_bytes, run.down_bytes)
+    penalty = _penalty(case, setting, run.prediction)
+    return Outcome(setting, run.utilization, run.step_s, hours, run.up_bytes, run.down_bytes, usd, penalty)
 
 
 # --- by method -------------------------------------------------------------------------------------------------------
 
 
-def _scheduled(case: Case, candidate: Candidate) -> Outcome:
+class _Run(NamedTuple):
+    """A run without failures; fields as in `Outcome`, its wall clock, and where its times come from."""
+
+    utilization: tuple[float, ...]
+    step_s: float
+    seconds: float
+    up_bytes: float
+    down_bytes: float
+    prediction: Prediction | None = None
+
+
+def _scheduled(case: Case, setting: Setting) -> _Run:
     """All learners take the same steps, and wait for the answers that are due."""
-    exchange = case.exchange(candidate)
+    exchange = exchange_of(case.workload, setting, case.site.merging())
     prediction, counts = _predict(case, exchange, one_each=not _share_something(case.site))
     utilization = tuple(u for u, count in zip(prediction.utilization, counts, strict=True) for _ in range(count))
     step_s = max(learner.step_s / u for learner, u in zip(case.learners, utilization, strict=True))
-    steps = case.budget.tokens / case.budget.tokens_per_step
-    rounds = steps / candidate.setting.sync_every * len(case.learners)
+    rounds = case.num_steps / setting.sync_every * len(case.learners)
     up, down = rounds * sum(exchange.up_bytes), rounds * sum(exchange.down_bytes)
-    return _outcome(case, candidate, _Run(utilization, steps, step_s, steps * step_s, up, down, prediction))
+    return _Run(utilization, step_s, case.num_steps * step_s, up, down, prediction)
 
 
-def _decoupled(case: Case, candidate: Candidate) -> Outcome:
+def _decoupled(case: Case, setting: Setting) -> _Run:
     """Every learner steps at its own pace; a merge takes the learners that are in time."""
-    learners, exchange = case.learners, case.exchange(candidate)
+    learners, exchange = case.learners, exchange_of(case.workload, setting, case.site.merging())
     prediction, _ = _predict(case, exchange, one_each=False)
     share = case.budget.tokens_per_step / len(learners)
     seconds = case.budget.tokens / sum(share / learner.step_s for learner in learners)
@@ -148,20 +132,22 @@ def _decoupled(case: Case, candidate: Candidate) -> Outcome:
     merges = steps / prediction.period_steps
     up = merges * prediction.contributors * sum(exchange.up_bytes)
     down = merges * len(learners) * sum(exchange.down_bytes)
-    step_s, utilization = max(learner.step_s for learner in learners), (1.0,) * len(learners)
-    return _outcome(case, candidate, _Run(utilization, steps, step_s, seconds, up, down, prediction))
+    return _Run((1.0,) * len(learners), max(each.step_s for each in learners), seconds, up, down, prediction)
 
 
-def _data_parallel(case: Case, candidate: Candidate) -> Outcome:
+def _data_parallel(case: Case, setting: Setting) -> _Run:
     """A ring all-reduce after every step: 2·(1 − 1/M)·bits over the slowest way, and a round trip.
 
     Source: arXiv 2503.09799, without overlap.
     """
-    steps = case.budget.tokens / case.budget.tokens_per_step
-    step_s = max(learner.step_s for learner in case.learners) + case.reduce_s(candidate)
+    num = len(case.learners)
+    sent = 2 * (1 - 1 / num) * wire_format(setting.up).encoded_bytes(round(case.workload.num_parameters))
+    latency_s = 2 * max(learner.place.latency for learner in case.learners)
+    reduce_s = 0.0 if num == 1 else 8 * sent / case.slowest_bit_per_s() + latency_s
+    step_s = max(learner.step_s for learner in case.learners) + reduce_s
     utilization = tuple(learner.step_s / step_s for learner in case.learners)
-    num_bytes = len(case.learners) * steps * case.reduced_bytes(candidate)
-    return _outcome(case, candidate, _Run(utilization, steps, step_s, steps * step_s, num_bytes, num_bytes, None))
+    num_bytes = num * case.num_steps * sent
+    return _Run(utilization, step_s, case.num_steps * step_s, num_bytes, num_bytes)
 
 
 def _predict(case: Case, exchange: ExchangePlan, *, one_each: bool) -> tuple[Prediction, list[int]]:
@@ -174,7 +160,7 @@ def _predict(case: Case, exchange: ExchangePlan, *, one_each: bool) -> tuple[Pre
     copies = math.gcd(*numbers)
     kept = [1 if one_each else number // copies for number in numbers]
     network = _part_of(case.site, kept, copies).network()
-    by_site = {learner.site: learner for learner in case.learners}
+    by_site = {learner.place.name: learner for learner in case.learners}
     learners = [by_site[place.name] for place, number in zip(case.site.site, kept, strict=True) for _ in range(number)]
     merging = exchange.merging  # has all contributions of a round to work through
     share = len(learners) * copies / len(case.learners)
@@ -206,37 +192,7 @@ def _share_something(site: Site) -> bool:
 # --- what they share -------------------------------------------------------------------------------------------------
 
 
-class _Run(NamedTuple):
-    """A run without failures; fields as in `Outcome`, and its wall clock."""
-
-    utilization: tuple[float, ...]
-    steps: float
-    step_s: float
-    seconds: float
-    up_bytes: float
-    down_bytes: float
-    prediction: Prediction | None
-
-
-def _outcome(case: Case, candidate: Candidate, run: _Run) -> Outcome:
-    slowdown = slowdown_by_failures(case, candidate, run.step_s)
-    hours = run.seconds * slowdown / 3600
-    return Outcome(
-        candidate=candidate,
-        utilization=run.utilization,
-        steps=run.steps,
-        step_s=run.step_s,
-        slowdown=slowdown,
-        hours=hours,
-        up_bytes=run.up_bytes,
-        down_bytes=run.down_bytes,
-        usd=cost_usd(case, hours, run.up_bytes, run.down_bytes),
-        penalty=_penalty(case, candidate, run.prediction),
-        prediction=run.prediction,
-    )
-
-
-def slowdown_by_failures(case: Case, candidate: Candidate, step_s: float) -> float:
+def slowdown_by_failures(case: Case, setting: Setting, step_s: float) -> float:
     """Wall clock with failures ÷ without.
 
     With M learners, each failing after `mtbf` in the mean and gone for `repair`:
@@ -249,10 +205,10 @@ def slowdown_by_failures(case: Case, candidate: Candidate, step_s: float) -> flo
     if faults is None:
         return 1.0
     num = len(case.learners)
-    if candidate.setting.method == "data-parallel":
+    if setting.method == "data-parallel":
         return 1 + num * faults.repair / faults.mtbf
     absent = 1 + faults.repair / faults.mtbf
-    if candidate.setting.method == "decoupled" or num == 1:
+    if setting.method == "decoupled" or num == 1:
         return absent
     return absent * (1 + num * DEADLINES.lost_after_s(step_s) / faults.mtbf)
 
@@ -276,11 +232,11 @@ def cost_usd(case: Case, hours: float, up_bytes: float, down_bytes: float) -> fl
     return math.fsum(known) if known else None
 
 
-def _penalty(case: Case, candidate: Candidate, prediction: Prediction | None) -> Penalty:
-    penalty = expected_penalty(case.workload.num_parameters, len(case.learners), candidate.setting)
-    if candidate.setting.method != "decoupled" or prediction is None:
+def _penalty(case: Case, setting: Setting, prediction: Prediction | None) -> Penalty:
+    penalty = expected_penalty(case.workload.num_parameters, len(case.learners), setting)
+    if setting.method != "decoupled" or prediction is None:
         return penalty
-    every, num = candidate.setting.sync_every, len(case.learners)
+    every, num = setting.sync_every, len(case.learners)
     if every < KEEPS_UP * prediction.period_steps or prediction.contributors < KEEPS_UP * num:
         reason = (
             f"a fragment is merged every {prediction.period_steps:.3g} steps with {prediction.contributors:.2g} of "

@@ -22,18 +22,12 @@ from dataclasses import dataclass
 
 from diloco.core.codecs.formats import wire_format
 from diloco.planning.settings import Setting
+from diloco.planning.workload import PUBLISHED
 
 LEARNERS = (1, 2, 4, 8)
-STUDY_PARAMETERS = 165_056
-LOSSES: dict[float, tuple[float, ...]] = {
-    STUDY_PARAMETERS: (1.7878, 1.7559, 1.8195, 1.8870, 1.9457),
-    35e6: (3.485, 3.482, 3.508, 3.554, 3.621),
-    180e6: (2.950, 2.943, 2.957, 2.981, 3.019),
-    1.3e9: (2.460, 2.451, 2.464, 2.472, 2.493),
-    2.4e9: (2.326, 2.317, 2.323, 2.332, 2.351),
-}
-"""By N: data parallel, and DiLoCo for each of `LEARNERS`; H = 30, outer settings chosen for each. This repository's
-study of learners, and arXiv 2503.09799."""
+LOSSES: dict[float, list[float]] = {row["parameters"]: row["nats"] for row in PUBLISHED["losses"]}
+"""By N: data parallel, and DiLoCo for each of `LEARNERS`. The smallest model is that of this repository's studies."""
+STUDY_PARAMETERS = min(LOSSES)
 
 BASE_EVERY, LONGEST_EVERY = 30, 1000
 PER_E_FOLD_PERCENT = 100 * math.log(1.029) / math.log(15.02) / math.log(1000 / 50)

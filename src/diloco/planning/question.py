@@ -1,24 +1,30 @@
 """One question about links: what bandwidth does a method need, and what does one come to?
 
-`Graph` asks the papers' graph of equal learners (`utilization.py`), `Around` learners around a syncer (`star.py`). Both
-say what a link is worth, 0 to 1; it rises with the bandwidth.
+`Graph` asks the papers' graph of equal learners (`graph.py`), `Around` learners around a syncer (`star.py`). Both say
+what a link is worth, 0 to 1; it rises with the bandwidth.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from diloco.core.codecs.formats import wire_format
-from diloco.planning.graph import PRECISION, smallest_rate, utilization
+from diloco.errors import ConfigError
+from diloco.planning.graph import utilization
 from diloco.planning.settings import Setting
-from diloco.planning.star import Learners, Prediction, pace, predict_learners
+from diloco.planning.star import Prediction, exchange_of, predict, star_network
+from diloco.planning.stations import Merging
 from diloco.planning.workload import Workload
 
-AROUND_PRECISION = 0.01
-"""Of a bandwidth between learners and a syncer, relative: the model is no better than that."""
+PRECISION, AROUND_PRECISION = 1e-6, 0.01
+"""Of a bandwidth that is searched for, relative; between learners and a syncer the model is no better than that."""
+_WIDEST = 2.0**30
+"""Times the bandwidth that carries a period's bits in a period's compute: what is not reached with it is never
+reached."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +53,31 @@ class Graph:
 
 @dataclass(frozen=True)
 class Around:
-    """Learners around a syncer; `bit_per_s` is what each one's link carries, up and down."""
+    """Learners around a syncer, each on a link of its own, all links alike.
+
+    Attributes:
+        speeds: of each learner, relative to the workload's step time.
+        syncer_bit_per_s: the syncer's link, all its shards together.
+        merging: what the syncer takes for a round.
+
+    Raises:
+        ConfigError: no learners, or a speed that is not above 0.
+    """
 
     workload: Workload
     setting: Setting
-    learners: Learners
+    speeds: tuple[float, ...]
+    syncer_bit_per_s: float = math.inf
+    merging: Merging = Merging()
 
     precision = AROUND_PRECISION
+
+    def __post_init__(self) -> None:
+        for speed in self.speeds:
+            if not 0 < speed < math.inf:
+                raise ConfigError(f"a learner of speed {speed:g} never ends a step; give speeds above 0.")
+        if not self.speeds:
+            raise ConfigError("0 learners train nothing; give --learners 1 or more.")
 
     @property
     def measure(self) -> str:
@@ -61,12 +85,20 @@ class Around:
         return "pace" if self.setting.method == "decoupled" else "computing"
 
     def predict(self, bit_per_s: float, *, traced: bool = False) -> Prediction:
-        """The prediction for learners on links of `bit_per_s`."""
-        return predict_learners(self.workload, self.setting, self.learners, bit_per_s, traced=traced)
+        """The prediction for links of `bit_per_s` up and down. One learner stands for all where they are equal."""
+        exchange, num = exchange_of(self.workload, self.setting, self.merging), len(self.speeds)
+        step_s = [self.workload.step_s / speed for speed in self.speeds]
+        copies = num if len(set(step_s)) == 1 else 1
+        syncer_bit_per_s = self.syncer_bit_per_s / copies
+        network = star_network(num // copies, bit_per_s, bit_per_s, self.setting.latency_s, syncer_bit_per_s)
+        return predict(network, step_s[: num // copies], exchange, copies=copies, traced=traced)
 
     def value(self, bit_per_s: float) -> float:
-        """Mean utilisation, or pace."""
-        return pace(self.predict(bit_per_s), self.setting)
+        """The mean utilisation; for decoupled learners the pace, H ÷ the H achieved."""
+        found = self.predict(bit_per_s)
+        if self.measure == "computing":
+            return found.mean_utilization
+        return min(1.0, self.setting.sync_every / found.period_steps)
 
     def details(self, bit_per_s: float) -> dict[str, Any]:
         """Utilisation in percent, H as achieved, steps to an answer, learners in a merge; none without a limit."""
@@ -83,7 +115,7 @@ class Around:
     @property
     def never(self) -> str:
         """The reason why a target may be out of reach of any bandwidth."""
-        if len(set(self.learners.speeds)) > 1 and self.setting.method != "decoupled":
+        if len(set(self.speeds)) > 1 and self.setting.method != "decoupled":
             return "the slowest learner makes the others wait"
         return "latency, the merge or the syncer's own link cost more"
 
@@ -92,9 +124,33 @@ Question = Graph | Around
 
 
 def required_bit_per_s(question: Question, targets: list[float]) -> list[float]:
-    """The smallest bandwidth for each target (0 to 1); infinite where none will do."""
+    """The smallest bandwidth for each target (0 to 1); infinite where none will do.
+
+    Raises:
+        ConfigError: a target that is not above 0 and at most 1.
+    """
     workload, setting = question.workload, question.setting
     bits = workload.num_parameters * wire_format(setting.up).bits_per_value
     value = lru_cache(maxsize=None)(question.value)
     start = bits / (setting.sync_every * workload.step_s)
-    return [smallest_rate(value, target, start, question.precision) for target in targets]
+    return [_smallest_rate(value, target, start, question.precision) for target in targets]
+
+
+def _smallest_rate(value: Callable[[float], float], target: float, start: float, precision: float) -> float:
+    """The smallest rate where a rising `value` is at least `target`, by bisection."""
+    if not 0 < target <= 1:
+        raise ConfigError(f"a target of {100 * target:g} % cannot be; give percentages above 0 and up to 100.")
+    if value(math.inf) < target:
+        return math.inf
+    high = start
+    while value(high) < target:
+        high *= 4
+        if high > start * _WIDEST:
+            return math.inf
+    low = high / 4
+    while value(low) >= target:
+        low, high = low / 4, low
+    while high > low * (1 + precision):
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if value(middle) >= target else (middle, high)
+    return high

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from diloco.core.choices import whole_number
 from diloco.planning.units import amount
+from diloco.planning.workload import PUBLISHED
 
 SEQUENCE_LENGTH = 2048
 """Tokens per sequence of the batch fits. The paper's unit is inferred: with it the fits give batches of the size it
@@ -42,12 +43,9 @@ class PowerLaw:
         return self.factor * math.pow(num_parameters, self.parameters) * math.pow(num_learners, self.learners)
 
 
-LOSS = PowerLaw(19.226, -0.0985, 0.0116)
-INNER_LR = PowerLaw(22256.0, -0.8827, 0.2929)
-BATCH_SEQUENCES = PowerLaw(0.00709, 0.4695, 0.3399)
-DATA_PARALLEL_LOSS = PowerLaw(18.129, -0.0953)
-DATA_PARALLEL_LR = PowerLaw(16319.2, -0.819)
-DATA_PARALLEL_BATCH_SEQUENCES = PowerLaw(0.22592, 0.281)
+LAWS = {name: PowerLaw(**law) for name, law in PUBLISHED["laws"].items()}
+"""By attribute of `Expected`."""
+LOSS, DATA_PARALLEL_LOSS = LAWS["loss"], LAWS["data_parallel_loss"]
 
 
 @dataclass(frozen=True)
@@ -104,21 +102,13 @@ def expect(
         amount("the number of tokens", tokens)
     for sentence in _outside(num_parameters, num_learners, sync_every, tokens):
         warnings.warn(sentence, UserWarning, stacklevel=2)
-    loss, reference = LOSS(num_parameters, num_learners), DATA_PARALLEL_LOSS(num_parameters)
-    sequences = BATCH_SEQUENCES(num_parameters, num_learners)
+    fits = {name: law(num_parameters, num_learners) for name, law in LAWS.items()}
+    penalty_percent = 100 * (fits["loss"] / fits["data_parallel_loss"] - 1)
+    batch_tokens, outer_lr = fits["batch_sequences"] * SEQUENCE_LENGTH, OUTER_LR.get(num_learners)
     return Expected(
-        num_parameters=num_parameters,
-        num_learners=num_learners,
-        loss=loss,
-        data_parallel_loss=reference,
-        loss_penalty_percent=100 * (loss / reference - 1),
-        inner_lr=INNER_LR(num_parameters, num_learners),
-        data_parallel_lr=DATA_PARALLEL_LR(num_parameters),
-        batch_sequences=sequences,
-        batch_tokens=sequences * SEQUENCE_LENGTH,
-        data_parallel_batch_sequences=DATA_PARALLEL_BATCH_SEQUENCES(num_parameters),
-        outer_lr=OUTER_LR.get(num_learners),
-    )
+        num_parameters, num_learners, loss_penalty_percent=penalty_percent, batch_tokens=batch_tokens,
+        outer_lr=outer_lr, **fits,
+    )  # fmt: skip
 
 
 def _outside(num_parameters: float, num_learners: int, sync_every: int, tokens: float | None) -> Iterator[str]:

@@ -16,6 +16,15 @@ from diloco.planning.workload import Workload
 MethodName = Literal["data-parallel", "diloco", "streaming", "eager", "decoupled"]
 METHODS: tuple[MethodName, ...] = get_args(MethodName)
 
+TITLES: dict[MethodName, str] = {
+    "data-parallel": "data parallel",
+    "diloco": "DiLoCo",
+    "streaming": "Streaming DiLoCo",
+    "eager": "eager updates",
+    "decoupled": "Decoupled DiLoCo",
+}
+"""Of the methods, in tables and pictures."""
+
 LAYERS_PER_FRAGMENT = 3
 _SYNC_EVERY = {"data-parallel": 1, "diloco": 100, "streaming": 100, "eager": 100, "decoupled": 24}
 _DECOUPLED_FRAGMENTS = 24
@@ -48,6 +57,23 @@ class Setting:
 
     def __str__(self) -> str:
         return f"{self.method}, H = {self.sync_every}, τ = {self.overlap}, P = {self.num_fragments}, {self.up}"
+
+    @property
+    def title(self) -> str:
+        """The method's name in a table."""
+        return TITLES[self.method]
+
+    @property
+    def detail(self) -> str:
+        """The numbers that matter for the method."""
+        numbers = [f"H = {self.sync_every}", f"τ = {self.overlap}", f"P = {self.num_fragments}", self.up]
+        shown = {"data-parallel": (3,), "diloco": (0, 3), "eager": (0, 3)}.get(self.method, (0, 1, 2, 3))
+        return ", ".join(numbers[i] for i in shown)
+
+    @property
+    def label(self) -> str:
+        """Both."""
+        return f"{self.title}, {self.detail}"
 
     @property
     def schedule(self) -> Schedule:

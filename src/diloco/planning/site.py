@@ -1,62 +1,181 @@
 """The site file: where the accelerators are, what joins them, what it costs and how it fails.
 
-One TOML file, read without torch; its tables are in `site_tables.py`. What a learner is, its links and its outages
-follow from it; the same file is read by the adviser, by simulations and written by `diloco plan measure`.
+One TOML file, read without torch; `docs/site-file.md` lists every key. Quantities are written with their units and held
+in base units (bit/s, s, bytes, USD per byte or s). What a learner is, its links and its outages follow from it; the
+same file is read by the adviser and by simulations, and extended by `diloco plan measure`.
 """
 
 import math
 import random
+import tomllib
 from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path as FilePath
-from typing import NamedTuple, Self
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from diloco.errors import ConfigError
 from diloco.planning.network import Network, Path
-from diloco.planning.site_tables import (
-    BudgetTable,
-    FaultsTable,
-    FaultTable,
-    LinkTable,
-    SiteModelTable,
-    SiteSyncerTable,
-    SiteTable,
-)
 from diloco.planning.stations import Merging
-from diloco.planning.units import TIME
-from diloco.planning.workload import Workload
+from diloco.planning.units import COMPUTE, LARGEST, PRICE_PER_BYTE, PRICE_PER_S, RATE, SIZE, TIME, Quantity
+from diloco.planning.workload import PRESETS, ModelDescription, Workload
 from diloco.tables import Table, nearest, read_text, read_toml, validate
+
+if TYPE_CHECKING:
+    from tomlkit.items import Table as TomlTable
+
+
+def _given_as(quantity: Quantity, *, positive: bool = False) -> BeforeValidator:
+    return BeforeValidator(lambda text: quantity.parse(text, positive=positive))
+
+
+Rate = Annotated[float, _given_as(RATE, positive=True)]
+Duration = Annotated[float, _given_as(TIME, positive=True)]
+Delay = Annotated[float, _given_as(TIME)]
+Size = Annotated[float, _given_as(SIZE, positive=True)]
+Speed = Annotated[float, _given_as(COMPUTE, positive=True)]
+BytePrice = Annotated[float, _given_as(PRICE_PER_BYTE)]
+HourPrice = Annotated[float, _given_as(PRICE_PER_S)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+Names = Annotated[tuple[str, ...], BeforeValidator(lambda given: (given,) if isinstance(given, str) else given)]
+
+
+class SiteModelTable(ModelDescription):
+    """The model: a preset, or its description."""
+
+    preset: str | None = None  # a model of the papers: 1b, 10b, 100b, llama-405b, deepseek-v3
+    active_parameters: float | None = Field(default=None, gt=0)  # those that a token uses, of a mixture of experts
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Self:
+        if self.num_ways + (self.preset is not None) != 1:
+            raise ValueError("a model is its preset, its parameters and layers, or its config; give one of the three")
+        if self.preset is not None and self.preset not in PRESETS:
+            raise ValueError(f'there is no model preset "{self.preset}"; {nearest(self.preset, list(PRESETS))}')
+        if (self.active_parameters or 0) > (self.parameters or math.inf):
+            raise ValueError(
+                f"a token cannot use {self.active_parameters:g} of {self.parameters:g} parameters; lower "
+                "active_parameters"
+            )
+        return self
+
+    def workload(self) -> Workload:
+        """The model, without a step time."""
+        if self.preset is not None:
+            return PRESETS[self.preset].with_step(0.0)
+        return self.described("the model" if self.config is None else self.config.parent.name)
+
+
+class BudgetTable(Table):
+    """How long to train, and what a method may cost in loss."""
+
+    tokens: float = Field(gt=0, le=LARGEST)  # trained by all learners together
+    tokens_per_step: float = Field(gt=0, le=LARGEST)  # of one step over all learners
+    sequence_length: int = Field(default=2048, gt=0)  # in tokens
+    loss_penalty_percent: float = Field(default=1.0, ge=0)  # of the loss of data parallel, that is allowed
+
+    @model_validator(mode="after")
+    def _holds_a_step(self) -> Self:
+        if self.tokens_per_step > self.tokens:
+            raise ValueError(
+                f"a step of {self.tokens_per_step:.12g} tokens is more than all {self.tokens:.12g}; lower "
+                "tokens_per_step"
+            )
+        return self
+
+
+class SiteTable(Table):
+    """Equal learners at one place. Everything here is of one learner; `learners` says how many there are."""
+
+    name: Name
+    learners: int = Field(default=1, ge=1, le=10_000)
+    accelerators: int = Field(default=1, ge=1)
+    memory: Size | None = None  # of one accelerator; without it nothing is said about whether the model fits
+    step_time: Duration | None = None  # of an inner step at the learner's share of the batch
+    speed: Speed | None = None  # peak of one accelerator, where the step time is not known
+    # Of the peak, by the model's 6 FLOP per parameter and token.
+    utilization: float | None = Field(default=None, gt=0, le=1)
+    jitter_percent: float = Field(default=0.0, ge=0, lt=1000)  # standard deviation of the step time, of its mean
+    up: Rate  # from the learner to the internet
+    down: Rate
+    latency: Delay = 0.0  # one way, to the syncer
+    shares: Names = ()  # links that all traffic of its learners also passes through
+    price_up: BytePrice | None = None
+    price_down: BytePrice | None = None
+    price_per_accelerator_hour: HourPrice | None = None
+
+    @model_validator(mode="after")
+    def _has_a_step_time(self) -> Self:
+        if (self.speed is None) != (self.utilization is None):
+            raise ValueError("speed and utilization belong together")
+        if (self.step_time is None) == (self.speed is None):
+            raise ValueError("give the step_time that was measured, or speed and utilization; one of the two")
+        return self
+
+
+class LinkTable(Table):
+    """A link that several learners share, such as a building's line."""
+
+    name: Name
+    up: Rate
+    down: Rate
+
+
+class SiteSyncerTable(Table):
+    """The syncer's links, merges and prices. Without this table its link is no limit and costs nothing."""
+
+    up: Rate | None = None  # of each shard, from the syncer to the internet; none: no limit
+    down: Rate | None = None
+    shards: int = Field(default=1, ge=1)
+    merge_time: Delay = 0.0  # of a round, whatever its size: closing, storing, telling
+    merge_speed: Rate | None = None  # at which each shard works through encoded contributions; none: at once
+    price_up: BytePrice | None = None
+    price_down: BytePrice | None = None
+    price_per_hour: HourPrice | None = None  # of each shard
+
+
+class FaultsTable(Table):
+    """Failures at random, of each learner by itself: exponential times between them."""
+
+    mtbf: Duration  # mean time a learner runs between two failures
+    repair: Delay
+    seed: int = Field(default=0, ge=0)
+
+
+class FaultTable(Table):
+    """One failure of a trace."""
+
+    learner: str  # or a site: all its learners
+    at: Delay
+    back: Duration | None = None  # none: it does not return
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.back is not None and self.back <= self.at:
+            raise ValueError(f"back at {TIME.show(self.back)} is not after at = {TIME.show(self.at)}")
+        return self
 
 
 class SiteLearner(NamedTuple):
-    """One learner, and its way to the syncer.
+    """One learner.
 
     Attributes:
-        name, site: its own, and its site's.
-        accelerators: how many it trains on.
+        name: its own.
+        place: its site, with the link to the syncer.
         step_s: mean duration of an inner step, seconds.
-        jitter: standard deviation of the step time, as a fraction of `step_s`.
-        up_bit_per_s, down_bit_per_s: of its own link.
-        latency_s: one way.
-        shares: names of the links it shares with others.
     """
 
     name: str
-    site: str
-    accelerators: int
+    place: SiteTable
     step_s: float
-    jitter: float
-    up_bit_per_s: float
-    down_bit_per_s: float
-    latency_s: float
-    shares: tuple[str, ...]
 
     def step_seconds(self, step: int, seed: int = 0) -> float:
         """Seconds of its inner step of this number: log-normal, a function of seed, name and number alone."""
-        if self.jitter == 0:
+        if self.place.jitter_percent == 0:
             return self.step_s
-        variance = math.log1p(self.jitter**2)
+        variance = math.log1p((self.place.jitter_percent / 100) ** 2)
         normal = random.Random(f"{seed}/{self.name}/{step}").gauss(0.0, 1.0)
         return self.step_s * math.exp(math.sqrt(variance) * normal - variance / 2)
 
@@ -128,20 +247,8 @@ class Site(Table):
 
     def learners(self) -> list[SiteLearner]:
         """Every learner, in the order of the file."""
-        return [
-            SiteLearner(
-                name=name,
-                site=place.name,
-                accelerators=place.accelerators,
-                step_s=self._step_s(place),
-                jitter=place.jitter_percent / 100,
-                up_bit_per_s=place.up,
-                down_bit_per_s=place.down,
-                latency_s=place.latency,
-                shares=place.shares,
-            )
-            for name, place in zip(self.names, self.places, strict=True)
-        ]
+        named = zip(self.names, self.places, strict=True)
+        return [SiteLearner(name, place, self._step_s(place)) for name, place in named]
 
     def network(self) -> Network:
         """The links and each learner's path over them, for transfers in virtual time."""
@@ -154,9 +261,9 @@ class Site(Table):
         paths = []
         for learner in self.learners():
             own_up, own_down = f"learner {learner.name} up", f"learner {learner.name} down"
-            bit_per_s |= {own_up: learner.up_bit_per_s, own_down: learner.down_bit_per_s}
-            up, down = ([f"link {name} {way}" for name in learner.shares] for way in ("up", "down"))
-            paths.append(Path((own_up, *up, "syncer down"), (own_down, *down, "syncer up"), learner.latency_s))
+            bit_per_s |= {own_up: learner.place.up, own_down: learner.place.down}
+            up, down = ([f"link {name} {way}" for name in learner.place.shares] for way in ("up", "down"))
+            paths.append(Path((own_up, *up, "syncer down"), (own_down, *down, "syncer up"), learner.place.latency))
         return Network(bit_per_s, paths)
 
     def merging(self) -> Merging:
@@ -222,3 +329,72 @@ def load_site(path: str | FilePath) -> Site:
 def parse_site(text: str, source: str = "site file") -> Site:
     """Read the text of a site file; see `load_site`."""
     return validate(Site, read_toml(text, source), source)
+
+
+# --- measurements -----------------------------------------------------------------------------------------------------
+
+
+def with_measurement(
+    text: str, source: str, learner: str, measured: Mapping[str, Any], defaults: Mapping[str, Mapping[str, Any]]
+) -> str:
+    """The text of a site file in which the site of `learner` has the `measured` values; order and comments stay.
+
+    A new site comes after the others. Where a step time was measured, `speed` and `utilization` go. `defaults` are
+    tables such as `model`, added where the file has none; an empty text gives a new file.
+
+    Raises:
+        ConfigError: the text is no site file, lacks what a site needs, or has a form that cannot be extended.
+    """
+    tables = read_toml(text, source)
+    sites: list[dict[str, Any]] = tables.get("site", [])
+    index = parse_site(text, source).site_of(learner) if sites else None
+    missing = {name: table for name, table in defaults.items() if name not in tables}
+    dropped = ("speed", "utilization") if "step_time" in measured else ()
+    if index is None:
+        sites = [*sites, {"name": learner, **measured}]
+    else:
+        kept = {key: value for key, value in sites[index].items() if key not in dropped}
+        sites = [*sites[:index], {**kept, **measured}, *sites[index + 1 :]]
+    wanted = {**tables, **missing, "site": sites}
+    validate(Site, wanted, source)
+    with suppress(ValueError):
+        new = _extended(text, missing, index, sites[-1] if index is None else measured, dropped)
+        if tomllib.loads(new) == wanted:
+            return new
+    raise ConfigError(f"{source} has a form that cannot be extended; write each site as a [[site]] table")
+
+
+def _extended(
+    text: str, missing: Mapping[str, Any], index: int | None, values: Mapping[str, Any], dropped: Sequence[str]
+) -> str:
+    """The text with the tables that are missing, and with values of a site, or of a new one. Raises ValueError where
+    tomlkit refuses."""
+    import tomlkit
+
+    document = tomlkit.parse(text)
+    for name, table in missing.items():
+        document.append(name, _set_apart(table))
+    sites = document.setdefault("site", tomlkit.aot())
+    end: list[Any] = []  # what stands before the next table belongs to that
+    if sites:
+        body = sites[-1 if index is None else index].value.body
+        while body[-1][0] is None:
+            end.insert(0, body.pop())
+    if index is None:
+        sites.append(_set_apart(values))
+    site = sites[-1 if index is None else index]
+    for key in dropped:
+        site.pop(key, None)
+    site.update(values)
+    site.value.body.extend(end)
+    return tomlkit.dumps(document) if text else tomlkit.dumps(document).lstrip()
+
+
+def _set_apart(values: Mapping[str, Any]) -> "TomlTable":
+    """A table below an empty line."""
+    import tomlkit
+
+    table = tomlkit.table()
+    table.update(values)
+    table.trivia.indent = "\n"
+    return table

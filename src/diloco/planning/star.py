@@ -1,7 +1,7 @@
 """Learners around one syncer: what part of the time each computes, how long a synchronisation takes, how old an answer
 is.
 
-The papers' graph (`utilization.py`) has equal learners and a reduction in one pass, layer by layer. This is what a run
+The papers' graph (`graph.py`) has equal learners and a reduction in one pass, layer by layer. This is what a run
 with a syncer does: a fragment's encoded bytes up from every learner, a merge, a notice, a request, and the update down
 to every learner; over the links of each, with their latency, beside whatever else is on them. Its predictions are
 compared with runs of the real system.
@@ -176,44 +176,3 @@ def star_network(
         links |= {f"learner {i} up": up_bit_per_s, f"learner {i} down": down_bit_per_s}
         paths.append(Path((f"learner {i} up", "syncer down"), (f"learner {i} down", "syncer up"), latency_s))
     return Network(links, paths)
-
-
-@dataclass(frozen=True)
-class Learners:
-    """Learners with links of their own, all alike, to one syncer.
-
-    Attributes:
-        speeds: of each, relative to the workload's step time.
-        syncer_bit_per_s: the syncer's link, all its shards together.
-        merging: what the syncer takes for a round.
-    """
-
-    speeds: tuple[float, ...]
-    syncer_bit_per_s: float = math.inf
-    merging: Merging = Merging()
-
-    def __post_init__(self) -> None:
-        for speed in self.speeds:
-            if not 0 < speed < math.inf:
-                raise ConfigError(f"a learner of speed {speed:g} never ends a step; give speeds above 0.")
-        if not self.speeds:
-            raise ConfigError("0 learners train nothing; give --learners 1 or more.")
-
-
-def predict_learners(
-    workload: Workload, setting: Setting, learners: Learners, bit_per_s: float, *, traced: bool = False
-) -> Prediction:
-    """`predict` for links of `bit_per_s` up and down. One learner stands for all where they are equal."""
-    exchange, num = exchange_of(workload, setting, learners.merging), len(learners.speeds)
-    step_s = [workload.step_s / speed for speed in learners.speeds]
-    copies = num if len(set(step_s)) == 1 else 1
-    num_stations = num // copies
-    network = star_network(num_stations, bit_per_s, bit_per_s, setting.latency_s, learners.syncer_bit_per_s / copies)
-    return predict(network, step_s[:num_stations], exchange, copies=copies, traced=traced)
-
-
-def pace(prediction: Prediction, setting: Setting) -> float:
-    """The value of a link, 0 to 1: the mean utilisation; for decoupled learners, H ÷ the H achieved."""
-    if setting.method != "decoupled":
-        return prediction.mean_utilization
-    return min(1.0, setting.sync_every / prediction.period_steps)

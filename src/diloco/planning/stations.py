@@ -25,12 +25,14 @@ from diloco.core.rounds import Called
 from diloco.core.schedule import Schedule
 from diloco.planning.network import Network, Transfer
 
+ActivityKind = Literal["compute", "waiting", "up", "down"]
+
 
 class Activity(NamedTuple):
     """An interval in which a learner or its link did one thing."""
 
     learner: int
-    kind: Literal["compute", "waiting", "up", "down"]
+    kind: ActivityKind
     begin_s: float
     end_s: float
 
@@ -150,9 +152,7 @@ class Star:
             while self._events and self._events[0][0] <= self.now_s and self._network.next_s > self.now_s:
                 heapq.heappop(self._events)[2]()
 
-    def note(
-        self, learner: int, kind: Literal["compute", "waiting", "up", "down"], begin_s: float, end_s: float
-    ) -> None:
+    def note(self, learner: int, kind: ActivityKind, begin_s: float, end_s: float) -> None:
         """Add an interval to the trace."""
         if self.trace is not None and end_s > begin_s:
             self.trace.append(Activity(learner, kind, begin_s, end_s))

@@ -16,6 +16,7 @@ from diloco.core.choices import positive, whole_number
 from diloco.errors import ConfigError
 from diloco.planning.fleet import check_chips
 from diloco.planning.units import amount, not_negative
+from diloco.planning.workload import PUBLISHED
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,7 @@ class Link:
 
 
 PaperNetwork = Literal["high", "medium", "low"]
-NETWORKS: Mapping[str, Link] = {
-    "high": Link(400e9, 1e-4),
-    "medium": Link(100e9, 1e-3),
-    "low": Link(10e9, 1e-2),
-}
+NETWORKS: Mapping[str, Link] = {name: Link(**it) for name, it in PUBLISHED["networks"].items()}
 """The paper's three."""
 
 FLOP_PER_S = 300e12

@@ -3,19 +3,29 @@
 preset   the models of the papers' simulators, as they are printed there
 TOML     parameters = 1.2e9, layers = 24, step_time = "310 ms"; or config = "config.json" in place of the first two
 JSON     a transformers config.json; the step time has to come from elsewhere
+
+A config.json is counted from its numbers alone: neither torch nor transformers is imported. A decoder is an embedding,
+L layers of attention and feed-forward, a last norm and a head. Families differ in biases, norms, and in how attention
+and feed-forward are built; those that are known are in `FAMILIES`.
 """
 
-from collections.abc import Mapping
+import difflib
+import json
+import tomllib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from diloco.errors import ConfigError
-from diloco.planning.configs import count_parameters
+from diloco.errors import ConfigError, translated
 from diloco.planning.units import TIME, amount
 from diloco.tables import Table, read_text, read_toml, validate
+
+PUBLISHED: Mapping[str, Any] = tomllib.loads(Path(__file__).with_name("published.toml").read_text(encoding="utf-8"))
+"""The numbers of papers and studies that plans use, by table."""
 
 
 @dataclass(frozen=True)
@@ -48,16 +58,7 @@ class Workload:
 
 
 PRESETS: Mapping[str, Workload] = {
-    workload.name: workload
-    for workload in (
-        # Streaming DiLoCo, arXiv 2501.18512, table 4
-        Workload("1b", 1e9, 24, 0.1),
-        Workload("10b", 10e9, 48, 0.8),
-        Workload("100b", 100e9, 108, 4.9),
-        # Scaling laws, arXiv 2503.09799, table 6; printed as 26 and 20 s, the next digit is what its table needs
-        Workload("llama-405b", 405e9, 126, 26.9),
-        Workload("deepseek-v3", 671e9, 61, 20.1),
-    )
+    name: Workload(name, it["parameters"], it["layers"], it["step_s"]) for name, it in PUBLISHED["models"].items()
 }
 """The models of the papers' simulators."""
 
@@ -102,12 +103,14 @@ def load_workload(model: str, step_s: float | None = None) -> Workload:
     Raises:
         ConfigError: no such preset or file, a file that cannot be used, or no step time.
     """
+    path = Path(model)
     if model in PRESETS:
         workload = PRESETS[model]
     elif model.endswith(".toml"):
-        workload = _from_toml(Path(model))
+        given = validate(_ModelFile, read_toml(read_text(path, "model file"), model), model)
+        workload = given.described(given.name or path.stem, given.step_time or 0.0, path.parent)
     elif model.endswith(".json"):
-        workload = Workload(Path(model).parent.name or model, *count_parameters(model), 0.0)
+        workload = Workload(path.parent.name or model, *count_parameters(path), 0.0)
     else:
         raise ConfigError(
             f"there is no model {model!r}; choose {', '.join(PRESETS)}, or name a .toml file or a transformers "
@@ -120,6 +123,130 @@ def load_workload(model: str, step_s: float | None = None) -> Workload:
     return workload
 
 
-def _from_toml(path: Path) -> Workload:
-    given = validate(_ModelFile, read_toml(read_text(path, "model file"), str(path)), str(path))
-    return given.described(given.name or path.stem, given.step_time or 0.0, path.parent)
+def parameters_of(model: str | None, parameters: float | None) -> float:
+    """The number of parameters of a model that is named or counted."""
+    if parameters is not None and model is None:
+        return parameters
+    if model is None or parameters is not None:
+        raise ConfigError("a model is named by --model or described by --parameters; give one of the two.")
+    return load_workload(model, 0.0).num_parameters
+
+
+# --- transformers' config.json ----------------------------------------------------------------------------------------
+
+
+class _Config:
+    """The values of a config.json; a missing one is an error that names it."""
+
+    def __init__(self, values: Mapping[str, Any], source: str) -> None:
+        self._values, self._source = values, source
+
+    def __getitem__(self, key: str) -> int:
+        value = self._values.get(key)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ConfigError(
+                f"{self._source}: {key} = {json.dumps(value)} is not a whole number; give the model's own config.json, "
+                "or its parameters and layers in a TOML file."
+            )
+        return value
+
+    def get(self, key: str, default: Any) -> Any:
+        """The value, or the default where there is none or it is null."""
+        value = self._values.get(key)
+        return default if value is None else value
+
+
+def count_parameters(path: str | Path) -> tuple[int, int]:
+    """(parameters, layers) of the model that a transformers config.json describes.
+
+    Tied embeddings count once; a mixture counts all its experts.
+
+    Raises:
+        ConfigError: the file cannot be read, is of a family that is not known here, or misses a number.
+    """
+    text = read_text(path, "model's config").removeprefix("\ufeff")
+    with translated(json.JSONDecodeError, ConfigError, f"{path} is not JSON", "give the model's own config.json"):
+        values = json.loads(text)
+    family = values.get("model_type") if isinstance(values, dict) else None
+    if family not in FAMILIES:
+        close = difflib.get_close_matches(str(family), FAMILIES, n=1)
+        meant = f" (did you mean {close[0]!r}?)" if close else ""
+        raise ConfigError(
+            f"{path}: the parameters of a {family!r} are not counted here{meant}; known are {', '.join(FAMILIES)}: "
+            "for others give parameters and layers in a TOML file."
+        )
+    return FAMILIES[family](_Config(values, str(path)))
+
+
+def _gated(hidden: int, inner: int) -> int:
+    """A gated feed-forward: gate, up, down."""
+    return 3 * hidden * inner
+
+
+def _whole(c: _Config, layers: int) -> int:
+    """Embedding, head, last norm and the layers."""
+    num_tables = 1 if c.get("tie_word_embeddings", False) else 2
+    return num_tables * c["vocab_size"] * c["hidden_size"] + c["hidden_size"] + layers
+
+
+def _llama_like(c: _Config, *, bias: bool = False, head_norms: bool = False) -> tuple[int, int]:
+    """Grouped-query attention and a gated feed-forward, or as many of them as there are experts, with their router."""
+    hidden, inner, heads, layers = (
+        c[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
+    )
+    own = bool(c.get("attention_bias", False))  # Llama's and Qwen3's switch is for all four, Qwen2 has three always
+    head = c["head_dim"] if c.get("head_dim", 0) else hidden // heads
+    queries, keys = heads * head, (c["num_key_value_heads"] if c.get("num_key_value_heads", 0) else heads) * head
+    attention = hidden * (2 * queries + 2 * keys) + (bias or own) * (queries + 2 * keys) + own * hidden
+    feed_forward = _gated(hidden, inner) + bool(c.get("mlp_bias", False)) * (2 * inner + hidden)
+    if c.get("num_local_experts", 0):
+        feed_forward = c["num_local_experts"] * (hidden + feed_forward)
+    return _whole(c, layers * (attention + head_norms * 2 * head + feed_forward + 2 * hidden)), layers
+
+
+def _deepseek_v3(c: _Config) -> tuple[int, int]:
+    """Latent attention; the first layers are dense, the others a mixture with shared experts."""
+    hidden, heads, layers = c["hidden_size"], c["num_attention_heads"], c["num_hidden_layers"]
+    query_rank, rank, rotary = c["q_lora_rank"], c["kv_lora_rank"], c["qk_rope_head_dim"]
+    plain, value = c["qk_nope_head_dim"], c["v_head_dim"]
+    attention = hidden * query_rank + query_rank + query_rank * heads * (plain + rotary)
+    attention += hidden * (rank + rotary) + rank + rank * heads * (plain + value) + heads * value * hidden
+    experts, dense = c["n_routed_experts"], c["first_k_dense_replace"]
+    mixture = (experts + c["n_shared_experts"]) * _gated(hidden, c["moe_intermediate_size"]) + experts * hidden
+    all_layers = (
+        layers * (attention + 2 * hidden) + dense * _gated(hidden, c["intermediate_size"]) + (layers - dense) * mixture
+    )
+    return _whole(c, all_layers), layers
+
+
+def _gpt_layer(hidden: int, inner: int, *, bias: bool = True) -> int:
+    """Attention, feed-forward and two norms, with biases everywhere."""
+    return 4 * hidden * hidden + bias * 4 * hidden + 2 * hidden * inner + inner + hidden + 4 * hidden
+
+
+def _gpt2(c: _Config) -> tuple[int, int]:
+    """Learned positions, a tied head."""
+    hidden, layers = c["n_embd"], c["n_layer"]
+    head = 0 if c.get("tie_word_embeddings", True) else c["vocab_size"] * hidden
+    layer = _gpt_layer(hidden, c.get("n_inner", 4 * hidden))
+    return (c["vocab_size"] + c["n_positions"]) * hidden + head + layers * layer + 2 * hidden, layers
+
+
+def _gpt_neox(c: _Config) -> tuple[int, int]:
+    """An untied head."""
+    hidden, layers = c["hidden_size"], c["num_hidden_layers"]
+    layer = _gpt_layer(hidden, c["intermediate_size"], bias=bool(c.get("attention_bias", True)))
+    return _whole(c, layers * layer) + hidden, layers
+
+
+FAMILIES: dict[str, Callable[[_Config], tuple[int, int]]] = {
+    "llama": _llama_like,
+    "mistral": _llama_like,
+    "qwen2": partial(_llama_like, bias=True),
+    "qwen3": partial(_llama_like, head_norms=True),
+    "mixtral": _llama_like,
+    "deepseek_v3": _deepseek_v3,
+    "gpt2": _gpt2,
+    "gpt_neox": _gpt_neox,
+}
+"""By `model_type`."""

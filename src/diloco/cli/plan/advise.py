@@ -10,15 +10,14 @@ from rich.text import Text
 
 from diloco.cli._output import make_table, say_written
 from diloco.errors import ConfigError, StoreError, translated
+from diloco.planning.advice import By, advise, case_of, run_file, standing
 from diloco.planning.advice_pictures import Ranked, mark, numbers, pictures
 from diloco.planning.outcomes import Case, Outcome
 from diloco.planning.picture_axes import short
 from diloco.planning.picture_pages import require, write
-from diloco.planning.ranking import By, advise, case_of, standing
-from diloco.planning.reasons import explain
-from diloco.planning.runfile import run_file
 from diloco.planning.site import load_site
 from diloco.planning.units import TIME, significant
+from diloco.whole_files import write_whole
 
 RUN_FILE = "run.toml"
 
@@ -29,14 +28,9 @@ def command(
     everything: Annotated[
         bool, typer.Option("--all", help="Every setting that was compared, not the best of each method.")
     ] = False,
-    why: Annotated[
-        bool, typer.Option("--why", help="Explain every number of the rows: its formula with the values.")
-    ] = False,
     choose: Annotated[int, typer.Option(min=1, help="Write the run file of this rank.")] = 1,
     out: Annotated[Path | None, typer.Option(help="Write the run file and pictures into this directory.")] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON: every setting, explained, and the run file.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: every setting and the run file.")] = False,
 ) -> None:
     """Rank the methods for the sites of SITE_FILE by hours, bytes, money and loss; write the best one's run file."""
     case = case_of(load_site(site_file))
@@ -44,7 +38,7 @@ def command(
     if choose > len(ranked):
         raise ConfigError(f"--choose {choose} does not exist; there are {len(ranked)} settings, see --all")
     chosen = ranked[choose - 1]
-    text = run_file(case, chosen.candidate)
+    text = run_file(case, chosen.setting)
     best = _best_of_methods(ranked)
     picked = [(rank, each) for rank, each in enumerate(ranked, 1) if each in best or rank == choose]
     if out is not None:
@@ -55,8 +49,6 @@ def command(
         return
     shown = list(enumerate(ranked, 1)) if everything else picked
     _print(case, shown, choose)
-    if why:
-        _print_why(case, shown)
     _print_choice(case, ranked, choose, out)
 
 
@@ -64,30 +56,28 @@ def _best_of_methods(ranked: list[Outcome]) -> list[Outcome]:
     """The first outcome of each method, in their order."""
     best: dict[str, Outcome] = {}
     for outcome in ranked:
-        best.setdefault(outcome.candidate.setting.method, outcome)
+        best.setdefault(outcome.setting.method, outcome)
     return list(best.values())
 
 
 def _plain(case: Case, rank: int, outcome: Outcome) -> dict[str, Any]:
-
-    it, num, penalty = outcome.candidate.setting, len(case.learners), outcome.penalty
+    it, num, penalty = outcome.setting, len(case.learners), outcome.penalty
     return {
         "rank": rank, "method": it.method, "sync_every": it.sync_every, "overlap": it.overlap,
         "fragments": it.num_fragments, "codec": it.up, "utilization_percent": 100 * case.utilization(outcome),
         "hours": outcome.hours, "up_bytes_per_learner": outcome.up_bytes / num,
         "down_bytes_per_learner": outcome.down_bytes / num, "total_bytes": outcome.total_bytes, "usd": outcome.usd,
         "loss_penalty_percent": penalty.percent, "loss_penalty_sources": penalty.sources,
-        "loss_penalty_unknown": penalty.unknown, "standing": standing(case, outcome), "why": explain(case, outcome),
+        "loss_penalty_unknown": penalty.unknown, "standing": standing(case, outcome),
     }  # fmt: skip
 
 
 def _print(case: Case, shown: Ranked, choose: int) -> None:
-
     rows, notes = list[tuple[str | Text, ...]](), []
     for rank, each in shown:
         role = mark(rank, choose)
-        heading = (each.candidate.title, "bold"), f" ({role})" if role else ""
-        name = Text.assemble(*heading, "\n", (each.candidate.detail, "dim"))
+        heading = (each.setting.title, "bold"), f" ({role})" if role else ""
+        name = Text.assemble(*heading, "\n", (each.setting.detail, "dim"))
         rows.append((str(rank), name, *numbers(case, each, no_price="?")))
         unknown = each.penalty.unknown
         notes.append(f"{rank}: {f'unknown: {unknown}' if unknown else '; '.join(each.penalty.sources)}")
@@ -114,24 +104,16 @@ def _headline(case: Case) -> str:
     )
 
 
-def _print_why(case: Case, shown: Ranked) -> None:
-    console = Console(highlight=False, markup=False)
-    for rank, outcome in shown:
-        console.print(f"\n{rank}: {outcome.candidate}", style="bold")
-        for line in explain(case, outcome):
-            console.print(f"  {line}")
-
-
 def _print_choice(case: Case, ranked: list[Outcome], choose: int, out: Path | None) -> None:
     chosen = ranked[choose - 1]
     where = f"its run file is {out / RUN_FILE}" if out is not None else "--out DIR writes its run file"
-    typer.echo(f"\nTake {chosen.candidate}; {where}.")
+    typer.echo(f"\nTake {chosen.setting.label}; {where}.")
     faster = [each for each in ranked if standing(case, each) == "not known" and each.hours < 0.9 * chosen.hours]
     if faster:
         best = min(faster, key=lambda each: each.hours)
         typer.echo(
-            f"{best.candidate} (rank {ranked.index(best) + 1}), would take {significant(best.hours)} h, at a loss that "
-            "no experiment has measured."
+            f"{best.setting.label} (rank {ranked.index(best) + 1}), would take {significant(best.hours)} h, at a "
+            "loss that no experiment has measured."
         )
 
 
@@ -141,5 +123,5 @@ def _write(directory: Path, text: str, case: Case, shown: Ranked, choose: int) -
         directory, "advice", "Which method, at what cost", _headline(case) + ".", pictures(case, shown, choose)
     )
     with translated(OSError, StoreError, f"cannot write {directory / RUN_FILE}", "name another directory with --out"):
-        (directory / RUN_FILE).write_text(text, encoding="utf-8")
+        write_whole(directory / RUN_FILE, text)
     say_written((*files, directory / RUN_FILE))

@@ -12,9 +12,10 @@ from diloco.cli._input import read_token, with_keys
 from diloco.cli._options import Json, Keys, LearnerName, Overrides
 from diloco.config import RunConfig, load_config
 from diloco.errors import StoreError, translated
-from diloco.planning.edit import with_measurement
+from diloco.planning.site import with_measurement
 from diloco.planning.units import RATE, SIZE, TIME
 from diloco.tables import read_text
+from diloco.whole_files import write_whole
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -119,7 +120,7 @@ def _write(path: Path, config: RunConfig, name: str, step: "StepTime | None", li
         measured["latency"] = TIME.show(link.latency_s, DIGITS)
     text = with_measurement(_read(path), str(path), name, measured, defaults)
     with translated(OSError, StoreError, f"cannot write the site file {path}", "choose another --out"):
-        path.write_text(text, encoding="utf-8")
+        write_whole(path, text)
 
 
 def _read(path: Path) -> str:

@@ -10,12 +10,12 @@ from rich.console import Console
 
 from diloco.cli._options import Json, Model, Parameters, PicturesDir, SyncEvery
 from diloco.cli._output import make_table, say_written
-from diloco.cli.plan._model import parameters_of
 from diloco.planning.picture_axes import short
 from diloco.planning.picture_pages import require, write
 from diloco.planning.scaling_laws import Expected, expect
 from diloco.planning.scaling_pictures import pictures
 from diloco.planning.units import significant
+from diloco.planning.workload import parameters_of
 
 
 def command(

@@ -1,19 +1,23 @@
 """`diloco plan utilization`: what link keeps the learners computing."""
 
+import json
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from diloco.cli._input import parse_list
 from diloco.cli._options import PicturesDir
-from diloco.cli.plan._answers import Answers, explained, print_answers, print_json, write_pictures
+from diloco.cli._output import make_table, say_written
 from diloco.errors import ConfigError
 from diloco.planning.conventions import CONVENTIONS, published_run
+from diloco.planning.link_pictures import pictures
+from diloco.planning.picture_pages import require, write
 from diloco.planning.question import Around, Graph, Question, required_bit_per_s
 from diloco.planning.settings import Setting, setting_for
-from diloco.planning.star import Learners
 from diloco.planning.stations import Merging
 from diloco.planning.units import RATE, TIME
 from diloco.planning.workload import Workload, load_workload
@@ -23,6 +27,13 @@ DIGITS = 6
 """Significant digits of what is printed as JSON; the search goes no further."""
 DECOUPLED_LEARNERS = 8
 """The paper's."""
+
+Answers = list[dict[str, Any]]
+
+DECOUPLED_COLUMNS = {
+    "period_steps": "H achieved", "stale_steps": "answer's age, steps", "contributors": "learners in a merge"
+}  # fmt: skip
+"""By key of an answer: what it gives besides, where the learners are decoupled."""
 
 
 def command(
@@ -62,7 +73,6 @@ def command(
     convention: Annotated[
         str, typer.Option(help="steady, or a paper's own: streaming-diloco, scaling-laws.")
     ] = "steady",
-    why: Annotated[bool, typer.Option("--why", help="Explain the number for the last target.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object per target.")] = False,
     out: PicturesDir = None,
 ) -> None:
@@ -81,22 +91,20 @@ def command(
     if convention not in CONVENTIONS:
         raise ConfigError(f"there is no convention {convention!r}; choose {', '.join(CONVENTIONS)}.")
     if convention != "steady":
-        own = {"--step-time": step_time, "--bandwidth": bandwidth, "--why": why or None, "--out": out}
+        own = {"--step-time": step_time, "--bandwidth": bandwidth, "--out": out}
         _refuse_beside(convention, {**own, **around})
         answers, workload, setting = _published(convention, model, method, percentages, options)
         question, measure, never = None, "computing", ""
     else:
         question = _question(model, method, step_time, options, around)
         answers = _steady(question, percentages, bandwidth)
-        if why:
-            answers = explained(answers, question)
         workload, setting, measure, never = question.workload, question.setting, question.measure, question.never
     if as_json:
-        print_json(answers, workload, setting, convention, measure)
+        _print_json(answers, workload, setting, convention, measure)
     else:
-        print_answers(answers, workload, setting, convention, measure, never)
+        _print(answers, workload, setting, convention, measure, never)
     if out is not None and question is not None:
-        write_pictures(answers, question, out)
+        _draw(answers, question, out)
 
 
 def _percentages(text: str) -> tuple[float, ...]:
@@ -119,17 +127,16 @@ def _refuse_beside(convention: str, given: dict[str, object]) -> None:
 def _question(
     model: str, method: str, step_time: str | None, options: dict[str, Any], around: dict[str, Any]
 ) -> Question:
-
     step_s = None if step_time is None else TIME.parse(step_time, "--step-time", positive=True)
     workload = load_workload(model, step_s)
     setting = setting_for(workload, method, **options)
     if setting.method != "decoupled" and all(value is None for value in around.values()):
         return Graph(workload, setting)
     setting = replace(setting, down=setting.down or setting.up)  # a syncer's answers always come back
-    return Around(workload, setting, _learners(around))
+    return _around(workload, setting, around)
 
 
-def _learners(around: dict[str, Any]) -> Learners:
+def _around(workload: Workload, setting: Setting, around: dict[str, Any]) -> Around:
     """The learners and the syncer of the options."""
     num, text, shards = around["--learners"], around["--speeds"], around["--shards"]
     if shards is not None and shards < 1:
@@ -148,13 +155,12 @@ def _learners(around: dict[str, Any]) -> Learners:
         math.inf if around[option] is None else (shards or 1) * RATE.parse(around[option], option, positive=True)
         for option in ("--syncer", "--merge")
     )
-    return Learners(speeds, rate, Merging(bytes_per_s=merged / 8))
+    return Around(workload, setting, speeds, rate, Merging(bytes_per_s=merged / 8))
 
 
 def _published(
     convention: str, model: str, method: str, percentages: tuple[float, ...], options: dict[str, Any]
 ) -> tuple[Answers, Workload, Setting]:
-
     run = published_run(convention, model, method, **options)
     cells = run.printed([percent / 100 for percent in percentages])
     answers: Answers = []
@@ -183,3 +189,55 @@ def _plain(percent: float) -> float:
 
 def _rounded(value: float) -> float:
     return float(f"{value:.{DIGITS}g}")
+
+
+def _print_json(answers: Answers, workload: Workload, setting: Setting, convention: str, measure: str) -> None:
+    """The answers, each with what was asked."""
+    asked = {
+        "measure": measure, "convention": convention, "model": workload.name, "parameters": workload.num_parameters,
+        "layers": workload.num_layers, "step_s": workload.step_s, "method": setting.method,
+        "sync_every": setting.sync_every, "overlap": setting.overlap, "fragments": setting.num_fragments,
+        "codec": setting.up, "codec_down": setting.down, "latency_s": setting.latency_s,
+    }  # fmt: skip
+    typer.echo(json.dumps([{**answer, **asked} for answer in answers], indent=1))
+
+
+def _print(
+    answers: Answers, workload: Workload, setting: Setting, convention: str, measure: str, never: str = ""
+) -> None:
+    """A table, and below it why a target is never reached."""
+    console = Console(highlight=False)
+    console.print(
+        f"[bold]{workload.name}[/], {setting}, steps of {TIME.show(workload.step_s)}, {convention}", soft_wrap=True
+    )
+    shown = [key for key in DECOUPLED_COLUMNS if measure == "pace" and any(key in answer for answer in answers)]
+    rows, is_unreached = [], False
+    for answer in answers:
+        gbit_per_s = answer["gbit_per_s"]
+        if "printed" in answer:
+            link = f"{answer['printed']} Gbit/s"
+        else:
+            link = "never" if gbit_per_s is None else RATE.show(gbit_per_s * 1e9)
+            is_unreached |= gbit_per_s is None
+        more = (f"{answer[key]:.4g}" if key in answer else "" for key in shown)
+        percent = answer.get("target", answer.get(measure))  # what was asked for, or what a given link comes to
+        rows.append((f"{percent:.4g} %", link, *more))
+    heads = (measure, "link", *(DECOUPLED_COLUMNS[key] for key in shown))
+    console.print(make_table(heads, rows, num_text=0))
+    if is_unreached:
+        console.print(f"never: {never}.")
+
+
+def _draw(answers: Answers, question: Question, out: Path) -> None:
+    """Write PNG files and a page. Raises ConfigError where no target is reached by any link."""
+    require()
+    reached = {
+        f"{answer['target']:g} %" if "target" in answer else "this link": 1e9 * answer["gbit_per_s"]
+        for answer in answers
+        if answer["gbit_per_s"] is not None
+    }
+    if not reached:
+        raise ConfigError("no target is reached by any link, so there is nothing to draw; lower --targets.")
+    title = f"{question.workload.name}, {question.setting.method}"
+    text = "What a link is worth, and what happens in one period. Made by diloco plan utilization."
+    say_written(write(out, "utilization", title, text, pictures(question, reached)))

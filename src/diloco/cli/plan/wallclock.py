@@ -9,7 +9,6 @@ from rich.console import Console
 from diloco.cli._input import parse_list
 from diloco.cli._options import Model, Parameters, PicturesDir, SyncEvery
 from diloco.cli._output import make_table, say_written
-from diloco.cli.plan._model import parameters_of
 from diloco.core.codecs.formats import wire_format
 from diloco.errors import ConfigError
 from diloco.planning.picture_axes import short
@@ -17,6 +16,7 @@ from diloco.planning.picture_pages import require, write
 from diloco.planning.training_time import NETWORKS, Link, PaperNetwork, TrainingPlan, WallClock, wall_clock
 from diloco.planning.training_time_pictures import pictures, title
 from diloco.planning.units import COMPUTE, RATE, SIZE, TIME, significant
+from diloco.planning.workload import parameters_of
 
 Found = list[tuple[str, TrainingPlan, WallClock]]
 
