@@ -64,8 +64,6 @@ def test_an_answer_says_how_it_was_found(call: Call) -> None:
             "learners": 8,
             "seed": 7,
             "runs": 64,
-            "in_time_percent": None,
-            "computed_by": "event simulation, from failure to failure",
             "elastic_learners": True,
             "waiting_percent": 0.0,
         }.items()
@@ -88,20 +86,9 @@ def test_every_option_has_its_effect(call: Call) -> None:
         assert abs(answer(call, *GOODPUT, option, value)["goodput_percent"] - plain) > 0.5, option
     assert answer(call, *GOODPUT, "--no-elastic-learners")["goodput_percent"] < plain - 5
     unequal = ("--speeds", "1,1,1,1,1,1,0.5,0.5", "--jitter", "5")
-    full = answer(call, *GOODPUT, *unequal, "--quorum", "8")
-    assert full["waiting_percent"] > 20
-    assert answer(call, *GOODPUT, *unequal, "--quorum", "8", "--no-wait")["waiting_percent"] == 0
-    assert (
-        answer(call, *GOODPUT, *unequal, "--quorum", "8", "--overlap", "0")["goodput_percent"]
-        < full["goodput_percent"] - 3
-    )
-    early = answer(call, *GOODPUT, *unequal, "--grace", "0")["in_time_percent"]
-    assert early < 20 < 80 < answer(call, *GOODPUT, *unequal)["in_time_percent"]
-    late, spread = (
-        answer(call, *GOODPUT, *unequal, "--sync", "20 s", "--sync-every", every)["waiting_percent"]
-        for every in ("1", "10")
-    )
-    assert late > 20 > 15 > spread
+    lock_step = answer(call, *GOODPUT, *unequal, "--mode", "elastic")
+    assert lock_step["waiting_percent"] > 20
+    assert answer(call, *GOODPUT, *unequal)["waiting_percent"] == 0
 
 
 def test_the_table_has_all_three_ways(call: Call) -> None:
@@ -114,9 +101,9 @@ def test_the_table_has_all_three_ways(call: Call) -> None:
 
 def test_goodput_draws(call: Call, tmp_path: Path) -> None:
     code, _, said = call(*GOODPUT, "--speeds", "1,1,1,1,1,1,0.7,0.7", "--out", str(tmp_path))
-    names = ["goodput.png", "time.png", "quorum.png", "goodput.html"]
+    names = ["goodput.png", "time.png", "goodput.html"]
     assert (code, said) == (0, "".join(f"wrote {tmp_path / name}\n" for name in names))
-    assert (tmp_path / "goodput.html").read_text().count("<svg") == 2 * 3
+    assert (tmp_path / "goodput.html").read_text().count("<svg") == 2 * 2
 
 
 # ------------------------------------------------------------------------------------------------- wallclock, scaling
@@ -189,12 +176,7 @@ def test_the_commands_of_the_pages_run(page: Path, call: Call, tmp_path: Path, m
         ((*GOODPUT, "--speeds", "1,fast"), "--speeds '1,fast' is not a list of numbers"),
         ((*GOODPUT, "--speeds", ""), "--speeds '' is not a list of numbers"),
         ((*GOODPUT, "--jitter", "1e6"), "give 300 % or less"),
-        ((*GOODPUT, "--quorum", "2", "--sync-every", "1000000"), "are too many to simulate"),
-        ((*GOODPUT, "--quorum", "2", "--overlap", "1000000"), "are too many to simulate"),
-        (("goodput", "--chips", "100000", "--learners", "100000", "--quorum", "5"), "are too many to simulate"),
         ((*GOODPUT, "--speeds", "1,2"), "2 speeds for 8 learners"),
-        ((*GOODPUT, "--quorum", "9"), "a quorum of 9 cannot be met by 8 learners"),
-        ((*GOODPUT, "--mode", "elastic", "--quorum", "2"), "--quorum is of decoupled learners"),
         ((*GOODPUT, "--mode", "data-parallel", "--no-elastic-learners"), "--elastic-learners is of decoupled learners"),
         (("wallclock", "--chips", "4", "--batch-tokens", "1e6"), "give one of the two"),
         ((*HOURS, "--parameters", "1e9"), "give one of the two"),
@@ -233,7 +215,7 @@ def test_a_directory_that_cannot_be_written_to_is_a_failure(call: Call, tmp_path
 
 @pytest.mark.parametrize(
     "arguments",
-    [GOODPUT, (*GOODPUT, "--jitter", "10", "--quorum", "4", "--json"), (*HOURS, "--json"), SCALING],
+    [GOODPUT, (*GOODPUT, "--jitter", "10", "--json"), (*HOURS, "--json"), SCALING],
     ids=lambda it: it[0],
 )
 def test_plan_needs_no_torch(arguments: tuple[str, ...]) -> None:

@@ -1,17 +1,15 @@
-"""Pictures of goodput: against the number of chips, where the time goes, and what a quorum costs."""
+"""Pictures of goodput: against the number of chips, and where the time goes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Literal
 
 from diloco.planning import pictures as draw
-from diloco.planning.failures import Goodput, simulate
-from diloco.planning.fleet import Fleet, Mode, closed_form
-from diloco.planning.palette import COMPUTING, GREEN, INK, METHODS, OLIVE, SKY, STOPPED, WAITING
-from diloco.planning.picture_axes import Axis, short
+from diloco.planning.goodput import Fleet, Goodput, Mode, closed_form, simulate
+from diloco.planning.palette import COMPUTING, INK, METHODS, STOPPED, WAITING
+from diloco.planning.picture_axes import Axis
 
 NAMES: Mapping[Mode, str] = {
     "data-parallel": "data parallel", "elastic": "elastic data parallel", "decoupled": "decoupled"
@@ -20,8 +18,7 @@ NAMES: Mapping[Mode, str] = {
 
 def pictures(fleet: Fleet, found: Mapping[Mode, Goodput], seed: int) -> list[draw.Picture]:
     """All pictures of a fleet, given its goodput in every mode."""
-    drawn = [_against_chips(fleet, found[fleet.mode], seed), _where_time_goes(fleet, found)]
-    return [*drawn, _against_quorum(fleet, seed)] if fleet.has_rounds and fleet.learners > 1 else drawn
+    return [_against_chips(fleet, found[fleet.mode], seed), _where_time_goes(fleet, found)]
 
 
 def title(fleet: Fleet, mode: Mode) -> str:
@@ -80,31 +77,3 @@ def _where_time_goes(fleet: Fleet, found: Mapping[Mode, Goodput]) -> draw.Pictur
     uptime = [100 - each.all_stopped for each in values]
     rows = draw.rows_of(labels, (goodput, waiting, stopped, uptime), "{:.2f}".format)
     return draw.Picture("time", "Where the time goes", text, figure, heads, rows)
-
-
-def _against_quorum(fleet: Fleet, seed: int) -> draw.Picture:
-    spread = fleet.learners - 1
-    quorums = sorted({1 + round(spread * step / min(7, spread)) for step in range(min(7, spread) + 1)})
-    drawn, heads, columns = [], ["quorum"], []
-    with_grace = fleet.rounds.grace or 0.8
-    colours = {"with grace": (COMPUTING, GREEN), "without grace": (SKY, OLIVE)}
-    for name, (blue, green) in colours.items():
-        grace = with_grace if name == "with grace" else 0.0
-        rules = [replace(fleet.rounds, quorum=quorum, grace=grace) for quorum in quorums]
-        found = [simulate(replace(fleet, rounds=each), seed) for each in rules]
-        goodput, in_time = [each.goodput for each in found], [each.participation or 0 for each in found]
-        for what, column, colour in (("goodput", goodput, blue), ("in time", in_time, green)):
-            style: Literal["-", "--"] = "-" if grace else "--"  # dashes over a line, where both are the same
-            drawn.append(draw.Line(f"{what}, {name}", quorums, column, style=style, colour=colour))
-            heads.append(f"{what} {name}, %")
-            columns.append(column)
-    waits = "." if fleet.rounds.wait else ", and learners never wait."
-    text = (
-        "A higher quorum waits for slower learners; a low one closes a round without them. The grace window uses the "
-        "time before a learner has to wait. In time: running learners whose work is in the round it was made for. "
-        f"Overlap of {fleet.rounds.overlap} steps{waits}"
-    )
-    axes = Axis("quorum, learners", ticks=tuple(quorums)), Axis("share, %", low=0, high=103)
-    rows = draw.rows_of([short(quorum) for quorum in quorums], columns, "{:.1f}".format)
-    title = "What a quorum costs, and what it gets"
-    return draw.Picture("quorum", title, text, partial(draw.lines, drawn, *axes), heads, rows)

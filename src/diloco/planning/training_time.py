@@ -14,7 +14,7 @@ from typing import Literal
 
 from diloco.core.choices import positive, whole_number
 from diloco.errors import ConfigError
-from diloco.planning.fleet import check_chips
+from diloco.planning.goodput import check_chips
 from diloco.planning.units import amount, not_negative
 from diloco.planning.workload import PUBLISHED
 

@@ -13,8 +13,7 @@ from diloco.cli._input import parse_list
 from diloco.cli._options import Json
 from diloco.cli._output import make_table, say_written
 from diloco.errors import ConfigError
-from diloco.planning.failures import CONFIDENCE, Goodput, simulate
-from diloco.planning.fleet import Fleet, Mode, RoundRules, Speeds, Times
+from diloco.planning.goodput import CONFIDENCE, Fleet, Goodput, Mode, Speeds, Times, simulate
 from diloco.planning.goodput_pictures import pictures, title
 from diloco.planning.picture_pages import require, write
 from diloco.planning.units import TIME
@@ -40,25 +39,6 @@ def command(
         bool | None,
         typer.Option(help="A decoupled learner goes on without failed chips (default), or it stops until the repair."),
     ] = None,
-    quorum: Annotated[
-        int | None, typer.Option(min=1, help="K: contributions without which no round closes. Default: 1.")
-    ] = None,
-    grace: Annotated[
-        float | None,
-        typer.Option(min=0, max=1, help="γ: share of the slack for which a round stays open. Default: 0.8."),
-    ] = None,
-    overlap: Annotated[
-        int | None, typer.Option(min=0, help="τ: steps that a learner goes on before it needs an answer. Default: 2.")
-    ] = None,
-    wait: Annotated[
-        bool | None, typer.Option(help="Learners wait for an answer they need (default); DecoupledDiLoCo's never do.")
-    ] = None,
-    sync_every: Annotated[
-        int | None, typer.Option(min=1, help="Steps from one round of decoupled learners to the next. Default: 1.")
-    ] = None,
-    sync: Annotated[
-        str | None, typer.Option(help="From the close of a round until learners have its result. Default: 0 s.")
-    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the simulation.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Write pictures and a page into this directory.")] = None,
     as_json: Json = False,
@@ -76,17 +56,10 @@ def command(
         up_s=TIME.parse(up, "--up"),
         step_s=TIME.parse(step, "--step", positive=True),
     )
-    sync_s = None if sync is None else TIME.parse(sync, "--sync")
-    rounds: dict[str, Any] = {
-        "quorum": quorum, "grace": grace, "overlap": overlap, "wait": wait, "sync_every": sync_every, "sync_s": sync_s
-    }  # fmt: skip
-    given = {key: value for key, value in rounds.items() if value is not None}
-    if mode != "decoupled" and (given or elastic_learners is not None):
-        option = next(iter(given), "elastic_learners").removesuffix("_s").replace("_", "-")
-        raise ConfigError(f"--{option} is of decoupled learners; leave it out, or use --mode decoupled.")
+    if mode != "decoupled" and elastic_learners is not None:
+        raise ConfigError("--elastic-learners is of decoupled learners; leave it out, or use --mode decoupled.")
     relative = () if speeds is None else parse_list("--speeds", speeds, float, "numbers", "1,1,0.6,0.6")
-    varying, rules = Speeds(jitter / 100, relative), RoundRules(**given)
-    fleet = Fleet(chips, learners, mode, times, varying, rules, elastic_learners is not False)
+    fleet = Fleet(chips, learners, mode, times, Speeds(jitter / 100, relative), elastic_learners is not False)
     if as_json:
         typer.echo(json.dumps(_plain(fleet, simulate(fleet, seed), seed), indent=1))
         if out is None:
@@ -104,18 +77,18 @@ def _plain(fleet: Fleet, it: Goodput, seed: int) -> dict[str, Any]:
         "goodput_percent": it.goodput, "confidence_interval_percent": it.interval, "confidence": CONFIDENCE,
         "closed_form_percent": it.closed_form, "waiting_percent": it.waiting, "stopped_percent": it.stopped,
         "uptime_percent": 100 - it.all_stopped, "all_stopped_percent": it.all_stopped,
-        "in_time_percent": it.participation, "computed_by": it.method, "runs": it.num_runs, "seed": seed,
-        **{key: plain[key] for key in ("mode", "chips", "learners", "elastic_learners", "times", "speeds", "rounds")},
+        "runs": it.num_runs, "seed": seed,
+        **{key: plain[key] for key in ("mode", "chips", "learners", "elastic_learners", "times", "speeds")},
     }  # fmt: skip
 
 
 def _print(fleet: Fleet, found: dict[Mode, Goodput], seed: int) -> None:
-    times, here, rows = fleet.times, found[fleet.mode], []
+    times, rows = fleet.times, []
     for mode, it in found.items():
         name = f"{mode} × {fleet.learners}" if mode == "decoupled" else mode
         half = (it.interval[1] - it.interval[0]) / 2
         shares = (_percent(it.closed_form), f"{it.waiting:.1f} %", f"{it.stopped:.1f} %", _percent(it.all_stopped))
-        row = (name, f"{it.goodput:.1f} ± {half:.1f}", *shares, _percent(it.participation))
+        row = (name, f"{it.goodput:.1f} ± {half:.1f}", *shares)
         rows.append([Text(cell, "bold") for cell in row] if mode == fleet.mode else row)
     console = Console(highlight=False)
     console.print(
@@ -123,11 +96,11 @@ def _print(fleet: Fleet, found: dict[Mode, Goodput], seed: int) -> None:
         f"{times.repair_s:g} s, up {times.up_s:g} s, step {times.step_s:g} s",
         soft_wrap=True,
     )
-    console.print(make_table(("", "goodput, %", "formula", "waiting", "stopped", "all down", "in time"), rows))
+    console.print(make_table(("", "goodput, %", "formula", "waiting", "stopped", "all down"), rows))
     console.print(
-        f"± is the 95 % confidence interval of the simulation ({here.method}, {here.num_runs} runs, seed {seed}). In "
-        "time: running learners whose work is in the round it was made for. Times that were not given are fitted to a "
-        "published table; measure yours.",
+        "± is the 95 % confidence interval of the simulation (from failure to failure, "
+        f"{found[fleet.mode].num_runs} runs, seed {seed}). Times that were not given are fitted to a published table; "
+        "measure yours.",
         style="dim",
     )
 

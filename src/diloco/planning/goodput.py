@@ -8,18 +8,26 @@ mean time between interruptions (MTBI), independently of the others. The modes d
     decoupled       Each learner steps alone. A failure stops only its learner: as elastic, or until the repair
                     (`elastic_learners=False`).
 
-The closed forms hold where no learner waits at random; `diloco.planning.failures` simulates every case.
+Learners that step together wait for the slowest of every step; decoupled ones wait for none. By formula where no
+learner waits at random, and by simulation from failure to failure, a whole stretch of steps at a time, with its
+confidence interval. Everything is seeded: the same fleet and seed, the same numbers.
 """
 
 from __future__ import annotations
 
 import math
+import random
+import statistics
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from diloco.core.choices import fraction, positive, whole_number
+from diloco.core.choices import positive, whole_number
 from diloco.errors import ConfigError
 from diloco.planning.units import amount, not_negative
+
+CONFIDENCE = 0.95
+RUNS = 64
+FAILURES_PER_RUN = 600
 
 Mode = Literal["data-parallel", "elastic", "decoupled"]
 MOST_JITTER = 3.0
@@ -78,42 +86,6 @@ class Speeds:
             amount("a learner's speed", speed)
 
 
-@dataclass(frozen=True)
-class RoundRules:
-    """When decoupled learners wait for each other.
-
-    The syncer opens a round when the first learner has made its next `sync_every` steps. Every learner contributes at
-    the end of its own, and goes on for `overlap` steps before it needs the answer. The round closes when K running
-    learners have contributed and the grace window is over, which is min(cap, max(0, γ·(τ·ξ_step − ξ_quorum − ξ_sync))),
-    or when all running learners have. Late work joins the next round, where it does not count for the quorum. Stopped
-    learners are not waited for.
-
-    Attributes:
-        quorum: K; fewer where fewer learners run.
-        grace: γ, 0 to 1.
-        grace_cap_s: the longest grace window.
-        overlap: τ, in steps.
-        wait: whether a learner waits for an answer it needs; this package's `DecoupledDiLoCo` never does.
-        sync_every: steps from one round to the next: H, or H/P where P fragments take turns.
-        sync_s: from the close of a round until the learners have its result.
-    """
-
-    quorum: int = 1
-    grace: float = 0.8
-    grace_cap_s: float = 10.0
-    overlap: int = 2
-    wait: bool = True
-    sync_every: int = 1
-    sync_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        fraction("RoundRules(grace=…)", self.grace, below_one=False)
-        for name in ("grace_cap_s", "sync_s"):
-            not_negative(f"RoundRules({name}=…)", getattr(self, name))
-        for name, minimum in (("quorum", 1), ("sync_every", 1), ("overlap", 0)):
-            whole_number(f"RoundRules({name}=…)", getattr(self, name), minimum)
-
-
 def check_chips(chips: int, learners: int) -> None:
     """Raise ConfigError where there are fewer chips than learners."""
     if chips < learners:
@@ -131,8 +103,7 @@ class Fleet:
         elastic_learners: whether a decoupled learner goes on without its failed chips, or stops until the repair.
 
     Raises:
-        ConfigError: numbers that cannot be: fewer chips than learners, speeds of another number of learners, a quorum
-            above M.
+        ConfigError: numbers that cannot be: fewer chips than learners, speeds of another number of learners.
     """
 
     chips: int
@@ -140,7 +111,6 @@ class Fleet:
     mode: Mode = "decoupled"
     times: Times = field(default_factory=Times)
     speeds: Speeds = field(default_factory=Speeds)
-    rounds: RoundRules = field(default_factory=RoundRules)
     elastic_learners: bool = True
 
     def __post_init__(self) -> None:
@@ -152,8 +122,6 @@ class Fleet:
         if len(self.speeds.relative) not in (0, self.learners):
             given = len(self.speeds.relative)
             raise ConfigError(f"{given} speeds for {self.learners} learners; give one for each learner, or none.")
-        if self.rounds.quorum > self.learners:
-            raise ConfigError(f"a quorum of {self.rounds.quorum} cannot be met by {self.learners} learners; lower it.")
 
     @property
     def relative_speeds(self) -> tuple[float, ...]:
@@ -164,13 +132,8 @@ class Fleet:
         """Whether what fails goes on without the chips that failed."""
         return self.mode == "elastic" or (self.mode == "decoupled" and self.elastic_learners)
 
-    @property
-    def has_rounds(self) -> bool:
-        """Whether decoupled learners depend on each other's times: they differ, need a quorum, or an answer is late."""
-        if self.mode != "decoupled":
-            return False
-        differ = self.speeds.jitter > 0 or len(set(self.relative_speeds)) > 1 or self.rounds.quorum > 1
-        return (self.learners > 1 and differ) or self.rounds.sync_s > self.rounds.overlap * self.times.step_s
+
+# --- by formula -------------------------------------------------------------------------------------------------------
 
 
 def availability(failures_per_s: float, step_s: float, times: Times, *, elastic: bool) -> float:
@@ -210,8 +173,6 @@ def availability(failures_per_s: float, step_s: float, times: Times, *, elastic:
 def closed_form(fleet: Fleet) -> float | None:
     """Goodput from 0 to 1 by formula; None where waiting is random."""
     speeds, times = fleet.relative_speeds, fleet.times
-    if fleet.has_rounds and fleet.rounds.wait:
-        return None
     if fleet.mode != "decoupled":
         if fleet.speeds.jitter and fleet.learners > 1:
             return None
@@ -239,3 +200,136 @@ def all_stopped(fleet: Fleet) -> float:
         return math.prod(1 - share for share in running_shares(fleet))
     slowest_s = fleet.times.step_s / min(fleet.relative_speeds)
     return 1 - availability(fleet.chips / fleet.times.mtbi_s, slowest_s, fleet.times, elastic=fleet.is_elastic)
+
+
+# --- by simulation ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """The result of a simulation. All but `num_runs` in percent.
+
+    Attributes:
+        goodput: of the work that the same chips would do without failures and waiting.
+        interval: its 95 % confidence interval, of the simulation alone.
+        waiting, stopped: where the rest went: waiting for other learners, standing still for a failure.
+        closed_form: the same by formula; None where there is none.
+        all_stopped: chance that no learner runs at a given moment; uptime is 100 minus this.
+    """
+
+    goodput: float
+    interval: tuple[float, float]
+    waiting: float
+    stopped: float
+    closed_form: float | None
+    all_stopped: float
+    num_runs: int
+
+
+def simulate(fleet: Fleet, seed: int = 0) -> Goodput:
+    """Simulate a fleet. Arguments: the fleet; a seed of the random numbers. Returns a `Goodput`."""
+    runs = _stretches(fleet, seed)
+    goodput, error = _mean([goodput for goodput, _ in runs])
+    half = statistics.NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * error
+    waiting, _ = _mean([waiting for _, waiting in runs])
+    formula = closed_form(fleet)
+    return Goodput(
+        goodput=100 * min(1.0, goodput),
+        interval=(100 * min(1.0, max(0.0, goodput - half)), 100 * min(1.0, goodput + half)),
+        waiting=100 * waiting,
+        stopped=100 * max(0.0, 1 - goodput - waiting),
+        closed_form=None if formula is None else 100 * formula,
+        all_stopped=100 * all_stopped(fleet),
+        num_runs=len(runs),
+    )
+
+
+def _mean(values: list[float]) -> tuple[float, float]:
+    """Mean and its standard error."""
+    return statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))
+
+
+@dataclass(frozen=True)
+class _Step:
+    """The time of a step: a gamma distribution of this mean and coefficient of variation."""
+
+    mean_s: float
+    variation: float
+
+    def many(self, rng: random.Random, number: int) -> float:
+        """How long `number` steps take together."""
+        if self.variation == 0 or number == 0:
+            return number * self.mean_s
+        shape = 1 / self.variation**2
+        return rng.gammavariate(number * shape, self.mean_s / shape)
+
+    def chance_of_failure(self, failures_per_s: float) -> float:
+        """The chance that at least one failure falls into a step: 1 − E[e^(−λD)]."""
+        if self.variation == 0:
+            return -math.expm1(-failures_per_s * self.mean_s)
+        shape = 1 / self.variation**2
+        return -math.expm1(-shape * math.log1p(failures_per_s * self.mean_s / shape))
+
+
+def _stretches(fleet: Fleet, seed: int) -> list[tuple[float, float]]:
+    """Goodput and waiting of independent runs. Each has one machine for each way in which a part of the fleet steps and
+    stops."""
+    rng = random.Random(f"{seed}/failures")
+    speeds, step_s = fleet.relative_speeds, fleet.times.step_s
+    if fleet.mode == "decoupled":
+        rate = fleet.chips / fleet.learners / fleet.times.mtbi_s
+        machines = [
+            (speed * speeds.count(speed) / sum(speeds), 1.0, _Step(step_s / speed, fleet.speeds.jitter))
+            for speed in sorted(set(speeds))
+        ]
+    else:
+        rate, together = fleet.chips / fleet.times.mtbi_s, _lock_step(fleet, seed)
+        machines = [(1.0, step_s / together.mean_s / statistics.fmean(speeds), together)]
+    failures = max(4, FAILURES_PER_RUN // len(machines))
+    runs = []
+    for _ in range(RUNS):
+        shares = [_running(rng, rate, step, fleet.times, fleet.is_elastic, failures) for _, _, step in machines]
+        running = sum(weight * share for (weight, _, _), share in zip(machines, shares, strict=True))
+        goodput = sum(weight * pace * share for (weight, pace, _), share in zip(machines, shares, strict=True))
+        runs.append((goodput, running - goodput))
+    return runs
+
+
+def _lock_step(fleet: Fleet, seed: int) -> _Step:
+    """The steps of learners that all wait for the slowest: mean and variation of the maximum of their step times."""
+    speeds, step_s, jitter = fleet.relative_speeds, fleet.times.step_s, fleet.speeds.jitter
+    if jitter == 0 or len(speeds) == 1:
+        return _Step(step_s / min(speeds), jitter)
+    import numpy as np
+
+    rng = np.random.default_rng([seed, 1])
+    slowest = np.zeros(20_000)
+    for speed in speeds:
+        np.maximum(slowest, rng.gamma(jitter**-2, step_s / speed * jitter**2, slowest.size), out=slowest)
+    return _Step(float(slowest.mean()), float(slowest.std() / slowest.mean()))
+
+
+def _running(rng: random.Random, rate: float, step: _Step, times: Times, elastic: bool, failures: int) -> float:
+    """Share of time in which a machine runs, over whole cycles that begin with all chips present."""
+    chance = step.chance_of_failure(rate)
+    run_s = stopped_s = 0.0
+    while failures > 0:
+        repaired_s = math.inf  # when the missing chips are back
+        while True:
+            steps = 1 + int(math.log1p(-rng.random()) / math.log1p(-chance)) if chance < 1 else 1
+            now_s = run_s + stopped_s
+            needed = (
+                max(0, math.ceil((repaired_s - now_s) / step.mean_s)) if elastic and repaired_s < math.inf else steps
+            )
+            if needed < steps:  # before the next failure
+                run_s += step.many(rng, needed)
+                stopped_s += times.up_s
+                break
+            run_s += step.many(rng, steps)
+            failures -= 1
+            if not elastic:
+                stopped_s += times.repair_s + times.up_s
+                break
+            repaired_s = min(repaired_s, run_s + stopped_s + times.repair_s)
+            stopped_s += times.down_s
+    return run_s / (run_s + stopped_s)
