@@ -106,7 +106,7 @@ def write_toml(tables: Mapping[str, Any]) -> str:
     try:
         return tomlkit.dumps(_without_none(tables))
     except ConvertError as error:
-        raise ConfigError(f"{str(error).lower()}; use numbers, strings, lists and tables") from error
+        raise ConfigError(f"a value is not TOML's ({error}); use numbers, strings, lists, tables") from error
 
 
 def _without_none(value: Any) -> Any:

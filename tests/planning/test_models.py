@@ -106,7 +106,7 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
         ('parameters = 1e9\nlayers = 24\nstep_time = "310"', 'has no unit; write for example "310 ms"'),
         ('parameters = 1e9\nlayers = 24\nstep_time = "-3 ms"', "has to be above 0"),
         ("parameters = 1e9\nlayer = 24", 'unknown key "layer"; did you mean "layers"?'),
-        ("parameters = 1e9", "give one of the two"),
+        ("parameters = 1e9", "give one of the three"),
         ("parameters = 1e9\nlayers = 24", "add --step-time"),
         ('parameters = 1e40\nlayers = 24\nstep_time = "1 s"', "beyond all measure"),
         ('parameters = -1\nlayers = 24\nstep_time = "1 s"', "greater than 0"),

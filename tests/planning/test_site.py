@@ -18,18 +18,18 @@ from diloco.planning.site import (
     LinkTable,
     Outage,
     Site,
-    SiteModelTable,
     SiteSyncerTable,
     SiteTable,
     load_site,
     parse_site,
 )
 from diloco.planning.units import TIME
+from diloco.planning.workload import ModelTable
 from diloco.tables import Table
 
 ROOT = Path(__file__).parents[2]
 TABLES: dict[str, type[Table]] = {
-    "model": SiteModelTable,
+    "model": ModelTable,
     "budget": BudgetTable,
     "site": SiteTable,
     "link": LinkTable,

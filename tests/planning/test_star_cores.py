@@ -106,7 +106,7 @@ def test_called_rounds_come_as_often_as_the_real_ones(
     method = diloco.DecoupledDiLoCo(sync_every=8, fragments=FRAGMENTS, codec="fp32", quorum=quorum)
     num, syncer = len(step_s), 2.5 * bit_per_s
     star = CalledRounds(star_network(num, bit_per_s, bit_per_s, syncer_bit_per_s=syncer), step_s, exchange_of(method))
-    star.run(lambda: star.steps[0] == STEPS)
+    star.run(lambda: star.stations[0].step == STEPS)
     took_s, versions = seen(method, step_s, bit_per_s, syncer)[0]
     assert took_s == pytest.approx(STEPS * step_s[0], rel=1e-9)  # learners never wait
     assert sum(star.stations[0].held) == versions

@@ -10,6 +10,7 @@ from diloco.cli._input import with_keys
 from diloco.config import RunConfig, dump_config, load_config, parse_config
 from diloco.core.presets import method_from_table
 from diloco.errors import ConfigError
+from diloco.tables import read_toml, write_toml
 
 ROOT = Path(__file__).parents[2]
 MINIMAL = '[run]\nname = "demo"\ntokens = 614400\n'
@@ -166,3 +167,21 @@ def test_every_example_is_a_run_file_with_a_method(path: Path) -> None:
 def test_reading_a_run_file_needs_no_torch() -> None:
     code = "import sys, diloco.config, diloco.events; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_whatever_tables_hold_reads_back() -> None:
+    tables = {
+        "a": {
+            "text": 'quotes " and \\, a\nline, \x7f, \0, é, 😀',
+            "small": 1e-7,
+            "large": 1e16,
+            "whole": 10**12,
+            "yes": True,
+        },
+        "b c": {"": [], "within": {"x.y": 1, "z": [[1], [2]]}, "last": "after a table"},
+    }
+    rows = [{"n": 1, "of": [{"m": 1}, {"m": 2}]}, {"n": 2}]
+    text = write_toml({**tables, "left out": None, "rows": [{**row, "left out": None} for row in rows]})
+    assert read_toml(text, "text") == {**tables, "rows": rows}
+    with pytest.raises(ConfigError, match="a value is not TOML's .*; use numbers, strings, lists, tables"):
+        write_toml({"a": {"b": object()}})

@@ -135,8 +135,8 @@ METHODS = {
 
 
 def run_file(case: Case, setting: Setting, name: str = "advised") -> str:
-    """The text of a run file for `diloco syncer` and `diloco train`: what the site file says filled in, what only its
-    owner knows left as comments. Raises ConfigError where it would not be valid."""
+    """The text of a run file for `diloco syncer` and `diloco train`: the site file's values, with data and address left
+    to its owner. Raises ConfigError where it would not be valid."""
     budget, num = case.budget, len(case.learners)
     head = f"# Advised: {setting.label}; for the learners {', '.join(case.site.names)}."
     if setting.method == "data-parallel":

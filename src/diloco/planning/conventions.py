@@ -15,15 +15,14 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 from diloco.errors import ConfigError
 from diloco.planning.graph import Costs, Pattern, run_utilization, strided
 from diloco.planning.settings import LAYERS_PER_FRAGMENT, Setting, setting_for
 from diloco.planning.workload import PRESETS, PUBLISHED, Workload
 
-ConventionName = Literal["steady", "streaming-diloco", "scaling-laws"]
-CONVENTIONS: tuple[ConventionName, ...] = get_args(ConventionName)
+CONVENTIONS = ("steady", *PUBLISHED["conventions"])
 
 GRID_GBIT_PER_S = tuple(10.0 ** (-1 + 4 * i / 49) for i in range(50))
 """numpy.logspace(-1, 3, 50)."""

@@ -101,7 +101,7 @@ def evaluate(case: Case, setting: Setting) -> Outcome:
 
 
 class _Run(NamedTuple):
-    """A run without failures; fields as in `Outcome`, its wall clock, and where its times come from."""
+    """A run without failures: fields as in `Outcome`, its wall clock, and the prediction behind its times."""
 
     utilization: tuple[float, ...]
     step_s: float

@@ -72,7 +72,7 @@ class Setting:
 
     @property
     def label(self) -> str:
-        """Both."""
+        """Title and detail."""
         return f"{self.title}, {self.detail}"
 
     @property

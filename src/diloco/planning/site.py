@@ -1,8 +1,8 @@
 """The site file: where the accelerators are, what joins them, what it costs and how it fails.
 
 One TOML file, read without torch; `docs/site-file.md` lists every key. Quantities are written with their units and held
-in base units (bit/s, s, bytes, USD per byte or s). What a learner is, its links and its outages follow from it; the
-same file is read by the adviser and by simulations, and extended by `diloco plan measure`.
+in base units (bit/s, s, bytes, USD per byte or s). Learners, network and outages derive from it. The adviser and
+simulations read the same file; `diloco plan measure` extends it.
 """
 
 import math
@@ -20,7 +20,7 @@ from diloco.errors import ConfigError
 from diloco.planning.network import Network, Path
 from diloco.planning.stations import Merging
 from diloco.planning.units import COMPUTE, LARGEST, PRICE_PER_BYTE, PRICE_PER_S, RATE, SIZE, TIME, Quantity
-from diloco.planning.workload import PRESETS, ModelDescription, Workload
+from diloco.planning.workload import ModelTable, Workload
 from diloco.tables import Table, nearest, read_text, read_toml, validate
 
 if TYPE_CHECKING:
@@ -40,32 +40,6 @@ BytePrice = Annotated[float, _given_as(PRICE_PER_BYTE)]
 HourPrice = Annotated[float, _given_as(PRICE_PER_S)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 Names = Annotated[tuple[str, ...], BeforeValidator(lambda given: (given,) if isinstance(given, str) else given)]
-
-
-class SiteModelTable(ModelDescription):
-    """The model: a preset, or its description."""
-
-    preset: str | None = None  # a model of the papers: 1b, 10b, 100b, llama-405b, deepseek-v3
-    active_parameters: float | None = Field(default=None, gt=0)  # those that a token uses, of a mixture of experts
-
-    @model_validator(mode="after")
-    def _one_way(self) -> Self:
-        if self.num_ways + (self.preset is not None) != 1:
-            raise ValueError("a model is its preset, its parameters and layers, or its config; give one of the three")
-        if self.preset is not None and self.preset not in PRESETS:
-            raise ValueError(f'there is no model preset "{self.preset}"; {nearest(self.preset, list(PRESETS))}')
-        if (self.active_parameters or 0) > (self.parameters or math.inf):
-            raise ValueError(
-                f"a token cannot use {self.active_parameters:g} of {self.parameters:g} parameters; lower "
-                "active_parameters"
-            )
-        return self
-
-    def workload(self) -> Workload:
-        """The model, without a step time."""
-        if self.preset is not None:
-            return PRESETS[self.preset].with_step(0.0)
-        return self.described("the model" if self.config is None else self.config.parent.name)
 
 
 class BudgetTable(Table):
@@ -191,7 +165,7 @@ class Outage(NamedTuple):
 class Site(Table):
     """A whole site file."""
 
-    model: SiteModelTable | None = None
+    model: ModelTable | None = None
     budget: BudgetTable | None = None
     site: tuple[SiteTable, ...] = Field(min_length=1)
     link: tuple[LinkTable, ...] = ()
@@ -375,7 +349,7 @@ def _extended(
     for name, table in missing.items():
         document.append(name, _set_apart(table))
     sites = document.setdefault("site", tomlkit.aot())
-    end: list[Any] = []  # what stands before the next table belongs to that
+    end: list[Any] = []  # blank lines and comments before the next table belong to it
     if sites:
         body = sites[-1 if index is None else index].value.body
         while body[-1][0] is None:

@@ -159,7 +159,8 @@ def _called(star: CalledRounds, exchange: ExchangePlan) -> Prediction:
 
 
 def _counts(star: CalledRounds) -> tuple[int, ...]:
-    return sum(star.steps), sum(star.num_merges), star.num_contributions, sum(star.stale_steps), sum(star.num_adoptions)
+    steps = sum(station.step for station in star.stations)
+    return steps, sum(star.num_merges), star.num_contributions, star.stale_steps, star.num_adoptions
 
 
 def star_network(

@@ -130,10 +130,8 @@ class CalledRounds(Star):
     """The syncer calls each fragment's turn by a run clock; learners answer at a boundary and never wait.
 
     Attributes:
-        steps: inner steps of each learner so far.
-        stale_steps: of each learner, summed over adoptions: inner steps since the send before it, which adoption
-            overwrites.
-        num_adoptions: of each learner.
+        stale_steps: summed over all adoptions: inner steps since the send before it, which adoption overwrites.
+        num_adoptions: of all learners.
     """
 
     def __init__(
@@ -143,9 +141,7 @@ class CalledRounds(Star):
         assert exchange.called is not None
         schedule, quorum = exchange.schedule, exchange.called
         num, num_fragments = len(self.stations), len(self._up_bytes)
-        self.steps = [0] * num
-        self.stale_steps = [0] * num
-        self.num_adoptions = [0] * num
+        self.stale_steps = self.num_adoptions = 0
         self._schedule, self._quorum = schedule, quorum
         self._clock = 0.0
         self._next_call: float = 0.0
@@ -171,7 +167,6 @@ class CalledRounds(Star):
     def _boundary(self, station: Station) -> None:
         i = station.index
         station.step += 1
-        self.steps[i] += 1
         report_every = max(1, math.ceil(REPORT_EVERY_S / station.step_s))
         if station.step % report_every == 0:
             self.at(self.now_s + station.latency_s, partial(self._heard, i, station.step))
@@ -199,8 +194,8 @@ class CalledRounds(Star):
 
     def _adopt(self, station: Station, fragment: int, version: int) -> None:
         i = station.index
-        self.stale_steps[i] += station.step - self._fresh_from[i][fragment]
-        self.num_adoptions[i] += 1
+        self.stale_steps += station.step - self._fresh_from[i][fragment]
+        self.num_adoptions += 1
         self._fresh_from[i][fragment] = station.step
         station.held[fragment] = version
 

@@ -1,7 +1,7 @@
 """A model as a plan sees it: parameters, layers, and the time of an inner step.
 
 preset   the models of the papers' simulators, as they are printed there
-TOML     parameters = 1.2e9, layers = 24, step_time = "310 ms"; or config = "config.json" in place of the first two
+TOML     parameters = 1.2e9, layers = 24, step_time = "310 ms"; or a config or preset in place of the first two
 JSON     a transformers config.json; the step time has to come from elsewhere
 
 A config.json is counted from its numbers alone: neither torch nor transformers is imported. A decoder is an embedding,
@@ -11,6 +11,7 @@ and feed-forward are built; those that are known are in `FAMILIES`.
 
 import difflib
 import json
+import math
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from diloco.errors import ConfigError, translated
 from diloco.planning.units import TIME, amount
-from diloco.tables import Table, read_text, read_toml, validate
+from diloco.tables import Table, nearest, read_text, read_toml, validate
 
 PUBLISHED: Mapping[str, Any] = tomllib.loads(Path(__file__).with_name("published.toml").read_text(encoding="utf-8"))
 """The numbers of papers and studies that plans use, by table."""
@@ -63,38 +64,43 @@ PRESETS: Mapping[str, Workload] = {
 """The models of the papers' simulators."""
 
 
-class ModelDescription(Table):
-    """A model as far as a plan needs to know it: parameters and layers, or the transformers config that has them."""
+class ModelTable(Table):
+    """A model as far as a plan needs to know it: a preset, parameters and layers, or the config that has them."""
 
     parameters: float | None = Field(default=None, gt=0)
     layers: int | None = Field(default=None, gt=0)
     config: Path | None = None  # a transformers config.json, instead of parameters and layers
-
-    @property
-    def num_ways(self) -> int:
-        """The number of ways in which the model is described; 2 where one of them is incomplete."""
-        if (self.parameters is None) != (self.layers is None):
-            return 2
-        return (self.parameters is not None) + (self.config is not None)
-
-    def described(self, name: str, step_s: float = 0.0, directory: Path = Path()) -> Workload:
-        """The workload; `config` is found from the `directory`."""
-        if self.config is not None:
-            return Workload(name, *count_parameters(directory / self.config), step_s)
-        assert self.parameters is not None
-        assert self.layers is not None
-        return Workload(name, self.parameters, self.layers, step_s)
-
-
-class _ModelFile(ModelDescription):
-    name: str | None = None
-    step_time: Annotated[float, BeforeValidator(lambda text: TIME.parse(text, positive=True))] | None = None
+    preset: str | None = None  # a model of the papers: 1b, 10b, 100b, llama-405b, deepseek-v3
+    active_parameters: float | None = Field(default=None, gt=0)  # those that a token uses, of a mixture of experts
 
     @model_validator(mode="after")
     def _one_way(self) -> Self:
-        if self.num_ways != 1:
-            raise ValueError("a model is its parameters and layers, or its config; give one of the two")
+        ways = [self.preset is not None, self.config is not None, self.parameters is not None]
+        if sum(ways) != 1 or (self.parameters is None) != (self.layers is None):
+            raise ValueError("a model is its preset, its parameters and layers, or its config; give one of the three")
+        if self.preset is not None and self.preset not in PRESETS:
+            raise ValueError(f'there is no model preset "{self.preset}"; {nearest(self.preset, list(PRESETS))}')
+        if (self.active_parameters or 0) > (self.parameters or math.inf):
+            raise ValueError(
+                f"a token cannot use {self.active_parameters:g} of {self.parameters:g} parameters; lower "
+                "active_parameters"
+            )
         return self
+
+    def workload(self, directory: Path = Path()) -> Workload:
+        """The model, without a step time; `config` is found from the `directory`."""
+        if self.preset is not None:
+            return PRESETS[self.preset].with_step(0.0)
+        if self.config is not None:
+            return Workload(self.config.parent.name, *count_parameters(directory / self.config), 0.0)
+        assert self.parameters is not None
+        assert self.layers is not None
+        return Workload("the model", self.parameters, self.layers, 0.0)
+
+
+class _ModelFile(ModelTable):
+    name: str | None = None
+    step_time: Annotated[float, BeforeValidator(lambda text: TIME.parse(text, positive=True))] | None = None
 
 
 def load_workload(model: str, step_s: float | None = None) -> Workload:
@@ -108,7 +114,7 @@ def load_workload(model: str, step_s: float | None = None) -> Workload:
         workload = PRESETS[model]
     elif model.endswith(".toml"):
         given = validate(_ModelFile, read_toml(read_text(path, "model file"), model), model)
-        workload = given.described(given.name or path.stem, given.step_time or 0.0, path.parent)
+        workload = replace(given.workload(path.parent), name=given.name or path.stem, step_s=given.step_time or 0.0)
     elif model.endswith(".json"):
         workload = Workload(path.parent.name or model, *count_parameters(path), 0.0)
     else:
