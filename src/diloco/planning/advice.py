@@ -10,7 +10,7 @@ from diloco.config import parse_config
 from diloco.errors import ConfigError
 from diloco.planning import scaling_laws
 from diloco.planning.outcomes import Case, Outcome, cost_usd, evaluate
-from diloco.planning.settings import LAYERS_PER_FRAGMENT, Setting, setting_for
+from diloco.planning.settings import LAYERS_PER_FRAGMENT, NAMES, Setting, setting_for
 from diloco.planning.site import Site
 from diloco.planning.units import SIZE
 from diloco.planning.workload import Workload
@@ -124,14 +124,6 @@ def _ordered(group: Sequence[Outcome], by: By) -> list[Outcome]:
 WARMUP_STEPS, WARMUP_FRACTION = 1000, 0.05
 HEAD_DIM = 64
 SYNCER = "syncer.example.org:7700"
-METHODS = {
-    "data-parallel": "DataParallel",
-    "diloco": "DiLoCo",
-    "streaming": "StreamingDiLoCo",
-    "eager": "EagerDiLoCo",
-    "decoupled": "DecoupledDiLoCo",
-}
-"""Presets of a run file."""
 
 
 def run_file(case: Case, setting: Setting, name: str = "advised") -> str:
@@ -168,7 +160,7 @@ def run_file(case: Case, setting: Setting, name: str = "advised") -> str:
 
 def method_table(setting: Setting) -> dict[str, Any]:
     """The `[method]` table of a candidate."""
-    table: dict[str, Any] = {"preset": METHODS[setting.method]}
+    table: dict[str, Any] = {"preset": NAMES[setting.method][1]}
     if setting.method != "data-parallel":
         table["sync_every"] = setting.sync_every
     if setting.method == "streaming":

@@ -16,14 +16,14 @@ from diloco.planning.workload import Workload
 MethodName = Literal["data-parallel", "diloco", "streaming", "eager", "decoupled"]
 METHODS: tuple[MethodName, ...] = get_args(MethodName)
 
-TITLES: dict[MethodName, str] = {
-    "data-parallel": "data parallel",
-    "diloco": "DiLoCo",
-    "streaming": "Streaming DiLoCo",
-    "eager": "eager updates",
-    "decoupled": "Decoupled DiLoCo",
+NAMES: dict[MethodName, tuple[str, str]] = {
+    "data-parallel": ("data parallel", "DataParallel"),
+    "diloco": ("DiLoCo", "DiLoCo"),
+    "streaming": ("Streaming DiLoCo", "StreamingDiLoCo"),
+    "eager": ("eager updates", "EagerDiLoCo"),
+    "decoupled": ("Decoupled DiLoCo", "DecoupledDiLoCo"),
 }
-"""Of the methods, in tables and pictures."""
+"""By method: its title in tables and pictures, and its preset in a run file."""
 
 LAYERS_PER_FRAGMENT = 3
 _SYNC_EVERY = {"data-parallel": 1, "diloco": 100, "streaming": 100, "eager": 100, "decoupled": 24}
@@ -61,7 +61,7 @@ class Setting:
     @property
     def title(self) -> str:
         """The method's name in a table."""
-        return TITLES[self.method]
+        return NAMES[self.method][0]
 
     @property
     def detail(self) -> str:
