@@ -75,8 +75,8 @@ class Case:
     def utilization(self, outcome: Outcome) -> float:
         """Utilisation of all accelerators."""
         accelerators = [learner.place.accelerators for learner in self.learners]
-        used = zip(accelerators, outcome.utilization, strict=True)
-        return sum(number / sum(accelerators) * share for number, share in used)
+        total = sum(accelerators)
+        return sum(num / total * used for num, used in zip(accelerators, outcome.utilization, strict=True))
 
     def slowest_bit_per_s(self) -> float:
         """The slowest learner's rate between sites, up or down, where all use the links that they share at once."""
