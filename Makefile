@@ -168,7 +168,7 @@ $(FOR_DEMO): constraints.txt pyproject.toml setup.py | $(MADE)
 
 $(FOR_ALL): constraints.txt pyproject.toml setup.py | $(MADE)
 	@echo "installing what the tests need into $(VENV), once; this takes some minutes"
-	@$(INSTALL) torch -e ".[train,plot,dashboard,dev]"
+	@$(INSTALL) torch -e ".[train,dashboard,dev]"
 	@$(COMPILE)
 	@touch $(FOR_DEMO) $@
 

@@ -26,7 +26,7 @@ WITHOUT_EXTRAS = (
     ("--version",),
     ("--help",),
     ("methods",),
-    ("plan", "utilization", "--help"),
+    ("plan", "scaling", "--parameters", "1e9", "--out", "scaling.html"),
     ("doctor", "--json"),
 )
 REFUSED = (("demo",), "pip install 'diloco[demo]'")

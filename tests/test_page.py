@@ -1,10 +1,12 @@
-"""The page of a run in a real browser: the system's Chromium, driven by Playwright."""
+"""The page of a run, and pages of drawings, in a real browser: the system's Chromium, driven by Playwright."""
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ from diloco import events as ev
 from diloco.core.steering import Order
 from diloco.errors import AuthError, ConfigError
 from diloco.event_log import EventLog
-from diloco.report.frame import frozen_page
+from diloco.report.drawing import BLUE, GREEN, RED, Axis, Bars, Line, Picture, Span, bars, lines, timeline
+from diloco.report.frame import frozen_page, write_drawings
 from diloco.report.page import read_run, write_page
 from diloco.syncer.callers import Caller
 from diloco.syncer.live_page import LivePage
@@ -266,3 +269,62 @@ def test_the_keyboard_reaches_the_learners(browser: Any, run: Path) -> None:
 def _brightness(colour: str) -> float:
     """Of "rgb(1, 2, 3)"."""
     return sum(float(each) for each in colour.removeprefix("rgb(").removesuffix(")").split(","))
+
+
+# ------------------------------------------------------------------------------------------------------------ drawings
+
+LONG = "a learner's very long name, in the data centre that is farthest away"
+SEEN = """[...document.querySelectorAll('.drawing')].map((place) => {
+  const box = (it) => ["left", "right", "top", "bottom"].map((side) => it.getBoundingClientRect()[side]);
+  const boxes = (what) => [...place.querySelectorAll(what)].map(box).filter(([left, right]) => left < right);
+  const [x, y, key] = ['.xtick text', '.ytick text', '.legendtext'].map(boxes);
+  return { panel: box(place), texts: boxes('text'), x, y, key };
+})"""
+
+
+def drawings() -> list[Picture]:
+    """Long names, many rows and wide ranges."""
+    counts = tuple(100.0 * 2**power for power in range(8))
+    curves = [Line(f"{LONG}, {i}", counts, [10.0**-i * n for n in counts], BLUE) for i in range(5)]
+    span, chips = Axis("hours until all of the tokens are trained", log=True), Axis("chips", log=True, ticks=counts)
+    figures = [
+        lines(curves, replace(chips, band=(200, 900, LONG)), Axis("h", log=True)),
+        lines(curves[:1], Axis("x", low=100, high=9000), Axis("y", log=True, low=100, high=20000)),
+        bars([f"{LONG}, {i}\n{LONG}" for i in range(6)], [Bars("h", [1e-3, 1, 9, 99, 1e3, 1e5], RED)], span),
+        bars(["a", "b"], [Bars("computing", [99.9, 100.0], GREEN, "{:.1f} %".format)], Axis("%", low=0)),
+        bars([LONG], [Bars(f"{LONG}, {i}", [9.0], BLUE) for i in range(4)], Axis("hours", low=0)),
+        timeline({f"{i}-{LONG}": [Span(0, 9e5, "compute"), Span(i, 9, "up"), Span(8e5, 9e5, "stopped")]
+                  for i in range(12)}),
+    ]  # fmt: skip
+    return [Picture(f"<b>{LONG}</b>", "What to see.", figure, ("row", "value"), [(LONG, "1")]) for figure in figures]
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1100), ("dark", 400)])
+def test_drawings_are_readable_on_every_screen(browser: Any, tmp_path: Path, scheme: str, width: int) -> None:
+    """No text is cut off by its drawing's edge, and none is written over the next."""
+    write_drawings(tmp_path / "p.html", "t", "l", drawings())
+    page = browser.new_context(color_scheme=scheme, viewport={"width": width, "height": 800}).new_page()
+    complaints: list[str] = []
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
+    page.on("request", lambda request: complaints.append(request.url) if request.url.startswith("http") else None)
+    page.goto((tmp_path / "p.html").as_uri())
+    page.locator(".drawing .main-svg").nth(2 * len(drawings()) - 1).wait_for(state="attached")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    for found in page.evaluate(SEEN):
+        left, right, top, bottom = found["panel"]
+        assert found["texts"]
+        for box in found["texts"]:
+            assert left - 1 <= box[0] <= box[1] <= right + 1
+            assert top - 1 <= box[2] <= box[3] <= bottom + 1
+        for of, begin, end in (("x", 0, 1), ("y", 2, 3)):
+            boxes = sorted(found[of], key=lambda box: box[begin])
+            assert all(one[end] <= other[begin] + 1 for one, other in itertools.pairwise(boxes))
+        for one, other in itertools.combinations(found["key"], 2):
+            assert one[1] <= other[0] or other[1] <= one[0] or one[3] <= other[2] + 1 or other[3] <= one[2] + 1
+    colour = page.evaluate("document.querySelector('.scatterlayer .lines path').style.stroke")
+    assert colour == {"light": "rgb(0, 114, 178)", "dark": "rgb(61, 158, 224)"}[scheme]
+    page.emulate_media(color_scheme="light" if scheme == "dark" else "dark")
+    page.wait_for_function(f"document.querySelector('.scatterlayer .lines path').style.stroke !== '{colour}'")
+    assert complaints == []
+    page.context.close()

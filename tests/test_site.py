@@ -65,8 +65,8 @@ def test_the_reference_of_the_command_line_has_every_command() -> None:
 def test_the_citation_is_of_this_version_and_license() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert (citation["version"], citation["license"]) == (diloco.__version__, project["license"])
-    assert citation["version"] == project["version"]
+    assert citation["version"] == diloco.__version__ == project["version"]
+    assert citation["license"] == project["license"].split(" AND ")[0]  # the others are of what the package holds
 
 
 @pytest.mark.parametrize("name", ["bug", "feature", "question"])

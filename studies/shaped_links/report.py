@@ -133,25 +133,26 @@ def show(values: Mapping[str, Any]) -> None:
 
 def _draw(values: Mapping[str, Any]) -> None:
     """Lines are predictions, points are measurements; of called rounds the pace, H ÷ the steps between two merges."""
-    from diloco.planning.palette import COLOURS, GREY
-    from diloco.planning.pictures import Axis, Line, lines
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FixedLocator, NullLocator
 
-    curves = []
-    for name, colour in zip(_methods(values["rows"]), COLOURS, strict=False):
+    figure = Figure(figsize=(7.6, 3.9), layout="constrained")
+    axes = figure.add_subplot()
+    for index, name in enumerate(_methods(values["rows"])):
         rows = [row for row in values["rows"] if row["method"] == name]
         x = [row["bit_per_s"] / 1e6 for row in rows]
         label = f"{name}: pace" if rows[0]["judged"] == "period_steps" else name
-        curves.append(Line(label, x, [_drawn(row, "predicted") for row in rows], colour=colour))
-        curves.append(Line("", x, [_drawn(row, "measured") for row in rows], style="o", colour=colour))
+        axes.plot(x, [_drawn(row, "predicted") for row in rows], label=label, color=f"C{index}")
+        axes.plot(x, [_drawn(row, "measured") for row in rows], "o", color=f"C{index}")
     equals = sorted([*values["collective"], *values["torchft"]], key=lambda row: row["bit_per_s"])
     x = [row["bit_per_s"] / 1e6 for row in equals]
-    curves.append(Line("among equals", x, [row["predicted"] for row in equals], style=":", colour=GREY))
-    curves.append(Line("measured", x, [row["measured"] for row in equals], style="o", colour=GREY))
-    ticks = tuple(sorted({each for curve in curves for each in curve.x}))
-    figure = lines(curves, Axis("link, Mbit/s", log=True, ticks=ticks), Axis("utilisation", low=0.0, high=1.05))
-    figure.suptitle(
-        "Predicted (lines) and measured (points)", x=0.01, ha="left", fontsize=12, fontweight="bold", color="#1f2937"
-    )
+    axes.plot(x, [row["predicted"] for row in equals], ":", color="grey", label="among equals")
+    axes.plot(x, [row["measured"] for row in equals], "o", color="grey", label="measured")
+    axes.set(xlabel="link, Mbit/s", xscale="log", ylabel="utilisation", ylim=(0.0, 1.05))
+    axes.xaxis.set(major_locator=FixedLocator(sorted({row["bit_per_s"] / 1e6 for row in [*values["rows"], *equals]})))
+    axes.xaxis.set(minor_locator=NullLocator(), major_formatter="{x:g}")
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=9)
+    figure.suptitle("Predicted (lines) and measured (points)", x=0.01, ha="left", fontsize=12, fontweight="bold")
     figure.savefig(RESULTS / f"{NAME}.png", dpi=110)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from studies import goodput as study
 from studies import scaling_laws
+from tests.figures import figures_in
 
 from diloco.cli import main
 
@@ -100,10 +101,9 @@ def test_the_table_has_all_three_ways(call: Call) -> None:
 
 
 def test_goodput_draws(call: Call, tmp_path: Path) -> None:
-    code, _, said = call(*GOODPUT, "--speeds", "1,1,1,1,1,1,0.7,0.7", "--out", str(tmp_path))
-    names = ["goodput.png", "time.png", "goodput.html"]
-    assert (code, said) == (0, "".join(f"wrote {tmp_path / name}\n" for name in names))
-    assert (tmp_path / "goodput.html").read_text().count("<svg") == 2 * 2
+    code, _, said = call(*GOODPUT, "--speeds", "1,1,1,1,1,1,0.7,0.7", "--out", str(tmp_path / "goodput.html"))
+    assert (code, said) == (0, f"wrote {tmp_path / 'goodput.html'}\n")
+    assert len(figures_in(tmp_path / "goodput.html")) == 2
 
 
 # ------------------------------------------------------------------------------------------------- wallclock, scaling
@@ -131,10 +131,11 @@ def test_hours_on_your_own_link(call: Call) -> None:
 
 
 def test_hours_are_printed_and_drawn(call: Call, tmp_path: Path) -> None:
-    code, printed, said = call(*HOURS, "--network", "low", "--out", str(tmp_path))
+    code, printed, said = call(*HOURS, "--network", "low", "--out", str(tmp_path / "hours.html"))
     assert code == 0
     assert [word for word in printed.split() if word in ("low", "high", "medium")] == ["low"]
-    assert said == "".join(f"wrote {tmp_path / name}\n" for name in ("phases.png", "hours.png", "wallclock.html"))
+    assert said == f"wrote {tmp_path / 'hours.html'}\n"
+    assert len(figures_in(tmp_path / "hours.html")) == 2
 
 
 def test_scaling_says_what_was_not_measured(call: Call, tmp_path: Path) -> None:
@@ -145,11 +146,11 @@ def test_scaling_says_what_was_not_measured(call: Call, tmp_path: Path) -> None:
     found = json.loads(printed)
     assert (code, found["outer_lr"], len(found["warnings"])) == (0, None, 2)
     assert said == "".join(f"warning: {sentence}\n" for sentence in found["warnings"])
-    code, printed, said = call("scaling", "--model", "10b", "--learners", "3", "--out", str(tmp_path))
+    code, printed, said = call("scaling", "--model", "10b", "--learners", "3", "--out", str(tmp_path / "loss.html"))
     assert code == 0
     assert "not known" in printed
     assert said.count("warning: ") == 2
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["loss.png", "penalty.png", "scaling.html"]
+    assert [path.name for path in tmp_path.iterdir()] == ["loss.html"]
 
 
 @pytest.mark.parametrize("page", [study.PAGE, scaling_laws.PAGE], ids=lambda path: path.name)
@@ -205,12 +206,17 @@ def test_wrong_use_is_one_sentence_and_exit_code_two(call: Call, arguments: tupl
     assert message in said
 
 
-def test_a_directory_that_cannot_be_written_to_is_a_failure(call: Call, tmp_path: Path) -> None:
+def test_a_page_that_cannot_be_written_is_a_failure_and_another_kind_of_file_is_refused(
+    call: Call, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("")
     for arguments in (GOODPUT, HOURS, SCALING):
-        code, _, said = call(*arguments, "--out", str(tmp_path / "file"))
+        code, _, said = call(*arguments, "--out", str(tmp_path / "file" / "p.html"))
         assert code == 1
-        assert "cannot write pictures to" in said
+        assert "cannot write" in said
+        code, printed, said = call(*arguments, "--out", str(tmp_path / "p.png"))
+        assert (code, printed) == (2, "")
+        assert f'writes one HTML page; name it "{tmp_path / "p.html"}".' in said
 
 
 @pytest.mark.parametrize(

@@ -1,52 +1,40 @@
 """The pictures of each plan: points on their curves, captions that name the curves there are, what is recommended."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from matplotlib.axes import Axes
-from tests.planning.read_pictures import drawn_on, key_of, require_readable
+from tests.figures import key_of, labels_of, names_of, traces_of
 
-from diloco.planning import goodput_pictures, link_pictures, scaling_pictures, training_time_pictures
+from diloco.planning import pictures
 from diloco.planning.advice import advise, case_of
-from diloco.planning.advice_pictures import mark, pictures
 from diloco.planning.goodput import Fleet, Speeds, simulate
-from diloco.planning.picture_axes import NARROW_IN, WIDTH_IN
-from diloco.planning.pictures import Picture
 from diloco.planning.question import Around, Graph, Question, required_bit_per_s
 from diloco.planning.scaling_laws import expect
 from diloco.planning.settings import setting_for
 from diloco.planning.site import load_site
 from diloco.planning.training_time import NETWORKS, Link, TrainingPlan, wall_clock
 from diloco.planning.workload import load_workload
+from diloco.report.drawing import Figure, Picture
 
 ROOT = Path(__file__).parents[2]
 
 
-def panel(picture: Picture) -> Axes:
-    """The panel of a picture, once its key, at both widths, is what is drawn, and can be read."""
-    for width_in in (NARROW_IN, WIDTH_IN):
-        figure = picture.draw(width_in)
-        [axes] = figure.axes
-        drawn = drawn_on(axes)
-        assert sorted(key_of(axes)) == (drawn if len(drawn) > 1 else key_of(axes))  # one thing needs no key
-        require_readable(figure)
-    return axes
+def figure_of(picture: Picture) -> Figure:
+    """The figure of a picture, once its table has as many columns as heads and its key names no curve twice."""
+    assert all(len(row) == len(picture.heads) for row in picture.rows)
+    names = names_of(key_of(picture.figure))
+    assert len(set(names)) == len(names)
+    return picture.figure
 
 
-def names_of(key: Sequence[str]) -> list[str]:
-    """The curves that a key names, those that coincide each by itself."""
-    return [name for entry in key for name in re.split(r" [=≈] (?=\D)", entry)]
-
-
-def require_on_its_curve(axes: Axes, points: str, curve: str) -> None:
-    by_name = {name: line for line in axes.lines for name in names_of([str(line.get_label()).replace("\n", " ")])}
-    on = dict(zip(by_name[curve].get_xdata(), by_name[curve].get_ydata(), strict=True))
-    x, y = by_name[points].get_xdata(), by_name[points].get_ydata()
-    assert len(x)
-    assert [on[each] for each in x] == pytest.approx(list(y), rel=1e-9)
+def require_on_its_curve(figure: Figure, points: str, curve: str) -> None:
+    drawn = traces_of(figure)
+    on = dict(zip(drawn[curve]["x"], drawn[curve]["y"], strict=True))
+    assert drawn[points]["x"]
+    assert [on[x] for x in drawn[points]["x"]] == pytest.approx(drawn[points]["y"], rel=1e-5)
 
 
 # --------------------------------------------------------------------------------------------------------------- links
@@ -73,24 +61,24 @@ def question(method: str, *, learners: int | None = None, **options: str | float
 )  # fmt: skip
 def test_what_was_asked_for_is_on_the_curve_and_the_caption_names_the_curves(asked: Question, others: set[str]) -> None:
     rates = [float(f"{rate:.6g}") for rate in required_bit_per_s(asked, [0.5, 0.99])]
-    picture, timeline = link_pictures.pictures(asked, dict(zip(("50 %", "99 %"), rates, strict=True)))
-    axes = panel(picture)
-    own = link_pictures.title(asked)
-    assert set(names_of(key_of(axes))) == {own, "asked for", *others}
-    require_on_its_curve(axes, "asked for", own)
+    picture, timeline = pictures.link_pictures(asked, dict(zip(("50 %", "99 %"), rates, strict=True)))
+    figure = figure_of(picture)
+    own = pictures.question_title(asked)
+    assert set(names_of(key_of(figure))) == {own, "asked for", *others}
+    require_on_its_curve(figure, "asked for", own)
     first, _, beside = picture.text.partition(" Beside it, with the same codec and latency: ")
     assert first == f"{own}: {asked.setting}."
     named = re.sub(r", every step|every \d+ steps: ", "", beside.removesuffix("."))
     assert set(filter(None, named.split("; "))) == others
     assert [row[2] for row in picture.rows] == [f"{100 * asked.value(rate):.4g} %" for rate in rates]
-    panel(timeline)
+    assert "computing" in key_of(figure_of(timeline))
 
 
 def test_a_method_that_is_another_by_its_numbers_is_one_curve_with_it() -> None:
     """Streaming one fragment is DiLoCo, and the picture says so."""
     asked = question("streaming", num_fragments=1)
-    [picture, _] = link_pictures.pictures(asked, {"this link": 1e9})
-    assert "Streaming DiLoCo, P = 1 = DiLoCo" in key_of(panel(picture))
+    [picture, _] = pictures.link_pictures(asked, {"this link": 1e9})
+    assert "Streaming DiLoCo, P = 1 = DiLoCo" in key_of(figure_of(picture))
 
 
 # ------------------------------------------------------------------------------------------------------------- goodput
@@ -100,28 +88,28 @@ def test_a_method_that_is_another_by_its_numbers_is_one_curve_with_it() -> None:
 @pytest.mark.parametrize("speeds", [Speeds(), Speeds(0.05, (1.0, 0.7))], ids=["formula", "simulated"])
 def test_this_plan_is_on_the_curve_of_its_mode(mode: str, speeds: Speeds) -> None:
     fleet = Fleet(100_000, 2, mode, speeds=speeds)  # type: ignore[arg-type]
-    found = {each: simulate(replace(fleet, mode=each)) for each in goodput_pictures.NAMES}
-    goodput, time = goodput_pictures.pictures(fleet, found, 0)
-    axes = panel(goodput)
+    found = {each: simulate(replace(fleet, mode=each)) for each in pictures.MODES}
+    goodput, time = pictures.goodput_pictures(fleet, found, 0)
+    figure = figure_of(goodput)
     is_formula = found[fleet.mode].closed_form is not None
     points = f"this plan, {'by formula' if is_formula else 'simulated: 95 % interval'}"
-    require_on_its_curve(axes, points, goodput_pictures.title(fleet, fleet.mode))
-    assert bool(axes.containers) == (not is_formula)  # a formula has no confidence interval
-    marked = [label.get_fontweight() for label in panel(time).get_yticklabels()]
-    assert marked == ["bold" if each == mode else "normal" for each in found]
+    require_on_its_curve(figure, points, pictures.mode_title(fleet, fleet.mode))
+    assert ("error_y" in traces_of(figure)[points]) == (not is_formula)  # a formula has no confidence interval
+    marked = [label.endswith("*") for label in labels_of(figure_of(time))]
+    assert marked == [each == mode for each in found]
 
 
 def test_a_fleet_of_one_learner_is_elastic_and_the_picture_says_so() -> None:
     fleet = Fleet(8)
-    found = {each: simulate(replace(fleet, mode=each)) for each in goodput_pictures.NAMES}
-    goodput, _ = goodput_pictures.pictures(fleet, found, 0)
-    assert "elastic data parallel = decoupled" in key_of(panel(goodput))
+    found = {each: simulate(replace(fleet, mode=each)) for each in pictures.MODES}
+    goodput, _ = pictures.goodput_pictures(fleet, found, 0)
+    assert "elastic data parallel = decoupled" in key_of(figure_of(goodput))
 
 
 # ----------------------------------------------------------------------------------------------------------- wallclock
 
 
-def plans(learners: Sequence[int], **networks: Link) -> training_time_pictures.Found:
+def plans(learners: Sequence[int], **networks: Link) -> pictures.Found:
     return [
         (name, plan, wall_clock(plan))
         for name, link in networks.items()
@@ -131,18 +119,18 @@ def plans(learners: Sequence[int], **networks: Link) -> training_time_pictures.F
 
 
 def test_learners_that_take_the_same_hours_share_a_curve_and_all_are_named() -> None:
-    phases, hours = training_time_pictures.pictures(plans((1, 2, 4, 8), **NETWORKS))
-    axes = panel(hours)
-    assert names_of(key_of(axes)) == ["DiLoCo, M = 2", "DiLoCo, M = 4", "DiLoCo, M = 8", "data parallel"]
-    assert len(axes.lines) == 2
-    assert key_of(panel(phases)) == ["computing", "reducing within a learner", "reducing across sites"]
+    phases, hours = pictures.hours_pictures(plans((1, 2, 4, 8), **NETWORKS))
+    figure = figure_of(hours)
+    assert names_of(key_of(figure)) == ["DiLoCo, M = 2", "DiLoCo, M = 4", "DiLoCo, M = 8", "data parallel"]
+    assert len(figure["data"]) == 2
+    assert key_of(figure_of(phases)) == ["computing", "reducing within a learner", "reducing across sites"]
 
 
 def test_a_phase_that_takes_no_time_has_no_key_and_the_link_that_is_asked_about_is_in_the_picture() -> None:
-    phases, hours = training_time_pictures.pictures(plans((1, 32), slow=Link(1e6, 0.0)))
-    assert key_of(panel(phases)) == ["computing", "reducing across sites"]  # a learner is one chip
-    low, high = panel(hours).get_xlim()
-    assert low <= 1e-3 < 1e3 <= high
+    phases, hours = pictures.hours_pictures(plans((1, 32), slow=Link(1e6, 0.0)))
+    assert key_of(figure_of(phases)) == ["computing", "reducing across sites"]  # a learner is one chip
+    curve = figure_of(hours)["data"][0]
+    assert (curve["x"][0], curve["x"][-1]) == (1e-3, 1e3)
 
 
 # ------------------------------------------------------------------------------------------------------------- scaling
@@ -151,20 +139,19 @@ def test_a_phase_that_takes_no_time_has_no_key_and_the_link_that_is_asked_about_
 @pytest.mark.filterwarnings("ignore:the")
 @pytest.mark.parametrize(("parameters", "learners"), [(1.3e9, 4), (7e10, 3), (3.5e7, 1)])
 def test_this_model_is_on_the_curve_of_its_learners(parameters: float, learners: int) -> None:
-    for picture in scaling_pictures.pictures(expect(parameters, learners)):
-        axes = panel(picture)
-        require_on_its_curve(axes, "this model", f"M = {learners}")
-        assert "sizes that were measured" in key_of(axes)
+    for picture in pictures.scaling_pictures(expect(parameters, learners)):
+        figure = figure_of(picture)
+        require_on_its_curve(figure, "this model", f"M = {learners}")
+        assert "sizes that were measured" in key_of(figure)
 
 
 def test_one_thing_has_one_colour_in_every_picture() -> None:
-    shown: list[Callable[[], Axes]] = [
-        lambda: panel(training_time_pictures.pictures(plans((1, 2), low=NETWORKS["low"]))[1]),
-        lambda: panel(scaling_pictures.pictures(expect(1e9, 2))[0]),
-        lambda: panel(link_pictures.pictures(question("diloco"), {"this link": 1e9})[0]),
+    shown = [
+        pictures.hours_pictures(plans((1, 2), low=NETWORKS["low"]))[1],
+        pictures.scaling_pictures(expect(1e9, 2))[0],
+        pictures.link_pictures(question("diloco"), {"this link": 1e9})[0],
     ]
-    colours = {str(line.get_color()) for draw in shown for line in draw().lines if line.get_label() == "data parallel"}
-    assert len(colours) == 1
+    assert len({traces_of(figure_of(picture))["data parallel"]["line"]["color"] for picture in shown}) == 1
 
 
 # -------------------------------------------------------------------------------------------------------------- advice
@@ -175,20 +162,22 @@ def test_the_recommended_and_the_chosen_method_stand_out(choose: int) -> None:
     case = case_of(load_site(ROOT / "examples" / "site.toml"))
     ranked = advise(case)
     shown = [(rank, ranked[rank - 1]) for rank in (1, 2, 4, 13, 14)]
-    for picture in pictures(case, shown, choose):
-        labels = panel(picture).get_yticklabels()
+    for picture in pictures.advice_pictures(case, shown, choose):
+        labels = labels_of(figure_of(picture))
         for label, row, (rank, outcome) in zip(labels, picture.rows, shown, strict=True):
-            role = mark(rank, choose)
-            assert label.get_fontweight() == ("bold" if role else "normal")
+            role = pictures.mark(rank, choose)
+            assert label.endswith("*") == bool(role)
             title = f"{outcome.setting.title}: {role}" if role else outcome.setting.title
-            assert label.get_text().replace("\n", " ").startswith(title)
+            assert label.startswith(title)
             assert row[0] == f"{outcome.setting.label}{f' ({role})' if role else ''}"
-    assert [mark(rank, choose) for rank in (1, 2, 4)].count("chosen") == (choose > 1)
+    assert [pictures.mark(rank, choose) for rank in (1, 2, 4)].count("chosen") == (choose > 1)
 
 
 def test_hours_are_bars_unless_they_are_orders_of_magnitude_apart() -> None:
     case = case_of(load_site(ROOT / "examples" / "site.toml"))
     ranked = list(enumerate(advise(case), 1))
-    near, far = (panel(pictures(case, shown, 1)[0]) for shown in (ranked[:4], ranked[:13]))
-    assert (near.get_xscale(), near.get_xlim()[0], len(near.patches)) == ("linear", 0.0, 4)
-    assert (far.get_xscale(), len(far.patches), len(far.lines)) == ("log", 0, 13)
+    near, far = (figure_of(pictures.advice_pictures(case, shown, 1)[0]) for shown in (ranked[:4], ranked[:13]))
+    assert near["layout"]["xaxis"]["range"][0] == 0.0
+    for figure, scale, kind, num in ((near, "linear", "bar", 4), (far, "log", "scatter", 13)):
+        [drawn] = figure["data"]
+        assert (figure["layout"]["xaxis"]["type"], drawn["type"], len(drawn["x"])) == (scale, kind, num)

@@ -87,7 +87,7 @@ def test_the_page_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
         text = answer.text
         assert "default-src 'self'" in answer.headers["content-security-policy"]
         assert 'src="http' not in text
-        for part in ("page.css", "page.js", "plotly.js"):
+        for part in ("page.css", "page.js", "drawing.js", "plotly.min.js"):
             assert f'"{part}"' in text
             assert get(page, f"/{part}").status == 200
 

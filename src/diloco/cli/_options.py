@@ -26,4 +26,4 @@ Model = Annotated[
 ]
 Parameters = Annotated[float | None, typer.Option(help="Instead of --model.")]
 SyncEvery = Annotated[int, typer.Option(min=1, metavar="H", help="Inner steps between two synchronisations.")]
-PicturesDir = Annotated[Path | None, typer.Option(metavar="DIR", help="Write pictures there: PNG, and one HTML page.")]
+PicturesPage = Annotated[Path | None, typer.Option(metavar="FILE", help="Write pictures there: one HTML page.")]

@@ -16,7 +16,7 @@ from diloco.errors import ConfigError, StoreError, translated
 if TYPE_CHECKING:
     from diloco.demo.story import DemoState
 
-NEEDS = ("transformers", "starlette", "uvicorn", "plotly")
+NEEDS = ("transformers", "starlette", "uvicorn")
 
 
 def command(

@@ -4,7 +4,6 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,9 +14,9 @@ from diloco.cli._options import Overrides, RunFile
 from diloco.cli._output import make_table
 from diloco.config import RunConfig, load_config
 from diloco.errors import ConfigError
-from diloco.planning.picture_pages import write
 from diloco.planning.site import Site, load_site
 from diloco.planning.tape import is_simulation, read_tape
+from diloco.report.frame import write_drawings
 
 if TYPE_CHECKING:
     from diloco.simulation.scenario import Scenario
@@ -38,17 +37,10 @@ def command(
         Path | None, typer.Option("--dir", help="Where events go; default <run.dir>-simulated.")
     ] = None,
     replace: Annotated[bool, typer.Option("--replace", help="Remove an earlier simulation from there.")] = False,
-    draws: Annotated[
-        bool, typer.Option("--pictures/--no-pictures", help="Draw its timeline and losses; needs 'diloco[plot]'.")
-    ] = True,
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Train the run that RUN_FILE describes in virtual time, over modelled links and faults."""
-    if draws and find_spec("matplotlib") is None:
-        raise ConfigError(
-            "pictures need matplotlib, which is not installed; pip install 'diloco[plot]', or give --no-pictures"
-        )
     config = load_config(run_file, overrides or ())
     names, make_scenario = _scenario(config, None if site is None else load_site(site), tape)
     configs = {name: load_config(run_file, overrides or (), learner=name) for name in names}
@@ -68,12 +60,13 @@ def command(
     progress = make_progress(sys.stderr if as_json else sys.stdout, config.train.log_every_s)
     done = simulate(configs, make_scenario(), directory, progress=progress)
     (directory / "simulation.json").write_text(json.dumps(done.to_dict(), indent=1) + "\n", encoding="utf-8")
-    seen = _draw(done, directory, config) if draws else directory / "simulation.json"
+    page = directory / "simulation.html"
+    _draw(done, page, config)
     if as_json:
         typer.echo(json.dumps(done.to_dict()))
     else:
         _print(done)
-        typer.echo(f"see {seen}")
+        typer.echo(f"see {page}")
 
 
 def _scenario(config: RunConfig, site: Site | None, tape: Path | None) -> "tuple[list[str], Callable[[], Scenario]]":
@@ -128,12 +121,12 @@ def _print(done: "Simulated") -> None:
     typer.echo(f"{done.duration_s:,.1f} s of virtual time; {loss}")
 
 
-def _draw(done: "Simulated", directory: Path, config: RunConfig) -> Path:
-    """Draw each learner's timeline and the loss against time. Returns the page."""
+def _draw(done: "Simulated", page: Path, config: RunConfig) -> None:
+    """Draw each learner's timeline and the loss against time."""
     from diloco.simulation.pictures import NO_LOSS, pictures
 
     drawn = pictures(done)
     text = f"{config.run.name} in virtual time: {done.duration_s:,.1f} s."
     if len(drawn) == 1:
         text = f"{text} {NO_LOSS}"
-    return write(directory, "simulation", f"Simulation of {config.run.name}", text, drawn)[-1]
+    write_drawings(page, f"Simulation of {config.run.name}", text, drawn)

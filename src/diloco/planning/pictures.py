@@ -1,202 +1,383 @@
-"""Pictures of plans: lines and bars, each with a key that names exactly what is drawn.
-
-matplotlib is imported when a picture is drawn, and its state machine (`pyplot`) is never used.
-"""
+"""Pictures of plans: of a link's worth, goodput, hours, the scaling laws and the adviser's methods."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
-from diloco.planning.palette import (
-    COLOURS,
-    GRID,
-    PAPER,
-    TEXT,
+from diloco.planning.advice import standing
+from diloco.planning.goodput import Fleet, Goodput, Mode, closed_form, simulate
+from diloco.planning.graph import Execution, costs_of, pattern_of
+from diloco.planning.outcomes import Case, Outcome
+from diloco.planning.question import Around, Graph, Question
+from diloco.planning.scaling_laws import DATA_PARALLEL_LOSS, LEARNERS, LOSS, PARAMETERS, Expected
+from diloco.planning.settings import setting_for
+from diloco.planning.training_time import Link, TrainingPlan, WallClock, wall_clock
+from diloco.planning.units import RATE, SIZE, TIME, significant
+from diloco.report import drawing
+from diloco.report.drawing import Axis, Bars, Kind, Line, Picture, Span, bars, lines, rows_of, short, timeline
+
+
+def steps_between(low: float, high: float, num: int) -> list[float]:
+    """So many steps of equal ratio from one end to the other, both included."""
+    return [low * (high / low) ** (step / num) for step in range(num + 1)]
+
+
+# --------------------------------------------------------------------------------------------------------------- links
+
+NUM_STEPS, AROUND_STEPS = 60, 25
+SHOWN: tuple[Kind, ...] = ("compute", "waiting", "up", "down")
+SKIPPED = 3
+"""Periods before the one that is drawn."""
+WIDEST, NUM_TRIED = 1000.0, 40
+"""How far from what was asked for the axis may reach, as a factor; bandwidths that are tried to find its range."""
+LEAST_SHOWN, MOST_SHOWN = 0.1, 0.98
+"""Of utilisation where curves begin and end."""
+Spans = dict[str, list[Span]]
+
+
+def link_pictures(question: Question, asked_bit_per_s: Mapping[str, float]) -> list[Picture]:
+    """The curve with its relatives and the links that were asked for, by what was asked, and a timeline of one period
+    on the last of them."""
+    return [_link_curve(question, asked_bit_per_s), _period(question, list(asked_bit_per_s.values())[-1])]
+
+
+def _link_curve(question: Question, asked_bit_per_s: Mapping[str, float]) -> Picture:
+    asked = list(asked_bit_per_s.values())
+    relatives = list(_relatives(question))
+    grid = steps_between(*_range(relatives, asked), NUM_STEPS if isinstance(question, Graph) else AROUND_STEPS)
+    rates = sorted({*grid, *asked})  # the points are on the curve, also between the points of the grid
+    gbit_per_s = [rate / 1e9 for rate in rates]
+    drawn = []
+    for number, each in enumerate(relatives):
+        is_overlapped = each.setting.method == "streaming" and each.setting.overlap > 0  # beside one that is not
+        colour, percents = (
+            drawing.VIOLET if is_overlapped else drawing.METHODS[each.setting.method],
+            [100 * each.value(r) for r in rates],
+        )
+        drawn.append(Line(question_title(each), gbit_per_s, percents, colour, style="--" if number else "-"))
+    worth = dict(zip(rates, drawn[0].y, strict=True))
+    points = Line(
+        "asked for", [rate / 1e9 for rate in asked], [worth[rate] for rate in asked], drawn[0].colour, style="o"
+    )
+    label = "compute utilisation, %" if question.measure == "computing" else "pace of merges kept, %"
+    figure = lines([*drawn, points], Axis("link of a learner, Gbit/s", log=True), Axis(label, low=0, high=103))
+    rows = [(name, RATE.show(rate), f"{worth[rate]:.4g} %") for name, rate in asked_bit_per_s.items()]
+    heading = f"{question.workload.name}: what a link is worth"
+    return Picture(heading, caption(question, relatives), figure, ("asked for", "link", question.measure), rows)
+
+
+def question_title(question: Question) -> str:
+    """The method and those of its numbers that are not the usual ones: what tells it from the others of a picture."""
+    own = question.setting
+    usual = setting_for(question.workload, own.method, sync_every=own.sync_every)
+    numbers = {f"τ = {own.overlap}": own.overlap != usual.overlap}
+    numbers[f"P = {own.num_fragments}"] = own.num_fragments != usual.num_fragments
+    return ", ".join([own.title, *(number for number, is_own in numbers.items() if is_own)])
+
+
+def caption(question: Question, relatives: Sequence[Question]) -> str:
+    """What the picture shows, from the curves that it has."""
+    first, *others = relatives
+    text = f"{question_title(first)}: {question.setting}."
+    if not others:
+        return text
+    beside = [f"{question_title(each)}, every step" for each in others if each.setting.sync_every == 1]
+    if rest := [question_title(each) for each in others if each.setting.sync_every > 1]:
+        beside.append(f"every {others[-1].setting.sync_every} steps: {'; '.join(rest)}")
+    return f"{text} Beside it, with the same codec and latency: {'; '.join(beside)}."
+
+
+def _range(relatives: Sequence[Question], asked: Sequence[float]) -> tuple[float, float]:
+    """The range of the axis: from where the first curve rises to where the last one has, with what was asked for."""
+    if not all(isinstance(each, Graph) for each in relatives):  # no data parallel among them, and searching is slow
+        return min(asked) / 5, 30 * max(asked)
+    rates = steps_between(min(asked) / WIDEST, WIDEST * max(asked), NUM_TRIED)
+    rising = [rate for rate in rates if max(each.value(rate) for each in relatives) > LEAST_SHOWN]
+    risen = [rate for rate in rates if all(each.value(rate) > MOST_SHOWN * each.value(math.inf) for each in relatives)]
+    return min([min(asked) / 2, *rising[:1]]), max([2 * max(asked), *risen[:1]])
+
+
+def _relatives(question: Question) -> Iterator[Question]:
+    """The question itself, then other methods at the same H, codec and latency."""
+    own = question.setting
+    yield question
+    if question.measure != "computing":
+        return
+    every = own.sync_every if own.method != "data-parallel" else 100
+    wanted: list[tuple[str, int | None, int | None]] = [
+        ("diloco", every, None), ("streaming", every, None), ("streaming", every, 1), ("eager", every, None)
+    ]  # fmt: skip
+    if isinstance(question, Graph):
+        wanted.insert(0, ("data-parallel", None, None))
+    for method, h, tau in wanted:
+        setting = setting_for(question.workload, method, sync_every=h, overlap=tau)
+        setting = replace(setting, up=own.up, down=own.down, latency_s=own.latency_s)
+        if setting != own:
+            yield replace(question, setting=setting)
+
+
+def _period(question: Question, bit_per_s: float) -> Picture:
+    spans = _graph_spans(question, bit_per_s) if isinstance(question, Graph) else _star_spans(question, bit_per_s)
+    rows = []
+    for name, of_learner in spans.items():
+        seconds = (sum(span.end_s - span.begin_s for span in of_learner if span.kind == kind) for kind in SHOWN)
+        rows.append((name, *map(TIME.show, seconds)))
+    heading = f"{question.workload.name}: one period on {RATE.show(bit_per_s)}"
+    text = f"{question.setting}. What is on the link runs beside what is computed."
+    return Picture(heading, text, timeline(spans), ("learner", *(drawing.KINDS[kind][0] for kind in SHOWN)), rows)
+
+
+def _graph_spans(question: Graph, bit_per_s: float) -> Spans:
+    """A period of H steps of the long run; one row, for all learners do the same."""
+    costs = costs_of(question.workload, question.setting, bit_per_s)
+    pattern = pattern_of(question.workload.num_layers, question.setting)
+    execution = Execution(pattern, costs, traced=True)
+    execution.advance_to((SKIPPED + pattern.overlap // pattern.period) * pattern.period)
+    begin_s = execution.now_s
+    execution.advance_to(execution.step + pattern.period)
+    assert execution.trace is not None
+    kinds: dict[str, Kind] = {"wait": "waiting", "up": "up", "down": "down"}
+    spans = [Span(each.start_s, each.end_s, kinds[each.kind]) for each in execution.trace if each.kind in kinds]
+    at_s = begin_s
+    for each in [span for span in spans if span.kind == "waiting"]:
+        spans.append(Span(at_s, max(at_s, each.begin_s), "compute"))
+        at_s = max(at_s, each.end_s)
+    spans.append(Span(at_s, execution.now_s, "compute"))
+    return {"each learner": _clipped(spans, begin_s, execution.now_s)}
+
+
+def _star_spans(question: Around, bit_per_s: float) -> Spans:
+    """The last H steps of the slowest learner; one row where all learners are equal."""
+    prediction = question.predict(bit_per_s, traced=True)
+    activities = prediction.activities
+    num = 1 + max(each.learner for each in activities)
+    of_learner = [[Span(it.begin_s, it.end_s, it.kind) for it in activities if it.learner == i] for i in range(num)]
+    end_s = min(max(it.end_s for it in spans if it.kind in ("compute", "waiting")) for spans in of_learner)
+    slowest = min(question.speeds)
+    length_s = question.setting.sync_every * question.workload.step_s / slowest / min(prediction.utilization)
+    names = ["each learner"] if num == 1 else [f"learner {i + 1}" for i in range(num)]
+    return {name: _clipped(spans, end_s - length_s, end_s) for name, spans in zip(names, of_learner, strict=True)}
+
+
+def _clipped(spans: Iterable[Span], begin_s: float, end_s: float) -> list[Span]:
+    """The parts of the spans that lie in a window, which becomes time 0."""
+    inside = ((max(each.begin_s, begin_s), min(each.end_s, end_s), each.kind) for each in spans)
+    return [Span(begins - begin_s, ends - begin_s, kind) for begins, ends, kind in inside if ends > begins]
+
+
+# ------------------------------------------------------------------------------------------------------------- goodput
+
+MODES: Mapping[Mode, str] = {
+    "data-parallel": "data parallel", "elastic": "elastic data parallel", "decoupled": "decoupled"
+}  # fmt: skip
+
+
+def goodput_pictures(fleet: Fleet, found: Mapping[Mode, Goodput], seed: int) -> list[Picture]:
+    """Goodput against chips, and where the time goes, given the goodput in every mode."""
+    return [_against_chips(fleet, found[fleet.mode], seed), _where_time_goes(fleet, found)]
+
+
+def mode_title(fleet: Fleet, mode: Mode) -> str:
+    """A mode's name, with the number of learners where it matters."""
+    return f"{fleet.learners} decoupled learners" if mode == "decoupled" and fleet.learners > 1 else MODES[mode]
+
+
+def _goodput(fleet: Fleet, seed: int) -> float:
+    """By formula where there is one: it has no noise."""
+    formula = closed_form(fleet)
+    return simulate(fleet, seed).goodput if formula is None else 100 * formula
+
+
+def _against_chips(fleet: Fleet, here: Goodput, seed: int) -> Picture:
+    counts = sorted({max(fleet.learners, round(fleet.chips * 2.0**power)) for power in range(-4, 4)})
+    columns = {mode: [_goodput(replace(fleet, chips=num, mode=mode), seed) for num in counts] for mode in MODES}
+    drawn = [Line(mode_title(fleet, mode), counts, column, drawing.METHODS[mode]) for mode, column in columns.items()]
+    label, errors = "this plan, by formula", []
+    if here.closed_form is None:
+        label, errors = "this plan, simulated: 95 % interval", [(here.interval[1] - here.interval[0]) / 2]
+    goodput = columns[fleet.mode][counts.index(fleet.chips)]
+    drawn.append(Line(label, [fleet.chips], [goodput], drawing.INK, errors, style="o"))
+    worst = min(map(min, columns.values()))
+    low = 0.0 if worst < 50 else 100 - 2 * (100 - worst)  # a small fleet's goodput is near 100 %
+    span = Axis("goodput, %", low=low, high=100 + 0.03 * (100 - low)) if low < 100 else Axis("goodput, %")
+    text = (
+        "Work done, in percent of what the same chips would do without failures and waiting. What steps together "
+        "stands still together, so the more chips, the less each of them does; a decoupled learner's failure stops "
+        "only itself."
+    )
+    heads = ("chips", *(f"{mode_title(fleet, mode)}, %" for mode in MODES))
+    rows = rows_of([f"{chips:,}" for chips in counts], columns.values(), _percent)
+    figure = lines(drawn, Axis("chips", log=True, ticks=tuple(counts)), span)
+    return Picture("Goodput against chips", text, figure, heads, rows)
+
+
+def _percent(value: float) -> str:
+    """Finer near 100, where the difference to it is what counts."""
+    return f"{value:.3f}" if 99 < value < 100 else f"{value:.1f}"
+
+
+def _where_time_goes(fleet: Fleet, found: Mapping[Mode, Goodput]) -> Picture:
+    labels, values = [mode_title(fleet, mode) for mode in found], list(found.values())
+    goodput, waiting, stopped = zip(*((each.goodput, each.waiting, each.stopped) for each in values), strict=True)
+    shares = [
+        Bars("working", goodput, drawing.COMPUTING),
+        Bars("waiting for other learners", waiting, drawing.WAITING),
+        Bars("standing still after a failure", stopped, drawing.STOPPED),
+    ]
+    figure = bars(
+        labels, shares, Axis("share of the chips' time, %", low=0, high=100), marked=[list(found).index(fleet.mode)]
+    )
+    text = f"Of {fleet.chips:,} chips; in bold, this plan."
+    heads = ("", "goodput, %", "waiting, %", "standing still, %", "some learner runs, %")
+    uptime = [100 - each.all_stopped for each in values]
+    rows = rows_of(labels, (goodput, waiting, stopped, uptime), "{:.2f}".format)
+    return Picture("Where the time goes", text, figure, heads, rows)
+
+
+# --------------------------------------------------------------------------------------------------------------- hours
+
+HOUR_S = 3600.0
+SLOWEST_LINK, FASTEST_LINK, LINK_STEPS = 0.1, 1000.0, 32
+"""Gbit/s that the axis has, and what was asked for, in so many steps."""
+
+Found = Sequence[tuple[str, TrainingPlan, WallClock]]
+
+
+def hours_pictures(found: Found) -> list[Picture]:
+    """What the hours go into, and hours against the link: of plans, each with its network across sites and its wall
+    clock."""
+    return [_phases(found), _against_link(found)]
+
+
+def plan_title(plan: TrainingPlan) -> str:
+    """The method and its learners."""
+    return "data parallel" if plan.learners == 1 else f"DiLoCo, M = {plan.learners}"
+
+
+def _phases(found: Found) -> Picture:
+    labels = [f"{network}: {plan_title(plan)}" for network, plan, _ in found]
+    seconds = [(each.compute_s, each.within_s, each.across_s, each.total_s) for _, _, each in found]
+    columns = [[each / HOUR_S for each in column] for column in zip(*seconds, strict=True)]
+    phases = [
+        Bars("computing", columns[0], drawing.COMPUTING),
+        Bars("reducing within a learner", columns[1], drawing.VIOLET),
+        Bars("reducing across sites", columns[2], drawing.WAITING),
+    ]
+    text = f"{short(found[0][1].num_parameters, 3)} parameters on {found[0][1].chips:,} chips; nothing overlaps."
+    heads = ("network across sites: method", "computing, h", "within, h", "across, h", "in all, h")
+    figure = bars(labels, phases, Axis("hours", low=0))
+    return Picture("What the hours go into", text, figure, heads, rows_of(labels, columns, significant))
+
+
+def _against_link(found: Found) -> Picture:
+    plans = list({plan.learners: plan for _, plan, _ in found}.values())
+    asked = [plan.across.bit_per_s / 1e9 for _, plan, _ in found]
+    gbit_per_s = steps_between(min(SLOWEST_LINK, *asked), max(FASTEST_LINK, *asked), LINK_STEPS)
+    colours = drawing.of_learners([plan.learners for plan in plans]) | {1: drawing.METHODS["data-parallel"]}
+    drawn = []
+    for plan in plans:
+        links = [Link(1e9 * rate, plan.across.latency_s) for rate in gbit_per_s]
+        hours = [wall_clock(replace(plan, across=link)).total_s / HOUR_S for link in links]
+        drawn.append(Line(plan_title(plan), gbit_per_s, hours, colours[plan.learners]))
+    latency_ms = plans[0].across.latency_s * 1e3
+    text = f"Latency of {latency_ms:g} ms. To the right of the bend the hours do not depend on the link."
+    heads, marks = ("Gbit/s", *(f"{each.label}, h" for each in drawn)), slice(0, None, 8)
+    rows = rows_of([short(rate, 3) for rate in gbit_per_s[marks]], [each.y[marks] for each in drawn], significant)
+    figure = lines(drawn, Axis("bandwidth across sites, Gbit/s", log=True), Axis("hours", log=True))
+    return Picture("Hours against the link across sites", text, figure, heads, rows)
+
+
+# -------------------------------------------------------------------------------------------------------- scaling laws
+
+NUM_SHOWN, NUM_DRAWN = 8, 32
+"""Steps from the smallest model to the largest, in the table and of a curve."""
+MEASURED = (
+    "Power laws, measured from 35M to 2.4B parameters with 1, 2, 4 and 8 learners at 20 tokens per parameter; further "
+    "out they are extrapolated."
 )
-from diloco.planning.picture_axes import (
-    LINE_IN,
-    SMALL,
-    WIDTH_IN,
-    Axis,
-    is_narrow,
-    legend,
-    legend_above,
-    name_rows,
-    new_axes,
-    row_names,
-    scale,
-)
-from diloco.planning.units import significant
-
-if TYPE_CHECKING:
-    from matplotlib.artist import Artist
-    from matplotlib.figure import Figure
-
-RESOLUTION = 0.004
-"""Curves that are nowhere farther apart than this share of the panel, half the width of a line, are seen as one."""
-EQUAL = 1e-9
 
 
-# ------------------------------------------------------------------------------------------------------ what is drawn
+def scaling_pictures(here: Expected) -> list[Picture]:
+    """Loss and penalty by model size, inside and outside what was measured."""
+    size = here.num_parameters
+    shown = sorted({size, *steps_between(*PARAMETERS, NUM_SHOWN)})
+    sizes = sorted({*shown, *steps_between(shown[0], shown[-1], NUM_DRAWN)})
+    kinds = sorted({*LEARNERS, here.num_learners})
+    colours = drawing.of_learners(kinds)
+    reference = [DATA_PARALLEL_LOSS(n) for n in sizes]
+    losses = [Line("data parallel", sizes, reference, drawing.METHODS["data-parallel"])]
+    losses += [Line(f"M = {m}", sizes, [LOSS(n, m) for n in sizes], colours[m]) for m in kinds]
+    penalties = [
+        replace(each, y=[100 * (loss / least - 1) for loss, least in zip(each.y, reference, strict=True)])
+        for each in losses[1:]
+    ]
+
+    def picture(title: str, text: str, curves: list[Line], at: float, label: str, unit: str, digits: int) -> Picture:
+        axis = Axis("parameters", log=True, band=(*PARAMETERS, "sizes that were measured"))
+        figure = lines([*curves, Line("this model", [size], [at], drawing.INK, style="o")], axis, Axis(label))
+        columns = [[each.y[sizes.index(n)] for n in shown] for each in curves]
+        rows = rows_of([short(n, 3) for n in shown], columns, f"{{:.{digits}f}}".format)
+        return Picture(title, text, figure, ("parameters", *(f"{each.label}{unit}" for each in curves)), rows)
+
+    loss, penalty = "held-out loss, nats per token", "loss above data parallel, %"
+    fits = f"{MEASURED} The fits are off by up to a point here."
+    return [
+        picture("Loss by the scaling laws", MEASURED, losses, here.loss, loss, "", 3),
+        picture("Loss above data parallel", fits, penalties, here.loss_penalty_percent, penalty, ", %", 2),
+    ]
 
 
-@dataclass(frozen=True)
-class Line:
-    """One curve. `errors` are half widths of confidence intervals; a `style` of "o" draws points only. Without a label
-    it is one of several that look like one which has it."""
+# -------------------------------------------------------------------------------------------------------------- advice
 
-    label: str
-    x: Sequence[float]
-    y: Sequence[float]
-    errors: Sequence[float] = ()
-    style: Literal["-", "--", ":", "o"] = "-"
-    colour: str = ""
+FAR = 20
+"""Hours that differ by more than this factor are drawn on a logarithmic axis."""
+
+Ranked = Sequence[tuple[int, Outcome]]
 
 
-@dataclass(frozen=True)
-class Bars:
-    """One series of bars: a value for every label of the chart, one colour or one for each, how a value is written."""
-
-    label: str
-    values: Sequence[float]
-    colour: str | Sequence[str] = ""
-    show: Callable[[float], str] = significant
+def mark(rank: int, choose: int) -> str:
+    """What a rank is besides: the one that is recommended, the one that --choose takes instead, or nothing."""
+    return "recommended" if rank == 1 else "chosen" if rank == choose else ""
 
 
-@dataclass(frozen=True)
-class Picture:
-    """A figure and the numbers it shows.
-
-    Attributes:
-        name: of its PNG file, without the ending.
-        title: a few words; the page's heading and the PNG's title.
-        text: what the reader should see, in a sentence or two.
-        draw: makes the figure, given its width in inches.
-        heads, rows: the table beside it; the first column is text, the others are numbers.
-    """
-
-    name: str
-    title: str
-    text: str
-    draw: Callable[[float], Figure]
-    heads: Sequence[str]
-    rows: Sequence[Sequence[str]]
+def numbers(case: Case, outcome: Outcome, no_price: str) -> tuple[str, ...]:
+    """Utilisation, hours, bytes, money and loss, for a table."""
+    percent = outcome.penalty.percent
+    return (
+        f"{100 * case.utilization(outcome):.1f} %", significant(outcome.hours), SIZE.show(outcome.total_bytes),
+        no_price if outcome.usd is None else f"{outcome.usd:,.0f}",
+        "unknown" if percent is None else f"{percent:+.1f} %",
+    )  # fmt: skip
 
 
-# -------------------------------------------------------------------------------------------------------- the figures
-
-
-def lines(curves: Sequence[Line], x: Axis, y: Axis, width_in: float = WIDTH_IN, *, height_in: float = 3.9) -> Figure:
-    """Curves and points over a common axis. The key lists them by their height at the right end, the points last.
-
-    Curves that cannot be told apart are drawn as one, under all their names.
-    """
-    figure, axes = new_axes(height_in, width_in)
-    named: list[tuple[float, Artist]] = []
-    for index, each in enumerate(merged(curves, y)):
-        colour = each.colour or COLOURS[index % len(COLOURS)]
-        if each.errors:
-            axes.errorbar(each.x, each.y, each.errors, color=colour, capsize=3, linewidth=1.4, fmt="none", zorder=4)
-        if each.style == "o":
-            look: dict[str, Any] = {
-                "linestyle": "",
-                "marker": "o",
-                "markersize": 7,
-                "markeredgecolor": PAPER,
-                "zorder": 5,
-            }
-        else:
-            marker = "o" if len(each.x) <= 12 else ""
-            look = {"linewidth": 2, "linestyle": each.style, "marker": marker, "markersize": 3.5}
-        [drawn] = axes.plot(each.x, each.y, color=colour, label=each.label, **look)
-        if each.label:
-            named.append((-math.inf if each.style == "o" else each.y[-1], drawn))
-    handles = [drawn for _, drawn in sorted(named, key=lambda it: -it[0])]
-    if x.band is not None:
-        low, high, label = x.band
-        handles.append(axes.axvspan(low, high, color=GRID, alpha=0.7, linewidth=0, zorder=0, label=label))
-    axes.grid(axis="y", color=GRID, linewidth=0.8)
-    scale(axes, "x", x)
-    scale(axes, "y", y)
-    if is_narrow(axes):
-        legend_above(axes, len(handles), handles)
-    else:
-        num_lines = legend(axes, handles, loc="upper left", bbox_to_anchor=(1, 1), handlelength=2.2)
-        figure.set_figheight(max(height_in, LINE_IN * num_lines + 0.9))
-    return figure
-
-
-def merged(curves: Sequence[Line], y: Axis) -> list[Line]:
-    """The curves to draw: those that lie on an earlier one, to half the width of a line, add their names to its own.
-
-    "=" stands before a name where all values are equal, "≈" where they only look it. Points stay by themselves.
-    """
-    ends = [value for each in curves for value in each.y]
-    low, high = (y.low if y.low is not None else min(ends)), (y.high if y.high is not None else max(ends))
-    place: Callable[[float], float] = math.log if y.log else float
-    most = RESOLUTION * (place(high) - place(low))
-    groups: list[tuple[Line, str]] = []
-    for each in curves:
-        for index, (first, label) in enumerate(groups):
-            if "o" in (first.style, each.style) or list(first.x) != list(each.x):
-                continue
-            pairs = list(zip(first.y, each.y, strict=True))
-            if all(abs(place(a) - place(b)) <= most for a, b in pairs):
-                sign = "=" if all(math.isclose(a, b, rel_tol=EQUAL) for a, b in pairs) else "≈"
-                groups[index] = (first, f"{label}\n{sign} {each.label}")
-                break
-        else:
-            groups.append((each, each.label))
-    return [replace(first, label=label) for first, label in groups]
-
-
-def bars(
-    labels: Sequence[str], series: Sequence[Bars], value: Axis, width_in: float = WIDTH_IN, *,
-    marked: Collection[int] = (),
-) -> Figure:  # fmt: skip
-    """Horizontal bars, the first label on top; several series are stacked, one after the other.
-
-    On a logarithmic axis, where lengths mean nothing, points instead. Values of a single series are written beside it.
-    A series of zeros is not drawn; all else is seen, if only as a hairline. `marked`: rows whose label stands out.
-    """
-    num_lines = max(text.count("\n") for text in row_names(labels, width_in)) + 1
-    figure, axes = new_axes(1.1 + max(0.42, LINE_IN * num_lines + 0.16) * len(labels), width_in)
-    left = [0.0] * len(labels)
-    shown = [each for each in series if any(each.values)]
-    for index, each in enumerate(shown):
-        own = each.colour or COLOURS[index % len(COLOURS)]
-        colours = [own] * len(labels) if isinstance(own, str) else own
-        label = each.label
-        for row, (size, colour) in enumerate(zip(each.values, colours, strict=True)):
-            if value.log:
-                axes.plot(size, -row, "o", color=colour, markersize=9, label=label)
-            elif size:
-                axes.barh(
-                    -row, size, left=left[row], height=0.58, color=colour, edgecolor=colour, linewidth=0.7,
-                    label=label, zorder=3 - index / 100,
-                )  # fmt: skip
-                label = ""
-        if len(series) == 1:
-            for row, size in enumerate(each.values):
-                axes.annotate(
-                    each.show(size), (size, -row), (8, 0), textcoords="offset points", va="center", fontsize=SMALL,
-                    color=TEXT,
-                )  # fmt: skip
-        left = [a + b for a, b in zip(left, each.values, strict=True)]
-    name_rows(axes, labels, top=0.5, marked=marked)
-    scale(axes, "x", value)
-    if len(series) > 1:
-        legend_above(axes, len(shown))
-    elif not value.high:
-        axes.margins(x=0.25 if is_narrow(axes) else 0.12)  # the numbers beside the bars
-    return figure
-
-
-def rows_of(
-    firsts: Sequence[str], columns: Iterable[Sequence[float]], show: Callable[[float], str]
-) -> list[tuple[str, ...]]:
-    """The rows of a picture's table: a first cell, then one number of each column."""
-    return [(first, *map(show, numbers)) for first, *numbers in zip(firsts, *columns, strict=True)]
+def advice_pictures(case: Case, shown: Ranked, choose: int) -> list[Picture]:
+    """Hours and utilisation of the ranks that are shown, the recommended one marked."""
+    labels, names = [], []
+    for rank, each in shown:
+        status, role = standing(case, each), mark(rank, choose)
+        notes = [role] * bool(role) + [f"loss {status}"] * (status != "allowed")
+        title = ": ".join([each.setting.title, *([", ".join(notes)] if notes else [])])
+        labels.append(f"{title}\n{each.setting.detail}")
+        names.append(f"{each.setting.label}{f' ({role})' if role else ''}")
+    marked = [row for row, (rank, _) in enumerate(shown) if mark(rank, choose)]
+    rows = [(name, *numbers(case, each, no_price="")) for name, (_, each) in zip(names, shown, strict=True)]
+    colours = [drawing.METHODS[each.setting.method] for _, each in shown]
+    hours = [each.hours for _, each in shown]
+    far = max(hours) > FAR * min(hours)
+    hours_axis = Axis("hours until the tokens are trained", log=far, low=None if far else 0.0)
+    percents = [100 * case.utilization(each) for _, each in shown]
+    busy_axis = Axis("computing, % of the time of all accelerators", low=0.0, ticks=(0, 25, 50, 75, 100))
+    heads = ("method", "computing", "hours", "bytes in all", "USD", "loss")
+    text = (
+        "The best setting of each method: first those whose loss penalty is allowed, then those whose penalty is not, "
+        f"then those whose penalty is not known. In bold: the recommended one{', and the chosen' * (choose > 1)}."
+    )
+    drawn = bars(labels, [Bars("hours", hours, colours, significant)], hours_axis, marked=marked)
+    busy = bars(labels, [Bars("computing", percents, colours, "{:.1f} %".format)], busy_axis, marked=marked)
+    return [
+        Picture("Hours", text, drawn, heads, rows),
+        Picture("Utilisation", "What part of the time the accelerators compute.", busy, heads[:2],
+                [row[:2] for row in rows]),
+    ]  # fmt: skip

@@ -1,65 +1,44 @@
-"""The page of a run as text: served live, or frozen into one file."""
+"""Pages as text: a run's, served live or frozen into one file, and drawings with their tables."""
 
 from __future__ import annotations
 
+import html
 import json
+from collections.abc import Iterable, Sequence
 from importlib.resources import files
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, StoreError, translated
+from diloco.escaping import printable
 from diloco.events import RECENT_MERGES
+from diloco.report.drawing import Picture
 
-NEEDS = "pip install 'diloco[dashboard]'"
+DRAWN_BY = ("plotly.min.js", "drawing.js")
+"""What a page draws with."""
 
 
 def asset(name: str) -> str:
-    """The text of one of the page's own files."""
+    """The text of one of the pages' own files."""
     return (files("diloco.report") / "assets" / name).read_text(encoding="utf-8")
 
 
-def plotly_file() -> Path:
-    """The file of the library that draws the charts.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
-    spec = find_spec("plotly")
-    if spec is None or spec.origin is None:
-        raise ConfigError(f"the page of a run needs plotly, which is not installed; {NEEDS}")
-    return Path(spec.origin).parent / "package_data" / "plotly.min.js"
-
-
-def part(name: str) -> str:
-    """The text of a part of the live page."""
-    return plotly_file().read_text(encoding="utf-8") if name == "plotly.js" else asset(name)
+# ----------------------------------------------------------------------------------------------------- a run's page
 
 
 def live_page(token: str = "") -> str:
-    """A page that follows the run at the address it came from; its parts are `page.css`, `page.js`, `plotly.js`.
+    """A page that follows the run at the address it came from; its parts are assets, loaded from there.
 
     `token`: that its orders carry; empty: it gives none.
     """
-    scripts = '<script src="plotly.js"></script>\n<script src="page.js"></script>'
+    scripts = "\n".join(f'<script src="{name}"></script>' for name in (*DRAWN_BY, "page.js"))
     style = '<link rel="stylesheet" href="page.css">'
     return _page(f'<meta name="orders" content="{token}">\n{style}' if token else style, "", scripts)
 
 
 def frozen_page(story: dict[str, Any]) -> str:
-    """The same page of `Story.since(0)` with all its parts inside; nothing is loaded from elsewhere.
-
-    Raises:
-        ConfigError: the library that draws the charts is not installed.
-    """
-    library = plotly_file().read_text(encoding="utf-8")
-    scripts = f"<script>{_script(library)}</script>\n<script>{_script(asset('page.js'))}</script>"
-    # in a script element only "</" and "<!--" would be read as more than text
-    return _page(f"<style>{asset('page.css')}</style>", json.dumps(story).replace("<", "\\u003c"), scripts)
-
-
-def _script(text: str) -> str:
-    return text.replace("</script", "<\\/script")
+    """The same page of `Story.since(0)` with all its parts inside; nothing is loaded from elsewhere."""
+    return _page(f"<style>{asset('page.css')}</style>", _json(story), _scripts("page.js"))
 
 
 def _page(style: str, story: str, scripts: str) -> str:
@@ -68,3 +47,70 @@ def _page(style: str, story: str, scripts: str) -> str:
     for mark, text in marks.items():
         page = page.replace(f"<!-- {mark} -->", text, 1)
     return page
+
+
+def _json(values: dict[str, Any]) -> str:
+    """For a script element, in which only "</" and "<!--" would be read as more than text."""
+    return json.dumps(values, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _scripts(*more: str) -> str:
+    texts = (asset(name).replace("</script", "<\\/script") for name in (*DRAWN_BY, *more))
+    return "\n".join(f"<script>{text}</script>" for text in texts)
+
+
+# --------------------------------------------------------------------------------------------------------- drawings
+
+
+def require_html(path: Path | None) -> None:
+    """Raise ConfigError unless `--out` names a page."""
+    if path is not None and path.suffix != ".html":
+        raise ConfigError(f'--out {path} writes one HTML page; name it "{path.with_suffix(".html")}".')
+
+
+def write_drawings(path: Path, title: str, text: str, pictures: Iterable[Picture]) -> None:
+    """Write pictures with their tables as one page; nothing in it is loaded from elsewhere.
+
+    Raises:
+        StoreError: it cannot be written.
+    """
+    sections = "\n".join(map(_section, pictures))
+    page = f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{_plain(title)}</title><link rel="icon" href="data:,"><style>{asset("page.css")}</style></head><body><main>
+<h1>{_plain(title)}</h1>
+<p class="lead">{_plain(text)}</p>
+{sections}
+</main>
+{_scripts()}
+</body></html>
+"""
+    with translated(OSError, StoreError, f"cannot write {path}", "choose another place"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(page, encoding="utf-8")
+
+
+def _section(picture: Picture) -> str:
+    title = _plain(picture.title)
+    return f"""<section>
+<h2>{title}</h2>
+<p>{_plain(picture.text)}</p>
+<div class="drawing" role="img" aria-label="{title}; its numbers are in the table"></div>
+<script type="application/json">{_json(picture.figure)}</script>
+<div class="scroll" tabindex="0" role="region" aria-label="{title}: numbers">{_table(picture.heads, picture.rows)}</div>
+</section>"""
+
+
+def _plain(text: str) -> str:
+    """Text of any origin, for a place between tags."""
+    return html.escape(printable(text))
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """The first column is text, the others are numbers."""
+
+    def line(tag: str, cells: Sequence[str]) -> str:
+        marked = (f"<{tag}{' class=n' * (place > 0)}>{_plain(text)}</{tag}>" for place, text in enumerate(cells))
+        return f"<tr>{''.join(marked)}</tr>"
+
+    return f"<table>{line('th', heads)}{''.join(line('td', row) for row in rows)}</table>"

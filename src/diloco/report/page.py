@@ -76,7 +76,7 @@ def write_page(path: Path, story: Story) -> None:
     """Write the page; nothing in it is loaded from elsewhere.
 
     Raises:
-        StoreError: it cannot be written. ConfigError: the library that draws its charts is not installed.
+        StoreError: it cannot be written.
     """
     text = frozen_page(story.since(0))
     with translated(OSError, StoreError, f"cannot write {path}", "choose another place with --out"):

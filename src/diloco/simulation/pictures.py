@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
-from diloco.planning.palette import COMPUTING, GREY
-from diloco.planning.picture_axes import Axis
-from diloco.planning.pictures import Line, Picture, lines
-from diloco.planning.timelines import time_unit, timeline
+from diloco.report.drawing import COMPUTING, GREY, Axis, Line, Picture, lines, time_unit, timeline
+from diloco.simulation.losses import Losses
 
 if TYPE_CHECKING:
     from diloco.simulation.virtual_run import Simulated
 
-MOST_ROWS = 12
+MOST_ROWS, MOST_POINTS = 12, 1000
 NO_LOSS = "No loss was measured: no learner was evaluated or came to its first step event."
 
 
@@ -25,7 +22,7 @@ def pictures(done: Simulated) -> list[Picture]:
         for name, each in done.times().items()
     ]
     text = "Each learner's time; its transfers run beside it."
-    drawn = [Picture("timeline", "Learners in time", text, partial(timeline, done.spans), heads, rows)]
+    drawn = [Picture("Learners in time", text, timeline(done.spans), heads, rows)]
     return [*drawn, _loss(done)] if done.losses or done.training_losses else drawn
 
 
@@ -35,17 +32,21 @@ def _loss(done: Simulated) -> Picture:
         "training, mean of learners": (done.training_losses, GREY),
         "global model, held-out data": (done.losses, COMPUTING),
     }
-    curves = [
-        Line(name, [at_s / unit_s for at_s, _ in points], [loss for _, loss in points], colour=colour)
-        for name, (points, colour) in series.items()
-        if points
-    ]
-    axes = Axis(f"virtual time, {unit}"), Axis("loss, nats per token")
+    curves = []
+    for name, (points, colour) in series.items():
+        if shown := _thinned(points, MOST_POINTS):
+            curves.append(Line(name, [at_s / unit_s for at_s, _ in shown], [loss for _, loss in shown], colour))
     text = {
         0: "The global model was never evaluated: no learner ended the run, or came to an evaluation.",
         1: "The global model was evaluated once; evaluate.every_steps in the run file evaluates it on the way.",
     }.get(len(done.losses), f"The global model was evaluated {len(done.losses)} times.")
-    name, points = ("held-out loss", done.losses) if done.losses else ("training loss", done.training_losses)
-    every = -(-len(points) // MOST_ROWS)
-    rows = [(f"{at_s:,.1f}", f"{loss:.4f}") for at_s, loss in points[::-every][::-1]]  # with the last
-    return Picture("loss", "Loss against time", text, partial(lines, curves, *axes), ("virtual time, s", name), rows)
+    heading, points = ("held-out loss", done.losses) if done.losses else ("training loss", done.training_losses)
+    rows = [(f"{at_s:,.1f}", f"{loss:.4f}") for at_s, loss in _thinned(points, MOST_ROWS)]
+    figure = lines(curves, Axis(f"virtual time, {unit}"), Axis("loss, nats per token"))
+    return Picture("Loss against time", text, figure, ("virtual time, s", heading), rows)
+
+
+def _thinned(points: Losses, most: int) -> Losses:
+    """So many of them at most, at equal distances, with the last."""
+    every = -(-len(points) // most) or 1
+    return points[::-every][::-1]

@@ -29,7 +29,7 @@ from diloco.exchange.local import Local, Lost, run_virtual
 from diloco.exchange.virtual.run import VirtualRun, World
 from diloco.learner import Learner
 from diloco.planning.tape import SIMULATED
-from diloco.planning.timelines import Kind, Span
+from diloco.report.drawing import Kind, Span
 from diloco.simulation.losses import Losses, read_losses
 from diloco.simulation.scenario import Scenario
 from diloco.syncer.journal import Journal

@@ -46,7 +46,7 @@ READ_BYTES, MAX_ORDER_BYTES = 1 << 20, 4096
 MOST_CONNECTIONS = 128
 """At once, of all browsers, silent ones included: each takes a handle that the run may need (`handles.RESERVE`)."""
 TOKEN = "x-diloco-token"
-PARTS = {"page.css": "text/css", "page.js": "text/javascript", "plotly.js": "text/javascript"}
+PARTS = {"page.css": "text/css", **dict.fromkeys((*frame.DRAWN_BY, "page.js"), "text/javascript")}
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
     "frame-ancestors 'none'",
@@ -58,7 +58,7 @@ HEADERS = {
 
 def missing_packages() -> list[str]:
     """Those that the live page needs and that are not installed."""
-    return [name for name in ("starlette", "uvicorn", "plotly") if find_spec(name) is None]
+    return [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
 
 
 class LivePage:
@@ -85,7 +85,9 @@ class LivePage:
         steer: Callable[[Order, Caller], str] | None = None, check: Callable[[Caller], None] = lambda _: None,
     ) -> None:  # fmt: skip
         if absent := missing_packages():
-            raise ConfigError(f"the live page needs {', '.join(absent)}, not installed here; {frame.NEEDS}")
+            raise ConfigError(
+                f"the live page needs {', '.join(absent)}, not installed here; pip install 'diloco[dashboard]'"
+            )
         host, port = split_address(address)
         if not is_loopback(host):
             raise ConfigError(
@@ -230,7 +232,7 @@ class LivePage:
         from starlette.responses import Response
 
         name = request.url.path.removeprefix("/")
-        return self._refusal(request) or Response(frame.part(name), media_type=PARTS[name], headers=HEADERS)
+        return self._refusal(request) or Response(frame.asset(name), media_type=PARTS[name], headers=HEADERS)
 
     async def _updates(self, request: Request) -> Response:
         from starlette.responses import StreamingResponse

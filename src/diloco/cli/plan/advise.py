@@ -11,12 +11,12 @@ from rich.text import Text
 from diloco.cli._output import make_table, say_written
 from diloco.errors import ConfigError, StoreError, translated
 from diloco.planning.advice import By, advise, case_of, run_file, standing
-from diloco.planning.advice_pictures import Ranked, mark, numbers, pictures
 from diloco.planning.outcomes import Case, Outcome
-from diloco.planning.picture_axes import short
-from diloco.planning.picture_pages import require, write
+from diloco.planning.pictures import Ranked, advice_pictures, mark, numbers
 from diloco.planning.site import load_site
 from diloco.planning.units import TIME, significant
+from diloco.report.drawing import short
+from diloco.report.frame import write_drawings
 from diloco.whole_files import write_whole
 
 RUN_FILE = "run.toml"
@@ -118,10 +118,8 @@ def _print_choice(case: Case, ranked: list[Outcome], choose: int, out: Path | No
 
 
 def _write(directory: Path, text: str, case: Case, shown: Ranked, choose: int) -> None:
-    require()
-    files = write(
-        directory, "advice", "Which method, at what cost", _headline(case) + ".", pictures(case, shown, choose)
-    )
+    page = directory / "advice.html"
+    write_drawings(page, "Which method, at what cost", _headline(case) + ".", advice_pictures(case, shown, choose))
     with translated(OSError, StoreError, f"cannot write {directory / RUN_FILE}", "name another directory with --out"):
         write_whole(directory / RUN_FILE, text)
-    say_written((*files, directory / RUN_FILE))
+    say_written((page, directory / RUN_FILE))

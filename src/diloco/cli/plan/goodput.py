@@ -10,13 +10,13 @@ from rich.console import Console
 from rich.text import Text
 
 from diloco.cli._input import parse_list
-from diloco.cli._options import Json
+from diloco.cli._options import Json, PicturesPage
 from diloco.cli._output import make_table, say_written
 from diloco.errors import ConfigError
 from diloco.planning.goodput import CONFIDENCE, Fleet, Goodput, Mode, Speeds, Times, simulate
-from diloco.planning.goodput_pictures import pictures, title
-from diloco.planning.picture_pages import require, write
+from diloco.planning.pictures import goodput_pictures, mode_title
 from diloco.planning.units import TIME
+from diloco.report.frame import require_html, write_drawings
 
 
 def command(
@@ -40,15 +40,14 @@ def command(
         typer.Option(help="A decoupled learner goes on without failed chips (default), or it stops until the repair."),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the simulation.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Write pictures and a page into this directory.")] = None,
+    out: PicturesPage = None,
     as_json: Json = False,
 ) -> None:
     """Goodput, the chance that no learner runs, and where the rest of the time goes, by simulation and by formula.
 
     The default times reproduce the published table of Decoupled DiLoCo; give your own.
     """
-    if out is not None:
-        require()
+    require_html(out)
     times = Times(
         mtbi_s=TIME.parse(mtbi, "--mtbi", positive=True),
         down_s=TIME.parse(down, "--down"),
@@ -111,5 +110,5 @@ def _percent(value: float | None) -> str:
 
 def _draw(fleet: Fleet, found: dict[Mode, Goodput], seed: int, out: Path) -> None:
     lead = f"{fleet.chips:,} chips: goodput of {found[fleet.mode].goodput:.1f} %. Made by diloco plan goodput."
-    heading = f"Goodput, {title(fleet, fleet.mode)}"
-    say_written(write(out, "goodput", heading, lead, pictures(fleet, found, seed)))
+    write_drawings(out, f"Goodput, {mode_title(fleet, fleet.mode)}", lead, goodput_pictures(fleet, found, seed))
+    say_written([out])

@@ -8,14 +8,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from diloco.cli._options import Json, Model, Parameters, PicturesDir, SyncEvery
+from diloco.cli._options import Json, Model, Parameters, PicturesPage, SyncEvery
 from diloco.cli._output import make_table, say_written
-from diloco.planning.picture_axes import short
-from diloco.planning.picture_pages import require, write
+from diloco.planning.pictures import scaling_pictures
 from diloco.planning.scaling_laws import Expected, expect
-from diloco.planning.scaling_pictures import pictures
 from diloco.planning.units import significant
 from diloco.planning.workload import parameters_of
+from diloco.report.drawing import short
+from diloco.report.frame import require_html, write_drawings
 
 
 def command(
@@ -26,15 +26,14 @@ def command(
     tokens: Annotated[
         float | None, typer.Option(help="To train on. Default: 20 for every parameter, as in the paper.")
     ] = None,
-    out: PicturesDir = None,
+    out: PicturesPage = None,
     as_json: Json = False,
 ) -> None:
     """Published scaling laws (arXiv 2503.09799): loss, learning rates and batch of DiLoCo beside data parallel.
 
     What lies outside of what was measured is warned about.
     """
-    if out is not None:
-        require()
+    require_html(out)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = expect(parameters_of(model, parameters), learners, sync_every=sync_every, tokens=tokens)
@@ -49,7 +48,8 @@ def command(
         lead = (
             f"{short(found.num_parameters, 3)} parameters, {found.num_learners} learners. Made by diloco plan scaling."
         )
-        say_written(write(out, "scaling", "Scaling laws", lead, pictures(found)))
+        write_drawings(out, "Scaling laws", lead, scaling_pictures(found))
+        say_written([out])
 
 
 def _print(it: Expected) -> None:

@@ -10,17 +10,17 @@ import typer
 from rich.console import Console
 
 from diloco.cli._input import parse_list
-from diloco.cli._options import PicturesDir
+from diloco.cli._options import PicturesPage
 from diloco.cli._output import make_table, say_written
 from diloco.errors import ConfigError
 from diloco.planning.conventions import CONVENTIONS, published_run
-from diloco.planning.link_pictures import pictures
-from diloco.planning.picture_pages import require, write
+from diloco.planning.pictures import link_pictures
 from diloco.planning.question import Around, Graph, Question, required_bit_per_s
 from diloco.planning.settings import Setting, setting_for
 from diloco.planning.stations import Merging
 from diloco.planning.units import RATE, TIME
 from diloco.planning.workload import Workload, load_workload
+from diloco.report.frame import require_html, write_drawings
 
 TARGETS = "50,80,90,95,99"
 DIGITS = 6
@@ -74,12 +74,13 @@ def command(
         str, typer.Option(help="steady, or a paper's own: streaming-diloco, scaling-laws.")
     ] = "steady",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object per target.")] = False,
-    out: PicturesDir = None,
+    out: PicturesPage = None,
 ) -> None:
     """What bandwidth keeps the learners computing, or how much they compute on a link.
 
     Decoupled learners always compute; there the percentages are of the pace at which fragments are meant to be merged.
     """
+    require_html(out)
     options: dict[str, Any] = {
         "sync_every": sync_every, "overlap": overlap, "num_fragments": fragments, "up": codec, "down": codec_down,
         "latency_s": 0.0 if latency is None else TIME.parse(latency, "--latency"),
@@ -229,8 +230,7 @@ def _print(
 
 
 def _draw(answers: Answers, question: Question, out: Path) -> None:
-    """Write PNG files and a page. Raises ConfigError where no target is reached by any link."""
-    require()
+    """Write a page. Raises ConfigError where no target is reached by any link."""
     reached = {
         f"{answer['target']:g} %" if "target" in answer else "this link": 1e9 * answer["gbit_per_s"]
         for answer in answers
@@ -240,4 +240,5 @@ def _draw(answers: Answers, question: Question, out: Path) -> None:
         raise ConfigError("no target is reached by any link, so there is nothing to draw; lower --targets.")
     title = f"{question.workload.name}, {question.setting.method}"
     text = "What a link is worth, and what happens in one period. Made by diloco plan utilization."
-    say_written(write(out, "utilization", title, text, pictures(question, reached)))
+    write_drawings(out, title, text, link_pictures(question, reached))
+    say_written([out])

@@ -7,16 +7,16 @@ import typer
 from rich.console import Console
 
 from diloco.cli._input import parse_list
-from diloco.cli._options import Model, Parameters, PicturesDir, SyncEvery
+from diloco.cli._options import Model, Parameters, PicturesPage, SyncEvery
 from diloco.cli._output import make_table, say_written
 from diloco.core.codecs.formats import wire_format
 from diloco.errors import ConfigError
-from diloco.planning.picture_axes import short
-from diloco.planning.picture_pages import require, write
+from diloco.planning.pictures import hours_pictures, plan_title
 from diloco.planning.training_time import NETWORKS, Link, PaperNetwork, TrainingPlan, WallClock, wall_clock
-from diloco.planning.training_time_pictures import pictures, title
 from diloco.planning.units import COMPUTE, RATE, SIZE, TIME, significant
 from diloco.planning.workload import parameters_of
+from diloco.report.drawing import short
+from diloco.report.frame import require_html, write_drawings
 
 Found = list[tuple[str, TrainingPlan, WallClock]]
 
@@ -41,7 +41,7 @@ def command(
     within: Annotated[str, typer.Option(help="The network of the chips of a learner.")] = "400 Gbit/s",
     within_latency: Annotated[str, typer.Option(help="Of it.")] = "0.1 ms",
     flops: Annotated[str, typer.Option(help="What a chip achieves.")] = "300 TFLOP/s",
-    out: PicturesDir = None,
+    out: PicturesPage = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON, one object per network and number of learners.")
     ] = False,
@@ -50,8 +50,7 @@ def command(
 
     The model of the scaling-law paper (arXiv 2503.09799), in which nothing overlaps.
     """
-    if out is not None:
-        require()
+    require_html(out)
     num_parameters = parameters_of(model, parameters)
     if tokens is None:
         tokens = 20 * num_parameters
@@ -70,7 +69,8 @@ def command(
         _print(found)
     if out is not None:
         lead = f"{short(num_parameters, 3)} parameters, {short(tokens, 3)} tokens. Made by diloco plan wallclock."
-        say_written(write(out, "wallclock", "Wall clock", lead, pictures(found)))
+        write_drawings(out, "Wall clock", lead, hours_pictures(found))
+        say_written([out])
 
 
 def _links(network: PaperNetwork | None, across: str | None, latency: str | None) -> dict[str, Link]:
@@ -103,7 +103,7 @@ def _print(found: Found) -> None:
         seconds = (clock.total_s, clock.compute_s, clock.within_s, clock.across_s)
         hours = (significant(each_s / 3600) for each_s in seconds)
         busy, sent = f"{100 * clock.utilization:.0f} %", SIZE.show(clock.across_bits / 8)
-        rows.append(("" if network == before else network, title(plan), *hours, busy, sent))
+        rows.append(("" if network == before else network, plan_title(plan), *hours, busy, sent))
         before = network
     console, plan = Console(highlight=False), found[0][1]
     console.print(

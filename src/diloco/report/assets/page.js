@@ -1,16 +1,13 @@
 "use strict";
 // The page of a run: live from server-sent events, or frozen, from the story that lies in the page itself.
 const MAX = { merges: 400, events: 300, points: 4000 };
-const COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f3c8d", "#6b7c3a"]; // colour-blind-safe
-const ON_DARK = ["#3d9ee0", "#ff8433", "#2ecc9f", "#e4a0c6", "#f2b632", "#8fd3ff", "#b57cc4", "#a3b86c"]; // the same hues
+const COLOURS = ["--blue", "--red", "--green", "--pink", "--amber", "--sky", "--violet", "--olive"];
 const DASHES = ["solid", "dash", "dot", "dashdot"];
 const kept = { merges: [], events: [], loss: {}, training: {}, speed: [], wire: [] };
 const FIXED = new Map([["global model", "--ink"], ["data parallel", "--other"]]);
-const isDark = matchMedia("(prefers-color-scheme: dark)");
 let story = null;
 
 const $ = (id) => document.getElementById(id);
-const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 // Plotly reads some HTML in its labels; what other machines said is text.
 const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;");
 
@@ -45,7 +42,7 @@ const percent = (share) => (share === null || share === undefined ? "–" : `${M
 const clock = (t) => new Date(t * 1000).toLocaleTimeString([], { hour12: false });
 
 function colour(name) {
-  return FIXED.has(name) ? css(FIXED.get(name)) : (isDark.matches ? ON_DARK : COLOURS)[place(name) % COLOURS.length];
+  return css(FIXED.get(name) ?? COLOURS[place(name) % COLOURS.length]);
 }
 const dash = (name) => DASHES[FIXED.has(name) ? 0 : Math.floor(place(name) / COLOURS.length) % DASHES.length];
 
@@ -233,16 +230,9 @@ function method(values) {
 
 // --- charts
 
-function layout(x, y, height, more = {}) {
-  const axis = (title) => ({ title: { text: title, font: { size: 12 } }, gridcolor: css("--line"), zeroline: false, automargin: true });
-  return {
-    height, margin: { l: 50, r: 12, t: 8, b: 42 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-    font: { color: css("--soft"), family: "system-ui, sans-serif", size: 12 }, xaxis: axis(x), yaxis: axis(y),
-    legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0 }, hovermode: "closest", ...more,
-  };
-}
+const layout = (x, y, height, more = {}) =>
+  themed({ height, margin: { l: 50 }, xaxis: { title: { text: x } }, yaxis: { title: { text: y } }, ...more });
 
-const CONFIG = { displayModeBar: false, responsive: true };
 const drawn = {};
 
 function draw(id, traces, shape) {
