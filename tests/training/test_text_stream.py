@@ -17,12 +17,10 @@ import torch
 from diloco.cli import main
 from diloco.config import DataTable, RunConfig, dump_config
 from diloco.errors import CheckpointError, ConfigError
-from diloco.training.data import Stream
-from diloco.training.dealing import BATCH_CHARACTERS, Deal, Reader
-from diloco.training.documents import open_documents
-from diloco.training.sources import load_corpus
-from diloco.training.text_files import PIECE_BYTES
-from diloco.training.text_stream import TextStream
+from diloco.training.data.corpus import load_corpus
+from diloco.training.data.documents import PIECE_BYTES, open_documents
+from diloco.training.data.reading import BATCH_CHARACTERS, Deal, Reader
+from diloco.training.data.streams import Stream, TextStream
 
 LENGTH = 16
 ROWS = [f"{n} {hashlib.sha256(bytes([n % 256, n // 256])).hexdigest()[: 20 + n % 40]}" for n in range(400)]

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
-from diloco.training.sources import Corpus
+from diloco.training.data.corpus import Corpus
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from diloco.tracking.feed import Feed
 from diloco.training.alone import AnyLearner
 from diloco.training.checkpoint import load_checkpoint, save_checkpoint
 from diloco.training.clock import Clock, Shared
+from diloco.training.data.corpus import load_corpus
 from diloco.training.evaluate import Judge
 from diloco.training.island import Attach, Island
 from diloco.training.job import Job
@@ -23,7 +24,6 @@ from diloco.training.optimizers import describe_optimizer
 from diloco.training.part import Part, Role, Summary
 from diloco.training.progress import Progress
 from diloco.training.reporter import Reporter
-from diloco.training.sources import load_corpus
 from diloco.training.stopping import Stopping
 from diloco.whole_files import write_whole
 
