@@ -11,17 +11,16 @@ from diloco.config import RunConfig
 from diloco.errors import CheckpointError, ConfigError, LayoutError, translated
 from diloco.learner import Learner
 from diloco.training.alone import AloneLearner, AnyLearner
-from diloco.training.budget import Budget
 from diloco.training.checkpoint import from_bytes, random_state, restore_random_state, to_bytes
-from diloco.training.clock import Clock
 from diloco.training.data.corpus import Corpus
 from diloco.training.data.streams import Batches, LeasedStream, Stream, TextStream
 from diloco.training.inner import InnerStep, StepResult
 from diloco.training.job import Job, choose_device
-from diloco.training.learning_rate import schedule_factor
 from diloco.training.model import build_model, load_state
 from diloco.training.optimizers import load_optimizer, make_optimizer, untrained
+from diloco.training.part import Clock
 from diloco.training.pretrained import global_model
+from diloco.training.schedule import Budget, schedule_factor
 
 # Makes the learner that exchanges: (model, inner optimizer, steps already done, tokens that the run has trained).
 Attach = Callable[[nn.Module, torch.optim.Optimizer, int, int], AnyLearner]

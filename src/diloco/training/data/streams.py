@@ -222,11 +222,6 @@ class ShardTexts:
             self.num_drawn, self._num_buffered, self._is_over = int(state["num_drawn"]), len(buffer), state["is_over"]
             self._buffer[: len(buffer)] = buffer
 
-    @property
-    def num_held_tokens(self) -> int:
-        """Tokens in memory, less than in the buffer and one batch of documents."""
-        return self._num_buffered * (self._length + 1) + len(self._pending)
-
     def draw(self) -> npt.NDArray[np.int32]:
         """The next sequence, int32 (T + 1,). Raises ConfigError when a whole pass has none."""
         self._fill()
@@ -301,11 +296,6 @@ class TextStream(Batches):
         """As `Batches.select`; the buffers of other shards are dropped."""
         super().select(shards)
         self._streams = {shard: stream for shard, stream in self._streams.items() if shard in self.shards}
-
-    @property
-    def num_held_tokens(self) -> int:
-        """Tokens in memory."""
-        return sum(stream.num_held_tokens for stream in self._streams.values())
 
     def next(self, rows: slice = slice(None)) -> Tensor:
         """The next batch, as `Batches.next`."""
