@@ -73,26 +73,26 @@ class _Shards(Table):
         """The shards of both parts."""
         return [shard for part in PARTS for shard in self.shards[part]]
 
-    def check(self, directory: Path) -> None:
-        """Read every shard. Raises StoreError for one whose bytes are not those that were written."""
-        for shard in self.whole:
-            path = directory / shard.file
-            with translated(OSError, StoreError, f"cannot read the token shard {path}", "make the directory again"):
-                with path.open("rb") as file:
-                    found = hashlib.file_digest(file, "sha256").hexdigest()
-            if found != shard.sha256:
-                raise StoreError(
-                    f"the bytes of the token shard {path} are not those of its index; remove the directory and make it "
-                    "again"
-                )
+    def check(self, path: Path, made_from: dict[str, Any]) -> None:
+        """Compare the shards beside the file at `path`, which this is, and what they were made from.
 
-    def require_made_from(self, wanted: dict[str, Any], path: Path) -> None:
-        """Raise ConfigError where the file at `path`, which this is, was made from other data."""
-        for key, value in wanted.items():
+        Raises ConfigError for other data, StoreError for a shard whose bytes are not those that were written.
+        """
+        for key, value in made_from.items():
             if self.made_from.get(key) != value:
                 raise ConfigError(
                     f"{path} says {key} = {json.dumps(self.made_from.get(key))} where it would be {json.dumps(value)} "
                     "now; remove the directory or choose another one"
+                )
+        for shard in self.whole:
+            place = path.with_name(shard.file)
+            with translated(OSError, StoreError, f"cannot read the token shard {place}", "make the directory again"):
+                with place.open("rb") as file:
+                    found = hashlib.file_digest(file, "sha256").hexdigest()
+            if found != shard.sha256:
+                raise StoreError(
+                    f"the bytes of the token shard {place} are not those of its index; remove the directory and make "
+                    "it again"
                 )
 
 
@@ -194,8 +194,7 @@ def write_token_shards(
     }
     if (directory / INDEX).exists():
         index = read_index(directory)
-        index.require_made_from(made_from, directory / INDEX)
-        index.check(directory)
+        index.check(directory / INDEX, made_from)
         return index
     if held_out is None:  # of a fraction of the tokens, a run holds out the last ones
         end = held_out_end(train, data.held_out_documents) if data.stream else (0, 0)
@@ -229,8 +228,7 @@ class _Writer:
         if path.exists():
             with translated(MALFORMED, StoreError, f"{path} cannot be read", "remove the directory"):
                 self._unfinished = validate(Unfinished, json.loads(path.read_bytes()), "its values")
-            self._unfinished.require_made_from(made_from, path)
-            self._unfinished.check(directory)
+            self._unfinished.check(path, made_from)
         elif not all(path.name.startswith(_PARTIAL) for path in directory.iterdir()):
             raise ConfigError(f"{directory} holds something else than token shards; choose another directory")
         self._shards, self._cursors = self._unfinished.shards, self._unfinished.cursors
