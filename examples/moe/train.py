@@ -21,7 +21,8 @@ from torch.nn import functional as F
 import diloco
 from diloco.config import DataTable
 from diloco.exchange.base import Exchange
-from diloco.training.data.corpus import BYTE_VOCABULARY, Corpus, load_corpus
+from diloco.training.data.corpus import Corpus, load_corpus
+from diloco.training.data.reading import BYTE_VOCABULARY
 from diloco.training.data.streams import Stream, held_out_batches
 
 LEARNERS = 4

@@ -101,7 +101,7 @@ class FilePart:
         return _reading(self.path)
 
     def rows(self) -> Rows:
-        """The rows from the first on, or from where a state was taken that is loaded before."""
+        """The rows from the first on, or from a loaded state on."""
         return FileRows(self)
 
     def take(self, file: Any) -> bytes | Document | None:
@@ -130,7 +130,7 @@ class FilePart:
         return _text_of(value, self.column, where)
 
     def digest(self, *, whole: bool = False) -> bytes:
-        """Of little that differs from that of other data, and is the same for a copy; `whole`: of all bytes."""
+        """sha256 of the size and of stretches of the file (with `whole`, of all its bytes) and of the column."""
         found = _file_digest(self.path, whole=whole)
         return found if self.column is None else hashlib.sha256(found + self.column.encode()).digest()
 
@@ -165,7 +165,7 @@ class DatasetPart:
         return _text_of(row, self.column, f"row {number + 1} in shard {self.index} of {self.what}")
 
     def digest(self, *, whole: bool = False) -> bytes:
-        """Of what is local, or of the first text of the first part: more would mean to download more."""
+        """sha256 of what is local, or of the first text of the first part: more of it would have to be downloaded."""
         found = hashlib.sha256(json.dumps([self.index, self.column, self.identity]).encode())
         if self.index == 0:
             for path in self.files:
