@@ -23,10 +23,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from benchmarks.memory import status_bytes
 from diloco.config import DataTable
-from diloco.training.data import Stream
-from diloco.training.sources import load_corpus
-from diloco.training.text_stream import TextStream
-from diloco.training.token_shards import write_token_shards
+from diloco.training.data.corpus import load_corpus
+from diloco.training.data.streams import Stream, TextStream
+from diloco.training.data.token_shards import write_token_shards
 
 LENGTH, BATCH = 1024, 8
 

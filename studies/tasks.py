@@ -40,11 +40,11 @@ from diloco.evaluation.harness import Harness
 from diloco.evaluation.own_tasks import OWN_TASKS, training_line, write_task_files
 from diloco.evaluation.scores import Score, student
 from diloco.exchange.base import Exchange
-from diloco.training.byte_tokens import byte_tokenizer
-from diloco.training.data import held_out_batches
+from diloco.training.data.corpus import Corpus, load_corpus
+from diloco.training.data.reading import byte_tokenizer
+from diloco.training.data.streams import held_out_batches
 from diloco.training.exported import held_out_text
 from diloco.training.model import build_model
-from diloco.training.sources import Corpus, load_corpus
 from studies.arms import in_flight_at_the_end
 from studies.pages import filled
 

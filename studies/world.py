@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from diloco.config import DataTable
-from diloco.training.sources import load_corpus
+from diloco.training.data.corpus import load_corpus
 
 SEQUENCE = 64
 BATCH = 16  # sequences in a step of all learners together: 1,024 tokens

@@ -13,8 +13,8 @@ import torch
 from diloco.config import DataTable, load_config
 from diloco.core.fragments import make_layout
 from diloco.core.presets import method_from_table
-from diloco.training.data import held_out_batches
-from diloco.training.sources import load_corpus
+from diloco.training.data.corpus import load_corpus
+from diloco.training.data.streams import held_out_batches
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

@@ -21,8 +21,9 @@ from torch.nn import functional as F
 import diloco
 from diloco.config import DataTable
 from diloco.exchange.base import Exchange
-from diloco.training.data import Stream, held_out_batches
-from diloco.training.sources import BYTE_VOCABULARY, Corpus, load_corpus
+from diloco.training.data.corpus import Corpus, load_corpus
+from diloco.training.data.reading import BYTE_VOCABULARY
+from diloco.training.data.streams import Stream, held_out_batches
 
 LEARNERS = 4
 EXPERTS = 8  # in each layer

@@ -15,12 +15,12 @@ from diloco.config import parse_config
 from diloco.errors import ConfigError
 from diloco.evaluation.exports import held_out_loss, load_export, text_batches
 from diloco.evaluation.harness import Harness
-from diloco.training.byte_tokens import byte_tokenizer
-from diloco.training.data import held_out_batches
+from diloco.training.data.corpus import load_corpus
+from diloco.training.data.reading import byte_tokenizer
+from diloco.training.data.streams import held_out_batches
 from diloco.training.evaluate import evaluate
 from diloco.training.model import build_model
 from diloco.training.pretrained import export_run
-from diloco.training.sources import load_corpus
 
 RUN = """
 [run]

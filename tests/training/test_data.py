@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from diloco.config import DataTable, RunConfig
 from diloco.core.permutation import permute
 from diloco.errors import CheckpointError, ConfigError
-from diloco.training.data import ShardedWindows, Stream, held_out_batches
+from diloco.training.data.corpus import Corpus, Tokens, load_corpus
+from diloco.training.data.streams import ShardedWindows, Stream, held_out_batches
 from diloco.training.pretrained import vocabulary
-from diloco.training.sources import Corpus, Tokens, load_corpus
 
 
 def corpus(num_tokens: int, vocab_size: int = 1 << 16) -> Corpus:

@@ -23,12 +23,12 @@ from diloco.exchange.base import Exchange
 from diloco.exchange.remote import fetch_model
 from diloco.syncer.server import Options, Syncer
 from diloco.training.checkpoint import list_checkpoints, load_checkpoint
-from diloco.training.learning_rate import learning_rate
 from diloco.training.loop import Part, Summary, Trainer
 from diloco.training.model import build_model
+from diloco.training.part import Stopping
 from diloco.training.pretrained import checkpoint_state
 from diloco.training.progress import Progress
-from diloco.training.stopping import Stopping
+from diloco.training.schedule import learning_rate
 
 Tiny = Callable[..., RunConfig]
 DILOCO = "method={preset='DiLoCo', sync_every=6}"

@@ -17,10 +17,10 @@ from diloco.event_log import read_events
 from diloco.events import CheckpointUnusable, Event, RunStarted, Stepped
 from diloco.syncer.server import Options, Syncer
 from diloco.training.checkpoint import list_checkpoints, newest_usable, save_checkpoint
-from diloco.training.learning_rate import learning_rate
 from diloco.training.loop import Part, Summary, Trainer
+from diloco.training.part import Stopping
 from diloco.training.progress import Progress
-from diloco.training.stopping import Stopping
+from diloco.training.schedule import learning_rate
 
 Tiny = Callable[..., RunConfig]
 STEPS = 150

@@ -27,7 +27,7 @@ from diloco.syncer.server import Options, Syncer
 from diloco.training.checkpoint import list_checkpoints
 from diloco.training.job import Job
 from diloco.training.loop import Part, Together, Trainer
-from diloco.training.stopping import Stopping
+from diloco.training.part import Stopping
 
 Tiny = Callable[..., RunConfig]
 LEASES = ("method={preset='DiLoCo', sync_every=6}", "data.deal=leases", "data.lease_steps=3")

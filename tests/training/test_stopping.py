@@ -31,8 +31,8 @@ from diloco.syncer.server import Options, Syncer
 from diloco.syncer.tokens import TokenEntry, token_sha256, write_tokens
 from diloco.training.checkpoint import list_checkpoints, load_checkpoint
 from diloco.training.loop import Part, Summary, Trainer
+from diloco.training.part import Stopping
 from diloco.training.progress import Progress
-from diloco.training.stopping import Stopping
 
 Tiny = Callable[..., RunConfig]
 SCHEDULED = "method={preset='DiLoCo', sync_every=6}"

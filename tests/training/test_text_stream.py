@@ -17,12 +17,10 @@ import torch
 from diloco.cli import main
 from diloco.config import DataTable, RunConfig, dump_config
 from diloco.errors import CheckpointError, ConfigError
-from diloco.training.data import Stream
-from diloco.training.dealing import BATCH_CHARACTERS, Deal, Reader
-from diloco.training.documents import open_documents
-from diloco.training.sources import load_corpus
-from diloco.training.text_files import PIECE_BYTES
-from diloco.training.text_stream import TextStream
+from diloco.training.data.corpus import load_corpus
+from diloco.training.data.documents import PIECE_BYTES, open_documents
+from diloco.training.data.reading import BATCH_CHARACTERS, Deal, Reader
+from diloco.training.data.streams import Stream, TextStream
 
 LENGTH = 16
 ROWS = [f"{n} {hashlib.sha256(bytes([n % 256, n // 256])).hexdigest()[: 20 + n % 40]}" for n in range(400)]
@@ -190,7 +188,8 @@ def test_what_a_stream_holds_is_bounded_by_its_buffer_and_a_batch(tmp_path: Path
     most = 0
     for _ in range(path.stat().st_size // LENGTH // 4 + 10):
         one.next()
-        most = max(most, one.num_held_tokens)
+        held = one.state_dict()["streams"]["0"]
+        most = max(most, held["buffer"].numel() + held["pending"].numel())
     assert most <= 100 * (LENGTH + 1) + BATCH_CHARACTERS + 3 * PIECE_BYTES < path.stat().st_size / 4
     (train, _) = open_documents(data)
     texts = [each.text for batch in Reader(train, Deal()).one_pass() for each in batch]
@@ -300,6 +299,10 @@ def test_a_text_in_another_encoding_is_one_sentence_and_bytes_are_bytes(
     values = {"kind": "text", "paths": [tmp_path / name], "sequence_length": LENGTH}
     with pytest.raises(ConfigError, match=rf"{name} is not UTF-8 at byte {len(text.encode())} \(0xe9\); convert it"):
         load_corpus(DataTable.model_validate({**values, "tokenizer": tables["tokens"]["tokenizer"]}))
+    known = tables["tokens"]
+    data = table({**known, "held_out_documents": 256}, paths=values["paths"], held_out_paths=known["paths"])
+    with pytest.raises(ConfigError, match=rf"{name} is not UTF-8 at byte {len(text.encode())} \(0xe9\); convert it"):
+        stream(data, [0], num_shards=1).next()
     corpus = load_corpus(DataTable.model_validate(values))
     assert len(corpus.train) + len(corpus.held_out) == len(raw) + 1
 

@@ -19,8 +19,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from diloco.cli import main
 from diloco.config import DataTable, RunConfig, dump_config
 from diloco.errors import ConfigError, StoreError
-from diloco.training import dealing, sources
-from diloco.training.token_shards import INDEX, UNFINISHED, Made, TokenIndex, read_index, write_token_shards
+from diloco.training.data import corpus, reading
+from diloco.training.data.token_shards import INDEX, UNFINISHED, Made, TokenIndex, read_index, write_token_shards
 
 Tiny = Callable[..., RunConfig]
 
@@ -55,9 +55,9 @@ def contents(directory: Path) -> dict[str, bytes]:
 KILLED = """
 import os, signal, sys
 from diloco.config import DataTable
-from diloco.training import dealing
-from diloco.training.token_shards import write_token_shards
-dealing.BATCH_DOCUMENTS = 100
+from diloco.training.data import reading
+from diloco.training.data.token_shards import write_token_shards
+reading.BATCH_DOCUMENTS = 100
 last, shard_tokens, directory, table = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
 def tell(made):
     if made.num_documents >= last:
@@ -78,7 +78,7 @@ def test_what_is_made_after_kills_has_the_bytes_of_what_is_made_at_once(
         whole = datasets.Dataset.from_dict({"body": ROWS})
         whole.save_to_disk(str(tmp_path / "saved"), num_shards=2)
         data = table(kind="huggingface", dataset=str(tmp_path / "saved"))
-    monkeypatch.setattr(dealing, "BATCH_DOCUMENTS", 100)
+    monkeypatch.setattr(reading, "BATCH_DOCUMENTS", 100)
     at_once, in_parts = tmp_path / "at_once", tmp_path / "in_parts"
     expected = write_token_shards(data, at_once, shard_tokens=9_000)
     assert len(expected.shards["train"]) > 4
@@ -109,8 +109,8 @@ def test_a_directory_of_shards_is_the_same_corpus_as_its_texts(rows: Path, token
         directory = tmp_path / str(number)
         index = write_token_shards(data, directory, shard_tokens=5_000)
         assert (index.dtype, index.vocab_size) == ("uint16", 3_004)
-        direct = sources.load_corpus(data)
-        mapped = sources.load_corpus(DataTable(kind="tokens", directory=directory, sequence_length=16))
+        direct = corpus.load_corpus(data)
+        mapped = corpus.load_corpus(DataTable(kind="tokens", directory=directory, sequence_length=16))
         assert mapped.fingerprint() == direct.fingerprint()
         assert mapped.tokenizer is not None
         assert mapped.tokenizer.decode(mapped.train.read(0, 5).tolist()) == "0 times 0 is 0"
@@ -118,7 +118,7 @@ def test_a_directory_of_shards_is_the_same_corpus_as_its_texts(rows: Path, token
     assert index.num("num_documents", "train") == len(ROWS)
     assert index.num("num_documents", "held_out") == 1
     with pytest.raises(ConfigError, match="held_out_fraction has no effect"):
-        sources.load_corpus(DataTable(kind="tokens", directory=directory, held_out_fraction=0.2))
+        corpus.load_corpus(DataTable(kind="tokens", directory=directory, held_out_fraction=0.2))
     with pytest.raises(ValueError, match="directory says it all"):
         DataTable(kind="tokens", directory=directory, dtype="uint32")
 
@@ -193,14 +193,14 @@ def test_a_wrong_directory_is_one_sentence(rows: Path, tmp_path: Path) -> None:
     directory = tmp_path / "shards"
     data = table(paths=[rows])
 
-    def load() -> sources.Corpus:
-        return sources.load_corpus(DataTable(kind="tokens", directory=directory, sequence_length=16))
+    def load() -> corpus.Corpus:
+        return corpus.load_corpus(DataTable(kind="tokens", directory=directory, sequence_length=16))
 
     with pytest.raises(ConfigError, match="cannot read .*index.json"):
         load()
     index = write_token_shards(data, directory, shard_tokens=10_000)
     assert write_token_shards(data, directory, shard_tokens=10_000) == index  # and compares every shard
-    first = directory / index.shards["train"][0]["file"]
+    first = directory / index.shards["train"][0].file
     raw = first.read_bytes()
     first.write_bytes(raw[:5] + b"?" + raw[6:])
     with pytest.raises(StoreError, match="train-00000.bin are not those of its index"):
@@ -211,24 +211,25 @@ def test_a_wrong_directory_is_one_sentence(rows: Path, tmp_path: Path) -> None:
     first.unlink()
     with pytest.raises(ConfigError, match="cannot read the token shard"):
         load()
-    shard = index.shards["train"][0]
+    values = json.loads((directory / INDEX).read_text())
+    shards = values["shards"]["train"]
+    shard = shards[0]
     for key, value, message in [
-        ("dtype", "float32", "has dtype float32, which is none of"),
-        ("format", 2, "has format 2 and this version reads 1"),
+        ("dtype", "float32", "dtype = .float32.: input should be 'uint8', 'uint16' or 'uint32'.*make it again"),
+        ("format", 2, "cannot read .*index.json .*format = 2: input should be 1.*make it again"),
         ("shards", {"train": [{}]}, "cannot read .*index.json"),
         ("shards", {"train": [], "held_out": [{**shard, "file": "../a.bin"}]}, "'../a.bin' is where held_out-00000"),
         ("shards", {"train": [], "held_out": [{**shard, "file": "a\0b"}]}, r"'a\\x00b' is where held_out-00000"),
         ("shards", {"train": [], "held_out": [{"file": shard["file"], "num_tokens": 1}]}, "cannot read .*index.json"),
-        ("shards", {"train": index.shards["train"][::-1], "held_out": []}, "is where train-00000.bin should be"),
+        ("shards", {"train": shards[::-1], "held_out": []}, "is where train-00000.bin should be"),
         ("made_from", 5, "cannot read .*index.json"),
         ("tokenizer", 5, "cannot read .*index.json"),
-        ("vocab_size", -1, "cannot read .*vocab_size is -1"),
+        ("vocab_size", -1, "cannot read .*vocab_size = -1: input should be greater"),
     ]:
-        values = json.loads((directory / INDEX).read_text())
         (directory / INDEX).write_text(json.dumps({**values, key: value}))
         with pytest.raises(ConfigError, match=message):
             load()
-        (directory / INDEX).write_text(json.dumps(values))
+    (directory / INDEX).write_text(json.dumps(values))
     with pytest.raises(ConfigError, match=r'data.kind = "stdlib" has no texts'):
         write_token_shards(DataTable(), directory, shard_tokens=1)
     (tmp_path / "used").mkdir()

@@ -27,15 +27,15 @@ from diloco.events import Stepped
 from diloco.exchange.base import Exchange
 from diloco.syncer.server import Options, Syncer
 from diloco.training.checkpoint import list_checkpoints, load_checkpoint
-from diloco.training.data import Stream
+from diloco.training.data.corpus import load_corpus
+from diloco.training.data.streams import Stream
 from diloco.training.inner import InnerStep
-from diloco.training.learning_rate import schedule_factor
 from diloco.training.loop import Part, Summary, Trainer
 from diloco.training.model import build_model
 from diloco.training.optimizers import make_optimizer, untrained
+from diloco.training.part import Stopping
 from diloco.training.pretrained import checkpoint_state
-from diloco.training.sources import load_corpus
-from diloco.training.stopping import Stopping
+from diloco.training.schedule import schedule_factor
 
 pytestmark = pytest.mark.timeout(240)  # each test includes processes that import torch
 Tiny = Callable[..., RunConfig]

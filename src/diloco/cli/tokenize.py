@@ -14,7 +14,7 @@ from diloco.cli._options import Json, Overrides, RunFile
 from diloco.escaping import printable
 
 if TYPE_CHECKING:
-    from diloco.training.token_shards import Made
+    from diloco.training.data.token_shards import Made
 
 LINE_EVERY_S = 60.0
 """Between two lines where standard error is no terminal."""
@@ -34,7 +34,7 @@ def command(
 
     data = load_config(run_file, overrides or ()).data
 
-    from diloco.training.token_shards import write_token_shards
+    from diloco.training.data.token_shards import write_token_shards
 
     with _telling() as tell:
         index = write_token_shards(data, out_dir, shard_tokens=shard_tokens, tell=tell)

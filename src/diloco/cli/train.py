@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from diloco.training.alone import AnyLearner
     from diloco.training.job import Job
     from diloco.training.loop import Attach, Part, Summary, Trainer
-    from diloco.training.stopping import Stopping
+    from diloco.training.part import Stopping
 
 STOPPED = 128 + signal.SIGTERM
 """Exit code of a supervised part that a signal has stopped: it is not done, and is to be started again."""
@@ -221,8 +221,8 @@ def _trainer(
 ) -> "Trainer":
     """The trainer of this process: a rank of the learner that the job is, or with `collective` a learner of its own."""
     from diloco.training.loop import Trainer
+    from diloco.training.part import Stopping
     from diloco.training.progress import make_progress
-    from diloco.training.stopping import Stopping
 
     progress = make_progress(sys.stderr if as_json else sys.stdout, config.train.log_every_s) if job.first else None
     if not collective:

@@ -77,11 +77,11 @@ def judge(config: RunConfig, state: Mapping[str, Tensor], sample_bytes: int) -> 
     """Held-out loss of a model in nats per byte, on the sequences of the trainer's evaluations, and text it writes."""
     import torch
 
-    from diloco.training.data import held_out_batches
+    from diloco.training.data.corpus import load_corpus
+    from diloco.training.data.streams import held_out_batches
     from diloco.training.evaluate import evaluate
     from diloco.training.evaluate import sample_bytes as sample
     from diloco.training.model import build_model
-    from diloco.training.sources import load_corpus
 
     torch.set_num_threads(1)
     corpus = load_corpus(config.data)

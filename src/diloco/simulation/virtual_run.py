@@ -36,11 +36,10 @@ from diloco.syncer.journal import Journal
 from diloco.syncer.metrics import SyncerMetrics
 from diloco.training.alone import AnyLearner
 from diloco.training.checkpoint import latest_checkpoint
-from diloco.training.clock import Clock, Shared
+from diloco.training.data.corpus import load_corpus
 from diloco.training.loop import CHECKPOINTS, Trainer
-from diloco.training.part import Part, Summary
+from diloco.training.part import Clock, Part, Shared, Summary
 from diloco.training.progress import Progress
-from diloco.training.sources import load_corpus
 
 
 @dataclass(frozen=True)

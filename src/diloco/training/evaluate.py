@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from diloco.config import RunConfig
 from diloco.training.alone import AnyLearner
-from diloco.training.data import held_out_batches
-from diloco.training.sources import Corpus
+from diloco.training.data.corpus import Corpus
+from diloco.training.data.streams import held_out_batches
 
 BATCH = 32
 

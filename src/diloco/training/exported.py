@@ -17,9 +17,9 @@ from diloco.evaluation.harness import Harness, require_harness
 from diloco.evaluation.own_tasks import OWN_TASKS, write_task_files
 from diloco.evaluation.scores import ExportScores, Result
 from diloco.tables import read_text
-from diloco.training.data import held_out_batches
+from diloco.training.data.corpus import Corpus, load_corpus
+from diloco.training.data.streams import held_out_batches
 from diloco.training.job import choose_device
-from diloco.training.sources import Corpus, load_corpus
 
 MAX_CLOZE_TOKENS = 1_000_000
 """Of held-out data, for the words that a cloze leaves out."""

@@ -11,18 +11,16 @@ from diloco.config import RunConfig
 from diloco.errors import CheckpointError, ConfigError, LayoutError, translated
 from diloco.learner import Learner
 from diloco.training.alone import AloneLearner, AnyLearner
-from diloco.training.budget import Budget
 from diloco.training.checkpoint import from_bytes, random_state, restore_random_state, to_bytes
-from diloco.training.clock import Clock
-from diloco.training.data import LeasedStream, Stream
+from diloco.training.data.corpus import Corpus
+from diloco.training.data.streams import Batches, LeasedStream, Stream, TextStream
 from diloco.training.inner import InnerStep, StepResult
 from diloco.training.job import Job, choose_device
-from diloco.training.learning_rate import schedule_factor
 from diloco.training.model import build_model, load_state
 from diloco.training.optimizers import load_optimizer, make_optimizer, untrained
+from diloco.training.part import Clock
 from diloco.training.pretrained import global_model
-from diloco.training.sources import Corpus
-from diloco.training.text_stream import TextStream
+from diloco.training.schedule import Budget, schedule_factor
 
 # Makes the learner that exchanges: (model, inner optimizer, steps already done, tokens that the run has trained).
 Attach = Callable[[nn.Module, torch.optim.Optimizer, int, int], AnyLearner]
@@ -198,11 +196,12 @@ class Island:
         return exact
 
 
-def _stream(config: RunConfig, corpus: Corpus) -> Stream | LeasedStream | TextStream:
+def _stream(config: RunConfig, corpus: Corpus) -> Batches:
     """The data of the whole run, at its full batch."""
     length, learners, seed = config.data.sequence_length, config.run.learners, config.run.seed
+    shards = range(learners)
     if corpus.texts is not None:
-        return TextStream(corpus.texts, length, learners, range(learners), config.share, seed)
+        return TextStream(corpus.texts, length, learners, shards, config.share, seed)
     if config.data.deal == "leases":
-        return LeasedStream(corpus, length, learners, config.share, seed, config.data.lease_steps or LEASE_STEPS)
-    return Stream(corpus, length, learners, range(learners), config.share, seed)
+        return LeasedStream(corpus, length, shards, config.share, seed, config.data.lease_steps or LEASE_STEPS)
+    return Stream(corpus, length, learners, shards, config.share, seed)

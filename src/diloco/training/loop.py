@@ -13,18 +13,16 @@ from diloco.errors import AuthError, CheckpointError, ConfigError, StoppedError,
 from diloco.tracking.feed import Feed
 from diloco.training.alone import AnyLearner
 from diloco.training.checkpoint import load_checkpoint, save_checkpoint
-from diloco.training.clock import Clock, Shared
+from diloco.training.data.corpus import load_corpus
 from diloco.training.evaluate import Judge
 from diloco.training.island import Attach, Island
 from diloco.training.job import Job
-from diloco.training.learning_rate import learning_rate
 from diloco.training.monitor import Monitor, holdings
 from diloco.training.optimizers import describe_optimizer
-from diloco.training.part import Part, Role, Summary
+from diloco.training.part import Clock, Part, Role, Shared, Stopping, Summary
 from diloco.training.progress import Progress
 from diloco.training.reporter import Reporter
-from diloco.training.sources import load_corpus
-from diloco.training.stopping import Stopping
+from diloco.training.schedule import learning_rate
 from diloco.whole_files import write_whole
 
 __all__ = ["CHECKPOINTS", "Attach", "Part", "Role", "Summary", "Together", "Trainer"]

@@ -1,10 +1,16 @@
-"""The part of a run that a process plays, and its result."""
+"""The part of a run that a process plays: its clock, a request to stop it, and its result."""
 
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from diloco.training.checkpoint import UnusableCheckpoint
+from diloco.training.data.corpus import Corpus
+
+STOP_AFTER_S = 0.2
+"""How long a learner that is told to stop waits for others, if it does."""
 
 Role = Literal["learner", "baseline", "isolated"]
 
@@ -24,6 +30,58 @@ class Part:
     resume_from: Path | None = None  # a checkpoint directory
     supervised: bool = False  # a supervisor starts it again whenever it ends otherwise than done
     unusable: tuple[UnusableCheckpoint, ...] = ()  # checkpoints that were set aside before
+
+
+@dataclass(frozen=True)
+class Clock:
+    """The time that a trainer measures by; real time by default.
+
+    Attributes:
+        stamp: the time that events carry, in seconds.
+        seconds: what durations are differences of.
+        stepped_alone: called after every step of a learner that has no exchange, whose time no exchange measures.
+    """
+
+    stamp: Callable[[], float] = time.time
+    seconds: Callable[[], float] = time.perf_counter
+    stepped_alone: Callable[[], None] = lambda: None
+
+
+@dataclass
+class Shared:
+    """Loaded once, found once.
+
+    Attributes:
+        corpus: what all read from.
+        losses: held-out loss of a global model by its digest.
+    """
+
+    corpus: Corpus
+    losses: dict[Hashable, float] = field(default_factory=dict)
+
+
+class Stopping:
+    """Whether a part of a run is to stop. Signal handlers and any thread may call any method.
+
+    Attributes:
+        is_asked: it is.
+    """
+
+    def __init__(self) -> None:
+        self.is_asked = False
+        self._interrupt: Callable[[float], None] | None = None
+
+    def ask(self) -> None:
+        """Stop after the current step, or where the part waits for others."""
+        self.is_asked = True
+        if self._interrupt is not None:
+            self._interrupt(STOP_AFTER_S)
+
+    def interrupts(self, interrupt: Callable[[float], None]) -> None:
+        """What ends the waiting of this part from now on, after so many seconds (`Exchange.interrupt`)."""
+        self._interrupt = interrupt
+        if self.is_asked:
+            interrupt(STOP_AFTER_S)
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,10 @@ from transformers.utils import logging
 from diloco.config import RunConfig
 from diloco.core.fragments import Layout, scatter
 from diloco.errors import StoreError, translated
-from diloco.training.byte_tokens import byte_tokenizer
 from diloco.training.checkpoint import load_checkpoint
-from diloco.training.encoding import BYTE_VOCABULARY, load_tokenizer, vocabulary_size
+from diloco.training.data.reading import BYTE_VOCABULARY, byte_tokenizer, load_tokenizer, vocabulary_size
+from diloco.training.data.token_shards import read_index
 from diloco.training.model import build_model, load_state
-from diloco.training.token_shards import read_index
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from diloco.config import RunConfig
+from diloco.training.data.corpus import load_corpus
 from diloco.training.island import Island
 from diloco.training.job import Job
-from diloco.training.sources import load_corpus
 
 WARM_UP_STEPS = 3
 """Not timed: the first steps allocate, and choose kernels."""

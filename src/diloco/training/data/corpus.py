@@ -1,10 +1,10 @@
-"""Sources of tokens: a corpus of training and of held-out tokens, in memory or memory-mapped."""
+"""The corpus of a run: training tokens and held-out tokens, in memory or memory-mapped, or the texts of a stream."""
 
 import hashlib
 import os
 import sysconfig
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -15,31 +15,26 @@ import numpy.typing as npt
 
 from diloco.config import DataTable
 from diloco.errors import ConfigError, translated
-from diloco.training.dealing import Deal, Reader, held_out_end
-from diloco.training.documents import named_files, open_documents
-from diloco.training.encoding import BYTE_VOCABULARY, Encoder, TextSource, load_tokenizer
-from diloco.training.rows import SEPARATOR, Documents
-from diloco.training.text_files import TextPart
-from diloco.training.token_shards import read_index
+from diloco.training.data.documents import Documents, FilePart, named_files, open_documents
+from diloco.training.data.reading import (
+    BYTE_VOCABULARY,
+    SEPARATOR,
+    Deal,
+    Encoder,
+    Reader,
+    held_out_end,
+    load_tokenizer,
+)
+from diloco.training.data.token_shards import read_index
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # Parts of the standard library that are tests, tables, or not there in every installation of the same version.
 _STDLIB_SKIPPED = {
-    "site-packages",
-    "dist-packages",
-    "__pycache__",
-    "test",
-    "tests",
-    "idlelib",
-    "tkinter",
-    "turtledemo",
-    "lib2to3",
-    "ensurepip",
-    "encodings",
-    "pydoc_data",
-}
+    "site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "tkinter", "turtledemo", "lib2to3",
+    "ensurepip", "encodings", "pydoc_data",
+}  # fmt: skip
 
 
 class Tokens:
@@ -48,11 +43,6 @@ class Tokens:
     def __init__(self, arrays: Sequence[npt.NDArray[Any]]) -> None:
         self._arrays = [array for array in arrays if len(array)]
         self._ends = list(accumulate(len(array) for array in self._arrays))
-
-    @classmethod
-    def joined(cls, parts: Iterable["Tokens"]) -> "Tokens":
-        """The parts one after the other."""
-        return cls([array for part in parts for array in part._arrays])
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -70,12 +60,24 @@ class Tokens:
     def split_tail(self, fraction: float) -> tuple["Tokens", "Tokens"]:
         """Split off the last `fraction` of the tokens."""
         cut = len(self) - int(len(self) * fraction)
-        head, tail, begin = [], [], 0
-        for array, end in zip(self._arrays, self._ends, strict=True):
-            head.append(array[: max(0, cut - begin)])
-            tail.append(array[max(0, cut - begin) :])
-            begin = end
-        return Tokens(head), Tokens(tail)
+        cuts = [max(0, cut - end + len(array)) for array, end in zip(self._arrays, self._ends, strict=True)]
+        pairs = [(array[:cut], array[cut:]) for array, cut in zip(self._arrays, cuts, strict=True)]
+        return Tokens([head for head, _ in pairs]), Tokens([tail for _, tail in pairs])
+
+
+@dataclass(frozen=True)
+class TextSource:
+    """The documents of a stream from `begin` on, as `Deal` counts, and how they become sequences."""
+
+    documents: Documents
+    encoder: Encoder
+    begin: tuple[int, int]
+    shuffle_sequences: int
+
+    def fingerprint(self) -> str:
+        """sha256 (hex) of all that determines which tokens are read."""
+        told = [self.documents.digest(), self.encoder.digest(), self.begin]
+        return hashlib.sha256(repr(told).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -119,13 +121,13 @@ def load_corpus(data: DataTable) -> Corpus:
 def _stdlib(_: DataTable) -> Corpus:
     """The `.py` files of the running interpreter's standard library, in path order; one in twenty is held out."""
     root = Path(sysconfig.get_path("stdlib"))
-    train: list[bytes] = []
-    held_out: list[bytes] = []
+    parts: tuple[list[bytes], list[bytes]] = ([], [])
     for relative in sorted(_stdlib_files(root)):
         # By a hash of the path, not by the place in the list: adding a file elsewhere moves nothing.
         bucket = int.from_bytes(hashlib.sha256(relative.encode()).digest()[:4], "big") % 20
-        (train if bucket else held_out).append((root / relative).read_bytes())
-    return Corpus(_as_bytes(train), _as_bytes(held_out), BYTE_VOCABULARY, is_bytes=True)
+        parts[not bucket].append((root / relative).read_bytes() + SEPARATOR)
+    train, held_out = (Tokens([np.frombuffer(b"".join(texts), dtype=np.uint8)]) for texts in parts)
+    return Corpus(train, held_out, BYTE_VOCABULARY, is_bytes=True)
 
 
 def _stdlib_files(root: Path) -> Iterator[str]:
@@ -137,31 +139,31 @@ def _stdlib_files(root: Path) -> Iterator[str]:
             yield from (name if relative == "." else f"{relative}/{name}" for name in names if name.endswith(".py"))
 
 
-def _as_bytes(texts: Iterable[bytes]) -> Tokens:
-    """The bytes of all texts, each followed by a separator."""
-    return Tokens([np.frombuffer(b"".join(text + SEPARATOR for text in texts), dtype=np.uint8)])
-
-
 def _texts(data: DataTable) -> Corpus:
     """Texts of files or of a data set: their tokens, or with `stream` what they are read from while training."""
     train, apart = open_documents(data)
-    encoder = Encoder(data.tokenizer)
+    encoder, texts = Encoder(data.tokenizer), None
     if data.stream:
         end = (0, 0) if apart is not None else held_out_end(train, data.held_out_documents)
-        held_out = _encoded(encoder, *((train, Deal(end=end)) if apart is None else (apart, Deal())))
+        held_out = _encoded(encoder, train, Deal(end=end)) if apart is None else _encoded(encoder, apart)
         parts, texts = (Tokens([]), held_out), TextSource(train, encoder, end, data.shuffle_sequences)
     else:
-        tokens, texts = _encoded(encoder, train), None
+        tokens = _encoded(encoder, train)
         parts = tokens.split_tail(data.held_out_fraction) if apart is None else (tokens, _encoded(encoder, apart))
     return Corpus(*parts, encoder.vocab_size, encoder.tokenizer is None, encoder.tokenizer, texts)
 
 
 def _encoded(encoder: Encoder, documents: Documents, deal: Deal | None = None) -> Tokens:
     """The tokens of documents; files that are their own tokens are mapped."""
-    plain = [part for part in documents.parts if isinstance(part, TextPart) and part.is_plain]
-    if deal is None and encoder.tokenizer is None and len(plain) == len(documents.parts):
-        return Tokens([array for part in plain for array in part.mapped()])
-    return Tokens(encoder.gathered(Reader(documents, deal or Deal()).one_pass()))
+    plain = [part for part in documents.parts if isinstance(part, FilePart) and part.is_plain]
+    if deal is not None or encoder.tokenizer is not None or len(plain) < len(documents.parts):
+        return Tokens([encoder.encode(batch) for batch in Reader(documents, deal or Deal()).one_pass()])
+    arrays: list[npt.NDArray[Any]] = []
+    for part in plain:
+        with part.reading():
+            if part.path.stat().st_size:
+                arrays += [np.memmap(part.path, dtype=np.uint8, mode="r"), np.frombuffer(SEPARATOR, dtype=np.uint8)]
+    return Tokens(arrays)
 
 
 def _tokens(data: DataTable) -> Corpus:

@@ -1,0 +1,351 @@
+"""The batches that a learner trains on: sequences of T + 1 tokens, of which neighbours share one token.
+
+`Stream` deals windows of tokens that are in memory or memory-mapped into one fixed shard per planned learner. What a
+shard reads is a pure function of (seed, shard, position), so resuming is exact. Learners never share a window, whatever
+their pace. A learner beyond the planned ones reads one of these shards, in an order of its own. A stream over all
+shards (the data-parallel baseline, and the warm start) draws at each step what all learners together draw at that step:
+paired comparisons see the same data.
+
+`LeasedStream` reads the windows that the syncer leases (`core.leases`): more, fewer or other learners neither skip a
+window nor repeat one.
+
+`TextStream` reads texts while training: neither they nor their tokens are kept, or written. Each shard reads its
+documents (`reading.Deal`) and draws from a buffer of windows: the next window that is read replaces the drawn one. At
+the end of a pass the buffer is emptied, and a rest of less than a window left out; so every pass draws every window
+once. A hash of seed, shard and number of the draw decides which window of the buffer is drawn.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from diloco.core.leases import DataSet
+from diloco.core.permutation import permute, place_of_unit
+from diloco.errors import CheckpointError, ConfigError
+from diloco.learner import Learner
+from diloco.learner.leased import LeasedUnits
+from diloco.training.data.corpus import Corpus, TextSource, Tokens
+from diloco.training.data.reading import Deal, Reader
+
+
+class Batches:
+    """The cursor of a learner's batches: at every draw `batch` sequences from each of `shards`.
+
+    Attributes:
+        identity: the data, and all else that the position is a position in.
+        position: sequences drawn so far from each shard.
+    """
+
+    def __init__(self, shards: Sequence[int], batch: int, identity: dict[str, Any]) -> None:
+        self.batch, self.position, self.identity = batch, 0, identity
+        self.select(shards)
+
+    def select(self, shards: Sequence[int]) -> None:
+        """Read from these shards from now on, at the same position."""
+        self.shards = tuple(shards)
+
+    @property
+    def num_rows(self) -> int:
+        """Sequences in one batch."""
+        return len(self.shards) * self.batch
+
+    def has_next(self) -> bool:
+        """Whether there is another batch; passes follow each other without end."""
+        return True
+
+    def next(self, rows: slice = slice(None)) -> Tensor:
+        """The next batch: int64 (num_rows, T + 1), rows in shard order; of it only `rows`."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """The cursor: position, and the identity of the data."""
+        return {"position": self.position, **self.identity}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at a saved cursor. Raises CheckpointError when it belongs to other data, seed or division."""
+        for key, value in self.identity.items():
+            if state.get(key) != value:
+                raise CheckpointError(
+                    f"the checkpoint's data cursor has {key} = {state.get(key)} where this run has {value}; "
+                    "resume with the same [data], seed and number of learners"
+                )
+        self.position = int(state["position"])
+
+
+@dataclass(frozen=True)
+class ShardedWindows:
+    """Windows of T + 1 tokens, of which neighbours share one, dealt into `num_shards` equal shards."""
+
+    num_windows: int
+    num_shards: int
+    seed: int
+
+    @property
+    def shard_windows(self) -> int:
+        """Windows in one shard; a remainder below `num_shards` is left out."""
+        return self.num_windows // self.num_shards
+
+    def window(self, shard: int, position: int) -> int:
+        """The window that `shard` reads at `position` (0, 1, 2 … over all passes).
+
+        A `shard` of `num_shards` or more is the one of its remainder, read in another order.
+        """
+        epoch, place = divmod(position, self.shard_windows)
+        seed = self.seed.to_bytes(8, "little")
+        # Order within the pass first, then the deal, which is the same in every pass.
+        place = permute(
+            place, self.shard_windows, seed + b"pass" + shard.to_bytes(8, "little") + epoch.to_bytes(8, "little")
+        )
+        return permute(place * self.num_shards + shard % self.num_shards, self.num_windows, seed + b"deal")
+
+
+class Windows(Batches):
+    """Batches of windows of the training tokens."""
+
+    def __init__(self, corpus: Corpus, length: int, shards: Sequence[int], batch: int, seed: int, deal: object) -> None:
+        identity = {"data": corpus.fingerprint(), "sequence_length": length, "seed": seed, "num_shards": deal}
+        super().__init__(shards, batch, identity)
+        self._corpus, self._length, self._seed = corpus, length, seed
+        self._num_windows = (len(corpus.train) - 1) // length
+
+    def _read(self, windows: Sequence[int]) -> Tensor:
+        """int64 (len(windows), T + 1). Raises ConfigError when a token is not in the vocabulary."""
+        batch = _read_windows(self._corpus.train, windows, self._length)
+        if int(batch.max()) >= self._corpus.vocab_size:
+            raise ConfigError(
+                f"token {int(batch.max())} is outside the vocabulary of {self._corpus.vocab_size}; correct "
+                "data.vocab_size"
+            )
+        return batch
+
+
+class Stream(Windows):
+    """A learner's batches of fixed shards.
+
+    Raises ConfigError when the data has fewer windows than shards, or when a token is not in the vocabulary.
+    """
+
+    def __init__(
+        self, corpus: Corpus, sequence_length: int, num_shards: int, shards: Sequence[int], batch: int, seed: int
+    ) -> None:
+        super().__init__(corpus, sequence_length, shards, batch, seed, num_shards)
+        self._deal = ShardedWindows(self._num_windows, num_shards, seed)
+        if self._deal.shard_windows < 1:
+            raise ConfigError(f"the data has {self._num_windows} sequences for {num_shards} learners; give more data")
+
+    def next(self, rows: slice = slice(None)) -> Tensor:
+        """The next batch, as `Batches.next`."""
+        positions = range(self.position, self.position + self.batch)
+        windows = [self._deal.window(shard, position) for shard in self.shards for position in positions]
+        self.position += self.batch
+        return self._read(windows[rows])
+
+
+class LeasedStream(Windows):
+    """A learner's batches of leased windows.
+
+    Before it leases, it reads the run's first windows, all by itself (the warm start).
+
+    Arguments:
+        shards: of these only the number counts.
+        lease_steps: inner steps that a lease lasts.
+    """
+
+    def __init__(
+        self, corpus: Corpus, sequence_length: int, shards: Sequence[int], batch: int, seed: int, lease_steps: int
+    ) -> None:  # fmt: skip
+        super().__init__(corpus, sequence_length, shards, batch, seed, "leases")
+        self._lease_steps = lease_steps
+        self._units: LeasedUnits | None = None
+        self._next: list[int] = []
+
+    def lease(self, learner: Learner) -> None:
+        """Read from now on what the syncer leases to this learner."""
+        identity = ":".join(f"{key}={value}" for key, value in self.identity.items())
+        data = DataSet(self._num_windows, 0, hashlib.sha256(identity.encode()).hexdigest(), self._length)
+        self._units = learner.lease(data, num_ahead=self._lease_steps * self.num_rows)
+
+    def has_next(self) -> bool:
+        """Draw the next batch; False where the learner was drained while it waited for a lease."""
+        if not self._next:
+            first = self.position * len(self.shards)
+            units = self._units
+            self._next = list(range(first, first + self.num_rows)) if units is None else units.draw(self.num_rows)
+        return bool(self._next)
+
+    def next(self, rows: slice = slice(None)) -> Tensor:
+        """The batch drawn, as `Batches.next`."""
+        windows = [place_of_unit(unit, self._num_windows, self._seed) for unit in self._next]
+        self.position, self._next = self.position + self.batch, []
+        if self._units is not None:
+            self._units.take()
+        return self._read(windows[rows])
+
+
+class ShardTexts:
+    """The sequences of one shard of a stream of texts, pass after pass.
+
+    A `shard` of `num_shards` or more is the one of its remainder, with another order of the parts and other draws.
+
+    Attributes:
+        num_drawn: sequences drawn so far.
+    """
+
+    def __init__(
+        self,
+        source: TextSource,
+        length: int,
+        shard: int,
+        num_shards: int,
+        seed: int,
+        state: dict[str, Any] | None = None,
+    ) -> None:
+        documents, parts = source.documents, len(source.documents.parts)
+        deal = Deal(shard % num_shards, num_shards, documents.by_parts and parts % num_shards == 0, begin=source.begin)
+        self._encoder, self._length = source.encoder, length
+        self._name = f"shard {shard} of {num_shards}"
+        self._key = seed.to_bytes(8, "little") + b"draw" + shard.to_bytes(8, "little")
+        order = seed + (shard // num_shards << 32)  # seeds are below 2**32
+        self._reader = Reader(documents, deal, order, None if state is None else state["reader"])
+        self._buffer = np.empty((source.shuffle_sequences, length + 1), dtype=np.int32)
+        self._pending: npt.NDArray[np.int32] = np.empty(0, dtype=np.int32)
+        self.num_drawn = self._num_buffered = 0
+        self._is_over = False  # the pass is read to its end
+        if state is not None:
+            self._pending, buffer = state["pending"].numpy().copy(), state["buffer"].numpy()
+            self.num_drawn, self._num_buffered, self._is_over = int(state["num_drawn"]), len(buffer), state["is_over"]
+            self._buffer[: len(buffer)] = buffer
+
+    def draw(self) -> npt.NDArray[np.int32]:
+        """The next sequence, int32 (T + 1,). Raises ConfigError when a whole pass has none."""
+        self._fill()
+        if not self._num_buffered:
+            self._pending, self._is_over = self._pending[:0], False
+            self._fill()
+            if not self._num_buffered:
+                raise ConfigError(
+                    f"{self._name} of the stream has less than one sequence of {self._length} + 1 tokens; give more "
+                    "data, or hold out less of it (data.held_out_documents)"
+                )
+        number = self.num_drawn.to_bytes(8, "little")
+        place = int.from_bytes(hashlib.blake2b(number, digest_size=8, key=self._key).digest(), "little")
+        place %= self._num_buffered
+        drawn: npt.NDArray[np.int32] = self._buffer[place].copy()
+        self._num_buffered -= 1
+        self._buffer[place] = self._buffer[self._num_buffered]
+        self.num_drawn += 1
+        return drawn
+
+    def _fill(self) -> None:
+        """Fill the buffer, as far as the pass goes."""
+        while self._num_buffered < len(self._buffer) and (window := self._window()) is not None:
+            self._buffer[self._num_buffered] = window
+            self._num_buffered += 1
+
+    def _window(self) -> npt.NDArray[np.int32] | None:
+        """The next window of the pass; None where it is over."""
+        while len(self._pending) <= self._length:
+            if self._is_over:
+                return None
+            batch, self._is_over = self._reader.batch()
+            # What follows a piece of a file is mostly another learner's, so each piece has an end.
+            tokens = self._encoder.encode([replace(each, is_end=True) for each in batch])
+            self._pending = np.concatenate([self._pending, tokens.astype(np.int32)])
+        window, self._pending = self._pending[: self._length + 1], self._pending[self._length :]
+        return window
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the reader is, and all that was read and not drawn."""
+        return {
+            "reader": self._reader.state_dict(),
+            "pending": torch.from_numpy(self._pending.copy()),
+            "buffer": torch.from_numpy(self._buffer[: self._num_buffered].copy()),
+            "num_drawn": self.num_drawn,
+            "is_over": self._is_over,
+        }
+
+
+class TextStream(Batches):
+    """A learner's batches of texts that are read while training.
+
+    A position beyond what was drawn is reached at the next draw, by reading up to there; an earlier one by reading from
+    the beginning.
+    """
+
+    def __init__(
+        self, source: TextSource, sequence_length: int, num_shards: int, shards: Sequence[int], batch: int, seed: int
+    ) -> None:
+        self._source, self._length, self._num_shards, self._seed = source, sequence_length, num_shards, seed
+        self._streams: dict[int, ShardTexts] = {}
+        identity = {
+            "data": source.fingerprint(),
+            "sequence_length": sequence_length,
+            "seed": seed,
+            "num_shards": num_shards,
+            "shuffle_sequences": source.shuffle_sequences,
+        }
+        super().__init__(shards, batch, identity)
+
+    def select(self, shards: Sequence[int]) -> None:
+        """As `Batches.select`; the buffers of other shards are dropped."""
+        super().select(shards)
+        self._streams = {shard: stream for shard, stream in self._streams.items() if shard in self.shards}
+
+    def next(self, rows: slice = slice(None)) -> Tensor:
+        """The next batch, as `Batches.next`."""
+        streams = [self._at_position(shard) for shard in self.shards]
+        drawn = np.stack([stream.draw() for stream in streams for _ in range(self.batch)])
+        self.position += self.batch
+        return torch.from_numpy(drawn[rows].astype(np.int64))
+
+    def _at_position(self, shard: int) -> ShardTexts:
+        stream = self._streams.get(shard)
+        if stream is None or stream.num_drawn > self.position:
+            stream = self._streams[shard] = self._open(shard)
+        while stream.num_drawn < self.position:
+            stream.draw()
+        return stream
+
+    def _open(self, shard: int, state: dict[str, Any] | None = None) -> ShardTexts:
+        return ShardTexts(self._source, self._length, shard, self._num_shards, self._seed, state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The cursor, and the state of each shard that was read."""
+        return {**super().state_dict(), "streams": {str(m): stream.state_dict() for m, stream in self._streams.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """As `Batches.load_state_dict`."""
+        super().load_state_dict(state)
+        saved = state["streams"]
+        self._streams = {shard: self._open(shard, saved[str(shard)]) for shard in self.shards if str(shard) in saved}
+
+
+def held_out_batches(corpus: Corpus, sequence_length: int, num_sequences: int, batch: int) -> list[Tensor]:
+    """At most `num_sequences` held-out sequences, spread evenly; the same for all learners.
+
+    Raises ConfigError when there is none.
+    """
+    available = (len(corpus.held_out) - 1) // sequence_length
+    count = min(num_sequences, available)
+    if count < 1:
+        raise ConfigError(
+            f"the held-out part has {len(corpus.held_out)} tokens, less than one sequence of {sequence_length} + 1; "
+            "hold out more"
+        )
+    windows = [available * k // count for k in range(count)]
+    return [
+        _read_windows(corpus.held_out, windows[start : start + batch], sequence_length)
+        for start in range(0, count, batch)
+    ]
+
+
+def _read_windows(tokens: Tokens, windows: Sequence[int], length: int) -> Tensor:
+    return torch.from_numpy(
+        np.stack([tokens.read(window * length, window * length + length + 1) for window in windows])
+    )
