@@ -175,7 +175,7 @@ MODES: Mapping[Mode, str] = {
 
 
 def goodput_pictures(fleet: Fleet, found: Mapping[Mode, Goodput], seed: int) -> list[Picture]:
-    """Goodput against chips, and where the time goes, given the goodput in every mode."""
+    """Goodput against chips and where the time goes, given the goodput in every mode."""
     return [_against_chips(fleet, found[fleet.mode], seed), _where_time_goes(fleet, found)]
 
 
