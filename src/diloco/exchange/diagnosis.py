@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import ssl
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from cryptography import x509
 
-from diloco.exchange.key_pair import CA, CERT, KEY, hosts_of
+from diloco.exchange.key_pair import KeyPair, hosts_of
 from diloco.exchange.wire.address import is_local, socket_path, split_address
 
 TIMEOUT_S = 2.0
 """How long each step of a look takes at most."""
-
-NAME_KEYS = "name the directory of this holder's keys."
 
 WRONG_HOST = frozenset((62, 64))
 EXPIRED, NOT_YET_VALID = 10, 9
@@ -33,12 +31,11 @@ class Reason:
 
 @dataclass(frozen=True)
 class Way:
-    """How a caller dials a syncer: `is_secure` with TLS, `keys` and `ca` as `Credentials`."""
+    """How a caller dials a syncer. `pair`: the keys that it shows, None: it speaks plain text; `where` names them."""
 
     address: str
-    is_secure: bool
-    keys: Path | None
-    ca: Path | None
+    pair: KeyPair | None
+    where: str
 
 
 def find_reason(way: Way) -> Reason | None:
@@ -60,7 +57,7 @@ def find_reason(way: Way) -> Reason | None:
         advice = "check the address, and that firewalls let its port through"
         return Reason(f"{way.address} cannot be reached ({said}); {advice}.")
     with plain:
-        return _of_tls(way, plain, host) if way.is_secure else _of_plain_text(way, plain)
+        return _of_plain_text(way, plain) if way.pair is None else _of_tls(way, way.pair, plain, host)
 
 
 def _of_socket(way: Way) -> Reason | None:
@@ -86,23 +83,25 @@ def _of_plain_text(way: Way, plain: socket.socket) -> Reason | None:
     except OSError as error:
         if not (isinstance(error, ssl.SSLError) and "ALERT" in (error.reason or "")):
             return None
-    return Reason(f"the syncer at {way.address} wants TLS, and no keys are given here; {NAME_KEYS}", is_refusal=True)
+    advice = "give the directory or line of this holder's keys"
+    return Reason(f"the syncer at {way.address} wants TLS, and no keys are given here; {advice}.", is_refusal=True)
 
 
-def _of_tls(way: Way, plain: socket.socket, host: str) -> Reason | None:
+def _of_tls(way: Way, pair: KeyPair, plain: socket.socket, host: str) -> Reason | None:
     """What a handshake comes to. In TLS 1.3 the client's certificate is judged after the client's part of it: a
     syncer that refuses hangs up where it would send its settings."""
     try:
-        context = _context(way)
+        context = _context(pair)
         secure = context.wrap_socket(plain, server_hostname=host)
     except ssl.SSLCertVerificationError as error:
-        return Reason(_distrust(way, host, error), is_refusal=True)
+        return Reason(_distrust(way, pair, host, error), is_refusal=True)
     except ssl.SSLError as error:
         if error.reason == "WRONG_VERSION_NUMBER":
+            said = f"what answers at {way.address} does not speak TLS, for which {way.where} was given"
             advice = "start the syncer with keys, or give none here if it is meant to have none"
-            return Reason(f"what answers at {way.address} does not speak TLS; {advice}.", is_refusal=True)
+            return Reason(f"{said}; {advice}.", is_refusal=True)
         return None
-    except OSError:  # hung up, or the files here are being replaced
+    except OSError:  # hung up
         return None
     with secure:
         try:
@@ -112,28 +111,27 @@ def _of_tls(way: Way, plain: socket.socket, host: str) -> Reason | None:
             return None
         except OSError:  # hung up
             pass
-    if way.keys is None:
-        return Reason(
-            f"the syncer at {way.address} wants a certificate and none was shown; {NAME_KEYS}", is_refusal=True
-        )
     return Reason(
-        f"the syncer at {way.address} refused the certificate in {way.keys}: another authority signed it, or it is not "
-        "valid by the syncer's clock; copy the directory again from `diloco keys`.",
+        f"the syncer at {way.address} refused the certificate in {way.where}: another authority signed it, or it is "
+        "not valid by the syncer's clock; use the newest keys that `diloco keys` made.",
         is_refusal=True,
     )
 
 
-def _context(way: Way) -> ssl.SSLContext:
-    context = ssl.create_default_context(cafile=way.keys / CA if way.keys is not None else way.ca)
+def _context(pair: KeyPair) -> ssl.SSLContext:
+    context = ssl.create_default_context(cadata=pair.ca.decode())
     context.set_alpn_protocols(["h2"])
-    if way.keys is not None:
-        context.load_cert_chain(way.keys / CERT, way.keys / KEY)
+    held = os.memfd_create("keys")  # the ssl module takes a key from a file only; this one is in memory
+    with open(held, "wb") as file:
+        file.write(pair.cert + pair.key)
+        file.flush()
+        context.load_cert_chain(f"/proc/self/fd/{held}")
     return context
 
 
-def _distrust(way: Way, host: str, error: ssl.SSLCertVerificationError) -> str:
+def _distrust(way: Way, pair: KeyPair, host: str, error: ssl.SSLCertVerificationError) -> str:
     """Why the syncer's certificate is not accepted here."""
-    shown = _shown_by(way, host)
+    shown = _shown_by(way, pair, host)
     head = f"the certificate that the syncer at {way.address} shows is not trusted"
     if error.verify_code in WRONG_HOST:
         names = "" if shown is None else f", but {', '.join(hosts_of(shown))}"
@@ -146,16 +144,15 @@ def _distrust(way: Way, host: str, error: ssl.SSLCertVerificationError) -> str:
         return f"{head}: it expired{when}; {advice}."
     if error.verify_code == NOT_YET_VALID:
         return f"{head}: it is not valid yet ({error.verify_message}); correct this machine's clock."
-    trusted = "the system's authorities" if way.keys is None and way.ca is None else str(way.ca or way.keys)
     return (
-        f"{head}: another authority than that of {trusted} signed it ({error.verify_message}); use the ca.pem of this "
-        "run."
+        f"{head}: another authority than that of {way.where} signed it ({error.verify_message}); use the keys of this "
+        "run, and the newest ones if its authority was replaced."
     )
 
 
-def _shown_by(way: Way, host: str) -> bytes | None:
+def _shown_by(way: Way, pair: KeyPair, host: str) -> bytes | None:
     """The certificate (PEM) that the syncer shows, whatever it is worth."""
-    context = _context(way)
+    context = _context(pair)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     with suppress(OSError, ValueError), socket.create_connection(split_address(way.address), TIMEOUT_S) as plain:
         with context.wrap_socket(plain, server_hostname=host) as secure:

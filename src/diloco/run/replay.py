@@ -167,7 +167,7 @@ class Replay:
         self._recorder: Recorder[MemorySlot] = Recorder(
             PastJournal(self._past), PastPayloads(self._past, self._formats.payloads)
         )
-        observer = NullObserver()
+        observer = NullObserver()  # type: ignore[abstract] # what it leaves out does nothing
         ports = Ports(PastClock(self._past), PastSpool(self._past), self._jobs, self._store, self._worker, observer)
         self._is_whole = True
         self.driver = Driver(**arguments, ports=self._recorder.around(ports))

@@ -1,4 +1,4 @@
-"""Certificates and tokens that end soon, in the syncer's log, so that nothing stops on the day."""
+"""Certificates that end soon, in the syncer's log, so that nothing stops on the day."""
 
 from __future__ import annotations
 

@@ -8,16 +8,16 @@ at = "2026-11-22T20:00:00Z"     # refused from then on: the past, or the end of 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
-from diloco.errors import AuthError, ConfigError
+from diloco.errors import AuthError, ConfigError, UnreachableError
 from diloco.secret_files import replace_secret
 from diloco.syncer.callers import Caller
 from diloco.syncer.certificates import holder_of
 from diloco.syncer.ends_soon import EndsSoon
-from diloco.syncer.rereading import Reread
 from diloco.tables import Table, read_text, read_toml, validate, write_toml
 
 REVOKED = "revoked.toml"
@@ -52,6 +52,37 @@ def write_revoked(path: Path, revoked: Iterable[Revoked]) -> None:
     replace_secret(path, f"# certificates that the syncer refuses; `diloco keys` writes this\n{text}".encode())
 
 
+class RevokedList:
+    """The list at `path`, read again whenever the file has changed. Any thread may call it.
+
+    Raises:
+        ConfigError: as `read`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._lock = path, threading.Lock()
+        self._known: tuple[tuple[int, int, int], Mapping[str, datetime]] | None = None
+        self.read()
+
+    def read(self) -> Mapping[str, datetime]:
+        """The newest list, as `read_revoked`.
+
+        Raises:
+            ConfigError: the file cannot be read, or does not say what it should.
+        """
+        with self._lock:
+            try:
+                stat = self._path.stat()
+            except OSError as error:
+                raise ConfigError(
+                    f"the list of revoked certificates {self._path} cannot be read ({error.strerror}); put it back."
+                ) from error
+            seen = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
+            if self._known is None or self._known[0] != seen:
+                self._known = (seen, read_revoked(self._path))
+            return self._known[1]
+
+
 class Holders:
     """Who holds the certificates of a run; `directory`: the syncer's keys. Any thread may call it.
 
@@ -64,8 +95,7 @@ class Holders:
 
     def __init__(self, run: str, directory: Path) -> None:
         self._run, self._ends = run, EndsSoon()
-        self._revoked = Reread(directory / REVOKED, "list of revoked certificates", read_revoked)
-        self._revoked.get()
+        self._revoked = RevokedList(directory / REVOKED)
 
     def caller(self, cert: bytes) -> Caller:
         """The holder of a certificate, as PEM; `check` says whether it holds.
@@ -87,8 +117,14 @@ class Holders:
 
         Raises:
             AuthError: it is revoked or has expired.
+            UnreachableError: the list of revoked certificates cannot be read, so no caller is admitted. That is no
+                fault of the caller, which tries again: a file is short for a moment while another one is copied over
+                it.
         """
-        now, revoked = datetime.now(UTC), self._revoked.admitting().get(caller.key)
+        try:
+            now, revoked = datetime.now(UTC), self._revoked.read().get(caller.key)
+        except ConfigError as error:
+            raise UnreachableError(f"no caller can be admitted: {error}") from error
         if revoked is not None and now >= revoked:
             raise AuthError(
                 f"the certificate of {caller.name!r} was revoked; ask the run's operator for a new one (`diloco keys`)."
