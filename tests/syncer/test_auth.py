@@ -17,10 +17,9 @@ from diloco.errors import AuthError, ConfigError, UnreachableError
 from diloco.exchange.key_pair import hosts_of
 from diloco.exchange.wire.address import is_loopback, split_address
 from diloco.secret_files import read_secret, replace_secret, write_secret
-from diloco.syncer.auth import check_binding
+from diloco.syncer.auth import REVOKED, Authenticator, Revoked, check_binding, write_revoked
 from diloco.syncer.callers import Caller, Role
 from diloco.syncer.certificates import Authority, holder_of
-from diloco.syncer.revocation import REVOKED, Holders, Revoked, write_revoked
 
 # roles
 
@@ -69,7 +68,7 @@ def test_a_learner_speaks_for_itself_and_an_admin_for_any() -> None:
 def test_a_list_that_becomes_unreadable_admits_no_caller(tmp_path: Path, how: str) -> None:
     path, caller = tmp_path / REVOKED, Caller("site-a", "learner", "site-a", "3f21")
     write_revoked(path, ())
-    holders = Holders("demo", tmp_path)
+    holders = Authenticator("demo", keys=tmp_path)
     holders.check(caller)
     write_revoked(path, (Revoked(serial="3f21", name="site-a", at=dt.datetime.now(dt.UTC)),))
     with pytest.raises(AuthError, match="the certificate of 'site-a' was revoked"):

@@ -53,7 +53,7 @@ class ExpiringCertificates(Certificates):
 
     def end(self) -> None:
         now = SimpleNamespace(now=lambda zone: dt.datetime.now(zone) + 2 * DAY)
-        self._patch.setattr("diloco.syncer.revocation.datetime", now)
+        self._patch.setattr("diloco.syncer.auth.datetime", now)
 
 
 class Blocked:

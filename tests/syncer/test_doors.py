@@ -150,7 +150,7 @@ def test_a_certificate_that_ends_while_its_connection_is_open(
     notices = learner.connection.watch("control", request)
     assert next(notices).HasField("welcome")
     monkeypatch.setattr(
-        "diloco.syncer.revocation.datetime", SimpleNamespace(now=lambda zone: dt.datetime.now(zone) + 2 * DAY)
+        "diloco.syncer.auth.datetime", SimpleNamespace(now=lambda zone: dt.datetime.now(zone) + 2 * DAY)
     )
     with pytest.raises(errors.UnreachableError, match="cancelled"):
         list(notices)

@@ -17,8 +17,7 @@ from google.protobuf.message import Message
 from diloco.core.members import Deadlines
 from diloco.core.session.lanes import StallTimeout
 from diloco.errors import AuthError, DilocoError, ExchangeError, UnreachableError
-from diloco.exchange.credentials import Credentials
-from diloco.exchange.diagnosis import Reason
+from diloco.exchange.credentials import Credentials, Reason
 from diloco.exchange.key_pair import AnyKeys
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.incoming import Download

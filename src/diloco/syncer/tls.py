@@ -12,8 +12,7 @@ import grpc
 
 from diloco.errors import ConfigError
 from diloco.exchange.key_pair import CA, CERT, KEY, KeyPair, check_valid_now, hosts_of, read_key_pair
-from diloco.syncer.certificates import holder_of
-from diloco.syncer.ends_soon import EndsSoon
+from diloco.syncer.certificates import EndsSoon, holder_of
 
 log = logging.getLogger("diloco.syncer")
 
