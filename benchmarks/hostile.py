@@ -1,6 +1,6 @@
 """Senders that mean harm, written on bare sockets: what a client library would not do.
 
-    python -m benchmarks.hostile ADDRESS FLOOD SIZE [--keys DIR] [--token TOKEN] [--source ADDRESS] [--seconds S]
+    python -m benchmarks.hostile ADDRESS FLOOD SIZE [--keys DIR] [--source ADDRESS] [--seconds S]
 
 Each flood keeps its size up for as long as it lasts: a connection that the syncer ends is dialled again. Prints one
 line of JSON: how much was open or sent, and how often the syncer hung up.
@@ -27,7 +27,7 @@ from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.rpc import path
 
 RUN, VILLAIN = "besieged", "villain"
-"""The run that is flooded, and the learner whose certificate or token a flood shows where it shows one."""
+"""The run that is flooded, and the learner whose certificate a flood shows where it shows one."""
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, SETTINGS, PING, CONTINUATION = 0, 1, 4, 6, 9
@@ -56,11 +56,10 @@ def _text(text: str) -> bytes:
     return (bytes([len(data)]) if len(data) < 127 else bytes([127, len(data) - 127])) + data
 
 
-def headers(method: str, token: str | None = None) -> bytes:
+def headers(method: str) -> bytes:
     """A header block of a gRPC call, without any compression (RFC 7541, 6.2.2)."""
     fields = [(":method", "POST"), (":scheme", "http"), (":path", path(method)), (":authority", "syncer")]
     fields += [("te", "trailers"), ("content-type", "application/grpc")]
-    fields += [] if token is None else [("authorization", f"Bearer {token}")]
     return b"".join(b"\0" + _text(name) + _text(value) for name, value in fields)
 
 
@@ -85,7 +84,6 @@ class Target:
     address: str
     tls: bool = False
     keys: Path | None = None
-    token: str | None = None
     source: str = ""
 
     def dial(self) -> socket.socket:
@@ -323,14 +321,14 @@ class Flood:
 
 def idle_sockets(target: Target, size: int) -> Flood:
     """`size` connections that say nothing; with a certificate, after the handshake of TLS and HTTP/2."""
-    return Flood(target, size, speaks=target.keys is not None or target.token is not None)
+    return Flood(target, size, speaks=target.keys is not None)
 
 
 def idle_streams(target: Target, size: int, method: str = "Push") -> Flood:
     """`size` calls of which nothing but the headers come."""
 
     def opened(connection: Http2) -> int:
-        block = headers(method, target.token)
+        block = headers(method)
         data = b"".join(frame(HEADERS, END_HEADERS, 2 * number + 1, block) for number in range(STREAMS_OF_A_CONNECTION))
         connection.send(data)
         return len(data)
@@ -340,7 +338,7 @@ def idle_streams(target: Target, size: int, method: str = "Push") -> Flood:
 
 def continuations(target: Target, size: int) -> Flood:
     """`size` megabytes a second of headers that do not end, over four connections."""
-    block = headers("Push", target.token)
+    block = headers("Push")
     piece = b"".join(frame(CONTINUATION, 0, 1, b"a" * 16384) for _ in range(16))
     sent = {"bytes": 0, "from": time.monotonic()}
 
@@ -363,7 +361,7 @@ def calls(target: Target, size: int, method: str, data: bytes) -> Flood:
     """`size` calls of one message each, over four connections, sixteen at a time."""
     numbers: dict[Http2, int] = {}
     left = [size]
-    block, body = headers(method, target.token), message(data)
+    block, body = headers(method), message(data)
     pieces = [body[start : start + 16384] for start in range(0, len(body), 16384)]
 
     def pressed(connection: Http2) -> int:
@@ -416,11 +414,10 @@ def main(arguments: Iterable[str] | None = None) -> None:
     parser.add_argument("size", type=int)
     parser.add_argument("--tls", action="store_true")
     parser.add_argument("--keys", type=Path)
-    parser.add_argument("--token")
     parser.add_argument("--source", default="", help="the address to dial from")
     parser.add_argument("--seconds", type=float, default=10.0)
     chosen = parser.parse_args(None if arguments is None else list(arguments))
-    target = Target(chosen.address, chosen.tls, chosen.keys, chosen.token, chosen.source)
+    target = Target(chosen.address, chosen.tls, chosen.keys, chosen.source)
     print(flush=True)  # it begins
     print(json.dumps(asdict(FLOODS[chosen.flood](target, chosen.size).run(chosen.seconds))), flush=True)
 

@@ -24,9 +24,8 @@ from tests.training.conftest import TINY
 
 from diloco.config import dump_config, parse_config
 from diloco.core.members import Deadlines
-from diloco.secret_files import write_secret
+from diloco.exchange.key_pair import key_line, read_key_pair
 from diloco.syncer.keyring import Keyring
-from diloco.syncer.tokens import TokenEntry, token_sha256, write_tokens
 
 DAY, NAMES = dt.timedelta(days=1), [("site-a", "learner"), ("site-b", "learner"), ("site-c", "learner")]
 PYTHON_WORDS = re.compile(r"Traceback|\w+=(…|True|False|None)|Errno|grpc|E\d{4} |I\d{4} ")
@@ -59,8 +58,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     keyring.rotate("site-b", dt.timedelta(seconds=-1), dt.timedelta())
     Keyring.new(tmp / "others", RUN, ["127.0.0.1"], NAMES, DAY)
     Keyring.new(tmp / "elsewhere", RUN, ["syncer.example.org"], NAMES, DAY)
-    write_tokens(tmp / "tokens.toml", [TokenEntry("site-a", "learner", token_sha256("secret"))])
-    write_secret(tmp / "wrong.token", b"guessed")
     with ExitStack() as stack:
 
         def serve(name: str, **options: Any) -> str:
@@ -73,7 +70,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
             "done": serve("done"),
             "tls": serve("tls", keys=tmp / "keys" / "syncer"),
             "another host": serve("another", keys=tmp / "elsewhere" / "syncer"),
-            "tokens": serve("tokens", tokens_file=tmp / "tokens.toml"),
         }
         live, ended = (Raw(addresses[name], "site-a") for name in ("running", "done"))
         for raw in (live, ended):
@@ -98,7 +94,7 @@ def say(world: World, *command: object) -> tuple[int, str]:
     done = subprocess.run(
         [sys.executable, "-m", "diloco", *map(str, command)], capture_output=True, text=True, timeout=100, check=False
     )
-    said = done.stderr.replace(str(world.tmp), "DIR")
+    said = re.sub(r"by its beginning \d+", "by its beginning 1729", done.stderr.replace(str(world.tmp), "DIR"))
     said = re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", "TIME", re.sub(r"127\.0\.0\.1:\d+", "HOST:PORT", said))
     return done.returncode, re.sub(r"heard \d+\.\d s", "heard 0.3 s", said)
 
@@ -145,9 +141,14 @@ def test_a_revoked_certificate(world: World) -> None:
     check(status(world, "tls", "--keys", world.tmp / "copied" / "site-c"), 1)
 
 
-def test_a_wrong_token_and_none(world: World) -> None:
-    check(status(world, "tokens", "--token-file", world.tmp / "wrong.token"), 1)
-    check(status(world, "tokens"), 1)
+def test_no_keys_for_another_machine(world: World) -> None:
+    check(status(world, "syncer.invalid:7700"), 2)
+
+
+def test_a_line_of_keys_that_was_cut(world: World) -> None:
+    line = key_line(read_key_pair(world.tmp / "keys" / "site-a"))
+    check(status(world, "tls", "--keys", f"{line[:200]}{'A' * 50}"), 2)
+    check(status(world, "tls", "--keys", line.removeprefix("diloco1.")[:300]), 2)
 
 
 def test_a_port_in_use(world: World) -> None:

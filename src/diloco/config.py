@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_serializer, model_validator
 
 from diloco.errors import ConfigError
+from diloco.escaping import is_key_line, without_key_lines
 from diloco.tables import Table, read_text, read_toml, validate, write_toml
 
 LEARNERS_OWN = ("inner", "schedule", "train", "evaluate", "checkpoint", "syncer", "track")
@@ -201,16 +202,13 @@ class PoolTable(Table):
 
 
 class SyncerTable(Table):
-    """The syncer's address, keys or tokens, and its deadlines."""
+    """The syncer's address, keys, and its deadlines."""
 
     address: str = "127.0.0.1:7700"  # several, with commas between them, where a syncer follows another one
-    keys: Path | None = None  # this machine's own directory of `diloco keys`, the syncer's and each learner's
-    ca: Path | None = None  # with token_file
-    token_file: Path | None = None  # the learner's own token
+    # this machine's own directory of `diloco keys`, the syncer's and each learner's; a learner's may be a line of keys
+    keys: str | None = Field(default=None, min_length=1, repr=False)
     insecure: bool = False
     state_dir: Path | None = None  # default <run.dir>/syncer
-    no_client_certificates: bool = False  # the syncer asks for tokens instead
-    tokens_file: Path | None = None  # all tokens with their roles
     metrics_port: int | None = Field(default=None, ge=0, le=65535)  # 0: any free port
     page: bool | None = None  # serve the live page; default: where the syncer is reached from its own machine only
     page_port: int = Field(default=0, ge=0, le=65535)  # loopback port of the live page; 0: any free one
@@ -239,11 +237,14 @@ class SyncerTable(Table):
             raise ValueError(f"stalled_cap_s = {self.stalled_cap_s} is below stalled_floor_s = {self.stalled_floor_s}")
         if self.keys is not None and self.insecure:
             raise ValueError("insecure and keys contradict each other; drop one of them")
-        if self.no_client_certificates and self.keys is None:
-            raise ValueError("no_client_certificates has no effect without keys; drop it")
         if self.record_contributions and not self.journal:
             raise ValueError("record_contributions has no effect with journal = false")
         return self
+
+    @field_serializer("keys")
+    def _without_line(self, keys: str | None) -> str | None:
+        """A line of keys is a secret, and is left out of what is saved with the run."""
+        return None if keys is not None and is_key_line(keys) else keys
 
 
 class TrackTable(Table):
@@ -425,7 +426,8 @@ def _override(tables: dict[str, Any], override: str) -> None:
     name, equals, raw = override.partition("=")
     keys = [key.strip() for key in name.split(".")]
     if not equals or not all(keys):
-        raise ConfigError(f'--set {override} is not of the form table.key=value, for example "train.global_batch=8"')
+        said = f"--set {without_key_lines(override)} is not of the form table.key=value"
+        raise ConfigError(f'{said}, for example "train.global_batch=8"')
     try:
         value = tomllib.loads(f"value = {raw.strip()}")["value"]
     except tomllib.TOMLDecodeError:
@@ -433,10 +435,11 @@ def _override(tables: dict[str, Any], override: str) -> None:
     for key in keys[:-1]:
         tables = tables.setdefault(key, {})
         if not isinstance(tables, dict):
-            raise ConfigError(f'--set {override}: "{key}" is a value, not a table')
+            raise ConfigError(f'--set {without_key_lines(override)}: "{key}" is a value, not a table')
     tables[keys[-1]] = value
 
 
 def dump_config(config: RunConfig) -> str:
-    """The resolved configuration as TOML that `parse_config` reads back to an equal value."""
+    """The resolved configuration as TOML that `parse_config` reads back to an equal value, but for a line of keys,
+    which is left out."""
     return write_toml(config.model_dump(mode="json", exclude_none=True))

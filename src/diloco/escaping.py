@@ -1,8 +1,14 @@
-"""Text from another machine, made fit for a terminal, a log or an error: it may be anything."""
+"""Text made fit for a terminal, a log or an error: text from another machine may be anything, and keys are secret."""
 
 import logging
+import re
 import time
 from typing import Any
+
+KEY_LINE = "diloco1."
+"""How a line of keys begins (`exchange.key_pair`)."""
+
+_KEY_LINE = re.compile(re.escape(KEY_LINE) + r"[\w-]+")
 
 MAX_REASON = 300
 """Characters of a reason that a peer gives."""
@@ -16,6 +22,16 @@ def printable(text: str, most: int | None = None) -> str:
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+def is_key_line(text: str) -> bool:
+    """Whether a text is a line of keys."""
+    return text.lstrip().startswith(KEY_LINE)
+
+
+def without_key_lines(text: str) -> str:
+    """The text with only the beginning of each line of keys in it."""
+    return _KEY_LINE.sub(f"{KEY_LINE}…", text)
 
 
 def shortened(text: str, most: int) -> str:

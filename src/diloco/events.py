@@ -170,9 +170,9 @@ class Admitted(Event):
     kind: Literal["admitted"] = "admitted"
     call: str  # "Join", "Initialise", "Follow", "Promote" or "Steer"
     learner: str
-    name: str  # of the certificate or token; "anyone" where the syncer asks for none
+    name: str  # of the certificate; "anyone" where the syncer asks for none
     role: str
-    key: str  # the start of the certificate's serial number, or of the token's SHA-256
+    key: str  # the start of the certificate's serial number
     peer: str  # where it called from: behind a proxy, the address of the proxy
 
 
@@ -181,7 +181,7 @@ class Steered(Event):
 
     kind: Literal["steered"] = "steered"
     order: str  # "evict", "drain", "admit", "pause", "resume", "quorum" or "end"
-    by: str  # the name of the certificate or token; "anyone" where the syncer asks for none
+    by: str  # the name of the certificate; "anyone" where the syncer asks for none
     learner: str  # that it is about; empty: the whole run
     text: str  # what is done, in a sentence
 
@@ -194,7 +194,7 @@ class Refused(Event):
 
     kind: Literal["refused"] = "refused"
     call: str
-    name: str  # of the sender's certificate or token; empty where the sender is not known
+    name: str  # of the sender's certificate; empty where the sender is not known
     peer: str  # where it called from: behind a proxy, the address of the proxy
     reason: str  # the class of the error
     text: str  # what the sender was told

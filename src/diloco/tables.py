@@ -11,6 +11,7 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from diloco.errors import ConfigError, translated
+from diloco.escaping import without_key_lines
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -21,7 +22,7 @@ MAX_DEPTH = 50
 class Table(BaseModel):
     """A table of a file: frozen, unknown keys are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), hide_input_in_errors=True)
 
 
 def read_text(path: str | Path, what: str) -> str:
@@ -74,7 +75,8 @@ def _explain(error: ValidationError, kind: type[BaseModel], tables: Mapping[str,
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "value_error":
         return f"[{name}] {message}" if name else message
-    return f"{name} = {json.dumps(first['input'], default=str)}: {message[0].lower()}{message[1:]}"
+    value = without_key_lines(json.dumps(first["input"], default=str))
+    return f"{name} = {value}: {message[0].lower()}{message[1:]}"
 
 
 def _name(keys: tuple[int | str, ...], tables: Any) -> str:

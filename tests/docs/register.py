@@ -116,6 +116,7 @@ PROGRAMS: dict[str, str] = {
     "chown": "changes the machine",
     "cp": "changes the machine",
     "docker": "needs Docker; the files: tests/templates",
+    "export": "the keys of a run: tests/exchange/test_key_lines.py",
     "install": "changes the machine",
     "jupyter": "a browser; tests/docs/test_notebooks.py executes the notebooks",
     "kubectl": "needs a cluster; the files: tests/templates",

@@ -3,6 +3,7 @@ who may."""
 
 from __future__ import annotations
 
+import datetime as dt
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,12 +14,21 @@ from tests.syncer.runs import RUN, method, start
 
 from diloco.errors import AuthError, ConfigError, CorruptPayloadError, DilocoError, RunError, UnknownRunError
 from diloco.exchange.connection import Connection
-from diloco.exchange.probe import CHANNEL, FIRST_BYTES, GROWTH, measure_link, rate_bit_per_s
+from diloco.exchange.probe import (
+    CHANNEL,
+    FIRST_BYTES,
+    GROWTH,
+    MAX_PROBE_BYTES,
+    Timing,
+    measure_link,
+    noise,
+    probe,
+    rate_bit_per_s,
+)
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.probe import MAX_PROBE_BYTES, noise, timed
 from diloco.exchange.wire.window import LONGEST_CHUNK_BYTES
+from diloco.syncer.keyring import Keyring
 from diloco.syncer.server import Syncer
-from diloco.syncer.tokens import TokenEntry, new_token, token_sha256, write_tokens
 
 # ------------------------------------------------------------------------------------------------------ what is timed
 
@@ -39,14 +49,17 @@ def test_the_first_quarter_is_not_timed() -> None:
             now_s += 7.0 if i < 4 else 0.5  # a slow beginning
             yield bytes(10)
 
-    assert timed(arriving(), 160, clock=lambda: now_s) == (120, 6.0)
-    assert timed(iter([]), 0) == (0, 0.0)
+    timing = Timing()
+    assert list(timing.take(arriving(), 160, clock=lambda: now_s)) == list(range(10, 170, 10))
+    assert timing == Timing(120, 6.0)
+    assert list(timing.take(iter([]), 0)) == []
+    assert timing == Timing(0, 0.0)
 
 
 @pytest.mark.parametrize(("sizes", "words"), [([5, 4], "ended after 9 of 10"), ([5, 6], "more than the 10 bytes")])
 def test_another_number_of_bytes_is_an_error(sizes: list[int], words: str) -> None:
     with pytest.raises(CorruptPayloadError, match=words):
-        timed(map(bytes, sizes), 10)
+        list(Timing().take(map(bytes, sizes), 10))
 
 
 @pytest.mark.parametrize("bit_per_s", [1e5, 1e7, 1e9])
@@ -82,7 +95,7 @@ def syncer(tmp_path: Path) -> Iterator[Syncer]:
 
 @pytest.fixture
 def connection(syncer: Syncer) -> Iterator[Connection]:
-    it = Connection(syncer.address, token=None, ca=None, insecure=False)
+    it = Connection(syncer.address)
     yield it
     it.close()
 
@@ -100,10 +113,10 @@ def header(up_bytes: int = 0, down_bytes: int = 0, run: str = RUN) -> pb.ProbeHe
 
 
 def test_both_ways_in_one_call_and_the_syncer_times_what_it_receives(connection: Connection) -> None:
-    reply, (num_bytes, seconds) = connection.probe(CHANNEL, header(1 << 20, 1 << 16))
+    reply, timing = probe(connection, header(1 << 20, 1 << 16))
     assert reply.num_bytes == 3 << 18
-    assert num_bytes == 3 << 14
-    assert min(reply.seconds, seconds) > 0
+    assert timing.num_bytes == 3 << 14
+    assert min(reply.seconds, timing.seconds) > 0
 
 
 REFUSED: dict[str, tuple[pb.ProbeHeader, type[DilocoError], str]] = {
@@ -117,21 +130,21 @@ REFUSED: dict[str, tuple[pb.ProbeHeader, type[DilocoError], str]] = {
 def test_what_is_refused(kind: str, connection: Connection) -> None:
     wrong, expected, words = REFUSED[kind]
     with pytest.raises(expected, match=words):
-        connection.probe(CHANNEL, wrong)
-    connection.probe(CHANNEL, header(100, 100))
+        probe(connection, wrong)
+    probe(connection, header(100, 100))
 
 
 def test_one_at_a_time_and_one_that_breaks_off_makes_room(connection: Connection, syncer: Syncer) -> None:
     stub: Any = connection._channel(CHANNEL).stream_stream("/diloco.v1.Syncer/Probe", None, None)
     call = stub(iter([header(0, MAX_PROBE_BYTES).SerializeToString()]))
     next(call)  # it has begun, and cannot end: its rest is not read
-    second = Connection(syncer.address, token=None, ca=None, insecure=False)
+    second = Connection(syncer.address)
     with pytest.raises(RunError, match="another learner's link"):
-        second.probe(CHANNEL, header())
+        probe(second, header())
     call.cancel()
     while True:
         try:
-            second.probe(CHANNEL, header())
+            probe(second, header())
             break
         except RunError:  # the syncer has not heard yet
             continue
@@ -139,16 +152,12 @@ def test_one_at_a_time_and_one_that_breaks_off_makes_room(connection: Connection
 
 
 def test_only_who_may_train_may_probe_and_only_as_itself(tmp_path: Path) -> None:
-    tokens = {name: new_token() for name in ("viewer", "a", "b")}
-    path = tmp_path / "tokens.toml"
-    write_tokens(path, [
-        TokenEntry("viewer", "viewer", token_sha256(tokens["viewer"])),
-        *(TokenEntry(name, "learner", token_sha256(tokens[name]), learner=name) for name in "ab"),
-    ])  # fmt: skip
-    with start(tmp_path, method(), tokens_file=path) as syncer:
-        for token, words in ((None, "no token"), (tokens["viewer"], "role"), (tokens["b"], "only, not for 'a'")):
+    keys, names = tmp_path / "keys", [("eye", "viewer"), ("a", "learner"), ("b", "learner")]
+    Keyring.new(keys, RUN, ["127.0.0.1"], names, dt.timedelta(days=1))  # type: ignore[arg-type]
+    with start(tmp_path, method(), keys=keys / "syncer") as syncer:
+        for name, words in (("eye", "role"), ("b", "only, not for 'a'")):
             with pytest.raises(AuthError, match=words):
-                measure_link(syncer.address, run=RUN, learner="a", token=token)
-        connection = Connection(syncer.address, token=tokens["a"])
-        connection.probe(CHANNEL, header(10, 10))
+                measure_link(syncer.address, run=RUN, learner="a", keys=keys / name)
+        connection = Connection(syncer.address, keys=keys / "a")
+        probe(connection, header(10, 10))
         connection.close()

@@ -49,7 +49,7 @@ def promptly() -> Any:
 
 def impatient(address: str) -> Remote:
     """A learner that tries a transfer again after half a second of nothing."""
-    connection = Connection(address, token=None, ca=None, insecure=False, stall_floor_s=0.5)
+    connection = Connection(address, stall_floor_s=0.5)
     return Remote(Dialler([connection]), run=RUN, learner="a", initial=Initial(0, 0, "test"))
 
 

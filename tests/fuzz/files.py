@@ -1,11 +1,11 @@
-"""Readers of single files: run file, site file, event logs, lists of tokens, keys and certificates, checkpoints."""
+"""Readers of single files: run file, site file, event logs, keys and certificates, checkpoints."""
 
 from __future__ import annotations
 
-import datetime as dt
 import hashlib
 import json
 import tempfile
+from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,14 +19,14 @@ from diloco import events
 from diloco.config import parse_config
 from diloco.core.presets import method_from_table
 from diloco.errors import ConfigError
+from diloco.escaping import KEY_LINE
 from diloco.event_log import EventTail, read_events
-from diloco.exchange.key_pair import CA, CERT, KEY, read_key_pair
+from diloco.exchange.key_pair import CA, CERT, KEY, KeyPair, key_line, parse_key_line, read_key_pair
 from diloco.planning.site import load_site
 from diloco.report.page import numbers, read_run, rows, summary
+from diloco.syncer.auth import read_revoked
 from diloco.syncer.certificates import holder_of
 from diloco.syncer.keyring import CERTIFICATES, Keyring
-from diloco.syncer.revocation import read_revoked
-from diloco.syncer.tokens import TokenEntry, read_tokens, token_sha256, write_tokens
 from diloco.tables import read_text
 from diloco.training.checkpoint import from_bytes, lineage_of, load_checkpoint, save_checkpoint, to_bytes
 
@@ -108,16 +108,6 @@ def site_file() -> Target:
     return _one_file("site-file", (ROOT / "examples" / "site.toml").read_bytes(), TOML, read)
 
 
-def tokens() -> Target:
-    """The syncer's file of tokens."""
-    with tempfile.TemporaryDirectory() as root:
-        path = Path(root) / "tokens.toml"
-        entry = TokenEntry("site-a", "learner", token_sha256("a"), "site-a", dt.datetime(2030, 1, 1, tzinfo=dt.UTC))
-        write_tokens(path, [entry, TokenEntry("eye", "viewer", token_sha256("b"))])
-        seed = path.read_bytes()
-    return _one_file("tokens", seed, TOML, read_tokens)
-
-
 _KEY_FILES = (CA, CERT, KEY, "revoked.toml", CERTIFICATES)
 
 
@@ -145,6 +135,27 @@ def keys() -> Target:
         return mutated_parts(data, lambda index: TOML if index >= 3 else None, random)
 
     return Target("keys", (seed,), read, mutate)
+
+
+def line_of_keys() -> Target:
+    """A line of keys: as it is, and what a line with a right length and checksum holds."""
+    files = dict(zip(_KEY_FILES, parted((Path(__file__).parent / "keys.seed").read_bytes()), strict=False))
+    whole = key_line(KeyPair(files[CA], files[CERT], files[KEY])).removeprefix(KEY_LINE)
+    seed = urlsafe_b64decode(whole + "=" * (-len(whole) % 4))[2:-8]
+
+    def read(data: bytes) -> None:
+        framed = len(data).to_bytes(2, "big") + data
+        checked = urlsafe_b64encode(framed + hashlib.sha256(framed).digest()[:8]).decode()
+        refused: list[ConfigError] = []
+        for text in (data.decode("latin-1"), checked.rstrip("=")):
+            try:
+                parse_key_line(KEY_LINE + text)
+            except ConfigError as error:
+                refused.append(error)
+        if len(refused) == 2:
+            raise refused[1]
+
+    return Target("line-of-keys", (seed,), read, lambda data, random: mutated(data[: 1 << 15], None, random))
 
 
 def event_log() -> Target:

@@ -208,7 +208,7 @@ def journal() -> Target:
         with directory_of({**kept, **dict(zip(parts, parted(data), strict=False))}) as path:
             reader = JournalReader(path)
             replay = Replay(tensor_formats(ReadPayloads(reader.payload)))
-            json.dumps(_numbers(replay, _replay(reader, replay, None, None)))
+            json.dumps(_numbers(replay, _replay(reader, replay, None)))
 
     return Target(
         "journal", (joined([files[name] for name in parts]),), read,

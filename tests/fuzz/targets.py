@@ -11,8 +11,8 @@ from tests.fuzz.examining import Target
 TARGETS: dict[str, Callable[[], Target]] = {
     "run-file": files.run_file,
     "site-file": files.site_file,
-    "tokens": files.tokens,
     "keys": files.keys,
+    "line-of-keys": files.line_of_keys,
     "events": files.event_log,
     "checkpoint": files.checkpoint,
     "resume": learners.resume,

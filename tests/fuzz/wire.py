@@ -38,6 +38,7 @@ from diloco.exchange.connection import Connection
 from diloco.exchange.dialling import Dialler
 from diloco.exchange.group import read_frame, to_tensor
 from diloco.exchange.island.messages import Message, read_message, value_of
+from diloco.exchange.probe import probe
 from diloco.exchange.remote import fetch_model, fetch_status
 from diloco.exchange.remote.messages import grant_of, layout_of, lineage_of, method_of, proposal_of, standing_of
 from diloco.exchange.remote.transfers import Receiver
@@ -334,7 +335,7 @@ class LearnerUnderFire(grpc.GenericRpcHandler):  # type: ignore[misc]
             case b"Initialise":
                 connection.upload("joins", "Initialise", iter([b"header"]), pb.InitialiseReply)
             case b"Probe":
-                connection.probe("probes", pb.ProbeHeader(up_bytes=8, down_bytes=8))
+                probe(connection, pb.ProbeHeader(up_bytes=8, down_bytes=8))
 
     def close(self) -> None:
         """End all of it."""

@@ -85,12 +85,11 @@ class Raw:
     """A learner made of bare calls. `held`: the layout of its model, unless it is `layout()`."""
 
     def __init__(
-        self, address: str, name: str = "raw", token: str | None = None, *, keys: Path | None = None,
-        held: Layout | None = None,
-    ) -> None:  # fmt: skip
+        self, address: str, name: str = "raw", keys: Path | None = None, *, held: Layout | None = None
+    ) -> None:
         self.name = name
         self.layout = held or layout()
-        self.connection = Connection(address, keys=keys, token=token, stall_floor_s=60.0)  # also on a busy machine
+        self.connection = Connection(address, keys=keys, stall_floor_s=60.0)  # also on a busy machine
         self.incarnation = self.process = self.boot = 0
         self.numbers: dict[int, int] = {}
         self.heard = pb.Standing()

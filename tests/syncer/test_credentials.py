@@ -27,43 +27,23 @@ from diloco.exchange import connection
 from diloco.exchange.remote import fetch_status
 from diloco.syncer.keyring import Keyring
 from diloco.syncer.server import Options, Syncer
-from diloco.syncer.tokens import TokenEntry, token_sha256, write_tokens
 
 DAY = dt.timedelta(days=1)
 WIDTH, MUCH_BYTES = 30_000, 200_000
 WAIT_S = 60.0
 
 
-class Credentials:
+class Certificates:
     """Of one learner, site-a, and of another, site-b; `end` ends those of the first."""
 
-    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.path, self._patch = path, monkeypatch
-
-    def make(self) -> dict[str, Any]:
-        """What the syncer is given."""
-        raise NotImplementedError
-
-    def of(self, name: str) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def end(self) -> None:
-        raise NotImplementedError
-
-
-class Certificates(Credentials):
     words = r"the certificate of 'site-a' was revoked; ask the run's operator for a new one"
 
-    def make(self) -> dict[str, Any]:
-        names: Any = [("site-a", "learner"), ("site-b", "learner")]
-        self.keyring = Keyring.new(self.path / "keys", RUN, ["127.0.0.1"], names, DAY)
-        return {"keys": self.path / "keys" / "syncer"}
-
-    def of(self, name: str) -> dict[str, Any]:
-        return {"keys": self.path / "keys" / name}
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.keys, self._patch = path / "keys", monkeypatch
+        Keyring.new(self.keys, RUN, ["127.0.0.1"], [("site-a", "learner"), ("site-b", "learner")], DAY)
 
     def end(self) -> None:
-        Keyring.read(self.path / "keys").revoke("site-a")
+        Keyring.read(self.keys).revoke("site-a")
 
 
 class ExpiringCertificates(Certificates):
@@ -73,34 +53,7 @@ class ExpiringCertificates(Certificates):
 
     def end(self) -> None:
         now = SimpleNamespace(now=lambda zone: dt.datetime.now(zone) + 2 * DAY)
-        self._patch.setattr("diloco.syncer.revocation.datetime", now)
-
-
-class Tokens(Credentials):
-    words = "the token is not one of this syncer's|the token of 'site-a' was revoked"
-
-    def make(self) -> dict[str, Any]:
-        self._write(self._entry("site-a"))
-        return {"tokens_file": self.path / "tokens.toml"}
-
-    def of(self, name: str) -> dict[str, Any]:
-        return {"token": f"secret {name}"}
-
-    def end(self) -> None:
-        self._write()
-
-    def _entry(self, name: str, expires: dt.datetime | None = None) -> TokenEntry:
-        return TokenEntry(name, "learner", token_sha256(f"secret {name}"), name, expires)
-
-    def _write(self, *more: TokenEntry) -> None:
-        write_tokens(self.path / "tokens.toml", [*more, self._entry("site-b")])
-
-
-class ExpiringTokens(Tokens):
-    words = "the token of 'site-a' expired at .*"
-
-    def end(self) -> None:
-        self._write(self._entry("site-a", dt.datetime.now(dt.UTC) - dt.timedelta(seconds=1)))
+        self._patch.setattr("diloco.syncer.auth.datetime", now)
 
 
 class Blocked:
@@ -110,11 +63,11 @@ class Blocked:
         result: of its life.
     """
 
-    def __init__(self, syncer: Syncer, given: Credentials, relay: Relay, pool: ThreadPoolExecutor) -> None:
+    def __init__(self, syncer: Syncer, given: Certificates, relay: Relay, pool: ThreadPoolExecutor) -> None:
         self.syncer, self.relay = syncer, relay
-        self.exchange = diloco.connect(relay.address, run=RUN, learner="site-a", **given.of("site-a"))
+        self.exchange = diloco.connect(relay.address, run=RUN, learner="site-a", keys=given.keys / "site-a")
         held = make_layout(Net(WIDTH), method().fragments)
-        self.other = Raw(syncer.address, "site-b", held=held, **given.of("site-b"))
+        self.other = Raw(syncer.address, "site-b", held=held, keys=given.keys / "site-b")
         self._pool = pool
         self.steps = 0
 
@@ -142,9 +95,9 @@ class Blocked:
 
 
 @contextmanager
-def blocked(given: Credentials, tmp_path: Path, at_least: int = 1) -> Iterator[Blocked]:
+def blocked(given: Certificates, tmp_path: Path, at_least: int = 1) -> Iterator[Blocked]:
     with ExitStack() as stack:
-        syncer = stack.enter_context(start(tmp_path, method(at_least=at_least), **given.make()))
+        syncer = stack.enter_context(start(tmp_path, method(at_least=at_least), keys=given.keys / "syncer"))
         relay = stack.enter_context(Relay(syncer.port))
         pool = stack.enter_context(ThreadPoolExecutor(1))
         it = Blocked(syncer, given, relay, pool)
@@ -155,16 +108,16 @@ def blocked(given: Credentials, tmp_path: Path, at_least: int = 1) -> Iterator[B
         yield it
 
 
-def ends(it: Blocked, life: Future[None], given: Any) -> None:
+def ends(it: Blocked, life: Future[None], given: Certificates) -> None:
     given.end()
     with pytest.raises(errors.AuthError, match=given.words) as caught:
         life.result(WAIT_S)
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", [Certificates, ExpiringCertificates, Tokens, ExpiringTokens])
+@pytest.mark.parametrize("kind", [Certificates, ExpiringCertificates])
 def test_a_learner_that_waits_for_another_one_ends(
-    kind: type[Credentials], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: type[Certificates], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = kind(tmp_path, monkeypatch)
     with blocked(given, tmp_path, at_least=2) as it:
@@ -203,7 +156,7 @@ def test_a_learner_ends_wherever_it_is(where: str, tmp_path: Path, monkeypatch: 
 
 def test_a_learner_that_waits_for_data_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lease is answered once it is durable, and the syncer's disk is slow."""
-    given, may_write = Tokens(tmp_path, monkeypatch), threading.Event()
+    given, may_write = Certificates(tmp_path, monkeypatch), threading.Event()
     with blocked(given, tmp_path) as it:
 
         def slow_disk() -> None:

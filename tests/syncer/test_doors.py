@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import pytest
 import torch
 from tests.syncer.runs import RUN, Raw, is_initialised, layout, method, start, status_of, train
@@ -23,15 +24,14 @@ import diloco
 from diloco import errors, events
 from diloco.cli import main
 from diloco.event_log import read_events
-from diloco.exchange.connection import Connection
-from diloco.exchange.probe import measure_link
+from diloco.exchange.probe import measure_link, probe
 from diloco.exchange.remote import fetch_model, fetch_status
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import bytes_of, frames
+from diloco.exchange.wire.rpc import path
 from diloco.syncer.certificates import holder_of
 from diloco.syncer.keyring import Keyring
 from diloco.syncer.server import Options, Syncer
-from diloco.syncer.tokens import TokenEntry, token_sha256, write_tokens
 
 DAY = dt.timedelta(days=1)
 NAMES: list[tuple[str, Any]] = [("site-a", "learner"), ("site-b", "learner"), ("eye", "viewer"), ("me", "admin")]
@@ -102,9 +102,15 @@ def test_a_second_certificate_is_taken_while_the_syncer_runs(syncer: Syncer, key
 
 
 def test_no_certificate(syncer: Syncer, keys: Path) -> None:
-    it = Raw(syncer.address, "site-a")
-    it.connection = Connection(syncer.address, ca=keys / "ca.pem")
-    refused(it, errors.AuthError, "wants a certificate and none was shown")
+    """TLS with the run's authority, and nothing shown: the connection ends before a call."""
+    assert stranger_is_refused(syncer.address, keys)
+
+
+def stranger_is_refused(address: str, keys: Path) -> bool:
+    credentials = grpc.ssl_channel_credentials((keys / "ca.pem").read_bytes())
+    with grpc.secure_channel(address, credentials) as channel, pytest.raises(grpc.RpcError) as caught:
+        channel.unary_unary(path("Describe"))(b"", timeout=30.0)
+    return bool(caught.value.code() is grpc.StatusCode.UNAVAILABLE)
 
 
 def test_plain_text_to_a_syncer_with_keys(syncer: Syncer) -> None:
@@ -134,7 +140,7 @@ def test_a_certificate_that_the_syncer_cannot_verify(syncer: Syncer, keys: Path,
 def test_an_expired_certificate(syncer: Syncer, keys: Path, tmp_path: Path) -> None:
     Keyring.read(keys).add("late", "learner", dt.timedelta(seconds=-1))
     it = Raw(syncer.address, "late", keys=keys / "late")
-    refused(it, errors.AuthError, r"cert.pem expired at .* UTC; `diloco keys rotate` makes a new one")
+    refused(it, errors.AuthError, r"late expired at .* UTC; `diloco keys rotate` makes a new one")
 
 
 def test_a_certificate_that_ends_while_its_connection_is_open(
@@ -144,7 +150,7 @@ def test_a_certificate_that_ends_while_its_connection_is_open(
     notices = learner.connection.watch("control", request)
     assert next(notices).HasField("welcome")
     monkeypatch.setattr(
-        "diloco.syncer.revocation.datetime", SimpleNamespace(now=lambda zone: dt.datetime.now(zone) + 2 * DAY)
+        "diloco.syncer.auth.datetime", SimpleNamespace(now=lambda zone: dt.datetime.now(zone) + 2 * DAY)
     )
     with pytest.raises(errors.UnreachableError, match="cancelled"):
         list(notices)
@@ -173,7 +179,7 @@ def test_a_certificate_speaks_for_its_own_learner_only(syncer: Syncer, keys: Pat
         Raw.join, Raw.initialise, Raw.beat, Raw.leave, lambda it: it.push(torch.zeros(160, dtype=torch.uint8)),
         lambda it: list(it.connection.watch("control", pb.WatchRequest(run=RUN, learner=it.name, incarnation=1))),
         lambda it: it.connection.pull("updates", pb.PullRequest(run=RUN, learner=it.name, base=-1)),
-        lambda it: it.connection.probe("probes", pb.ProbeHeader(run=RUN, learner=it.name)),
+        lambda it: probe(it.connection, pb.ProbeHeader(run=RUN, learner=it.name)),
     ):  # fmt: skip
         it = Raw(syncer.address, "site-a", keys=keys / "site-b")
         with pytest.raises(errors.AuthError, match="'site-b' may speak for learner 'site-b' only, not for 'site-a'"):
@@ -219,7 +225,7 @@ def test_an_expired_syncer_neither_starts_nor_is_trusted(tmp_path: Path, keys: P
         Keyring.read(keys).rotate("syncer", dt.timedelta(seconds=-1), DAY)
         it = Raw(syncer.address, "site-a", keys=keys / "site-a")
         refused(it, errors.AuthError, "shows is not trusted: it expired on .* UTC; replace the syncer's")
-    with pytest.raises(errors.AuthError, match=r"cert.pem expired at .* UTC; `diloco keys rotate` makes a new one"):
+    with pytest.raises(errors.AuthError, match=r"syncer expired at .* UTC; `diloco keys rotate` makes a new one"):
         start(tmp_path, method(), keys=keys / "syncer")
 
 
@@ -236,26 +242,12 @@ def test_a_key_that_others_may_read_is_refused(name: str, tmp_path: Path, keys: 
         use()
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [({}, "has no keys"), ({"tokens": True}, "has no keys"),
-     ({"keys": True, "no_client_certificates": True}, "would admit every caller"),
-     ({"keys": True, "tokens": True}, "takes no tokens")],
-)  # fmt: skip
-def test_a_public_bind_without_client_certificates_needs_an_option(
-    options: dict[str, bool], words: str, tmp_path: Path, keys: Path
-) -> None:
-    write_tokens(tmp_path / "tokens.toml", [TokenEntry("a", "learner", token_sha256("secret-a"), "a")])
-    given: dict[str, Any] = {
-        "keys": keys / "syncer" if options.get("keys") else None,
-        "tokens_file": tmp_path / "tokens.toml" if options.get("tokens") else None,
-        "no_client_certificates": options.get("no_client_certificates", False),
-    }
-    with pytest.raises(errors.ConfigError, match=words):
-        Syncer(RUN, method(), Options("0.0.0.0:0", tmp_path / "state", **given))
+def test_a_public_bind_without_keys_needs_an_option(tmp_path: Path) -> None:
+    with pytest.raises(errors.ConfigError, match="has no keys"):
+        Syncer(RUN, method(), Options("0.0.0.0:0", tmp_path / "state"))
 
 
-def test_a_public_bind_with_client_certificates_is_served(tmp_path: Path, keys: Path) -> None:
+def test_a_public_bind_with_keys_is_served(tmp_path: Path, keys: Path) -> None:
     with Syncer(RUN, method(), Options("0.0.0.0:0", tmp_path / "state", keys=keys / "syncer")) as syncer:
         it = Raw(f"127.0.0.1:{syncer.port}", "site-a", keys=keys / "site-a")
         it.initialise()
@@ -395,61 +387,27 @@ def test_a_list_of_revoked_certificates_that_is_gone_lets_no_one_in(syncer: Sync
     learner.beat()
 
 
-# --- tokens, on this machine
-
-
-def test_tokens_and_roles_on_loopback(tmp_path: Path) -> None:
-    write_tokens(tmp_path / "tokens.toml", [
-        TokenEntry("a", "learner", token_sha256("secret-a"), "a"), TokenEntry("v", "viewer", token_sha256("secret-v")),
-    ])  # fmt: skip
-    with start(tmp_path, method(), tokens_file=tmp_path / "tokens.toml") as syncer:
-        address = syncer.address
-        state, _ = train(0, diloco.connect(address, run=RUN, token="secret-a", learner="a", initialise=True), None, 8)
-        assert fetch_status(address, run=RUN, token="secret-v")["tokens"] == 40
-        assert torch.equal(fetch_model(address, run=RUN, token="secret-v")["layers.0.weight"], state["layers.0.weight"])
-        for token, words in ((None, "no token"), ("wrong", "not one of"), ("secret-v", "viewer")):
-            refused(Raw(address, "a", token=token), errors.AuthError, words)
-        refused(Raw(address, "b", token="secret-a"), errors.AuthError, "'a' only, not for 'b'")
-
-
-def test_tokens_where_a_public_port_asks_for_no_certificates(tmp_path: Path, keys: Path) -> None:
-    write_tokens(tmp_path / "tokens.toml", [TokenEntry("a", "learner", token_sha256("secret-a"), "a")])
-    options = Options(
-        "0.0.0.0:0", tmp_path / "state", keys=keys / "syncer", no_client_certificates=True,
-        tokens_file=tmp_path / "tokens.toml",
-    )  # fmt: skip
-    with Syncer(RUN, method(), options) as syncer:
-        it = Raw(f"127.0.0.1:{syncer.port}", "a")
-        it.connection = Connection(f"127.0.0.1:{syncer.port}", token="secret-a", ca=keys / "ca.pem")
-        it.initialise()
-        it.connection.close()
-
-
-@pytest.mark.parametrize("given", [{"token": "x"}, {"ca": "ca.pem"}, {"insecure": True}])
-def test_keys_and_other_credentials_contradict_each_other(given: dict[str, Any], keys: Path) -> None:
-    with pytest.raises(errors.ConfigError, match=f"keys and {next(iter(given))} contradict"):
-        diloco.connect("127.0.0.1:1", run=RUN, keys=keys / "site-a", **given)
+def test_what_a_caller_cannot_mean_is_one_sentence(keys: Path) -> None:
+    with pytest.raises(errors.ConfigError, match="keys and insecure contradict"):
+        diloco.connect("127.0.0.1:1", run=RUN, keys=keys / "site-a", insecure=True)
+    with pytest.raises(errors.ConfigError, match=r"10\.0\.0\.7:1 is on another machine and no keys are given"):
+        diloco.connect("10.0.0.7:1", run=RUN)
+    diloco.connect("10.0.0.7:1", run=RUN, insecure=True).close()
 
 
 # --- unix sockets
 
 
-@pytest.mark.parametrize("token", [None, "secret-a"])
-def test_a_unix_socket_follows_the_rules_of_loopback(token: str | None, tmp_path: Path) -> None:
+def test_a_unix_socket_is_open_to_the_user_of_the_syncer(tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/s"
-    write_tokens(tmp_path / "tokens.toml", [TokenEntry("site-a", "learner", token_sha256("secret-a"), "site-a")])
-    tokens_file = None if token is None else tmp_path / "tokens.toml"
-    with Syncer(RUN, method(), Options(address, tmp_path / "state", tokens_file=tokens_file)) as syncer:
+    with Syncer(RUN, method(), Options(address, tmp_path / "state")) as syncer:
         assert stat.S_IMODE((tmp_path / "s").stat().st_mode) & 0o077 == 0
         assert syncer.address == address
-        it = Raw(address, "site-a", token)
+        it = Raw(address, "site-a")
         it.initialise()
         it.join()
         assert is_initialised(syncer)
         it.connection.close()
-        if token is not None:
-            refused(Raw(address, "site-b", token), errors.AuthError, "'site-a' only")
-            refused(Raw(address, "site-a"), errors.AuthError, "no token was sent")
 
 
 def test_a_unix_socket_takes_no_keys(tmp_path: Path, keys: Path) -> None:
@@ -504,9 +462,7 @@ def test_a_syncer_process_with_keys(
             assert json.loads(capsys.readouterr().out)["tokens"] == 40
             assert state.keys() == fetch_model(address, run=RUN, keys=keys / "me").keys()
             refused(Raw(address, "site-b", keys=keys / "site-a"), errors.AuthError, "'site-a' only")
-            stranger = Raw(address, "site-a")
-            stranger.connection = Connection(address, ca=keys / "ca.pem")
-            refused(stranger, errors.AuthError, "wants a certificate and none was shown")
+            assert stranger_is_refused(address, keys)
             Keyring.read(keys).revoke("site-a")
             refused(Raw(address, "site-a", keys=keys / "site-b"), errors.AuthError, "'site-b' only")
             with pytest.raises(errors.ConfigError, match="cannot read the key"):
@@ -538,7 +494,7 @@ def test_a_learner_id_is_checked_at_every_door(name: str, tmp_path: Path) -> Non
             "lease": lambda: it.connection.call(
                 "control", "Lease", pb.LeaseRequest(run=RUN, learner=name), pb.LeaseReply
             ),
-            "probe": lambda: it.connection.probe("probes", pb.ProbeHeader(run=RUN, learner=name)),
+            "probe": lambda: probe(it.connection, pb.ProbeHeader(run=RUN, learner=name)),
         }  # fmt: skip
         if name:  # without a learner it is a viewer's
             doors["pull"] = lambda: it.connection.pull("updates", pb.PullRequest(run=RUN, learner=name, base=-1))

@@ -29,6 +29,7 @@ from diloco.core.session.requests import Identity
 from diloco.errors import DilocoError, UnreachableError
 from diloco.exchange.connection import Connection
 from diloco.exchange.dialling import Dialler, found
+from diloco.exchange.probe import probe
 from diloco.exchange.remote.entry import Entry, describe, model_parts
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import bytes_of, frames, read_header
@@ -175,11 +176,11 @@ def pull(connection: Connection) -> None:
 
 
 def probe_up(connection: Connection) -> None:
-    connection.probe("probes", pb.ProbeHeader(run=RUN, learner="a", up_bytes=1 << 25))
+    probe(connection, pb.ProbeHeader(run=RUN, learner="a", up_bytes=1 << 25))
 
 
 def probe_down(connection: Connection) -> None:
-    connection.probe("probes", pb.ProbeHeader(run=RUN, learner="a", down_bytes=1 << 25))
+    probe(connection, pb.ProbeHeader(run=RUN, learner="a", down_bytes=1 << 25))
 
 
 def initialise(connection: Connection) -> None:

@@ -14,12 +14,11 @@ import pytest
 from typer.testing import CliRunner
 
 from diloco.cli.keys import app
-from diloco.errors import AuthError, ConfigError
-from diloco.exchange.key_pair import hosts_of, read_key_pair
+from diloco.errors import ConfigError
+from diloco.exchange.key_pair import hosts_of, key_line, parse_key_line, read_key_pair
+from diloco.syncer.auth import read_revoked
 from diloco.syncer.certificates import Holder, holder_of
-from diloco.syncer.revocation import read_revoked
 from diloco.syncer.tls import read_syncer_keys
-from diloco.syncer.tokens import BearerTokens
 
 INIT = ("--run", "demo", "--host", "syncer.example.org", "--host", "10.0.0.7")
 
@@ -171,7 +170,6 @@ def test_what_is_to_be_copied_is_printed_and_what_never_is(keys: Path) -> None:
 
 def test_the_authority_is_replaced_in_two_steps(keys: Path) -> None:
     """Both are trusted between them, and what a crash leaves is gone on from."""
-    run("add", "learner", "by-token", "--token")
     first, syncer = holder(keys / "site-a").serial, holder(keys / "syncer").serial
     old = (keys / "ca.pem").read_bytes()
     begun = run_json("rotate", "ca")
@@ -179,7 +177,7 @@ def test_the_authority_is_replaced_in_two_steps(keys: Path) -> None:
     assert begun["copy"][0] == "scp -r keys/syncer syncer.example.org:run/keys/"  # which must trust both first
     both = (keys / "ca.pem").read_bytes()
     assert both.startswith(old)
-    names = ["syncer", "site-a", "site-b", "grafana", "me", "by-token"]
+    names = ["syncer", "site-a", "site-b", "grafana", "me"]
     assert {(keys / name / "ca.pem").read_bytes() for name in names} == {both}
     assert holder(keys / "syncer").serial == syncer  # which learners that have not copied yet can trust
     second = holder(keys / "site-a").serial
@@ -227,7 +225,7 @@ def test_beginning_goes_on_after_a_crash(keys: Path) -> None:
 def test_what_ends_soon_is_named(keys: Path) -> None:
     assert run_json("list")["ends_soon"] == []
     run("add", "learner", "site-c", "--expires", "13d")
-    run("add", "viewer", "eye", "--token", "--expires", "12h")
+    run("add", "viewer", "eye", "--expires", "12h")
     assert run_json("list")["ends_soon"] == ["site-c", "eye"]
     assert states()["site-c"] == ["ends soon"]
     said = run("list")
@@ -238,14 +236,28 @@ def test_what_ends_soon_is_named(keys: Path) -> None:
     assert run_json("list")["ends_soon"] == ["eye"]
 
 
-def test_no_command_prints_a_secret(keys: Path) -> None:
-    commands = [("list",), ("list", "--json"), ("add", "viewer", "site-c"), ("add", "learner", "t", "--token"),
-                ("rotate", "site-a"), ("rotate", "t"), ("rotate", "ca"), ("revoke", "me")]  # fmt: skip
+def test_new_keys_are_printed_as_lines_too(keys: Path) -> None:
+    """Those of a syncer are not: it needs its directory."""
+    printed = run("add", "viewer", "site-c", "site-d")
+    for name in ("site-c", "site-d"):
+        line = key_line(read_key_pair(keys / name))
+        assert f"  {name}  {line}\n" in printed
+        assert parse_key_line(line) == read_key_pair(keys / name)
+    lines = run_json("rotate", "site-a")["lines"]
+    assert lines == {"site-a": key_line(read_key_pair(keys / "site-a"))}
+    assert run_json("add", "standby", "second")["lines"] == run_json("rotate", "syncer")["lines"] == {}
+    trusting_both = run_json("rotate", "ca")["lines"]
+    assert trusting_both.keys() == {"site-a", "site-b", "grafana", "me", "site-c", "site-d"}
+    assert parse_key_line(trusting_both["site-b"]).ca == (keys / "ca.pem").read_bytes()
+
+
+def test_no_other_command_prints_a_secret(keys: Path) -> None:
+    commands = [("init", "--dir", "more", *INIT), ("list",), ("list", "--json"), ("revoke", "me"),
+                ("rotate", "syncer", "--json")]  # fmt: skip
     printed = "".join(run(*command) for command in commands)
     assert "site-a" in printed
     assert "PRIVATE" not in printed
-    assert secret(keys, "t") not in printed
-    assert "diloco_" not in printed
+    assert "diloco1." not in printed
 
 
 @pytest.mark.parametrize(
@@ -258,7 +270,6 @@ def test_no_command_prints_a_secret(keys: Path) -> None:
         (("add", "learner", "ca.key"), "what the authority's files are called"),
         (("add", "learner", "ca"), "what the authority's files are called"),
         (("add", "learner", "syncer"), "'syncer' has a certificate"),
-        (("add", "learner", "x", "--any-learner"), "are for tokens"),
         (("add", "learner", "x", "--expires", "soon"), "'soon' is no time here"),
         (("add", "learner", "x", "--expires", "0"), "'0' is no time here"),
         (("add", "learner", "x", "--expires", "11y"), "more than ten years"),
@@ -303,94 +314,6 @@ def test_a_certificate_is_revoked_without_the_authoritys_key(keys: Path) -> None
     (keys / "ca.key").unlink()
     run("revoke", "site-a")
     assert states()["site-a"] == ["revoked"]
-
-
-# tokens
-
-
-def secret(keys: Path, name: str) -> str:
-    return (keys / name / "token").read_text().strip()
-
-
-def test_tokens_are_added_listed_rotated_and_revoked(tmp_path: Path) -> None:
-    """Without any certificate."""
-
-    def add(name: str, *options: str) -> Any:
-        told = run_json("add", "learner", name, "--token", *options)
-        assert told["copy"][-1] == "scp keys/syncer/tokens.toml syncer:run/keys/syncer/"
-        (added,) = told["keys"]
-        return added
-
-    keys = tmp_path / "keys"
-    assert add("site-c")["learner"] == "site-c"
-    tokens = BearerTokens(keys / "syncer" / "tokens.toml")
-    caller = tokens.owner(secret(keys, "site-c"))
-    caller.may("learner", "site-c")
-    assert caller.expires is not None
-    assert dt.timedelta(days=89) < caller.expires - dt.datetime.now(dt.UTC) <= dt.timedelta(days=90)
-    add("spare", "--any-learner", "--expires", "1d")
-    tokens.owner(secret(keys, "spare")).may("learner", "site-z")
-    add("site-d2", "--speaks-for", "site-d")
-    tokens.owner(secret(keys, "site-d2")).may("learner", "site-d")
-    assert list(states()) == ["site-c", "spare", "site-d2"]
-    assert stat.S_IMODE((keys / "spare" / "token").stat().st_mode) == 0o600
-    old = secret(keys, "site-c")
-    run("rotate", "site-c", "--grace", "1d")
-    now = dt.datetime.now(dt.UTC)
-    before, after = tokens.owner(old), tokens.owner(secret(keys, "site-c"))
-    assert before.expires is not None
-    assert after.expires is not None
-    assert before.expires - now <= dt.timedelta(days=1) < dt.timedelta(days=89) < after.expires - now
-    for each in (before, after):
-        each.may("learner", "site-c")
-        tokens.check(each)
-    run("rotate", "site-c", "--grace", "0")
-    for each in (before, after):
-        with pytest.raises(AuthError, match="was revoked"):
-            tokens.check(each)
-    token = secret(keys, "site-c")
-    printed = run("revoke", "site-c") + run("list")
-    assert not any(path.read_text().strip() in printed for path in keys.glob("*/token"))
-    with pytest.raises(AuthError, match="not one of"):
-        tokens.owner(token)
-    assert not (keys / "site-c" / "token").exists()
-
-
-def test_a_name_with_both_is_rotated_and_revoked_whole(keys: Path) -> None:
-    run("add", "learner", "site-a", "--token")
-    tokens = BearerTokens(keys / "syncer" / "tokens.toml")
-    told = run_json("rotate", "site-a")
-    assert [row["kind"] for row in told["keys"]] == ["certificate", "token"]
-    assert told["copy"] == [
-        "scp -r keys/site-a site-a:run/keys/",
-        "scp keys/syncer/revoked.toml syncer.example.org:run/keys/syncer/",
-        "scp keys/syncer/tokens.toml syncer.example.org:run/keys/syncer/",
-    ]
-    token = secret(keys, "site-a")
-    run("revoke", "site-a")
-    assert not any((keys / "site-a").iterdir())
-    with pytest.raises(AuthError, match="not one of"):
-        tokens.owner(token)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        (("add", "viewer", "site-a", "--token"), "has a token"),
-        (("add", "boss", "x", "--token"), "role 'boss'"),
-        (("add", "learner", "x", "--token", "--any-learner", "--speaks-for", "y"), "contradict"),
-        (("add", "learner", "x"), "holds no keys"),
-        (("rotate", "site-a", "--host", "h"), "serves at no host"),
-        (("revoke", "site-z"), "has no token"),
-        (("rotate", "site-z"), "has no token"),
-    ],
-)
-def test_wrong_use_of_tokens_changes_nothing(tmp_path: Path, arguments: tuple[str, ...], reason: str) -> None:
-    run("add", "learner", "site-a", "--token")
-    before = contents(tmp_path)
-    with pytest.raises(ConfigError, match=reason):
-        run(*arguments)
-    assert contents(tmp_path) == before
 
 
 def test_importing_the_command_is_light() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import errno
 import json
 import math
@@ -35,11 +36,13 @@ from tests.syncer.test_hosting import contribute, driver_in
 import diloco
 from diloco import errors
 from diloco.core.fragments import digest, gather, make_layout
+from diloco.exchange.key_pair import read_key_pair
 from diloco.exchange.remote import fetch_model
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import bytes_of, frames
 from diloco.exchange.wire.rpc import from_rpc_error
 from diloco.exchange.wire.rpc import path as rpc_path
+from diloco.syncer.keyring import Keyring
 from diloco.syncer.server import Syncer
 
 SIZE = layout().fragments[0].numel
@@ -364,26 +367,28 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_caller_is_known_before_its_bytes_are_parsed(name: str, tmp_path: Path) -> None:
-    from diloco.syncer.tokens import TokenEntry, token_sha256, write_tokens
-
-    write_tokens(tmp_path / "tokens.toml", [TokenEntry("a", "learner", token_sha256("secret-a"), "a")])
+    names: Any = [("a", "learner"), ("b", "learner")]
+    keyring = Keyring.new(tmp_path / "keys", RUN, ["127.0.0.1"], names, dt.timedelta(days=1))
     garbage = b"\x0a\xff"  # a field of 127 bytes that ends after none
 
-    def sent(channel: grpc.Channel, token: str) -> list[bytes]:
+    def sent(channel: grpc.Channel) -> list[bytes]:
         stub = getattr(channel, CALLS[name])(rpc_path(name))
         request = iter([garbage]) if CALLS[name].startswith("stream") else garbage
-        answer = stub(request, timeout=30, metadata=(("authorization", f"Bearer {token}"),))
+        answer = stub(request, timeout=30)
         return list(answer if CALLS[name].endswith("stream") else [answer])
 
-    def refusal(syncer: Syncer, token: str) -> errors.DilocoError:
-        with grpc.insecure_channel(syncer.address) as channel, pytest.raises(grpc.RpcError) as caught:
-            sent(channel, token)
+    def refusal(syncer: Syncer, name: str) -> errors.DilocoError:
+        credentials = grpc.ssl_channel_credentials(held[name].ca, held[name].key, held[name].cert)
+        with grpc.secure_channel(syncer.address, credentials) as channel, pytest.raises(grpc.RpcError) as caught:
+            sent(channel)
         return from_rpc_error(caught.value, syncer.address)
 
-    with start(tmp_path, method(), tokens_file=tmp_path / "tokens.toml") as syncer:
-        refused, undecodable = refusal(syncer, "secret-b"), refusal(syncer, "secret-a")
+    held = {name: read_key_pair(tmp_path / "keys" / name) for name in ("a", "b")}
+    keyring.revoke("b")
+    with start(tmp_path, method(), keys=tmp_path / "keys" / "syncer") as syncer:
+        refused, undecodable = refusal(syncer, "b"), refusal(syncer, "a")
     assert isinstance(refused, errors.AuthError)
-    assert "not one of this syncer's" in str(refused)
+    assert "the certificate of 'b' was revoked" in str(refused)
     assert isinstance(undecodable, errors.CorruptPayloadError)
     assert "2 bytes are not a" in str(undecodable)
 

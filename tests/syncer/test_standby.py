@@ -28,13 +28,13 @@ from diloco.cli import main
 from diloco.core.pair.values import Contents
 from diloco.errors import AuthError, ConfigError, CorruptPayloadError, PayloadError, StandbyError, StoreError
 from diloco.event_log import read_events
+from diloco.exchange.key_pair import Keys
 from diloco.exchange.remote import fetch_status
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.syncer.following import Shown
 from diloco.syncer.keyring import Keyring
 from diloco.syncer.replica import ReplicatedState
 from diloco.syncer.server import Syncer
-from diloco.syncer.tokens import TokenEntry, new_token, token_sha256, write_tokens
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -294,11 +294,10 @@ def test_versions_may_be_published_before_the_standby_has_them_where_the_operato
 
 
 def test_only_a_standby_may_follow_and_only_an_admin_promotes(tmp_path: Path) -> None:
-    tokens = {role: new_token() for role in ("learner", "standby")}
-    path = tmp_path / "tokens.toml"
-    write_tokens(path, [TokenEntry(name, name, token_sha256(token)) for name, token in tokens.items()])  # type: ignore[arg-type]
-    with serve(tmp_path / "a", tokens_file=path) as first:
-        learner, standby = (Raw(first.address, token=tokens[name]) for name in ("learner", "standby"))
+    keys = tmp_path / "keys"
+    Keyring.new(keys, RUN, ["127.0.0.1"], [("raw", "learner"), ("second", "standby")], dt.timedelta(days=1))
+    with serve(tmp_path / "a", keys=keys / "syncer") as first:
+        learner, standby = (Raw(first.address, keys=keys / name) for name in ("raw", "second"))
         with pytest.raises(AuthError, match="'standby'"):
             next(learner.connection.follow("standby", iter([pb.FollowHello(run=RUN).SerializeToString()])))
         for raw in (learner, standby):
@@ -316,7 +315,7 @@ def test_a_standby_shows_its_own_certificate_and_says_how_it_stands(
         raw = Raw(first.address, keys=keys / "me")
         raw.initialise()
         raw.connection.close()
-        shown = Shown(keys / "second")
+        shown = Shown(Keys(keys / "second"))
         with serve(tmp_path / "b", keys=keys / "second", follow=first.address, follow_with=shown) as second:
             until(lambda: are_paired(first, second), "they do not pair")
             for syncer, text in ((first, "paired in epoch 1"), (second, "following in epoch 1")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 import threading
 from collections.abc import Callable
@@ -12,7 +13,6 @@ from typing import Any
 
 import pytest
 from tests.syncer.runs import RUN, Raw, method, start, status_of, train
-from tests.syncer.test_auth import TOKENS, tokens_file
 from tests.syncer.test_faults import until
 from tests.syncer.test_live_page import entered, post
 
@@ -24,14 +24,19 @@ from diloco.errors import AuthError, ConfigError, DrainedError
 from diloco.event_log import read_events
 from diloco.exchange.connection import Connection
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.secret_files import write_secret
+from diloco.syncer.keyring import Keyring
 from diloco.syncer.server import Syncer
 
-__all__ = ["tokens_file"]
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    names: Any = [*((f"the-{role}", role) for role in ("viewer", "standby", "admin")), ("site-a", "learner")]
+    Keyring.new(tmp_path / "keys", RUN, ["127.0.0.1"], names, dt.timedelta(days=1))
+    return tmp_path / "keys"
 
 
-def steer(syncer: Syncer, order: str, *, token: str | None = None, **fields: Any) -> str:
-    with closing(Connection(syncer.address, token=token)) as connection:
+def steer(syncer: Syncer, order: str, *, keys: Path | None = None, **fields: Any) -> str:
+    with closing(Connection(syncer.address, keys=keys)) as connection:
         request = pb.SteerRequest(run=RUN, order=order, **fields)
         return connection.call("control", "Steer", request, pb.SteerReply, timeout_s=30.0).said
 
@@ -75,20 +80,19 @@ class Learners:
         return lambda: self.steps[name] > before + 2
 
 
-def test_only_an_admin_steers(tmp_path: Path, tokens_file: Path) -> None:
-    with start(tmp_path, method(), tokens_file=tokens_file) as syncer:
-        raw = Raw(syncer.address, "site-a", TOKENS["learner"])
+def test_only_an_admin_steers(tmp_path: Path, keys: Path) -> None:
+    with start(tmp_path, method(), keys=keys / "syncer") as syncer:
+        raw = Raw(syncer.address, "site-a", keys / "site-a")
         raw.initialise()
         raw.join()
-        for role in ("viewer", "standby", "learner"):
-            with pytest.raises(AuthError, match=f"'the-{role}' has the role '{role}' and this needs 'admin'"):
-                steer(syncer, "pause", token=TOKENS[role])  # type: ignore[index]
+        for name, role in (("the-viewer", "viewer"), ("the-standby", "standby"), ("site-a", "learner")):
+            with pytest.raises(AuthError, match=f"'{name}' has the role '{role}' and this needs 'admin'"):
+                steer(syncer, "pause", keys=keys / name)
         assert status_of(syncer)["steering"]["paused"] is None
-        assert (
-            steer(syncer, "pause", token=TOKENS["admin"], reason="a move") == "the run was paused by the-admin: a move"
-        )
+        said = steer(syncer, "pause", keys=keys / "the-admin", reason="a move")
+        assert said == "the run was paused by the-admin: a move"
         with pytest.raises(ConfigError, match="no learner 'x' takes part; those that do are site-a"):
-            steer(syncer, "evict", token=TOKENS["admin"], learner="x")
+            steer(syncer, "evict", keys=keys / "the-admin", learner="x")
         path = syncer._events.path
     found = read_events(path)
     (order,) = [event for event in found if isinstance(event, ev.Steered)]
@@ -96,7 +100,7 @@ def test_only_an_admin_steers(tmp_path: Path, tokens_file: Path) -> None:
     (call,) = [event for event in found if isinstance(event, ev.Admitted) and event.call == "Steer"]
     assert (call.name, call.role) == ("the-admin", "admin")
     refused = [event for event in found if isinstance(event, ev.Refused)]
-    assert {event.name for event in refused} >= {"the-viewer", "the-standby", "the-learner"}
+    assert {event.name for event in refused} >= {"the-viewer", "the-standby", "site-a"}
 
 
 def test_learners_stand_still_while_the_run_is_paused_also_over_a_restart(tmp_path: Path) -> None:
@@ -196,14 +200,12 @@ def test_an_order_of_the_driver_is_one_of_the_wire(tmp_path: Path) -> None:
 
 
 def test_a_page_is_asked_for_and_its_orders_are_the_callers(
-    tmp_path: Path, tokens_file: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, keys: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with start(tmp_path, method(), tokens_file=tokens_file, page_address="127.0.0.1:0") as syncer:
-        Raw(syncer.address, "site-a", TOKENS["learner"]).initialise()
-        token = tmp_path / "admin.token"
-        write_secret(token, TOKENS["admin"].encode())
+    with start(tmp_path, method(), keys=keys / "syncer", page_address="127.0.0.1:0") as syncer:
+        Raw(syncer.address, "site-a", keys / "site-a").initialise()
         with pytest.raises(SystemExit) as ended:
-            main(["page", "--address", syncer.address, "--run", RUN, "--token-file", str(token), "--json"])
+            main(["page", "--address", syncer.address, "--run", RUN, "--keys", str(keys / "the-admin"), "--json"])
         assert not ended.value.code
         url = json.loads(capsys.readouterr().out)["url"]
         page = syncer.page

@@ -124,7 +124,7 @@ def test_the_run_file_is_one(learner: str | None) -> None:
     config = load_config(TEMPLATES / "run.toml", learner=learner)
     assert method_from_table(config.method).quorum.at_least == 1  # one learner goes on while the other is away
     assert config.checkpoint.every_steps > 0
-    assert config.syncer.keys == Path(f"keys/{learner or 'syncer'}")
+    assert config.syncer.keys == f"keys/{learner or 'syncer'}"
 
 
 @pytest.fixture(scope="module")

@@ -55,7 +55,7 @@ def test_the_dump_reads_back_to_the_same_value() -> None:
         (MINIMAL + "[warm_start]\nsteps = 600\n", "warm_start.steps = 600 leaves nothing"),
         (MINIMAL + "steps = 5\n[warm_start]\nsteps = 5\n", "warm_start.steps = 5 leaves nothing of run.steps"),
         (MINIMAL + "[syncer]\nkeys = 'a'\ninsecure = true\n", "insecure and keys contradict each other"),
-        (MINIMAL + "[syncer]\nno_client_certificates = true\n", "no effect without keys"),
+        (MINIMAL + "[syncer]\ntoken_file = 'x'\n", 'unknown key "syncer.token_file"'),
         (MINIMAL + "[syncer]\nbackup = ''\n", 'syncer.backup = "": string should have at least 1 character'),
         ("[run\n", "run.toml is not TOML"),
     ],
@@ -103,7 +103,7 @@ batch = 4
 [learner.site-b]
 train.batch = 2
 inner.lr = 1e-3
-syncer.token_file = "b.token"
+syncer.keys = "keys/site-b"
 [learner."site c"]
 train.accumulate = 4
 """
@@ -113,7 +113,7 @@ train.accumulate = 4
 def test_a_learners_own_table_is_laid_over_the_others_and_overrides_over_both() -> None:
     plain, own, other = (parse_config(UNEQUAL, learner=name) for name in (None, "site-b", "learner-0"))
     assert (plain.learner_batch, plain.share, own.learner_batch) == (4, 8, 2)
-    assert (own.inner.lr, own.inner.betas, own.syncer.token_file) == (1e-3, (0.9, 0.95), Path("b.token"))
+    assert (own.inner.lr, own.inner.betas, own.syncer.keys) == (1e-3, (0.9, 0.95), "keys/site-b")
     assert other == plain.model_copy(update={"learner": {}})
     assert parse_config(UNEQUAL, learner="site c").train.batch == 4
     assert parse_config(UNEQUAL, overrides=["train.batch=8"], learner="site-b").learner_batch == 8
@@ -146,7 +146,7 @@ def test_a_schedule_of_synchronisations_comes_through_the_run_file() -> None:
 
 
 def test_the_keys_of_a_command_replace_the_run_files(tmp_path: Path) -> None:
-    keys = tmp_path / 'of "a" machine'
+    keys = str(tmp_path / 'of "a" machine')
     assert parse_config(MINIMAL, overrides=with_keys(["syncer.keys=other"], keys)).syncer.keys == keys
     assert parse_config(MINIMAL, overrides=with_keys(None, None)).syncer.keys is None
 

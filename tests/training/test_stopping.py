@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import os
 import signal
 import socket
@@ -26,9 +27,8 @@ from diloco.core.presets import method_from_table
 from diloco.event_log import read_events
 from diloco.events import Merged
 from diloco.exchange.remote import fetch_status, remote
-from diloco.secret_files import write_secret
+from diloco.syncer.keyring import Keyring
 from diloco.syncer.server import Options, Syncer
-from diloco.syncer.tokens import TokenEntry, token_sha256, write_tokens
 from diloco.training.checkpoint import list_checkpoints, load_checkpoint
 from diloco.training.loop import Part, Summary, Trainer
 from diloco.training.part import Stopping
@@ -209,38 +209,35 @@ def test_a_signal_ends_a_blocked_process(tiny: Tiny, tmp_path: Path) -> None:
 def test_a_learner_that_is_refused_while_it_waits_ends_with_a_checkpoint_and_one_sentence(
     tiny: Tiny, tmp_path: Path
 ) -> None:
-    """Its token is revoked; with another one it goes on from there."""
+    """Its certificate is revoked; with another one it goes on from there."""
+    keyring = Keyring.new(
+        tmp_path / "keys", "tiny", ["127.0.0.1"], [("first", "learner"), ("second", "learner")], dt.timedelta(days=1)
+    )
 
-    def admit(*names: str) -> None:
-        entries = [TokenEntry(name, "learner", token_sha256(f"secret {name}")) for name in names]
-        write_tokens(tmp_path / "tokens.toml", entries)
+    def keys(name: str) -> str:
+        return f"syncer.keys='{tmp_path / 'keys' / name}'"
 
-    def token(name: str) -> str:
-        write_secret(tmp_path / f"{name}.token", f"secret {name}".encode())
-        return f"syncer.token_file='{tmp_path / name}.token'"
-
-    admit("first", "second")
-    with serve(tiny(SCHEDULED), tmp_path / "state", tokens_file=tmp_path / "tokens.toml") as syncer:
+    with serve(tiny(SCHEDULED), tmp_path / "state", keys=tmp_path / "keys" / "syncer") as syncer:
         address = f"syncer.address={syncer.address}"
-        config = tiny(SCHEDULED, address, *LONG, token("second"))
+        config = tiny(SCHEDULED, address, *LONG, keys("second"))
         run_file = tmp_path / "run.toml"
         run_file.write_text(dump_config(config), encoding="utf-8")
         command = [sys.executable, "-m", "diloco", "train", str(run_file), "--name", "second", "--shard", "1"]
         with (
-            held_up(tiny(SCHEDULED, address, *LONG, token("first"))) as (pause, first),
+            held_up(tiny(SCHEDULED, address, *LONG, keys("first"))) as (pause, first),
             subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process,
         ):
             try:
                 until(lambda: waits(syncer, "second") or process.poll() is not None, "it does not wait")
-                admit("first", "third")
+                keyring.revoke("second")
                 _, said = process.communicate(timeout=WAIT_S)
             finally:
                 process.kill()
             assert process.returncode == 1
-            assert said.splitlines()[-1].startswith("diloco: the token ")
+            assert said.splitlines()[-1].startswith("diloco: the certificate of 'second' was revoked")
             assert "Traceback" not in said
             assert load_checkpoint(newest(config, "second"))["step"] == 6
-            config = tiny(SCHEDULED, address, *LONG, token("third"))
+            keyring.add("second", "learner", dt.timedelta(days=1))
             again = trainer_of(config, Part("second", shard=1, resume_from=newest(config, "second")))
             with running(again) as resumed:
                 until(lambda: again.learner.steps == 6 or resumed.done(), "it does not join")

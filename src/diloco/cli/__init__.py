@@ -34,7 +34,7 @@ COMMANDS = {
     "syncer": (
         "Serve the run that RUN_FILE describes until interrupted; a restart continues at the last published version."
     ),
-    "doctor": "Say what is here (torch, GPU, network, clock, disk, packages), what would fail, and what to do.",
+    "doctor": "Say what is here (torch, GPU, disk, packages, the way to the syncer), what would fail, and what to do.",
     "train": "Train one learner's part of the run that RUN_FILE describes.",
     "status": "Show a live run: learners, rounds and the learners they wait for, tokens, bytes.",
     "admin": "Steer a live run: evict or drain a learner, pause the run, change its quorum, end it.",
@@ -45,7 +45,7 @@ COMMANDS = {
     "replay": "Run all decisions of a syncer again from its journal, and all merges, and compare every digest.",
     "export": "Write the global model to a directory that transformers can load.",
     "evaluate": "Give held-out loss and task scores of one or several exports, with intervals and paired differences.",
-    "keys": "Make and manage the certificates and tokens of a run.",
+    "keys": "Make and manage the keys of a run: certificates, as directories and as lines.",
     "plan": "Know before you train: utilisation, hours, bytes, money and failures, in a second and without torch.",
     "simulate": "Train the run that RUN_FILE describes in virtual time, over modelled links and faults.",
     "tokenize": "Make token shards of the texts that RUN_FILE describes; goes on where it was ended.",

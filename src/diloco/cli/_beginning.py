@@ -4,7 +4,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diloco.cli._input import read_token
 from diloco.errors import AlreadyInitialisedError, CheckpointError, RunError, StoreError, UnreachableError, translated
 
 if TYPE_CHECKING:
@@ -102,13 +101,9 @@ def _status(config: "RunConfig", waits: bool, say: "Callable[[str], None]") -> d
     from diloco.exchange.remote import fetch_status
 
     syncer, give_up_at, said = config.syncer, time.monotonic() + PATIENCE_S, ""
-    token = read_token(syncer.token_file)
     while True:
         try:
-            return fetch_status(
-                syncer.address, run=config.run.name, keys=syncer.keys, token=token, ca=syncer.ca,
-                insecure=syncer.insecure,
-            )  # fmt: skip
+            return fetch_status(syncer.address, run=config.run.name, keys=syncer.keys, insecure=syncer.insecure)
         except UnreachableError as error:
             if not waits and time.monotonic() >= give_up_at:
                 raise

@@ -1,7 +1,7 @@
-"""What `diloco keys` prints: whose keys, until when, and which file belongs on which machine."""
+"""What `diloco keys` prints: whose keys, until when, which file belongs on which machine, and new keys as lines."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -10,13 +10,12 @@ from typing import Any
 import typer
 
 from diloco.cli._output import make_table
+from diloco.exchange.key_pair import CERT, key_line, read_key_pair
 from diloco.exchange.wire.address import is_local
+from diloco.syncer.auth import REVOKED
 from diloco.syncer.authorities import CA_KEY, NEXT_KEY
-from diloco.syncer.ends_soon import SOON, left
-from diloco.syncer.keyring import CERTIFICATES, SYNCER, Issued, Keyring
-from diloco.syncer.revocation import REVOKED
-from diloco.syncer.token_ring import TOKENS
-from diloco.syncer.tokens import TokenEntry
+from diloco.syncer.certificates import SOON, left
+from diloco.syncer.keyring import SYNCER, Issued, Keyring
 
 THERE = "run/keys/"
 """Where the lines copy to, from the other machine's home directory."""
@@ -30,18 +29,15 @@ class Shown:
         new: names whose directory is new and has to be copied.
         replaced: those whose directory is to be copied over the one before.
         changed: syncers whose lists have changed, which have to be copied.
-        revoked: tokens that were.
         grace: for which old keys stay good; None: none were replaced.
         stale: syncers whose certificate does not name the hosts that another's does.
         authority: "begin" or "finish", where it is being replaced.
     """
 
     issued: Sequence[Issued] = ()
-    tokens: Sequence[TokenEntry] = ()
     new: Sequence[str] = ()
     replaced: Sequence[str] = ()
     changed: Sequence[str] = ()
-    revoked: Sequence[TokenEntry] = ()
     grace: timedelta | None = None
     stale: Sequence[str] = ()
     authority: str | None = None
@@ -49,39 +45,41 @@ class Shown:
 
 
 def show(directory: Path, shown: Shown, as_json: bool) -> None:
-    """Print it, as a table and sentences or as JSON. No secret is printed."""
+    """Print it, as a table and sentences or as JSON. The only secrets are the lines of new keys."""
     now = datetime.now(UTC)
-    rows = [*(_certificate(each, now) for each in shown.issued), *(_token(each, now) for each in shown.tokens),
-            *({**_token(each, now), "state": "revoked"} for each in shown.revoked)]  # fmt: skip
+    rows = [_row(each, now) for each in shown.issued]
     soon = [row for row in rows if row["state"] == "ends soon"]
     copies = [] if shown.is_list else _copies(directory, shown)
+    lines = _lines(directory, shown)
     never = [] if shown.is_list else [str(directory / name) for name in _secrets(directory)]
     if as_json:
         plain = {"directory": str(directory), "keys": rows, "copy": copies, "never_copy": never,
-                 "ends_soon": [row["name"] for row in soon]}  # fmt: skip
+                 "ends_soon": [row["name"] for row in soon], "lines": lines}  # fmt: skip
         typer.echo(json.dumps(plain, indent=2))
         return
     from rich.console import Console
 
     console = Console(markup=False, highlight=False)
-    cells = [(row["name"], row["role"], row["kind"], _ends(row, now), _state(row)) for row in rows]
-    console.print(make_table(("name", "role", "keys", "ends (UTC)", "state"), cells, num_text=5))
-    for line in _said(shown, soon, copies, never, _is_local(directory)):
+    cells = [(row["name"], row["role"], _ends(row, now), _state(row)) for row in rows]
+    console.print(make_table(("name", "role", "ends (UTC)", "state"), cells, num_text=4))
+    for line in _said(shown, soon, copies, never, lines, _is_local(directory)):
         console.print(line, soft_wrap=True)
 
 
 def _said(
-    shown: Shown, soon: Sequence[dict[str, Any]], copies: Sequence[str], never: Sequence[str], here: bool
-) -> list[str]:
+    shown: Shown, soon: Sequence[dict[str, Any]], copies: Sequence[str], never: Sequence[str],
+    key_lines: Mapping[str, str], here: bool,
+) -> list[str]:  # fmt: skip
     """The lines below the table."""
-    lines = [f"{row['name']}: its {row['kind']} ends soon; `diloco keys rotate {row['name']}` makes a new one."
+    lines = [f"{row['name']}: its certificate ends soon; `diloco keys rotate {row['name']}` makes a new one."
              for row in soon]  # fmt: skip
     if shown.grace is not None:
         days = shown.grace / timedelta(days=1)
         lines += [f"The old keys are refused {f'in {days:g} days' if days else 'at once'}; copy these before they are."]
     if shown.authority == "begin":
         lines += ["Both authorities are trusted from here on. Copy the syncers' first, then all others."]
-        lines += ["When every machine has its own: diloco keys rotate ca --finish"]
+        lines += ["Give each process that was started with a line its new line, and start it again."]
+        lines += ["When every machine and process has its own: diloco keys rotate ca --finish"]
     if shown.authority == "finish":
         lines += ["The old authority is trusted no more. Copy the syncers' first: what the old one signed is refused."]
     lines += [f"{name} does not name these hosts yet: diloco keys rotate {name}" for name in shown.stale]
@@ -90,6 +88,9 @@ def _said(
     elif copies:
         lines += ["Copy, over a channel that you trust; the name before the colon stands for that machine's address:"]
     lines += [f"  {line}" for line in copies]
+    if key_lines:
+        lines += ["The same keys as lines, for DILOCO_KEYS or a secret store; a line is as secret as its directory:"]
+    lines += [f"  {name}  {line}" for name, line in key_lines.items()]
     if copies and never:
         lines += [f"Never copy {' or '.join(never)}: its holder can make keys of this run. It stays here."]
     return lines
@@ -104,16 +105,21 @@ def _copies(directory: Path, shown: Shown) -> list[str]:
     for name in shown.replaced:
         lines += [f"scp -r {directory / name} {_remote(_machine(directory, name))}{THERE}"]
     for name in shown.changed:
-        lists = [file for file, it in ((REVOKED, shown.issued), (TOKENS, [*shown.tokens, *shown.revoked]))
-                 if it and (directory / name / file).exists()]  # fmt: skip
-        machine = _remote(_machine(directory, name))
-        lines += [f"scp {directory / name / file} {machine}{THERE}{name}/" for file in lists]
+        if (directory / name / REVOKED).exists():
+            lines += [f"scp {directory / name / REVOKED} {_remote(_machine(directory, name))}{THERE}{name}/"]
     return lines
+
+
+def _lines(directory: Path, shown: Shown) -> dict[str, str]:
+    """New keys as a line each, by name. A syncer needs its directory, so its keys are not among them."""
+    syncers = Keyring.read(directory).syncers
+    names = [name for name in (*shown.new, *shown.replaced) if name not in syncers]
+    return {name: key_line(read_key_pair(directory / name)) for name in names if (directory / name / CERT).exists()}
 
 
 def _machine(directory: Path, name: str) -> str:
     """The syncer's first host, or a name."""
-    if name == SYNCER and (directory / CERTIFICATES).exists():
+    if name == SYNCER:
         return Keyring.read(directory).run.hosts[0]
     return name
 
@@ -123,8 +129,6 @@ def _remote(machine: str) -> str:
 
 
 def _is_local(directory: Path) -> bool:
-    if not (directory / CERTIFICATES).exists():
-        return False
     return all(is_local(f"[{host}]:1" if ":" in host else f"{host}:1") for host in Keyring.read(directory).run.hosts)
 
 
@@ -132,7 +136,7 @@ def _secrets(directory: Path) -> list[str]:
     return [name for name in (CA_KEY, NEXT_KEY) if (directory / name).exists()]
 
 
-def _certificate(it: Issued, now: datetime) -> dict[str, Any]:
+def _row(it: Issued, now: datetime) -> dict[str, Any]:
     state = "valid"
     if it.revoked is not None and it.revoked <= now:
         state = "revoked"
@@ -142,33 +146,16 @@ def _certificate(it: Issued, now: datetime) -> dict[str, Any]:
         state = "replaced"
     elif it.expires - now <= SOON:
         state = "ends soon"
-    return {"kind": "certificate", **it.model_dump(mode="json"), "state": state}
-
-
-def _token(it: TokenEntry, now: datetime) -> dict[str, Any]:
-    state = "valid"
-    if it.expires is not None and it.expires - now <= SOON:
-        state = "ends soon" if it.expires > now else "expired"
-    return {
-        "kind": "token", "name": it.name, "role": it.role, "sha256": it.sha256[:12], "learner": it.learner,
-        "expires": None if it.expires is None else it.expires.isoformat(), "state": state,
-        "old_expires": None if it.old_expires is None else it.old_expires.isoformat(),
-    }  # fmt: skip
+    return {**it.model_dump(mode="json"), "state": state}
 
 
 def _ends(row: dict[str, Any], now: datetime) -> str:
-    if row["expires"] is None:
-        return "never"
     expires = datetime.fromisoformat(row["expires"])
     rest = f" ({left(now, expires)})" if row["state"] in ("valid", "ends soon") else ""
     return f"{expires.astimezone(UTC):%Y-%m-%d}{rest}"
 
 
 def _state(row: dict[str, Any]) -> str:
-    if row["kind"] == "token" and row["learner"] not in (None, row["name"]):
-        return f"{row['state']}, speaks for {row['learner']}"
-    if row["kind"] == "token" and row["role"] == "learner" and row["learner"] is None:
-        return f"{row['state']}, speaks for any learner"
     if row["state"] in ("revoked", "replaced") and row.get("revoked"):
         at = datetime.fromisoformat(row["revoked"])
         return f"revoked {at:%Y-%m-%d}" if row["state"] == "revoked" else f"replaced, refused from {at:%Y-%m-%d} on"

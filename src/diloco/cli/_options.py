@@ -11,10 +11,13 @@ Overrides = Annotated[
 ]
 LearnerName = Annotated[str | None, typer.Option(help="Name of this learner; default learner-<shard>.")]
 Keys = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="The keys to show, a directory that `diloco keys` made.")
+    str | None,
+    typer.Option(
+        metavar="KEYS",
+        help="The keys to show: a directory that `diloco keys` made. A line diloco1.… is taken too, and other users of "
+        "this machine can see it in the list of processes: give it in the environment variable DILOCO_KEYS instead.",
+    ),
 ]
-TokenFile = Annotated[Path | None, typer.Option(help="A file with a token, where the syncer asks for one.")]
-Authority = Annotated[Path | None, typer.Option(help="With a token, PEM file of the authority to trust.")]
 Insecure = Annotated[bool, typer.Option("--insecure", help="Plain text to another machine.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 JsonSummary = Annotated[

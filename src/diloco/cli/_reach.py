@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from diloco.cli._input import read_token
 from diloco.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,27 +25,24 @@ class Reach:
     """One run's syncer, or its syncers with commas between the addresses.
 
     Attributes:
-        keys, token, ca: to show and to trust.
+        keys: to show; None: what DILOCO_KEYS holds.
         insecure: plain text to another machine is accepted.
     """
 
     address: str
     run: str
-    keys: Path | None
-    token: str | None
-    ca: Path | None
+    keys: str | None = field(repr=False)
     insecure: bool
 
     def dial(self) -> Dialler:
         """Connections to it."""
         from diloco.exchange.dialling import dialler
 
-        return dialler(self.address, keys=self.keys, token=self.token, ca=self.ca, insecure=self.insecure)
+        return dialler(self.address, keys=self.keys, insecure=self.insecure)
 
 
 def reach(
-    run_file: Path | None, address: str | None, run: str | None, keys: Path | None, token_file: Path | None,
-    ca: Path | None, insecure: bool,
+    run_file: Path | None, address: str | None, run: str | None, keys: str | None, insecure: bool
 ) -> Reach:  # fmt: skip
     """What the options say, and where they say nothing the run file.
 
@@ -60,8 +56,7 @@ def reach(
             raise ConfigError(f"there is no run file {run_file}; a syncer's address goes with --address.")
         config = load_config(run_file)
         address, run = address or config.syncer.address, run or config.run.name
-        keys, token_file = keys or config.syncer.keys, token_file or config.syncer.token_file
-        ca, insecure = ca or config.syncer.ca, insecure or config.syncer.insecure
+        keys, insecure = keys or config.syncer.keys, insecure or config.syncer.insecure
     if address is None or run is None:
         raise ConfigError("no run is named; pass a run file, or --address and --run.")
-    return Reach(address, run, keys, read_token(token_file), ca, insecure)
+    return Reach(address, run, keys, insecure)

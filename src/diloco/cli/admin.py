@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from diloco.cli._options import Authority, Insecure, Json, Keys, TokenFile
+from diloco.cli._options import Insecure, Json, Keys
 from diloco.cli._reach import Address, OptionalRunFile, Reach, RunName, reach
 from diloco.core.steering import Order, What
 
@@ -24,16 +24,16 @@ Reason = Annotated[str, typer.Option(help="Why, for those who watch the run.")]
 def admin() -> None:
     """Steer a live run: evict or drain a learner, pause the run, change its quorum, end it.
 
-    It needs the role admin, where the syncer asks for certificates or tokens."""
+    It needs the role admin, where the syncer asks for certificates."""
 
 
 def _of_a_learner(what: What) -> Callable[..., None]:
     def command(
         learner: Learner, run_file: OptionalRunFile = None, reason: Reason = "", address: Address = None,
-        run: RunName = None, keys: Keys = None, token_file: TokenFile = None, ca: Authority = None,
+        run: RunName = None, keys: Keys = None,
         insecure: Insecure = False, as_json: Json = False,
     ) -> None:  # fmt: skip
-        where = reach(run_file, address, run, keys, token_file, ca, insecure)
+        where = reach(run_file, address, run, keys, insecure)
         _give(where, Order(what, learner, reason=reason), as_json=as_json)
 
     return command
@@ -42,10 +42,10 @@ def _of_a_learner(what: What) -> Callable[..., None]:
 def _of_the_run(what: What) -> Callable[..., None]:
     def command(
         run_file: OptionalRunFile = None, reason: Reason = "", address: Address = None, run: RunName = None,
-        keys: Keys = None, token_file: TokenFile = None, ca: Authority = None, insecure: Insecure = False,
+        keys: Keys = None, insecure: Insecure = False,
         as_json: Json = False,
     ) -> None:  # fmt: skip
-        where = reach(run_file, address, run, keys, token_file, ca, insecure)
+        where = reach(run_file, address, run, keys, insecure)
         _give(where, Order(what, reason=reason), as_json=as_json)
 
     return command
@@ -60,14 +60,12 @@ def evict(
     address: Address = None,
     run: RunName = None,
     keys: Keys = None,
-    token_file: TokenFile = None,
-    ca: Authority = None,
     insecure: Insecure = False,
     as_json: Json = False,
 ) -> None:
     """Put a learner out of the run now. What it has not had acknowledged is lost; its process joins again from the
     newest model."""
-    where = reach(run_file, address, run, keys, token_file, ca, insecure)
+    where = reach(run_file, address, run, keys, insecure)
     _give(where, Order("evict", learner, bans=ban, reason=reason), as_json=as_json)
 
 
@@ -79,13 +77,11 @@ def quorum(
     address: Address = None,
     run: RunName = None,
     keys: Keys = None,
-    token_file: TokenFile = None,
-    ca: Authority = None,
     insecure: Insecure = False,
     as_json: Json = False,
 ) -> None:
     """Merge no round with fewer than N learners from now on, whatever the method says."""
-    where = reach(run_file, address, run, keys, token_file, ca, insecure)
+    where = reach(run_file, address, run, keys, insecure)
     _give(where, Order("quorum", at_least=at_least, reason=reason), as_json=as_json)
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from diloco.cli._input import read_token, with_keys
+from diloco.cli._input import with_keys
 from diloco.cli._options import Json, Keys, Overrides, RunFile
 from diloco.errors import ConfigError, NotInitialisedError, StoreError, UnreachableError
 
@@ -58,11 +58,8 @@ def _fetched(address: str, config: "RunConfig") -> "dict[str, Tensor]":
     from diloco.exchange.remote import fetch_model
 
     syncer = config.syncer
-    token = read_token(syncer.token_file)
     try:
-        return fetch_model(
-            address, run=config.run.name, keys=syncer.keys, token=token, ca=syncer.ca, insecure=syncer.insecure
-        )
+        return fetch_model(address, run=config.run.name, keys=syncer.keys, insecure=syncer.insecure)
     except UnreachableError as error:
         raise UnreachableError(f"{error} Without a syncer, export from its files: --state-dir DIR.") from error
 

@@ -1,4 +1,4 @@
-"""`diloco keys`: the certificates and tokens of a run. `syncer.keyring` and `syncer.token_ring` have the files."""
+"""`diloco keys`: the keys of a run. `syncer.keyring` has the files."""
 
 import re
 from datetime import timedelta
@@ -12,26 +12,21 @@ from diloco.errors import ConfigError
 
 if TYPE_CHECKING:
     from diloco.syncer.callers import Role
-    from diloco.syncer.keyring import Keyring
-    from diloco.syncer.token_ring import TokenRing
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
-CERTIFICATE_LASTS, TOKEN_LASTS, GRACE = "365d", "90d", "7d"
+LASTS, GRACE = "365d", "7d"
 
 Directory = Annotated[Path, typer.Option("--dir", metavar="DIR", help="The directory of the run's keys.")]
 RoleArgument = Annotated[str, typer.Argument(metavar="ROLE", help="learner, viewer, admin or standby.")]
 Names = Annotated[list[str], typer.Argument(metavar="NAME...", help="One or more, each with keys of its own.")]
 Name = Annotated[str, typer.Argument(metavar="NAME")]
-Expires = Annotated[
-    str | None,
-    typer.Option(metavar="TIME", help=f"Valid for 90d, 12h, 2w …; default {CERTIFICATE_LASTS}, tokens {TOKEN_LASTS}."),
-]
+Expires = Annotated[str, typer.Option(metavar="TIME", help="Valid for 90d, 12h, 2w …")]
 
 
 @app.callback()
 def keys() -> None:
-    """Make and manage the certificates and tokens of a run."""
+    """Make and manage the keys of a run: certificates, as directories and as lines."""
 
 
 @app.command()
@@ -39,14 +34,14 @@ def init(
     run: Annotated[str, typer.Option(help="The run's name; the certificates are good for this run only.")],
     host: Annotated[list[str], typer.Option(help="A host name or IP address that learners dial; repeat for more.")],
     directory: Directory = Path("keys"),
-    expires: Expires = None,
+    expires: Expires = LASTS,
     as_json: Json = False,
 ) -> None:
     """Make the authority of a run and its syncer's keys. Nothing that exists is overwritten."""
     from diloco.cli._keys_shown import Shown, show
     from diloco.syncer.keyring import SYNCER, Keyring
 
-    keyring = Keyring.new(directory, run, host, (), _span(expires or CERTIFICATE_LASTS))
+    keyring = Keyring.new(directory, run, host, (), _span(expires))
     show(directory, Shown(keyring.issued, new=[SYNCER]), as_json)
 
 
@@ -55,77 +50,54 @@ def add(
     role: RoleArgument,
     names: Names,
     directory: Directory = Path("keys"),
-    expires: Expires = None,
-    token: Annotated[bool, typer.Option("--token", help="A token instead of a certificate.")] = False,
-    speaks_for: Annotated[
-        str | None,
-        typer.Option(metavar="ID", help="With --token, the learner id it may speak for; a learner's own by default."),
-    ] = None,
-    any_learner: Annotated[
-        bool, typer.Option("--any-learner", help="With --token, let it speak for any learner id.")
-    ] = False,
+    expires: Expires = LASTS,
     as_json: Json = False,
 ) -> None:
     """Make keys of ROLE for each NAME. A running syncer accepts them at once.
 
-    Each name gets a directory of its own, which is all that its machine needs. A learner's certificate speaks for the
-    learner id of the same name only.
+    Each name gets a directory of its own, which is all that its machine needs. The same keys are printed as one line,
+    for DILOCO_KEYS or a secret store: whoever reads the line can act in that name. A learner's certificate speaks for
+    the learner id of the same name only.
     """
     from diloco.cli._keys_shown import Shown, show
-    from diloco.syncer.keyring import SYNCER, Keyring
-    from diloco.syncer.token_ring import TokenRing
+    from diloco.syncer.keyring import Keyring
 
-    if not token and (speaks_for is not None or any_learner):
-        raise ConfigError("--speaks-for and --any-learner are for tokens; add --token, or drop them.")
-    if any_learner and speaks_for is not None:
-        raise ConfigError(f"--speaks-for {speaks_for} and --any-learner contradict each other; give one of them.")
-    if token:
-        ring, lifetime, own = TokenRing(directory), _span(expires or TOKEN_LASTS), role == "learner"
-        made = [
-            ring.add(name, cast("Role", role), lifetime, None if any_learner else speaks_for or (name if own else None))
-            for name in names
-        ]
-        show(directory, Shown(tokens=made, new=names, changed=[SYNCER]), as_json)
-    else:
-        keyring, lifetime = Keyring.read(directory), _span(expires or CERTIFICATE_LASTS)
-        issued = [keyring.add(name, cast("Role", role), lifetime) for name in names]
-        show(directory, Shown(issued, new=names), as_json)
+    keyring, lifetime = Keyring.read(directory), _span(expires)
+    issued = [keyring.add(name, cast("Role", role), lifetime) for name in names]
+    show(directory, Shown(issued, new=names), as_json)
 
 
 @app.command("list")
 def list_(directory: Directory = Path("keys"), as_json: Json = False) -> None:
     """List who has keys of a run: names, roles, when they end, and which were revoked."""
     from diloco.cli._keys_shown import Shown, show
+    from diloco.syncer.keyring import Keyring
 
-    keyring, ring = _both(directory)
-    show(directory, Shown(keyring.issued if keyring else (), list(ring.entries.values()), is_list=True), as_json)
+    show(directory, Shown(Keyring.read(directory).issued, is_list=True), as_json)
 
 
 @app.command()
 def revoke(name: Name, directory: Directory = Path("keys"), as_json: Json = False) -> None:
     """Take all keys of NAME back. A syncer that has the new list refuses them at once."""
     from diloco.cli._keys_shown import Shown, show
-    from diloco.syncer.keyring import SYNCER
+    from diloco.syncer.keyring import SYNCER, Keyring
 
-    keyring, ring = _both(directory)
-    has_token = name in ring.entries
-    issued = keyring.revoke(name) if keyring is not None and (keyring.has(name) or not has_token) else []
+    keyring = Keyring.read(directory)
+    issued = keyring.revoke(name)
     if any(it.role == "standby" for it in issued):
         typer.echo(
             f"{name}: the first syncer refuses it from now on, but learners cannot be told, and would follow a syncer "
             "that shows its certificate; where its key was stolen, replace the authority (`diloco keys rotate ca`)",
             err=True,
         )
-    tokens = [ring.revoke(name)] if has_token or keyring is None else []
-    others = keyring.syncers if keyring is not None else []
-    show(directory, Shown(issued, changed=list(dict.fromkeys([SYNCER, *others])), revoked=tokens), as_json)
+    show(directory, Shown(issued, changed=list(dict.fromkeys([SYNCER, *keyring.syncers]))), as_json)
 
 
 @app.command()
 def rotate(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Whose keys; `ca`: the authority's, in two steps.")],
     directory: Directory = Path("keys"),
-    expires: Expires = None,
+    expires: Expires = LASTS,
     grace: Annotated[
         str | None,
         typer.Option(metavar="TIME", help=f"How long the old keys stay good; 0: not at all. Default {GRACE}."),
@@ -137,10 +109,11 @@ def rotate(
 ) -> None:
     """Make new keys for NAME; the old ones are refused after a while in which to copy.
 
-    Running processes take them up with their next connection, without a restart.
+    A process that reads a directory takes them up with its next connection. One that was given a line is started again
+    with the new line, which is printed.
     """
     from diloco.cli._keys_shown import Shown, show
-    from diloco.syncer.keyring import AUTHORITY, SYNCER
+    from diloco.syncer.keyring import AUTHORITY, SYNCER, Keyring
 
     if name == AUTHORITY:
         if given := [option for option, it in (("--grace", grace), ("--host", host), ("--drop-host", drop_host)) if it]:
@@ -148,42 +121,24 @@ def rotate(
         return _rotate_authority(directory, expires, finish=finish, as_json=as_json)
     if finish:
         raise ConfigError(f"--finish is for the authority (`diloco keys rotate ca`), not for {name!r}; drop it.")
-    keyring, ring = _both(directory)
-    has_token, left = name in ring.entries, _span(grace or GRACE, least=0)
-    issued, tokens = [], []
-    if keyring is not None and (keyring.has(name) or not has_token):
-        issued = [keyring.rotate(name, _span(expires or CERTIFICATE_LASTS), left, host or (), drop_host or ())]
-    elif host or drop_host:
-        raise ConfigError(f"{name!r} has a token only and serves at no host; drop --host and --drop-host.")
-    if has_token or keyring is None:
-        tokens = [ring.rotate(name, _span(expires or TOKEN_LASTS), left)]
-    others = keyring.syncers if keyring is not None else []
+    keyring, left = Keyring.read(directory), _span(grace or GRACE, least=0)
+    issued = [keyring.rotate(name, _span(expires), left, host or (), drop_host or ())]
+    others = keyring.syncers
     changed = [each for each in dict.fromkeys([SYNCER, *others]) if each != name]
     stale = [each for each in others if each != name] if host or drop_host else []
-    show(directory, Shown(issued, tokens, replaced=[name], changed=changed, grace=left, stale=stale), as_json)
+    show(directory, Shown(issued, replaced=[name], changed=changed, grace=left, stale=stale), as_json)
     return None
 
 
-def _rotate_authority(directory: Path, expires: str | None, *, finish: bool, as_json: bool) -> None:
+def _rotate_authority(directory: Path, expires: str, *, finish: bool, as_json: bool) -> None:
     from diloco.cli._keys_shown import Shown, show
     from diloco.syncer.keyring import Keyring
 
-    keyring, lifetime = Keyring.read(directory), _span(expires or CERTIFICATE_LASTS)
+    keyring, lifetime = Keyring.read(directory), _span(expires)
     names = keyring.retire_authority(lifetime) if finish else keyring.replace_authority(lifetime)
     issued = list({each.name: each for each in keyring.issued if each.revoked is None}.values())  # the newest ones
     step = "finish" if finish else "begin"
     show(directory, Shown(issued, replaced=names, authority=step), as_json)
-
-
-def _both(directory: Path) -> "tuple[Keyring | None, TokenRing]":
-    """The certificates of a directory, if it has any, and its tokens. Raises ConfigError where it has neither."""
-    from diloco.syncer.keyring import CERTIFICATES, Keyring
-    from diloco.syncer.token_ring import TokenRing
-
-    ring = TokenRing(directory)
-    if (directory / CERTIFICATES).exists() or not ring.entries:
-        return Keyring.read(directory), ring
-    return None, ring
 
 
 def _span(text: str, *, least: int = 1) -> timedelta:

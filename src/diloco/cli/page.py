@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 import typer
 
-from diloco.cli._options import Authority, Insecure, Json, Keys, TokenFile
+from diloco.cli._options import Insecure, Json, Keys
 from diloco.cli._reach import Address, OptionalRunFile, RunName, reach
 
 
@@ -15,8 +15,6 @@ def command(
     address: Address = None,
     run: RunName = None,
     keys: Keys = None,
-    token_file: TokenFile = None,
-    ca: Authority = None,
     insecure: Insecure = False,
     as_json: Json = False,
 ) -> None:
@@ -27,7 +25,7 @@ def command(
     from diloco.exchange.wire import syncer_pb2 as pb
     from diloco.exchange.wire.address import is_local
 
-    where = reach(run_file, address, run, keys, token_file, ca, insecure)
+    where = reach(run_file, address, run, keys, insecure)
     with closing(where.dial()) as syncers:
         found(syncers, where.run)
         url = syncers.call("control", "OpenPage", pb.OpenPageRequest(run=where.run), pb.OpenPageReply).url

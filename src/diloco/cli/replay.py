@@ -14,7 +14,6 @@ from diloco.errors import ConfigError, StoreError
 
 if TYPE_CHECKING:
     from diloco.run.replay import Replay
-    from diloco.run.what_if import WhatIf
     from diloco.syncer.journal_reader import JournalReader
 
 SAID_EVERY_S = 2.0
@@ -29,10 +28,6 @@ def command(
     fragment: Annotated[
         int | None, typer.Option(min=0, metavar="INDEX", help="Merge this fragment only; decide everything.")
     ] = None,
-    with_: Annotated[
-        list[str] | None,
-        typer.Option("--with", metavar="FIELD=VALUE", help="What if: another merge, quorum, deadline …; repeatable."),
-    ] = None,
     as_json: Json = False,
 ) -> None:
     """Run all decisions of a syncer again from its journal, and all merges, and compare every digest."""
@@ -42,17 +37,10 @@ def command(
 
     reader = JournalReader(_state_dir(run))
     replay = Replay(tensor_formats(ReadPayloads(reader.payload)), fragment=fragment)
-    asked = None
-    if with_:
-        from diloco.run.what_if import Changes, WhatIf
-
-        asked = WhatIf(replay, Changes(with_))
-    span_s = _replay(reader, replay, asked, until)
+    span_s = _replay(reader, replay, until)
     if not replay.findings.num_boots and replay.findings.difference is None:
         raise StoreError(f"the journal of {run} has no start of a syncer, so that nothing can be replayed.")
     found = _numbers(replay, span_s)
-    if asked is not None:
-        found["what_if"] = asked.answer()
     if as_json:
         print(json.dumps(found, indent=1))
     else:
@@ -71,7 +59,7 @@ def _state_dir(run: Path) -> Path:
     return load_config(run).state_dir
 
 
-def _replay(reader: "JournalReader", replay: "Replay", asked: "WhatIf | None", until: float | None) -> float:
+def _replay(reader: "JournalReader", replay: "Replay", until: float | None) -> float:
     """Replay the entries; returns the seconds from the first to the last."""
     from diloco.run.recorder import entry_of
 
@@ -87,7 +75,7 @@ def _replay(reader: "JournalReader", replay: "Replay", asked: "WhatIf | None", u
             if until is not None and at_s - first_s > until:
                 break
             span_s = at_s - first_s
-        (replay if asked is None else asked).take(line.entry)
+        replay.take(line.entry)
         if time.monotonic() - said_s >= SAID_EVERY_S:
             said_s = time.monotonic()
             done = line.read_bytes / max(1, reader.num_bytes)
@@ -143,8 +131,5 @@ def _show(found: dict[str, Any]) -> None:
             f"{unmerged} rounds were not merged again: their contributions are not recorded (--record-contributions of "
             "the syncer), or --fragment leaves them out."
         )
-    if (asked := found.get("what_if")) is not None:
-        console.print(make_table(asked["heads"], [[str(cell) for cell in row] for row in asked["rows"]]))
-        console.print(asked["assumed"])
     difference = found["difference"]
     console.print("no difference" if difference is None else f"first difference: {difference}")

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from diloco.cli._options import Authority, Insecure, Json, Keys, TokenFile
+from diloco.cli._options import Insecure, Json, Keys
 from diloco.cli._reach import Address, OptionalRunFile, RunName, reach
 from diloco.cli._status import view
 from diloco.errors import UnreachableError
@@ -29,8 +29,6 @@ def command(
     address: Address = None,
     run: RunName = None,
     keys: Keys = None,
-    token_file: TokenFile = None,
-    ca: Authority = None,
     insecure: Insecure = False,
     as_json: Json = False,
     fragments: Annotated[
@@ -41,10 +39,10 @@ def command(
     """Show a live run: learners, rounds and the learners they wait for, tokens, bytes."""
     from diloco.exchange.remote import fetch_status
 
-    at = reach(run_file, address, run, keys, token_file, ca, insecure)
+    at = reach(run_file, address, run, keys, insecure)
 
     def look() -> dict[str, Any]:
-        return fetch_status(at.address, run=at.run, keys=at.keys, token=at.token, ca=at.ca, insecure=at.insecure)
+        return fetch_status(at.address, run=at.run, keys=at.keys, insecure=at.insecure)
 
     if not watch:
         _show(Console(highlight=False, markup=False), look(), fragments, as_json)

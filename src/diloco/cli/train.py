@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from diloco.cli._beginning import check_directory, is_over
-from diloco.cli._input import read_token, with_keys
+from diloco.cli._input import with_keys
 from diloco.cli._options import JsonSummary, Keys, LearnerName, Overrides, RunFile
 from diloco.cli._signals import ending_by_signals
 from diloco.errors import AlreadyInitialisedError, CheckpointError, ConfigError
@@ -268,8 +268,6 @@ def _connector(config: "RunConfig", part: "Part", stopping: "Stopping") -> "Atta
                 run=config.run.name,
                 learner=part.name,
                 keys=syncer.keys,
-                token=read_token(syncer.token_file),
-                ca=syncer.ca,
                 insecure=syncer.insecure,
                 initialise=initialise,
                 initial_step=steps,

@@ -129,6 +129,7 @@ def _tables(directory: Path, plan: Plan, seed: int) -> dict[str, dict[str, Any]]
         },
         "syncer": {
             "address": f"127.0.0.1:{port}",
+            "insecure": True,  # whatever keys the environment names are for another run
             "page": True,
             "page_port": free_port(besides=port),  # the same after a restart
             "lost_floor_s": 3.0,

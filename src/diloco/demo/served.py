@@ -46,13 +46,13 @@ def fetch_served(config: RunConfig) -> Served:
     address, run = config.syncer.address, config.run.name
 
     def settled() -> dict[str, Any]:
-        status: dict[str, Any] = fetch_status(address, run=run)
+        status: dict[str, Any] = fetch_status(address, run=run, insecure=config.syncer.insecure)
         if any(fragment["phase"] != "open" for fragment in status["fragments"]):
             raise ExchangeError("the syncer is still merging; ask again.")
         return status
 
     status = _patiently(settled)
-    state = _patiently(lambda: fetch_model(address, run=run))
+    state = _patiently(lambda: fetch_model(address, run=run, insecure=config.syncer.insecure))
     fragments = status["fragments"]
     return Served(
         state=state,

@@ -1,4 +1,4 @@
-"""Connections of one learner (or viewer) to a syncer: channels, calls, tokens and errors."""
+"""Connections of one learner (or viewer) to a syncer: channels, calls and errors."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from itertools import chain
-from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import grpc
@@ -19,12 +17,10 @@ from google.protobuf.message import Message
 from diloco.core.members import Deadlines
 from diloco.core.session.lanes import StallTimeout
 from diloco.errors import AuthError, DilocoError, ExchangeError, UnreachableError
-from diloco.exchange.credentials import Credentials
-from diloco.exchange.diagnosis import Reason
+from diloco.exchange.credentials import Credentials, Reason
+from diloco.exchange.key_pair import AnyKeys
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import read_header
 from diloco.exchange.wire.incoming import Download
-from diloco.exchange.wire.probe import noise, timed
 from diloco.exchange.wire.rpc import CHANNEL_OPTIONS, from_rpc_error, is_retryable, path
 
 R = TypeVar("R", bound=Message)
@@ -102,7 +98,7 @@ class Connection:
 
     Arguments:
         address: "host:port"; a learner only ever dials out, to this one address.
-        keys, token, ca, insecure: as `Credentials`.
+        keys, insecure: as `Credentials`.
         stall_floor_s: the stall timeout before anything is known of the link, seconds, also where the run's is longer;
             None: the run's, once it is known.
 
@@ -114,15 +110,12 @@ class Connection:
         self,
         address: str,
         *,
-        keys: str | Path | None = None,
-        token: str | None = None,
-        ca: str | Path | None = None,
+        keys: AnyKeys | None = None,
         insecure: bool = False,
         stall_floor_s: float | None = None,
     ) -> None:
         self.address = address
-        self._credentials = Credentials(address, keys=_path(keys), token=token, ca=_path(ca), insecure=insecure)
-        self._metadata = self._credentials.metadata
+        self._credentials = Credentials(address, keys=keys, insecure=insecure)
         self._has_answered = False
         self._looked_at = -math.inf
         self._seen: Reason | None = None  # why the syncer is not reached, when that was looked at last
@@ -159,7 +152,7 @@ class Connection:
         """
         with self._mapping(), self._answering(channel, method, timeout_s) as limit_s:
             stub = self._channel(channel).unary_unary(path(method), _serialize, kind.FromString)
-            reply: R = stub(request, timeout=limit_s, metadata=self._metadata)
+            reply: R = stub(request, timeout=limit_s)
         return reply
 
     @contextmanager
@@ -197,7 +190,7 @@ class Connection:
         """
         with self._mapping():
             stub = self._channel(channel).stream_stream(path(method), None, kind.FromString)
-            call: Any = stub(stream, metadata=self._metadata)
+            call: Any = stub(stream)
             reply: Any = None
             with self._watching(call, channel) as watchdog:
                 for reply in call:
@@ -219,43 +212,38 @@ class Connection:
         download.ask(request)
         said: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         said.put(_serialize(request))
-        with self._mapping():
-            stub = self._channel(channel).stream_stream(path("Pull"), None, None)
-            stream: Any = stub(iter(said.get, None), metadata=self._metadata)
-            try:
-                with self._watching(stream, channel) as watchdog:
-                    for _ in download.read(stream, said):
-                        watchdog.moved()
-            finally:
-                said.put(None)
+        try:
+            with self.stream(channel, "Pull", iter(said.get, None)) as (replies, moved):
+                for _ in download.read(replies, said):
+                    moved()
+        finally:
+            said.put(None)
         assert download.header is not None
         return download.header, download.buffer
 
-    def probe(self, channel: str, header: pb.ProbeHeader) -> tuple[pb.ProbeReply, tuple[int, float]]:
-        """Send and fetch what the header announces; the reply, and how the bytes down came: see `timed`. Raises as
-        `call`."""
+    @contextmanager
+    def stream(
+        self, channel: str, method: str, messages: Iterator[bytes]
+    ) -> Iterator[tuple[Iterator[bytes], Callable[[], None]]]:
+        """A call in which both ends send messages. Gives those of the syncer, and a function to call whenever one has
+        moved. Raises as `call`."""
         with self._mapping():
-            stub = self._channel(channel).stream_stream(path("Probe"), None, None)
-            call: Any = stub(chain([_serialize(header)], noise(header.up_bytes)), metadata=self._metadata)
+            call: Any = self._channel(channel).stream_stream(path(method), None, None)(messages)
             with self._watching(call, channel) as watchdog:
-                reply = _reply(call, watchdog.moved)
-                return reply, timed(call, header.down_bytes, watchdog.moved)
+                yield call, watchdog.moved
 
     def watch(self, channel: str, request: pb.WatchRequest) -> Iterator[pb.Notice]:
         """Notices until the syncer ends them or the connection breaks. Raises as `call`."""
         with self._mapping():
             stub = self._channel(channel).unary_stream(path("Watch"), _serialize, pb.Notice.FromString)
-            yield from stub(request, metadata=self._metadata)
+            yield from stub(request)
 
     def follow(self, channel: str, messages: Iterator[bytes]) -> Generator[bytes, None, None]:
         """What a first syncer sends to this standby, which sends these messages. Raises as `call`."""
-        with self._mapping():
-            stub = self._channel(channel).stream_stream(path("Follow"), None, None)
-            call: Any = stub(messages, metadata=self._metadata)
-            with self._watching(call, channel) as watchdog:
-                for message in call:
-                    watchdog.moved()
-                    yield message
+        with self.stream(channel, "Follow", messages) as (replies, moved):
+            for message in replies:
+                moved()
+                yield message
 
     @contextmanager
     def _watching(self, call: Any, channel: str) -> Iterator[Watchdog]:
@@ -346,14 +334,6 @@ class Connection:
             return self._channels[name]
 
 
-def _reply(replies: Iterator[bytes], moved: Callable[[], None]) -> pb.ProbeReply:
-    """That to a probe, which comes once all of it has arrived; what comes before says how much has."""
-    while (reply := read_header(replies, pb.ProbeReply)).HasField("received"):
-        moved()
-    moved()
-    return reply
-
-
 def _serialize(message: Any) -> bytes:
     return bytes(message.SerializeToString())
 
@@ -362,7 +342,3 @@ def _code(error: grpc.RpcError) -> grpc.StatusCode:
     call: Any = error
     code: grpc.StatusCode = call.code()
     return code
-
-
-def _path(given: str | Path | None) -> Path | None:
-    return None if given is None else Path(given)

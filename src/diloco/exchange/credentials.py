@@ -1,22 +1,53 @@
-"""What a caller shows to a syncer, and which syncers it trusts."""
+"""What a caller shows to a syncer, which syncers it trusts, and why one is not reached.
+
+gRPC says only that a connection failed; `find_reason` looks by a connection of its own.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
+import socket
+import ssl
 import time
-from pathlib import Path
+from contextlib import suppress
+from dataclasses import dataclass
 
 import grpc
+from cryptography import x509
 
-from diloco.errors import ConfigError, translated
-from diloco.exchange.diagnosis import Reason, Way, find_reason
-from diloco.exchange.key_pair import CERT, KeyPair, check_valid_now, read_key_pair
-from diloco.exchange.wire.address import is_local
+from diloco.errors import ConfigError
+from diloco.exchange.key_pair import VARIABLE, AnyKeys, KeyPair, check_valid_now, find_keys, hosts_of
+from diloco.exchange.wire.address import is_local, socket_path, split_address
 
 log = logging.getLogger("diloco")
 
 LOOK_AGAIN_S = 0.5
 """The pause before a second look at why a syncer refuses."""
+
+TIMEOUT_S = 2.0
+"""How long each step of a look takes at most."""
+
+WRONG_HOST = frozenset((62, 64))
+EXPIRED, NOT_YET_VALID = 10, 9
+"""OpenSSL's numbers of why a certificate is not accepted (X509_V_ERR_…)."""
+
+
+@dataclass(frozen=True)
+class Reason:
+    """A sentence with what to do. `is_refusal`: the two ends do not accept each other, so waiting does not help."""
+
+    text: str
+    is_refusal: bool = False
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a caller dials a syncer. `pair`: the keys that it shows, None: it speaks plain text; `where` names them."""
+
+    address: str
+    pair: KeyPair | None
+    where: str
 
 
 class Credentials:
@@ -24,34 +55,24 @@ class Credentials:
 
     Arguments:
         address: of the syncer.
-        keys: directory of a certificate, its key and the authority, as `diloco keys` makes it; read again for every
+        keys: a directory or line of `diloco keys`; None: what DILOCO_KEYS holds. A directory is read again for every
             connection, so that a new certificate needs no restart.
-        token: where the syncer asks for tokens instead.
-        ca: with a token, PEM file of the authority that signed the certificate of the syncer, or of the proxy before
-            it; None: the system's authorities, or no TLS at all for an address of this machine and with `insecure`.
         insecure: no TLS beyond this machine, on purpose.
 
-    Attributes:
-        metadata: of every call.
-        is_secure: whether connections speak TLS.
-
     Raises:
-        ConfigError: files that cannot be used, or arguments that contradict each other.
+        ConfigError: keys that cannot be used, none for a syncer on another machine, or arguments that contradict each
+            other.
     """
 
-    def __init__(self, address: str, *, keys: Path | None, token: str | None, ca: Path | None, insecure: bool) -> None:
-        given = [name for name, it in (("token", token), ("ca", ca), ("insecure", insecure or None)) if it is not None]
-        if keys is not None and given:
-            raise ConfigError(f"keys and {given[0]} contradict each other; drop one of them.")
-        if insecure and ca is not None:
-            raise ConfigError("insecure and ca contradict each other; drop one of them.")
-        self.metadata = () if token is None else (("authorization", f"Bearer {token}"),)
-        self.is_secure = keys is not None or ca is not None or not (insecure or is_local(address))
-        self._address, self._keys, self._ca = address, keys, ca
-        self._pair = None if keys is None else read_key_pair(keys)
-        if ca is not None:
-            with translated(OSError, ConfigError, f"cannot read the authority's certificate {ca}", "check the path"):
-                self._ca_text = ca.read_bytes()
+    def __init__(self, address: str, *, keys: AnyKeys | None, insecure: bool) -> None:
+        self._address, self._keys = address, find_keys(keys, address, insecure=insecure)
+        if self._keys is None and not (insecure or is_local(address)):
+            raise ConfigError(
+                f"{address} is on another machine and no keys are given; give the directory or line that `diloco keys "
+                f"add` made (keys, or the environment variable {VARIABLE}), or accept with insecure that all that "
+                "passes can be read and changed on the way."
+            )
+        self._pair = None if self._keys is None else self._keys.read()
 
     def for_channel(self) -> grpc.ChannelCredentials | None:
         """Those of a new connection; None: it is plain text.
@@ -59,23 +80,22 @@ class Credentials:
         Raises:
             AuthError: the certificate is not valid now.
         """
-        if not self.is_secure:
-            return None
         if self._keys is None:
-            return grpc.ssl_channel_credentials(None if self._ca is None else self._ca_text)
+            return None
         self._pair = pair = self._newest()
-        check_valid_now(pair.cert, self._keys / CERT)
+        assert pair is not None
+        check_valid_now(pair.cert, self._keys.where)
         return grpc.ssl_channel_credentials(pair.ca, pair.key, pair.cert)
 
     def have_changed(self) -> bool:
         """Whether the directory holds another certificate than the newest connection shows."""
-        return self._keys is not None and self._newest() != self._pair
+        return self._newest() != self._pair
 
-    def _newest(self) -> KeyPair:
-        assert self._keys is not None
-        assert self._pair is not None
+    def _newest(self) -> KeyPair | None:
+        if self._keys is None:
+            return None
         try:
-            return read_key_pair(self._keys)
+            return self._keys.read()
         except ConfigError as error:  # it is being copied, or was damaged since
             log.warning("the keys that were read before are used: %s", error)
             return self._pair
@@ -83,9 +103,133 @@ class Credentials:
     def reason(self) -> Reason | None:
         """Why the syncer is not reached, as `find_reason`. A refusal is looked at twice: a syncer that is being stopped
         may look the same once."""
-        way = Way(self._address, self.is_secure, self._keys, self._ca)
+        where = "" if self._keys is None else self._keys.where
+        way = Way(self._address, self._newest(), where)
         reason = find_reason(way)
         if reason is not None and reason.is_refusal:
             time.sleep(LOOK_AGAIN_S)
             reason = find_reason(way)
         return reason
+
+
+def find_reason(way: Way) -> Reason | None:
+    """Why calls to a syncer fail; None: for no reason that a look can see. Blocks for a few seconds at most."""
+    if socket_path(way.address) is not None:
+        return _of_socket(way)
+    host, port = split_address(way.address)
+    try:
+        plain = socket.create_connection((host, port), timeout=TIMEOUT_S)
+    except socket.gaierror as error:
+        advice = "check the address, or this machine's DNS"
+        return Reason(f"the host name {host!r} of the syncer is not known here ({error.strerror}); {advice}.")
+    except ConnectionRefusedError:
+        there = "" if is_local(way.address) else " on an address that other machines reach"
+        start = f"start the syncer{there} (`diloco syncer RUN_FILE`), or correct the address"
+        return Reason(f"nothing listens at {way.address}; {start}.")
+    except OSError as error:
+        said = "no answer within 2 s" if isinstance(error, TimeoutError) else error.strerror or error
+        advice = "check the address, and that firewalls let its port through"
+        return Reason(f"{way.address} cannot be reached ({said}); {advice}.")
+    with plain:
+        return _of_plain_text(way, plain) if way.pair is None else _of_tls(way, way.pair, plain, host)
+
+
+def _of_socket(way: Way) -> Reason | None:
+    path = socket_path(way.address)
+    assert path is not None
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as plain:
+        try:
+            plain.connect(path)
+        except OSError as error:
+            advice = "start the syncer, or correct the address"
+            return Reason(f"nothing listens at {way.address} ({error.strerror}); {advice}.")
+    return None
+
+
+def _of_plain_text(way: Way, plain: socket.socket) -> Reason | None:
+    """Whether what answers wants TLS: it then goes on with a handshake."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    try:
+        with context.wrap_socket(plain):
+            pass
+    except OSError as error:
+        if not (isinstance(error, ssl.SSLError) and "ALERT" in (error.reason or "")):
+            return None
+    advice = "give the directory or line of this holder's keys"
+    return Reason(f"the syncer at {way.address} wants TLS, and no keys are given here; {advice}.", is_refusal=True)
+
+
+def _of_tls(way: Way, pair: KeyPair, plain: socket.socket, host: str) -> Reason | None:
+    """What a handshake comes to. In TLS 1.3 the client's certificate is judged after the client's part of it: a
+    syncer that refuses hangs up where it would send its settings."""
+    try:
+        context = _context(pair)
+        secure = context.wrap_socket(plain, server_hostname=host)
+    except ssl.SSLCertVerificationError as error:
+        return Reason(_distrust(way, pair, host, error), is_refusal=True)
+    except ssl.SSLError as error:
+        if error.reason == "WRONG_VERSION_NUMBER":
+            said = f"what answers at {way.address} does not speak TLS, for which {way.where} was given"
+            advice = "start the syncer with keys, or give none here if it is meant to have none"
+            return Reason(f"{said}; {advice}.", is_refusal=True)
+        return None
+    except OSError:  # hung up
+        return None
+    with secure:
+        try:
+            if secure.recv(1):
+                return None
+        except TimeoutError:
+            return None
+        except OSError:  # hung up
+            pass
+    return Reason(
+        f"the syncer at {way.address} refused the certificate in {way.where}: another authority signed it, or it is "
+        "not valid by the syncer's clock; use the newest keys that `diloco keys` made.",
+        is_refusal=True,
+    )
+
+
+def _context(pair: KeyPair) -> ssl.SSLContext:
+    context = ssl.create_default_context(cadata=pair.ca.decode())
+    context.set_alpn_protocols(["h2"])
+    held = os.memfd_create("keys")  # the ssl module takes a key from a file only; this one is in memory
+    with open(held, "wb") as file:
+        file.write(pair.cert + pair.key)
+        file.flush()
+        context.load_cert_chain(f"/proc/self/fd/{held}")
+    return context
+
+
+def _distrust(way: Way, pair: KeyPair, host: str, error: ssl.SSLCertVerificationError) -> str:
+    """Why the syncer's certificate is not accepted here."""
+    shown = _shown_by(way, pair, host)
+    head = f"the certificate that the syncer at {way.address} shows is not trusted"
+    if error.verify_code in WRONG_HOST:
+        names = "" if shown is None else f", but {', '.join(hosts_of(shown))}"
+        advice = "use an address that it names, or add this one with `diloco keys rotate syncer --host`"
+        return f"{head}: it does not name {host}{names}; {advice}."
+    if error.verify_code == EXPIRED:
+        ends_at = None if shown is None else x509.load_pem_x509_certificate(shown).not_valid_after_utc
+        when = "" if ends_at is None else f" on {ends_at:%Y-%m-%d %H:%M} UTC"
+        advice = "replace the syncer's with `diloco keys rotate`, or correct this machine's clock"
+        return f"{head}: it expired{when}; {advice}."
+    if error.verify_code == NOT_YET_VALID:
+        return f"{head}: it is not valid yet ({error.verify_message}); correct this machine's clock."
+    return (
+        f"{head}: another authority than that of {way.where} signed it ({error.verify_message}); use the keys of this "
+        "run, and the newest ones if its authority was replaced."
+    )
+
+
+def _shown_by(way: Way, pair: KeyPair, host: str) -> bytes | None:
+    """The certificate (PEM) that the syncer shows, whatever it is worth."""
+    context = _context(pair)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with suppress(OSError, ValueError), socket.create_connection(split_address(way.address), TIMEOUT_S) as plain:
+        with context.wrap_socket(plain, server_hostname=host) as secure:
+            shown = secure.getpeercert(binary_form=True)
+        return None if shown is None else ssl.DER_cert_to_PEM_cert(shown).encode()
+    return None

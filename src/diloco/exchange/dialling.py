@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import TypeVar
 
 from google.protobuf.message import Message
@@ -12,6 +11,7 @@ from google.protobuf.message import Message
 from diloco.core.session.lanes import address_of
 from diloco.errors import AuthError, StandbyError, UnreachableError
 from diloco.exchange.connection import Connection
+from diloco.exchange.key_pair import AnyKeys
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.address import split_addresses
 from diloco.exchange.wire.incoming import Download
@@ -116,16 +116,14 @@ class Dialler:
             connection.close()
 
 
-def dialler(
-    addresses: str, *, keys: str | Path | None, token: str | None, ca: str | Path | None, insecure: bool
-) -> Dialler:  # fmt: skip
+def dialler(addresses: str, *, keys: AnyKeys | None, insecure: bool) -> Dialler:
     """To "host:port", or to several addresses with commas between them.
 
     Raises:
         ConfigError: an address or a combination that cannot be, or keys that cannot be used.
     """
     each = split_addresses(addresses)
-    return Dialler([Connection(address, keys=keys, token=token, ca=ca, insecure=insecure) for address in each])
+    return Dialler([Connection(address, keys=keys, insecure=insecure) for address in each])
 
 
 def found(syncers: Dialler, run: str) -> pb.DescribeReply:

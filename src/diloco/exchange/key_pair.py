@@ -1,17 +1,27 @@
-"""The directory of one holder's keys: the authority that it trusts, its certificate, and the key of that.
+"""One holder's keys: its certificate, the key of that, and the authorities of the run that it trusts.
+
+`diloco keys` gives them in two forms. A directory is read again for every connection, so that new keys need no restart:
 
     ca.pem      who signed the certificates of the run; two authorities while one replaces the other
     cert.pem    this holder's
     key.pem     its secret
 
-A site, a viewer or a syncer gets such a directory from `diloco keys`, and reads nothing else.
+A line, for an environment variable or a secret store, holds the same and never changes. It is "diloco1." and, in
+URL-safe base64 without padding: the length of what follows (2 bytes, big-endian), the key (PKCS #8), the certificate
+and the authorities, in DER and each after its length (2 bytes), and the first 8 bytes of the SHA-256 of all that. Equal
+keys give equal lines. A line is a secret: no error, log or file of this package repeats one.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import datetime as dt
+import hashlib
+import os
+import re
 import urllib.parse
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from cryptography import x509
@@ -19,12 +29,23 @@ from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 
 from diloco.errors import AuthError, ConfigError, translated
+from diloco.escaping import KEY_LINE, is_key_line
+from diloco.exchange.wire.address import socket_path
 from diloco.secret_files import read_secret
 
 SCHEME = "diloco"
 """A certificate names its holder as `diloco:RUN/ROLE/NAME`, percent-encoded, among its subject alternative names."""
 
 CA, CERT, KEY = "ca.pem", "cert.pem", "key.pem"
+
+VARIABLE = "DILOCO_KEYS"
+"""The environment variable that holds keys, in either form, for where no argument gives them."""
+
+_LENGTH_BYTES, _CHECK_BYTES = 2, 8
+_PEM, _DER = serialization.Encoding.PEM, serialization.Encoding.DER
+_PLAIN = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+_NO_PATH = re.compile(r"[\w.~-]{80,}")
+"""What is too long for the name of a directory of keys, and may be a part of a line."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +54,83 @@ class KeyPair:
 
     ca: bytes
     cert: bytes
-    key: bytes
+    key: bytes = field(repr=False)
+
+
+class Keys:
+    """The keys of one holder, from a directory or a line.
+
+    Arguments:
+        given: the directory, or the line.
+        name: what was given, for errors.
+
+    Attributes:
+        directory: that of the keys; None: a line holds them.
+        where: the keys in words, without a secret: the directory, or the name of the line.
+
+    Raises:
+        ConfigError: neither a directory nor a line, or a damaged line.
+    """
+
+    def __init__(self, given: str | Path, name: str = "keys") -> None:
+        text = str(given)
+        self._pair: KeyPair | None = None
+        self.directory: Path | None = None
+        if not text.strip():
+            raise ConfigError(f"{name} is empty; name the directory or give the line of keys that `diloco keys` made.")
+        if is_key_line(text):
+            self.where = f"the line of {name}"
+            self._pair = parse_key_line(text, self.where)
+        elif _NO_PATH.fullmatch(text.strip()) and not os.path.exists(text):  # noqa: PTH110 # no error for a long name
+            raise ConfigError(
+                f"{name} is a text of {len(text.strip())} characters that names no directory and does not begin with "
+                f"{KEY_LINE}; copy the line whole, as `diloco keys add` printed it."
+            )
+        else:
+            self.directory, self.where = Path(given), text
+
+    def read(self) -> KeyPair:
+        """The keys as they are now.
+
+        Raises:
+            ConfigError: as `read_key_pair`.
+        """
+        if self._pair is not None:
+            return self._pair
+        assert self.directory is not None
+        return read_key_pair(self.directory)
+
+    def required_directory(self) -> Path:
+        """The directory. Raises ConfigError: a line was given, and a syncer needs a directory."""
+        if self.directory is None:
+            raise ConfigError(
+                f"a syncer cannot serve with {self.where}: it reads its certificate and the list of revoked ones again "
+                "whenever they change; name the directory that `diloco keys` made for it."
+            )
+        return self.directory
+
+
+AnyKeys = str | Path | Keys
+"""A directory of keys, a line of keys, or either as found."""
+
+
+def find_keys(given: AnyKeys | None, address: str, *, insecure: bool) -> Keys | None:
+    """The keys to use at an address (or several, with commas between them): those given, or else those that the
+    environment variable DILOCO_KEYS holds; None: plain text.
+
+    The variable is not read with `insecure`, nor for a unix socket, which speaks no TLS.
+
+    Raises:
+        ConfigError: as `Keys`; or keys are given together with `insecure`.
+    """
+    if given is not None:
+        if insecure:
+            raise ConfigError("keys and insecure contradict each other; drop one of them.")
+        return given if isinstance(given, Keys) else Keys(given)
+    held = os.environ.get(VARIABLE, "")
+    if not held or insecure or socket_path(address) is not None:
+        return None
+    return Keys(held, VARIABLE)
 
 
 def read_key_pair(directory: Path) -> KeyPair:
@@ -61,6 +158,62 @@ def read_key_pair(directory: Path) -> KeyPair:
             f"{directory / CERT} was not signed by the {CA} beside it; copy both again from `diloco keys`."
         )
     return KeyPair(ca, cert, key)
+
+
+def key_line(pair: KeyPair) -> str:
+    """Keys, as `read_key_pair` gives them, as a line."""
+    key = serialization.load_pem_private_key(pair.key, password=None)
+    certificates = [x509.load_pem_x509_certificate(pair.cert), *x509.load_pem_x509_certificates(pair.ca)]
+    parts = [key.private_bytes(_DER, *_PLAIN), *(each.public_bytes(_DER) for each in certificates)]
+    body = b"".join(_with_length(part) for part in parts)
+    data = _with_length(body)
+    return KEY_LINE + base64.urlsafe_b64encode(data + _checksum(data)).rstrip(b"=").decode()
+
+
+def parse_key_line(line: str, where: str = "the line of keys") -> KeyPair:
+    """The keys of a line; spaces and line breaks in it are ignored. `where`: names the line in errors.
+
+    Raises:
+        ConfigError: it is cut, was changed, or holds no keys that belong together. The text repeats nothing of it.
+    """
+    again = "copy it whole, as `diloco keys add` printed it."
+    text = "".join(line.split()).removeprefix(KEY_LINE)
+    if (wrong := re.search(r"[^A-Za-z0-9_-]", text)) is not None:
+        raise ConfigError(f"{where} has {wrong[0]!r} as its character {len(KEY_LINE) + wrong.start() + 1}; {again}")
+    try:
+        data = base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
+    except binascii.Error:  # no bytes have so many characters
+        data = b""
+    said = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "big")
+    if len(data) != said + _CHECK_BYTES:
+        whole = len(KEY_LINE) + (4 * (said + _CHECK_BYTES) + 2) // 3
+        raise ConfigError(f"{where} has {len(KEY_LINE) + len(text)} characters, and by its beginning {whole}; {again}")
+    if data[said:] != _checksum(data[:said]):
+        raise ConfigError(f"{where} was changed on its way (its checksum does not match); {again}")
+    parts, at = list[bytes](), _LENGTH_BYTES
+    while at < said:
+        begins = at + _LENGTH_BYTES
+        at = begins + int.from_bytes(data[at:begins], "big")
+        parts.append(data[begins:at])
+    others = ConfigError(f"{where} holds no keys that belong together; make a new one with `diloco keys`.")
+    try:
+        key = serialization.load_der_private_key(parts[0], password=None)
+        cert, *trusted = [x509.load_der_x509_certificate(each) for each in parts[1:]]
+        is_owner = key.public_key() == cert.public_key()
+    except (ValueError, TypeError, IndexError, UnsupportedAlgorithm, x509.InvalidVersion) as error:
+        raise others from error
+    if not is_owner or not any(has_signed(authority, cert) for authority in trusted):
+        raise others
+    ca = b"".join(each.public_bytes(_PEM) for each in trusted)
+    return KeyPair(ca, cert.public_bytes(_PEM), key.private_bytes(_PEM, *_PLAIN))
+
+
+def _with_length(data: bytes) -> bytes:
+    return len(data).to_bytes(_LENGTH_BYTES, "big") + data
+
+
+def _checksum(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()[:_CHECK_BYTES]
 
 
 def has_signed(authority: x509.Certificate, certificate: x509.Certificate) -> bool:
@@ -98,13 +251,13 @@ def hosts_of(cert: bytes) -> list[str]:
     return [str(name.value) for name in found if not isinstance(name, x509.UniformResourceIdentifier)]
 
 
-def learner_of(directory: Path) -> str | None:
-    """The learner that the keys of a directory are for; None: they are for another role. Raises as `read_key_pair`."""
-    names = names_on(x509.load_pem_x509_certificate(read_key_pair(directory).cert))
+def learner_of(pair: KeyPair) -> str | None:
+    """The learner that keys are for; None: they are for another role."""
+    names = names_on(x509.load_pem_x509_certificate(pair.cert))
     return names[2] if names is not None and names[1] == "learner" else None
 
 
-def check_valid_now(cert: bytes, where: Path) -> None:
+def check_valid_now(cert: bytes, where: str) -> None:
     """Check a certificate's dates by this machine's clock.
 
     Raises:

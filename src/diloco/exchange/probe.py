@@ -1,18 +1,30 @@
-"""Measure the link to a running syncer: rate up, rate down and latency, over the connection that an exchange uses."""
+"""Link probes: bytes that only measure the link to a running syncer, sent, answered and timed.
+
+A learner sends as many random bytes as it announces, the syncer times what arrives and sends back as many as were asked
+for. `measure_link` makes probes over the connection that an exchange uses: rate up, rate down and latency.
+"""
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import chain
 
-from diloco.errors import RunError
+from diloco.errors import ConfigError, CorruptPayloadError, RunError
 from diloco.exchange.connection import Connection
 from diloco.exchange.dialling import dialler, found
+from diloco.exchange.key_pair import AnyKeys
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.probe import MAX_PROBE_BYTES
+from diloco.exchange.wire.frames import read_header
+from diloco.exchange.wire.incoming import Progress
+from diloco.exchange.wire.window import LONGEST_CHUNK_BYTES
+
+MAX_PROBE_BYTES = 1 << 28
+"""What one probe carries each way at most: a fifth of a second at 10 Gbit/s."""
 
 FIRST_BYTES = 1 << 16
 GROWTH = 16
@@ -20,6 +32,11 @@ GROWTH = 16
 NUM_PINGS = 10
 
 CHANNEL = "probes"
+
+_MIN_CHUNKS = 16
+_SKIPPED = 0.25
+"""Share of the bytes, the first ones, that is not timed: a connection finds its speed, and a link gives away what it
+had saved up."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +57,7 @@ class LinkSpeed:
 
 
 def measure_link(
-    address: str, *, run: str, learner: str, keys: str | Path | None = None, token: str | None = None,
-    ca: str | Path | None = None, insecure: bool = False,
+    address: str, *, run: str, learner: str, keys: AnyKeys | None = None, insecure: bool = False,
     seconds: float = 1.0, repeats: int = 3,
 ) -> LinkSpeed:  # fmt: skip
     """Measure the link to the syncer that serves a run, which needs no model yet; one direction after the other.
@@ -50,43 +66,37 @@ def measure_link(
     link lowers the result.
 
     Raises:
-        ExchangeError: no syncer answers. AuthError: the keys or token may not train as `learner`. RunError: another
-            link is being measured.
+        ExchangeError: no syncer answers. AuthError: the keys may not train as `learner`. RunError: another link is
+            being measured.
     """
-    syncers = dialler(address, keys=keys, token=token, ca=ca, insecure=insecure)
     num_bytes = 0
 
+    def ask(up_bytes: int = 0, down_bytes: int = 0) -> tuple[pb.ProbeReply, Timing]:
+        nonlocal num_bytes
+        num_bytes += up_bytes + down_bytes
+        header = pb.ProbeHeader(run=run, learner=learner, up_bytes=up_bytes, down_bytes=down_bytes)
+        return probe(syncers.current, header)
+
     def up(size: int) -> tuple[int, float]:
-        reply, _ = syncers.current.probe(CHANNEL, pb.ProbeHeader(run=run, learner=learner, up_bytes=size))
+        reply, _ = ask(up_bytes=size)
         return reply.num_bytes, reply.seconds
 
     def down(size: int) -> tuple[int, float]:
-        _, timing = syncers.current.probe(CHANNEL, pb.ProbeHeader(run=run, learner=learner, down_bytes=size))
-        return timing
+        _, timing = ask(down_bytes=size)
+        return timing.num_bytes, timing.seconds
 
-    def counted(probe: Callable[[int], tuple[int, float]]) -> Callable[[int], tuple[int, float]]:
-        def run_it(size: int) -> tuple[int, float]:
-            nonlocal num_bytes
-            num_bytes += size
-            return probe(size)
+    def ping_s() -> float:
+        started = time.monotonic()
+        ask()
+        return time.monotonic() - started
 
-        return run_it
-
-    try:
+    with closing(dialler(address, keys=keys, insecure=insecure)) as syncers:
         if syncers.num_addresses > 1:
             found(syncers, run)
-        latency_s = min(_ping_s(syncers.current, run, learner) for _ in range(1 + NUM_PINGS)) / 2
-        up_bit_per_s = rate_bit_per_s(counted(up), seconds, repeats)
-        down_bit_per_s = rate_bit_per_s(counted(down), seconds, repeats)
-    finally:
-        syncers.close()
+        latency_s = min(ping_s() for _ in range(1 + NUM_PINGS)) / 2
+        up_bit_per_s = rate_bit_per_s(up, seconds, repeats)
+        down_bit_per_s = rate_bit_per_s(down, seconds, repeats)
     return LinkSpeed(up_bit_per_s, down_bit_per_s, latency_s, num_bytes)
-
-
-def _ping_s(connection: Connection, run: str, learner: str) -> float:
-    started = time.monotonic()
-    connection.probe(CHANNEL, pb.ProbeHeader(run=run, learner=learner))
-    return time.monotonic() - started
 
 
 def rate_bit_per_s(probe: Callable[[int], tuple[int, float]], seconds: float, repeats: int) -> float:
@@ -106,3 +116,76 @@ def rate_bit_per_s(probe: Callable[[int], tuple[int, float]], seconds: float, re
     if any(took_s <= 0 for _, took_s in timings):
         raise RunError(f"a probe of {size} bytes took no time at all: the link is too fast to be timed.")
     return statistics.median(8 * num_bytes / took_s for num_bytes, took_s in timings)
+
+
+# --- the two ends of a probe ------------------------------------------------------------------------------------------
+
+
+def probe(connection: Connection, header: pb.ProbeHeader) -> tuple[pb.ProbeReply, Timing]:
+    """Send and fetch what the header announces; the syncer's reply, and how the bytes down came. Raises as
+    `Connection.call`, and CorruptPayloadError for another number of bytes."""
+    sent = chain([header.SerializeToString()], noise(header.up_bytes))
+    timing = Timing()
+    with connection.stream(CHANNEL, "Probe", sent) as (replies, moved):
+        while (reply := read_header(replies, pb.ProbeReply)).HasField("received"):  # how much has arrived so far
+            moved()
+        moved()
+        for _ in timing.take(replies, header.down_bytes):
+            moved()
+    return reply, timing
+
+
+def answer_probe(header: pb.ProbeHeader, stream: Iterator[bytes]) -> Iterator[bytes]:
+    """The syncer's end: the messages that answer a probe whose bytes come by `stream`.
+
+    Raises:
+        ConfigError: it asks for more than one probe may carry. CorruptPayloadError: another number of bytes came.
+    """
+    most = max(header.up_bytes, header.down_bytes)
+    if most > MAX_PROBE_BYTES:
+        raise ConfigError(f"a probe of {most} bytes is too large; send up to {MAX_PROBE_BYTES} each way.")
+    timing, progress = Timing(), Progress()
+    for arrived in timing.take(stream, header.up_bytes):
+        if progress.is_due():
+            yield pb.ProbeReply(received=pb.Received(num_bytes=arrived)).SerializeToString()
+    yield pb.ProbeReply(num_bytes=timing.num_bytes, seconds=timing.seconds).SerializeToString()
+    yield from noise(header.down_bytes)
+
+
+def noise(num_bytes: int) -> Iterator[bytes]:
+    """Random bytes, which no link can compress, in chunks like those of a transfer but never a few large ones."""
+    chunk_bytes = max(1, min(LONGEST_CHUNK_BYTES, num_bytes // _MIN_CHUNKS))
+    chunk = os.urandom(chunk_bytes)
+    for start in range(0, num_bytes, chunk_bytes):
+        yield chunk[: num_bytes - start]
+
+
+@dataclass
+class Timing:
+    """How many bytes of a stream came after its beginning, and in how many seconds."""
+
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+    def take(
+        self, stream: Iterator[bytes], num_bytes: int, clock: Callable[[], float] = time.monotonic
+    ) -> Iterator[int]:
+        """Drop the `num_bytes` of a stream as they arrive, to its end; gives after each chunk how many have arrived.
+
+        Raises:
+            CorruptPayloadError: another number of bytes came.
+        """
+        arrived = counted_from = 0
+        began_s = now_s = 0.0
+        while arrived < num_bytes:
+            chunk = next(stream, None)
+            if chunk is None:
+                raise CorruptPayloadError(f"the probe ended after {arrived} of {num_bytes} bytes; measure again.")
+            now_s = clock()
+            arrived += len(chunk)
+            if not counted_from and arrived >= _SKIPPED * num_bytes:
+                counted_from, began_s = arrived, now_s
+            yield arrived
+        if arrived > num_bytes or next(stream, None) is not None:
+            raise CorruptPayloadError(f"the probe carries more than the {num_bytes} bytes it announced; measure again.")
+        self.num_bytes, self.seconds = arrived - counted_from, now_s - began_s

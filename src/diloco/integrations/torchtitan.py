@@ -25,7 +25,6 @@ from diloco.integrations.needs import needs
 from diloco.integrations.schedules import forward
 from diloco.learner import Learner
 from diloco.learner.roles import Buffers, Static
-from diloco.secret_files import read_secret
 from diloco.training.checkpoint import from_bytes, to_bytes
 
 with needs("torchtitan"):
@@ -45,11 +44,8 @@ class Attachment(Configurable.Config):  # type: ignore[misc]
     """Name of this learner, unique in the run and the same after a restart. None: the one that `keys` are for, or else
     the host's name."""
     keys: str | None = None
-    """Directory of this learner's keys, as `diloco keys` makes it."""
-    token_file: str | None = None
-    """File that holds this learner's token, where the syncer asks for tokens."""
-    ca_file: str | None = None
-    """With a token, PEM file of the authority to trust. None: the system's authorities."""
+    """Directory of this learner's keys, as `diloco keys` makes it. None: what the environment variable DILOCO_KEYS
+    holds, a directory or a line of keys; a line here would be in every record of the configuration."""
     insecure: bool = False
     """Plain text to another machine, on purpose."""
     initialise: bool = False
@@ -109,10 +105,8 @@ class DilocoTrainer(Trainer):  # type: ignore[misc] # of a library without types
     def exchange(self) -> Exchange:
         """The exchange, as configured. Override it for another kind than one with a syncer."""
         its = self.config.diloco
-        token = None if its.token_file is None else read_secret(its.token_file, "token file").decode().strip()
         return connect(
-            its.syncer, run=its.run, learner=its.learner, keys=its.keys, token=token, ca=its.ca_file,
-            insecure=its.insecure,
+            its.syncer, run=its.run, learner=its.learner, keys=its.keys, insecure=its.insecure,
             initialise=its.initialise and self._saved is None, join_timeout_s=its.join_timeout_s,
         )  # fmt: skip
 

@@ -149,7 +149,7 @@ def run_file(case: Case, setting: Setting, name: str = "advised") -> str:
         *_inner(case, setting),
         ("", {"method": method_table(setting)}),
         (
-            "# What learners dial. Certificates and tokens: `diloco keys init` and `diloco keys add`.",
+            "# What learners dial. Keys: `diloco keys init` and `diloco keys add`.",
             {"syncer": {"address": SYNCER}},
         ),
     ]

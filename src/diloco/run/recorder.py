@@ -29,10 +29,10 @@ from dataclasses import replace
 from typing import Any, Generic, Protocol
 from weakref import WeakKeyDictionary
 
-from diloco.core.actions import Action
+from diloco.core.actions import Acknowledge, Action, Evict, MergeRound, Publish, Reject
+from diloco.core.contribution import Contribution
 from diloco.errors import DilocoError, NoRoomError, StoreError
 from diloco.plain_json import read_json
-from diloco.run.decisions import told
 from diloco.run.plain import write_plain
 from diloco.run.ports import (
     ClockPort,
@@ -173,7 +173,7 @@ class Recorder(Generic[S]):
     def decided(self, actions: Sequence[Action]) -> None:
         """As `ports.RecorderPort`."""
         self._did += actions
-        self._decided += [said for action in actions if (said := told(action)) is not None]
+        self._decided += [said for action in actions if (said := describe_decision(action)) is not None]
 
     def _happens(self, head: dict[str, object], key: str, given: object, do: Callable[[], T]) -> T:
         assert self._clock is not None
@@ -300,3 +300,30 @@ def _finding(result: object) -> object:
     if isinstance(result, MergedRound):
         return {"update": result.update, "num_bytes": result.num_bytes, "refused": result.refused}
     return result
+
+
+def describe_decision(action: Action) -> str | None:
+    """An action in a few words; None: it follows from others (a wake-up, a standing, a record), and only the digest of
+    an entry covers it."""
+    match action:
+        case MergeRound():
+            merged = ", ".join(f"{each.learner}#{each.number}" for each in action.contributions)
+            return (
+                f"closes round {action.round} of fragment {action.fragment} with {merged}, "
+                f"weights {list(action.weights)}, scale {action.scale}"
+            )
+        case Reject():
+            return f"rejects {_name_contribution(action.contribution)}: {action.reason}"
+        case Acknowledge(duplicate=False):
+            return f"takes {_name_contribution(action.contribution)}"
+        case Acknowledge():
+            return f"has {_name_contribution(action.contribution)} already"
+        case Publish():
+            return f"publishes version {action.version} of fragment {action.fragment}"
+        case Evict():
+            return f"evicts {action.learner} (incarnation {action.incarnation}): {action.reason}"
+    return None
+
+
+def _name_contribution(c: Contribution) -> str:
+    return f"contribution {c.number} of {c.learner} to fragment {c.fragment}"

@@ -16,11 +16,10 @@ from typing import Any
 
 from diloco.errors import DilocoError, StoreError
 from diloco.plain_json import MALFORMED
-from diloco.run.counts import Counts
 from diloco.run.driver import Driver
 from diloco.run.memory import MemorySlot
 from diloco.run.plain import PlainReader
-from diloco.run.ports import Ports
+from diloco.run.ports import NullObserver, Ports
 from diloco.run.recorded import is_event
 from diloco.run.recorder import Recorder, entry_of, is_entry
 from diloco.run.recorder_ports import record_digest
@@ -29,7 +28,6 @@ from diloco.run.replay_ports import (
     Formats,
     History,
     KnownFragment,
-    OtherClose,
     Past,
     PastClock,
     PastJobs,
@@ -79,18 +77,12 @@ class Replay:
     Attributes:
         findings: so far.
         driver: the run as it stands; None: it has not begun, or a gap is behind it.
-        counts: what became of contributions.
-        other: closes rounds by another method too.
-        begun_push: the number of the upload that the last entry began; None: none.
     """
 
     def __init__(self, formats: Formats, *, fragment: int | None = None) -> None:
         self.findings = Findings()
         self.driver: Driver[KnownFragment, MemorySlot, None] | None = None
-        self.counts = Counts()  # type: ignore[abstract] # what it leaves out does nothing
-        self.other: OtherClose | None = None
-        self.begun_push: int | None = None
-        self.formats, self._fragment = formats, fragment
+        self._formats, self._fragment = formats, fragment
         reader = PlainReader(layout=formats.layout, method=formats.method, held=self._held, numbered=self._numbered)
         self._past = Past(reader)
         self._history = History()
@@ -105,7 +97,6 @@ class Replay:
         Raises:
             StoreError: this version of diloco does not understand it.
         """
-        self.begun_push = None
         entry = entry_of(line)
         if entry["e"] == "#journal":  # a part of it begins
             return
@@ -152,8 +143,7 @@ class Replay:
                 arguments["done"] = _ignore
             answer = method(self.driver, **arguments)
             if name == "begin_push":
-                self.begun_push = self._recorder.number_of(answer)
-                self._objects["push", self.begun_push] = answer
+                self._objects["push", self._recorder.number_of(answer)] = answer
         else:
             raise StoreError(f"the journal has an event {name!r}; read it with the version that wrote it.")
 
@@ -173,11 +163,12 @@ class Replay:
         self._store, self._worker, self._objects = PastStore(self._past, self._history), PastWorker(), {}
         if saved is not None:
             self._store.fragments, self._store.record = list(arguments["saved"].fragments), arguments["saved"].record
-        self._jobs = PastJobs(self._past, self.formats, self._method, fragment=self._fragment, other=self.other)
+        self._jobs = PastJobs(self._past, self._formats, self._method, fragment=self._fragment)
         self._recorder: Recorder[MemorySlot] = Recorder(
-            PastJournal(self._past), PastPayloads(self._past, self.formats.payloads)
+            PastJournal(self._past), PastPayloads(self._past, self._formats.payloads)
         )
-        ports = Ports(PastClock(self._past), PastSpool(self._past), self._jobs, self._store, self._worker, self.counts)
+        observer = NullObserver()  # type: ignore[abstract] # what it leaves out does nothing
+        ports = Ports(PastClock(self._past), PastSpool(self._past), self._jobs, self._store, self._worker, observer)
         self._is_whole = True
         self.driver = Driver(**arguments, ports=self._recorder.around(ports))
 
@@ -215,9 +206,9 @@ class Replay:
         found = self._history.find(index, version, digest)
         if found is not None and found.tensors is not None:
             return found
-        if self.formats.payloads is None:
+        if self._formats.payloads is None:
             return KnownFragment(version, digest)
-        return KnownFragment(version, digest, self.formats.payloads.fragment(self._method, index, version, digest))
+        return KnownFragment(version, digest, self._formats.payloads.fragment(self._method, index, version, digest))
 
     def _numbered(self, kind: str, number: int) -> Any:
         if kind == "connection":

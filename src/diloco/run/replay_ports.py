@@ -49,24 +49,11 @@ class KnownFragment:
 
     Attributes:
         tensors: None where only its digest is known.
-        other: what another method would have made of it (`OtherClose`); None: not known, or not asked for.
     """
 
     version: int
     digest: str
     tensors: Any = None
-    other: Any = None
-
-
-class OtherClose(Protocol):
-    """Closes rounds by another method too."""
-
-    def close(
-        self, method: Any, action: MergeRound, layout: Any, held: Any, new: Any, other: Any,
-        slots: Sequence[MemorySlot],
-    ) -> Any:  # fmt: skip
-        """What the other method makes of `other`, or of `held` where there is none yet, in the round that took `held`
-        to `new`."""
 
 
 @dataclass
@@ -189,17 +176,13 @@ class PastJobs:
     Arguments:
         method: the run's.
         fragment: merge only this one again; None: all.
-        other: closes each round that is merged again, too.
 
     Attributes:
         is_equal: whether the last round was merged again, with the digest of then.
     """
 
-    def __init__(
-        self, past: Past, formats: Formats, method: Any, *, fragment: int | None, other: OtherClose | None
-    ) -> None:
+    def __init__(self, past: Past, formats: Formats, method: Any, *, fragment: int | None) -> None:
         self._past, self._real, self._kept, self._fragment = past, formats.jobs(method), formats.payloads, fragment
-        self._method, self._other = method, other
         self.is_equal = False
 
     def contribution_bytes(self, num_elements: int) -> int:
@@ -227,10 +210,8 @@ class PastJobs:
             return merged
         found = self._past.entry["r"].get("update")
         self.is_equal = found is not None and found["digest"] == merged.held.digest
-        new, other = merged.held, None
-        if self._other is not None:
-            other = self._other.close(self._method, action, layout, held.tensors, new, held.other, slots)
-        return replace(merged, held=KnownFragment(new.version, new.digest, new, other), payload=None)
+        new = merged.held
+        return replace(merged, held=KnownFragment(new.version, new.digest, new), payload=None)
 
     def _as_found(self, action: MergeRound) -> MergedRound[KnownFragment, None] | PayloadError:
         found = self._past.entry["r"]
@@ -255,7 +236,7 @@ class History:
         """A version of a fragment is durable."""
         self._told[index, held.version] = held
         if (old := self._told.get((index, held.version - NUM_HELD))) is not None:
-            self._told[index, held.version - NUM_HELD] = replace(old, tensors=None, other=None)
+            self._told[index, held.version - NUM_HELD] = replace(old, tensors=None)
 
     def find(self, index: int, version: int, digest: str) -> KnownFragment | None:
         """A version with this digest; None: there was none."""

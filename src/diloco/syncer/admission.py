@@ -49,8 +49,8 @@ LIMITS: Mapping[Kind, Limits] = {
 however long it refuses that. Each learner has one "watch" as long as it trains."""
 
 BOUND_SHARE, SHARE = 4, 2
-"""A caller that speaks for one learner has a quarter of the threads at most, and another one, such as a viewer or a
-token that several learners use, half. Where a syncer asks for no credentials all are one caller, which has them all."""
+"""A caller that speaks for one learner has a quarter of the threads at most, and another one, such as a viewer,
+half. Where a syncer asks for no certificates all are one caller, which has them all."""
 
 REFUSING_THREADS = 4
 

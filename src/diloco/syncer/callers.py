@@ -29,12 +29,12 @@ MAY: Mapping[Role, frozenset[Role]] = {
 
 @dataclass(frozen=True)
 class Caller:
-    """The sender of a call, as its credentials say.
+    """The sender of a call, as its certificate says.
 
     Attributes:
-        name: of the token or certificate.
+        name: of the certificate.
         learner: the one learner id that it may speak for; None: any.
-        key: names the token or certificate itself: its hash, or its serial number.
+        key: the serial number of the certificate.
         expires: when it ends; None: never.
     """
 
@@ -60,4 +60,4 @@ class Caller:
 
 
 UNKNOWN = Caller("anyone", "admin")
-"""The caller where a syncer asks for no credentials: it may do everything."""
+"""The caller where a syncer asks for no certificates: it may do everything."""

@@ -1,4 +1,4 @@
-"""The certificates of a run: its authority, those that it signs, and what a certificate says of its holder.
+"""The certificates of a run: its authority, those that it signs, what a certificate says of its holder, and its end.
 
 A certificate names its holder as a URI, `diloco:RUN/ROLE/NAME`, among its subject alternative names. The syncer's own,
 and that of a second syncer that follows it, also names the hosts that learners dial, and may be shown at both ends.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime as dt
 import functools
 import ipaddress
+import logging
 import secrets
 import urllib.parse
 from collections.abc import Sequence
@@ -28,7 +29,12 @@ from diloco.syncer.callers import ROLES, Role
 
 AUTHORITY_DAYS = 3650
 """The authority outlives what it signs, so that a certificate can be replaced without a new one at every site."""
+SOON, AGAIN = dt.timedelta(days=14), dt.timedelta(days=1)
+"""How long before its end a certificate is named in the syncer's log, and how often."""
+
 _PEM = serialization.Encoding.PEM
+
+log = logging.getLogger("diloco.syncer")
 
 
 @dataclass(frozen=True)
@@ -177,6 +183,31 @@ def general_name(host: str) -> x509.GeneralName:
             f"{host!r} is no host name or IP address ({error}); give it without a port, as in --host "
             "syncer.example.org."
         ) from error
+
+
+class EndsSoon:
+    """What was named, and when. Any thread may call it. No clock: the time is an argument."""
+
+    def __init__(self) -> None:
+        self._named_at: dict[str, dt.datetime] = {}
+
+    def look(self, now: dt.datetime, what: str, expires: dt.datetime | None) -> None:
+        """Name what ends within `SOON`, at most once in `AGAIN`. None: it does not end."""
+        if expires is None or expires - now > SOON:
+            return
+        named_at = self._named_at.get(what)
+        if named_at is None or now - named_at >= AGAIN:
+            self._named_at[what] = now
+            when = f"{expires.astimezone(dt.UTC):%Y-%m-%d %H:%M} UTC"
+            said = f"ended at {when}" if expires <= now else f"ends in {left(now, expires)}, at {when}"
+            log.warning("%s %s; `diloco keys rotate` makes a new one", what, said)
+
+
+def left(now: dt.datetime, expires: dt.datetime) -> str:
+    """The time until then, which is to come, in words: whole hours, or days to the nearest."""
+    rest = expires - now
+    hours = rest // dt.timedelta(hours=1)
+    return f"{hours} hours" if hours < 48 else f"{round(rest / dt.timedelta(days=1))} days"
 
 
 def _now() -> dt.datetime:

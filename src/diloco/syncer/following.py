@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 
 from diloco.core.pair.link import Link
 from diloco.core.pair.standby_end import StandbyEnd
 from diloco.core.pair.values import Hello
 from diloco.errors import CorruptPayloadError, DilocoError, UnreachableError
 from diloco.exchange.connection import Connection
+from diloco.exchange.key_pair import Keys
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import parse, verified
 from diloco.syncer.pairing import Pairing
@@ -44,9 +44,7 @@ MAX_STATE_BYTES = 1 << 30
 class Shown:
     """What the standby shows to its first: as `Connection`."""
 
-    keys: Path | None = None
-    token: str | None = None
-    ca: Path | None = None
+    keys: Keys | None = None
     insecure: bool = False
 
 
@@ -102,9 +100,8 @@ class Following:
         self._end = StandbyEnd(pairing.core)
         self._let_go, self._failed = let_go, failed
         self._connection = Connection(
-            pairing.other, keys=shown.keys, token=shown.token, ca=shown.ca, insecure=shown.insecure,
-            stall_floor_s=pairing.patience_s,
-        )  # fmt: skip
+            pairing.other, keys=shown.keys, insecure=shown.insecure, stall_floor_s=pairing.patience_s
+        )
         self._closing = threading.Event()
         self._said = ""
         self.has_fenced = threading.Event()

@@ -18,10 +18,10 @@ from diloco.errors import ConfigError, StoreError, translated
 from diloco.exchange.key_pair import CA, CERT, KEY
 from diloco.run.sense import NAME
 from diloco.secret_files import replace_secret
+from diloco.syncer.auth import REVOKED, Revoked, write_revoked
 from diloco.syncer.authorities import CA_KEY, NEXT_KEY, Authorities
 from diloco.syncer.callers import ROLES, Role
 from diloco.syncer.certificates import Signed, general_name
-from diloco.syncer.revocation import REVOKED, Revoked, write_revoked
 from diloco.tables import Table, read_text, read_toml, validate, write_toml
 
 CERTIFICATES, SYNCER, AUTHORITY = "certificates.toml", "syncer", "ca"

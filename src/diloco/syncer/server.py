@@ -71,8 +71,6 @@ class Options:
         address: "host:port", where port 0 chooses a free one, or "unix:/path".
         state_dir: where the run lives.
         keys: this syncer's directory of keys. With it the port speaks TLS, and callers show certificates of the run.
-        no_client_certificates: they do not, on purpose: what is known of a caller is the token that it sends.
-        tokens_file: who may do what by token, where there are no client certificates.
         insecure: bind beyond this machine without TLS, on purpose.
         page_address: where the live page of the run is served, loopback only; None: nowhere.
         num_learners, budget_tokens: planned, for those who watch; None: not known.
@@ -91,8 +89,6 @@ class Options:
     address: str
     state_dir: Path
     keys: Path | None = None
-    no_client_certificates: bool = False
-    tokens_file: Path | None = None
     insecure: bool = False
     metrics_address: str | None = None
     page_address: str | None = None
@@ -118,15 +114,9 @@ class Syncer:
     """
 
     def __init__(self, run: str, method: Method, options: Options) -> None:
-        asks = options.keys is not None and not options.no_client_certificates
-        check_binding(
-            options.address, keys=options.keys is not None, client_certificates=asks,
-            tokens=options.tokens_file is not None, insecure=options.insecure,
-        )  # fmt: skip
-        credentials = None
-        if options.keys is not None:
-            credentials = server_credentials(options.keys, client_certificates=asks)
-        auth = Authenticator(run, keys=options.keys if asks else None, tokens_file=options.tokens_file)
+        check_binding(options.address, keys=options.keys is not None, insecure=options.insecure)
+        credentials = None if options.keys is None else server_credentials(options.keys)
+        auth = Authenticator(run, keys=options.keys)
         if method.exchanged == "gradients":
             raise ConfigError(
                 "a syncer cannot run DataParallel on gradients: it would never hold the model, so no learner could "
@@ -193,7 +183,7 @@ class Syncer:
         self._server.add_generic_rpc_handlers((service.handlers(),))
         self.metrics_port = None if options.metrics_address is None else self._metrics.serve(options.metrics_address)
         if options.page_address is not None:
-            is_open = options.keys is None and options.tokens_file is None
+            is_open = options.keys is None
             self.page = LivePage(
                 options.page_address, self._events.path, self.progress.newest, is_open=is_open, steer=self._steer,
                 check=auth.check,

@@ -6,6 +6,7 @@ gRPC hands over requests as raw bytes: a caller is authenticated before anything
 from __future__ import annotations
 
 import json
+import threading
 import zlib
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
@@ -25,8 +26,10 @@ from diloco.errors import (
     DilocoError,
     LayoutError,
     NoRoomError,
+    RunError,
     StandbyError,
 )
+from diloco.exchange.probe import answer_probe
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import bytes_of, filling, read_header, streamed
 from diloco.exchange.wire.incoming import Progress, start_of
@@ -58,7 +61,6 @@ from diloco.syncer.messages import (
 )
 from diloco.syncer.open_calls import OpenCalls
 from diloco.syncer.pair_calls import PairCalls
-from diloco.syncer.probe import Prober
 from diloco.syncer.receiving import IncomingModel, resumed_at
 from diloco.syncer.spool import Slot
 from diloco.syncer.transfers import Transfers
@@ -117,7 +119,7 @@ class Service:
         self._wire_bytes = wire_bytes
         self._transfers, self._lost_floor_s, self._resumed = transfers, lost_floor_s, resumed
         self._status_extra, self._heard, self._page_url = status_extra, heard, page_url
-        self._prober = Prober()
+        self._probing = threading.Lock()
         self._initialising = Initialising(
             host, transfers=transfers, audit=audit, incoming=incoming, resumed=resumed
         )  # fmt: skip
@@ -422,8 +424,14 @@ class Service:
     def probe(
         self, caller: Caller, header: pb.ProbeHeader, stream: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[bytes]:
+        """One at a time: two would measure each other, and together take more of the link than one is allowed."""
         self._admit(context, caller, header.run, "learner", header.learner, "probes")
-        yield from self._prober.answer(header, stream)
+        if not self._probing.acquire(blocking=False):
+            raise RunError("another learner's link is being measured; measure again in a minute.")
+        try:
+            yield from answer_probe(header, stream)
+        finally:
+            self._probing.release()
 
     # --- helpers ------------------------------------------------------------------------------------------------------
 

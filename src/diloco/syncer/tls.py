@@ -12,14 +12,13 @@ import grpc
 
 from diloco.errors import ConfigError
 from diloco.exchange.key_pair import CA, CERT, KEY, KeyPair, check_valid_now, hosts_of, read_key_pair
-from diloco.syncer.certificates import holder_of
-from diloco.syncer.ends_soon import EndsSoon
+from diloco.syncer.certificates import EndsSoon, holder_of
 
 log = logging.getLogger("diloco.syncer")
 
 
-def server_credentials(directory: Path, *, client_certificates: bool) -> grpc.ServerCredentials:
-    """TLS with the keys in `directory`; with `client_certificates` a connection that shows none of the run's ends.
+def server_credentials(directory: Path) -> grpc.ServerCredentials:
+    """TLS with the keys in `directory`; a connection that shows no certificate of the run ends.
 
     The files are looked at in every handshake, so that a new certificate needs no restart.
 
@@ -49,9 +48,7 @@ def server_credentials(directory: Path, *, client_certificates: bool) -> grpc.Se
         return _configuration(known)
 
     fetch = cast("Callable[[], grpc.ServerCertificateConfiguration]", newest)  # None is one of its answers
-    return grpc.dynamic_ssl_server_credentials(
-        _configuration(known), fetch, require_client_authentication=client_certificates
-    )
+    return grpc.dynamic_ssl_server_credentials(_configuration(known), fetch, require_client_authentication=True)
 
 
 def _marks(directory: Path) -> list[tuple[int, ...] | None]:
@@ -72,7 +69,7 @@ def read_syncer_keys(directory: Path) -> KeyPair:
     pair = read_key_pair(directory)
     if not hosts_of(pair.cert):
         raise ConfigError(f"the certificate in {directory} names no host; a syncer needs that of `diloco keys init`.")
-    check_valid_now(pair.cert, directory / CERT)
+    check_valid_now(pair.cert, str(directory))
     return pair
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from diloco.cli._input import read_token, with_keys
+from diloco.cli._input import with_keys
 from diloco.cli._options import Json, Keys, LearnerName, Overrides
 from diloco.config import RunConfig, load_config
 from diloco.errors import StoreError, translated
@@ -75,8 +75,7 @@ def _measure_link(config: RunConfig, name: str) -> "LinkSpeed":
     from diloco.exchange.probe import measure_link
 
     run, it = config.run.name, config.syncer
-    token = read_token(it.token_file)
-    return measure_link(it.address, run=run, learner=name, keys=it.keys, token=token, ca=it.ca, insecure=it.insecure)
+    return measure_link(it.address, run=run, learner=name, keys=it.keys, insecure=it.insecure)
 
 
 def _measure_step_time(config: RunConfig, shard: int, seconds: float, job: "Job") -> "StepTime":

@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from diloco.cli._input import read_token
-from diloco.cli._options import Authority, Insecure, Json, Keys, TokenFile
+from diloco.cli._options import Insecure, Json, Keys
 
 ANSWER_TIMEOUT_S = 30.0
 """The syncer answers once the other one has heard of it, or some seconds later."""
@@ -25,8 +24,6 @@ def command(
         ),
     ] = False,
     keys: Keys = None,
-    token_file: TokenFile = None,
-    ca: Authority = None,
     insecure: Insecure = False,
     as_json: Json = False,
 ) -> None:
@@ -35,7 +32,7 @@ def command(
     from diloco.exchange.connection import Connection
     from diloco.exchange.wire import syncer_pb2 as pb
 
-    connection = Connection(address, keys=keys, token=read_token(token_file), ca=ca, insecure=insecure)
+    connection = Connection(address, keys=keys, insecure=insecure)
     with closing(connection):
         request = pb.PromoteRequest(run=run, force=force)
         reply = connection.call("control", "Promote", request, pb.PromoteReply, timeout_s=ANSWER_TIMEOUT_S)

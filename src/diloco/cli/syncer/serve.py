@@ -11,7 +11,6 @@ from typing import Annotated
 
 import typer
 
-from diloco.cli._input import read_token
 from diloco.cli._signals import ending_by_signals
 from diloco.config import load_config
 from diloco.errors import ConfigError, translated
@@ -42,24 +41,18 @@ def command(
     ] = None,
     page_port: Annotated[int | None, typer.Option(help="Loopback port of the live page; 0 chooses one.")] = None,
     keys: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="The syncer's keys, instead of the run file's.")
-    ] = None,
-    no_client_certificates: Annotated[
-        bool,
+        str | None,
         typer.Option(
-            "--no-client-certificates",
-            help="Serve TLS without asking callers for certificates. It exposes the port: every host that reaches it "
-            "gets a connection and may try tokens, and a token that was seen or copied is enough to train or to read "
-            "the model. For proxies that end TLS.",
+            metavar="DIR",
+            help="The directory of the syncer's keys, instead of the run file's; where neither names one, DILOCO_KEYS.",
         ),
-    ] = False,
+    ] = None,
     insecure: Annotated[
         bool,
         typer.Option(
             "--insecure",
-            help="Bind beyond this machine without TLS. It exposes everything: the model, contributions and tokens "
-            "can be read and changed on the way, and without a tokens_file every host that reaches the port may do "
-            "everything.",
+            help="Bind beyond this machine without TLS. It exposes everything: the model and contributions can be read "
+            "and changed on the way, and every host that reaches the port may do everything.",
         ),
     ] = False,
     follow: Annotated[
@@ -83,6 +76,7 @@ def command(
     from diloco.core.members import Deadlines
     from diloco.core.pool import Pool
     from diloco.core.presets import method_from_table
+    from diloco.exchange.key_pair import find_keys
     from diloco.syncer.backups import BackupPlan
     from diloco.syncer.following import Shown
     from diloco.syncer.server import EVENTS, Options, Syncer
@@ -93,15 +87,15 @@ def command(
     _share_arenas()
     config = load_config(run_file, set_ or ())
     table = config.syncer
+    is_insecure = insecure or table.insecure
+    own = find_keys(keys or table.keys, address or table.address, insecure=is_insecure)
     require_packages(config.track.trackers)
     port = metrics_port if metrics_port is not None else table.metrics_port
     options = Options(
         address=address or table.address,
         state_dir=state_dir or config.state_dir,
-        keys=keys or table.keys,
-        no_client_certificates=no_client_certificates or table.no_client_certificates,
-        tokens_file=table.tokens_file,
-        insecure=insecure or table.insecure,
+        keys=None if own is None else own.required_directory(),
+        insecure=is_insecure,
         metrics_address=None if port is None else f"127.0.0.1:{port}",
         page_address=_page_address(
             table.page if page is None else page,
@@ -116,7 +110,7 @@ def command(
         record_contributions=table.record_contributions or record_contributions,
         backup=None if table.backup is None else BackupPlan(table.backup, table.backup_every_s, table.backup_keep),
         follow=follow or table.follow,
-        follow_with=Shown(keys or table.keys, read_token(table.token_file), table.ca, insecure or table.insecure),
+        follow_with=Shown(own, is_insecure),
         durable=table.durable,
         deadlines=Deadlines(**{field.name: getattr(table, field.name) for field in fields(Deadlines)}),
     )

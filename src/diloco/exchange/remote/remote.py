@@ -32,7 +32,7 @@ from diloco.core.session.requests import Identity, Report
 from diloco.errors import ConfigError, ExchangeError, StoppedError
 from diloco.exchange.base import Event, Model, Opened, Overview, ShardedExchange
 from diloco.exchange.dialling import Dialler, dialler
-from diloco.exchange.key_pair import learner_of
+from diloco.exchange.key_pair import find_keys, learner_of
 from diloco.exchange.lanes import Lanes
 from diloco.exchange.remote.entry import Entry, Initial, describe, model_parts
 from diloco.exchange.remote.messages import method_of
@@ -51,8 +51,6 @@ def connect(
     run: str,
     learner: str | None = None,
     keys: str | Path | None = None,
-    token: str | None = None,
-    ca: str | Path | None = None,
     insecure: bool = False,
     initialise: bool = False,
     initial_step: int = 0,
@@ -69,13 +67,11 @@ def connect(
             the ranks of an island give them in the same order.
         run: the run's name; a syncer that serves another refuses.
         learner: this learner's id, unique in the run and the same after a restart: letters, digits, dots, dashes and
-            underscores; default: the one that `keys` are for, or else the host's name. A certificate or token is for
-            one of them.
-        keys: the directory that `diloco keys` made for this learner: its certificate, the key of that, and the run's
-            authority.
-        token: where the syncer asks for tokens instead (on this machine, or behind a proxy that ends TLS).
-        ca: with a token, PEM file of the authority that signed the syncer's or proxy's certificate. None: the system's
-            authorities; plain text only on this machine or with `insecure`.
+            underscores; default: the one that `keys` are for, or else the host's name. A certificate is for one of
+            them.
+        keys: what `diloco keys add` made for this learner: the directory with its certificate, the key of that and the
+            run's authority, or the line "diloco1.…" with the same. None: what the environment variable DILOCO_KEYS
+            holds, in either form; without it, plain text to a syncer on this machine, or with `insecure`.
         insecure: plain text to another machine, on purpose.
         initialise: give the run this learner's model. Exactly one learner does so, once.
         initial_step: inner steps that the model was trained for before (a warm start).
@@ -96,10 +92,11 @@ def connect(
     if tokens_per_step is not None:
         whole_number("tokens_per_step", tokens_per_step, 1)
     seen = None if lineage is None else Lineage(**lineage)
-    if learner is None and keys is not None:
-        learner = learner_of(Path(keys))
+    own = find_keys(keys, address, insecure=insecure)
+    if learner is None and own is not None:
+        learner = learner_of(own.read())
     return Remote(
-        dialler(address, keys=keys, token=token, ca=ca, insecure=insecure),
+        dialler(address, keys=own, insecure=insecure),
         run=run,
         learner=learner or socket.gethostname(),
         initial=Initial(initial_step, initial_tokens, source, seen) if initialise else None,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import closing, suppress
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -11,6 +10,7 @@ from torch import Tensor
 from diloco.core.fragments import scatter
 from diloco.errors import NotInitialisedError, PayloadError, StandbyError
 from diloco.exchange.dialling import dialler, found
+from diloco.exchange.key_pair import AnyKeys
 from diloco.exchange.remote.messages import OTHER_VERSION, layout_of
 from diloco.exchange.remote.transfers import whole_of
 from diloco.exchange.wire import syncer_pb2 as pb
@@ -19,17 +19,16 @@ from diloco.plain_json import read_json
 
 
 def fetch_model(
-    address: str, *, run: str, keys: str | Path | None = None, token: str | None = None, ca: str | Path | None = None,
-    insecure: bool = False,
+    address: str, *, run: str, keys: AnyKeys | None = None, insecure: bool = False
 ) -> dict[str, Tensor]:  # fmt: skip
     """The run's newest global model: name to tensor in the parameters' dtypes, frozen ones and buffers too, but for a
     base that every learner brings. For viewers.
 
     Raises:
-        ExchangeError: no syncer answers. NotInitialisedError: there is no model yet. AuthError: the keys or token
+        ExchangeError: no syncer answers. NotInitialisedError: there is no model yet. AuthError: the keys
             may not read.
     """
-    with closing(dialler(address, keys=keys, token=token, ca=ca, insecure=insecure)) as syncers:
+    with closing(dialler(address, keys=keys, insecure=insecure)) as syncers:
         description = found(syncers, run)
         if not description.initialised:
             raise NotInitialisedError(f"run {run!r} has no model yet; start one learner that initialises it.")
@@ -46,12 +45,11 @@ def fetch_model(
 
 
 def fetch_status(
-    address: str, *, run: str, keys: str | Path | None = None, token: str | None = None, ca: str | Path | None = None,
-    insecure: bool = False,
+    address: str, *, run: str, keys: AnyKeys | None = None, insecure: bool = False
 ) -> dict[str, object]:  # fmt: skip
     """What the syncer that serves a run knows of it, as plain values; where none of several does, what the first that
     answers knows. For viewers. Raises as `fetch_model`."""
-    with closing(dialler(address, keys=keys, token=token, ca=ca, insecure=insecure)) as syncers:
+    with closing(dialler(address, keys=keys, insecure=insecure)) as syncers:
         if syncers.num_addresses > 1:
             with suppress(StandbyError):
                 found(syncers, run)

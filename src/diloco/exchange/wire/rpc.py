@@ -100,6 +100,6 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.max_concurrent_streams", 128),  # of one connection; a proxy may put those of several learners on one
-    ("grpc.max_metadata_size", 8 << 10),  # of one call; a token is the longest
+    ("grpc.max_metadata_size", 8 << 10),  # of one call
     ("grpc.absolute_max_metadata_size", 16 << 10),
 ]
