@@ -35,8 +35,8 @@ from benchmarks.control_learner import Heartbeats
 from benchmarks.processes import until
 from benchmarks.two_sites import SITES, counted_bytes, two_sites
 from diloco import events
-from diloco.core.members import Deadlines
 from diloco.event_log import read_events
+from diloco.protocol.members import Deadlines
 
 RUN, PORT = "control", 7700
 QUEUES_MS = (50, 4000)

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 import diloco
-from diloco.core.actions import MergeRound
 from diloco.core.elementwise import flush_denormals
 from diloco.core.fragments import make_layout
 from diloco.core.held import HeldFragment
@@ -29,6 +28,7 @@ from diloco.core.outer import OUTER_OPTIMIZERS, Adam
 from diloco.core.update import Update
 from diloco.learner.partition import Undivided
 from diloco.learner.tensors import LearnerTensors
+from diloco.protocol.actions import MergeRound
 from diloco.run.ports import InitialModel, MergedRound
 from diloco.syncer.store import Store
 

@@ -26,13 +26,13 @@ from safetensors.torch import save
 
 import diloco
 from diloco.core.codecs import SEGMENT_ELEMENTS
-from diloco.core.contribution import Contribution
 from diloco.core.layout import Fragment, Layout, TensorSpec, place
-from diloco.core.members import Deadlines
 from diloco.core.method import Method
 from diloco.errors import DilocoError
 from diloco.event_log import EventLog
 from diloco.exchange.wire.frames import bytes_of
+from diloco.protocol.contribution import Contribution
+from diloco.protocol.members import Deadlines
 from diloco.syncer.hosting import HostedDriver, SyncerDriver
 from diloco.syncer.journal import Journal
 from diloco.syncer.metrics import SyncerMetrics

@@ -36,10 +36,10 @@ from tests.chaos.relay import Relay
 import diloco
 from benchmarks.processes import until
 from diloco.config import RunConfig, dump_config, parse_config
-from diloco.core.members import Deadlines
 from diloco.core.presets import method_from_table
 from diloco.event_log import EventTail
 from diloco.events import Stepped
+from diloco.protocol.members import Deadlines
 from diloco.syncer.server import Options, Syncer
 from diloco.training.checkpoint import latest_checkpoint, load_checkpoint
 

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 import diloco
-from diloco.core.actions import Evict
-from diloco.core.contribution import Contribution
+from diloco.protocol.actions import Evict
+from diloco.protocol.contribution import Contribution
 from diloco.exchange.local import Local, run_virtual
 from diloco.exchange.virtual.delivery import Fault
 from diloco.exchange.virtual.run import VirtualRun, World

@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import diloco
-from diloco.core.contribution import Contribution
+from diloco.protocol.contribution import Contribution
 from diloco.core.fragments import scatter
 from diloco.core.method import Method
-from diloco.core.rounds import AllLive
+from diloco.protocol.rounds import AllLive
 from diloco.errors import CorruptPayloadError, NonFiniteError
 from diloco.exchange.base import Exchange
 from diloco.training.optimizers import Chained

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from diloco import events as ev
-from diloco.core.steering import Order
 from diloco.errors import AuthError, ConfigError
 from diloco.event_log import EventLog
+from diloco.protocol.steering import Order
 from diloco.report.drawing import BLUE, GREEN, RED, Axis, Bars, Line, Picture, Span, bars, lines, timeline
 from diloco.report.frame import frozen_page, write_drawings
 from diloco.report.page import read_run, write_page

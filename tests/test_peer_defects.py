@@ -59,11 +59,11 @@ ELSEWHERE = {
         "training/test_loop.py::test_stopped_and_resumed_alone_is_the_same_to_the_bit",
     "peers with different bits train on": "exchange/test_collective.py::test_different_bits_are_an_error_on_every_rank",
     "a lone contribution gets a full outer step":
-        "core/rounds/test_called.py::test_a_merge_of_part_of_the_live_weight_is_scaled_to_that_part",
+        "protocol/rounds/test_called.py::test_a_merge_of_part_of_the_live_weight_is_scaled_to_that_part",
     "a fast network turns the interval into two steps":
-        "core/rounds/test_called.py::test_a_fast_network_does_not_shorten_the_interval",
+        "protocol/rounds/test_called.py::test_a_fast_network_does_not_shorten_the_interval",
     "stale work is dropped":
-        "core/rounds/test_called.py::test_late_work_goes_into_the_next_merge_and_adds_up_with_fresh",
+        "protocol/rounds/test_called.py::test_late_work_goes_into_the_next_merge_and_adds_up_with_fresh",
 }  # fmt: skip
 
 

@@ -23,8 +23,8 @@ from tests.syncer.runs import RUN, Raw, method, start
 from tests.training.conftest import TINY
 
 from diloco.config import dump_config, parse_config
-from diloco.core.members import Deadlines
 from diloco.exchange.key_pair import key_line, read_key_pair
+from diloco.protocol.members import Deadlines
 from diloco.syncer.keyring import Keyring
 
 DAY, NAMES = dt.timedelta(days=1), [("site-a", "learner"), ("site-b", "learner"), ("site-c", "learner")]

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from diloco import errors as errors
     from diloco.core.adopt import Eager, KeepDisplacement, Mix, Replace
-    from diloco.core.boxes import Box
     from diloco.core.codecs import BF16, E3M0, FP16, FP32, Int4, Int8, SignPruned, TopK, TwoBit
     from diloco.core.fragments import Balanced, ByLayer, Named, Whole
     from diloco.core.merges import (
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     )
     from diloco.core.method import Method
     from diloco.core.outer import SGD, Adam, DelayedNesterov, Nesterov
-    from diloco.core.pool import Pool
     from diloco.core.presets import (
         AsyncDiLoCo,
         DataParallel,
@@ -40,14 +38,16 @@ if TYPE_CHECKING:
         SparseLoCo,
         StreamingDiLoCo,
     )
-    from diloco.core.rounds import AllLive, Called, Pushed
     from diloco.errors import DilocoError
     from diloco.exchange.collective import Collective
     from diloco.exchange.local import run_local
     from diloco.exchange.remote import connect
     from diloco.learner import Learner
+    from diloco.learner.boxes import Box
     from diloco.learner.pieces import Gather, Piece
     from diloco.learner.sampler import LeasedSampler
+    from diloco.protocol.pool import Pool
+    from diloco.protocol.rounds import AllLive, Called, Pushed
 
     __version__: str
 
@@ -77,12 +77,12 @@ _MODULES = {
     "diloco.learner": ("Learner",),
     "diloco.learner.sampler": ("LeasedSampler",),
     "diloco.learner.pieces": ("Gather", "Piece"),
-    "diloco.core.boxes": ("Box",),
+    "diloco.learner.boxes": ("Box",),
     "diloco.exchange.local": ("run_local",),
     "diloco.exchange.collective": ("Collective",),
     "diloco.exchange.remote": ("connect",),
     "diloco.core.method": ("Method",),
-    "diloco.core.pool": ("Pool",),
+    "diloco.protocol.pool": ("Pool",),
     "diloco.core.presets": (
         "DataParallel",
         "LocalSGD",
@@ -95,7 +95,7 @@ _MODULES = {
         "DecoupledDiLoCo",
         "AsyncDiLoCo",
     ),
-    "diloco.core.rounds": ("AllLive", "Called", "Pushed"),
+    "diloco.protocol.rounds": ("AllLive", "Called", "Pushed"),
     "diloco.core.fragments": ("Whole", "ByLayer", "Balanced", "Named"),
     "diloco.core.outer": ("SGD", "Nesterov", "DelayedNesterov", "Adam"),
     "diloco.core.merges": (

@@ -15,10 +15,10 @@ from tests.chaos.leaks import Curve
 from tests.chaos.plan import ANSWERS, ChaosPlan, Fault
 from tests.chaos.processes import End
 
-from diloco.core.accounting import Account
-from diloco.core.lineage import Epoch
 from diloco.event_log import read_events
 from diloco.events import Adopted, Event, Gap
+from diloco.protocol.accounting import Account
+from diloco.protocol.lineage import Epoch
 from diloco.syncer.records import epochs_of
 
 STORE = "store.sqlite"

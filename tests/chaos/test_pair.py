@@ -15,7 +15,7 @@ from tests.chaos.processes import End
 from tests.chaos.test_invariants import HISTORY, NAMES, good_end, version
 
 from diloco import events as ev
-from diloco.core.lineage import Epoch
+from diloco.protocol.lineage import Epoch
 
 
 def started(t: float, *versions: int) -> ev.SyncerStarted:

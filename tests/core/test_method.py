@@ -38,9 +38,9 @@ from diloco.core.presets import (
     StreamingDiLoCo,
     method_from_table,
 )
-from diloco.core.rounds.called import Called
-from diloco.core.rounds.scheduled import AllLive
 from diloco.errors import ConfigError
+from diloco.protocol.rounds.called import Called
+from diloco.protocol.rounds.scheduled import AllLive
 
 # Quorums as tables: a way of calling rounds can be taken out of the package without this file.
 DEFAULTS: dict[str, dict[str, Any]] = {

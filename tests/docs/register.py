@@ -64,9 +64,9 @@ PRINTED: dict[Name, tuple[int, str]] = {
 A_RUN = "printed by a run, and another time by another one; "
 TEXTS: dict[Name, str] = {
     ("CONTRIBUTING.md", "src/diloco/"): "the tree: tests/test_project.py",
-    ("docs/data.md", "done + leased"): "an identity: tests/core/test_leases.py",
-    ("docs/data.md", "Σ fates"): "an identity: tests/core/test_leases.py",
-    ("docs/decoupled.md", "grace = "): "a formula: tests/core/rounds",
+    ("docs/data.md", "done + leased"): "an identity: tests/protocol/test_leases.py",
+    ("docs/data.md", "Σ fates"): "an identity: tests/protocol/test_leases.py",
+    ("docs/decoupled.md", "grace = "): "a formula: tests/protocol/rounds",
     ("docs/concepts.md", "Δ ="): "formulas: tests/core/test_merge.py, tests/core/test_outer.py",
     ("docs/decoupled.md", "unequal:"): A_RUN + "its form: tests/syncer/test_status.py",
     ("docs/demo.md", "[  0.0 s] starting"): A_RUN + "its form: tests/test_demo.py",

@@ -21,11 +21,11 @@ from tests.exchange.worlds import join_world, write
 from torch import Tensor, nn
 
 import diloco
-from diloco.core.boxes import Box
 from diloco.core.fragments import make_layout
 from diloco.errors import ExchangeError
 from diloco.exchange.device_group import DeviceGroup
 from diloco.exchange.group import Group
+from diloco.learner.boxes import Box
 from diloco.learner.partition import Divided, divided
 from diloco.learner.pieces import Piece
 

@@ -33,11 +33,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import diloco
-from diloco.core.boxes import Box
 from diloco.core.names import Parts, named_parameters
 from diloco.errors import ExchangeError
 from diloco.exchange.group import Group
 from diloco.exchange.lanes import Job, Lane
+from diloco.learner.boxes import Box
 from diloco.learner.models import joined
 from diloco.learner.pieces import Gather, Piece, read_dtensor
 

@@ -4,11 +4,11 @@ import json
 
 import torch
 
-from diloco.core.contribution import Rejected
 from diloco.core.held import HeldFragment
 from diloco.core.update import Update
 from diloco.exchange.base import Arrived, Event, Opened, Rejoined
 from diloco.exchange.island.messages import Told, _in, _out
+from diloco.protocol.contribution import Rejected
 
 
 def test_every_event_crosses_as_plain_values_and_tensors() -> None:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 import diloco
 from diloco import Learner, Method
-from diloco.core.contribution import Contribution
 from diloco.core.fragments import make_layout
 from diloco.core.presets import PRESETS
 from diloco.core.reference import Event, Reference, scheduled
@@ -21,6 +20,7 @@ from diloco.errors import ConfigError
 from diloco.exchange.local import Local, run_virtual
 from diloco.exchange.virtual.run import VirtualRun, World
 from diloco.planning.network import Network, Path
+from diloco.protocol.contribution import Contribution
 from diloco.run.ports import MergedRound, NullObserver
 
 STEPS = 30

@@ -23,15 +23,15 @@ from tests.syncer.test_faults import QUICK, syncer_process, until
 
 import diloco
 from diloco import errors, events
-from diloco.core.members import Deadlines, Member
-from diloco.core.rounds.called import CalledSyncer
-from diloco.core.session.requests import Report
 from diloco.event_log import read_events
 from diloco.exchange.base import Rejoined
 from diloco.exchange.connection import Connection
 from diloco.exchange.dialling import Dialler
 from diloco.exchange.remote import Remote
 from diloco.exchange.remote.entry import Initial
+from diloco.protocol.members import Deadlines, Member
+from diloco.protocol.rounds.called import CalledSyncer
+from diloco.protocol.session.requests import Report
 
 PROMPT_S = 8.0
 """Closing may take a second to say goodbye; the rest is for a busy machine. A goodbye that waits takes ten seconds."""

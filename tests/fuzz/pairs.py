@@ -22,11 +22,11 @@ from tests.fuzz.states import healthy
 from tests.syncer.pairs import DEADLINES
 from tests.syncer.runs import RUN, method
 
-from diloco.core.pair.values import Contents, Position
-from diloco.core.succession import Standing
 from diloco.errors import UnreachableError
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.rpc import ERROR_KEY, from_rpc_error, path
+from diloco.protocol.pair.values import Contents, Position
+from diloco.protocol.succession import Standing
 from diloco.syncer.following import Following, Shown
 from diloco.syncer.inspection import inspect
 from diloco.syncer.pairing import Pairing

@@ -27,9 +27,9 @@ from tests.syncer.runs import RUN, Raw, layout, method, start
 
 import diloco
 from diloco.cli.replay import _numbers, _replay
-from diloco.core.members import Deadlines
 from diloco.errors import DilocoError
 from diloco.event_log import EventLog
+from diloco.protocol.members import Deadlines
 from diloco.run.payloads import ReadPayloads, tensor_formats
 from diloco.run.replay import Replay
 from diloco.syncer.backup import SNAPSHOTS, back_up, restore

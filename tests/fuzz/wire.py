@@ -24,13 +24,8 @@ from tests.syncer.runs import RUN, Raw, layout, method, start, versions_of
 
 import diloco
 from diloco.core.codecs import CODECS, codec_from_name
-from diloco.core.contribution import CallForWork, Drained, Rejected
 from diloco.core.held import HeldFragment
 from diloco.core.layout import digest
-from diloco.core.leases import Grant
-from diloco.core.lineage import Lineage
-from diloco.core.session import requests
-from diloco.core.succession import Witness
 from diloco.core.update import Update
 from diloco.errors import CorruptPayloadError, DilocoError
 from diloco.exchange.base import Arrived, Opened, Rejoined
@@ -45,6 +40,11 @@ from diloco.exchange.remote.transfers import Receiver
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import bytes_of, frames
 from diloco.exchange.wire.rpc import ERROR_KEY, from_rpc_error, path
+from diloco.protocol.contribution import CallForWork, Drained, Rejected
+from diloco.protocol.leases import Grant
+from diloco.protocol.lineage import Lineage
+from diloco.protocol.session import requests
+from diloco.protocol.succession import Witness
 
 METHODS: dict[str, type[protobuf_message.Message]] = {
     "Describe": pb.DescribeRequest, "Join": pb.JoinRequest, "Heartbeat": pb.HeartbeatRequest,

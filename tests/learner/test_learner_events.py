@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import diloco
 from diloco import Learner, Method
 from diloco.core.codecs import codec_from_name, compress
-from diloco.core.contribution import MISSED, OUT_OF_STEP, CallForWork, Contribution, Rejected
 from diloco.core.fragments import Layout, digest
 from diloco.core.held import HeldFragment
 from diloco.core.update import Update
@@ -31,6 +30,7 @@ from diloco.exchange.base import (
     required_method,
 )
 from diloco.learner.state_dict import _arrived_in, _arrived_out
+from diloco.protocol.contribution import MISSED, OUT_OF_STEP, CallForWork, Contribution, Rejected
 
 
 def held_of(theta: Tensor, version: int, outer_state: dict[str, Tensor] | None = None) -> HeldFragment:

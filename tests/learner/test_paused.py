@@ -7,9 +7,9 @@ from tests.learner.test_blocked import Slow
 from tests.learner.test_learner_events import Script, ledger_of, stands_at, start, step
 
 import diloco
-from diloco.core.contribution import CallForWork, Drained, Hold
 from diloco.errors import StoppedError
 from diloco.exchange.base import Interrupted, Rejoined
+from diloco.protocol.contribution import CallForWork, Drained, Hold
 
 
 def paused(script: Script, *later: object) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from tests.run.toy import NUM_BYTES, Scene, contribution, scheduled, started
 
-from diloco.core.contribution import Contribution
 from diloco.errors import BusyError, CorruptPayloadError, DilocoError, NonFiniteError, NoRoomError, PayloadError
+from diloco.protocol.contribution import Contribution
 from diloco.run.memory import MemorySlot
 from diloco.run.uploads import Upload
 

@@ -25,10 +25,7 @@ from tests.run.toy import (
 )  # fmt: skip
 
 import diloco
-from diloco.core.contribution import MISSED, NOT_FINITE, OUT_OF_STEP
 from diloco.core.layout import Layout, TensorSpec, place
-from diloco.core.leases import Ask, DataSet
-from diloco.core.members import Deadlines
 from diloco.errors import (
     AlreadyInitialisedError,
     CorruptPayloadError,
@@ -42,6 +39,9 @@ from diloco.errors import (
     StoreError,
     UnknownRunError,
 )
+from diloco.protocol.contribution import MISSED, NOT_FINITE, OUT_OF_STEP
+from diloco.protocol.leases import Ask, DataSet
+from diloco.protocol.members import Deadlines
 from diloco.run.memory import POINTS
 from diloco.run.ports import InitialModel, NullObserver
 from diloco.run.writes import RETRY_S

@@ -9,11 +9,11 @@ from tests.syncer.runs import layout, method
 from torch import Tensor
 
 import diloco
-from diloco.core.actions import MergeRound
 from diloco.core.held import HeldFragment, close
 from diloco.core.merges import Encoded
 from diloco.core.method import Method
 from diloco.errors import LayoutError
+from diloco.protocol.actions import MergeRound
 from diloco.run.global_model import GlobalModel
 from diloco.run.ports import MergedRound
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from tests.run.toy import Scene, contribution, scheduled, started
 
-from diloco.core.pool import Pool
 from diloco.errors import DrainedError, NoRoomError
+from diloco.protocol.pool import Pool
 
 UP, DOWN = Pool("ramp up", 2, 8), Pool("ramp down", 2, 8)
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from tests.run.toy import NUM_BYTES, Scene, contribution, scheduled, started
 
-from diloco.core.contribution import Contribution
 from diloco.errors import BusyError, DilocoError, NoRoomError
+from diloco.protocol.contribution import Contribution
 from diloco.run.memory import MemorySlot
 from diloco.run.prefixes import KEPT_S
 from diloco.run.uploads import Upload

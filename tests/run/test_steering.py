@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from tests.run.toy import Scene, contribution, scheduled, started
 
-from diloco.core.steering import Order
 from diloco.errors import ConfigError, DrainedError, NotInitialisedError, PayloadError
+from diloco.protocol.steering import Order
 from diloco.run.ports import Observer
 from diloco.run.sense import MAX_WHY
 

@@ -11,14 +11,14 @@ from typing import Any
 from tests.run.memory import LaterWorker, LimitedSpool
 
 import diloco
-from diloco.core.actions import MergeRound
-from diloco.core.contribution import Contribution, Standing
 from diloco.core.layout import Layout, TensorSpec, place
-from diloco.core.members import Deadlines
 from diloco.core.method import Method
-from diloco.core.pool import Pool
 from diloco.core.update import Update
 from diloco.errors import DilocoError, NonFiniteError, PayloadError
+from diloco.protocol.actions import MergeRound
+from diloco.protocol.contribution import Contribution, Standing
+from diloco.protocol.members import Deadlines
+from diloco.protocol.pool import Pool
 from diloco.run.driver import Driver
 from diloco.run.memory import MemorySlot, MemoryStore
 from diloco.run.ports import InitialModel, MergedRound, NullObserver, Observer, Ports

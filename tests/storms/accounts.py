@@ -12,13 +12,13 @@ from tests.chaos.versions import BrokenInvariantError, require
 from tests.storms.invariants import Ledger
 from torch import Tensor
 
-from diloco.core.accounting import Key, key_of
-from diloco.core.actions import MergeRound, Reject
-from diloco.core.contribution import KEPT, MISSED, OVERLAP, Contribution
 from diloco.core.held import HeldFragment
-from diloco.core.learner import LearnerCore
 from diloco.core.method import Method
-from diloco.core.syncer import SyncerCore
+from diloco.protocol.accounting import Key, key_of
+from diloco.protocol.actions import MergeRound, Reject
+from diloco.protocol.contribution import KEPT, MISSED, OVERLAP, Contribution
+from diloco.protocol.learner import LearnerCore
+from diloco.protocol.syncer import SyncerCore
 from diloco.run.ports import MergedRound, NullObserver
 
 CONFIRMED_S = 12.0
@@ -48,7 +48,7 @@ class _Sum:
 
 
 def _add(discarded: dict[str, int], reason: str, tokens: int) -> None:
-    """As `core.ledger.Ledger.discard`: without reasons for no token."""
+    """As `protocol.ledger.Ledger.discard`: without reasons for no token."""
     total = discarded.pop(reason, 0) + tokens
     if total:
         discarded[reason] = total

@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from diloco.core.accounting import Account, Accounting
-from diloco.core.contribution import MISSED, OUT_OF_STEP, Contribution, Verdict
-from diloco.core.learner import LearnerCore
-from diloco.core.members import Deadlines
-from diloco.core.rounds import Called, Pushed, late
-from diloco.core.rounds.called import CalledLearner, CalledSyncer
-from diloco.core.rounds.pushed import PushedLearner
-from diloco.core.session.model_cache import ModelCache
-from diloco.core.session.outbox import Outbox
-from diloco.core.succession import Witness
-from diloco.core.syncer import SyncerCore
 from diloco.learner.error_feedback import ErrorFeedback
+from diloco.protocol.accounting import Account, Accounting
+from diloco.protocol.contribution import MISSED, OUT_OF_STEP, Contribution, Verdict
+from diloco.protocol.learner import LearnerCore
+from diloco.protocol.members import Deadlines
+from diloco.protocol.rounds import Called, Pushed, late
+from diloco.protocol.rounds.called import CalledLearner, CalledSyncer
+from diloco.protocol.rounds.pushed import PushedLearner
+from diloco.protocol.session.model_cache import ModelCache
+from diloco.protocol.session.outbox import Outbox
+from diloco.protocol.succession import Witness
+from diloco.protocol.syncer import SyncerCore
 from diloco.run import driver
 from diloco.run.driver import Driver
 from diloco.run.global_model import GlobalModel

@@ -11,15 +11,15 @@ from tests.storms.invariants import Ledger
 from tests.storms.units import UnitLedger
 from torch import Tensor
 
-from diloco.core.accounting import Key
-from diloco.core.actions import MergeRound
-from diloco.core.contribution import Contribution, Standing, Verdict
 from diloco.core.held import HeldFragment
 from diloco.core.layout import Layout
-from diloco.core.lineage import Lineage
 from diloco.core.method import Method
 from diloco.errors import PayloadError
 from diloco.exchange.virtual.client import SessionClient
+from diloco.protocol.accounting import Key
+from diloco.protocol.actions import MergeRound
+from diloco.protocol.contribution import Contribution, Standing, Verdict
+from diloco.protocol.lineage import Lineage
 from diloco.run.driver import Driver
 from diloco.run.global_model import Fetched
 from diloco.run.memory import MemorySlot, MemoryStore

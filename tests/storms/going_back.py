@@ -16,11 +16,11 @@ from tests.storms.plans import GOINGS, Fault
 from tests.storms.units import UnitLedger
 from tests.storms.world import Storm
 
-from diloco.core.accounting import Key
 from diloco.core.held import HeldFragment
-from diloco.core.learner import LearnerCore
-from diloco.core.lineage import Epoch
-from diloco.core.syncer import gone_back, without_members
+from diloco.protocol.accounting import Key
+from diloco.protocol.learner import LearnerCore
+from diloco.protocol.lineage import Epoch
+from diloco.protocol.syncer import gone_back, without_members
 from diloco.run.ports import SavedRun
 from diloco.syncer.store import KEPT_VERSIONS
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 from tests.chaos.versions import BrokenInvariantError, Versions, require
 
-from diloco.core.accounting import Key, key_of
-from diloco.core.contribution import VERSION
 from diloco.core.held import HeldFragment
 from diloco.core.layout import digest
-from diloco.core.learner import LearnerCore
+from diloco.protocol.accounting import Key, key_of
+from diloco.protocol.contribution import VERSION
+from diloco.protocol.learner import LearnerCore
 from diloco.run.global_model import Fetched
 from diloco.run.ports import MergedRound, SavedRun
 

@@ -14,16 +14,17 @@ from tests.storms.tensors import StormTensors
 from tests.storms.units import Reader
 from tests.storms.wire import StormWire, gone
 
-from diloco.core.contribution import CallForWork, Contribution, Hold, Rejected
-from diloco.core.in_flight import Send
-from diloco.core.learner import LearnerCore
-from diloco.core.leases import Grant
-from diloco.core.lineage import Lineage
-from diloco.core.session import SessionCore, requests
-from diloco.core.session.requests import Identity, Report, TellStart
 from diloco.errors import AlreadyInitialisedError, StaleIncarnationError, StoreError
 from diloco.exchange.base import Arrived
 from diloco.exchange.virtual.client import News
+from diloco.protocol.contribution import CallForWork, Contribution, Hold, Rejected
+from diloco.protocol.in_flight import Send
+from diloco.protocol.learner import LearnerCore
+from diloco.protocol.leases import Grant
+from diloco.protocol.lineage import Lineage
+from diloco.protocol.session import requests
+from diloco.protocol.session.requests import Identity, Report, TellStart
+from diloco.protocol.session.session_core import SessionCore
 from diloco.run.ports import InitialModel
 
 if TYPE_CHECKING:

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from tests.storms.defects import Defect
 
-from diloco.core.lineage import Lineage
-from diloco.core.pair.link import Link
-from diloco.core.pair.pair_core import PairCore
-from diloco.core.pair.standby_end import StandbyEnd
-from diloco.core.pair.writes import PairedWrites
-from diloco.core.succession import Succession, Witness
+from diloco.protocol.lineage import Lineage
+from diloco.protocol.pair.link import Link
+from diloco.protocol.pair.pair_core import PairCore
+from diloco.protocol.pair.standby_end import StandbyEnd
+from diloco.protocol.pair.writes import PairedWrites
+from diloco.protocol.succession import Succession, Witness
 
 
 def publishes_what_the_standby_lacks(patch: pytest.MonkeyPatch) -> None:

@@ -12,13 +12,13 @@ from tests.storms.invariants import Ledger
 from tests.storms.units import UnitLedger
 from torch import Tensor
 
-from diloco.core.accounting import Key
-from diloco.core.contribution import Contribution
 from diloco.core.held import HeldFragment
-from diloco.core.lineage import Epoch
-from diloco.core.pair.values import Contents, Position
-from diloco.core.pair.writes import PairedWrites, WriteKey
 from diloco.errors import StoreError
+from diloco.protocol.accounting import Key
+from diloco.protocol.contribution import Contribution
+from diloco.protocol.lineage import Epoch
+from diloco.protocol.pair.values import Contents, Position
+from diloco.protocol.pair.writes import PairedWrites, WriteKey
 from diloco.run.memory import MemoryStore
 from diloco.run.ports import InitialModel, Json, MergedRound, RunMethod, SavedRun
 

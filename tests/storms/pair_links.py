@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from tests.storms.pair_disks import DiskState
 from tests.storms.pair_nodes import Node
 
-from diloco.core.pair.first_end import FirstEnd
-from diloco.core.pair.link import Link
-from diloco.core.pair.pair_core import PairCore
-from diloco.core.pair.standby_end import StandbyEnd
-from diloco.core.pair.values import Commit, Hello
 from diloco.errors import DilocoError
+from diloco.protocol.pair.first_end import FirstEnd
+from diloco.protocol.pair.link import Link
+from diloco.protocol.pair.pair_core import PairCore
+from diloco.protocol.pair.standby_end import StandbyEnd
+from diloco.protocol.pair.values import Commit, Hello
 
 if TYPE_CHECKING:
     from tests.storms.pair_world import PairStorm

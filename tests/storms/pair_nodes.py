@@ -12,12 +12,12 @@ from tests.run.memory import LaterWorker, LimitedSpool
 from tests.storms.drivers import StormDriver, StormJobs
 from tests.storms.pair_disks import Merged, NodeAccounts, NodeStore
 
-from diloco.core.accounting import Key
-from diloco.core.contribution import OUTLIER
-from diloco.core.pair.pair_core import PairCore
-from diloco.core.succession import Proposal, Standing, Word
 from diloco.errors import StoreError
 from diloco.exchange.virtual.doors import SimulatedDriver
+from diloco.protocol.accounting import Key
+from diloco.protocol.contribution import OUTLIER
+from diloco.protocol.pair.pair_core import PairCore
+from diloco.protocol.succession import Proposal, Standing, Word
 from diloco.run.ports import Ports, T, Work
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from tests.storms.units import UnitLedger, check_leases
 from tests.storms.world import ProcessKilled, Storm
 
 from diloco.core.layout import digest
-from diloco.core.succession import Standing, elector
 from diloco.errors import StoreError
 from diloco.exchange.virtual.doors import Door
+from diloco.protocol.succession import Standing, elector
 
 SETTLES_S = 20.0
 """After a fault of a syncer or of a link between the two, and the patience, the run has one that serves it."""

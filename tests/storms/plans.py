@@ -16,9 +16,9 @@ from diloco.core.layout import Layout, Role, TensorSpec, place
 from diloco.core.merges import MERGES
 from diloco.core.method import Method
 from diloco.core.outer import OUTER_OPTIMIZERS
-from diloco.core.rounds import QUORUMS
-from diloco.core.rounds.base import Rules
 from diloco.errors import ConfigError
+from diloco.protocol.rounds import QUORUMS
+from diloco.protocol.rounds.base import Rules
 from diloco.run.memory import POINTS
 
 FAULTS_END_S = 25.0

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from tests.chaos.versions import BrokenInvariantError, require
 from tests.storms.wire import BYTE_S
 
-from diloco.core.members import Deadlines
-from diloco.core.rounds import AllLive
-from diloco.core.rounds.late import num_needed
+from diloco.protocol.members import Deadlines
+from diloco.protocol.rounds import AllLive
+from diloco.protocol.rounds.late import num_needed
 
 if TYPE_CHECKING:
     from tests.storms.world import Storm

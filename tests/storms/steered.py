@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.storms.plans import ORDERS, Fault
 from tests.storms.world import Storm
 
-from diloco.core.steering import Order
+from diloco.protocol.steering import Order
 
 AGAIN_S = 1.0
 """Between two looks whether the run is paused that is to go on: a syncer that dies may forget that it was resumed."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tests.storms.plans import Plan
 
     from diloco.core.held import HeldFragment
-    from diloco.core.in_flight import Send
+    from diloco.protocol.in_flight import Send
 
 
 EPSILON = 2.0**-23

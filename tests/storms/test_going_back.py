@@ -10,8 +10,8 @@ from tests.storms.going_back import GoingBackStorm
 from tests.storms.plans import GOINGS, plan_of
 from tests.storms.runs import failures, quiet, run, run_seed
 
-from diloco.core.accounting import Accounting
-from diloco.core.leases import Leases
+from diloco.protocol.accounting import Accounting
+from diloco.protocol.leases import Leases
 
 NUM_SEEDS, PER_TEST = 80, 40
 

@@ -13,7 +13,7 @@ from tests.storms.pair_world import PairStorm
 from tests.storms.plans import PairKind, Plan, plan_of
 from tests.storms.runs import failures, quiet, run, run_seed
 
-from diloco.core.contribution import OUTLIER
+from diloco.protocol.contribution import OUTLIER
 
 NUM_SEEDS, PER_TEST = 40, 4
 

@@ -20,9 +20,9 @@ from tests.storms.runs import failures, quiet, run, run_seed, shortest
 from tests.storms.world import Storm
 
 from diloco.core.adopt import ADOPTIONS
-from diloco.core.leases import Leases
 from diloco.core.merges import MERGES, SCREENS
-from diloco.core.rounds import QUORUMS
+from diloco.protocol.leases import Leases
+from diloco.protocol.rounds import QUORUMS
 from diloco.run.driver import Driver
 
 NUM_SEEDS, PER_TEST = 240, 40

@@ -1,4 +1,4 @@
-"""Leased data in storms: what a learner reads, and that each unit of it is merged once as `core.leases` says."""
+"""Leased data in storms: what a learner reads, and that each unit of it is merged once as `protocol.leases` says."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 from tests.chaos.versions import require
 
-from diloco.core.contribution import Contribution
-from diloco.core.leases import MERGED, DataSet, Leases
-from diloco.core.ranges import Ranges, common, count, minus, union
-from diloco.core.unit_queue import UnitQueue
+from diloco.protocol.contribution import Contribution
+from diloco.protocol.leases import MERGED, DataSet, Leases
+from diloco.protocol.ranges import Ranges, common, count, minus, union
+from diloco.protocol.unit_queue import UnitQueue
 
 DATA = DataSet(num_units=40, passes=0, digest="storm")
 AHEAD_STEPS = 3

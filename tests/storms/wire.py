@@ -7,10 +7,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from diloco.core.session import requests
-from diloco.core.session.lanes import address_of
 from diloco.errors import DilocoError, UnreachableError
 from diloco.exchange.virtual.doors import Door
+from diloco.protocol.session import requests
+from diloco.protocol.session.lanes import address_of
 
 if TYPE_CHECKING:
     from tests.storms.learners import Process

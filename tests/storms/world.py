@@ -26,13 +26,13 @@ from tests.storms.units import UnitLedger, check_leases
 from tests.storms.wire import STALL_S
 from torch import Tensor
 
-from diloco.core.accounting import Key
-from diloco.core.contribution import OUTLIER
 from diloco.core.held import Advanced, HeldFragment
-from diloco.core.rounds import AllLive
 from diloco.errors import DigestError
 from diloco.exchange.virtual.doors import Door, OneSyncer, SimulatedDriver
 from diloco.exchange.virtual.replicas import Replicas
+from diloco.protocol.accounting import Key
+from diloco.protocol.contribution import OUTLIER
+from diloco.protocol.rounds import AllLive
 from diloco.run.global_model import Fetched
 from diloco.run.memory import POINTS, MemoryStore
 from diloco.run.ports import NullObserver, Ports, SavedRun

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from tests.syncer.runs import RUN, Raw, layout, method, versions_of
 
-from diloco.core.lineage import Lineage
-from diloco.core.members import Deadlines
-from diloco.core.succession import Ballot, Proposal, Witness
 from diloco.errors import DilocoError, StandbyError
 from diloco.exchange.wire import syncer_pb2 as pb
+from diloco.protocol.lineage import Lineage
+from diloco.protocol.members import Deadlines
+from diloco.protocol.succession import Ballot, Proposal, Witness
 from diloco.syncer.records import connect_read_only, stored_versions
 from diloco.syncer.server import Options, Syncer
 

@@ -21,9 +21,6 @@ from tests.syncer.runs import RUN, Net, Raw, method, start, status_of
 
 from diloco import events
 from diloco.core.fragments import Layout, make_layout
-from diloco.core.members import Deadlines
-from diloco.core.session import requests
-from diloco.core.session.requests import Identity
 from diloco.errors import AlreadyInitialisedError, CorruptPayloadError, StaleIncarnationError, UnreachableError
 from diloco.event_log import read_events
 from diloco.exchange.base import Model
@@ -35,6 +32,9 @@ from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import bytes_of, frames
 from diloco.exchange.wire.incoming import start_of
 from diloco.exchange.wire.window import CHUNKS_UNSAID, FIRST_BYTES
+from diloco.protocol.members import Deadlines
+from diloco.protocol.session import requests
+from diloco.protocol.session.requests import Identity
 from diloco.syncer.server import Syncer
 
 T = TypeVar("T")

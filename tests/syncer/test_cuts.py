@@ -16,8 +16,8 @@ from tests.chaos.relay import Relay
 from tests.syncer.runs import RUN, Raw, method, start, status_of, train
 
 import diloco
-from diloco.core.members import Deadlines
 from diloco.errors import StaleIncarnationError
+from diloco.protocol.members import Deadlines
 
 TOKENS, STEPS = 5, 40
 CUT_AT = 11

@@ -20,9 +20,9 @@ from tests.syncer.runs import RUN, Raw, method, num_live, start, status_of, trai
 
 import diloco
 from diloco import errors, events
-from diloco.core.members import Deadlines
 from diloco.event_log import read_events
 from diloco.exchange.remote import fetch_model, fetch_status
+from diloco.protocol.members import Deadlines
 
 QUICK = Deadlines(lost_floor_s=2.5, lost_cap_s=2.5, stalled_floor_s=60.0, stalled_cap_s=60.0)
 

@@ -23,9 +23,6 @@ from tests.syncer.runs import RUN, Net, Raw, method, start, train
 
 import diloco
 from diloco.core.fragments import Layout, make_layout
-from diloco.core.members import Deadlines
-from diloco.core.session import requests
-from diloco.core.session.requests import Identity
 from diloco.errors import DilocoError, UnreachableError
 from diloco.exchange.connection import Connection
 from diloco.exchange.dialling import Dialler, found
@@ -34,6 +31,9 @@ from diloco.exchange.remote.entry import Entry, describe, model_parts
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import bytes_of, frames, read_header
 from diloco.exchange.wire.window import CHUNKS_UNSAID, FIRST_BYTES
+from diloco.protocol.members import Deadlines
+from diloco.protocol.session import requests
+from diloco.protocol.session.requests import Identity
 from diloco.run.prefixes import KEPT_S
 from diloco.syncer.call_deadlines import CallDeadlines
 from diloco.syncer.receiving import IncomingModel

@@ -22,14 +22,14 @@ from tests.syncer.test_faults import syncer_process, until
 
 import diloco
 from diloco import events
-from diloco.core.contribution import Contribution
-from diloco.core.members import Deadlines
 from diloco.errors import DilocoError, RestartedError, UnreachableError
 from diloco.event_log import EventLog, read_events
 from diloco.exchange.remote import fetch_status
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import bytes_of
 from diloco.exchange.wire.rpc import path
+from diloco.protocol.contribution import Contribution
+from diloco.protocol.members import Deadlines
 from diloco.syncer.admission import LIMITS
 from diloco.syncer.hosting import HostedDriver, SyncerDriver
 from diloco.syncer.journal import Journal

@@ -23,12 +23,12 @@ from tests.syncer.runs import RUN, Net, Raw, method, start, status_of, versions_
 
 import diloco
 from diloco.cli import main
-from diloco.core.permutation import place_of_unit
 from diloco.errors import ConfigError, PayloadError, StaleIncarnationError
 from diloco.event_log import read_events
 from diloco.events import Data, Merged
 from diloco.exchange.remote import fetch_status
 from diloco.exchange.wire import syncer_pb2 as pb
+from diloco.protocol.permutation import place_of_unit
 from diloco.syncer.files import version_of
 from diloco.syncer.repair import repair
 

@@ -16,9 +16,9 @@ from benchmarks.processes import until
 from tests.syncer.runs import RUN, Net, Raw, method, train
 
 import diloco
-from diloco.core.lineage import Lineage
 from diloco.errors import LineageError, StaleIncarnationError, UnknownRunError
 from diloco.exchange.wire import syncer_pb2 as pb
+from diloco.protocol.lineage import Lineage
 from diloco.syncer.backup import back_up, restore
 from diloco.syncer.records import DATABASE, epochs_of
 from diloco.syncer.server import Options, Syncer

@@ -19,9 +19,9 @@ import pytest
 from benchmarks.processes import until
 
 from diloco import events as ev
-from diloco.core.steering import Order
 from diloco.errors import AuthError, ConfigError, RunError
 from diloco.event_log import EventLog
+from diloco.protocol.steering import Order
 from diloco.syncer.callers import Caller
 from diloco.syncer.live_page import LivePage
 from diloco.syncer.page_access import LINK_S, MAX_LINKS, MAX_SESSIONS, PageAccess, Session

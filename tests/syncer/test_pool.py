@@ -12,9 +12,9 @@ from tests.syncer.runs import RUN, start, status_of, train
 from tests.syncer.test_faults import until
 
 import diloco
-from diloco.core.ledger import Ledger
-from diloco.core.pool import Pool
 from diloco.errors import ConfigError
+from diloco.protocol.ledger import Ledger
+from diloco.protocol.pool import Pool
 from diloco.syncer.server import Syncer
 
 METHOD = diloco.DiLoCo(sync_every=4)

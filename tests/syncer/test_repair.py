@@ -17,8 +17,8 @@ import torch
 from tests.syncer.test_store import LAYOUT, METHOD, STATIC, held_of, merged_of, theta_of
 
 from diloco.cli import main
-from diloco.core.syncer import SyncerCore
 from diloco.errors import ConfigError, DilocoError, StoreError
+from diloco.protocol.syncer import SyncerCore
 from diloco.run.ports import InitialModel
 from diloco.syncer.inspection import NO_STATIC, inspect
 from diloco.syncer.records import DATABASE

@@ -25,12 +25,12 @@ from tests.syncer.test_replay import replayed
 import diloco
 from diloco import events
 from diloco.cli import main
-from diloco.core.pair.values import Contents
 from diloco.errors import AuthError, ConfigError, CorruptPayloadError, PayloadError, StandbyError, StoreError
 from diloco.event_log import read_events
 from diloco.exchange.key_pair import Keys
 from diloco.exchange.remote import fetch_status
 from diloco.exchange.wire import syncer_pb2 as pb
+from diloco.protocol.pair.values import Contents
 from diloco.syncer.following import Shown
 from diloco.syncer.keyring import Keyring
 from diloco.syncer.replica import ReplicatedState

@@ -19,11 +19,11 @@ from tests.syncer.test_live_page import entered, post
 import diloco
 from diloco import events as ev
 from diloco.cli import main
-from diloco.core.steering import Order
 from diloco.errors import AuthError, ConfigError, DrainedError
 from diloco.event_log import read_events
 from diloco.exchange.connection import Connection
 from diloco.exchange.wire import syncer_pb2 as pb
+from diloco.protocol.steering import Order
 from diloco.syncer.keyring import Keyring
 from diloco.syncer.server import Syncer
 

@@ -20,12 +20,12 @@ import safetensors.torch
 import torch
 
 import diloco
-from diloco.core.actions import MergeRound
-from diloco.core.contribution import Contribution
 from diloco.core.held import HeldFragment
 from diloco.core.layout import Layout, TensorSpec, digest, place
 from diloco.core.update import Update
 from diloco.errors import AlreadyInitialisedError, NotInitialisedError, StoreError, VersionError
+from diloco.protocol.actions import MergeRound
+from diloco.protocol.contribution import Contribution
 from diloco.run.ports import InitialModel, MergedRound
 from diloco.syncer.store import Store
 

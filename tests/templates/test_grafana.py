@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from tests.test_project import ROOT
 
-from diloco.core.ledger import Ledger
 from diloco.demo.plan import free_port
+from diloco.protocol.ledger import Ledger
 from diloco.syncer.metrics import LearnerSample, RunSample, SyncerMetrics
 
 DASHBOARD = json.loads((ROOT / "templates" / "grafana.json").read_text())

@@ -12,7 +12,6 @@ from tests.figures import figures_in, key_of, traces_of
 import diloco
 from diloco.cli import main
 from diloco.config import RunConfig, dump_config
-from diloco.core.pool import Pool
 from diloco.core.presets import method_from_table
 from diloco.errors import ConfigError
 from diloco.event_log import EventLog, read_events
@@ -22,6 +21,7 @@ from diloco.exchange.virtual.delivery import Fault
 from diloco.planning.network import Network
 from diloco.planning.network import Path as Way
 from diloco.planning.tape import read_tape
+from diloco.protocol.pool import Pool
 from diloco.simulation.pictures import NO_LOSS, pictures
 from diloco.simulation.scenario import Scenario, scenario_of_tape
 from diloco.simulation.virtual_run import Simulated, simulate

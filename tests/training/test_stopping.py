@@ -22,11 +22,11 @@ from tests.training.test_torchrun import torchrun
 
 from diloco.cli.train import _connector
 from diloco.config import RunConfig, dump_config
-from diloco.core.members import Deadlines
 from diloco.core.presets import method_from_table
 from diloco.event_log import read_events
 from diloco.events import Merged
 from diloco.exchange.remote import fetch_status, remote
+from diloco.protocol.members import Deadlines
 from diloco.syncer.keyring import Keyring
 from diloco.syncer.server import Options, Syncer
 from diloco.training.checkpoint import list_checkpoints, load_checkpoint

@@ -1,4 +1,4 @@
-"""`diloco admin`: orders to a live run (`core.steering`)."""
+"""`diloco admin`: orders to a live run (`protocol.steering`)."""
 
 import json
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import typer
 
 from diloco.cli._options import Insecure, Json, Keys
 from diloco.cli._reach import Address, OptionalRunFile, Reach, RunName, reach
-from diloco.core.steering import Order, What
+from diloco.protocol.steering import Order, What
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 

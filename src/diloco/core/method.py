@@ -10,8 +10,9 @@
     what does the global model do with the result?    outer, outer_at
     what does a learner do with the answer?           adopt
 
-A method has no behaviour of its own: the state machines (`core.learner`, `core.syncer`) and the round arithmetic
-(`core.update`) read it. A new method is a new value, or one new small file for the one question it answers differently.
+A method has no behaviour of its own: the state machines (`protocol.learner`, `protocol.syncer`) and the round
+arithmetic (`core.update`) read it. A new method is a new value, or one new small file for the one question it answers
+differently.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from diloco.core.codecs import FP32, Codec, codec_from_name
 from diloco.core.fragments import FRAGMENTATIONS, Fragmentation, Whole
 from diloco.core.merges import MERGES, SCREENS, HeLoCo, Mean, Merge, Screen
 from diloco.core.outer import OUTER_OPTIMIZERS, SGD, DelayedNesterov, Outer
-from diloco.core.rounds import QUORUMS
-from diloco.core.rounds.base import Quorum, Rules
-from diloco.core.rounds.scheduled import AllLive
 from diloco.core.schedule import Schedule, SyncEvery, sync_every_of
 from diloco.core.weights import WEIGHTS
 from diloco.errors import ConfigError
+from diloco.protocol.rounds import QUORUMS
+from diloco.protocol.rounds.base import Quorum, Rules
+from diloco.protocol.rounds.scheduled import AllLive
 
 Exchanged = Literal["outer gradients", "gradients", "parameters"]
 EXCHANGED: tuple[Exchanged, ...] = get_args(Exchanged)
@@ -77,7 +78,7 @@ class Method:
             does not.
         weight: how much a contribution counts: "uniform", "tokens", "tokens^2/steps", "discounted" (tokens, by
             staleness).
-        quorum: how rounds are called, and which learners must be in one (`core.rounds`).
+        quorum: how rounds are called, and which learners must be in one (`protocol.rounds`).
         screen: which contributions are refused for their norm before the merge; None: none.
         merge: how contributions become one outer gradient.
         partial: "full": the merged outer gradient as it is. "scale": times contributing ÷ live weight, so that part of

@@ -23,16 +23,16 @@ from typing import Any, Literal, Self
 
 from torch import Tensor
 
-from diloco.core.contribution import CallForWork, Contribution, Drained, Hold, Rejected, Standing
 from diloco.core.fragments import Layout
 from diloco.core.held import Advanced, HeldFragment
-from diloco.core.leases import Ask, Grant
-from diloco.core.lineage import Lineage
 from diloco.core.method import Method
-from diloco.core.session.requests import Report, TellStart
 from diloco.core.update import Update
 from diloco.errors import CheckpointError, ConfigError
 from diloco.exchange.lanes import Lanes
+from diloco.protocol.contribution import CallForWork, Contribution, Drained, Hold, Rejected, Standing
+from diloco.protocol.leases import Ask, Grant
+from diloco.protocol.lineage import Lineage
+from diloco.protocol.session.requests import Report, TellStart
 
 
 @dataclass(frozen=True)

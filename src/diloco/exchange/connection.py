@@ -14,14 +14,14 @@ from typing import Any, Self, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from diloco.core.members import Deadlines
-from diloco.core.session.lanes import StallTimeout
 from diloco.errors import AuthError, DilocoError, ExchangeError, UnreachableError
 from diloco.exchange.credentials import Credentials, Reason
 from diloco.exchange.key_pair import AnyKeys
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.incoming import Download
 from diloco.exchange.wire.rpc import CHANNEL_OPTIONS, from_rpc_error, is_retryable, path
+from diloco.protocol.members import Deadlines
+from diloco.protocol.session.lanes import StallTimeout
 
 R = TypeVar("R", bound=Message)
 

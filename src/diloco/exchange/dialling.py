@@ -8,13 +8,13 @@ from typing import TypeVar
 
 from google.protobuf.message import Message
 
-from diloco.core.session.lanes import address_of
 from diloco.errors import AuthError, StandbyError, UnreachableError
 from diloco.exchange.connection import Connection
 from diloco.exchange.key_pair import AnyKeys
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.address import split_addresses
 from diloco.exchange.wire.incoming import Download
+from diloco.protocol.session.lanes import address_of
 
 R = TypeVar("R", bound=Message)
 

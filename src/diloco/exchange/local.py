@@ -12,20 +12,20 @@ from typing import Any, TypeVar
 from safetensors.torch import load, save
 from torch import Tensor
 
-from diloco.core.contribution import CallForWork, Contribution, Drained, Hold, Rejected
 from diloco.core.held import HeldFragment
 from diloco.core.layout import Layout
-from diloco.core.leases import Ask, Grant
 from diloco.core.method import Method
-from diloco.core.pool import Pool
-from diloco.core.session import SessionCore
-from diloco.core.session.requests import Fail, Identity, Report, TellStart
 from diloco.errors import CheckpointError, ConfigError, DilocoError
 from diloco.exchange.base import Arrived, Event, Exchange, Model, Opened, Overview, Rejoined, required_method
 from diloco.exchange.virtual.client import News, SessionClient
 from diloco.exchange.virtual.delivery import Alarm
 from diloco.exchange.virtual.run import RUN, VirtualRun, World
 from diloco.exchange.virtual.turns import Killed, StepSeconds, ThreadState
+from diloco.protocol.contribution import CallForWork, Contribution, Drained, Hold, Rejected
+from diloco.protocol.leases import Ask, Grant
+from diloco.protocol.pool import Pool
+from diloco.protocol.session.requests import Fail, Identity, Report, TellStart
+from diloco.protocol.session.session_core import SessionCore
 from diloco.run.ports import InitialModel
 
 T = TypeVar("T")

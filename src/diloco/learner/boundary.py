@@ -11,15 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor
 
 from diloco.core.adopt import Eager, KeepDisplacement
-from diloco.core.contribution import KEPT, CallForWork, Contribution, Drained, Hold, Rejected
 from diloco.core.fragments import Layout
-from diloco.core.in_flight import Send
-from diloco.core.learner import LearnerCore
-from diloco.core.leases import Grant
 from diloco.core.method import Method
-from diloco.core.ranges import Ranges
-from diloco.core.session.requests import Evaluation, Report
-from diloco.core.unit_queue import UnitQueue
 from diloco.errors import ConfigError, StoppedError
 from diloco.exchange.base import Arrived, Exchange, Interrupted, Opened, Rejoined
 from diloco.learner.eager import EagerSteps
@@ -28,6 +21,13 @@ from diloco.learner.masters import MasterWeights
 from diloco.learner.rewarm import Rewarm
 from diloco.learner.tensors import LearnerTensors
 from diloco.learner.timing import Timing
+from diloco.protocol.contribution import KEPT, CallForWork, Contribution, Drained, Hold, Rejected
+from diloco.protocol.in_flight import Send
+from diloco.protocol.learner import LearnerCore
+from diloco.protocol.leases import Grant
+from diloco.protocol.ranges import Ranges
+from diloco.protocol.session.requests import Evaluation, Report
+from diloco.protocol.unit_queue import UnitQueue
 
 log = logging.getLogger("diloco")
 

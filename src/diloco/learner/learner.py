@@ -21,10 +21,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from diloco.core.fragments import Layout
-from diloco.core.learner import LearnerCore
-from diloco.core.leases import DataSet
 from diloco.core.method import Method
-from diloco.core.session.requests import Evaluation
 from diloco.errors import ConfigError
 from diloco.exchange.base import Exchange, Model, Opened
 from diloco.exchange.island import Ranks
@@ -43,6 +40,9 @@ from diloco.learner.schedule_free import in_eval_mode, is_in_train_mode
 from diloco.learner.state_dict import learner_state, resume
 from diloco.learner.tensors import LearnerTensors, trained_tensors
 from diloco.learner.union import described_by_all, static_of_all
+from diloco.protocol.learner import LearnerCore
+from diloco.protocol.leases import DataSet
+from diloco.protocol.session.requests import Evaluation
 
 log = logging.getLogger("diloco")
 
@@ -341,8 +341,8 @@ class Learner:
 
     @property
     def drained(self) -> bool:
-        """Whether this learner should finish now: the run has no place for it any more (`core.pool`, or an admin has
-        drained it or ended the run), and a fragment has no work that was not sent.
+        """Whether this learner should finish now: the run has no place for it any more (`protocol.pool`, or an admin
+        has drained it or ended the run), and a fragment has no work that was not sent.
 
         The training loop ends on it. A fragment that is sent at other steps loses what was trained since its last send.
         A learner that was evicted, and cannot join again, loses what is not merged, and takes no more steps.

@@ -1,10 +1,10 @@
-"""Units of the run's data for the training loop, leased by the syncer (`core.leases`)."""
+"""Units of the run's data for the training loop, leased by the syncer (`protocol.leases`)."""
 
 from __future__ import annotations
 
-from diloco.core.leases import MAX_ASKED, DataSet
-from diloco.core.unit_queue import UnitQueue
 from diloco.learner.boundary import Boundary
+from diloco.protocol.leases import MAX_ASKED, DataSet
+from diloco.protocol.unit_queue import UnitQueue
 
 
 class LeasedUnits:

@@ -18,7 +18,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from diloco.core.boxes import Box, cut
 from diloco.core.fragments import Fragment, Layout, gather, scatter
 from diloco.core.layout import Placement
 from diloco.core.memory import new_vector
@@ -27,6 +26,7 @@ from diloco.core.shards import dealt
 from diloco.errors import LayoutError
 from diloco.exchange.device_group import device_group, device_of
 from diloco.exchange.group import Group
+from diloco.learner.boxes import Box, cut
 from diloco.learner.pieces import Gather, Piece
 
 AllToAll = Callable[[Tensor, Sequence[int], Sequence[int], str], Tensor]

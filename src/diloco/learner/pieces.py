@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from diloco.core.boxes import Box
 from diloco.errors import ConfigError
+from diloco.learner.boxes import Box
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""A sampler for a user's DataLoader, whose samples the run's syncer leases (`core.leases`)."""
+"""A sampler for a user's DataLoader, whose samples the run's syncer leases (`protocol.leases`)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import TypeVar
 
 from torch.utils.data import Sampler
 
-from diloco.core.leases import DataSet
-from diloco.core.permutation import place_of_unit
 from diloco.errors import ConfigError
 from diloco.learner.learner import Learner
+from diloco.protocol.leases import DataSet
+from diloco.protocol.permutation import place_of_unit
 
 B = TypeVar("B")
 

@@ -10,9 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from diloco.core.held import HeldFragment
-from diloco.core.in_flight import require_whole_numbers
 from diloco.core.layout import digest
-from diloco.core.lineage import Lineage, refusal
 from diloco.core.method import Method
 from diloco.core.update import Update
 from diloco.errors import AuthError, CheckpointError, StoppedError, translated
@@ -20,6 +18,8 @@ from diloco.exchange.base import Arrived, Opened
 from diloco.learner.boundary import Boundary
 from diloco.learner.rewarm import rewarm_of
 from diloco.plain_json import MALFORMED
+from diloco.protocol.in_flight import require_whole_numbers
+from diloco.protocol.lineage import Lineage, refusal
 
 KEYS = (
     *("rank", "layout", "method", "core", "anchors", "origins", "parameters", "counters"),

@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from diloco.core.codecs.formats import wire_format
-from diloco.core.members import Deadlines
 from diloco.planning.penalty import Penalty, Term, expected_penalty
 from diloco.planning.settings import Setting
 from diloco.planning.site import BudgetTable, Site, SiteLearner
 from diloco.planning.star import Prediction, exchange_of, predict
 from diloco.planning.stations import ExchangePlan
 from diloco.planning.workload import Workload
+from diloco.protocol.members import Deadlines
 
 DEADLINES = Deadlines()
 """When a syncer gives up a silent learner, by the defaults of a run file's `[syncer]`."""

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 
-from diloco.core.rounds.called import Pace
-from diloco.core.rounds.late import decide
 from diloco.planning.network import Network
 from diloco.planning.stations import ExchangePlan, Star, Station
+from diloco.protocol.rounds.called import Pace
+from diloco.protocol.rounds.late import decide
 
 ROUNDING = 1e-9
 """Of a step: a clock that is a sum of fractions may stay below a whole number."""

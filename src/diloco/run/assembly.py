@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Generic
 
-from diloco.core.contribution import Contribution
 from diloco.errors import BusyError, PayloadError
+from diloco.protocol.contribution import Contribution
 from diloco.run.ports import S
 
 Span = tuple[int, int]

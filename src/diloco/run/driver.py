@@ -28,24 +28,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Generic
 
-from diloco.core.actions import (
-    Acknowledge,
-    Action,
-    Evict,
-    MergeRound,
-    PersistRecord,
-    Publish,
-    Reject,
-    Tell,
-    WakeAt,
-)  # fmt: skip
-from diloco.core.contribution import NOT_FINITE, Contribution, Standing
-from diloco.core.leases import Ask, Grant
-from diloco.core.lineage import Lineage, lost, refusal
-from diloco.core.members import Deadlines
-from diloco.core.pool import Pool
-from diloco.core.steering import Order
-from diloco.core.syncer import SyncerCore
 from diloco.errors import (
     BusyError,
     DilocoError,
@@ -56,6 +38,24 @@ from diloco.errors import (
     StaleIncarnationError,
     StoreError,
 )
+from diloco.protocol.actions import (
+    Acknowledge,
+    Action,
+    Evict,
+    MergeRound,
+    PersistRecord,
+    Publish,
+    Reject,
+    Tell,
+    WakeAt,
+)  # fmt: skip
+from diloco.protocol.contribution import NOT_FINITE, Contribution, Standing
+from diloco.protocol.leases import Ask, Grant
+from diloco.protocol.lineage import Lineage, lost, refusal
+from diloco.protocol.members import Deadlines
+from diloco.protocol.pool import Pool
+from diloco.protocol.steering import Order
+from diloco.protocol.syncer import SyncerCore
 from diloco.run import sense
 from diloco.run.assembly import Span
 from diloco.run.connections import Connections
@@ -261,7 +261,7 @@ class Driver(Generic[H, S, P]):
 
         Raises:
             NotInitialisedError: there is no model yet. LayoutError: it holds another model.
-            LineageError, UnknownRunError: as `core.lineage.refusal`. PayloadError: no such step size, or such an
+            LineageError, UnknownRunError: as `protocol.lineage.refusal`. PayloadError: no such step size, or such an
                 incarnation, can be.
             StaleIncarnationError: it joins again, but a newer process has its place.
             ConfigError: the run's method gives learners no overlap of their own, or not this one.
@@ -325,7 +325,7 @@ class Driver(Generic[H, S, P]):
 
         Raises:
             StaleIncarnationError: the incarnation is out, or a version is not part of the run any more. PayloadError:
-                its numbers make no sense. LineageError, UnknownRunError: as `core.lineage.refusal`.
+                its numbers make no sense. LineageError, UnknownRunError: as `protocol.lineage.refusal`.
         """
         core = self.core
         self._require_line(seen)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic
 
-from diloco.core.contribution import Verdict
 from diloco.core.update import Update
 from diloco.errors import LayoutError
+from diloco.protocol.contribution import Verdict
 from diloco.run.ports import H, MergedRound, ModelLayout, P
 
 KEPT_UPDATES = 3

@@ -11,15 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
-from diloco.core.actions import Action, Evict, MergeRound, Reject
-from diloco.core.contribution import Contribution, Standing
-from diloco.core.leases import Leases
-from diloco.core.lineage import Epoch
-from diloco.core.rounds.base import Rules
-from diloco.core.steering import Order
-from diloco.core.syncer import SyncerCore
 from diloco.core.update import Update
 from diloco.errors import NoRoomError, PayloadError, StoreError
+from diloco.protocol.actions import Action, Evict, MergeRound, Reject
+from diloco.protocol.contribution import Contribution, Standing
+from diloco.protocol.leases import Leases
+from diloco.protocol.lineage import Epoch
+from diloco.protocol.rounds.base import Rules
+from diloco.protocol.steering import Order
+from diloco.protocol.syncer import SyncerCore
 
 # --- values -----------------------------------------------------------------------------------------------------------
 
@@ -80,8 +80,8 @@ class InitialModel(Generic[H]):
         fragments: at version 0.
         static: a safetensors file with the frozen parameters and buffers.
         learner, source: the learner that brings it, and where it came from ("seed 17", a checkpoint's name).
-        run_id, epoch: as in `core.lineage`: drawn for this model, and 1; or where it continues a run whose state was
-            lost, that run's id, and a later epoch than it has had.
+        run_id, epoch: as in `protocol.lineage`: drawn for this model, and 1; or where it continues a run whose state
+            was lost, that run's id, and a later epoch than it has had.
         step, tokens: inner steps and tokens trained before the run.
     """
 

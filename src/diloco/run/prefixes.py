@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic
 
-from diloco.core.contribution import Contribution
+from diloco.protocol.contribution import Contribution
 from diloco.run.ports import S
 
 KEPT_S = 600.0

@@ -29,10 +29,10 @@ from dataclasses import replace
 from typing import Any, Generic, Protocol
 from weakref import WeakKeyDictionary
 
-from diloco.core.actions import Acknowledge, Action, Evict, MergeRound, Publish, Reject
-from diloco.core.contribution import Contribution
 from diloco.errors import DilocoError, NoRoomError, StoreError
 from diloco.plain_json import read_json
+from diloco.protocol.actions import Acknowledge, Action, Evict, MergeRound, Publish, Reject
+from diloco.protocol.contribution import Contribution
 from diloco.run.plain import write_plain
 from diloco.run.ports import (
     ClockPort,

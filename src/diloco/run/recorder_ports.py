@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, Generic, Protocol, TypeVar
 
-from diloco.core.actions import MergeRound
-from diloco.core.contribution import Standing
 from diloco.errors import NoRoomError, PayloadError
+from diloco.protocol.actions import MergeRound
+from diloco.protocol.contribution import Standing
 from diloco.run.ports import (
     ClockPort,
     ConnectionPort,

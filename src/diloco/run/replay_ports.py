@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from diloco.core.actions import MergeRound
-from diloco.core.contribution import Standing
 from diloco.errors import NoRoomError, PayloadError, StoreError
+from diloco.protocol.actions import MergeRound
+from diloco.protocol.contribution import Standing
 from diloco.run.memory import MemorySlot, MemorySpool
 from diloco.run.plain import TAG, PlainReader
 from diloco.run.ports import InitialModel, JobsPort, Json, MergedRound, RunMethod, SavedRun, T, Work

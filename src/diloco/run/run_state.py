@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Generic
 
-from diloco.core.lineage import Epoch, Lineage
-from diloco.core.members import Deadlines
-from diloco.core.pool import Pool
-from diloco.core.syncer import SyncerCore
 from diloco.errors import AlreadyInitialisedError, ConfigError, LayoutError, NotInitialisedError, UnknownRunError
+from diloco.protocol.lineage import Epoch, Lineage
+from diloco.protocol.members import Deadlines
+from diloco.protocol.pool import Pool
+from diloco.protocol.syncer import SyncerCore
 from diloco.run.global_model import GlobalModel
 from diloco.run.ports import H, InitialModel, P, RunMethod, SavedRun, first_epoch
 
@@ -30,7 +30,7 @@ class RunState(Generic[H, P]):
 
     Attributes:
         initial_tokens: what the model was trained on before the run.
-        run_id: as in `core.lineage`.
+        run_id: as in `protocol.lineage`.
         epochs: the starts on this run's state.
     """
 

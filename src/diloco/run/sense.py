@@ -11,12 +11,12 @@ import math
 import re
 from typing import Any, get_args
 
-from diloco.core.contribution import OVERLAP, Contribution
-from diloco.core.leases import Ask
-from diloco.core.ranges import Ranges, is_set
-from diloco.core.steering import OF_A_LEARNER, Order, What
-from diloco.core.succession import Word
 from diloco.errors import CorruptPayloadError, LayoutError, PayloadError
+from diloco.protocol.contribution import OVERLAP, Contribution
+from diloco.protocol.leases import Ask
+from diloco.protocol.ranges import Ranges, is_set
+from diloco.protocol.steering import OF_A_LEARNER, Order, What
+from diloco.protocol.succession import Word
 from diloco.run.ports import InitialModel
 
 MAX_AHEAD = 10**8

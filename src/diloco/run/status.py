@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from diloco.core.actions import MergeRound
-from diloco.core.ledger import total
-from diloco.core.syncer import SyncerCore
 from diloco.events import RECENT_MERGES
+from diloco.protocol.actions import MergeRound
+from diloco.protocol.ledger import total
+from diloco.protocol.syncer import SyncerCore
 from diloco.run.global_model import GlobalModel
 
 

@@ -8,12 +8,12 @@ from typing import Protocol
 
 from torch import Tensor
 
-from diloco.core.actions import MergeRound
 from diloco.core.held import HeldFragment, close
 from diloco.core.layout import Layout
 from diloco.core.merges import encoded_of
 from diloco.core.method import Method
 from diloco.errors import PayloadError
+from diloco.protocol.actions import MergeRound
 from diloco.run.ports import InitialModel, MergedRound
 
 

@@ -7,8 +7,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Generic
 
-from diloco.core.contribution import Contribution
 from diloco.errors import BusyError
+from diloco.protocol.contribution import Contribution
 from diloco.run import sense
 from diloco.run.assembly import Assemblies, Assembly, Span
 from diloco.run.ports import S, SpoolPort

@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 from diloco import events
 from diloco.config import RunConfig
 from diloco.core.method import Method
-from diloco.core.pool import Pool
 from diloco.core.presets import method_from_table
 from diloco.errors import ConfigError, DrainedError, ExchangeError
 from diloco.event_log import EventLog
@@ -29,6 +28,7 @@ from diloco.exchange.local import Local, Lost, run_virtual
 from diloco.exchange.virtual.run import VirtualRun, World
 from diloco.learner import Learner
 from diloco.planning.tape import SIMULATED
+from diloco.protocol.pool import Pool
 from diloco.report.drawing import Kind, Span
 from diloco.simulation.losses import Losses, read_losses
 from diloco.simulation.scenario import Scenario

@@ -26,11 +26,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from diloco.core.lineage import Epoch
-from diloco.core.syncer import without_members
 from diloco.core.update import Update
 from diloco.errors import ConfigError, NotInitialisedError, StoreError, first_line
 from diloco.plain_json import MALFORMED
+from diloco.protocol.lineage import Epoch
+from diloco.protocol.syncer import without_members
 from diloco.syncer.durable import ignore_point, sync_directory
 from diloco.syncer.files import TensorFiles, is_file_name
 from diloco.syncer.inspection import inspected

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from diloco.core.session.lanes import StallTimeout
+from diloco.protocol.session.lanes import StallTimeout
 
 log = logging.getLogger("diloco.syncer")
 

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 
-from diloco.core.pair.link import Link
-from diloco.core.pair.standby_end import StandbyEnd
-from diloco.core.pair.values import Hello
 from diloco.errors import CorruptPayloadError, DilocoError, UnreachableError
 from diloco.exchange.connection import Connection
 from diloco.exchange.key_pair import Keys
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import parse, verified
+from diloco.protocol.pair.link import Link
+from diloco.protocol.pair.standby_end import StandbyEnd
+from diloco.protocol.pair.values import Hello
 from diloco.syncer.pairing import Pairing
 from diloco.syncer.replica import Replica, ReplicatedState
 

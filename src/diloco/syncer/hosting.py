@@ -17,10 +17,10 @@ import grpc
 from torch import Tensor
 
 from diloco.core.held import HeldFragment
-from diloco.core.members import Deadlines
 from diloco.core.method import Method
-from diloco.core.pool import Pool
 from diloco.errors import DilocoError, UnreachableError
+from diloco.protocol.members import Deadlines
+from diloco.protocol.pool import Pool
 from diloco.run.driver import Driver
 from diloco.run.ports import Ports, StorePort, Work
 from diloco.run.recorder import Recorder

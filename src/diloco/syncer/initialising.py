@@ -14,11 +14,11 @@ import torch
 
 from diloco.core.fragments import Layout
 from diloco.core.held import HeldFragment
-from diloco.core.lineage import Lineage
 from diloco.core.memory import room
 from diloco.errors import BusyError, CorruptPayloadError, DilocoError, LayoutError, StoreError
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import tensor_of, tensors_of
+from diloco.protocol.lineage import Lineage
 from diloco.run import sense
 from diloco.run.ports import InitialModel
 from diloco.syncer.answers import until_done, while_waiting

@@ -22,9 +22,9 @@ import safetensors.torch
 
 from diloco.core.layout import Layout
 from diloco.core.method import Method
-from diloco.core.syncer import SyncerCore
 from diloco.errors import ConfigError, DilocoError, StoreError, first_line
 from diloco.plain_json import MALFORMED
+from diloco.protocol.syncer import SyncerCore
 from diloco.syncer.durable import ignore_point, look_locked
 from diloco.syncer.files import Described, TensorFiles, version_of
 from diloco.syncer.records import DATABASE, LOG, StoredVersion, epochs_of, look, stored_versions

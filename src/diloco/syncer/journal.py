@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from diloco import events
-from diloco.core.actions import Evict, MergeRound, Reject
-from diloco.core.contribution import Contribution
-from diloco.core.leases import Leases
-from diloco.core.ranges import count, union
-from diloco.core.steering import Order
-from diloco.core.syncer import SyncerCore
 from diloco.errors import NoRoomError, PayloadError, StoreError
 from diloco.event_log import EventLog
+from diloco.protocol.actions import Evict, MergeRound, Reject
+from diloco.protocol.contribution import Contribution
+from diloco.protocol.leases import Leases
+from diloco.protocol.ranges import count, union
+from diloco.protocol.steering import Order
+from diloco.protocol.syncer import SyncerCore
 from diloco.run.ports import InitialModel, MergedRound, Observer
 from diloco.syncer.merge_lines import MergeLines
 from diloco.syncer.metrics import LearnerSample, SyncerMetrics

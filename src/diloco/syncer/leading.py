@@ -11,13 +11,13 @@ from typing import IO
 
 import grpc
 
-from diloco.core.pair.first_end import FirstEnd
-from diloco.core.pair.link import Link
-from diloco.core.pair.values import Commit, Contents, Hello
 from diloco.errors import CorruptPayloadError
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import Unpaced, frames, parse, streamed
 from diloco.exchange.wire.window import LONGEST_CHUNK_BYTES
+from diloco.protocol.pair.first_end import FirstEnd
+from diloco.protocol.pair.link import Link
+from diloco.protocol.pair.values import Commit, Contents, Hello
 from diloco.run.sense import check_epoch
 from diloco.syncer.pairing import Pairing
 from diloco.syncer.replica import Lacking, Replica

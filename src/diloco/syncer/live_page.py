@@ -1,7 +1,7 @@
 """The live page of a run, on a loopback port of its own: what the syncer writes down, while it writes it.
 
 The page reads the event log as `diloco report` does, and asks the syncer for this moment once a second while someone
-watches. An admin can steer the run from it (`core.steering`); a failure of it ends nothing.
+watches. An admin can steer the run from it (`protocol.steering`); a failure of it ends nothing.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diloco.core.steering import Order
 from diloco.errors import AuthError, ConfigError, DilocoError, PayloadError
 from diloco.event_log import EventTail
 from diloco.events import Progress
 from diloco.exchange.wire.address import is_loopback, split_address
 from diloco.plain_json import MALFORMED, read_json
+from diloco.protocol.steering import Order
 from diloco.report import frame
 from diloco.report.story import Story
 from diloco.syncer.callers import Caller

@@ -6,15 +6,15 @@ import threading
 from collections.abc import Iterable, Iterator
 from typing import cast
 
-from diloco.core.contribution import Contribution, Standing, Verdict
 from diloco.core.fragments import Layout
-from diloco.core.leases import Ask, DataSet, Grant
-from diloco.core.lineage import Lineage
-from diloco.core.ranges import Ranges
-from diloco.core.steering import Order, What
 from diloco.errors import LayoutError
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.plain_json import read_json
+from diloco.protocol.contribution import Contribution, Standing, Verdict
+from diloco.protocol.leases import Ask, DataSet, Grant
+from diloco.protocol.lineage import Lineage
+from diloco.protocol.ranges import Ranges
+from diloco.protocol.steering import Order, What
 from diloco.run.sense import check_blocked
 
 

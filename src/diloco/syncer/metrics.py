@@ -14,9 +14,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, star
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from diloco.core.ledger import Ledger, total
 from diloco.errors import ConfigError
 from diloco.exchange.wire.address import is_loopback, split_address
+from diloco.protocol.ledger import Ledger, total
 from diloco.syncer.ports import port_refusal
 from diloco.syncer.wire_bytes import Direction
 

@@ -9,11 +9,11 @@ from typing import Any
 import grpc
 
 from diloco import events
-from diloco.core.lineage import Lineage
 from diloco.core.method import Method
-from diloco.core.succession import Ballot, Proposal, Standing, Word, elector
 from diloco.event_log import EventLog
 from diloco.exchange.wire import syncer_pb2 as pb
+from diloco.protocol.lineage import Lineage
+from diloco.protocol.succession import Ballot, Proposal, Standing, Word, elector
 from diloco.syncer.following import Following
 from diloco.syncer.leading import Leading
 from diloco.syncer.metrics import SyncerMetrics

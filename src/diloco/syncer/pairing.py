@@ -1,4 +1,4 @@
-"""One of two syncers in its process: a lock around `core.pair`, its clock, its disk, and writes that wait.
+"""One of two syncers in its process: a lock around `protocol.pair`, its clock, its disk, and writes that wait.
 
 Its lock is taken before those of the driver and of the store, never while one of them is held.
 """
@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from diloco.core.lineage import Epoch
-from diloco.core.pair.link import Link
-from diloco.core.pair.pair_core import PairCore
-from diloco.core.pair.values import Contents, Position, StandingObserver
-from diloco.core.succession import Proposal, Standing, Succession, Word
 from diloco.errors import StandbyError
+from diloco.protocol.lineage import Epoch
+from diloco.protocol.pair.link import Link
+from diloco.protocol.pair.pair_core import PairCore
+from diloco.protocol.pair.values import Contents, Position, StandingObserver
+from diloco.protocol.succession import Proposal, Standing, Succession, Word
 from diloco.run.sense import check_epoch, check_word
 from diloco.syncer.position import read_position, write_position
 from diloco.syncer.replica import Replica

@@ -1,4 +1,4 @@
-"""`standby.json`: what a syncer's state directory says of its part in a pair of syncers (`core.pair`).
+"""`standby.json`: what a syncer's state directory says of its part in a pair of syncers (`protocol.pair`).
 
 A directory without it is that of a syncer that never had a second one. Its epoch is in the database.
 """
@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from diloco.core.pair.values import Position
 from diloco.errors import StoreError, first_line
 from diloco.plain_json import MALFORMED
+from diloco.protocol.pair.values import Position
 from diloco.syncer.durable import sync_directory
 from diloco.whole_files import write_whole
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diloco.core.lineage import Epoch
 from diloco.core.update import Update
 from diloco.errors import StoreError, first_line
+from diloco.protocol.lineage import Epoch
 from diloco.syncer.durable import sync_directory
 
 FORMAT = 10

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from diloco.core.lineage import Epoch
-from diloco.core.syncer import gone_back
 from diloco.errors import StoreError
+from diloco.protocol.lineage import Epoch
+from diloco.protocol.syncer import gone_back
 from diloco.syncer.durable import ignore_point, lock_directory, sync_directory
 from diloco.syncer.files import TensorFiles, set_aside
 from diloco.syncer.inspection import NO_STATIC, Found, inspect, inspected

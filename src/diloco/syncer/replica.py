@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import IO, Any
 
-from diloco.core.lineage import Epoch
-from diloco.core.pair.values import Contents
 from diloco.core.update import Update
 from diloco.errors import CorruptPayloadError, StoreError
 from diloco.escaping import MAX_REASON
 from diloco.plain_json import MALFORMED
+from diloco.protocol.lineage import Epoch
+from diloco.protocol.pair.values import Contents
 from diloco.run.ports import Json
 from diloco.syncer.durable import ignore_point
 from diloco.syncer.files import is_static, version_of

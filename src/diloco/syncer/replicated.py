@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from diloco.core.held import HeldFragment
-from diloco.core.pair.writes import PairedWrites, WriteKey
+from diloco.protocol.pair.writes import PairedWrites, WriteKey
 from diloco.run.ports import InitialModel, Json, MergedRound, RunMethod
 from diloco.syncer.pairing import Pairing
 from diloco.syncer.replica import Replica

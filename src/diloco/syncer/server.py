@@ -17,15 +17,15 @@ from typing import Any, Literal, Self
 import grpc
 
 from diloco import events
-from diloco.core.members import Deadlines
 from diloco.core.method import Method
-from diloco.core.pool import Pool
-from diloco.core.session.heartbeat import HEARTBEAT_S
-from diloco.core.steering import Order
 from diloco.errors import ConfigError, StandbyError, StoreError, UnreachableError
 from diloco.event_log import EventLog
 from diloco.exchange.wire.address import socket_path, split_address
 from diloco.exchange.wire.rpc import SERVER_OPTIONS
+from diloco.protocol.members import Deadlines
+from diloco.protocol.pool import Pool
+from diloco.protocol.session.heartbeat import HEARTBEAT_S
+from diloco.protocol.steering import Order
 from diloco.run.payloads import TensorPayloads
 from diloco.run.recorder import Recorder
 from diloco.syncer.audit import Audit

@@ -17,8 +17,6 @@ import torch
 from google.protobuf.message import Message
 from safetensors.torch import save
 
-from diloco.core.contribution import Contribution
-from diloco.core.leases import Grant
 from diloco.core.method import Method
 from diloco.core.shards import Segments, num_segments_of
 from diloco.errors import (
@@ -35,6 +33,8 @@ from diloco.exchange.wire.frames import bytes_of, filling, read_header, streamed
 from diloco.exchange.wire.incoming import Progress, start_of
 from diloco.exchange.wire.outgoing import Acknowledged
 from diloco.exchange.wire.rpc import MAX_CONTROL_BYTES, MAX_MESSAGE_BYTES, abort
+from diloco.protocol.contribution import Contribution
+from diloco.protocol.leases import Grant
 from diloco.run import sense
 from diloco.run.run_state import require_run
 from diloco.run.uploads import Upload

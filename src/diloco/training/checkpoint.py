@@ -199,7 +199,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def lineage_of(path: Path) -> dict[str, Any] | None:
-    """The syncer that the learner of a whole checkpoint followed (`core.lineage`); None: it followed none."""
+    """The syncer that the learner of a whole checkpoint followed (`protocol.lineage`); None: it followed none."""
     with translated((OSError, *MALFORMED), CheckpointError, f"cannot read {path}", _instead(path)):
         lineage: dict[str, Any] | None = json.loads((path / _MANIFEST).read_bytes())["state"]["learners"][0].get(
             "lineage"

@@ -73,10 +73,10 @@ def command(
     ] = None,
 ) -> None:
     """Serve the run that RUN_FILE describes until interrupted; a restart continues at the last published version."""
-    from diloco.core.members import Deadlines
-    from diloco.core.pool import Pool
     from diloco.core.presets import method_from_table
     from diloco.exchange.key_pair import find_keys
+    from diloco.protocol.members import Deadlines
+    from diloco.protocol.pool import Pool
     from diloco.syncer.backups import BackupPlan
     from diloco.syncer.following import Shown
     from diloco.syncer.server import EVENTS, Options, Syncer

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from diloco.core.contribution import Contribution
 from diloco.core.layout import Placement
 from diloco.errors import ConfigError
+from diloco.protocol.contribution import Contribution
 
 
 @dataclass(frozen=True, eq=False)

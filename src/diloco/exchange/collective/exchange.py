@@ -11,7 +11,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from diloco.core.contribution import Contribution
 from diloco.core.fragments import Layout
 from diloco.core.method import Method
 from diloco.core.shards import dealt
@@ -23,6 +22,7 @@ from diloco.exchange.collective.rounds import Round, ShardedRounds
 from diloco.exchange.collective.shard_state import restore, state_of
 from diloco.exchange.collective.shards import Held, first_held
 from diloco.exchange.group import Group, require_process_group
+from diloco.protocol.contribution import Contribution
 
 
 @dataclass

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from diloco.core.contribution import OUTLIER, Contribution, Rejected
 from diloco.core.held import advance, close
 from diloco.core.merges import encoded_of
 from diloco.core.method import Method
@@ -20,6 +19,7 @@ from diloco.exchange.base import Arrived, Event
 from diloco.exchange.collective.agreement import agree, attempt, name_of, require_same_digest
 from diloco.exchange.collective.shards import Held
 from diloco.exchange.group import FRAME_BYTES, Group, split
+from diloco.protocol.contribution import OUTLIER, Contribution, Rejected
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diloco.core.contribution import CallForWork, Drained, Hold, Rejected
 from diloco.core.held import Advanced, HeldFragment
-from diloco.core.leases import Grant
 from diloco.core.shards import Shards
 from diloco.core.update import Update
 from diloco.errors import DilocoError, ExchangeError, translated
 from diloco.exchange.base import Arrived, Interrupted, Opened, Rejoined
 from diloco.exchange.group import SAME_VERSION, Group, as_bytes, error_of, to_bytes, to_tensor
 from diloco.plain_json import MALFORMED, read_json
+from diloco.protocol.contribution import CallForWork, Drained, Hold, Rejected
+from diloco.protocol.leases import Grant
 
 Fetched = Callable[[int, int, int | None], Advanced]
 """`ShardedExchange.fetched`."""

@@ -22,12 +22,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from diloco.core.codecs import Codec
-from diloco.core.contribution import Contribution
 from diloco.core.fragments import Layout
-from diloco.core.leases import Ask
-from diloco.core.lineage import Lineage
 from diloco.core.method import Method
-from diloco.core.session.requests import Report
 from diloco.core.shards import Shards, dealt
 from diloco.errors import CheckpointError, ConfigError, DilocoError
 from diloco.exchange.base import (
@@ -44,6 +40,10 @@ from diloco.exchange.base import (
 from diloco.exchange.group import TEXT_CHARACTERS, Group, as_bytes, error_of
 from diloco.exchange.island.messages import Fetched, Message, collect, share
 from diloco.exchange.lanes import Lane, Lanes
+from diloco.protocol.contribution import Contribution
+from diloco.protocol.leases import Ask
+from diloco.protocol.lineage import Lineage
+from diloco.protocol.session.requests import Report
 
 T = TypeVar("T")
 

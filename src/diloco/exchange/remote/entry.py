@@ -12,9 +12,6 @@ from dataclasses import dataclass
 from safetensors.torch import save
 
 from diloco.core.fragments import Layout
-from diloco.core.lineage import Lineage
-from diloco.core.session import requests
-from diloco.core.session.lanes import Lane
 from diloco.errors import AuthError, DilocoError, NoRoomError, StandbyError, UnreachableError
 from diloco.exchange.base import Model
 from diloco.exchange.dialling import Dialler
@@ -22,6 +19,9 @@ from diloco.exchange.remote.messages import lineage_message
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import bytes_of
 from diloco.exchange.wire.outgoing import Upload
+from diloco.protocol.lineage import Lineage
+from diloco.protocol.session import requests
+from diloco.protocol.session.lanes import Lane
 
 log = logging.getLogger("diloco")
 

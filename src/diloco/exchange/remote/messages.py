@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict
 
-from diloco.core.contribution import Contribution, Standing, Verdict
 from diloco.core.fragments import Layout
-from diloco.core.leases import Grant
-from diloco.core.lineage import Lineage
 from diloco.core.method import Method
-from diloco.core.ranges import Ranges
-from diloco.core.session import requests
-from diloco.core.succession import Ballot, Proposal
 from diloco.core.update import Update
 from diloco.errors import ConfigError, LayoutError, PayloadError, translated
 from diloco.escaping import MAX_REASON, printable
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.plain_json import MALFORMED, read_json
+from diloco.protocol.contribution import Contribution, Standing, Verdict
+from diloco.protocol.leases import Grant
+from diloco.protocol.lineage import Lineage
+from diloco.protocol.ranges import Ranges
+from diloco.protocol.session import requests
+from diloco.protocol.succession import Ballot, Proposal
 
 OTHER_VERSION = "is the syncer of another version?"
 

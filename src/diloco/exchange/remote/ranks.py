@@ -13,13 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from diloco.core.contribution import Contribution
 from diloco.core.fragments import Layout
 from diloco.core.held import Advanced, require_digest
 from diloco.core.layout import digest_of_segments
 from diloco.core.method import Method
-from diloco.core.session import requests
-from diloco.core.session.ends import GONE_TIMEOUT_S
 from diloco.core.shards import Segments, dealt
 from diloco.errors import DilocoError, ExchangeError, NoRoomError, UnreachableError, VersionError
 from diloco.exchange.base import Model
@@ -30,6 +27,9 @@ from diloco.exchange.remote.messages import pull_request, push_header
 from diloco.exchange.remote.transfers import Download, Key, Payload, Receiver, Sender, key_of
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import bytes_of
+from diloco.protocol.contribution import Contribution
+from diloco.protocol.session import requests
+from diloco.protocol.session.ends import GONE_TIMEOUT_S
 
 
 class _Upload(Job):

@@ -2,7 +2,7 @@
 
 The learner dials out only: to one address and one port, or to two where a second syncer follows the first. Losing the
 syncer is not an error: every request is repeated until the syncer is back, and contributions without a verdict are sent
-again. An evicted learner joins as a new incarnation and starts from the newest model. `core.session` decides all of
+again. An evicted learner joins as a new incarnation and starts from the newest model. `protocol.session` decides all of
 this; background threads make the requests (`session`), so that the training thread waits for none.
 """
 
@@ -20,15 +20,9 @@ from typing import Any
 from torch import Tensor
 
 from diloco.core.choices import whole_number
-from diloco.core.contribution import Contribution
 from diloco.core.fragments import Layout
 from diloco.core.held import Advanced
-from diloco.core.leases import Ask
-from diloco.core.lineage import Lineage
 from diloco.core.method import Method
-from diloco.core.session import SessionCore
-from diloco.core.session.ends import LEAVE_TIMEOUT_S
-from diloco.core.session.requests import Identity, Report
 from diloco.errors import ConfigError, ExchangeError, StoppedError
 from diloco.exchange.base import Event, Model, Opened, Overview, ShardedExchange
 from diloco.exchange.dialling import Dialler, dialler
@@ -39,6 +33,12 @@ from diloco.exchange.remote.messages import method_of
 from diloco.exchange.remote.ranks import Follower, LeadingReceiver, LeadingSender, divided, sharded_parts
 from diloco.exchange.remote.session import Session
 from diloco.exchange.remote.transfers import Receiver, Sender, num_bytes_of
+from diloco.protocol.contribution import Contribution
+from diloco.protocol.leases import Ask
+from diloco.protocol.lineage import Lineage
+from diloco.protocol.session.ends import LEAVE_TIMEOUT_S
+from diloco.protocol.session.requests import Identity, Report
+from diloco.protocol.session.session_core import SessionCore
 
 STOPPED_TIMEOUT_S = 0.2
 """How long a learner that was told to stop waits until the syncer has all of its contributions, and then for an answer

@@ -13,12 +13,6 @@ from typing import TypeVar, get_args
 
 from google.protobuf.message import Message
 
-from diloco.core.contribution import CallForWork, Drained, Hold, Rejected
-from diloco.core.leases import Grant
-from diloco.core.lineage import Lineage
-from diloco.core.session import SessionCore, requests
-from diloco.core.session.ends import GONE_TIMEOUT_S, LEAVE_TIMEOUT_S
-from diloco.core.session.requests import SessionAction
 from diloco.errors import DilocoError, ExchangeError
 from diloco.escaping import MAX_REASON, printable
 from diloco.exchange.base import Arrived, Opened, Rejoined
@@ -38,6 +32,13 @@ from diloco.exchange.remote.messages import (
 )
 from diloco.exchange.remote.transfers import Download, Receiver, Sender, num_bytes_of
 from diloco.exchange.wire import syncer_pb2 as pb
+from diloco.protocol.contribution import CallForWork, Drained, Hold, Rejected
+from diloco.protocol.leases import Grant
+from diloco.protocol.lineage import Lineage
+from diloco.protocol.session import requests
+from diloco.protocol.session.ends import GONE_TIMEOUT_S, LEAVE_TIMEOUT_S
+from diloco.protocol.session.requests import SessionAction
+from diloco.protocol.session.session_core import SessionCore
 
 log = logging.getLogger("diloco")
 

@@ -8,13 +8,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from diloco.core.contribution import Contribution, Verdict
 from diloco.core.fragments import Layout
 from diloco.core.held import Advanced, HeldFragment, advance, received_whole
-from diloco.core.lineage import Lineage
 from diloco.core.merges import shard_of
 from diloco.core.method import Method
-from diloco.core.session import requests
 from diloco.core.shards import Segments
 from diloco.core.update import Update
 from diloco.errors import ExchangeError, VersionError
@@ -24,6 +21,9 @@ from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import bytes_of, tensor_of, tensors_of
 from diloco.exchange.wire.incoming import Download as Incoming
 from diloco.exchange.wire.outgoing import Upload
+from diloco.protocol.contribution import Contribution, Verdict
+from diloco.protocol.lineage import Lineage
+from diloco.protocol.session import requests
 
 # --- up ---------------------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor
 
-from diloco.core.contribution import Contribution
 from diloco.core.fragments import Layout
 from diloco.core.method import Method
 from diloco.errors import CheckpointError, ConfigError, ExchangeError
@@ -19,6 +18,7 @@ from diloco.exchange.group import to_bytes, to_tensor
 from diloco.exchange.torchft.quorum import QuorumClient
 from diloco.exchange.torchft.rounds import ElasticRounds
 from diloco.exchange.torchft.run_copy import Copy
+from diloco.protocol.contribution import Contribution
 
 
 class TorchFT(Exchange):

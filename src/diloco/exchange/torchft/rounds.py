@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diloco.core.contribution import MISSED, OUTLIER, Contribution, Rejected
 from diloco.core.fragments import Layout
 from diloco.core.held import close, published_mean
 from diloco.core.layout import SAME_MODEL
@@ -25,6 +24,7 @@ from diloco.exchange.group import Group, split
 from diloco.exchange.torchft.healing import adopt_first, heal
 from diloco.exchange.torchft.quorum import HEARTBEAT_S, QuorumClient
 from diloco.exchange.torchft.run_copy import Copy, Result
+from diloco.protocol.contribution import MISSED, OUTLIER, Contribution, Rejected
 
 log = logging.getLogger("diloco")
 

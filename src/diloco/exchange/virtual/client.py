@@ -11,18 +11,19 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from diloco.core.contribution import CallForWork, Contribution, Drained, Hold, Rejected, Standing
 from diloco.core.held import Advanced, HeldFragment
 from diloco.core.layout import Layout
-from diloco.core.leases import Ask, Grant
-from diloco.core.lineage import Lineage
-from diloco.core.session import SessionCore, requests
-from diloco.core.succession import Word, elector
 from diloco.core.update import Update
 from diloco.errors import DilocoError, UnreachableError
 from diloco.exchange.base import Arrived
 from diloco.exchange.virtual.doors import Door, SimulatedDriver
 from diloco.exchange.virtual.replicas import Replicas
+from diloco.protocol.contribution import CallForWork, Contribution, Drained, Hold, Rejected, Standing
+from diloco.protocol.leases import Ask, Grant
+from diloco.protocol.lineage import Lineage
+from diloco.protocol.session import requests
+from diloco.protocol.session.session_core import SessionCore
+from diloco.protocol.succession import Word, elector
 from diloco.run.global_model import Fetched
 from diloco.run.memory import MemorySlot
 from diloco.run.ports import ClockPort, InitialModel

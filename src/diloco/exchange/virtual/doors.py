@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from diloco.core.held import HeldFragment
-from diloco.core.succession import Proposal, Word
+from diloco.protocol.succession import Proposal, Word
 from diloco.run.driver import Driver
 from diloco.run.memory import MemorySlot
 

@@ -11,17 +11,17 @@ import torch
 
 from diloco.core.held import HeldFragment
 from diloco.core.layout import Layout
-from diloco.core.members import Deadlines
 from diloco.core.method import Method
-from diloco.core.pool import Pool
-from diloco.core.session import requests
-from diloco.core.syncer import rewound
 from diloco.errors import ConfigError, LayoutError
 from diloco.exchange.virtual.delivery import Delivery, Fault, Faults, Links
 from diloco.exchange.virtual.doors import Door, OneSyncer, SimulatedDriver
 from diloco.exchange.virtual.replicas import Replicas
 from diloco.exchange.virtual.syncer import VirtualSyncer
 from diloco.exchange.virtual.turns import StepSeconds, VirtualTime, Watch
+from diloco.protocol.members import Deadlines
+from diloco.protocol.pool import Pool
+from diloco.protocol.session import requests
+from diloco.protocol.syncer import rewound
 from diloco.run.ports import NullObserver, Observer
 
 RUN = "local"

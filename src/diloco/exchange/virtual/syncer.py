@@ -7,11 +7,11 @@ from collections.abc import Callable
 from torch import Tensor
 
 from diloco.core.held import HeldFragment
-from diloco.core.members import Deadlines
 from diloco.core.method import Method
-from diloco.core.pool import Pool
 from diloco.exchange.virtual.delivery import Alarm, Delivery
 from diloco.exchange.virtual.doors import SimulatedDriver
+from diloco.protocol.members import Deadlines
+from diloco.protocol.pool import Pool
 from diloco.run.driver import Driver
 from diloco.run.memory import MemorySpool, MemoryStore
 from diloco.run.ports import Observer, Ports, SavedRun, T, Work

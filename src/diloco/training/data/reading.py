@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from diloco.core.permutation import permute
 from diloco.errors import ConfigError, translated
+from diloco.protocol.permutation import permute
 from diloco.training.data.documents import Document, Documents, Rows
 
 if TYPE_CHECKING:

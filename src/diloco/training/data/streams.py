@@ -6,8 +6,8 @@ their pace. A learner beyond the planned ones reads one of these shards, in an o
 shards (the data-parallel baseline, and the warm start) draws at each step what all learners together draw at that step:
 paired comparisons see the same data.
 
-`LeasedStream` reads the windows that the syncer leases (`core.leases`): more, fewer or other learners neither skip a
-window nor repeat one.
+`LeasedStream` reads the windows that the syncer leases (`protocol.leases`): more, fewer or other learners neither skip
+a window nor repeat one.
 
 `TextStream` reads texts while training: neither they nor their tokens are kept, or written. Each shard reads its
 documents (`reading.Deal`) and draws from a buffer of windows: the next window that is read replaces the drawn one. At
@@ -25,11 +25,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from diloco.core.leases import DataSet
-from diloco.core.permutation import permute, place_of_unit
 from diloco.errors import CheckpointError, ConfigError
 from diloco.learner import Learner
 from diloco.learner.leased import LeasedUnits
+from diloco.protocol.leases import DataSet
+from diloco.protocol.permutation import permute, place_of_unit
 from diloco.training.data.corpus import Corpus, TextSource, Tokens
 from diloco.training.data.reading import Deal, Reader
 

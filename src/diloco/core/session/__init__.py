@@ -1,5 +1,0 @@
-"""A learner's session with a syncer, without sockets, threads and clocks."""
-
-from diloco.core.session.session_core import SessionCore
-
-__all__ = ["SessionCore"]

@@ -1,0 +1,1 @@
+"""Who does what when: state machines without clock, socket, thread or tensor."""

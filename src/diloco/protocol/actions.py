@@ -1,0 +1,105 @@
+"""The actions of `SyncerCore`: values that the driver executes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from diloco.protocol.contribution import Contribution
+
+
+@dataclass(frozen=True)
+class Acknowledge:
+    """Acknowledge a contribution and keep its payload: the syncer is responsible for it now.
+
+    `duplicate`: it is open already, or has a verdict; drop this copy.
+    """
+
+    contribution: Contribution
+    duplicate: bool
+
+
+@dataclass(frozen=True)
+class Reject:
+    """Drop a contribution's payload: it will not be merged. Its learner gets the verdict once that is durable."""
+
+    contribution: Contribution
+    reason: str
+
+
+@dataclass(frozen=True)
+class MergeRound:
+    """Close the round: merge these contributions and take the outer step; then call `merged`, or `abandoned`. After
+    `merged`, make the new version durable together with the record `saved(storing=fragment)`, and call `stored`.
+
+    Contributions come in learner-id order; a learner may have several, the late ones first, which are added up.
+
+    Attributes:
+        weights: one per learner.
+        scale: multiplies the merged outer gradient.
+        members: the learners that the round had.
+        reason: why the round is closed now, in one sentence.
+    """
+
+    fragment: int
+    round: int
+    contributions: tuple[Contribution, ...]
+    weights: tuple[float, ...]
+    scale: float
+    members: frozenset[str]
+    reason: str
+
+
+@dataclass(frozen=True)
+class PersistRecord:
+    """Make a record durable soon: take `saved()`, then call `recorded`. The record of a stored version serves too."""
+
+
+@dataclass(frozen=True)
+class Publish:
+    """The version is durable: show it to all learners, and send each its standing."""
+
+    fragment: int
+    version: int
+    contributors: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Tell:
+    """Send these learners their standing, which has changed."""
+
+    learners: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Evict:
+    """Tell this incarnation that it is evicted. `replaced`: a newer one took its place, so it must not rejoin."""
+
+    learner: str
+    incarnation: int
+    reason: str
+    replaced: bool
+
+
+@dataclass(frozen=True)
+class WakeAt:
+    """Call `tick` at this time at the latest; an earlier `WakeAt` is void."""
+
+    at: float
+
+
+Action = Acknowledge | Reject | MergeRound | PersistRecord | Publish | Tell | Evict | WakeAt
+
+
+@dataclass(frozen=True)
+class Record:
+    """The durable state of a run besides its tensors.
+
+    Attributes:
+        serial: ascending. What a record holds is durable once it, or a later one, is stored.
+        values: plain values (JSON).
+    """
+
+    serial: int
+    values: Mapping[str, Any]

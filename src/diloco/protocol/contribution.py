@@ -1,0 +1,163 @@
+"""Contributions, verdicts and calls, as the state machines see them: plain values, without the tensors.
+
+Each contribution has a number, ascending per incarnation and fragment. Verdicts name it, and a retransmission is
+recognised by it. A syncer sends a learner's whole `Standing` on every connection and with every heartbeat. So the next
+message repairs a lost one, and a message that arrives twice changes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from diloco.protocol.ranges import Ranges
+
+# Why a contribution is sent back: the work stays with the learner, pending, and goes with its next contribution.
+OUT_OF_STEP = "out of step"
+"""Its learner is a round behind: it was sent no later than the contributions to the round before."""
+DROPPED = "dropped"
+"""`AllLive(drop=…)` leaves it out."""
+ABANDONED = "abandoned"
+"""It was left out of a merge that has no finite result: there is no version to wait for."""
+
+KEPT = (OUT_OF_STEP, DROPPED, ABANDONED)
+
+# Why a learner discards tokens by itself.
+OVERLAP = "overlap"
+"""Trained between a send and the adoption that overwrote it."""
+
+# Why a contribution is discarded.
+MISSED = "missed"
+"""Its round is closed. The learner still gets the round's version."""
+TWICE = "twice in one round"
+"""The round has a contribution of an earlier incarnation. The learner still gets the round's version."""
+LATE = "late"
+"""It was measured from an older version than the one it would be merged into, and the quorum's `late` is "drop"."""
+VERSION = "version"
+"""Its round or base is not one that a learner can have."""
+OUTLIER = "outlier"
+"""The method's screen refused its norm."""
+NOT_FINITE = "not finite"
+"""Its round's merge has no finite result, or that of a round before it."""
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """The description of an outer gradient that a learner sends.
+
+    Attributes:
+        learner, incarnation: the learner that measured it.
+        fragment: index of the fragment.
+        number: 1, 2, 3, … of this incarnation and fragment, in the order sent.
+        round: the merge it is meant for; round r takes version r to version r + 1.
+        base: the version the displacement was measured from. Less than `round` where an overlap of a whole interval has
+            the answer to the previous round still on its way.
+        tokens, steps: work in it, since the learner's previous contribution of this fragment.
+        trained: tokens this incarnation has trained in all, when it was sent.
+        discarded: tokens of this fragment that adoption has overwritten since the previous contribution, by reason.
+        step: the inner step after which it was sent. A round does not wait for a learner that passed the round's step
+            without contributing.
+        tensors: indices, in the fragment, of the tensors that this learner trains; None: all of them.
+        units: of the run's data (`protocol.leases`), that its work is on; empty where data is not leased.
+        overwritten: units whose work on this fragment adoption has overwritten since the previous contribution.
+    """
+
+    learner: str
+    incarnation: int
+    fragment: int
+    number: int
+    round: int
+    base: int
+    tokens: int
+    steps: int
+    trained: int = 0
+    discarded: tuple[tuple[str, int], ...] = ()
+    step: int = field(kw_only=True)
+    tensors: tuple[int, ...] | None = field(default=None, kw_only=True)
+    units: Ranges = field(default=(), kw_only=True)
+    overwritten: Ranges = field(default=(), kw_only=True)
+
+    @property
+    def accounted(self) -> int:
+        """Tokens that it accounts for: those of its work, and those discarded since the previous contribution."""
+        return self.tokens + sum(tokens for _, tokens in self.discarded)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a contribution was merged or rejected.
+
+    Attributes:
+        fragment, number: of the contribution; the incarnation is that of the receiver.
+        reason: why it was rejected; None: it is merged.
+        version: the version that it is merged in, or that the fragment had when it was rejected.
+    """
+
+    fragment: int
+    number: int
+    reason: str | None
+    version: int
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A contribution of this learner's will not be merged."""
+
+    fragment: int
+    number: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class CallForWork:
+    """The syncer calls for this learner's work on a fragment that is at this version."""
+
+    fragment: int
+    version: int
+
+
+@dataclass(frozen=True)
+class Drained:
+    """This learner was evicted, and the run has no place for it any more: what it had sent is void, and it takes no
+    more steps."""
+
+
+@dataclass(frozen=True)
+class Hold:
+    """The run is paused, so that this learner is to take no steps; `is_paused` false: it goes on."""
+
+    is_paused: bool
+
+
+@dataclass(frozen=True)
+class Standing:
+    """All that one learner must know of the run. Receiving it again changes nothing.
+
+    Attributes:
+        step: the highest inner step known of any learner.
+        start_step: the inner step that the learner starts from if it has not trained yet; less than `step` where a
+            round waits for its send after that step.
+        run_tokens: tokens trained by the whole run.
+        num_live: learners that take part.
+        sync_every: inner steps between two pushes of this learner; None: the method's H.
+        versions: of each fragment, published.
+        calls: (fragment, version) of the calls for work that it has not answered.
+        verdicts: those of its incarnation that it has not confirmed, by fragment and number.
+        drained: the run has no place for it any more (`protocol.pool`, `protocol.steering`): it sends its last work,
+            and leaves.
+        order: ascending for one process of the syncer: of two that overtook each other on the way, the higher is true.
+        paused: no round is merged, and learners are to take no steps.
+        at_least: the fewest learners that a round is merged with, where an operator has set it; 0: as the method says.
+    """
+
+    step: int
+    start_step: int
+    run_tokens: int
+    num_live: int
+    sync_every: int | None
+    versions: tuple[int, ...]
+    calls: tuple[tuple[int, int], ...] = ()
+    verdicts: tuple[Verdict, ...] = ()
+    drained: bool = False
+    order: int = 0
+    paused: bool = False
+    at_least: int = 0

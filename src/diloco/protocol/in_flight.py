@@ -1,0 +1,213 @@
+"""One fragment as one learner sees it: work that is pending, contributions in flight, and where its tokens went.
+
+`protocol.learner` decides when each of these methods is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
+
+from diloco.protocol.contribution import OVERLAP
+from diloco.protocol.ledger import Ledger
+from diloco.protocol.ranges import Ranges, as_lists, common, ranges_of, union
+
+
+@dataclass
+class InFlight:
+    """A contribution that was sent and is not complete: its version is not adopted, nor was it removed as rejected.
+
+    Attributes:
+        number, round, base, tokens, steps: as in `Contribution`; number 0: of an earlier incarnation.
+        apply_at: the inner step after which its answer is due.
+        listed: a received version contains it.
+        is_rejected: it was rejected, and the learner still waits for its round's version.
+        kept: it was rejected as dropped, and its work stays in the learner's parameters.
+        units: as in `Contribution`.
+    """
+
+    number: int
+    round: int
+    base: int
+    tokens: int
+    steps: int
+    apply_at: int
+    listed: bool = False
+    is_rejected: bool = False
+    kept: bool = False
+    units: Ranges = ()
+
+
+@dataclass(frozen=True)
+class Send:
+    """Measure `fragment` now and offer it to merge `round`; the displacement is taken from version `base`.
+
+    `discarded`: tokens given up by adoption since the previous send, by reason. `units`, `overwritten`: as in
+    `Contribution`.
+    """
+
+    fragment: int
+    number: int
+    round: int
+    base: int
+    tokens: int
+    steps: int
+    discarded: tuple[tuple[str, int], ...] = ()
+    units: Ranges = ()
+    overwritten: Ranges = ()
+
+
+@dataclass
+class FragmentWork:
+    """One learner's work on a fragment.
+
+    Attributes:
+        version: the one adopted.
+        number: of the newest contribution; 0: none was sent.
+        received: versions that are here and not adopted.
+        in_flight: contributions, oldest first.
+        pending_tokens, pending_steps: work that was not sent.
+        overwritten_tokens: discarded by adoption and not yet reported.
+        ledger: where the tokens of this incarnation went.
+        pending_units, overwritten_units: of leased data (`protocol.leases`), what the same tokens were trained on.
+    """
+
+    version: int
+    number: int = 0
+    received: set[int] = field(default_factory=set)
+    in_flight: list[InFlight] = field(default_factory=list)
+    pending_tokens: int = 0
+    pending_steps: int = 0
+    overwritten_tokens: int = 0
+    ledger: Ledger = field(default_factory=Ledger)
+    pending_units: Ranges = ()
+    overwritten_units: Ranges = ()
+
+    def stepped(self, tokens: int, units: Ranges = ()) -> None:
+        """One more inner step of work on it."""
+        self.pending_tokens += tokens
+        if units:
+            self.pending_units = union(self.pending_units, units)
+        self.pending_steps += 1
+        self.ledger.trained += tokens
+
+    def offer(self, fragment: int, round_: int, *, apply_at: int) -> Send:
+        """Send all pending work as a new contribution."""
+        self.number += 1
+        flight = InFlight(
+            self.number, round_, self.version, self.pending_tokens, self.pending_steps, apply_at,
+            units=self.pending_units,
+        )  # fmt: skip
+        self.in_flight.append(flight)
+        discarded = ((OVERLAP, self.overwritten_tokens),) if self.overwritten_tokens else ()
+        overwritten = self.overwritten_units
+        self.pending_tokens = self.pending_steps = self.overwritten_tokens = 0
+        self.pending_units = self.overwritten_units = ()
+        return Send(
+            fragment, flight.number, round_, self.version, flight.tokens, flight.steps, discarded, flight.units,
+            overwritten,
+        )  # fmt: skip
+
+    def take_back(self, flight: InFlight) -> None:
+        """Its work is pending again."""
+        self.pending_tokens += flight.tokens
+        self.pending_steps += flight.steps
+        self.pending_units = union(self.pending_units, flight.units)
+
+    def arrived(self, version: int, merged: int) -> tuple[InFlight, ...]:
+        """A version has arrived; contributions up to number `merged` are in it or an earlier one, unless they were
+        rejected. Returns the contributions in flight that are newly known to be merged."""
+        if version <= self.version:
+            return ()
+        self.received.add(version)
+        listed = tuple(
+            flight
+            for flight in self.in_flight
+            if 0 < flight.number <= merged and not (flight.listed or flight.is_rejected)
+        )
+        for flight in listed:
+            flight.listed = True
+            self.ledger.merged += flight.tokens
+        return listed
+
+    def overwrite(self) -> None:
+        """A version replaces the parameters: the pending work is discarded."""
+        self.ledger.discard(self.pending_tokens, OVERLAP)
+        self.overwritten_tokens += self.pending_tokens
+        self.overwritten_units = union(self.overwritten_units, self.pending_units)
+        self.pending_tokens = self.pending_steps = 0
+        self.pending_units = ()
+
+    def forget(self, *, keep_work: bool) -> bool:
+        """Drop the contributions in flight that are not listed. Returns whether there was any.
+
+        `keep_work`: their work is pending again. Otherwise all work so far is lost.
+        """
+        void = [flight for flight in self.in_flight if not flight.listed]
+        self.in_flight = [flight for flight in self.in_flight if flight.listed]
+        for flight in void:
+            if keep_work:
+                self.take_back(flight)
+            else:
+                self.pending_steps = 0
+                self.pending_units = ()
+        return bool(void)
+
+    @property
+    def has_units(self) -> bool:
+        """Whether the next contribution accounts for units of data."""
+        return bool(self.pending_units or self.overwritten_units)
+
+    def keep_units(self, units: Ranges) -> None:
+        """Of its units, only these are leased to the learner."""
+        self.pending_units = common(self.pending_units, units)
+        self.overwritten_units = common(self.overwritten_units, units)
+
+    def forget_tokens(self) -> None:
+        """Start a new incarnation that keeps the work: numbers begin anew, and tokens so far are forgotten."""
+        self.number = 0
+        self.pending_tokens = self.overwritten_tokens = 0
+        self.ledger = Ledger()
+        for flight in self.in_flight:
+            flight.number = flight.tokens = 0
+
+    def lose(self) -> None:
+        """The learner is out of the run for good: contributions in flight are void, and pending tokens are lost."""
+        self.in_flight = []
+        self.pending_tokens = self.pending_steps = self.overwritten_tokens = 0
+        self.pending_units = self.overwritten_units = ()
+        self.ledger.lose()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        flights = [{**asdict(flight), "units": as_lists(flight.units)} for flight in self.in_flight]
+        units = {"pending_units": as_lists(self.pending_units), "overwritten_units": as_lists(self.overwritten_units)}
+        return {**asdict(self), "received": sorted(self.received), "in_flight": flights, **units}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """What `as_dict` gave. Raises ValueError, TypeError or LookupError for anything else."""
+        ledger = Ledger(**{**values["ledger"], "discarded": dict(values["ledger"]["discarded"])})
+        flights = [InFlight(**{**flight, "units": ranges_of(flight["units"])}) for flight in values["in_flight"]]
+        units = {key: ranges_of(values[key]) for key in ("pending_units", "overwritten_units")}
+        it = cls(**{**values, **units, "received": set(values["received"]), "in_flight": flights, "ledger": ledger})
+        require_whole_numbers(
+            it.version, it.number, it.pending_tokens, it.pending_steps, it.overwritten_tokens, *it.received,
+            *(n for each in (units["pending_units"], units["overwritten_units"]) for pair in each for n in pair),
+            ledger.trained, ledger.merged, ledger.lost, *map(abs, ledger.discarded.values()),
+        )  # fmt: skip
+        for flight in flights:
+            require_whole_numbers(
+                flight.number, flight.round, flight.base, flight.tokens, flight.steps, flight.apply_at
+            )
+            if {type(flight.listed), type(flight.is_rejected), type(flight.kept)} != {bool}:
+                raise TypeError("a contribution in flight that is neither listed nor not")
+        return it
+
+
+def require_whole_numbers(*values: object) -> None:
+    """Check that values from a file are whole numbers, none of them negative. Raises ValueError."""
+    for each in values:
+        if type(each) is not int or each < 0:
+            raise ValueError(f"{str(each)[:40]!r} is no whole number")

@@ -1,0 +1,460 @@
+"""Leases: which learner trains which unit of the run's data, so that each unit is merged once.
+
+**Units.** The training data is `num_units` units (windows, samples). Every pass over them has an order of its own, a
+seeded permutation that learners know and the syncer does not. Unit u of the run is the one at place u mod num_units of
+pass u // num_units. So the run's data is the numbers 0, 1, 2, …, and a lease is a few ranges of them.
+
+**A unit is free, leased or done**, and free + leased + done is all, in every pass at any time. A syncer leases the
+lowest free units: those that came back before new ones, and an earlier pass before a later one. It never waits for
+units that another learner has, not even at the end of a pass.
+
+**The rule.** Work is sent fragment by fragment, so a unit meets a fate in each fragment: "merged", or given up for a
+reason (`protocol.contribution`: it was overwritten by an adoption, or its contribution was late, an outlier, …).
+
+    done        every fragment has a fate for it, and at least one of them is "merged"
+    free again  every fragment has given it up; or its learner is gone while a fragment has no fate for it
+
+No unit is skipped: one that is done was merged, and a fragment without it is one in which the method gave it up. A unit
+that comes back although some fragments had merged it is merged in these once more; each is counted as repeated:
+
+    per fragment    Σ fates of done units = done − before
+                    merges = fates["merged"] of done units + merged units under lease + repeated
+
+**Durable.** All of it is in the syncer's record. A grant is answered once it is durable, and a fate is in the record of
+the version that it comes with. An acknowledged contribution stays with the syncer after its learner is gone, so its
+units come back only once it has a verdict; after a restart, once the run is restored.
+
+**Coming back.** A learner that continues exactly from a checkpoint, under a new incarnation, has work on units whose
+lease ended with the incarnation before. Its first request claims them. It gets those that are free still, with the
+fates they had; those that others have meanwhile are trained twice, and counted as unclaimed.
+
+No clock, socket or permutation is in here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import astuple, dataclass, field
+from typing import Any
+
+from diloco.errors import ConfigError, PayloadError
+from diloco.protocol.contribution import KEPT, OVERLAP, Contribution
+from diloco.protocol.ranges import Ranges, common, count, minus, ranges_of, split, union
+from diloco.protocol.unit_fates import MERGED, RecentMerges, UnitFates, fates_of
+
+MAX_ASKED = 2**20
+"""Units in one request."""
+
+MAX_LEASED = 2**24
+"""Units under lease to one learner, beyond which it gets no more until some have their fates."""
+
+
+MAX_PASSES = 16
+"""Passes that a status has: one may have been begun for each unit of a small data set."""
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """What a run trains on; the same for all learners.
+
+    Attributes:
+        num_units: in one pass.
+        passes: after which the data ends; 0: it does not.
+        digest: identifies the data and its order.
+        unit_tokens: tokens of one unit; those that a model was trained on before the run are its first units. 0: not
+            known, and the run begins with unit 0.
+    """
+
+    num_units: int
+    passes: int
+    digest: str
+    unit_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request for a lease.
+
+    Attributes:
+        number: 1, 2, 3, … of this incarnation; the same number again gets the same answer.
+        num_units: wanted.
+        claim: with number 1, per fragment the units of an earlier incarnation that its next contribution has work on;
+            empty: none.
+    """
+
+    number: int
+    num_units: int
+    data: DataSet
+    claim: tuple[Ranges, ...] = ()
+
+
+@dataclass(frozen=True)
+class Grant:
+    """The answer to a request.
+
+    Attributes:
+        number: of the request.
+        units: leased now; empty: nothing is free, and the data has ended.
+        claimed: of the units that were claimed, those that are leased to this incarnation.
+    """
+
+    number: int
+    units: Ranges
+    claimed: Ranges = ()
+
+
+@dataclass
+class Holding(UnitFates):
+    """The units of one incarnation that are not done: under lease; or, of one that has ended, those that came back.
+
+    Attributes:
+        grant: the newest.
+        has_ended: its incarnation is gone; the units left wait for the verdicts of acknowledged contributions.
+    """
+
+    grant: Grant = Grant(0, ())
+    has_ended: bool = False
+
+    def as_list(self) -> list[Any]:
+        """Plain values (JSON)."""
+        return [self.units, [dict(by_fate) for by_fate in self.fates], astuple(self.grant), self.has_ended]
+
+    @classmethod
+    def from_list(cls, values: Sequence[Any]) -> Holding:
+        """What `as_list` gave."""
+        units, fates, (number, granted, claimed), has_ended = values
+        grant = Grant(number, ranges_of(granted), ranges_of(claimed))
+        return cls(ranges_of(units), fates_of(fates), grant, has_ended)
+
+
+@dataclass
+class Totals:
+    """What became of units in one fragment.
+
+    Attributes:
+        fates: of the units that are done, by fate.
+        merges: of a unit into a version.
+        repeated: merges of units that came back.
+    """
+
+    fates: Counter[str] = field(default_factory=Counter)
+    merges: int = 0
+    repeated: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values (JSON)."""
+        return {"fates": dict(self.fates), "merges": self.merges, "repeated": self.repeated}
+
+
+class Leases:
+    """All leases of a run.
+
+    Attributes:
+        data: what is trained on; None: no learner has asked for a lease.
+        before: the run's first units, that its model was trained on before the run.
+        frontier: all units from here on are free and were never leased.
+        returned: units below the frontier that are free.
+        leases: by learner and incarnation.
+        left: by learner, what came back of its earlier incarnations and is free still.
+        totals: by fragment.
+        num_returned: of units, ever.
+        num_unclaimed: units that a learner came back with and that others had meanwhile.
+        num_lost: times that a unit that was done came back, because a version with it was lost.
+        recent: the units in the newest versions.
+    """
+
+    def __init__(self, num_fragments: int) -> None:
+        self._num_fragments = num_fragments
+        self.data: DataSet | None = None
+        self.before = self.frontier = 0
+        self.returned: Ranges = ()
+        self.leases: dict[tuple[str, int], Holding] = {}
+        self.left: dict[str, Holding] = {}
+        self.totals = [Totals() for _ in range(num_fragments)]
+        self.num_returned = self.num_unclaimed = self.num_lost = 0
+        self.recent = RecentMerges(num_fragments)
+
+    # --- leasing ------------------------------------------------------------------------------------------------------
+
+    def ask(self, learner: str, incarnation: int, ask: Ask, *, tokens_before: int = 0) -> Grant:
+        """A learner asks for units.
+
+        Arguments:
+            tokens_before: that the run's model was trained on before the run.
+
+        Raises:
+            ConfigError: it has other data than the run.
+            PayloadError: the request makes no sense.
+        """
+        self._check_data(learner, ask.data)
+        lease = self.leases.get((learner, incarnation)) or self._new()
+        if 0 < ask.number == lease.grant.number:
+            return lease.grant
+        if ask.number != lease.grant.number + 1 or not 0 < ask.num_units <= MAX_ASKED:
+            raise PayloadError(
+                f"{learner!r} asks for lease {ask.number} of {ask.num_units} units after lease {lease.grant.number}; "
+                f"number leases 1, 2, 3, … and ask for 1 to {MAX_ASKED} units."
+            )
+        if (ask.claim and ask.number != 1) or len(ask.claim) not in (0, self._num_fragments):
+            raise PayloadError(f"{learner!r} claims units in lease {ask.number}; claim those of every fragment, first.")
+        if self.data is None:
+            self.data = ask.data
+            self.before = self.frontier = tokens_before // ask.data.unit_tokens if ask.data.unit_tokens else 0
+        self.leases[learner, incarnation] = lease
+        claimed = self._claim(learner, lease, ask.claim) if ask.number == 1 else ()
+        units = self._take(min(ask.num_units, MAX_LEASED - count(lease.units)))
+        lease.units = union(lease.units, units)
+        lease.grant = Grant(ask.number, units, claimed)
+        return lease.grant
+
+    def _new(self) -> Holding:
+        return Holding((), [{} for _ in range(self._num_fragments)])
+
+    def _check_data(self, learner: str, data: DataSet) -> None:
+        if data.num_units < 1:
+            raise PayloadError(f"{learner!r} has data of {data.num_units} units; there must be one at least.")
+        if self.data not in (None, data):
+            raise ConfigError(
+                f"{learner!r} (here) has {_described(data)}, and the run (there) {_described(self.data)}; give all "
+                "learners the same data, seed, sequence length and passes."
+            )
+
+    def _take(self, num: int) -> Ranges:
+        """The lowest free units, which are not free any more."""
+        back, self.returned = split(self.returned, num)
+        end = self.frontier + max(0, num - count(back))
+        if self.data is not None and self.data.passes:
+            end = max(self.frontier, min(end, self.data.passes * self.data.num_units))
+        new, self.frontier = ranges_of([(self.frontier, end)]), end
+        if back:
+            for learner, left in list(self.left.items()):
+                left.taken(back)
+                if not left.units:
+                    del self.left[learner]
+        return union(back, new)
+
+    def _claim(self, learner: str, lease: Holding, claim: Sequence[Ranges]) -> Ranges:
+        """Lease to a new incarnation what it has work on, as far as it is free and no fragment would lack it."""
+        left, wanted = self.left.pop(learner, None) or self._new(), union(*claim)
+        got = common(wanted, left.units)
+        for fragment, its in enumerate(claim):
+            settled = left.settled(fragment)
+            got = minus(common(got, union(its, settled)), common(its, settled))
+        fates = left.taken(got)
+        lease.add(got, fates)
+        self.returned = minus(self.returned, got)
+        self.num_returned -= count(got)
+        for totals, by_fate in zip(self.totals, fates, strict=True):
+            totals.repeated -= count(by_fate.get(MERGED, ()))
+        self.num_unclaimed += count(wanted) - count(got)
+        return got
+
+    # --- fates --------------------------------------------------------------------------------------------------------
+
+    def check(self, c: Contribution, open_: Iterable[Contribution]) -> None:
+        """Check that a new contribution has work only on units of its incarnation without a fate in its fragment.
+
+        `open_`: the contributions without a verdict.
+
+        Raises:
+            PayloadError: it has work on others.
+        """
+        units = union(c.units, c.overwritten)
+        if not units:
+            return
+        lease = self.leases.get((c.learner, c.incarnation)) or self._new()
+        mine = [it for it in open_ if _of(it, c.learner, c.incarnation) and it.fragment == c.fragment]
+        sent = [each for it in mine for each in (it.units, it.overwritten)]
+        free = minus(lease.units, union(lease.settled(c.fragment), *sent))
+        if others := minus(units, free):
+            raise PayloadError(
+                f"{c.learner!r} has work on unit {others[0][0]} and {count(others) - 1} other units of the data in "
+                f"fragment {c.fragment}, which are not leased to incarnation {c.incarnation} or were sent before; "
+                "nothing of it was counted."
+            )
+        if common(c.units, c.overwritten):
+            raise PayloadError(f"{c.learner!r} sends units of the data that it says were overwritten; send either.")
+
+    def decided(self, c: Contribution, reason: str | None, open_: Iterable[Contribution], *, version: int) -> None:
+        """A contribution has its verdict.
+
+        Arguments:
+            reason: why it was rejected; None: it is merged.
+            version: the fragment's newest, in which it is then.
+        """
+        lease = self.leases.get((c.learner, c.incarnation))
+        if lease is None or not (c.units or c.overwritten):
+            return
+        lease.settle(c.fragment, c.overwritten, OVERLAP)
+        if reason is None:
+            lease.settle(c.fragment, c.units, MERGED)
+            self.totals[c.fragment].merges += count(c.units)
+            self.recent.merged(c.fragment, version, c.units)
+        elif reason not in KEPT:
+            lease.settle(c.fragment, c.units, reason)
+        self._sort_out(c.learner, c.incarnation, lease, open_)
+
+    def ended(self, learner: str, incarnation: int, open_: Iterable[Contribution]) -> None:
+        """An incarnation is gone: what is neither done nor acknowledged comes back."""
+        if (lease := self.leases.get((learner, incarnation))) is not None:
+            lease.has_ended = True
+            self._sort_out(learner, incarnation, lease, open_)
+
+    def _sort_out(self, learner: str, incarnation: int, lease: Holding, open_: Iterable[Contribution]) -> None:
+        """End the lease of the units that are done, and of those that come back."""
+        settled = lease.units
+        for fragment in range(self._num_fragments):
+            settled = common(settled, lease.settled(fragment))
+        out = settled
+        if lease.has_ended:
+            mine = [it for it in open_ if _of(it, learner, incarnation)]
+            out = minus(lease.units, union(*(each for it in mine for each in (it.units, it.overwritten))))
+        done = common(common(settled, out), union(*(by_fate.get(MERGED, ()) for by_fate in lease.fates)))
+        back = minus(out, done)
+        done_fates = lease.taken(done)
+        self.recent.done.add(done, done_fates)
+        for totals, by_fate in zip(self.totals, done_fates, strict=True):
+            totals.fates.update({fate: count(its) for fate, its in by_fate.items() if its})
+        fates = lease.taken(back)
+        for totals, by_fate in zip(self.totals, fates, strict=True):
+            totals.repeated += count(by_fate.get(MERGED, ()))
+        self.returned = union(self.returned, back)
+        self.num_returned += count(back)
+        if not lease.has_ended:
+            return
+        if back:
+            self.left.setdefault(learner, self._new()).add(back, fates)
+        if not lease.units:
+            del self.leases[learner, incarnation]
+
+    def lose(self, fragment: int, version: int) -> None:
+        """A repair has gone back to this version of a fragment: what was done and merged into a later one comes back,
+        as far as `recent` knows it. There are no leases: all learners are gone."""
+        num_merges, lost = self.recent.lose(fragment, version)
+        back = common(self.recent.done.units, lost)
+        fates = self.recent.done.taken(back)
+        for index, (totals, by_fate) in enumerate(zip(self.totals, fates, strict=True)):
+            totals.fates.subtract({fate: count(its) for fate, its in by_fate.items()})
+            totals.repeated += count(by_fate.get(MERGED, ())) if index != fragment else 0
+        here = count(fates[fragment].get(MERGED, ()))
+        for left in self.left.values():
+            left.forget(fragment, lost, MERGED)
+        self.totals[fragment].merges -= num_merges
+        self.totals[fragment].repeated -= num_merges - here  # of units that had come back before
+        self.returned = union(self.returned, back)
+        self.num_returned += count(back)
+        self.num_lost += count(back)
+
+    # --- what stands --------------------------------------------------------------------------------------------------
+
+    @property
+    def leased(self) -> Ranges:
+        """All units under lease."""
+        return union(*(lease.units for lease in self.leases.values()))
+
+    @property
+    def done(self) -> Ranges:
+        """All units that are done."""
+        return minus(minus(ranges_of([(0, self.frontier)]), self.returned), self.leased)
+
+    @property
+    def passes_done(self) -> int:
+        """Passes of which every unit is done."""
+        if self.data is None:
+            return 0
+        sets = (self.returned, *(lease.units for lease in self.leases.values()))
+        return min([self.frontier, *(units[0][0] for units in sets if units)]) // self.data.num_units
+
+    def status(self) -> dict[str, Any] | None:
+        """Plain values for `diloco status`; None: no learner has asked for a lease.
+
+        Of each pass that is not done and was begun, the first `MAX_PASSES` of them, the units that are done, leased and
+        free; they add up to `num_units`.
+        """
+        if self.data is None:
+            return None
+        num, leased, passes, first = self.data.num_units, self.leased, list[dict[str, int]](), self.passes_done
+        for number in range(first, min(self.frontier // num + 1, first + MAX_PASSES)):
+            whole = ranges_of([(number * num, (number + 1) * num)])
+            begun = min(max(self.frontier - number * num, 0), num)
+            its_leased = count(common(leased, whole))
+            free = count(common(self.returned, whole)) + num - begun
+            row = {"pass": number, "done": num - its_leased - free, "leased": its_leased, "free": free}
+            if begun or number == first:
+                passes.append(row)
+        by_learner: Counter[str] = Counter()
+        for (learner, _), lease in self.leases.items():
+            by_learner[learner] += count(lease.units)
+        return {
+            "num_units": num, "num_passes": self.data.passes or None, "before": self.before, "passes_done": first,
+            "passes_begun": -(-self.frontier // num), "passes": passes, "learners": dict(by_learner),
+            "returned": self.num_returned, "unclaimed": self.num_unclaimed, "lost": self.num_lost,
+            "fragments": [totals.as_dict() for totals in self.totals],
+        }  # fmt: skip
+
+    # --- saving -------------------------------------------------------------------------------------------------------
+
+    def saved(
+        self, decided: Sequence[tuple[Contribution, str | None]], open_: Sequence[Contribution], *, version: int = 0
+    ) -> dict[str, Any] | None:  # fmt: skip
+        """Plain values (JSON), as they are once these contributions have their verdicts with this `version`, and
+        `open_` are left without. None: no learner has asked for a lease."""
+        if self.data is None:
+            return None
+        then = deepcopy(self) if decided else self
+        for index, (c, reason) in enumerate(decided):
+            then.decided(c, reason, [*open_, *(later for later, _ in decided[index + 1 :])], version=version)
+        return {
+            "data": astuple(self.data),
+            "before": then.before,
+            "frontier": then.frontier,
+            "returned": then.returned,
+            "leases": [[*key, lease.as_list()] for key, lease in then.leases.items()],
+            "left": {learner: lease.as_list() for learner, lease in then.left.items()},
+            "totals": [totals.as_dict() for totals in then.totals],
+            "num_returned": then.num_returned,
+            "num_unclaimed": then.num_unclaimed,
+            "num_lost": then.num_lost,
+            "recent": then.recent.as_list(),
+        }
+
+    def restore(self, values: Mapping[str, Any] | None, living: Iterable[tuple[str, int]]) -> None:
+        """Continue from `saved`. What was not merged of incarnations other than the `living` comes back."""
+        if values is None:
+            return
+        self._read(values)
+        for learner, incarnation in sorted(self.leases.keys() - set(living)):
+            self.ended(learner, incarnation, ())
+
+    def _read(self, values: Mapping[str, Any]) -> None:
+        self.data = DataSet(*values["data"])
+        self.before, self.frontier = values["before"], values["frontier"]
+        self.returned = ranges_of(values["returned"])
+        self.leases = {(learner, number): Holding.from_list(lease) for learner, number, lease in values["leases"]}
+        self.left = {learner: Holding.from_list(lease) for learner, lease in values["left"].items()}
+        self.totals = [Totals(Counter(it["fates"]), it["merges"], it["repeated"]) for it in values["totals"]]
+        self.num_returned, self.num_unclaimed = values["num_returned"], values["num_unclaimed"]
+        self.num_lost, self.recent = values["num_lost"], RecentMerges.from_list(values["recent"])
+
+
+def gone_back(values: Mapping[str, Any] | None, versions: Sequence[int]) -> dict[str, Any] | None:
+    """What `Leases.saved` gave, once a repair has gone back to these versions of the fragments."""
+    if values is None:
+        return None
+    leases = Leases(len(versions))
+    leases.restore(values, ())
+    for fragment, version in enumerate(versions):
+        leases.lose(fragment, version)
+    return leases.saved([], [])
+
+
+def _of(c: Contribution, learner: str, incarnation: int) -> bool:
+    return (c.learner, c.incarnation) == (learner, incarnation)
+
+
+def _described(data: DataSet | None) -> str:
+    assert data is not None
+    passes = f"{data.passes} passes" if data.passes else "passes without end"
+    return f"data of {data.num_units} units in {passes}, of digest {data.digest[:12]}"

@@ -1,0 +1,164 @@
+"""A first's end of a connection: what it leads, and what goes to the standby next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from diloco.errors import BusyError, LineageError, StandbyError, UnknownRunError
+from diloco.protocol.pair.link import Link
+from diloco.protocol.pair.pair_core import PairCore
+from diloco.protocol.pair.values import Hello, electors
+
+CATCH_UP_ROUNDS = 3
+"""States that a standby gets before versions wait for it, if each brings new versions."""
+
+
+class FirstEnd:
+    """What a standby's connection does at this syncer. All methods raise StoreError as those of `PairCore`.
+
+    Arguments:
+        pair: of this syncer.
+    """
+
+    def __init__(self, pair: PairCore) -> None:
+        self._pair = pair
+
+    # --- what it leads ------------------------------------------------------------------------------------------------
+
+    def accept(self, now: float, hello: Hello) -> Link | None:
+        """The other syncer calls; returns the connection, or None: that one serves the run, and this one no more.
+
+        Raises:
+            StandbyError: this syncer leads none. BusyError: another one follows it. LineageError, UnknownRunError: it
+                does not lead this one.
+        """
+        pair, copy = self._pair, hello.contents
+        mine = self.rank()
+        held = pair.durable.contents()
+        if copy.run_id and held.run_id and copy.run_id != held.run_id:
+            raise UnknownRunError(
+                f"the caller holds another run of this name (id {copy.run_id}) than is served here (id {held.run_id}); "
+                "give it an empty state directory."
+            )
+        if hello.is_first and held.run_id and hello.base > pair.succession.epoch:
+            self._outranked(hello.base)
+        if hello.stays:
+            if pair.standing in ("fenced", "following"):
+                return None
+            raise LineageError(
+                f"both syncers serve the run, this one in epoch {pair.succession.epoch} and the caller in epoch "
+                f"{hello.epoch}; stop the one that is not meant to, and start it with --follow."
+            )
+        if pair.standing in ("following", "fenced"):
+            raise StandbyError("this syncer does not serve the run, and leads no standby.")
+        if pair.link is not None and pair.link.peer != hello.boot and pair.is_heard(pair.link, now):
+            raise BusyError("another standby follows this syncer; a run has one.")
+        if hello.is_first and mine < (hello.base, copy.num_published, hello.serves, hello.boot):
+            raise StandbyError("the caller has more of the run than this syncer, which has to follow it.")
+        if not hello.is_first and copy.num_published > held.num_published and hello.base >= mine[0]:
+            raise LineageError(
+                f"the standby has {copy.num_published} versions and this syncer has {held.num_published}: its state "
+                "went back; stop it, and let the standby take over."
+            )
+        link = Link(copy, pair.succession.boot, hello.boot, hello.epoch, now)
+        pair.linked_to(link)
+        return link
+
+    def rank(self) -> tuple[int, int, bool, int]:
+        """Of two that have served the run, the one that has more leads."""
+        self._pair.renew_epoch()
+        it = self._pair.succession
+        return it.base, self._pair.durable.contents().num_published, it.serves, it.boot
+
+    def _outranked(self, epoch: int) -> None:
+        """The other syncer has every version of this later epoch, with the word of most learners or of a person."""
+        pair = self._pair
+        if pair.standing not in ("fenced", "following"):
+            pair.keep(is_paired=True)  # it may not serve the run when it is started again
+            pair.succession.lost()
+            pair.tell(f"the other syncer serves the run in epoch {epoch}")
+
+    # --- what goes to the standby -------------------------------------------------------------------------------------
+
+    def has_news(self, link: Link) -> bool:
+        """Whether `next_state` is to be asked at once, and not after a word only."""
+        if link.is_over or link.unconfirmed:
+            return link.is_over
+        has_run = link.sent_serial >= 0 or self._pair.durable.epoch() > 0
+        return link.agrees_on is not None or (has_run and not self.is_up_to_date(link))
+
+    def next_state(self, now: float, link: Link) -> int | None:
+        """Whether the state that is durable here goes to the standby now, and with which epoch to agree on (0: none);
+        None: nothing but a word does. The state is to be read after this, and sent with `begins` and `Link.sends`."""
+        pair = self._pair
+        if link.is_over or link.unconfirmed:
+            return None
+        if link.agrees_on is not None and not self._agreed(now, link, link.agrees_on):
+            return None
+        is_up_to_date = self.is_up_to_date(link)
+        if is_up_to_date:
+            link.num_rounds = CATCH_UP_ROUNDS
+        is_wanted = pair.waits_for_both or pair.standing != "alone"
+        agrees = is_wanted and link.epoch is None and link.num_rounds >= CATCH_UP_ROUNDS
+        if pair.durable.epoch() == 0 or (is_up_to_date and not agrees):
+            return None
+        if agrees:
+            link.agrees_on = self._begin_sync(now, link)
+        link.num_rounds += 1
+        return link.agrees_on or 0
+
+    def begins(
+        self, now: float, link: Link, newest: Mapping[int, tuple[int, str]], num_bytes: int
+    ) -> tuple[int, frozenset[str]]:
+        """A state with these newest versions, and this much in files, goes out now; returns how many versions the
+        standby is behind, and the electorate to send."""
+        behind = max(0, sum(version for version, _ in newest.values()) - link.copy.num_published)
+        self._pair.lag.of(now, behind, num_bytes)
+        return behind, self._pair.succession.electorate
+
+    def acknowledged(self, now: float, link: Link, number: int) -> None:
+        """The standby says which commit it has."""
+        pair = self._pair
+        link.heard_at = now
+        link.confirmed(number)
+        if not link.unconfirmed:
+            pair.lag.of(now, 0, 0)
+        if pair.is_in_sync(link):
+            pair.succession.linked(now)
+            pair.tell("the standby answers")
+
+    def is_up_to_date(self, link: Link) -> bool:
+        """Whether all there is was sent to the standby."""
+        pair = self._pair
+        return pair.durable.serial == link.sent_serial and pair.succession.electorate == link.sent_electorate
+
+    def _begin_sync(self, now: float, link: Link) -> int:
+        """From here on versions wait for the standby, which is to have all of them; returns the epoch to agree on."""
+        pair = self._pair
+        pair.renew_epoch()
+        it = pair.succession
+        epoch = it.epoch
+        if pair.standing not in ("alone", "paired") or link.peer_epoch > epoch or it.is_refused:
+            epoch = it.next_epoch(link.peer_epoch)
+        if not it.electorate and (record := pair.durable.record()) is not None:
+            it.electorate = electors(record)
+        pair.keep(place="first", is_paired=True, electorate=it.electorate, offered=max(epoch, it.offered))
+        it.offered = max(epoch, it.offered)
+        if pair.standing == "alone":
+            it.paired(now, it.epoch)
+        pair.tell("a standby has come")
+        return epoch
+
+    def _agreed(self, now: float, link: Link, epoch: int) -> bool:
+        """The standby has every version, and this epoch as its base; returns whether the connection goes on."""
+        pair = self._pair
+        if link is not pair.link or pair.standing in ("fenced", "following", "alone") or epoch < pair.succession.epoch:
+            link.is_over = True
+            return False
+        if epoch > pair.succession.epoch:
+            pair.durable.begin_epoch(epoch)
+        pair.keep(base=epoch)
+        link.epoch, link.agrees_on = epoch, None
+        pair.succession.paired(now, epoch)
+        pair.tell("the standby has every version")
+        return True

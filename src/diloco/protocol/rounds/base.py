@@ -1,0 +1,325 @@
+"""How rounds are called: the value that a Method holds, and its two halves inside the state machines.
+
+    Quorum          the value: its parameters, and which other options of a Method it excludes
+    SyncerRounds    the syncer's half: assigns contributions to rounds, and decides when a round is closed
+    LearnerRounds   the learner's half: what to send, what to wait for, what to adopt
+
+`SyncerCore` and `LearnerCore` hold what all kinds of rounds share, and name none of them. Each half holds the state
+that only it needs, and returns it as plain values for saving. A new kind of rounds is one file with these three
+classes, and one line in `protocol.rounds`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Protocol
+
+from diloco.core.choices import Choice, whole_number
+from diloco.core.schedule import Schedule
+from diloco.protocol.contribution import Contribution
+from diloco.protocol.in_flight import FragmentWork, InFlight
+from diloco.protocol.members import Deadlines, Member
+
+Phase = Literal["open", "merging", "storing"]
+
+
+class Answers(Protocol):
+    """The options of a Method that a quorum may exclude."""
+
+    @property
+    def overlap(self) -> int: ...
+    @property
+    def wait(self) -> bool: ...
+    @property
+    def partial(self) -> str: ...
+    @property
+    def outer_at(self) -> str: ...
+    @property
+    def keeps_overlap(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Quorum(Choice):
+    """How rounds are called, and which learners a round needs.
+
+    Attributes:
+        at_least: K ≥ 1, the fewest learners that a round is merged with.
+    """
+
+    has_own_overlaps: ClassVar[bool] = False
+    """Whether learners may overlap different numbers of steps, each its own."""
+
+    reports_every_step: ClassVar[bool] = False
+    """Whether learners report every inner step at once."""
+
+    at_least: int = 1
+
+    def __post_init__(self) -> None:
+        whole_number(f"{type(self).__name__}(at_least=…)", self.at_least, minimum=1)
+
+    @property
+    @abstractmethod
+    def needs_syncer(self) -> str | None:
+        """Why this quorum needs a syncer; None: a process group can run it too."""
+
+    @abstractmethod
+    def contradictions(self, answers: Answers) -> Iterable[tuple[bool, str]]:
+        """Pairs (whether an excluded combination of options is set, the error message)."""
+
+    @abstractmethod
+    def syncer_rounds(self, run: RunView) -> SyncerRounds:
+        """The syncer's half, for a run whose state machine is `run`."""
+
+    @abstractmethod
+    def learner_rounds(self, rules: Rules, fragments: Sequence[FragmentWork], step: int) -> LearnerRounds:
+        """The learner's half, for a learner that starts from inner step `step`."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The part of a Method that the state machines need. It reaches no tensor code.
+
+    Attributes:
+        quorum, schedule, weight, partial, wait: as in `Method`.
+        keeps_pending: whether adoption keeps the work done since the send.
+        one_at_a_time: whether the outer optimizer takes outer gradients one at a time.
+    """
+
+    quorum: Quorum
+    schedule: Schedule
+    weight: str = "uniform"
+    partial: str = "full"
+    wait: bool = True
+    keeps_pending: bool = False
+    one_at_a_time: bool = False
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to do with an open round.
+
+    Attributes:
+        merge: learner ids whose contributions are merged now, in merge order; None while waiting.
+        wait_until: when the next learner that the round waits for would be evicted, or the grace window ends, in
+            seconds of the caller's clock; None: no deadline.
+        reason: one sentence for `diloco status`.
+    """
+
+    merge: tuple[str, ...] | None
+    wait_until: float | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class ClosedRound:
+    """A round that takes no more contributions.
+
+    Attributes:
+        number: the version that it starts from.
+        contributions: in merge order: by learner, and the late ones of a learner before its newest.
+        step: the earliest inner step after which one of them was sent.
+        members: the learners that the round had.
+        closed_at: when, in seconds.
+        refused: contributions that the method's screen has left out, once it is merged.
+    """
+
+    number: int
+    contributions: tuple[Contribution, ...]
+    step: int
+    members: frozenset[str]
+    closed_at: float
+    refused: tuple[Contribution, ...] = ()
+
+
+@dataclass
+class FragmentState:
+    """One fragment as the syncer sees it.
+
+    Attributes:
+        version: published.
+        step: the inner step of the round that the version came from.
+        phase: of the round that follows the version: "open", "merging" (tensor work under way) or "storing".
+        closing: that round, once it is closed.
+    """
+
+    version: int
+    step: int
+    phase: Phase = "open"
+    closing: ClosedRound | None = None
+
+
+class RunView(Protocol):
+    """What the syncer's half sees of `SyncerCore`."""
+
+    rules: Rules
+    deadlines: Deadlines
+    members: dict[str, Member]
+    fragments: list[FragmentState]
+    step: int
+
+    @property
+    def at_least(self) -> int:
+        """K: the quorum's, unless an operator has set another one."""
+
+    def pending_tokens(self, learner: str, fragment: int) -> int:
+        """Tokens whose work on a fragment is on its way into the global model."""
+
+    def ended(self, step: int) -> set[str]:
+        """Learners that finished or left at this inner step or a later one."""
+
+
+class SyncerRounds(ABC):
+    """The syncer's half. After each event, `SyncerCore` calls `update`, then `decision` for all `open_fragments`."""
+
+    @abstractmethod
+    def admit(self, now: float, c: Contribution) -> str | None:
+        """Put a new contribution into a round. Returns the reason if it is rejected, else None."""
+
+    @abstractmethod
+    def update(self, now: float) -> set[str]:
+        """Members or the time have changed. Returns the learners that have a new call."""
+
+    @abstractmethod
+    def open_fragments(self) -> list[int]:
+        """The fragments that have an open round after their version, in ascending order."""
+
+    @abstractmethod
+    def decision(self, now: float, fragment: int) -> Decision | None:
+        """What to do with the open round that follows the fragment's version; None: there is none."""
+
+    @abstractmethod
+    def close(self, now: float, fragment: int) -> ClosedRound:
+        """Close the open round of a fragment, after `decision` told to merge it."""
+
+    @abstractmethod
+    def stored(self, now: float, fragment: int, closed: ClosedRound) -> None:
+        """The closed round's version is durable."""
+
+    def left_out(self, fragment: int) -> Sequence[tuple[Contribution, str]]:
+        """(contribution, reason) of those to reject once the version of the fragment's closed round is stored."""
+        return ()
+
+    @abstractmethod
+    def abandoned(self, fragment: int, closed: ClosedRound) -> Sequence[tuple[Contribution, str]]:
+        """The closed round has no result; the fragment keeps its version. Returns (contribution, reason) of the others
+        to reject."""
+
+    @abstractmethod
+    def roster(self, fragment: int) -> tuple[Sequence[str], Sequence[str]]:
+        """Contributors and members of the open round that follows the fragment's version."""
+
+    def scale(self, fragment: int, closed: ClosedRound, weights: Sequence[float]) -> float:
+        """The factor of the merged outer gradient. `weights`: one per contributor of the closed round."""
+        return 1.0
+
+    def heard(self, member: Member, steps: int) -> bool:
+        """A member has reported `steps` more inner steps. Returns whether that may change a round."""
+        return True
+
+    def joined(self, learner: str) -> None:  # noqa: B027 - only some halves keep something of a learner
+        """A new incarnation."""
+
+    def removed(self, learner: str) -> None:  # noqa: B027
+        """The learner left or was evicted."""
+
+    def start_step(self, learner: str) -> int | None:
+        """The inner step at which a learner starts that has not trained yet; None: the run's."""
+        return None
+
+    def sync_every(self, learner: str) -> int | None:
+        """Inner steps between two pushes of this learner; None: the method's H."""
+        return None
+
+    def calls(self, learner: str) -> tuple[tuple[int, int], ...]:
+        """(fragment, version) of the open calls that the learner has not answered."""
+        return ()
+
+    def lacks_learners(self, fragment: int) -> int | None:
+        """The number of contributors, where the fragment's open round has too few and waits for no member."""
+        return None
+
+    def ends(self, now: float) -> Sequence[float]:
+        """Times at which open rounds must be decided again even without an event, in seconds."""
+        return ()
+
+    def stood_still(self, seconds: float) -> None:  # noqa: B027
+        """The syncer process did not run for this long: times that are measured from begin later."""
+
+    def saved(self, storing: int | None) -> dict[str, Any]:
+        """State as plain values (JSON), without members (`saved_of`) and open rounds (their contributions are sent
+        again). `storing`: the fragment whose closed round counts as published."""
+        return {}
+
+    def restore(self, values: Mapping[str, Any]) -> None:  # noqa: B027
+        """Continue from `saved`."""
+
+    def saved_of(self, learner: str) -> dict[str, Any]:
+        """State of one member, as plain values (JSON)."""
+        return {}
+
+    def restore_of(self, learner: str, values: Mapping[str, Any]) -> None:  # noqa: B027
+        """Continue from `saved_of`."""
+
+
+class LearnerRounds(ABC):
+    """The learner's half. `LearnerCore` owns and changes `fragments`; this half only reads them."""
+
+    @abstractmethod
+    def due(self, step: int) -> Sequence[int]:
+        """The fragments to send after inner step `step`, in order."""
+
+    @abstractmethod
+    def next_round(self, fragment: int) -> int | None:
+        """The round of the fragment's next contribution; None: none can be sent now, and the work stays pending."""
+
+    @abstractmethod
+    def waiting(self, step: int) -> tuple[tuple[int, int], ...]:
+        """(fragment, version) of every answer that is due, has not arrived and blocks the learner."""
+
+    @abstractmethod
+    def adoption(self, fragment: int, step: int) -> int | None:
+        """Which received version to adopt after inner step `step`; None: none."""
+
+    @abstractmethod
+    def completes(self, flight: InFlight, version: int) -> bool:
+        """Whether adopting `version` completes a contribution in flight: the learner expects no other answer to it."""
+
+    def sent(self, fragment: int, step: int, sync_every: int | None) -> None:  # noqa: B027 - only some halves note it
+        """A contribution was sent. `sync_every`: inner steps to this learner's next push; None: the method's H."""
+
+    def called(self, fragment: int, version: int) -> bool:
+        """The syncer calls for a contribution to a fragment at this version. Returns whether to send now."""
+        return False
+
+    def listed(self, fragment: int) -> None:  # noqa: B027
+        """A received version contains a contribution that was in flight."""
+
+    def rejected(self, fragment: int, flight: InFlight, reason: str) -> bool:
+        """A contribution was rejected. Returns whether the learner still waits for the version of its round."""
+        return False
+
+    def keeps_own(self, fragment: int, version: int) -> bool:
+        """Whether adopting this version leaves the learner's parameters alone."""
+        return False
+
+    def adopted(self, fragment: int, step: int, *, overwritten: bool) -> None:  # noqa: B027
+        """A version was adopted. `overwritten`: that discarded the work since the send."""
+
+    def newest(self, fragment: int) -> int:
+        """The newest version that counts as the global fragment here."""
+        return self.fragments[fragment].version
+
+    def answer_to(self, flight: InFlight) -> int | None:
+        """The version that answers a contribution in flight; None: it is not known beforehand."""
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its state as plain values (JSON)."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
+        """Continue from `state_dict`."""
+
+    fragments: Sequence[FragmentWork]

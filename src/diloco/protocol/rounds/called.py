@@ -1,0 +1,359 @@
+"""Called rounds: the syncer calls a fragment by the run clock, K learners answer, then a grace window runs.
+
+    Decoupled DiLoCo, arXiv 2604.21428
+
+Called rounds are paced by a run clock, the inner steps that an average live learner has taken: it grows by newly
+reported steps ÷ live learners. A fragment falls due when the clock passes its steps of the schedule, so that a fast
+network does not shorten H, and is called once the round before is published. A learner answers at its next boundary,
+with all its work since it adopted the fragment. A late answer joins the next round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any, ClassVar
+
+from diloco.core.choices import fraction, positive
+from diloco.protocol.contribution import LATE, VERSION, Contribution
+from diloco.protocol.in_flight import FragmentWork, InFlight
+from diloco.protocol.members import Member
+from diloco.protocol.rounds import late
+from diloco.protocol.rounds.base import (
+    Answers,
+    ClosedRound,
+    Decision,
+    LearnerRounds,
+    Quorum,
+    Rules,
+    RunView,
+    SyncerRounds,
+)
+from diloco.protocol.rounds.late import Late, OpenRound
+
+EMA = 0.2
+"""Weight of the newest measurement in the moving averages that size the grace window."""
+
+ROUNDING = 1e-6
+"""Steps ÷ learners, summed up, may stay below a whole number by rounding."""
+
+
+@dataclass
+class Pace:
+    """Moving averages of the parts of a synchronisation, in seconds; None: not measured yet.
+
+    Attributes:
+        step_s: ξ_step, an inner step of the median live learner.
+        quorum_s: ξ_quorum, from a call to its K-th answer.
+        sync_s: ξ_sync, from closing a round to publishing it.
+    """
+
+    step_s: float | None = None
+    quorum_s: float | None = None
+    sync_s: float | None = None
+
+    def measured(
+        self, *, step_s: float | None = None, quorum_s: float | None = None, sync_s: float | None = None
+    ) -> None:
+        """Take new measurements in."""
+        for name, value in (("step_s", step_s), ("quorum_s", quorum_s), ("sync_s", sync_s)):
+            if value is not None:
+                old = getattr(self, name)
+                setattr(self, name, value if old is None else (1 - EMA) * old + EMA * value)
+
+
+@dataclass(frozen=True)
+class Called(Quorum):
+    """The syncer calls for contributions; it merges once K learners have answered and the grace window is over.
+
+    Once K answers are there, the round stays open for
+
+        grace = min(cap, max(0, γ·(τ·ξ_step − ξ_quorum − ξ_sync)))
+
+    with ξ moving averages of the median live learner's step time, of the time K answers take to come, and of the time a
+    synchronisation takes without the grace itself: what an overlap of τ steps leaves over. Before these are measured,
+    the window is `grace_cap_s`. It closes at once when every live learner has answered. Decoupled DiLoCo, arXiv
+    2604.21428.
+
+    Attributes:
+        at_least: K; fewer where fewer learners are live.
+        grace: γ, 0 to 1; 0: merge as soon as K have answered.
+        grace_cap_s: the longest grace window.
+        late: what happens to an answer that came after its round was closed: "merge" puts it into the next round,
+            "drop" rejects it as "late".
+    """
+
+    reports_every_step: ClassVar[bool] = True
+
+    grace: float = 0.8
+    grace_cap_s: float = 10.0
+    late: Late = "merge"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "grace", fraction("Called(grace=…)", self.grace, below_one=False))
+        object.__setattr__(self, "grace_cap_s", positive("Called(grace_cap_s=…)", self.grace_cap_s))
+        late.check_late("Called", self.late)
+
+    def grace_s(self, overlap: int, pace: Pace) -> float:
+        """The length of the grace window."""
+        if self.grace == 0:
+            return 0.0
+        if pace.step_s is None or pace.quorum_s is None or pace.sync_s is None:
+            return self.grace_cap_s
+        slack = overlap * pace.step_s - (pace.quorum_s + pace.sync_s)
+        return min(self.grace_cap_s, max(0.0, self.grace * slack))
+
+    @property
+    def needs_syncer(self) -> str | None:
+        return "Called needs a syncer; use AllLive over a group."
+
+    def contradictions(self, answers: Answers) -> Iterable[tuple[bool, str]]:
+        yield late.needs_no_schedule("Called", answers)
+        yield (
+            answers.wait,
+            "a learner cannot wait for an answer that the syncer calls for; use wait=False with Called().",
+        )
+
+    def syncer_rounds(self, run: RunView) -> CalledSyncer:
+        return CalledSyncer(self, run)
+
+    def learner_rounds(self, rules: Rules, fragments: Sequence[FragmentWork], step: int) -> CalledLearner:
+        return CalledLearner(self, fragments)
+
+
+@dataclass
+class _Call:
+    """An open call. `enough_at`: when the K-th answer came."""
+
+    opened_at: float
+    enough_at: float | None = None
+
+
+@dataclass
+class _Turns:
+    """A fragment's rounds.
+
+    Attributes:
+        turn: the run clock at which the fragment is called next.
+        begun: the turn of the round under way, from its call until its version is published; None: none is under way.
+        open: the round that follows the version; while that is merged or stored, late contributions to the one after
+            it.
+        call: the open one.
+    """
+
+    turn: int
+    begun: int | None = None
+    open: OpenRound | None = None
+    call: _Call | None = None
+
+
+class CalledSyncer(SyncerRounds):
+    """The syncer's half.
+
+    Attributes:
+        clock: inner steps that an average live learner has taken.
+        pace: what sizes the grace window.
+    """
+
+    def __init__(self, quorum: Called, run: RunView) -> None:
+        self._quorum, self._run = quorum, run
+        self.clock = float(run.step)
+        self.pace = Pace()
+        self._fragments = [_Turns(self._next_turn(f)) for f in range(len(run.fragments))]
+        self._called = set[int]()
+        """The fragments whose call is open."""
+        self._last = late.LastContributions(len(run.fragments))
+
+    def _next_turn(self, fragment: int) -> int:
+        """The first step of the schedule after the clock, allowing for rounding."""
+        return self._run.rules.schedule.next_send(fragment, self.clock + ROUNDING)
+
+    def admit(self, now: float, c: Contribution) -> str | None:
+        state, turns = self._run.fragments[c.fragment], self._fragments[c.fragment]
+        if not 0 <= c.base <= state.version or c.round != c.base:
+            return VERSION
+        if self._quorum.late == "drop" and c.base < state.version + (state.phase != "open"):
+            return LATE
+        if turns.open is None:
+            turns.open = OpenRound(c.step)
+        turns.open.take(c)
+        if turns.call is not None:
+            turns.open.fresh.add(c.learner)
+        self._last.sent(c)
+        return None
+
+    def update(self, now: float) -> set[str]:
+        """Call the fragments whose turn it is, and note which calls have enough answers."""
+        ready = late.ready(self._run)
+        due = [fragment for fragment, turns in enumerate(self._fragments) if self.clock > turns.turn - ROUNDING]
+        to_call = [f for f in due if ready and f not in self._called and self._run.fragments[f].phase == "open"]
+        for fragment in to_call:
+            self._call(now, fragment)
+        needed = late.num_needed(self._run.at_least, ready)
+        for fragment in self._called:
+            turns = self._fragments[fragment]
+            assert turns.open is not None
+            assert turns.call is not None
+            if turns.call.enough_at is None and len(turns.open.fresh) >= needed:
+                turns.call.enough_at = now
+                self.pace.measured(quorum_s=now - turns.call.opened_at)
+        return set(self._run.members) if to_call else set()
+
+    def _call(self, now: float, fragment: int) -> None:
+        """Open a call; late work on this very version answers it."""
+        turns, version = self._fragments[fragment], self._run.fragments[fragment].version
+        turns.open = turns.open or OpenRound(self._run.step)
+        turns.open.fresh = {c.learner for c in turns.open.newest.values() if c.base == version}
+        turns.call, turns.begun, turns.turn = _Call(now), turns.turn, self._next_turn(fragment)
+        self._called.add(fragment)
+
+    def open_fragments(self) -> list[int]:
+        return sorted(self._called)
+
+    def decision(self, now: float, fragment: int) -> Decision | None:
+        turns, state = self._fragments[fragment], self._run.fragments[fragment]
+        if turns.open is None or state.phase != "open":
+            return None
+        if turns.call is None:
+            num_late = len(turns.open.newest)
+            return Decision(None, None, f"late work of {num_late} waits for the fragment's next turn")
+        return late.decide(
+            now, turns.open.newest, turns.open.fresh, late.ready(self._run), self._run.at_least,
+            enough_at=turns.call.enough_at, grace_s=self._quorum.grace_s(self._run.rules.schedule.overlap, self.pace),
+        )  # fmt: skip
+
+    def close(self, now: float, fragment: int) -> ClosedRound:
+        turns = self._fragments[fragment]
+        assert turns.open is not None
+        closed = turns.open.closed(self._run.fragments[fragment].version, late.ready(self._run), now)
+        turns.open = turns.call = None
+        self._called.remove(fragment)
+        return closed
+
+    def scale(self, fragment: int, closed: ClosedRound, weights: Sequence[float]) -> float:
+        """An absent learner is weighted by the pending work of its last heartbeat."""
+
+        def work_of(member: Member) -> tuple[int, int]:
+            tokens = self._run.pending_tokens(member.learner, fragment)
+            return tokens, self._last.steps_since(member, fragment)
+
+        return late.scale(self._run, closed, weights, work_of)
+
+    def stored(self, now: float, fragment: int, closed: ClosedRound) -> None:
+        self._fragments[fragment].begun = None
+        self.pace.measured(sync_s=now - closed.closed_at)
+
+    def abandoned(self, fragment: int, closed: ClosedRound) -> Sequence[tuple[Contribution, str]]:
+        self._fragments[fragment].begun = None
+        return ()  # late work stays for the fragment's next turn
+
+    def roster(self, fragment: int) -> tuple[Sequence[str], Sequence[str]]:
+        turns = self._fragments[fragment]
+        is_open = turns.open is not None and self._run.fragments[fragment].phase == "open"
+        return (sorted(turns.open.newest), late.ready(self._run)) if is_open and turns.open else ((), ())
+
+    def heard(self, member: Member, steps: int) -> bool:
+        ready = [each for each in self._run.members.values() if each.ready or each is member]
+        if steps:
+            self.clock += steps / len(ready)
+            step_times = [each.step_s for each in ready if each.step_s]
+            if step_times:
+                self.pace.measured(step_s=median(step_times))
+        return True
+
+    def joined(self, learner: str) -> None:
+        self._last.joined(learner, self._run.step)
+
+    def removed(self, learner: str) -> None:
+        self._last.removed(learner)
+
+    def calls(self, learner: str) -> tuple[tuple[int, int], ...]:
+        return tuple(
+            (fragment, self._run.fragments[fragment].version)
+            for fragment in sorted(self._called)
+            if (round_ := self._fragments[fragment].open) is not None and learner not in round_.fresh
+        )
+
+    def ends(self, now: float) -> Sequence[float]:
+        decisions = (self.decision(now, fragment) for fragment in self._called)
+        return [it.wait_until for it in decisions if it is not None and it.wait_until is not None]
+
+    def stood_still(self, seconds: float) -> None:
+        for fragment in self._called:
+            if (call := self._fragments[fragment].call) is not None:
+                call.opened_at += seconds
+                call.enough_at = None if call.enough_at is None else call.enough_at + seconds
+
+    def saved(self, storing: int | None) -> dict[str, Any]:
+        turns = [
+            each.turn if each.begun is None or fragment == storing else each.begun
+            for fragment, each in enumerate(self._fragments)
+        ]
+        return {"clock": self.clock, "turns": turns, "pace": asdict(self.pace)}
+
+    def restore(self, values: Mapping[str, Any]) -> None:
+        self.clock, self.pace = values["clock"], Pace(**values["pace"])
+        for turns, turn in zip(self._fragments, values["turns"], strict=True):
+            turns.turn = turn
+
+    def saved_of(self, learner: str) -> dict[str, Any]:
+        return self._last.saved_of(learner)
+
+    def restore_of(self, learner: str, values: Mapping[str, Any]) -> None:
+        self._last.restore_of(learner, values)
+
+
+class CalledLearner(LearnerRounds):
+    """The learner's half: every version is adopted at the boundary after it has come."""
+
+    def __init__(self, quorum: Called, fragments: Sequence[FragmentWork]) -> None:
+        self.fragments = fragments
+        self._sends_late = quorum.late == "merge"
+        self._asked: list[int | None] = [None] * len(fragments)
+        """By fragment, the version of a call that could not be answered when it came; None: there is none."""
+
+    def due(self, step: int) -> Sequence[int]:
+        return [
+            fragment
+            for fragment, version in enumerate(self._asked)
+            if version is not None and self._can_answer(self.fragments[fragment], version)
+        ]
+
+    def next_round(self, fragment: int) -> int | None:
+        work = self.fragments[fragment]
+        return None if late.is_answered(work) else work.version
+
+    def sent(self, fragment: int, step: int, sync_every: int | None) -> None:
+        self._asked[fragment] = None
+
+    def called(self, fragment: int, version: int) -> bool:
+        """A call may arrive before the learner has work, or, where late work is dropped, before its version. Then it is
+        answered after a later step."""
+        work = self.fragments[fragment]
+        if work.pending_steps > 0 and self._can_answer(work, version):
+            return True
+        if version > work.version or not late.is_answered(work):
+            self._asked[fragment] = version
+        return False
+
+    def _can_answer(self, work: FragmentWork, version: int) -> bool:
+        """Whether the adopted version is not answered yet, and its work may be merged into the round that is called at
+        `version`."""
+        return not late.is_answered(work) and (self._sends_late or version <= work.version)
+
+    def waiting(self, step: int) -> tuple[tuple[int, int], ...]:
+        return ()
+
+    def adoption(self, fragment: int, step: int) -> int | None:
+        return max(self.fragments[fragment].received, default=None)
+
+    def completes(self, flight: InFlight, version: int) -> bool:
+        return flight.listed
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"asked": list(self._asked)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._asked = list(state["asked"])

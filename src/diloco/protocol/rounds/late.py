@@ -1,0 +1,182 @@
+"""What called and pushed rounds share: late contributions, and the contributing part of the live weight.
+
+Learners do not block on these rounds. A contribution names the version that it was measured from, and goes into the
+round that is open when it arrives. Several contributions of one learner to a round are added up: displacements, tokens
+and steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from diloco.core.weights import weights_of
+from diloco.errors import ConfigError
+from diloco.protocol.contribution import Contribution
+from diloco.protocol.in_flight import FragmentWork, require_whole_numbers
+from diloco.protocol.members import Member
+from diloco.protocol.rounds.base import Answers, ClosedRound, Decision, RunView
+
+Late = Literal["merge", "drop"]
+
+
+def check_late(kind: str, late: str) -> None:
+    """Raise ConfigError unless `late` is "merge" or "drop"."""
+    if late not in ("merge", "drop"):
+        raise ConfigError(f"{kind}(late={late!r}) is unknown; use 'merge' or 'drop'.")
+
+
+def needs_no_schedule(kind: str, answers: Answers) -> tuple[bool, str]:
+    """Learners without a common schedule cannot take the same outer steps: not with `outer_at="learners"`."""
+    return (
+        answers.outer_at == "learners",
+        f"outer_at='learners' needs a schedule that all learners follow, not {kind}; use AllLive.",
+    )
+
+
+@dataclass
+class OpenRound:
+    """A round that takes contributions.
+
+    Attributes:
+        step: the earliest inner step after which one of them was sent.
+        newest: the newest contribution of each learner.
+        earlier: older contributions of learners that have a newer one in the round.
+        fresh: learners that answered the round's call, or pushed since the round before was closed.
+    """
+
+    step: int
+    newest: dict[str, Contribution] = field(default_factory=dict)
+    earlier: list[Contribution] = field(default_factory=list)
+    fresh: set[str] = field(default_factory=set)
+
+    def take(self, c: Contribution) -> None:
+        """Add a contribution. Retransmissions may come in any order."""
+        known = [self.newest[c.learner]] if c.learner in self.newest else []
+        *older, self.newest[c.learner] = sorted((*known, c), key=_when_sent)
+        self.earlier += older
+        self.step = min(self.step, c.step)
+
+    def closed(self, number: int, members: Iterable[str], now: float) -> ClosedRound:
+        """The round as it is merged."""
+        late = sorted(self.earlier, key=_when_sent)
+        by_learner = sorted((*late, *self.newest.values()), key=lambda c: c.learner)
+        return ClosedRound(number, tuple(by_learner), self.step, frozenset(members), now)
+
+
+def _when_sent(c: Contribution) -> tuple[int, int]:
+    return c.incarnation, c.number
+
+
+def ready(run: RunView) -> list[str]:
+    """The live learners that train, in order."""
+    return sorted(learner for learner, member in run.members.items() if member.ready)
+
+
+def num_needed(at_least: int, members: Collection[str]) -> int:
+    """How many learners a round needs: K, or all where fewer are live."""
+    return min(at_least, max(1, len(members)))
+
+
+def decide(
+    now: float, contributed: Collection[str], fresh: Collection[str], members: Collection[str], at_least: int,
+    *, enough_at: float | None, grace_s: float,
+) -> Decision:  # fmt: skip
+    """Decide a called or pushed round: merge it, or say what it waits for.
+
+    Arguments:
+        now: seconds of the caller's clock.
+        contributed: learners with work in the round, late work included.
+        fresh: those of them that answered this round's call, or pushed since it opened.
+        members: live learners that train.
+        at_least: K; fewer where fewer are live.
+        enough_at: when the K-th fresh contribution came; None: it has not.
+        grace_s: how long the round stays open after that.
+    """
+    needed = num_needed(at_least, members)
+    missing = sorted(set(members) - set(fresh))
+    merge = tuple(sorted(contributed))
+    if not contributed:
+        return Decision(None, None, f"no learner has contributed; {needed} of {len(members)} are needed")
+    if not missing:
+        return Decision(merge, None, f"all {len(members)} live learners have contributed")
+    names = ", ".join(missing)
+    if len(fresh) < needed or enough_at is None:
+        return Decision(None, None, f"{len(fresh)} of {needed} have contributed; {names} may still")
+    ends_at = enough_at + grace_s
+    if now < ends_at:
+        left = f"the grace window is open for {names} for {ends_at - now:.2f} s"
+        return Decision(None, ends_at, f"{len(fresh)} have contributed; {left}")
+    after = f"{grace_s:.2f} s of grace" if grace_s else "no grace"
+    return Decision(merge, None, f"{len(fresh)} have contributed, {needed} were needed; after {after} without {names}")
+
+
+@dataclass(frozen=True)
+class LastSent:
+    """A learner's last contribution of a fragment: the inner step after which it was sent (of a learner that has sent
+    none: at which it joined), and the work in it."""
+
+    step: int
+    tokens: int = 0
+    steps: int = 1
+
+
+class LastContributions:
+    """The last contribution by learner and fragment. The work of a learner absent from a round counts from it."""
+
+    def __init__(self, num_fragments: int) -> None:
+        self._last: dict[str, list[LastSent]] = {}
+        self._num_fragments = num_fragments
+
+    def joined(self, learner: str, step: int) -> None:
+        """A new incarnation, at this inner step of the run."""
+        self._last[learner] = [LastSent(step)] * self._num_fragments
+
+    def removed(self, learner: str) -> None:
+        """It left or was evicted."""
+        del self._last[learner]
+
+    def sent(self, c: Contribution) -> None:
+        """A contribution was acknowledged. Retransmissions may come in any order."""
+        if c.step < self.of(c.learner, c.fragment).step:
+            return
+        self._last[c.learner][c.fragment] = LastSent(c.step, c.tokens, max(1, c.steps))
+
+    def of(self, learner: str, fragment: int) -> LastSent:
+        """The last one."""
+        return self._last[learner][fragment]
+
+    def steps_since(self, member: Member, fragment: int) -> int:
+        """Inner steps that a learner has taken since its last contribution, at least 1."""
+        return max(1, member.step - self.of(member.learner, fragment).step)
+
+    def saved_of(self, learner: str) -> dict[str, Any]:
+        """Plain values."""
+        return {"last": [[each.step, each.tokens, each.steps] for each in self._last[learner]]}
+
+    def restore_of(self, learner: str, values: Mapping[str, Any]) -> None:
+        """Continue from `saved_of`."""
+        require_whole_numbers(*(number for each in values["last"] for number in each))
+        self._last[learner] = [LastSent(*each) for each in values["last"]]
+
+
+def scale(
+    run: RunView, closed: ClosedRound, weights: Sequence[float], work_of: Callable[[Member], tuple[int, int]]
+) -> float:
+    """Contributing ÷ live weight of a round; 1 for `partial="full"`.
+
+    `work_of`: the tokens and steps that an absent member would have contributed.
+    """
+    if run.rules.partial == "full":
+        return 1.0
+    absent = sorted(closed.members - {c.learner for c in closed.contributions})
+    work = [work_of(run.members[learner]) for learner in absent if learner in run.members]
+    kind, tokens, steps = run.rules.weight, [each for each, _ in work], [each for _, each in work]
+    contributed = sum(weights)
+    return contributed / (contributed + sum(weights_of(kind, tokens, steps, [0] * len(work))))
+
+
+def is_answered(work: FragmentWork) -> bool:
+    """Whether the learner's newest contribution in flight was measured from the adopted version."""
+    return bool(work.in_flight) and work.in_flight[-1].base == work.version

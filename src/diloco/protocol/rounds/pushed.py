@@ -1,0 +1,243 @@
+"""Pushed rounds: every learner pushes after H of its own steps; a round merges as soon as K learners have pushed.
+
+    Asynchronous local SGD, arXiv 2401.09135
+
+Where the outer optimizer takes outer gradients one at a time (Delayed Nesterov), each push has its own round and its
+own version. A learner adopts the newest version once a version contains its last push.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from diloco.errors import ConfigError
+from diloco.protocol.contribution import LATE, VERSION, Contribution
+from diloco.protocol.in_flight import FragmentWork, InFlight
+from diloco.protocol.members import Member
+from diloco.protocol.rounds import late
+from diloco.protocol.rounds.base import (
+    Answers,
+    ClosedRound,
+    Decision,
+    LearnerRounds,
+    Quorum,
+    Rules,
+    RunView,
+    SyncerRounds,
+)
+from diloco.protocol.rounds.late import Late, OpenRound
+
+
+@dataclass(frozen=True)
+class Pushed(Quorum):
+    """Learners push after H of their own steps; a round merges as soon as K have pushed, without grace.
+
+    Asynchronous local SGD, arXiv 2401.09135, is K = 1.
+
+    Attributes:
+        at_least: K; fewer where fewer learners are live.
+        late: what happens to work that was measured from an older version than the one it would be merged into: "merge"
+            or "drop" (counted).
+        dynamic_steps: each learner takes ⌊v/v_max · H⌋ inner steps between two pushes, v its measured speed (DyLU, same
+            paper).
+    """
+
+    late: Late = "merge"
+    dynamic_steps: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        late.check_late("Pushed", self.late)
+        if type(self.dynamic_steps) is not bool:
+            raise ConfigError(f"Pushed(dynamic_steps={self.dynamic_steps!r}) is not a truth value; use true or false.")
+
+    @property
+    def needs_syncer(self) -> str | None:
+        return "Pushed needs a syncer; use AllLive over a group."
+
+    def contradictions(self, answers: Answers) -> Iterable[tuple[bool, str]]:
+        yield late.needs_no_schedule("Pushed", answers)
+        yield (
+            answers.overlap > 0,
+            (
+                f"overlap={answers.overlap} has no effect where learners push: each adopts an answer when it has come; "
+                "use overlap=0."
+            ),
+        )
+
+    def syncer_rounds(self, run: RunView) -> PushedSyncer:
+        return PushedSyncer(self, run)
+
+    def learner_rounds(self, rules: Rules, fragments: Sequence[FragmentWork], step: int) -> PushedLearner:
+        return PushedLearner(self, rules, fragments, step)
+
+
+class PushedSyncer(SyncerRounds):
+    """The syncer's half."""
+
+    def __init__(self, quorum: Pushed, run: RunView) -> None:
+        self._quorum, self._run = quorum, run
+        self._rounds: list[dict[int, OpenRound]] = [{} for _ in run.fragments]  # by the version they start from
+        self._last = late.LastContributions(len(run.fragments))
+
+    def admit(self, now: float, c: Contribution) -> str | None:
+        state, rounds = self._run.fragments[c.fragment], self._rounds[c.fragment]
+        if not 0 <= c.base <= state.version or c.round != c.base:
+            return VERSION
+        number = state.version + (state.phase != "open")
+        while self._run.rules.one_at_a_time and number in rounds:
+            number += 1
+        if self._quorum.late == "drop" and c.base < number:
+            return LATE
+        round_ = rounds.setdefault(number, OpenRound(c.step))
+        round_.take(c)
+        round_.fresh.add(c.learner)
+        self._last.sent(c)
+        return None
+
+    def update(self, now: float) -> set[str]:
+        return set()
+
+    def open_fragments(self) -> list[int]:
+        return [fragment for fragment, rounds in enumerate(self._rounds) if rounds and self._open(fragment)]
+
+    def decision(self, now: float, fragment: int) -> Decision | None:
+        round_ = self._open(fragment)
+        if round_ is None:
+            return None
+        members = late.ready(self._run)
+        if self._is_circle(members):
+            merge = tuple(sorted(round_.newest))
+            return Decision(merge, None, f"all {len(members)} live learners wait, for rounds that lack learners")
+        return late.decide(now, round_.newest, round_.fresh, members, self._run.at_least, enough_at=now, grace_s=0.0)
+
+    def _is_circle(self, members: Sequence[str]) -> bool:
+        """Whether all learners are blocked, each on a round that lacks learners: none of them can push again.
+        Learners come into it that wait for their answers and push several fragments, each at its own pace or from
+        its own start."""
+        pushed = {learner for rounds in self._rounds for round_ in rounds.values() for learner in round_.newest}
+        return bool(members) and all(learner in pushed and self._run.members[learner].waiting for learner in members)
+
+    def close(self, now: float, fragment: int) -> ClosedRound:
+        number = self._run.fragments[fragment].version
+        return self._rounds[fragment].pop(number).closed(number, late.ready(self._run), now)
+
+    def scale(self, fragment: int, closed: ClosedRound, weights: Sequence[float]) -> float:
+        """An absent learner is weighted by its pending work at the last heartbeat, or its last push if that is more."""
+        return late.scale(self._run, closed, weights, lambda member: self._work(member, fragment))
+
+    def _work(self, member: Member, fragment: int) -> tuple[int, int]:
+        tokens, last = self._run.pending_tokens(member.learner, fragment), self._last.of(member.learner, fragment)
+        if last.tokens > tokens:
+            return last.tokens, last.steps
+        return tokens, self._last.steps_since(member, fragment)
+
+    def stored(self, now: float, fragment: int, closed: ClosedRound) -> None:
+        pass
+
+    def abandoned(self, fragment: int, closed: ClosedRound) -> Sequence[tuple[Contribution, str]]:
+        later = self._rounds[fragment]  # each moves to the number before
+        self._rounds[fragment] = {number - 1: round_ for number, round_ in later.items()}
+        return ()
+
+    def roster(self, fragment: int) -> tuple[Sequence[str], Sequence[str]]:
+        round_ = self._open(fragment)
+        return (sorted(round_.newest), late.ready(self._run)) if round_ else ((), ())
+
+    def joined(self, learner: str) -> None:
+        self._last.joined(learner, self._run.step)
+
+    def removed(self, learner: str) -> None:
+        self._last.removed(learner)
+
+    def sync_every(self, learner: str) -> int | None:
+        """⌊v/v_max · H⌋ by measured speed, where the steps are dynamic."""
+        if not self._quorum.dynamic_steps:
+            return None
+        every = self._run.rules.schedule.sync_every_at(self._run.step + 1)
+        member = self._run.members.get(learner)
+        step_times = [each.step_s for each in self._run.members.values() if each.step_s]
+        if member is None or not member.step_s:
+            return every
+        return max(1, int(min(step_times) / member.step_s * every))
+
+    def saved_of(self, learner: str) -> dict[str, Any]:
+        return self._last.saved_of(learner)
+
+    def restore_of(self, learner: str, values: Mapping[str, Any]) -> None:
+        self._last.restore_of(learner, values)
+
+    def _open(self, fragment: int) -> OpenRound | None:
+        """The open round that follows the fragment's version."""
+        state = self._run.fragments[fragment]
+        return self._rounds[fragment].get(state.version) if state.phase == "open" else None
+
+
+class PushedLearner(LearnerRounds):
+    """The learner's half: the newest version is adopted once the learner's last push is merged or rejected."""
+
+    def __init__(self, quorum: Pushed, rules: Rules, fragments: Sequence[FragmentWork], step: int) -> None:
+        self._rules, self.fragments = rules, fragments
+        self._sends_late = quorum.late == "merge"
+        self._push_at = [rules.schedule.next_send(fragment, step) for fragment in range(len(fragments))]
+        self._push_every = [0] * len(fragments)
+        """Inner steps from the last push to `_push_at`."""
+        self._answered = [False] * len(fragments)
+        """By fragment: the last push is merged or rejected, so the newest version may be adopted."""
+
+    def due(self, step: int) -> Sequence[int]:
+        return [fragment for fragment, at in enumerate(self._push_at) if at <= step]
+
+    def next_round(self, fragment: int) -> int | None:
+        """The adopted version, unless a push that was measured from it is still unanswered. Where late pushes are
+        dropped, a newer version that may be adopted is adopted first."""
+        work = self.fragments[fragment]
+        is_late = self._answered[fragment] and bool(work.received) and not self._sends_late
+        return None if is_late or late.is_answered(work) else work.version
+
+    def sent(self, fragment: int, step: int, sync_every: int | None) -> None:
+        self._push_every[fragment] = sync_every or self._rules.schedule.sync_every_at(step + 1)
+        self._push_at[fragment] = step + self._push_every[fragment]
+        self._answered[fragment] = False
+
+    def waiting(self, step: int) -> tuple[tuple[int, int], ...]:
+        if not self._rules.wait:
+            return ()
+        return tuple(
+            (fragment, work.version + 1)
+            for fragment, work in enumerate(self.fragments)
+            if work.in_flight and not (self._answered[fragment] and work.received)
+        )
+
+    def adoption(self, fragment: int, step: int) -> int | None:
+        return max(self.fragments[fragment].received, default=None) if self._answered[fragment] else None
+
+    def completes(self, flight: InFlight, version: int) -> bool:
+        return flight.listed
+
+    def listed(self, fragment: int) -> None:
+        self._answered[fragment] = True
+
+    def rejected(self, fragment: int, flight: InFlight, reason: str) -> bool:
+        self._answered[fragment] = True
+        return False
+
+    def adopted(self, fragment: int, step: int, *, overwritten: bool) -> None:
+        """Restart the push interval where adoption discards the work; else the next push would contain little."""
+        self._answered[fragment] = False
+        if overwritten:
+            self._push_at[fragment] = step + self._push_every[fragment]
+
+    def newest(self, fragment: int) -> int:
+        """Received versions that wait for the answer to this learner's push count too."""
+        work = self.fragments[fragment]
+        return max(work.received, default=work.version)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"push_at": list(self._push_at), "push_every": list(self._push_every), "answered": list(self._answered)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._push_at, self._push_every = list(state["push_at"]), list(state["push_every"])
+        self._answered = list(state["answered"])

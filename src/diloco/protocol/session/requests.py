@@ -1,0 +1,327 @@
+"""What a learner's end of a syncer is to do, as plain values: requests to the syncer, and news for the learner.
+
+Tensors stay with the executor. It keeps payloads under (incarnation, fragment, number) of their contribution, and
+fetched fragments under (fragment, version).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from diloco.errors import DilocoError
+from diloco.protocol.contribution import CallForWork, Contribution, Drained, Hold, Rejected
+from diloco.protocol.leases import Ask, Grant
+from diloco.protocol.lineage import Lineage
+from diloco.protocol.succession import Ballot, Word
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Which learner speaks, as every request names it.
+
+    Attributes:
+        run, learner: names.
+        process: a random number of the learner's process; tells it from another one with the same name.
+        incarnation: given by the syncer at each join; 0 before the first.
+    """
+
+    run: str
+    learner: str
+    process: int
+    incarnation: int = 0
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The global model's loss on held-out data.
+
+    Attributes:
+        loss: nats per token.
+        run_tokens: tokens trained by the run when it was evaluated, as the learner knew.
+    """
+
+    loss: float
+    run_tokens: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a learner says of itself in its heartbeats.
+
+    Attributes:
+        step: inner steps taken, as the run counts them.
+        tokens: trained by this incarnation.
+        step_s: seconds of an inner step; None: not measured yet.
+        waiting: it is blocked on an answer.
+        finished: it takes no more steps.
+        steps: inner steps taken by this incarnation.
+        blocked_with: the newest versions that it had when it began to wait for others: it sends nothing before there is
+            another one. Empty: it does not wait for a version.
+        earlier_tokens: trained by earlier incarnations of this process.
+        training_loss: of the newest inner step that the learner told of, nats per token; None: it tells none.
+        evaluation: the newest that it has made; None: it has made none.
+        blocked_s: that the training thread of this process has waited for answers, in all.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    step_s: float | None = None
+    waiting: bool = False
+    finished: bool = False
+    steps: int = 0
+    blocked_with: tuple[int, ...] = ()
+    earlier_tokens: int = 0
+    training_loss: float | None = None
+    evaluation: Evaluation | None = None
+    blocked_s: float = 0.0
+
+    @property
+    def all_tokens(self) -> int:
+        """Trained by this process."""
+        return self.earlier_tokens + self.tokens
+
+
+# --- requests to the syncer: each ends in exactly one event, its own or `failed` --------------------------------------
+
+LaneName = Literal["control", "watch", "receive", "send", "data", "leave"]
+"""Requests of one lane are made one at a time."""
+
+
+@dataclass(frozen=True)
+class Describe:
+    """Ask over this control connection whether the run has a model; then call `described`."""
+
+    lane: ClassVar[LaneName] = "control"
+
+    connection: int
+
+
+@dataclass(frozen=True)
+class Initialise:
+    """Upload this learner's model as the run's; then call `initialised`."""
+
+    lane: ClassVar[LaneName] = "receive"
+
+    who: Identity
+
+
+@dataclass(frozen=True)
+class Join:
+    """Ask for a new incarnation; then call `joined`.
+
+    Attributes:
+        who: the incarnation that is out, which must not replace another process; 0: there was none.
+        seen: the syncer followed so far; None: none yet.
+    """
+
+    lane: ClassVar[LaneName] = "receive"
+
+    who: Identity
+    seen: Lineage | None
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Fetch what follows version `base` of a fragment, decode and verify it; then call `fetched`.
+
+    Attributes:
+        fragment: None: the tensors that training leaves alone.
+        base: the version held; −1: none, fetch the whole fragment.
+        joining: the learner is not part of the run yet.
+        seen: the syncer followed so far.
+        versions: held of each fragment.
+    """
+
+    lane: ClassVar[LaneName] = "receive"
+
+    who: Identity
+    fragment: int | None
+    base: int
+    joining: bool = False
+    seen: Lineage | None = None
+    versions: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Open a stream of notices over this control connection. Call `welcomed`, `heard` and `evicted` for the notices,
+    and `failed` or `ended` once the stream is over.
+
+    Attributes:
+        seen: the syncer followed so far.
+        versions: held of each fragment.
+    """
+
+    lane: ClassVar[LaneName] = "watch"
+
+    who: Identity
+    connection: int
+    seen: Lineage | None
+    versions: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Beat:
+    """Send a heartbeat over this control connection; then call `beaten`, or `failed` after `timeout_s` without an
+    answer.
+
+    Attributes:
+        seen: the syncer followed so far. It has all contributions of a finished learner.
+        versions: of each fragment, the newest that this learner has.
+        confirmed: by fragment, the verdicts on all contributions up to this number are known.
+    """
+
+    lane: ClassVar[LaneName] = "control"
+
+    who: Identity
+    connection: int
+    timeout_s: float
+    report: Report
+    seen: Lineage | None
+    versions: tuple[int, ...]
+    confirmed: tuple[int, ...]
+    promised: Ballot | None
+
+
+@dataclass(frozen=True)
+class Vote:
+    """Tell a syncer that does not serve the run now what was followed and promised, over this control connection; then
+    call `voted`, or `failed`.
+
+    Attributes:
+        word: as in `protocol.succession`.
+    """
+
+    lane: ClassVar[LaneName] = "control"
+
+    who: Identity
+    connection: int
+    timeout_s: float
+    word: Word
+
+
+@dataclass(frozen=True)
+class Push:
+    """Upload a contribution, which is meant for this process of the syncer; then call `pushed`."""
+
+    lane: ClassVar[LaneName] = "send"
+
+    who: Identity
+    contribution: Contribution
+    boot: int
+
+
+@dataclass(frozen=True)
+class Lease:
+    """Ask over this control connection for units of data; then call `leased`, or `failed` after `timeout_s` without an
+    answer."""
+
+    lane: ClassVar[LaneName] = "data"
+
+    who: Identity
+    connection: int
+    timeout_s: float
+    ask: Ask
+    seen: Lineage | None
+
+
+@dataclass(frozen=True)
+class Leave:
+    """Say goodbye over this control connection; then call `left`, or `failed` after `timeout_s` without an answer.
+
+    Attributes:
+        report: as in a heartbeat; what the learner logged last may have been in none.
+        seen: the syncer followed so far.
+    """
+
+    lane: ClassVar[LaneName] = "leave"
+
+    who: Identity
+    connection: int
+    timeout_s: float
+    report: Report
+    seen: Lineage | None
+
+
+# --- the executor's own resources -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class HangUp:
+    """Close a control connection; what is open on it fails."""
+
+    connection: int
+
+
+@dataclass(frozen=True)
+class Dial:
+    """Make all requests other than control ones to the syncer at this address from here on."""
+
+    address: int
+
+
+@dataclass(frozen=True)
+class Drop:
+    """Forget the payload of a contribution: it will not be sent again."""
+
+    contribution: Contribution
+
+
+@dataclass(frozen=True)
+class Warn:
+    """Log a warning."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Close:
+    """The learner has left: close all connections."""
+
+
+# --- news for the learner, in order -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TellStart:
+    """The learner starts as this incarnation, from the fragments as they are held now; unread news of an earlier one is
+    void.
+
+    Attributes:
+        step: the inner step to start from.
+        awaited: a round waits for its send after that step, or the run may have gone back to it; a later step of the
+            learner's own does not count.
+        versions: of each fragment.
+        run_tokens: tokens trained by the run so far.
+        reason: why the incarnation before was evicted; None: there was none.
+    """
+
+    who: Identity
+    step: int
+    awaited: bool
+    versions: tuple[int, ...]
+    run_tokens: int
+    reason: str | None
+
+
+@dataclass(frozen=True)
+class TellArrival:
+    """A version is here. `merged`: the learner's contributions up to this number are in it or an earlier one, unless
+    rejected."""
+
+    fragment: int
+    version: int
+    merged: int
+
+
+@dataclass(frozen=True)
+class Fail:
+    """What was asked cannot be had: raise this in the learner."""
+
+    error: DilocoError
+
+
+Request = Describe | Initialise | Join | Fetch | Watch | Beat | Vote | Push | Lease | Leave
+News = TellStart | TellArrival | CallForWork | Rejected | Grant | Drained | Hold | Fail
+SessionAction = Request | HangUp | Dial | Drop | Warn | Close | News

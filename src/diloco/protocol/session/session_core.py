@@ -1,0 +1,667 @@
+"""`SessionCore`: sans-I/O bookkeeping of one learner's session with a syncer.
+
+    events    from the learner, and from time: begin, offered, asked, report, leave, tick
+              how a request has ended: described, initialised, joined, fetched, pushed, leased, beaten, left, failed,
+              ended
+              notices of the syncer: welcomed, heard, evicted
+    answers   requests to make and news for the learner: `protocol.session.requests`
+
+    entering → joining → fetching → starting → running → leaving → parting → over
+    an evicted learner goes back to joining; where the pool has no place for it any more, it is drained, until it leaves
+
+Requests belong to lanes (control, watch, receive, send, data), and each lane has at most one under way. What is done
+next follows from what is known: the phase, the versions held and published, the contributions without a verdict, and
+which process of the syncer acknowledged them. A message that is lost or heard twice therefore changes nothing: the
+syncer says all that stands (`Standing`) on every connection and in every heartbeat. A syncer that serves an older state
+of the run than one before is not followed (`protocol.lineage`).
+
+No tensor, clock, socket or thread is in here; `exchange.remote` drives it with threads, and virtual time with a
+simulated network.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from diloco.errors import (
+    AlreadyInitialisedError,
+    AuthError,
+    CorruptPayloadError,
+    DigestError,
+    DilocoError,
+    DrainedError,
+    LineageError,
+    NoRoomError,
+    RestartedError,
+    StaleIncarnationError,
+    StandbyError,
+    UnreachableError,
+    VersionError,
+)
+from diloco.protocol.contribution import CallForWork, Contribution, Drained, Hold, Rejected, Standing, Verdict
+from diloco.protocol.leases import Ask, Grant
+from diloco.protocol.lineage import Lineage
+from diloco.protocol.session import requests
+from diloco.protocol.session.ends import LEAVE_TIMEOUT_S, Departure, Entrance
+from diloco.protocol.session.heartbeat import HEARTBEAT_S, SHORTEST_S, Heartbeat
+from diloco.protocol.session.lanes import Lane, Lanes
+from diloco.protocol.session.model_cache import NOTHING, ModelCache
+from diloco.protocol.session.outbox import Outbox
+from diloco.protocol.session.requests import Identity, Report, SessionAction
+from diloco.protocol.session.votes import Votes
+from diloco.protocol.succession import Proposal, Witness, Word, elector
+
+LEASE_TIMEOUT_S = 30.0
+"""For units of data. A connection that has died is found by the heartbeats over it, which end its other calls."""
+
+ASK_AGAIN_S = 0.3
+"""Poll interval while waiting for the run's initial model."""
+
+SessionPhase = Literal[
+    "entering", "joining", "fetching", "starting", "running", "leaving", "drained", "parting", "over"
+]  # fmt: skip
+Actions = list[SessionAction]
+
+
+class SessionCore:
+    """One learner in one run.
+
+    Arguments:
+        who: without an incarnation.
+        num_fragments: of the model.
+        at_least: learners that must be there before this one starts.
+        reports_every_step: the syncer has to hear of every inner step at once.
+        heartbeat_s: between two heartbeats while nothing changes; infinite where no message is ever lost.
+        shortest_s: between any two heartbeats.
+        initialises: this learner gives the run its model.
+        join_timeout_s: how long to wait for a syncer, and for the run to have a model; None: as long as it takes.
+        num_addresses: of syncers, which are tried in turn.
+        seen: the syncer that a checkpoint has followed, which the learner goes on from; None: there is none.
+
+    Attributes:
+        who: the newest incarnation.
+        phase: see above.
+        standing: the last one received; None: none yet.
+        wake_at: call `tick` at this time, unless another event comes before.
+    """
+
+    def __init__(
+        self,
+        who: Identity,
+        num_fragments: int,
+        *,
+        at_least: int = 1,
+        reports_every_step: bool = False,
+        heartbeat_s: float = HEARTBEAT_S,
+        shortest_s: float = SHORTEST_S,
+        initialises: bool = False,
+        join_timeout_s: float | None = None,
+        num_addresses: int = 1,
+        seen: Lineage | None = None,
+    ) -> None:
+        self.who = who
+        self.phase: SessionPhase = "entering"
+        self.standing: Standing | None = None
+        self.wake_at = math.inf
+        self._num_fragments, self._at_least = num_fragments, at_least
+        self._entrance = Entrance(who.run, initialises=initialises, timeout_s=join_timeout_s)
+        self._is_alone = num_addresses == 1
+        self._looks_around = False  # for the syncer that serves the run, before it joins
+        self._lanes, self._departure = Lanes(num_addresses), Departure()
+        self._heartbeat = Heartbeat(reports_every_step=reports_every_step, every_s=heartbeat_s, shortest_s=shortest_s)
+        self._outbox, self._cache = Outbox(num_fragments), ModelCache(num_fragments)
+        self._ask: Ask | None = None  # that is not answered
+        self._welcome: Standing | None = None  # of the stream of notices that is open
+        self._has_started = self._has_lost_join = False
+        self._reason: str | None = None  # why the incarnation before was evicted
+        self._started_in: Lineage | None = None
+        self._is_held = False  # as the learner was told
+        self._said = set[str]()
+        self._witness, self._votes = Witness(seen), Votes()
+        self._followed_at = -math.inf  # when the syncer that is followed was heard last
+
+    @property
+    def seen(self) -> Lineage | None:
+        """The syncer that this learner follows; None: none has been heard yet."""
+        return self._witness.seen
+
+    # --- the learner, and time ----------------------------------------------------------------------------------------
+
+    def begin(self, now: float) -> Actions:
+        """The learner begins to enter the run."""
+        self._entrance.begin(now)
+        return self._go_on(now)
+
+    def offered(self, now: float, c: Contribution) -> Actions:
+        """A new contribution. It is dropped if its incarnation was evicted."""
+        if not self._speaks(c.incarnation):
+            return [requests.Drop(c)]
+        self._outbox.add(c)
+        return self._go_on(now)
+
+    def asked(self, now: float, incarnation: int, ask: Ask) -> Actions:
+        """The learner wants units of data, one request at a time. It is ignored if the incarnation was evicted."""
+        if not self._speaks(incarnation):
+            return []
+        self._ask = ask
+        return self._go_on(now)
+
+    def report(self, now: float, incarnation: int, report: Report) -> Actions:
+        """The content of the next heartbeats. Of one that was evicted, they only say what it has trained."""
+        if not self._speaks(incarnation):
+            self._heartbeat.trained_earlier(report.all_tokens)
+            return []
+        self._heartbeat.reported(report)
+        return self._go_on(now)
+
+    def restored(self, versions: Sequence[int]) -> None:
+        """The run was taken back to a checkpoint, from which the learner has these versions of the fragments."""
+        self._cache.restored(versions)
+        self._witness = Witness()
+
+    def leave(self, now: float, *, timeout_s: float = LEAVE_TIMEOUT_S) -> Actions:
+        """The learner takes no more steps and wants to leave; all ends with `Close`. `timeout_s`: how long it waits for
+        a syncer that answers, until that has its contributions, and as long again at most for its goodbye."""
+        if not self._is_member:
+            if self.phase in ("joining", "drained"):
+                self._departure.begin(now, timeout_s)
+                return self._say_late(now)
+            return self._over() if self.phase == "entering" else []
+        self.phase = "leaving"
+        self._departure.begin(now, timeout_s)
+        self._heartbeat.leave(now)
+        return self._go_on(now)
+
+    def tick(self, now: float) -> Actions:
+        """Time has passed."""
+        return self._go_on(now)
+
+    # --- becoming part of the run -------------------------------------------------------------------------------------
+
+    def described(
+        self, now: float, describe: requests.Describe, lineage: Lineage, *, initialised: bool
+    ) -> Actions:  # fmt: skip
+        """Whether the run has a model."""
+        if (error := self._witness.refusal(lineage)) is not None:
+            if self._joins_again and self._votes.connection is None:
+                self._votes.begin(now, describe.connection, 0.0, is_refused=True)
+                self._lanes.control.is_busy = False
+                return self._go_on(now)
+            return self.failed(now, describe, error)
+        actions: Actions = [*self._lanes.answered(describe)]
+        self._looks_around = False
+        self._departure.heard(now)
+        if self.phase != "entering":
+            if self._joins_again:  # it holds nothing that another syncer may lack
+                self._follow(now, lineage)
+                self._votes.has_asked = True
+            return actions + self._go_on(now)
+        if (error := self._entrance.described(now, has_model=initialised)) is not None:
+            return actions + self._fail(self._lanes.control, error)
+        if self._entrance.step == "ask":
+            self._lanes.control.ready_at = now + ASK_AGAIN_S
+            text = f"run {self.who.run!r} has no model yet; waiting for the learner that initialises it"
+            actions += self._warn_once("no model", text)
+        return actions + self._go_on(now)
+
+    def initialised(self, now: float) -> Actions:
+        """The run has this learner's model."""
+        self._lanes.receive.ended()
+        self._entrance.uploaded()
+        return self._go_on(now)
+
+    def joined(self, now: float, join: requests.Join, lineage: Lineage, incarnation: int) -> Actions:
+        """The learner has a new incarnation, which holds no model yet."""
+        if (error := self._witness.refusal(lineage)) is not None:
+            return self.failed(now, join, error)
+        self._lanes.receive.ended()
+        self._looks_around = False
+        if self.phase == "joining":
+            self._follow(now, lineage)
+            self.phase, self.who = "fetching", replace(self.who, incarnation=incarnation)
+            self._heartbeat.plan(now)
+        return self._go_on(now)
+
+    def _start(self) -> Actions:
+        """Start once the syncer counts on the learner and enough learners are there.
+
+        The learner starts from where it was welcome: by the time that it hears of the others, they may have begun. One
+        that a round of others waits for starts at once: those that have finished since do not come back.
+        """
+        welcome, standing = self._welcome, self.standing
+        if self.phase != "starting" or welcome is None or standing is None:
+            return []
+        is_awaited = welcome.start_step < welcome.step
+        is_missed = is_awaited and standing.num_live > 1
+        at_least = standing.at_least or self._at_least
+        if not self._has_started and standing.num_live < at_least and not is_missed:
+            text = f"{standing.num_live} of at least {at_least} learners are here; waiting for the others"
+            return self._warn_once("quorum", text)
+        reason = self._reason if self._has_started else None
+        self.phase, self._has_started = "running", True
+        is_awaited, versions = is_awaited or self._has_run_gone_back, tuple(self._cache.held)
+        self._started_in, self._is_held = self.seen, False
+        return [
+            requests.TellStart(self.who, welcome.start_step, is_awaited, versions, standing.run_tokens, reason),
+            *self._tell(standing),
+        ]
+
+    @property
+    def _has_run_gone_back(self) -> bool:
+        """Whether the run may be at an earlier step than when this learner started: in a later epoch than that."""
+        before, now = self._started_in, self.seen
+        return before is not None and now is not None and before.epoch < now.epoch
+
+    def _join_again(self, now: float, reason: str) -> Actions:
+        """This incarnation is out, and what it sent is void."""
+        if self.phase == "leaving":
+            return self._say_late(now)
+        self.phase, self._reason = "joining", reason
+        drops = [requests.Drop(c) for c in self._outbox.contributions]
+        self._outbox, self._cache = Outbox(self._num_fragments), ModelCache(self._num_fragments)
+        self._welcome = self._ask = None
+        self._heartbeat.start_over()
+        return [*drops, requests.Warn(f"{self.who.learner} was evicted ({reason}) and joins again")]
+
+    # --- the model and the contributions ------------------------------------------------------------------------------
+
+    def distrusts(self, lineage: Lineage) -> DilocoError | None:
+        """Why a part that was fetched from this syncer must not be taken: the fetch has failed with this. None: the
+        learner follows that syncer."""
+        return self._witness.refusal(lineage)
+
+    def fetched(
+        self, now: float, fetch: requests.Fetch, lineage: Lineage, version: int, verdicts: Iterable[Verdict] = ()
+    ) -> Actions:  # fmt: skip
+        """A part is here at this version, decoded and verified, from a syncer that is not distrusted; with it came
+        verdicts on contributions to it."""
+        self._lanes.receive.ended()
+        if not self._is_current(fetch.who):
+            return self._go_on(now)
+        self._follow(now, lineage)
+        self._cache.fetched(fetch, version)
+        actions = self._take(verdicts)
+        if self.phase == "fetching" and self._cache.is_complete:
+            self.phase = "starting"
+            self._heartbeat.urge()
+        elif self.phase == "running" and fetch.fragment is not None:
+            merged = self._outbox.merged_in(fetch.fragment, version)
+            actions.append(requests.TellArrival(fetch.fragment, version, merged))
+        return actions + self._go_on(now)
+
+    def pushed(self, now: float, push: requests.Push) -> Actions:
+        """The process of the syncer that a contribution was meant for has its bytes."""
+        self._lanes.send.ended()
+        if self._is_current(push.who):
+            self._outbox.acknowledged(push.contribution, push.boot)
+            if self._heartbeat.report.finished or self._heartbeat.report.blocked_with:
+                self._heartbeat.urge()
+        return self._go_on(now)
+
+    def leased(self, now: float, lease: requests.Lease, grant: Grant) -> Actions:
+        """A request for units of data was answered."""
+        self._lanes.data.ended()
+        if not self._is_current(lease.who):
+            return self._go_on(now)
+        self._ask = None
+        return [grant, *self._go_on(now)]
+
+    # --- what the syncer says -----------------------------------------------------------------------------------------
+
+    @property
+    def is_away(self) -> bool:
+        """Whether a request is being repeated because the syncer was not reached."""
+        return self._lanes.is_away
+
+    def beaten(
+        self, now: float, beat: requests.Beat, lineage: Lineage, standing: Standing, proposal: Proposal | None = None
+    ) -> Actions:  # fmt: skip
+        """A heartbeat was answered, by this syncer, which may ask for a promise.
+
+        One that cannot be followed may ask too: with its next epoch it can be, where another one has been promised this
+        one or a later one, and has not come to serve it.
+        """
+        error = self._witness.refusal(lineage)
+        if error is not None and not self._promises(proposal, is_silent=True):
+            return self.failed(now, beat, error)
+        self._heartbeat.ended(now)
+        if error is not None:
+            self._heartbeat.urge()
+            return [*self._lanes.answered(beat), *self._go_on(now)]
+        self._heartbeat.plan(now, starting=self.phase == "starting")
+        if self._promises(proposal, is_silent=False):
+            self._heartbeat.urge()
+        return [*self._lanes.answered(beat), *self._hear(now, beat.who, lineage, standing)]
+
+    def voted(self, now: float, vote: requests.Vote, *, serves: bool, proposal: Proposal | None) -> Actions:
+        """A syncer that did not serve the run has heard the vote. `serves`: it does now."""
+        self._lanes.control.is_busy = False
+        if serves and not self._votes.is_refused:
+            self._votes.end()
+            self._heartbeat.urge()
+            if self._joins_again:
+                self._votes.joining(now, promised=self._promises(proposal, is_silent=False))
+        elif self._promises(proposal, is_silent=True):
+            self._votes.begin(now, vote.connection, math.inf)
+        elif self._votes.said(now):
+            self._votes.end()
+            self._heartbeat.urge()
+            return [*self._lanes.connection.failed(vote.connection), *self._go_on(now)]
+        return self._go_on(now)
+
+    def _promises(self, proposal: Proposal | None, *, is_silent: bool) -> bool:
+        """Whether a promise is given now, of which the syncer is to hear at once."""
+        before = self._witness.promised
+        return proposal is not None and self._witness.asked(proposal, is_silent=is_silent) and before != proposal.ballot
+
+    def welcomed(self, now: float, watch: requests.Watch, lineage: Lineage, standing: Standing) -> Actions:
+        """The first notice of a stream: from here on the syncer counts on the learner."""
+        if self._witness.refusal(lineage) is not None:
+            return [*self._lanes.connection.failed(watch.connection)]
+        self._lanes.watch.reset()
+        if self._is_current(watch.who):
+            self._welcome = standing
+        return self._hear(now, watch.who, lineage, standing)
+
+    def heard(self, now: float, watch: requests.Watch, lineage: Lineage, standing: Standing) -> Actions:
+        """A later notice of a stream, of the syncer that has opened it: what stands has changed."""
+        return self._hear(now, watch.who, lineage, standing) if self._witness.refusal(lineage) is None else []
+
+    def evicted(self, now: float, watch: requests.Watch, reason: str, *, replaced: bool) -> Actions:
+        """The syncer has evicted this incarnation. `replaced`: a newer one has its place.
+
+        That is another process's, unless a request to join that failed on the way has arrived late. Then the learner
+        asks to join again, which the syncer grants to the same process only.
+        """
+        if not self._is_current(watch.who):
+            return []
+        if replaced and self.phase != "leaving" and not self._has_lost_join:
+            run, learner = self.who.run, self.who.learner
+            text = (
+                f"another process has joined run {run!r} as {learner!r}; give every learner its own name, or pass "
+                "ranks= to Learner where the processes are ranks of one learner."
+            )
+            for lane in self._lanes.all:
+                lane.is_stopped = True
+            return [requests.Fail(StaleIncarnationError(text))]
+        return self._join_again(now, reason) + self._go_on(now)
+
+    def ended(self, now: float, watch: requests.Watch) -> Actions:
+        """The syncer has closed a stream of notices."""
+        self._lanes.watch.is_busy, self._welcome = False, None
+        self._lanes.watch.pause(now)
+        return self._go_on(now)
+
+    def left(self, now: float) -> Actions:
+        """The syncer has acknowledged the goodbye."""
+        return self._over()
+
+    def _hear(self, now: float, who: Identity, lineage: Lineage, standing: Standing) -> Actions:
+        self._departure.heard(now)
+        if not self._is_current(who):
+            return self._go_on(now)
+        self._follow(now, lineage)
+        if self.standing is None or self.standing.order <= standing.order:  # answers and notices overtake each other
+            self.standing = standing
+            self._cache.published(standing.versions)
+        actions = self._take(standing.verdicts)
+        actions += self._tell(self.standing) if self.phase == "running" else self._start()
+        return actions + self._go_on(now)
+
+    def _follow(self, now: float, lineage: Lineage) -> None:
+        """A syncer that was started after the one before may lack what that one has acknowledged."""
+        self._followed_at = now
+        if lineage == self.seen:
+            return
+        self._witness.follow(lineage)
+        self.standing = None
+        self._lanes.send.reset()
+        if self._heartbeat.report.finished:  # the heartbeat before was not meant for this process
+            self._heartbeat.urge()
+
+    def _take(self, verdicts: Iterable[Verdict]) -> Actions:
+        actions: Actions = []
+        for verdict, contribution in self._outbox.take(verdicts):
+            actions.append(requests.Drop(contribution))
+            if verdict.reason is not None:
+                actions.append(Rejected(verdict.fragment, verdict.number, verdict.reason))
+        return actions
+
+    def _tell(self, standing: Standing) -> Actions:
+        """What the learner is to do."""
+        calls = [CallForWork(fragment, version) for fragment, version in self._cache.called(standing.calls)]
+        was_held, self._is_held = self._is_held, standing.paused
+        return [*calls, Hold(standing.paused)] if was_held != standing.paused else [*calls]
+
+    # --- failures -----------------------------------------------------------------------------------------------------
+
+    def failed(self, now: float, request: requests.Request, error: DilocoError) -> Actions:
+        """A request has failed: it is repeated, this incarnation is out, or the learner fails."""
+        if isinstance(request, requests.Leave):
+            if isinstance(error, StaleIncarnationError) and request.who.incarnation:
+                return self._say_late(now)  # it had not heard of its eviction
+            return [requests.Warn(f"{self.who.learner} left without the syncer's answer: {error}"), *self._over()]
+        if self.phase == "drained":
+            return []
+        lane = self._lanes.of(request)
+        lane.is_busy = False
+        if isinstance(request, requests.Beat):
+            self._heartbeat.ended(now)
+            self._heartbeat.urge()
+        elif isinstance(request, requests.Watch):
+            self._welcome = None
+        return self._mend(now, request, lane, error) + self._go_on(now)
+
+    def _mend(self, now: float, request: requests.Request, lane: Lane, error: DilocoError) -> Actions:
+        match request, error:
+            case requests.Describe(), UnreachableError() | LineageError() if self._gives_up(now):
+                return self._fail(lane, error)
+            case requests.Describe() | requests.Beat(), StandbyError() if (
+                self.seen is not None and request.connection == self._lanes.connection.number
+            ):  # one that is to join again has a vote, too
+                connection = request.connection
+                self._votes.begin(now, connection, now - self._followed_at)
+                lane.is_away = True
+                return self._warn_once("standby", str(error))
+            case requests.Vote(), UnreachableError():
+                self._votes.end()
+                return self._lanes.failed(now, request, error)
+            case (
+                requests.Describe() | requests.Beat() | requests.Vote() | requests.Watch() | requests.Lease(),
+                AuthError(),
+            ) if not self._lanes.connection.is_followed(request.connection):
+                self._votes.end()  # another syncer refuses; the one that is followed may be back
+                return self._lanes.failed(now, request, error)
+            case _, UnreachableError() | NoRoomError() | LineageError():
+                if isinstance(error, UnreachableError):  # it may have reached the syncer all the same
+                    if isinstance(request, requests.Initialise):
+                        self._entrance.lost()
+                    self._has_lost_join |= isinstance(request, requests.Join)
+                    self._looks_around |= isinstance(request, requests.Join) and not self._is_alone
+                return self._lanes.failed(now, request, error)
+            case requests.Join(), DrainedError() if self._has_started:
+                self.phase = "drained"
+                return [requests.Warn(str(error)), Drained()]
+            case requests.Initialise(), AlreadyInitialisedError() if self._entrance.refused():
+                return []
+            case requests.Push(boot=boot), RestartedError():
+                if self.seen is not None and boot == self.seen.boot:
+                    lane.pause(now)
+                    self._heartbeat.urge()  # its answer names the new process
+                return []
+            case requests.Fetch(fragment=int(fragment), base=base), VersionError() | CorruptPayloadError() if (
+                base != NOTHING
+            ):
+                if self._is_current(request.who):
+                    self._cache.distrust(fragment)
+                return [requests.Warn(f"{error}; fetching it whole")]
+            case requests.Fetch(base=base), VersionError() if base == NOTHING and not isinstance(error, DigestError):
+                lane.pause(now)  # the ranks of this learner were sent different versions: one was published in between
+                return []
+            case (
+                requests.Fetch() | requests.Watch() | requests.Beat() | requests.Push() | requests.Lease(),
+                StaleIncarnationError(),
+            ):
+                return self._join_again(now, str(error)) if self._is_current(request.who) else []
+        return self._fail(lane, error)
+
+    def _gives_up(self, now: float) -> bool:
+        """Whether it has taken too long to become part of the run."""
+        return not self._has_started and self._entrance.is_late(now)
+
+    def _fail(self, lane: Lane, error: DilocoError) -> Actions:
+        lane.is_stopped = True
+        return [requests.Fail(error)]
+
+    # --- what is done next --------------------------------------------------------------------------------------------
+
+    def _go_on(self, now: float) -> Actions:
+        """Begin the requests that there are to make."""
+        lanes, actions = self._lanes, list[SessionAction]()
+        self.wake_at = math.inf
+        if self.phase in ("drained", "parting", "over"):
+            return actions
+        if self.phase == "entering" and self._entrance.step == "join":
+            self.phase = "joining"
+        nexts = (
+            self._control_request, self._watch_request, self._receive_request, self._send_request, self._data_request
+        )  # fmt: skip
+        for lane, next_request in zip(lanes.all, nexts, strict=True):
+            if lane.is_free(now) and (request := next_request(now)) is not None:
+                lane.is_busy = True
+                actions.append(request)
+        if self.phase == "leaving":
+            actions += self._part(now)
+        if self.phase != "parting":
+            is_free = not lanes.control.is_busy and not lanes.control.is_stopped
+            beats_at = self._votes.joins_at if self._joins_again else math.inf
+            votes_at, beats_at = self._votes.due_at, self._heartbeat.due_at if self._is_member else beats_at
+            due_at = beats_at if self._votes.connection is None else votes_at
+            control_at = max(due_at, lanes.control.ready_at) if is_free else math.inf
+            self.wake_at = min(lanes.next_at(now), self._departure.next_at, control_at)
+        return actions
+
+    def _control_request(self, now: float) -> requests.Request | None:
+        connection = self._lanes.connection.number
+        if self._votes.connection is not None and self.seen is not None:
+            return self._vote(now, self.seen) if now >= self._votes.due_at else None
+        if self._looks_around or (self.phase == "entering" and self._entrance.step == "ask"):
+            return requests.Describe(connection)
+        if self._joins_again and self.seen is not None and now >= self._votes.joins_at:
+            is_asked = self._votes.has_asked
+            return self._vote(now, self.seen) if is_asked else requests.Describe(connection)
+        if not self._is_member or now < self._heartbeat.due_at:
+            return None
+        self._heartbeat.began(now)
+        versions, confirmed = tuple(self._cache.held), self._outbox.confirmed
+        return requests.Beat(
+            self.who, connection, self._heartbeat.timeout_s, self._report, self.seen, versions, confirmed,
+            self._witness.promised,
+        )  # fmt: skip
+
+    def _vote(self, now: float, seen: Lineage) -> requests.Vote:
+        voter = elector(self.who.learner, self.who.process)
+        word = Word(voter, seen, self._witness.promised, now - self._followed_at)
+        return requests.Vote(self.who, self._lanes.connection.number, self._heartbeat.timeout_s, word)
+
+    @property
+    def _report(self) -> Report:
+        """The content of a heartbeat. A learner has finished, or is blocked, once the syncer has all its contributions:
+        a round would be closed without one that is in flight."""
+        report = self._heartbeat.report
+        is_sending = self.seen is not None and self._outbox.next(self.seen.boot) is not None
+        return replace(report, finished=False, blocked_with=()) if is_sending else report
+
+    def _watch_request(self, now: float) -> requests.Request | None:
+        """A learner that listens counts as live: it does so once it has a model, and over a connection that works."""
+        connection = self._lanes.connection
+        if self.phase not in ("starting", "running", "leaving") or not connection.is_answered:
+            return None
+        return requests.Watch(self.who, connection.number, self.seen, tuple(self._cache.held))
+
+    def _receive_request(self, now: float) -> requests.Request | None:
+        match self.phase:
+            case "entering" if self._entrance.step == "initialise":
+                return requests.Initialise(self.who)
+            case "joining":
+                return requests.Join(self.who, seen=self.seen)
+            case "fetching" | "starting" | "running":
+                fetch = self._cache.next(self.who)
+                versions = tuple(self._cache.held)
+                return None if fetch is None else replace(fetch, seen=self.seen, versions=versions)
+        return None
+
+    def _send_request(self, now: float) -> requests.Request | None:
+        if not self._has_voice or self.seen is None:
+            return None
+        c = self._outbox.next(self.seen.boot)
+        return None if c is None else requests.Push(self.who, c, self.seen.boot)
+
+    def _data_request(self, now: float) -> requests.Request | None:
+        if self.phase != "running" or self._ask is None:
+            return None
+        return requests.Lease(self.who, self._lanes.connection.number, LEASE_TIMEOUT_S, self._ask, self.seen)
+
+    def _is_sending(self, now: float) -> bool:
+        """Whether a contribution is not acknowledged yet."""
+        send = self._lanes.send
+        return not send.is_stopped and (send.is_busy or self._send_request(now) is not None)
+
+    def _part(self, now: float) -> Actions:
+        """Leave once all is acknowledged, or there is no time left, or the syncer does not answer."""
+        departure, is_sending = self._departure, self._is_sending(now)
+        # One heartbeat may be late. Where there is work to send, it is what tells whether the syncer is there.
+        is_gone = departure.is_silent(now) or (self._lanes.send if is_sending else self._lanes).is_away
+        if is_sending and not is_gone and not departure.is_late(now):
+            return []
+        leave = self._goodbye(self.who, departure.gone_timeout_s if is_gone else departure.timeout_s(now))
+        text = f"{self.who.learner} leaves while a contribution is still in flight"
+        return [requests.Warn(text), leave] if is_sending else [leave]
+
+    def _say_late(self, now: float) -> Actions:
+        """Leave, as no incarnation: the newest is out, and may have trained more than it had said by then."""
+        if self._heartbeat.report.all_tokens == 0:
+            return self._over()
+        departure = self._departure
+        timeout_s = departure.gone_timeout_s if self._lanes.is_away else departure.timeout_s(now)
+        return [self._goodbye(replace(self.who, incarnation=0), timeout_s)]
+
+    def _goodbye(self, who: Identity, timeout_s: float) -> requests.Leave:
+        self.phase, self.wake_at = "parting", math.inf
+        return requests.Leave(who, self._lanes.connection.number, timeout_s, self._heartbeat.report, self.seen)
+
+    def _over(self) -> Actions:
+        self.phase, self.wake_at = "over", math.inf
+        return [requests.Close()]
+
+    # --- helpers ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_member(self) -> bool:
+        """Whether the newest incarnation is part of the run, as far as is known."""
+        return self.phase in ("fetching", "starting", "running", "leaving")
+
+    @property
+    def _joins_again(self) -> bool:
+        """Whether it has followed a syncer, and is not part of the run."""
+        return self.phase == "joining" and self.seen is not None and not self._is_alone
+
+    @property
+    def _has_voice(self) -> bool:
+        return self.phase in ("running", "leaving")
+
+    def _is_current(self, who: Identity) -> bool:
+        return self._is_member and who == self.who
+
+    def _speaks(self, incarnation: int) -> bool:
+        """Whether the learner has started as this incarnation, which is not out."""
+        return self._has_voice and incarnation == self.who.incarnation
+
+    def _warn_once(self, what: str, text: str) -> Actions:
+        if what in self._said:
+            return []
+        self._said.add(what)
+        return [requests.Warn(text)]

@@ -1,0 +1,162 @@
+"""What an operator asks of a run, and what stands of it.
+
+    evict     end a learner's incarnation now; its process joins again at once, unless the order bans it
+    drain     a learner sends its last work, saves and leaves; it may not join again
+    admit     a learner that was drained or banned may join again
+    pause     close no round and call for no work; learners stand still at their next boundary
+    resume    go on after `pause`; after `end`, learners may join again
+    quorum    the fewest learners that a round is merged with, instead of the method's
+    end       every learner is drained, as at the end of the run's budget, and none may join
+
+`SyncerCore.steer` carries an order out. What stands of it (`Steering`) is a part of the run's record, so that it holds
+after a restart, and for a standby that takes over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from diloco.errors import ConfigError, DrainedError
+from diloco.protocol.pool import Pool
+
+What = Literal["evict", "drain", "admit", "pause", "resume", "quorum", "end"]
+
+OF_A_LEARNER: frozenset[What] = frozenset({"evict", "drain", "admit"})
+"""Orders that name a learner; the others do not."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """One order.
+
+    Attributes:
+        learner: that it is about; empty: the whole run.
+        at_least: of "quorum".
+        bans: of "evict": the learner may not join again before it is admitted.
+        reason: for people; may be empty.
+    """
+
+    what: What
+    learner: str = ""
+    at_least: int = 0
+    bans: bool = False
+    reason: str = ""
+
+    def given(self, by: str) -> str:
+        """By whom, and why, as the end of a sentence."""
+        return f"by {by}" + (f": {self.reason}" if self.reason else "")
+
+
+@dataclass
+class Steering:
+    """What stands of the orders so far.
+
+    Attributes:
+        paused, ended: by whom and why, in words; None: the run is not.
+        at_least: the fewest learners that a round is merged with; None: as the method says.
+        out: learners that may take part no longer, with the sentence why.
+    """
+
+    paused: str | None = None
+    ended: str | None = None
+    at_least: int | None = None
+    out: dict[str, str] = field(default_factory=dict)
+
+    def take(
+        self, order: Order, by: str, members: Sequence[str], present: Sequence[str], pool: Pool | None,
+        *, one_at_a_time: bool,
+    ) -> str:  # fmt: skip
+        """An order is given. Returns what is done, in a sentence.
+
+        Arguments:
+            by: who gives it.
+            members: learners that take part; `present`: those of them that are to train on.
+            pool: how many may train; None: as many as join.
+            one_at_a_time: whether a round has one contribution.
+
+        Raises:
+            ConfigError: it cannot be carried out.
+        """
+        why = order.given(by)
+        match order.what:
+            case "evict" | "drain":
+                return self._take_out(order, why, members)
+            case "admit":
+                if self.out.pop(order.learner, None) is None:
+                    raise ConfigError(f"{order.learner!r} was neither drained nor banned; {_told(self.out)}.")
+                return f"{order.learner} was admitted {why}; it may join again"
+            case "pause":
+                self.paused = f"paused {why}"
+                return f"the run was {self.paused}"
+            case "resume":
+                if self.paused is None and self.ended is None:
+                    raise ConfigError("the run is neither paused nor ended; there is nothing to resume.")
+                self.paused = self.ended = None
+                return f"the run was resumed {why}"
+            case "quorum":
+                self.at_least = _quorum(order.at_least, present, pool, one_at_a_time=one_at_a_time)
+                return f"the quorum was set to {self.at_least} {why}"
+            case "end":
+                self.paused, self.ended = None, f"ended {why}"  # what is sent last is merged
+                return f"the run was {self.ended}"
+
+    def _take_out(self, order: Order, why: str, members: Sequence[str]) -> str:
+        learner = order.learner
+        if learner not in members and not order.bans:
+            raise ConfigError(f"no learner {learner!r} takes part; those that do are {', '.join(members) or 'none'}.")
+        if order.what == "drain":
+            self.out[learner] = f"{learner} was drained {why}"
+            return f"{learner} is drained {why}; it sends its last work and leaves"
+        said = f"{learner} was evicted {why}"
+        if not order.bans:
+            return said
+        self.out[learner] = said
+        return f"{said}; it may not join again before it is admitted"
+
+    def require_admitted(self, learner: str) -> None:
+        """Raises DrainedError where an operator has ended the run, or taken this learner out of it."""
+        if self.ended is not None:
+            raise DrainedError(f"the run was {self.ended}; no learner may join until an admin resumes it.")
+        if (why := self.out.get(learner)) is not None:
+            raise DrainedError(f"{why}; it may not join before an admin admits it (diloco admin admit {learner}).")
+
+    def takes_out(self, learner: str) -> bool:
+        """Whether a member is to send its last work and leave."""
+        return self.ended is not None or learner in self.out
+
+    @property
+    def takes_out_any(self) -> bool:
+        """Whether any member is."""
+        return self.ended is not None or bool(self.out)
+
+    def saved(self) -> dict[str, Any]:
+        """Plain values (JSON)."""
+        return {"paused": self.paused, "ended": self.ended, "at_least": self.at_least, "out": dict(self.out)}
+
+    @classmethod
+    def restored(cls, values: Mapping[str, Any]) -> Steering:
+        """From `saved`."""
+        return cls(values["paused"], values["ended"], values["at_least"], dict(values["out"]))
+
+
+def _quorum(at_least: int, present: Sequence[str], pool: Pool | None, *, one_at_a_time: bool) -> int:
+    """The number, if rounds can have as many."""
+    if one_at_a_time and at_least > 1:
+        raise ConfigError(
+            f"the run's outer optimizer takes outer gradients one at a time, and a quorum of {at_least} would wait for "
+            "several; use 1."
+        )
+    if not 1 <= at_least <= max(1, len(present)):
+        raise ConfigError(
+            f"a quorum of {at_least} cannot be had: {len(present)} learners take part "
+            f"({', '.join(sorted(present)) or 'none'}); use 1 to {max(1, len(present))}."
+        )
+    if pool is not None:
+        pool.require(at_least)
+    return at_least
+
+
+def _told(out: Mapping[str, str]) -> str:
+    return f"those are {', '.join(sorted(out))}" if out else "no learner was"

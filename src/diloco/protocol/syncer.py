@@ -1,0 +1,625 @@
+"""`SyncerCore`: sans-I/O bookkeeping of a run's members, versions and contributions.
+
+    events    of learners: joined · heartbeat · lease · contributed · disconnected · left
+              of an operator: steer
+              of the driver: merged · abandoned · stored · recorded · tick
+    actions   Acknowledge · Reject · MergeRound · PersistRecord · Publish · Tell · Evict · WakeAt
+
+Every event comes with the time, and returns actions (`protocol.actions`) for the driver to execute. The method says how
+rounds are called (`protocol.rounds`): the syncer's half of that decides which round a contribution goes into, and when
+a round is closed. The rest is the same for all methods and is here. A closed round is merged, its result is stored, and
+only then it is published. A contribution is open until it has a verdict, and a verdict is sent once it is durable
+(`protocol.accounting`).
+
+No tensor, clock, socket or thread is in here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from diloco.core.weights import merge_weights, weights_of
+from diloco.errors import DrainedError, NoRoomError, StaleIncarnationError, VersionError
+from diloco.protocol.accounting import Accounting, key_of
+from diloco.protocol.actions import (
+    Acknowledge,
+    Action,
+    Evict,
+    MergeRound,
+    PersistRecord,
+    Publish,
+    Record,
+    Reject,
+    Tell,
+    WakeAt,
+)
+from diloco.protocol.contribution import OUTLIER, Contribution, Standing, Verdict
+from diloco.protocol.in_flight import require_whole_numbers
+from diloco.protocol.leases import Ask, Grant, Leases
+from diloco.protocol.leases import gone_back as leases_gone_back
+from diloco.protocol.members import Deadlines, Member
+from diloco.protocol.pool import Pool
+from diloco.protocol.rounds.base import ClosedRound, Decision, FragmentState, Rules
+from diloco.protocol.steering import Order, Steering
+
+
+class SyncerCore:
+    """The bookkeeping of one run.
+
+    Arguments:
+        rules: the run's method, as the state machines know it.
+        versions: the version of each fragment.
+        deadlines: when a silent learner is evicted.
+        step: the inner step after which the run begins.
+        pool: how many learners may train; None: as many as join.
+
+    Attributes:
+        members: learners that take part, by id, in the order in which they joined.
+        fragments: the rounds' phases, by fragment.
+        accounting: tokens and verdicts of all learners, present and past.
+        leases: of the units of the run's data.
+        steering: what stands of an operator's orders.
+        rounds: the syncer's half of the method's way of calling rounds.
+        step: the highest inner step known.
+    """
+
+    def __init__(
+        self, rules: Rules, versions: Sequence[int], *, deadlines: Deadlines | None = None, step: int = 0,
+        pool: Pool | None = None,
+    ) -> None:  # fmt: skip
+        self.rules = rules
+        self.pool = pool
+        self.deadlines = deadlines or Deadlines()
+        self.step = step
+        self.members: dict[str, Member] = {}
+        self.fragments = [FragmentState(version, step) for version in versions]
+        self.accounting = Accounting(len(self.fragments))
+        self.leases = Leases(len(self.fragments))
+        self.steering = Steering()
+        self.rounds = rules.quorum.syncer_rounds(self)
+        self._serial = 0
+        self._wants_record = False
+        self._paused_at = 0.0
+
+    # --- saving -------------------------------------------------------------------------------------------------------
+
+    def saved(self, storing: int | None = None) -> Record:
+        """The record that must be durable besides the tensors.
+
+        `storing`: the fragment whose new version is stored with it; the record is as of that version's publication.
+
+        Open rounds are not in it: their contributions are sent again, and rounds wait for those of learners that have
+        finished. Take a record only when the one before is durable, or was refused by the disk: records are stored in
+        order.
+        """
+        self._serial += 1
+        self._wants_record = False
+        steps = [state.step for state in self.fragments]
+        closing = self.fragments[storing].closing if storing is not None else None
+        merged: Sequence[Contribution] = ()
+        rejected: Sequence[tuple[Contribution, str]] = ()
+        version = 0
+        if storing is not None and closing is not None:
+            steps[storing], version = closing.step, self.fragments[storing].version + 1
+            merged, rejected = closing.contributions, self._rejected_with(storing, closing)
+        accounts = self.accounting.saved(self._serial, merged, rejected, version)
+        decided = [*((c, None) for c in merged), *rejected]
+        confirmed = {key_of(c) for c, _ in decided}
+        left_open = [c for key, c in self.accounting.open.items() if key not in confirmed]
+        sends_again = {key_of(c)[:2] for c in left_open}
+        members = {
+            member.learner: {
+                "step": member.step,
+                "tokens": member.tokens,
+                "overlap": member.overlap,
+                "tokens_per_step": member.tokens_per_step,
+                "step_s": member.step_s,
+                "ready": member.ready and not member.presumed,
+                "finished": member.finished and (member.learner, member.incarnation) not in sends_again,
+                "rounds": self.rounds.saved_of(member.learner),
+            }
+            for member in self.members.values()
+        }
+        values = {
+            "step": self.step,
+            "fragment_steps": steps,
+            "members": members,
+            "accounts": accounts,
+            "leases": self.leases.saved(decided, left_open, version=version),
+            "rounds": self.rounds.saved(storing),
+            "steering": self.steering.saved(),
+        }
+        return Record(self._serial, values)
+
+    def restore(self, now: float, values: Mapping[str, Any]) -> None:
+        """Continue from a record. Members have until their deadline to come back, and rounds wait for them."""
+        self.step = values["step"]
+        for state, step in zip(self.fragments, values["fragment_steps"], strict=True):
+            state.step = step
+        self.accounting.restore(values["accounts"], values["members"])
+        for learner, saved in values["members"].items():
+            is_finished = saved["finished"]
+            presumed = not is_finished and not saved["ready"]  # it may have begun to train since the record
+            incarnation = self.accounting.accounts[learner].incarnation
+            self.members[learner] = Member(
+                learner, incarnation, saved["step"], now, now, saved["overlap"],
+                tokens_per_step=saved["tokens_per_step"], step_s=saved["step_s"], connected=False,
+                ready=not is_finished, presumed=presumed, finished=is_finished, tokens=saved["tokens"],
+            )  # fmt: skip
+            self.rounds.restore_of(learner, saved["rounds"])
+        self.leases.restore(values.get("leases"), {(it.learner, it.incarnation) for it in self.members.values()})
+        self.rounds.restore(values["rounds"])
+        self.steering, self._paused_at = Steering.restored(values["steering"]), now
+
+    def saved_of(self, learner: str) -> dict[str, Any]:
+        """What a member's own checkpoint has of the run, as plain values (JSON); `rewound` goes back to it."""
+        return {
+            "step": self.members[learner].step,
+            "fragment_steps": [state.step for state in self.fragments],
+            "rounds": self.rounds.saved(None),
+            "own_rounds": self.rounds.saved_of(learner),
+            "has_leases": self.leases.data is not None,
+            "ledgers": self.accounting.accounts[learner].as_dict()["ledgers"],
+        }
+
+    # --- membership ---------------------------------------------------------------------------------------------------
+
+    def joined(
+        self, now: float, learner: str, *, process: int = 0, after: int = 0, ready: bool = False,
+        overlap: int | None = None, tokens_per_step: int | None = None,
+    ) -> tuple[int, list[Action]]:  # fmt: skip
+        """A learner joins as a new incarnation; returns its number. An older live incarnation is replaced.
+
+        Arguments:
+            process: whose it is.
+            after: the incarnation of the same process that is out; 0: it had none. A run that has gone back to an older
+                state may know of none so late.
+            ready: rounds wait for it from the start (fixed membership), not only once it has trained.
+            overlap: the learner's own τ; None: the method's.
+            tokens_per_step: the most that it trains in an inner step; None: it does not say.
+
+        Raises:
+            StaleIncarnationError: it joins again, but a newer process has its place.
+            NoRoomError: the pool has no place for it now. DrainedError: nor will it have one, or an operator has taken
+                it out.
+        """
+        if after and not self.accounting.is_newest(learner, process, after):
+            raise StaleIncarnationError(
+                f"another process has joined the run as {learner!r}; give every learner its own name, or pass "
+                "ranks= to Learner where the processes are ranks of one learner."
+            )
+        self.steering.require_admitted(learner)
+        self._require_place(learner)
+        actions: list[Action] = []
+        if learner in self.members:
+            actions += self._evict(learner, "replaced by a newer incarnation", replaced=True)
+        incarnation = self.accounting.begin(learner, process, after)
+        self.members[learner] = Member(
+            learner, incarnation, self.step, now, now, overlap, tokens_per_step=tokens_per_step, ready=ready
+        )
+        self.rounds.joined(learner)
+        self._wants_record = True
+        return incarnation, actions + self._look_again(now)
+
+    def check(self, learner: str, incarnation: int, process: int | None = None) -> None:
+        """Check that this incarnation is a member. `process`: whose it is; None: that was checked before. In a run that
+        has gone back, another process may have been given the same number since.
+
+        Raises:
+            StaleIncarnationError: it was evicted or replaced.
+        """
+        member = self.members.get(learner)
+        is_known = member is not None and member.incarnation == incarnation
+        if not is_known or (process is not None and process != self.accounting.accounts[learner].process):
+            raise StaleIncarnationError(
+                f"incarnation {incarnation} of learner {learner!r} is not part of the run any more; join again for a "
+                "new one."
+            )
+
+    def heartbeat(
+        self, now: float, learner: str, incarnation: int, *, step: int, steps: int, tokens: int, step_s: float | None,
+        waiting: bool, finished: bool = False, blocked_with: tuple[int, ...] = (),
+        confirmed: Sequence[int] = (), earlier_tokens: int = 0,
+    ) -> list[Action]:  # fmt: skip
+        """A heartbeat.
+
+        Arguments:
+            step: the inner step that the learner is at.
+            steps, tokens: taken and trained by this incarnation in all.
+            step_s: seconds that an inner step takes; None: not measured.
+            waiting: the learner is blocked on an answer.
+            finished: the learner takes no more steps.
+            blocked_with: as in `Member`.
+            confirmed: per fragment, it knows the verdicts of all its contributions up to this number.
+            earlier_tokens: trained by earlier incarnations of its process.
+        """
+        self.check(learner, incarnation)
+        member = self.members[learner]
+        member.waiting, member.step_s, was_ready = waiting, step_s or member.step_s, member.ready
+        has_gone_on = step < member.step  # a contribution of a later step has overtaken this
+        member.blocked_with = () if has_gone_on else blocked_with
+        look = self._alive(now, member, step, tokens, steps, earlier_tokens)
+        if finished:
+            member.finished, member.ready = True, False
+            self.accounting.accounts[learner].ended_at = step
+        if tokens > 0:
+            member.trains(member.step)
+        if confirmed:
+            self.accounting.confirm(learner, confirmed)
+        return self._look_again(now) if look or (was_ready and not member.ready) else self._wake(now)
+
+    def disconnected(self, now: float, learner: str, incarnation: int) -> list[Action]:
+        """A learner's connection broke; the learner has until its reconnect deadline to come back, or until the end of
+        its silence, if that is sooner."""
+        member = self.members.get(learner)
+        if member is None or member.incarnation != incarnation:
+            return []
+        member.connected, member.broken_at = False, now
+        return self._wake(now)
+
+    def left(
+        self, now: float, learner: str, incarnation: int, *, tokens: int, step: int = 0, earlier_tokens: int = 0
+    ) -> list[Action]:  # fmt: skip
+        """A learner leaves. Its acknowledged contributions stay; its pending tokens are lost. `step`: at which it ends,
+        since its last heartbeat may be from before a restart. Tokens as in `heartbeat`."""
+        self.check(learner, incarnation)
+        member = self.members[learner]
+        self._alive(now, member, max(step, member.step), tokens, 0, earlier_tokens)
+        if member.tokens > 0:
+            self.accounting.accounts[learner].ended_at = member.step
+        self._remove(learner)
+        return self._look_again(now)
+
+    def left_late(self, now: float, learner: str, *, process: int, tokens: int, step: int = 0) -> list[Action]:
+        """A learner's process leaves that knows of no incarnation of its own which is not out: an eviction may not have
+        been durable, or the answer to a request to join is on its way. `step`: as in `left`. `tokens`: trained by it
+        in all.
+
+        Raises:
+            StaleIncarnationError: another process is known by its name, or none.
+        """
+        account = self.accounting.accounts.get(learner)
+        if account is None or account.process != process:
+            raise StaleIncarnationError(f"this process is not known as learner {learner!r}; its goodbye means nothing.")
+        self._wants_record |= self.accounting.trained_late(learner, tokens)
+        if step > 0:
+            account.ended_at = max(step, account.ended_at or 0)
+        if learner in self.members:
+            self._remove(learner)
+        return self._look_again(now)
+
+    def tick(self, now: float) -> list[Action]:
+        """Evict learners whose deadline has passed, and decide every open round again."""
+        actions: list[Action] = []
+        for member in list(self.members.values()):
+            if self.steering.paused is not None:
+                member.progressed_at = now
+            if (reason := self.deadlines.passed(now, member)) is not None:
+                actions += self._evict(member.learner, reason, replaced=False)
+        return actions + self._look_again(now)
+
+    def stood_still(self, seconds: float) -> None:
+        """The syncer process did not run for this long: move all deadlines, since messages of that time are unread."""
+        for member in self.members.values():
+            member.seen_at += seconds
+            member.progressed_at += seconds
+            if member.broken_at is not None:
+                member.broken_at += seconds
+        for state in self.fragments:
+            if state.closing is not None:
+                state.closing = replace(state.closing, closed_at=state.closing.closed_at + seconds)
+        self.rounds.stood_still(seconds)
+        self._paused_at += seconds
+
+    # --- contributions ------------------------------------------------------------------------------------------------
+
+    def contributed(self, now: float, c: Contribution) -> list[Action]:
+        """A complete, valid contribution has arrived; the first action answers it.
+
+        Raises:
+            StaleIncarnationError: from an incarnation that was evicted or replaced.
+            VersionError: there is no such fragment.
+            ConfigError: its weight cannot be computed (tokens without steps).
+            PayloadError: its tokens, or its units of data, are accounted for already or not its own.
+        """
+        self.check(c.learner, c.incarnation)
+        if not 0 <= c.fragment < len(self.fragments):
+            raise VersionError(
+                f"there is no fragment {c.fragment}; the run has fragments 0 to {len(self.fragments) - 1}."
+            )
+        weights_of(self.rules.weight, [c.tokens], [c.steps], [0])
+        member = self.members[c.learner]
+        self._alive(now, member, c.step, c.trained, c.steps)
+        member.trains(c.step - 1)
+        if self.accounting.is_known(c):
+            return [Acknowledge(c, duplicate=True), *self._look_again(now)]
+        member.waiting, member.blocked_with = False, ()  # a heartbeat says when it is blocked again
+        self.accounting.check(c)
+        self.leases.check(c, self.accounting.open.values())
+        reason = self.rounds.admit(now, c)
+        if reason is not None:
+            return [self._reject(c, reason), *self._look_again(now)]
+        self.accounting.acknowledge(c)
+        return [Acknowledge(c, duplicate=False), *self._look_again(now)]
+
+    def is_known(self, c: Contribution) -> bool:
+        """Whether a contribution of a member is open, or has a verdict."""
+        return self.accounting.is_known(c)
+
+    def merged(self, fragment: int, refused: Sequence[str] = ()) -> None:
+        """The driver has merged the fragment's closed round, and makes the new version durable next.
+
+        `refused`: learners whose contributions the method's screen left out.
+        """
+        state = self.fragments[fragment]
+        assert state.closing is not None
+        kept = tuple(c for c in state.closing.contributions if c.learner not in refused)
+        outliers = tuple(c for c in state.closing.contributions if c.learner in refused)
+        state.closing, state.phase = replace(state.closing, contributions=kept, refused=outliers), "storing"
+
+    def abandoned(self, now: float, fragment: int, reason: str) -> list[Action]:
+        """The closed round has no finite result: keep the version, and reject its contributions, those left out of it
+        and those based on it."""
+        state = self.fragments[fragment]
+        assert state.closing is not None
+        closed, state.closing, state.phase = state.closing, None, "open"
+        failed = [*((c, reason) for c in closed.contributions), *self.rounds.abandoned(fragment, closed)]
+        return [*(self._reject(c, why) for c, why in failed), *self._look_again(now)]
+
+    def stored(self, now: float, fragment: int, serial: int) -> list[Action]:
+        """The new version and its record are durable: publish it, and open the next round."""
+        state = self.fragments[fragment]
+        assert state.closing is not None
+        rejected = self._rejected_with(fragment, state.closing)
+        closed, state.closing = state.closing, None
+        self.rounds.stored(now, fragment, closed)
+        state.version, state.step, state.phase = state.version + 1, closed.step, "open"
+        for c in closed.contributions:
+            self.accounting.count_merged(c, state.version)
+            self.leases.decided(c, None, self.accounting.open.values(), version=state.version)
+        rejects = [self._reject(c, reason) for c, reason in rejected]
+        contributors = tuple(dict.fromkeys(c.learner for c in closed.contributions))
+        for member in self.members.values():
+            member.waiting = member.waiting and member.learner not in contributors
+        self.accounting.recorded(serial)  # `Publish` sends every learner its standing
+        return [*rejects, Publish(fragment, state.version, contributors), *self._look_again(now)]
+
+    def recorded(self, now: float, serial: int) -> list[Action]:
+        """The record with this serial number is durable: send its verdicts to their learners."""
+        learners = sorted(self.accounting.recorded(serial) & self.members.keys())
+        return [Tell(tuple(learners))] if learners else []
+
+    # --- an operator --------------------------------------------------------------------------------------------------
+
+    def steer(self, now: float, order: Order, by: str) -> tuple[str, list[Action]]:
+        """An operator's order, given `by` them; returns what is done in a sentence. It holds once a record is durable.
+
+        Raises:
+            ConfigError: it cannot be carried out.
+        """
+        was_paused = self.steering.paused is not None
+        present = [learner for learner in self._training if not self.steering.takes_out(learner)]
+        said = self.steering.take(
+            order, by, list(self.members), present, self.pool, one_at_a_time=self.rules.one_at_a_time
+        )
+        actions: list[Action] = []
+        if order.what == "evict" and order.learner in self.members:
+            actions += self._evict(order.learner, f"evicted {order.given(by)}", replaced=False)
+        if self.steering.paused is not None and not was_paused:
+            self._paused_at = now
+        elif was_paused and self.steering.paused is None:
+            self._resume(now)
+        self._wants_record = True
+        return said, [*actions, Tell(tuple(sorted(self.members))), *self._look_again(now)]
+
+    def _resume(self, now: float) -> None:
+        """Go on after a pause, which no round and no learner has had the time of."""
+        self.rounds.stood_still(now - self._paused_at)
+        for member in self.members.values():  # their next heartbeats say whether they wait for an answer
+            member.progressed_at, member.waiting, member.blocked_with = now, False, ()
+
+    @property
+    def at_least(self) -> int:
+        """K, the fewest learners that a round is merged with: the method's, or an operator's. In a run that is ended,
+        what learners send last waits for no others."""
+        if self.steering.ended is not None:
+            return 1
+        return self.rules.quorum.at_least if self.steering.at_least is None else self.steering.at_least
+
+    # --- data ---------------------------------------------------------------------------------------------------------
+
+    def lease(
+        self, now: float, learner: str, incarnation: int, ask: Ask, *, tokens_before: int = 0
+    ) -> tuple[Grant, list[Action]]:  # fmt: skip
+        """A learner asks for units of the run's data. The answer is to be sent once a record with it is durable.
+
+        Raises:
+            StaleIncarnationError: the incarnation was evicted or replaced.
+            ConfigError, PayloadError: as `Leases.ask`.
+        """
+        self.check(learner, incarnation)
+        grant = self.leases.ask(learner, incarnation, ask, tokens_before=tokens_before)
+        self._wants_record = True
+        return grant, self._wake(now)
+
+    # --- what stands --------------------------------------------------------------------------------------------------
+
+    def standing(self, learner: str) -> Standing:
+        """The standing of a member."""
+        return Standing(
+            self.step, self.start_step(learner), self.accounting.run_tokens, len(self.members),
+            self.rounds.sync_every(learner), tuple(state.version for state in self.fragments),
+            self.rounds.calls(learner), self.accounting.verdicts(learner), learner in self.drained,
+            paused=self.steering.paused is not None, at_least=self.steering.at_least or 0,
+        )  # fmt: skip
+
+    def verdicts(self, learner: str, fragment: int, version: int) -> tuple[Verdict, ...]:
+        """The verdicts that a learner needs before it adopts this version of the fragment."""
+        verdicts = self.accounting.verdicts(learner)
+        return tuple(each for each in verdicts if each.fragment == fragment and each.version <= version)
+
+    def start_step(self, learner: str) -> int:
+        """The inner step at which a new learner starts: the run's, or less where a round lacks learners."""
+        start = self.rounds.start_step(learner) if self.members[learner].tokens == 0 else None
+        return self.step if start is None else start
+
+    @property
+    def intervals_in_flight(self) -> int:
+        """How many answers to a fragment may be on their way to a member when it sends, by the method or its own τ."""
+        schedule = self.rules.schedule
+        own = [schedule.intervals_in(each.overlap) for each in self.members.values() if each.overlap is not None]
+        return max(schedule.intervals_in_flight, *own, 0)
+
+    def decision(self, now: float, fragment: int) -> Decision | None:
+        """Whether the fragment's open round is to be merged, and if not, why; None: no round is open."""
+        if self.fragments[fragment].phase != "open":
+            return None
+        decision, paused = self.rounds.decision(now, fragment), self.steering.paused
+        return decision if decision is None or paused is None else Decision(None, None, paused)
+
+    def pending_tokens(self, learner: str, fragment: int) -> int:
+        """Tokens of a learner whose work on a fragment is neither merged, discarded nor lost."""
+        return self.accounting.accounts[learner].ledgers[fragment].pending
+
+    def ended(self, step: int) -> set[str]:
+        """Learners that finished or left at this inner step or a later one: they will not contribute to its rounds."""
+        accounts = self.accounting.accounts.items()
+        return {learner for learner, account in accounts if account.ended_at is not None and account.ended_at >= step}
+
+    # --- the pool -----------------------------------------------------------------------------------------------------
+
+    def _require_place(self, learner: str) -> None:
+        others = [other for other in self._training if other != learner]
+        if self.pool is None or len(others) < (size := self.pool.size(self.step)):
+            return
+        places = (
+            f"the run's pool has places for {size} of {self.pool.learners} learners at step {self.step}, taken by "
+            f"{', '.join(others)}"
+        )
+        if self.pool.has_shrunk(self.step) and learner not in self._training[:size]:
+            raise DrainedError(f"{places}; it has shrunk, so train without {learner}.")
+        raise NoRoomError(f"{places}; {learner} gets one when the pool grows or one of them leaves.")
+
+    @property
+    def drained(self) -> Sequence[str]:
+        """The newest members, which the pool has no place for, and those that an operator has taken out."""
+        if self.pool is None and not self.steering.takes_out_any:
+            return ()
+        training = self._training
+        places = len(training) if self.pool is None else self.pool.size(self.step)
+        return [name for at, name in enumerate(training) if at >= places or self.steering.takes_out(name)]
+
+    @property
+    def _training(self) -> list[str]:
+        """Members that have not finished, oldest first: the pool's places are theirs in this order."""
+        return [learner for learner, member in self.members.items() if not member.finished]
+
+    # --- helpers ------------------------------------------------------------------------------------------------------
+
+    def _look_again(self, now: float) -> list[Action]:
+        if self.steering.paused is not None:
+            return self._wake(now)
+        actions: list[Action] = []
+        if called := self.rounds.update(now):
+            actions.append(Tell(tuple(sorted(called))))
+        for fragment in self.rounds.open_fragments():
+            decision = self.decision(now, fragment)
+            if decision is not None and decision.merge is not None:
+                actions.append(self._close(now, fragment, decision.reason))
+        return actions + self._wake(now)
+
+    def _close(self, now: float, fragment: int, reason: str) -> MergeRound:
+        state, closed = self.fragments[fragment], self.rounds.close(now, fragment)
+        state.closing, state.phase = closed, "merging"
+        weights = self._weights(closed)
+        scale = self.rounds.scale(fragment, closed, weights)
+        return MergeRound(fragment, closed.number, closed.contributions, tuple(weights), scale, closed.members, reason)
+
+    def _weights(self, closed: ClosedRound) -> list[float]:
+        """One weight per learner, in merge order, from the sum of its contributions to the round."""
+        by_learner: dict[str, list[Contribution]] = {}
+        for c in closed.contributions:
+            by_learner.setdefault(c.learner, []).append(c)
+        each = list(by_learner.values())
+        return merge_weights(
+            self.rules.weight,
+            [sum(c.tokens for c in own) for own in each],
+            [sum(c.steps for c in own) for own in each],
+            [max(closed.number - c.base for c in own) for own in each],
+        )
+
+    def _wake(self, now: float) -> list[Action]:
+        """Ask for a record if one is needed, and for a wake-up at the next deadline or end of a grace window."""
+        times = [self.deadlines.ends_at(member) for member in self.members.values()]
+        times += self.rounds.ends(now)
+        record: list[Action] = [PersistRecord()] if self._wants_record or self.accounting.needs_record else []
+        return [*record, *([WakeAt(min(times))] if times else [])]
+
+    def _rejected_with(self, fragment: int, closed: ClosedRound) -> list[tuple[Contribution, str]]:
+        """The contributions that are rejected once a closed round's version is stored, with the reasons."""
+        return [*((c, OUTLIER) for c in closed.refused), *self.rounds.left_out(fragment)]
+
+    def _reject(self, c: Contribution, reason: str) -> Reject:
+        version = self.fragments[c.fragment].version
+        self.accounting.count_rejected(c, reason, version)
+        self.leases.decided(c, reason, self.accounting.open.values(), version=version)
+        return Reject(c, reason)
+
+    def _evict(self, learner: str, reason: str, *, replaced: bool) -> list[Action]:
+        member = self.members[learner]
+        self._remove(learner)
+        return [Evict(learner, member.incarnation, reason, replaced)]
+
+    def _remove(self, learner: str) -> None:
+        """Remove a member; rounds wait for it no longer."""
+        incarnation = self.members.pop(learner).incarnation
+        self.accounting.end(learner)
+        self.leases.ended(learner, incarnation, self.accounting.open.values())
+        self.rounds.removed(learner)
+        self._wants_record = True
+
+    def _alive(
+        self, now: float, member: Member, step: int, tokens: int, steps: int, earlier_tokens: int = 0
+    ) -> bool:  # fmt: skip
+        """Take in a member's progress; returns whether it may change a round."""
+        self.accounting.trained(member.learner, tokens, earlier_tokens)  # may refuse, before a number is counted
+        num_new = member.heard(now, step, tokens, steps)
+        self.step = max(self.step, member.step)
+        return self.rounds.heard(member, num_new)
+
+
+def without_members(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A record (`SyncerCore.saved`) whose learners are gone: what they had pending is lost, and they join again."""
+    return {**record, "members": {}}
+
+
+def gone_back(record: Mapping[str, Any], versions: Sequence[int]) -> Mapping[str, Any]:
+    """As `without_members`, where a repair has gone back to these versions of the fragments: the units of data in later
+    ones come back."""
+    return {**without_members(record), "leases": leases_gone_back(record["leases"], versions)}
+
+
+def rewound(
+    record: Mapping[str, Any], learner: str, saved: Mapping[str, Any], *, with_run: bool
+) -> Mapping[str, Any]:  # fmt: skip
+    """A record (`SyncerCore.saved`) in which a member is as its checkpoint (`SyncerCore.saved_of`) says.
+
+    `with_run`: the clock and the rounds of the run too.
+
+    Raises:
+        ValueError, TypeError or LookupError: what is saved is none.
+    """
+    require_whole_numbers(saved["step"], *saved["fragment_steps"])
+    for trained, merged, lost, by_reason in saved["ledgers"]:
+        require_whole_numbers(trained, merged, lost, *map(abs, by_reason.values()))
+    member = {**record["members"][learner], "step": saved["step"], "rounds": saved["own_rounds"]}
+    account = {**record["accounts"][learner], "ledgers": saved["ledgers"]}
+    run = {key: saved[key] for key in ("step", "fragment_steps", "rounds")} if with_run else {}
+    return {
+        **record,
+        **run,
+        "members": {**record["members"], learner: member},
+        "accounts": {**record["accounts"], learner: account},
+    }
