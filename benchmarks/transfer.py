@@ -36,12 +36,12 @@ from diloco.core.codecs import E3M0, FP32, Codec
 from diloco.core.fragments import Fragment, Layout, Placement, TensorSpec
 from diloco.core.method import Method
 from diloco.core.outer import SGD, Nesterov
+from diloco.core.quorum import AllLive
 from diloco.exchange.connection import Connection
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import bytes_of, frames
 from diloco.exchange.wire.outgoing import Upload
 from diloco.protocol.members import Deadlines
-from diloco.protocol.rounds import AllLive
 from diloco.syncer.keyring import Keyring
 from diloco.syncer.server import Options, Syncer
 

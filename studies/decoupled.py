@@ -6,7 +6,7 @@ from dataclasses import replace
 import diloco
 from diloco.core.method import Method
 from diloco.core.outer import Nesterov
-from diloco.protocol.rounds import Called
+from diloco.core.quorum import Called
 from studies.arms import Arm
 from studies.gaps import TIE, Gaps, Holds, below, every
 from studies.report import Row, Study, choose, main

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 import diloco
-from diloco.protocol.rounds import AllLive
+from diloco.core.quorum import AllLive
 from studies.arms import Arm
 from studies.gaps import Gaps, Holds, below, every
 from studies.report import Row, Study, chosen_outer, main

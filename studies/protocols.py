@@ -17,13 +17,13 @@ import torch
 from torch import nn
 
 import diloco
-from diloco.protocol.actions import Evict
-from diloco.protocol.contribution import Contribution
 from diloco.exchange.local import Local, run_virtual
 from diloco.exchange.virtual.delivery import Fault
 from diloco.exchange.virtual.run import VirtualRun, World
 from diloco.planning.network import Network
 from diloco.planning.network import Path as Way
+from diloco.protocol.actions import Evict
+from diloco.protocol.contribution import Contribution
 from diloco.run.ports import MergedRound, NullObserver
 from studies.drawing import Trace, picture
 from studies.sequence import takeover

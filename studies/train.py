@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import diloco
-from diloco.protocol.contribution import Contribution
 from diloco.core.fragments import scatter
 from diloco.core.method import Method
-from diloco.protocol.rounds import AllLive
+from diloco.core.quorum import AllLive
 from diloco.errors import CorruptPayloadError, NonFiniteError
 from diloco.exchange.base import Exchange
+from diloco.protocol.contribution import Contribution
 from diloco.training.optimizers import Chained
 from studies import world
 from studies.arms import DIVERGED, Arm, Outcome, in_flight_at_the_end

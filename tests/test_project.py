@@ -133,30 +133,35 @@ def contributing(title: str) -> str:
     return (ROOT / "CONTRIBUTING.md").read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
 
 
-def imported_core_modules(path: Path) -> set[str]:
-    """The modules of core that a file imports, as paths below core; codecs and merges apart."""
+def imported(module: str) -> set[str]:
+    """What a module of core or protocol imports of both, as paths below the package; codecs and merges apart."""
     names = [
         f"{node.module}.{alias.name}"
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("diloco.core")
+        for node in ast.walk(ast.parse((SOURCE / module).read_text()))
+        if isinstance(node, ast.ImportFrom) and re.match(r"diloco\.(core|protocol)\b", node.module or "")
         for alias in node.names
     ]
     found = set()
     for name in names:
-        below = Path(*name.split(".")[2:])
+        below = Path(*name.split(".")[1:])
         candidates = (Path(f"{below}.py"), Path(f"{below.parent}.py"), below.parent / "__init__.py")
-        found.add(next(each for each in candidates if (SOURCE / "core" / each).is_file()).as_posix())
-    return {each for each in found if not each.startswith(("codecs/", "merges/"))}
+        found.add(next(each for each in candidates if (SOURCE / each).is_file()).as_posix())
+    return {each for each in found if not each.startswith(("core/codecs/", "core/merges/"))}
 
 
-def test_the_reading_lists_are_closed_under_imports() -> None:
+def test_the_reading_lists_are_closed_under_imports_and_whole() -> None:
     listed: list[str] = []
-    for module in re.findall(r"`([\w/]+\.py)`", contributing("Reading the algorithm").partition("\n1. ")[2]):
-        assert imported_core_modules(SOURCE / "core" / module) <= set(listed), module
-        listed.append(module)
+    lists = re.compile(r"^.*?`(core|protocol)/`: (.*?)\n\n", re.MULTILINE | re.DOTALL)
+    for room, names in lists.findall(contributing("Reading the algorithm") + "\n\n"):
+        for module in (f"{room}/{name}" for name in re.findall(r"`([\w/]+\.py)`", names)):
+            assert imported(module) <= set(listed), module
+            listed.append(module)
     assert len(listed) == len(set(listed))
-    assert imported_core_modules(SOURCE / "core" / "reference.py") <= set(listed)
-    assert {"learner.py", "syncer.py", "method.py", "held.py", "session/session_core.py"} <= set(listed)
+    paths = (path for room in ("core", "protocol") for path in (SOURCE / room).rglob("*.py"))
+    there = {path.relative_to(SOURCE).as_posix() for path in paths}
+    apart = {each for each in there if re.match(r"core/(codecs|merges)/", each)}
+    empty = {each for each in there if not imported(each) and each.endswith("__init__.py")}
+    assert there - apart - empty == set(listed) - empty
 
 
 def test_the_tree_of_rooms_is_the_real_one() -> None:

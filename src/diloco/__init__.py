@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         SparseLoCo,
         StreamingDiLoCo,
     )
+    from diloco.core.quorum import AllLive, Called, Pushed
     from diloco.errors import DilocoError
     from diloco.exchange.collective import Collective
     from diloco.exchange.local import run_local
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
     from diloco.learner.pieces import Gather, Piece
     from diloco.learner.sampler import LeasedSampler
     from diloco.protocol.pool import Pool
-    from diloco.protocol.rounds import AllLive, Called, Pushed
 
     __version__: str
 

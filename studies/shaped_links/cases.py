@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from diloco.protocol.rounds import Called
+from diloco.core.quorum import Called
 from diloco.planning.network import Network, Path
 from diloco.planning.settings import setting_for
 from diloco.planning.star import Prediction, exchange_of, predict

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from diloco.core.codecs import CODECS, FP32, SEGMENT_ELEMENTS, Codec
 from diloco.core.layout import Placement, TensorSpec
-from diloco.core.merges import MERGES, Encoded, Mean, encoded_of, shard_of
+from diloco.core.merges import MERGES, Encoded, Mean, shard_of
 from diloco.core.merges.decoding import RUN_SEGMENTS
 from diloco.core.weights import weights_of
 from diloco.errors import ConfigError, CorruptPayloadError, LayoutError, NonFiniteError
+from diloco.run.tensor_jobs import encoded_of
 
 EVERY_CODEC = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 

@@ -38,9 +38,9 @@ from diloco.core.presets import (
     StreamingDiLoCo,
     method_from_table,
 )
+from diloco.core.quorum import AllLive, Called
 from diloco.errors import ConfigError
-from diloco.protocol.rounds.called import Called
-from diloco.protocol.rounds.scheduled import AllLive
+from diloco.protocol.rounds.base import Rules
 
 # Quorums as tables: a way of calling rounds can be taken out of the package without this file.
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -300,4 +300,4 @@ def test_a_learner_with_an_overlap_of_its_own_follows_the_method_otherwise() -> 
     method = StreamingDiLoCo(sync_every=6, overlap=2)
     own = method.with_own_overlap(5)
     assert own.difference(method) == "overlap is 5 here and 2 there"
-    assert own.rules(3).schedule.overlap == 5
+    assert Rules.of(own, 3).schedule.overlap == 5

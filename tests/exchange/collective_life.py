@@ -19,8 +19,8 @@ from torch import nn
 
 import diloco
 from diloco import Collective, Learner, Method
+from diloco.core.quorum import AllLive
 from diloco.errors import DilocoError
-from diloco.protocol.rounds import AllLive
 
 STREAMING = diloco.StreamingDiLoCo(sync_every=4, overlap=2, fragments=diloco.ByLayer(layers=2), offsets=(1, 3, 4))
 

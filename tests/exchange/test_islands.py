@@ -15,8 +15,8 @@ from tests.exchange.scenarios import Result
 from tests.exchange.worlds import read, start_processes
 
 import diloco
+from diloco.core.quorum import AllLive
 from diloco.exchange.base import Exchange
-from diloco.protocol.rounds import AllLive
 from diloco.syncer.server import Options, Syncer
 
 pytestmark = pytest.mark.timeout(300)  # includes a world of processes

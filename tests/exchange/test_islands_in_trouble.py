@@ -24,9 +24,9 @@ from tests.syncer.runs import status_of, versions_of
 from torch.distributed import FileStore
 
 import diloco
+from diloco.core.quorum import Called
 from diloco.exchange.base import Exchange
 from diloco.protocol.members import Deadlines
-from diloco.protocol.rounds import Called
 from diloco.syncer.hosting import SyncerDriver
 from diloco.syncer.server import Options, Syncer
 

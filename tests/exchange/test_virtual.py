@@ -12,13 +12,13 @@ from torch import Tensor
 
 import diloco
 from diloco.core.method import Method
+from diloco.core.quorum import Called
 from diloco.errors import ConfigError, DrainedError
 from diloco.exchange.local import Local, Lost, run_virtual
 from diloco.exchange.virtual.delivery import Fault
 from diloco.exchange.virtual.run import VirtualRun, World
 from diloco.planning.network import Network, Path
 from diloco.protocol.pool import Pool, PoolSchedule
-from diloco.protocol.rounds import Called
 from diloco.run.ports import NullObserver
 
 NUM_PARAMETERS = 1000

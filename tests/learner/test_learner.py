@@ -16,9 +16,9 @@ from torch import Tensor, nn
 import diloco
 from diloco import Learner, Method
 from diloco.core.adopt import Adopt
+from diloco.core.quorum import AllLive
 from diloco.errors import CheckpointError, ConfigError, ExchangeError, LayoutError, NonFiniteError
 from diloco.exchange.base import Exchange
-from diloco.protocol.rounds import AllLive
 from diloco.training.checkpoint import load_checkpoint, save_checkpoint
 
 SGD = torch.optim.SGD

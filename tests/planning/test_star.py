@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diloco.core.quorum import Called
 from diloco.core.schedule import Schedule
 from diloco.errors import ConfigError
 from diloco.planning.question import Around
@@ -14,7 +15,6 @@ from diloco.planning.settings import setting_for
 from diloco.planning.star import exchange_of, predict, star_network
 from diloco.planning.stations import ExchangePlan, Merging
 from diloco.planning.workload import PRESETS, Workload
-from diloco.protocol.rounds import Called
 
 ONE_B = PRESETS["1b"]
 MEGABYTE = 1e6

@@ -11,12 +11,12 @@ import torch
 
 import diloco
 from diloco.core.method import Method
+from diloco.core.quorum import Called
 from diloco.exchange.local import Local, run_virtual
 from diloco.exchange.virtual.run import VirtualRun, World
 from diloco.planning.star import predict, star_network
 from diloco.planning.star_rounds import CalledRounds
 from diloco.planning.stations import ExchangePlan
-from diloco.protocol.rounds import Called
 
 WIDTH, LAYERS = 10, 4
 BYTES = 4.0 * WIDTH * WIDTH

@@ -9,14 +9,13 @@ from copy import deepcopy
 
 import pytest
 
+from diloco.core.quorum import AllLive, Called
 from diloco.core.schedule import Schedule
 from diloco.errors import CheckpointError, VersionError
 from diloco.protocol.contribution import DROPPED, MISSED, OUT_OF_STEP, OUTLIER, TWICE
 from diloco.protocol.in_flight import Send
 from diloco.protocol.learner import LearnerCore
 from diloco.protocol.rounds.base import Rules
-from diloco.protocol.rounds.called import Called
-from diloco.protocol.rounds.scheduled import AllLive
 
 
 def core(

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from tests.protocol.driving import restarted
 
+from diloco.core.quorum import QUORUMS, Quorum
 from diloco.core.schedule import Schedule
 from diloco.protocol.actions import Acknowledge, Action, Evict, MergeRound, Record, Reject
 from diloco.protocol.contribution import KEPT, OUTLIER, Contribution, Verdict
@@ -20,8 +21,7 @@ from diloco.protocol.in_flight import Send
 from diloco.protocol.learner import LearnerCore
 from diloco.protocol.ledger import Ledger, total
 from diloco.protocol.members import Deadlines
-from diloco.protocol.rounds import QUORUMS
-from diloco.protocol.rounds.base import Quorum, Rules
+from diloco.protocol.rounds.base import Rules
 from diloco.protocol.syncer import SyncerCore
 
 

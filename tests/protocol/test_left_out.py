@@ -7,11 +7,11 @@ from tests.protocol.driving import kinds, ledger, publish, restarted, verdicts
 
 from diloco.core.method import Method
 from diloco.core.presets import DecoupledDiLoCo, DiLoCo
+from diloco.core.quorum import AllLive, Called
 from diloco.protocol.actions import Acknowledge, Action, MergeRound, Publish, Reject
 from diloco.protocol.contribution import ABANDONED, DROPPED, MISSED, OUTLIER, Contribution, Verdict
 from diloco.protocol.learner import LearnerCore
-from diloco.protocol.rounds.called import Called
-from diloco.protocol.rounds.scheduled import AllLive
+from diloco.protocol.rounds.base import Rules
 from diloco.protocol.syncer import SyncerCore
 
 NEARLY_ALL = 1 - 2**-40
@@ -30,7 +30,7 @@ def contribution(learner: str, round_: int, *, base: int | None = None, step: in
 
 def dropping(*learners: str, at_least: int = 1) -> SyncerCore:
     method = DiLoCo(sync_every=4, quorum=AllLive(at_least=at_least, drop=NEARLY_ALL))
-    core = SyncerCore(method.rules(1), [0])
+    core = SyncerCore(Rules.of(method, 1), [0])
     for learner in learners:
         core.joined(0.0, learner, ready=True)
     core.saved()
@@ -99,7 +99,7 @@ def test_a_dropped_contribution_of_a_round_without_a_result_is_not_waiting_for_i
 def test_a_learner_left_out_of_a_round_without_a_result_goes_on_with_its_work(leaves_out: str) -> None:
     """The round is open again after the next send, and has the work of both learners."""
     is_dropped = leaves_out == "drops"
-    core = dropping("a", "b") if is_dropped else SyncerCore(DiLoCo(sync_every=4).rules(1), [0])
+    core = dropping("a", "b") if is_dropped else SyncerCore(Rules.of(DiLoCo(sync_every=4), 1), [0])
     learners = {name: LearnerCore(core.rules, [0]) for name in "ab"}
 
     def send(name: str) -> list[Action]:
@@ -202,7 +202,7 @@ CALLED = DecoupledDiLoCo(sync_every=4, quorum=Called(at_least=2, grace=0.0))
 
 def refusing(method: Method) -> SyncerCore:
     """The contribution of "b" is refused; the version is not stored yet."""
-    core = SyncerCore(method.rules(1), [0])
+    core = SyncerCore(Rules.of(method, 1), [0])
     for learner in "ab":
         core.joined(0.0, learner, ready=True)
     for learner in "ab":

@@ -11,12 +11,12 @@ from tests.protocol.test_syncer_core import H, Run
 from diloco.core.method import Method
 from diloco.core.outer import DelayedNesterov
 from diloco.core.presets import AsyncDiLoCo, DecoupledDiLoCo, DiLoCo
+from diloco.core.quorum import AllLive, Called, Pushed
 from diloco.errors import ConfigError, DrainedError
 from diloco.protocol.actions import Action, Evict, MergeRound, PersistRecord, Tell, WakeAt
 from diloco.protocol.members import Deadlines
 from diloco.protocol.pool import Pool
-from diloco.protocol.rounds import Called, Pushed
-from diloco.protocol.rounds.scheduled import AllLive
+from diloco.protocol.rounds.base import Rules
 from diloco.protocol.steering import Order
 from diloco.protocol.syncer import SyncerCore
 
@@ -98,7 +98,7 @@ def test_a_run_that_is_ended_drains_all_merges_what_they_send_and_admits_none() 
 
 
 def test_the_pool_and_an_operator_take_out_each_their_own() -> None:
-    core = SyncerCore(DiLoCo(sync_every=H).rules(1), [0], pool=Pool("halving", 4, 8))
+    core = SyncerCore(Rules.of(DiLoCo(sync_every=H), 1), [0], pool=Pool("halving", 4, 8))
     for learner in "abcd":
         core.joined(0.0, learner)
     steer(core, "drain", "a")
@@ -142,7 +142,7 @@ def test_a_restart_keeps_a_pause() -> None:
 
 def test_no_learner_stalls_while_the_run_is_paused_and_each_has_its_deadline_after_it() -> None:
     deadlines = Deadlines(lost_floor_s=1e6, lost_cap_s=1e6, stalled_steps=1, stalled_floor_s=5.0, stalled_cap_s=5.0)
-    core = SyncerCore(DiLoCo(sync_every=H).rules(1), [0], deadlines=deadlines)
+    core = SyncerCore(Rules.of(DiLoCo(sync_every=H), 1), [0], deadlines=deadlines)
     core.joined(0.0, "a")
     core.heartbeat(0.0, "a", 1, step=1, steps=1, tokens=1, step_s=1.0, waiting=False)
     steer(core, "pause", now=1.0)
@@ -166,7 +166,7 @@ def called(core: SyncerCore, now: float, learner: str, step: int, waiting: bool 
 
 def asynchronous(method: Method) -> tuple[Run, SyncerCore]:
     run = Run()
-    run.core = core = SyncerCore(method.rules(1), [0])
+    run.core = core = SyncerCore(Rules.of(method, 1), [0])
     for learner in "ab":
         core.joined(0.0, learner)
         called(core, 0.0, learner, 1)
@@ -247,10 +247,10 @@ def test_a_quorum_that_cannot_be_had_is_refused() -> None:
     for wrong in (0, 3):
         with pytest.raises(ConfigError, match=rf"a quorum of {wrong} cannot be had: 2 learners take part \(a, b\)"):
             steer(run.core, "quorum", at_least=wrong)
-    alone = SyncerCore(AsyncDiLoCo(sync_every=4, outer=DelayedNesterov(0.7, 0.9, 2)).rules(1), [0])
+    alone = SyncerCore(Rules.of(AsyncDiLoCo(sync_every=4, outer=DelayedNesterov(0.7, 0.9, 2)), 1), [0])
     with pytest.raises(ConfigError, match="one at a time, and a quorum of 2 would wait for several; use 1"):
         steer(alone, "quorum", at_least=2)
-    small = SyncerCore(DiLoCo(sync_every=4).rules(1), [0], pool=Pool("doubling", 2, 8, begin_step=0), step=4)
+    small = SyncerCore(Rules.of(DiLoCo(sync_every=4), 1), [0], pool=Pool("doubling", 2, 8, begin_step=0), step=4)
     for learner in "ab":
         small.joined(0.0, learner)
     with pytest.raises(ConfigError, match="the pool has 1 of 2 learners at times"):
@@ -282,7 +282,7 @@ def test_what_stands_is_in_the_record() -> None:
 
 def test_the_quorum_of_the_method_holds_until_an_order() -> None:
     assert Run("a", at_least=3).core.at_least == 3
-    assert SyncerCore(DiLoCo(sync_every=2, quorum=AllLive(at_least=4)).rules(1), [0]).at_least == 4
+    assert SyncerCore(Rules.of(DiLoCo(sync_every=2, quorum=AllLive(at_least=4)), 1), [0]).at_least == 4
 
 
 def test_what_is_sent_last_to_a_run_that_is_ended_waits_for_no_others() -> None:

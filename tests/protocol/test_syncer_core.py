@@ -10,6 +10,7 @@ import pytest
 from tests.protocol.driving import kinds, ledger, only, publish, record, restarted, status_of, verdicts
 
 from diloco.core.presets import DiLoCo, StreamingDiLoCo
+from diloco.core.quorum import AllLive
 from diloco.errors import ConfigError, PayloadError, StaleIncarnationError, VersionError
 from diloco.protocol.actions import (
     Acknowledge,
@@ -24,7 +25,7 @@ from diloco.protocol.actions import (
 )
 from diloco.protocol.contribution import Contribution, Standing, Verdict
 from diloco.protocol.members import Deadlines
-from diloco.protocol.rounds.scheduled import AllLive
+from diloco.protocol.rounds.base import Rules
 from diloco.protocol.syncer import SyncerCore
 
 DEADLINES = Deadlines(
@@ -41,7 +42,7 @@ class Run:
         weight: str = "uniform",
     ) -> None:  # fmt: skip
         method = DiLoCo(sync_every=H, overlap=overlap, quorum=AllLive(at_least=at_least), weight=weight)
-        self.core = SyncerCore(method.rules(fragments), [0] * fragments, deadlines=DEADLINES)
+        self.core = SyncerCore(Rules.of(method, fragments), [0] * fragments, deadlines=DEADLINES)
         for learner in learners:
             self.core.joined(0.0, learner)
             if ready:

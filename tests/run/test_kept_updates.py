@@ -14,6 +14,7 @@ from diloco.core.merges import Encoded
 from diloco.core.method import Method
 from diloco.errors import LayoutError
 from diloco.protocol.actions import MergeRound
+from diloco.protocol.rounds.base import Rules
 from diloco.run.global_model import GlobalModel
 from diloco.run.ports import MergedRound
 
@@ -23,7 +24,7 @@ VERSIONS = 5
 def published(how: Method) -> GlobalModel[HeldFragment, Tensor]:
     """A model whose first fragment has had five rounds of one learner."""
     fragments = [HeldFragment.first(how, it.index, torch.randn(it.numel)) for it in layout().fragments]
-    in_flight = how.rules(2).schedule.intervals_in_flight
+    in_flight = Rules.of(how, 2).schedule.intervals_in_flight
     model = GlobalModel[HeldFragment, Tensor](layout(), b"", fragments, [(), ()])
     for round_ in range(VERSIONS):
         held, places = model.held(0), layout().fragments[0].tensors

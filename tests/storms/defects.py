@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
+from diloco.core.quorum import Called, Pushed
 from diloco.learner.error_feedback import ErrorFeedback
 from diloco.protocol.accounting import Account, Accounting
 from diloco.protocol.contribution import MISSED, OUT_OF_STEP, Contribution, Verdict
 from diloco.protocol.learner import LearnerCore
 from diloco.protocol.members import Deadlines
-from diloco.protocol.rounds import Called, Pushed, late
+from diloco.protocol.rounds import late
 from diloco.protocol.rounds.called import CalledLearner, CalledSyncer
 from diloco.protocol.rounds.pushed import PushedLearner
 from diloco.protocol.session.model_cache import ModelCache

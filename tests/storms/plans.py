@@ -16,8 +16,8 @@ from diloco.core.layout import Layout, Role, TensorSpec, place
 from diloco.core.merges import MERGES
 from diloco.core.method import Method
 from diloco.core.outer import OUTER_OPTIMIZERS
+from diloco.core.quorum import QUORUMS
 from diloco.errors import ConfigError
-from diloco.protocol.rounds import QUORUMS
 from diloco.protocol.rounds.base import Rules
 from diloco.run.memory import POINTS
 
@@ -133,7 +133,7 @@ class Plan:
         """The method as a learner's state machine knows it."""
         overlap = self.overlaps[learner]
         method = self.method if overlap is None else self.method.with_own_overlap(overlap)
-        return method.rules(len(self.sizes))
+        return Rules.of(method, len(self.sizes))
 
 
 def _tensors(fragment: int, size: int) -> list[TensorSpec]:
@@ -314,7 +314,7 @@ def _method(draws: Draws, num_learners: int, num_fragments: int) -> Method | Non
             screen=diloco.NormOutliers() if draws.unit("screens") < 0.2 else None,
             outer=outers[outer], outer_at=draws.of("outer_at", ("syncer", "syncer", "learners")),
         )  # fmt: skip
-        method.rules(num_fragments)
+        Rules.of(method, num_fragments)
     except ConfigError:
         return None
     return method

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 from tests.chaos.versions import BrokenInvariantError, require
 from tests.storms.wire import BYTE_S
 
+from diloco.core.quorum import AllLive
 from diloco.protocol.members import Deadlines
-from diloco.protocol.rounds import AllLive
+from diloco.protocol.rounds.base import Rules
 from diloco.protocol.rounds.late import num_needed
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class Progress:
         self._still: dict[object, tuple[object, float]] = {}
         """What stands still: the learner or fragment, the step or version that it is at, and since when."""
         self._quiet: dict[int, _Quiet] = {}
-        rules = storm.plan.method.rules(len(storm.plan.sizes))
+        rules = Rules.of(storm.plan.method, len(storm.plan.sizes))
         overlaps = [rules.schedule.overlap, *(overlap for overlap in storm.plan.overlaps if overlap is not None)]
         self._rise_steps = 2 * storm.plan.method.sync_every + max(overlaps) + 2
         """Inner steps of the slowest learner in which each fragment gets a version."""

@@ -21,8 +21,8 @@ from tests.storms.world import Storm
 
 from diloco.core.adopt import ADOPTIONS
 from diloco.core.merges import MERGES, SCREENS
+from diloco.core.quorum import QUORUMS
 from diloco.protocol.leases import Leases
-from diloco.protocol.rounds import QUORUMS
 from diloco.run.driver import Driver
 
 NUM_SEEDS, PER_TEST = 240, 40

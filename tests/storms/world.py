@@ -27,12 +27,12 @@ from tests.storms.wire import STALL_S
 from torch import Tensor
 
 from diloco.core.held import Advanced, HeldFragment
+from diloco.core.quorum import AllLive
 from diloco.errors import DigestError
 from diloco.exchange.virtual.doors import Door, OneSyncer, SimulatedDriver
 from diloco.exchange.virtual.replicas import Replicas
 from diloco.protocol.accounting import Key
 from diloco.protocol.contribution import OUTLIER
-from diloco.protocol.rounds import AllLive
 from diloco.run.global_model import Fetched
 from diloco.run.memory import POINTS, MemoryStore
 from diloco.run.ports import NullObserver, Ports, SavedRun

@@ -16,11 +16,11 @@ from torch import nn
 
 import diloco
 from diloco.core.fragments import Layout, make_layout
+from diloco.core.quorum import AllLive
 from diloco.exchange.base import Exchange
 from diloco.exchange.connection import Connection
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import bytes_of, frames
-from diloco.protocol.rounds import AllLive
 from diloco.syncer.hosting import SyncerDriver
 from diloco.syncer.server import Options, Syncer
 

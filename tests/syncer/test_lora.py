@@ -12,8 +12,8 @@ from tests.syncer.runs import RUN, start
 from torch import Tensor, nn
 
 import diloco
+from diloco.core.quorum import AllLive
 from diloco.errors import DilocoError, LayoutError
-from diloco.protocol.rounds import AllLive
 
 METHOD = diloco.DiLoCo(sync_every=3, quorum=AllLive(at_least=2))
 WIDTH = 128

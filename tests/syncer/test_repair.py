@@ -18,6 +18,7 @@ from tests.syncer.test_store import LAYOUT, METHOD, STATIC, held_of, merged_of, 
 
 from diloco.cli import main
 from diloco.errors import ConfigError, DilocoError, StoreError
+from diloco.protocol.rounds.base import Rules
 from diloco.protocol.syncer import SyncerCore
 from diloco.run.ports import InitialModel
 from diloco.syncer.inspection import NO_STATIC, inspect
@@ -30,7 +31,7 @@ NEWEST = {0: 3, 1: 1}
 
 def record_at(step: int) -> dict[str, object]:
     """As a run's with a learner that has trained."""
-    core = SyncerCore(METHOD.rules(2), [0, 0])
+    core = SyncerCore(Rules.of(METHOD, 2), [0, 0])
     core.joined(0.0, "site-a")
     core.heartbeat(0.0, "site-a", 1, step=step, steps=step, tokens=5 * step, step_s=1.0, waiting=False)
     return dict(core.saved().values)
@@ -95,7 +96,7 @@ def started(path: Path) -> dict[int, int]:
         saved = store.load()
         with understood(path):
             assert saved is not None
-            SyncerCore(saved.method.rules(2), [0, 0]).restore(0.0, saved.record or record_at(1))
+            SyncerCore(Rules.of(saved.method, 2), [0, 0]).restore(0.0, saved.record or record_at(1))
         store.begin(saved)
         store.tidy(saved)
         for index, held in enumerate(saved.fragments):

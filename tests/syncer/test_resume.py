@@ -14,7 +14,7 @@ from torch import nn
 
 import diloco
 from diloco import Learner
-from diloco.protocol.rounds import AllLive
+from diloco.core.quorum import AllLive
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -10,9 +10,8 @@
     what does the global model do with the result?    outer, outer_at
     what does a learner do with the answer?           adopt
 
-A method has no behaviour of its own: the state machines (`protocol.learner`, `protocol.syncer`) and the round
-arithmetic (`core.update`) read it. A new method is a new value, or one new small file for the one question it answers
-differently.
+A method has no behaviour of its own: the state machines (`protocol`) and the round arithmetic (`core.held`) read it. A
+new method is a new value, or one new small file for the one question it answers differently.
 """
 
 from __future__ import annotations
@@ -27,12 +26,10 @@ from diloco.core.codecs import FP32, Codec, codec_from_name
 from diloco.core.fragments import FRAGMENTATIONS, Fragmentation, Whole
 from diloco.core.merges import MERGES, SCREENS, HeLoCo, Mean, Merge, Screen
 from diloco.core.outer import OUTER_OPTIMIZERS, SGD, DelayedNesterov, Outer
+from diloco.core.quorum import QUORUMS, AllLive, Quorum
 from diloco.core.schedule import Schedule, SyncEvery, sync_every_of
 from diloco.core.weights import WEIGHTS
 from diloco.errors import ConfigError
-from diloco.protocol.rounds import QUORUMS
-from diloco.protocol.rounds.base import Quorum, Rules
-from diloco.protocol.rounds.scheduled import AllLive
 
 Exchanged = Literal["outer gradients", "gradients", "parameters"]
 EXCHANGED: tuple[Exchanged, ...] = get_args(Exchanged)
@@ -78,7 +75,7 @@ class Method:
             does not.
         weight: how much a contribution counts: "uniform", "tokens", "tokens^2/steps", "discounted" (tokens, by
             staleness).
-        quorum: how rounds are called, and which learners must be in one (`protocol.rounds`).
+        quorum: how rounds are called, and which learners must be in one (`core.quorum`).
         screen: which contributions are refused for their norm before the merge; None: none.
         merge: how contributions become one outer gradient.
         partial: "full": the merged outer gradient as it is. "scale": times contributing ÷ live weight, so that part of
@@ -218,17 +215,6 @@ class Method:
                 "learners of different overlaps would contribute to a round after different steps; drop it."
             )
         return replace(self, overlap=overlap)
-
-    def rules(self, num_fragments: int) -> Rules:
-        """What the state machines know of the method, for a model that was cut into `num_fragments` fragments.
-
-        Raises:
-            ConfigError: another number of offsets.
-        """
-        return Rules(
-            self.quorum, self.schedule(num_fragments), self.weight, self.partial, self.wait, self.adopt.keeps_pending,
-            self.outer.one_at_a_time,
-        )  # fmt: skip
 
     @property
     def keeps_overlap(self) -> bool:

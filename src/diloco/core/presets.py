@@ -18,10 +18,9 @@ from diloco.core.fragments import Balanced, ByLayer, Whole
 from diloco.core.merges import Mean, RadialDirectional, SenderMean
 from diloco.core.method import Method, Partial, check_keys, parse_answer
 from diloco.core.outer import SGD, DelayedNesterov, Nesterov
+from diloco.core.quorum import AllLive, Called, Pushed, Quorum
 from diloco.core.schedule import SyncEvery
 from diloco.errors import ConfigError
-from diloco.protocol.rounds import AllLive, Called, Pushed
-from diloco.protocol.rounds.base import Quorum
 
 
 def DataParallel(

@@ -37,9 +37,9 @@ from diloco.core.merges import Encoded, merged_runs
 from diloco.core.merges.screens import refused_by
 from diloco.core.method import Method
 from diloco.core.outer import State
+from diloco.core.quorum import AllLive
 from diloco.core.weights import merge_weights
 from diloco.errors import ConfigError
-from diloco.protocol.rounds.scheduled import AllLive
 
 Event = tuple[Any, ...]
 

@@ -42,6 +42,7 @@ from diloco.learner.tensors import LearnerTensors, trained_tensors
 from diloco.learner.union import described_by_all, static_of_all
 from diloco.protocol.learner import LearnerCore
 from diloco.protocol.leases import DataSet
+from diloco.protocol.rounds.base import Rules
 from diloco.protocol.session.requests import Evaluation
 
 log = logging.getLogger("diloco")
@@ -165,7 +166,7 @@ class Learner:
                 island.require_same("rewarm_steps", rewarm_steps)
             exchange.take()
             opened = self._exchange.open(self.layout, self.method, lambda: self._own_model(island), overlap=overlap)
-            self._core = LearnerCore(own.rules(len(self.layout.fragments)), opened.versions, step=opened.step)
+            self._core = LearnerCore(Rules.of(own, len(self.layout.fragments)), opened.versions, step=opened.step)
             masters = MasterWeights(self._optimizers, self.layout, self._tensors.parameters)
             self._boundary = Boundary(
                 self.method, self.layout, self._exchange, self._core, self._tensors, masters, trained, rewarm, opened

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from diloco.core.codecs.formats import wire_format
+from diloco.core.quorum import Called
 from diloco.errors import ConfigError
 from diloco.planning.graph import strided
 from diloco.planning.network import Network, Path
@@ -21,7 +22,6 @@ from diloco.planning.settings import Setting
 from diloco.planning.star_rounds import CalledRounds, Scheduled
 from diloco.planning.stations import Activity, ExchangePlan, Merging
 from diloco.planning.workload import Workload
-from diloco.protocol.rounds import Called
 
 SETTLED = 1e-9
 """Windows whose durations differ by less than this are the same but for rounding."""

@@ -242,7 +242,7 @@ class CalledRounds(Star):
         if not turn.is_open or turn.called_at is None:
             return
         names = self._names
-        grace_s = self._quorum.grace_s(self._schedule.overlap, self._pace)
+        grace_s = self._quorum.grace_s(self._pace.slack_s(self._schedule.overlap))
         decision = decide(
             self.now_s, [names[i] for i in turn.contributed], [names[i] for i in turn.fresh], names,
             self._quorum.at_least, enough_at=turn.quorum_at, grace_s=grace_s,

@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, NamedTuple
 
+from diloco.core.quorum import Called
 from diloco.core.schedule import Schedule
 from diloco.planning.network import Network, Transfer
-from diloco.protocol.rounds import Called
 
 ActivityKind = Literal["compute", "waiting", "up", "down"]
 

@@ -25,6 +25,7 @@ from diloco.errors import CheckpointError, VersionError
 from diloco.protocol.contribution import KEPT, MISSED
 from diloco.protocol.in_flight import FragmentWork, InFlight, Send, require_whole_numbers
 from diloco.protocol.ranges import Ranges, union
+from diloco.protocol.rounds import HALVES
 from diloco.protocol.rounds.base import Rules
 
 
@@ -51,8 +52,8 @@ class LearnerCore:
         self.step = self._start_step = step
         self.tokens = 0
         self._is_unsure, self._calls = False, dict[int, int]()  # which units are leased; by fragment, calls until then
-        self.fragments = [FragmentWork(version) for version in versions]
-        self._rounds = self.rules.quorum.learner_rounds(self.rules, self.fragments, step)
+        self.fragments, rules = [FragmentWork(version) for version in versions], self.rules
+        self._rounds = HALVES[type(rules.quorum)].learner(rules.quorum, rules, self.fragments, step)
 
     @property
     def steps(self) -> int:

@@ -41,6 +41,7 @@ from diloco.protocol.leases import Ask, Grant, Leases
 from diloco.protocol.leases import gone_back as leases_gone_back
 from diloco.protocol.members import Deadlines, Member
 from diloco.protocol.pool import Pool
+from diloco.protocol.rounds import HALVES
 from diloco.protocol.rounds.base import ClosedRound, Decision, FragmentState, Rules
 from diloco.protocol.steering import Order, Steering
 
@@ -78,7 +79,7 @@ class SyncerCore:
         self.accounting = Accounting(len(self.fragments))
         self.leases = Leases(len(self.fragments))
         self.steering = Steering()
-        self.rounds = rules.quorum.syncer_rounds(self)
+        self.rounds = HALVES[type(rules.quorum)].syncer(rules.quorum, self)
         self._serial = 0
         self._wants_record = False
         self._paused_at = 0.0

@@ -17,7 +17,7 @@ from diloco.protocol.actions import Action, Evict, MergeRound, Reject
 from diloco.protocol.contribution import Contribution, Standing
 from diloco.protocol.leases import Leases
 from diloco.protocol.lineage import Epoch
-from diloco.protocol.rounds.base import Rules
+from diloco.protocol.rounds.base import Answers
 from diloco.protocol.steering import Order
 from diloco.protocol.syncer import SyncerCore
 
@@ -52,10 +52,9 @@ class ModelLayout(Protocol):
     def digest(self) -> str: ...
 
 
-class RunMethod(Protocol):
+class RunMethod(Answers, Protocol):
     """What a driver needs of a Method."""
 
-    def rules(self, num_fragments: int) -> Rules: ...
     def with_own_overlap(self, overlap: int) -> Any: ...
     def difference(self, other: Any) -> str | None: ...
     def to_dict(self) -> dict[str, Any]: ...

@@ -8,6 +8,7 @@ from diloco.errors import AlreadyInitialisedError, ConfigError, LayoutError, Not
 from diloco.protocol.lineage import Epoch, Lineage
 from diloco.protocol.members import Deadlines
 from diloco.protocol.pool import Pool
+from diloco.protocol.rounds.base import Rules
 from diloco.protocol.syncer import SyncerCore
 from diloco.run.global_model import GlobalModel
 from diloco.run.ports import H, InitialModel, P, RunMethod, SavedRun, first_epoch
@@ -109,7 +110,7 @@ class RunState(Generic[H, P]):
             raise self.already_initialised()
         num_fragments = len(initial.layout.fragments)
         try:
-            rules = self.method.rules(num_fragments)
+            rules = Rules.of(self.method, num_fragments)
         except ConfigError as error:
             raise LayoutError(f"the run's method cannot train this model: {error}") from error
         return SyncerCore(rules, [0] * num_fragments, deadlines=self._deadlines, step=initial.step, pool=self._pool)
@@ -132,7 +133,7 @@ class RunState(Generic[H, P]):
             raise AlreadyInitialisedError(
                 f"run {self.run!r} was started with another method ({difference}); start a new run to change it."
             )
-        rules = self.method.rules(len(saved.fragments))
+        rules = Rules.of(self.method, len(saved.fragments))
         versions = [fragment.version for fragment in saved.fragments]
         core = SyncerCore(rules, versions, deadlines=self._deadlines, step=saved.step, pool=self._pool)
         if saved.record is not None:

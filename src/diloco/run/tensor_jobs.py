@@ -10,10 +10,11 @@ from torch import Tensor
 
 from diloco.core.held import HeldFragment, close
 from diloco.core.layout import Layout
-from diloco.core.merges import encoded_of
+from diloco.core.merges import Encoded
 from diloco.core.method import Method
-from diloco.errors import PayloadError
+from diloco.errors import ConfigError, PayloadError
 from diloco.protocol.actions import MergeRound
+from diloco.protocol.contribution import Contribution
 from diloco.run.ports import InitialModel, MergedRound
 
 
@@ -77,3 +78,41 @@ class TensorJobs:
         return MergedRound(
             action, closed.update, closed.held, closed.payload, closed.payload.numel(), closed.refused, merge_s
         )
+
+
+def encoded_of(
+    contributions: Sequence[Contribution],
+    weights: Sequence[float],
+    payloads: Sequence[Tensor],
+    round_: int,
+    tensors: range | None = None,
+) -> list[Encoded]:
+    """What each learner brings: its contributions (next to each other, late before fresh) become one.
+
+    `weights` has one entry per learner, `payloads` one per contribution; `round_` is the one they are merged in.
+    `tensors`: where the payloads are of a shard, the indices of its tensors in the fragment (`shard_of`). Raises
+    ConfigError when the numbers do not fit.
+    """
+    learners = list(dict.fromkeys(contribution.learner for contribution in contributions))
+    if len(weights) != len(learners) or len(payloads) != len(contributions):
+        raise ConfigError(
+            f"{len(contributions)} contributions of {len(learners)} learners need as many payloads and weights,"
+            f" not {len(payloads)} and {len(weights)}."
+        )
+    encoded = []
+    for learner, weight in zip(learners, weights, strict=True):
+        own = [i for i, contribution in enumerate(contributions) if contribution.learner == learner]
+        trained = [contributions[i].tensors for i in own]
+        indices = {index for each in trained if each is not None for index in each}
+        if tensors is not None:
+            indices = {index - tensors.start for index in indices if index in tensors}
+        encoded.append(
+            Encoded(
+                learner,
+                tuple(payloads[i] for i in own),
+                weight,
+                max(round_ - contributions[i].base for i in own),
+                None if None in trained else frozenset(indices),
+            )
+        )
+    return encoded

@@ -24,6 +24,7 @@ from diloco.core.layout import Layout
 from diloco.core.method import Method
 from diloco.errors import ConfigError, DilocoError, StoreError, first_line
 from diloco.plain_json import MALFORMED
+from diloco.protocol.rounds.base import Rules
 from diloco.protocol.syncer import SyncerCore
 from diloco.syncer.durable import ignore_point, look_locked
 from diloco.syncer.files import Described, TensorFiles, version_of
@@ -336,7 +337,7 @@ def _database_copy(path: Path) -> Iterator[sqlite3.Connection | str]:
 def require_record(row: Row, versions: Sequence[int], record: Mapping[str, Any] | None) -> None:
     """Restore a record as a start does, at these versions. Raises one of `NONSENSE` where it is none."""
     method = Method.from_dict(json.loads(row["method"]))
-    core = SyncerCore(method.rules(len(versions)), versions, step=int(row["step"]))
+    core = SyncerCore(Rules.of(method, len(versions)), versions, step=int(row["step"]))
     if record is not None:
         core.restore(0.0, record)
 

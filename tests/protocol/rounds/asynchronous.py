@@ -9,9 +9,10 @@ from tests.protocol.driving import publish, record
 from diloco.core.fragments import Whole
 from diloco.core.method import Method
 from diloco.core.presets import DecoupledDiLoCo
+from diloco.core.quorum import Quorum
 from diloco.protocol.actions import Acknowledge, Action, MergeRound, PersistRecord, WakeAt
 from diloco.protocol.contribution import Contribution
-from diloco.protocol.rounds.base import Quorum
+from diloco.protocol.rounds.base import Rules
 from diloco.protocol.syncer import SyncerCore
 
 
@@ -26,7 +27,7 @@ class Run:
     answers."""
 
     def __init__(self, how: Method, learners: str = "abc") -> None:
-        self.core = SyncerCore(how.rules(1), [0])
+        self.core = SyncerCore(Rules.of(how, 1), [0])
         self.now = 0.0
         self.steps = dict.fromkeys(learners, 0)
         self.bases = dict.fromkeys(learners, 0)

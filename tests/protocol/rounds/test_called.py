@@ -6,11 +6,11 @@ import pytest
 from tests.protocol.driving import ledger, restarted, verdicts
 from tests.protocol.rounds.asynchronous import Run, contributors, is_accepted, method
 
+from diloco.core.quorum import QUORUMS, Called
 from diloco.errors import ConfigError
 from diloco.protocol.actions import Acknowledge, MergeRound, Publish, Reject, Tell, WakeAt
 from diloco.protocol.contribution import Contribution, Verdict
-from diloco.protocol.rounds import QUORUMS
-from diloco.protocol.rounds.called import Called, CalledSyncer, Pace
+from diloco.protocol.rounds.called import CalledSyncer, Pace
 
 NO_GRACE = Called(at_least=1, grace=0.0)
 
@@ -191,8 +191,8 @@ def test_a_round_closes_at_once_when_all_live_learners_have_answered() -> None:
     ],
 )
 def test_the_grace_window_is_what_an_overlap_leaves_over(pace: Pace, seconds: float) -> None:
-    assert Called(grace=0.8, grace_cap_s=9.0).grace_s(4, pace) == pytest.approx(seconds)
-    assert Called(grace=0.0).grace_s(4, pace) == 0.0
+    assert Called(grace=0.8, grace_cap_s=9.0).grace_s(pace.slack_s(4)) == pytest.approx(seconds)
+    assert Called(grace=0.0).grace_s(pace.slack_s(4)) == 0.0
 
 
 def test_a_dead_learner_is_not_needed_for_k() -> None:

@@ -12,14 +12,14 @@ from dataclasses import fields
 import pytest
 from tests.protocol.driving import ledger, publish, record, restarted, verdicts
 
+from diloco.core.quorum import QUORUMS, Quorum
 from diloco.core.schedule import Schedule
 from diloco.errors import ConfigError
 from diloco.protocol.actions import Acknowledge
 from diloco.protocol.contribution import KEPT, Contribution
 from diloco.protocol.in_flight import Send
 from diloco.protocol.learner import LearnerCore
-from diloco.protocol.rounds import QUORUMS
-from diloco.protocol.rounds.base import Quorum, Rules
+from diloco.protocol.rounds.base import Rules
 from diloco.protocol.syncer import SyncerCore
 
 H = 4

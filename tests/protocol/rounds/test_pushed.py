@@ -14,14 +14,12 @@ from tests.protocol.rounds.asynchronous import method as asynchronous
 from diloco.core.method import Method
 from diloco.core.outer import DelayedNesterov
 from diloco.core.presets import AsyncDiLoCo, DelayedDiLoCo, method_from_table
+from diloco.core.quorum import QUORUMS, AllLive, Late, Pushed
 from diloco.errors import ConfigError
 from diloco.protocol.actions import Acknowledge, MergeRound, Reject
 from diloco.protocol.contribution import Verdict
 from diloco.protocol.learner import LearnerCore
-from diloco.protocol.rounds import QUORUMS
-from diloco.protocol.rounds.late import Late
-from diloco.protocol.rounds.pushed import Pushed
-from diloco.protocol.rounds.scheduled import AllLive
+from diloco.protocol.rounds.base import Rules
 
 
 def method(quorum: Pushed, **changes: object) -> Method:
@@ -157,7 +155,7 @@ def test_dynamic_steps_follow_the_measured_speed() -> None:
 
 
 def learner_of(*, wait: bool = False, keeps_pending: bool = False, late: Late = "merge") -> LearnerCore:
-    rules = replace(method(Pushed(late=late)).rules(1), wait=wait, keeps_pending=keeps_pending)
+    rules = replace(Rules.of(method(Pushed(late=late)), 1), wait=wait, keeps_pending=keeps_pending)
     return LearnerCore(rules, [0])
 
 

@@ -6,10 +6,11 @@ import pytest
 from tests.protocol.driving import restarted
 
 from diloco.core.presets import StreamingDiLoCo
+from diloco.core.quorum import QUORUMS, AllLive
 from diloco.errors import ConfigError
 from diloco.protocol.contribution import Contribution
-from diloco.protocol.rounds import QUORUMS
-from diloco.protocol.rounds.scheduled import AllLive, decide
+from diloco.protocol.rounds.base import Rules
+from diloco.protocol.rounds.scheduled import decide
 from diloco.protocol.syncer import SyncerCore
 
 NOW = 10.0
@@ -72,7 +73,7 @@ def test_a_quorum_is_a_value() -> None:
 
 def test_how_far_ahead_a_contribution_may_be_follows_from_its_learners_own_overlap() -> None:
     """An overlap of a whole interval keeps one answer on its way; the record keeps the overlap over a restart."""
-    core = SyncerCore(StreamingDiLoCo(sync_every=4, overlap=1).rules(1), [0])
+    core = SyncerCore(Rules.of(StreamingDiLoCo(sync_every=4, overlap=1), 1), [0])
     core.joined(0.0, "a", ready=True)
     core.joined(0.0, "b", ready=True, overlap=4)
     again = restarted(core, core.saved(), 0.0)

@@ -4,7 +4,7 @@ from diloco.core.choices import Registry
 from diloco.core.merges.clipping import MedianNormClip
 from diloco.core.merges.geometric_median import GeometricMedian
 from diloco.core.merges.heloco import HeLoCo
-from diloco.core.merges.inputs import Encoded, encoded_of, shard_of
+from diloco.core.merges.inputs import Encoded, shard_of
 from diloco.core.merges.krum import MultiKrum
 from diloco.core.merges.mean import Mean
 from diloco.core.merges.medians import CoordinateMedian, TrimmedMean
@@ -30,7 +30,6 @@ __all__ = [
     "Screen",
     "SenderMean",
     "TrimmedMean",
-    "encoded_of",
     "merged_runs",
     "refused_by",
     "shard_of",

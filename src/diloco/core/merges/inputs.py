@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from diloco.core.layout import Placement
-from diloco.errors import ConfigError
-from diloco.protocol.contribution import Contribution
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,44 +36,6 @@ class Encoded:
     def trains(self, index: int) -> bool:
         """Whether the learner trains the tensor of this index in the merge's `places`."""
         return self.tensors is None or index in self.tensors
-
-
-def encoded_of(
-    contributions: Sequence[Contribution],
-    weights: Sequence[float],
-    payloads: Sequence[Tensor],
-    round_: int,
-    tensors: range | None = None,
-) -> list[Encoded]:
-    """What each learner brings: its contributions (next to each other, late before fresh) become one.
-
-    `weights` has one entry per learner, `payloads` one per contribution; `round_` is the one they are merged in.
-    `tensors`: where the payloads are of a shard, the indices of its tensors in the fragment (`shard_of`). Raises
-    ConfigError when the numbers do not fit.
-    """
-    learners = list(dict.fromkeys(contribution.learner for contribution in contributions))
-    if len(weights) != len(learners) or len(payloads) != len(contributions):
-        raise ConfigError(
-            f"{len(contributions)} contributions of {len(learners)} learners need as many payloads and weights,"
-            f" not {len(payloads)} and {len(weights)}."
-        )
-    encoded = []
-    for learner, weight in zip(learners, weights, strict=True):
-        own = [i for i, contribution in enumerate(contributions) if contribution.learner == learner]
-        trained = [contributions[i].tensors for i in own]
-        indices = {index for each in trained if each is not None for index in each}
-        if tensors is not None:
-            indices = {index - tensors.start for index in indices if index in tensors}
-        encoded.append(
-            Encoded(
-                learner,
-                tuple(payloads[i] for i in own),
-                weight,
-                max(round_ - contributions[i].base for i in own),
-                None if None in trained else frozenset(indices),
-            )
-        )
-    return encoded
 
 
 def shard_of(places: Sequence[Placement], elements: slice) -> tuple[tuple[Placement, ...], range]:

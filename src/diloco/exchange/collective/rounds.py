@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from diloco.core.held import advance, close
-from diloco.core.merges import encoded_of
 from diloco.core.method import Method
 from diloco.core.shards import Shards
 from diloco.core.update import Update
@@ -20,6 +19,7 @@ from diloco.exchange.collective.agreement import agree, attempt, name_of, requir
 from diloco.exchange.collective.shards import Held
 from diloco.exchange.group import FRAME_BYTES, Group, split
 from diloco.protocol.contribution import OUTLIER, Contribution, Rejected
+from diloco.run.tensor_jobs import encoded_of
 
 
 @dataclass(frozen=True)

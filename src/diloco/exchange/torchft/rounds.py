@@ -15,7 +15,6 @@ from torch import Tensor
 from diloco.core.fragments import Layout
 from diloco.core.held import close, published_mean
 from diloco.core.layout import SAME_MODEL
-from diloco.core.merges import encoded_of
 from diloco.core.method import Method
 from diloco.core.weights import merge_weights
 from diloco.errors import ConfigError, DigestError, ExchangeError, LayoutError
@@ -25,6 +24,7 @@ from diloco.exchange.torchft.healing import adopt_first, heal
 from diloco.exchange.torchft.quorum import HEARTBEAT_S, QuorumClient
 from diloco.exchange.torchft.run_copy import Copy, Result
 from diloco.protocol.contribution import MISSED, OUTLIER, Contribution, Rejected
+from diloco.run.tensor_jobs import encoded_of
 
 log = logging.getLogger("diloco")
 

@@ -1,11 +1,25 @@
-"""All kinds of rounds, by the name of their quorum."""
+"""Ways of calling rounds: for each value of `core.quorum` a file with the syncer's half and the learner's."""
 
-from diloco.core.choices import Registry
-from diloco.protocol.rounds.base import Quorum
-from diloco.protocol.rounds.called import Called
-from diloco.protocol.rounds.pushed import Pushed
-from diloco.protocol.rounds.scheduled import AllLive
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
-__all__ = ["QUORUMS", "AllLive", "Called", "Pushed", "Quorum"]
+from diloco.core.quorum import AllLive, Called, Pushed, Quorum
+from diloco.protocol.in_flight import FragmentWork
+from diloco.protocol.rounds.base import LearnerRounds, Rules, RunView, SyncerRounds
+from diloco.protocol.rounds.called import CalledLearner, CalledSyncer
+from diloco.protocol.rounds.pushed import PushedLearner, PushedSyncer
+from diloco.protocol.rounds.scheduled import ScheduledLearner, ScheduledSyncer
 
-QUORUMS: Registry[Quorum] = Registry("quorum", AllLive, Called, Pushed)
+
+class Halves(NamedTuple):
+    """The syncer's half, made from (quorum, run), and the learner's, from (quorum, rules, fragments, first step)."""
+
+    syncer: Callable[[Any, RunView], SyncerRounds]
+    learner: Callable[[Any, Rules, Sequence[FragmentWork], int], LearnerRounds]
+
+
+HALVES: dict[type[Quorum], Halves] = {
+    AllLive: Halves(ScheduledSyncer, ScheduledLearner),
+    Called: Halves(CalledSyncer, CalledLearner),
+    Pushed: Halves(PushedSyncer, PushedLearner),
+}

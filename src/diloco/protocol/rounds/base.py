@@ -1,22 +1,21 @@
-"""How rounds are called: the value that a Method holds, and its two halves inside the state machines.
+"""How rounds are called: the two halves of each way inside the state machines. Its value is in `core.quorum`.
 
-    Quorum          the value: its parameters, and which other options of a Method it excludes
     SyncerRounds    the syncer's half: assigns contributions to rounds, and decides when a round is closed
     LearnerRounds   the learner's half: what to send, what to wait for, what to adopt
 
 `SyncerCore` and `LearnerCore` hold what all kinds of rounds share, and name none of them. Each half holds the state
-that only it needs, and returns it as plain values for saving. A new kind of rounds is one file with these three
-classes, and one line in `protocol.rounds`.
+that only it needs, and returns it as plain values for saving. A new kind of rounds is a value in `core.quorum`,
+one file with these two classes, and one line in `protocol.rounds`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, Literal, Protocol, Self
 
-from diloco.core.choices import Choice, whole_number
+from diloco.core.quorum import Quorum
 from diloco.core.schedule import Schedule
 from diloco.protocol.contribution import Contribution
 from diloco.protocol.in_flight import FragmentWork, InFlight
@@ -26,55 +25,35 @@ Phase = Literal["open", "merging", "storing"]
 
 
 class Answers(Protocol):
-    """The options of a Method that a quorum may exclude."""
+    """The answers of a Method that the state machines follow."""
 
     @property
-    def overlap(self) -> int: ...
+    def quorum(self) -> Quorum: ...
     @property
-    def wait(self) -> bool: ...
+    def weight(self) -> str: ...
     @property
     def partial(self) -> str: ...
     @property
-    def outer_at(self) -> str: ...
+    def wait(self) -> bool: ...
     @property
-    def keeps_overlap(self) -> bool: ...
+    def adopt(self) -> Adoption: ...
+    @property
+    def outer(self) -> OuterStep: ...
+    def schedule(self, num_fragments: int) -> Schedule: ...
 
 
-@dataclass(frozen=True)
-class Quorum(Choice):
-    """How rounds are called, and which learners a round needs.
-
-    Attributes:
-        at_least: K ≥ 1, the fewest learners that a round is merged with.
-    """
-
-    has_own_overlaps: ClassVar[bool] = False
-    """Whether learners may overlap different numbers of steps, each its own."""
-
-    reports_every_step: ClassVar[bool] = False
-    """Whether learners report every inner step at once."""
-
-    at_least: int = 1
-
-    def __post_init__(self) -> None:
-        whole_number(f"{type(self).__name__}(at_least=…)", self.at_least, minimum=1)
+class Adoption(Protocol):
+    """As `core.adopt.Adopt`, without tensors."""
 
     @property
-    @abstractmethod
-    def needs_syncer(self) -> str | None:
-        """Why this quorum needs a syncer; None: a process group can run it too."""
+    def keeps_pending(self) -> bool: ...
 
-    @abstractmethod
-    def contradictions(self, answers: Answers) -> Iterable[tuple[bool, str]]:
-        """Pairs (whether an excluded combination of options is set, the error message)."""
 
-    @abstractmethod
-    def syncer_rounds(self, run: RunView) -> SyncerRounds:
-        """The syncer's half, for a run whose state machine is `run`."""
+class OuterStep(Protocol):
+    """As `core.outer.Outer`, without tensors."""
 
-    @abstractmethod
-    def learner_rounds(self, rules: Rules, fragments: Sequence[FragmentWork], step: int) -> LearnerRounds:
-        """The learner's half, for a learner that starts from inner step `step`."""
+    @property
+    def one_at_a_time(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -94,6 +73,18 @@ class Rules:
     wait: bool = True
     keeps_pending: bool = False
     one_at_a_time: bool = False
+
+    @classmethod
+    def of(cls, method: Answers, num_fragments: int) -> Self:
+        """Of a method, for a model that was cut into `num_fragments` fragments.
+
+        Raises:
+            ConfigError: the method has another number of offsets.
+        """
+        return cls(
+            method.quorum, method.schedule(num_fragments), method.weight, method.partial, method.wait,
+            method.adopt.keeps_pending, method.outer.one_at_a_time,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

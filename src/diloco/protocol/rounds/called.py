@@ -10,27 +10,18 @@ with all its work since it adopted the fragment. A late answer joins the next ro
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
-from typing import Any, ClassVar
+from typing import Any
 
-from diloco.core.choices import fraction, positive
+from diloco.core.quorum import Called
 from diloco.protocol.contribution import LATE, VERSION, Contribution
 from diloco.protocol.in_flight import FragmentWork, InFlight
 from diloco.protocol.members import Member
 from diloco.protocol.rounds import late
-from diloco.protocol.rounds.base import (
-    Answers,
-    ClosedRound,
-    Decision,
-    LearnerRounds,
-    Quorum,
-    Rules,
-    RunView,
-    SyncerRounds,
-)
-from diloco.protocol.rounds.late import Late, OpenRound
+from diloco.protocol.rounds.base import ClosedRound, Decision, LearnerRounds, Rules, RunView, SyncerRounds
+from diloco.protocol.rounds.late import OpenRound
 
 EMA = 0.2
 """Weight of the newest measurement in the moving averages that size the grace window."""
@@ -53,6 +44,12 @@ class Pace:
     quorum_s: float | None = None
     sync_s: float | None = None
 
+    def slack_s(self, overlap: int) -> float | None:
+        """τ·ξ_step − ξ_quorum − ξ_sync; None: not measured yet."""
+        if self.step_s is None or self.quorum_s is None or self.sync_s is None:
+            return None
+        return overlap * self.step_s - (self.quorum_s + self.sync_s)
+
     def measured(
         self, *, step_s: float | None = None, quorum_s: float | None = None, sync_s: float | None = None
     ) -> None:
@@ -61,66 +58,6 @@ class Pace:
             if value is not None:
                 old = getattr(self, name)
                 setattr(self, name, value if old is None else (1 - EMA) * old + EMA * value)
-
-
-@dataclass(frozen=True)
-class Called(Quorum):
-    """The syncer calls for contributions; it merges once K learners have answered and the grace window is over.
-
-    Once K answers are there, the round stays open for
-
-        grace = min(cap, max(0, γ·(τ·ξ_step − ξ_quorum − ξ_sync)))
-
-    with ξ moving averages of the median live learner's step time, of the time K answers take to come, and of the time a
-    synchronisation takes without the grace itself: what an overlap of τ steps leaves over. Before these are measured,
-    the window is `grace_cap_s`. It closes at once when every live learner has answered. Decoupled DiLoCo, arXiv
-    2604.21428.
-
-    Attributes:
-        at_least: K; fewer where fewer learners are live.
-        grace: γ, 0 to 1; 0: merge as soon as K have answered.
-        grace_cap_s: the longest grace window.
-        late: what happens to an answer that came after its round was closed: "merge" puts it into the next round,
-            "drop" rejects it as "late".
-    """
-
-    reports_every_step: ClassVar[bool] = True
-
-    grace: float = 0.8
-    grace_cap_s: float = 10.0
-    late: Late = "merge"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "grace", fraction("Called(grace=…)", self.grace, below_one=False))
-        object.__setattr__(self, "grace_cap_s", positive("Called(grace_cap_s=…)", self.grace_cap_s))
-        late.check_late("Called", self.late)
-
-    def grace_s(self, overlap: int, pace: Pace) -> float:
-        """The length of the grace window."""
-        if self.grace == 0:
-            return 0.0
-        if pace.step_s is None or pace.quorum_s is None or pace.sync_s is None:
-            return self.grace_cap_s
-        slack = overlap * pace.step_s - (pace.quorum_s + pace.sync_s)
-        return min(self.grace_cap_s, max(0.0, self.grace * slack))
-
-    @property
-    def needs_syncer(self) -> str | None:
-        return "Called needs a syncer; use AllLive over a group."
-
-    def contradictions(self, answers: Answers) -> Iterable[tuple[bool, str]]:
-        yield late.needs_no_schedule("Called", answers)
-        yield (
-            answers.wait,
-            "a learner cannot wait for an answer that the syncer calls for; use wait=False with Called().",
-        )
-
-    def syncer_rounds(self, run: RunView) -> CalledSyncer:
-        return CalledSyncer(self, run)
-
-    def learner_rounds(self, rules: Rules, fragments: Sequence[FragmentWork], step: int) -> CalledLearner:
-        return CalledLearner(self, fragments)
 
 
 @dataclass
@@ -219,9 +156,10 @@ class CalledSyncer(SyncerRounds):
         if turns.call is None:
             num_late = len(turns.open.newest)
             return Decision(None, None, f"late work of {num_late} waits for the fragment's next turn")
+        grace_s = self._quorum.grace_s(self.pace.slack_s(self._run.rules.schedule.overlap))
         return late.decide(
             now, turns.open.newest, turns.open.fresh, late.ready(self._run), self._run.at_least,
-            enough_at=turns.call.enough_at, grace_s=self._quorum.grace_s(self._run.rules.schedule.overlap, self.pace),
+            enough_at=turns.call.enough_at, grace_s=grace_s,
         )  # fmt: skip
 
     def close(self, now: float, fragment: int) -> ClosedRound:
@@ -308,7 +246,7 @@ class CalledSyncer(SyncerRounds):
 class CalledLearner(LearnerRounds):
     """The learner's half: every version is adopted at the boundary after it has come."""
 
-    def __init__(self, quorum: Called, fragments: Sequence[FragmentWork]) -> None:
+    def __init__(self, quorum: Called, rules: Rules, fragments: Sequence[FragmentWork], step: int) -> None:
         self.fragments = fragments
         self._sends_late = quorum.late == "merge"
         self._asked: list[int | None] = [None] * len(fragments)

@@ -9,30 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from diloco.core.weights import weights_of
-from diloco.errors import ConfigError
 from diloco.protocol.contribution import Contribution
 from diloco.protocol.in_flight import FragmentWork, require_whole_numbers
 from diloco.protocol.members import Member
-from diloco.protocol.rounds.base import Answers, ClosedRound, Decision, RunView
-
-Late = Literal["merge", "drop"]
-
-
-def check_late(kind: str, late: str) -> None:
-    """Raise ConfigError unless `late` is "merge" or "drop"."""
-    if late not in ("merge", "drop"):
-        raise ConfigError(f"{kind}(late={late!r}) is unknown; use 'merge' or 'drop'.")
-
-
-def needs_no_schedule(kind: str, answers: Answers) -> tuple[bool, str]:
-    """Learners without a common schedule cannot take the same outer steps: not with `outer_at="learners"`."""
-    return (
-        answers.outer_at == "learners",
-        f"outer_at='learners' needs a schedule that all learners follow, not {kind}; use AllLive.",
-    )
+from diloco.protocol.rounds.base import ClosedRound, Decision, RunView
 
 
 @dataclass

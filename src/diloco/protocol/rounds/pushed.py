@@ -8,70 +8,16 @@ own version. A learner adopts the newest version once a version contains its las
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from diloco.errors import ConfigError
+from diloco.core.quorum import Pushed
 from diloco.protocol.contribution import LATE, VERSION, Contribution
 from diloco.protocol.in_flight import FragmentWork, InFlight
 from diloco.protocol.members import Member
 from diloco.protocol.rounds import late
-from diloco.protocol.rounds.base import (
-    Answers,
-    ClosedRound,
-    Decision,
-    LearnerRounds,
-    Quorum,
-    Rules,
-    RunView,
-    SyncerRounds,
-)
-from diloco.protocol.rounds.late import Late, OpenRound
-
-
-@dataclass(frozen=True)
-class Pushed(Quorum):
-    """Learners push after H of their own steps; a round merges as soon as K have pushed, without grace.
-
-    Asynchronous local SGD, arXiv 2401.09135, is K = 1.
-
-    Attributes:
-        at_least: K; fewer where fewer learners are live.
-        late: what happens to work that was measured from an older version than the one it would be merged into: "merge"
-            or "drop" (counted).
-        dynamic_steps: each learner takes ⌊v/v_max · H⌋ inner steps between two pushes, v its measured speed (DyLU, same
-            paper).
-    """
-
-    late: Late = "merge"
-    dynamic_steps: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        late.check_late("Pushed", self.late)
-        if type(self.dynamic_steps) is not bool:
-            raise ConfigError(f"Pushed(dynamic_steps={self.dynamic_steps!r}) is not a truth value; use true or false.")
-
-    @property
-    def needs_syncer(self) -> str | None:
-        return "Pushed needs a syncer; use AllLive over a group."
-
-    def contradictions(self, answers: Answers) -> Iterable[tuple[bool, str]]:
-        yield late.needs_no_schedule("Pushed", answers)
-        yield (
-            answers.overlap > 0,
-            (
-                f"overlap={answers.overlap} has no effect where learners push: each adopts an answer when it has come; "
-                "use overlap=0."
-            ),
-        )
-
-    def syncer_rounds(self, run: RunView) -> PushedSyncer:
-        return PushedSyncer(self, run)
-
-    def learner_rounds(self, rules: Rules, fragments: Sequence[FragmentWork], step: int) -> PushedLearner:
-        return PushedLearner(self, rules, fragments, step)
+from diloco.protocol.rounds.base import ClosedRound, Decision, LearnerRounds, Rules, RunView, SyncerRounds
+from diloco.protocol.rounds.late import OpenRound
 
 
 class PushedSyncer(SyncerRounds):

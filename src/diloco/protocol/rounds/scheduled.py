@@ -23,14 +23,11 @@ A round that has fewer than `at_least` members waits for a joiner, which therefo
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
-from diloco.core.choices import fraction, whole_number
-from diloco.errors import ConfigError
+from diloco.core.quorum import AllLive
 from diloco.protocol.contribution import (
     ABANDONED,
     DROPPED,
@@ -45,78 +42,13 @@ from diloco.protocol.contribution import (
 from diloco.protocol.in_flight import FragmentWork, InFlight
 from diloco.protocol.members import Member
 from diloco.protocol.rounds.base import (
-    Answers,
     ClosedRound,
     Decision,
     LearnerRounds,
-    Quorum,
     Rules,
     RunView,
     SyncerRounds,
 )
-
-
-@dataclass(frozen=True)
-class AllLive(Quorum):
-    """A scheduled round merges when every learner that trained when it opened has contributed, left or been evicted.
-
-    Attributes:
-        at_least: never merge fewer contributions than this. 1 lets a lone survivor go on by itself; a higher number
-            makes it wait for others instead of silently becoming a solo run. Learners that ended at the round's step
-            or a later one count for it: they will not contribute any more. So do learners that are past that step
-            where all learners wait for each other.
-        drop: probability with which a contribution is left out, to study unreliable links; its learner goes on from its
-            own parameters and is measured from the new global model next (DiLoCo, arXiv 2311.08105, section 3.1). Never
-            drops below `at_least`.
-        drop_seed: which ones are left out: a function of it, the learner, the fragment and the round.
-    """
-
-    has_own_overlaps: ClassVar[bool] = True
-
-    drop: float = 0.0
-    drop_seed: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "drop", fraction("AllLive(drop=…)", self.drop, below_one=True))
-        whole_number("AllLive(drop_seed=…)", self.drop_seed, minimum=0)
-        if self.drop_seed and not self.drop:
-            raise ConfigError(
-                f"AllLive(drop_seed={self.drop_seed}) draws what drop leaves out, and drop is 0; set drop."
-            )
-
-    def drops(self, learner: str, fragment: int, round_: int) -> bool:
-        """Whether this contribution is one of those that are left out."""
-        if self.drop == 0:
-            return False
-        drawn = hashlib.sha256(f"{self.drop_seed}/{learner}/{fragment}/{round_}".encode()).digest()
-        return int.from_bytes(drawn[:8], "big") < self.drop * 2**64
-
-    @property
-    def needs_syncer(self) -> str | None:
-        return (
-            "AllLive(drop=…) needs a syncer that drops contributions; use run_local or a syncer." if self.drop else None
-        )
-
-    def contradictions(self, answers: Answers) -> Iterable[tuple[bool, str]]:
-        yield (
-            answers.partial == "scale",
-            "partial='scale' is for asynchronous rounds; a scheduled round takes the mean of those present.",
-        )
-        yield (
-            self.drop > 0 and answers.overlap > 0,
-            f"AllLive(drop={self.drop}) needs overlap=0, not {answers.overlap}.",
-        )
-        yield (
-            answers.keeps_overlap and answers.overlap == 0,
-            "KeepDisplacement() keeps the work of an overlap, and there is none; set overlap.",
-        )
-
-    def syncer_rounds(self, run: RunView) -> ScheduledSyncer:
-        return ScheduledSyncer(self, run)
-
-    def learner_rounds(self, rules: Rules, fragments: Sequence[FragmentWork], step: int) -> ScheduledLearner:
-        return ScheduledLearner(rules, fragments)
 
 
 def decide(
@@ -360,7 +292,7 @@ class ScheduledSyncer(SyncerRounds):
 class ScheduledLearner(LearnerRounds):
     """The learner's half: a version is adopted τ steps after the send that it answers."""
 
-    def __init__(self, rules: Rules, fragments: Sequence[FragmentWork]) -> None:
+    def __init__(self, quorum: AllLive, rules: Rules, fragments: Sequence[FragmentWork], step: int) -> None:
         self._rules, self.fragments = rules, fragments
 
     def due(self, step: int) -> Sequence[int]:

@@ -1,0 +1,229 @@
+"""How rounds are called, and which learners a round needs: values that a Method holds.
+
+    AllLive   by the schedule; all learners that train are in it      DiLoCo, Streaming DiLoCo, eager updates
+    Called    by the syncer: K answers, then a grace window            Decoupled DiLoCo, arXiv 2604.21428
+    Pushed    by each learner, after H of its own steps                asynchronous local SGD, arXiv 2401.09135
+
+The machines that carry a value out, the syncer's half and the learner's, are one file in `protocol.rounds`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Protocol
+
+from diloco.core.choices import Choice, Registry, fraction, positive, whole_number
+from diloco.errors import ConfigError
+
+
+class Answers(Protocol):
+    """The options of a Method that a quorum may exclude."""
+
+    @property
+    def overlap(self) -> int: ...
+    @property
+    def wait(self) -> bool: ...
+    @property
+    def partial(self) -> str: ...
+    @property
+    def outer_at(self) -> str: ...
+    @property
+    def keeps_overlap(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Quorum(Choice):
+    """How rounds are called, and which learners a round needs.
+
+    Attributes:
+        at_least: K ≥ 1, the fewest learners that a round is merged with.
+    """
+
+    has_own_overlaps: ClassVar[bool] = False
+    """Whether learners may overlap different numbers of steps, each its own."""
+
+    reports_every_step: ClassVar[bool] = False
+    """Whether learners report every inner step at once."""
+
+    at_least: int = 1
+
+    def __post_init__(self) -> None:
+        whole_number(f"{type(self).__name__}(at_least=…)", self.at_least, minimum=1)
+
+    @property
+    @abstractmethod
+    def needs_syncer(self) -> str | None:
+        """Why this quorum needs a syncer; None: a process group can run it too."""
+
+    @abstractmethod
+    def contradictions(self, answers: Answers) -> Iterable[tuple[bool, str]]:
+        """Pairs (whether an excluded combination of options is set, the error message)."""
+
+
+@dataclass(frozen=True)
+class AllLive(Quorum):
+    """A scheduled round merges when every learner that trained when it opened has contributed, left or been evicted.
+
+    Attributes:
+        at_least: never merge fewer contributions than this. 1 lets a lone survivor go on by itself; a higher number
+            makes it wait for others instead of silently becoming a solo run. Learners that ended at the round's step
+            or a later one count for it: they will not contribute any more. So do learners that are past that step
+            where all learners wait for each other.
+        drop: probability with which a contribution is left out, to study unreliable links; its learner goes on from its
+            own parameters and is measured from the new global model next (DiLoCo, arXiv 2311.08105, section 3.1). Never
+            drops below `at_least`.
+        drop_seed: which ones are left out: a function of it, the learner, the fragment and the round.
+    """
+
+    has_own_overlaps: ClassVar[bool] = True
+
+    drop: float = 0.0
+    drop_seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "drop", fraction("AllLive(drop=…)", self.drop, below_one=True))
+        whole_number("AllLive(drop_seed=…)", self.drop_seed, minimum=0)
+        if self.drop_seed and not self.drop:
+            raise ConfigError(
+                f"AllLive(drop_seed={self.drop_seed}) draws what drop leaves out, and drop is 0; set drop."
+            )
+
+    def drops(self, learner: str, fragment: int, round_: int) -> bool:
+        """Whether this contribution is one of those that are left out."""
+        if self.drop == 0:
+            return False
+        drawn = hashlib.sha256(f"{self.drop_seed}/{learner}/{fragment}/{round_}".encode()).digest()
+        return int.from_bytes(drawn[:8], "big") < self.drop * 2**64
+
+    @property
+    def needs_syncer(self) -> str | None:
+        return (
+            "AllLive(drop=…) needs a syncer that drops contributions; use run_local or a syncer." if self.drop else None
+        )
+
+    def contradictions(self, answers: Answers) -> Iterable[tuple[bool, str]]:
+        yield (
+            answers.partial == "scale",
+            "partial='scale' is for asynchronous rounds; a scheduled round takes the mean of those present.",
+        )
+        yield (
+            self.drop > 0 and answers.overlap > 0,
+            f"AllLive(drop={self.drop}) needs overlap=0, not {answers.overlap}.",
+        )
+        yield (
+            answers.keeps_overlap and answers.overlap == 0,
+            "KeepDisplacement() keeps the work of an overlap, and there is none; set overlap.",
+        )
+
+
+Late = Literal["merge", "drop"]
+
+
+def _check_late(kind: str, late: str) -> None:
+    """Raise ConfigError unless `late` is "merge" or "drop"."""
+    if late not in ("merge", "drop"):
+        raise ConfigError(f"{kind}(late={late!r}) is unknown; use 'merge' or 'drop'.")
+
+
+def _needs_no_schedule(kind: str, answers: Answers) -> tuple[bool, str]:
+    """Learners without a common schedule cannot take the same outer steps: not with `outer_at="learners"`."""
+    return (
+        answers.outer_at == "learners",
+        f"outer_at='learners' needs a schedule that all learners follow, not {kind}; use AllLive.",
+    )
+
+
+@dataclass(frozen=True)
+class Called(Quorum):
+    """The syncer calls for contributions; it merges once K learners have answered and the grace window is over.
+
+    Once K answers are there, the round stays open for
+
+        grace = min(cap, max(0, γ·(τ·ξ_step − ξ_quorum − ξ_sync)))
+
+    with ξ moving averages of the median live learner's step time, of the time K answers take to come, and of the time a
+    synchronisation takes without the grace itself: what an overlap of τ steps leaves over. Before these are measured,
+    the window is `grace_cap_s`. It closes at once when every live learner has answered. Decoupled DiLoCo, arXiv
+    2604.21428.
+
+    Attributes:
+        at_least: K; fewer where fewer learners are live.
+        grace: γ, 0 to 1; 0: merge as soon as K have answered.
+        grace_cap_s: the longest grace window.
+        late: what happens to an answer that came after its round was closed: "merge" puts it into the next round,
+            "drop" rejects it as "late".
+    """
+
+    reports_every_step: ClassVar[bool] = True
+
+    grace: float = 0.8
+    grace_cap_s: float = 10.0
+    late: Late = "merge"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "grace", fraction("Called(grace=…)", self.grace, below_one=False))
+        object.__setattr__(self, "grace_cap_s", positive("Called(grace_cap_s=…)", self.grace_cap_s))
+        _check_late("Called", self.late)
+
+    def grace_s(self, slack_s: float | None) -> float:
+        """The length of the grace window; `slack_s` is τ·ξ_step − ξ_quorum − ξ_sync, None before it is measured."""
+        if self.grace == 0:
+            return 0.0
+        return self.grace_cap_s if slack_s is None else min(self.grace_cap_s, max(0.0, self.grace * slack_s))
+
+    @property
+    def needs_syncer(self) -> str | None:
+        return "Called needs a syncer; use AllLive over a group."
+
+    def contradictions(self, answers: Answers) -> Iterable[tuple[bool, str]]:
+        yield _needs_no_schedule("Called", answers)
+        yield (
+            answers.wait,
+            "a learner cannot wait for an answer that the syncer calls for; use wait=False with Called().",
+        )
+
+
+@dataclass(frozen=True)
+class Pushed(Quorum):
+    """Learners push after H of their own steps; a round merges as soon as K have pushed, without grace.
+
+    Asynchronous local SGD, arXiv 2401.09135, is K = 1.
+
+    Attributes:
+        at_least: K; fewer where fewer learners are live.
+        late: what happens to work that was measured from an older version than the one it would be merged into: "merge"
+            or "drop" (counted).
+        dynamic_steps: each learner takes ⌊v/v_max · H⌋ inner steps between two pushes, v its measured speed (DyLU, same
+            paper).
+    """
+
+    late: Late = "merge"
+    dynamic_steps: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_late("Pushed", self.late)
+        if type(self.dynamic_steps) is not bool:
+            raise ConfigError(f"Pushed(dynamic_steps={self.dynamic_steps!r}) is not a truth value; use true or false.")
+
+    @property
+    def needs_syncer(self) -> str | None:
+        return "Pushed needs a syncer; use AllLive over a group."
+
+    def contradictions(self, answers: Answers) -> Iterable[tuple[bool, str]]:
+        yield _needs_no_schedule("Pushed", answers)
+        yield (
+            answers.overlap > 0,
+            (
+                f"overlap={answers.overlap} has no effect where learners push: each adopts an answer when it has come; "
+                "use overlap=0."
+            ),
+        )
+
+
+QUORUMS: Registry[Quorum] = Registry("quorum", AllLive, Called, Pushed)
