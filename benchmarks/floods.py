@@ -41,7 +41,7 @@ import diloco
 from benchmarks.haproxy import Proxy
 from benchmarks.hostile import FLOODS, RUN, VILLAIN
 from benchmarks.processes import SyncerProcess, until
-from diloco.syncer.keyring import Keyring
+from diloco.syncer.keys.keyring import Keyring
 
 SIZES = {
     "idle streams": 6_000,

@@ -30,7 +30,7 @@ from diloco.learner.partition import Undivided
 from diloco.learner.tensors import LearnerTensors
 from diloco.protocol.actions import MergeRound
 from diloco.run.ports import InitialModel, MergedRound
-from diloco.syncer.store import Store
+from diloco.store.store import Store
 
 WIDTH = 4096
 METHOD = diloco.DiLoCo(sync_every=4, overlap=1)

@@ -33,11 +33,11 @@ from diloco.event_log import EventLog
 from diloco.exchange.wire.frames import bytes_of
 from diloco.protocol.contribution import Contribution
 from diloco.protocol.members import Deadlines
+from diloco.store.store import Store
 from diloco.syncer.hosting import HostedDriver, SyncerDriver
 from diloco.syncer.journal import Journal
 from diloco.syncer.metrics import SyncerMetrics
 from diloco.syncer.spool import Spool
-from diloco.syncer.store import Store
 
 NUM_PARAMETERS = 124_000_000
 GOAL_MODELS = 5.0

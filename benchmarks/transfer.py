@@ -42,7 +42,7 @@ from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import bytes_of, frames
 from diloco.exchange.wire.outgoing import Upload
 from diloco.protocol.members import Deadlines
-from diloco.syncer.keyring import Keyring
+from diloco.syncer.keys.keyring import Keyring
 from diloco.syncer.server import Options, Syncer
 
 RUN = "benchmark"

@@ -25,7 +25,7 @@ from tests.training.conftest import TINY
 from diloco.config import dump_config, parse_config
 from diloco.exchange.key_pair import key_line, read_key_pair
 from diloco.protocol.members import Deadlines
-from diloco.syncer.keyring import Keyring
+from diloco.syncer.keys.keyring import Keyring
 
 DAY, NAMES = dt.timedelta(days=1), [("site-a", "learner"), ("site-b", "learner"), ("site-c", "learner")]
 PYTHON_WORDS = re.compile(r"Traceback|\w+=(…|True|False|None)|Errno|grpc|E\d{4} |I\d{4} ")

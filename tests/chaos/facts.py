@@ -19,7 +19,7 @@ from diloco.event_log import read_events
 from diloco.events import Adopted, Event, Gap
 from diloco.protocol.accounting import Account
 from diloco.protocol.lineage import Epoch
-from diloco.syncer.records import epochs_of
+from diloco.store.records import epochs_of
 
 STORE = "store.sqlite"
 

@@ -24,7 +24,7 @@ from diloco.event_log import read_events
 from diloco.events import Joined
 from diloco.exchange.key_pair import VARIABLE, find_keys, key_line, parse_key_line, read_key_pair
 from diloco.exchange.remote import fetch_status
-from diloco.syncer.keyring import Keyring
+from diloco.syncer.keys.keyring import Keyring
 from diloco.syncer.server import Syncer
 
 DAY = dt.timedelta(days=1)

@@ -27,7 +27,7 @@ from diloco.exchange.probe import (
 )
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.window import LONGEST_CHUNK_BYTES
-from diloco.syncer.keyring import Keyring
+from diloco.syncer.keys.keyring import Keyring
 from diloco.syncer.server import Syncer
 
 # ------------------------------------------------------------------------------------------------------ what is timed

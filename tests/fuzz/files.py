@@ -24,9 +24,9 @@ from diloco.event_log import EventTail, read_events
 from diloco.exchange.key_pair import CA, CERT, KEY, KeyPair, key_line, parse_key_line, read_key_pair
 from diloco.planning.site import load_site
 from diloco.report.page import numbers, read_run, rows, summary
-from diloco.syncer.auth import read_revoked
-from diloco.syncer.certificates import holder_of
-from diloco.syncer.keyring import CERTIFICATES, Keyring
+from diloco.syncer.keys.auth import read_revoked
+from diloco.syncer.keys.certificates import holder_of
+from diloco.syncer.keys.keyring import CERTIFICATES, Keyring
 from diloco.tables import read_text
 from diloco.training.checkpoint import from_bytes, lineage_of, load_checkpoint, save_checkpoint, to_bytes
 

@@ -27,12 +27,12 @@ from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.rpc import ERROR_KEY, from_rpc_error, path
 from diloco.protocol.pair.values import Contents, Position
 from diloco.protocol.succession import Standing
-from diloco.syncer.following import Following, Shown
-from diloco.syncer.inspection import inspect
-from diloco.syncer.pairing import Pairing
-from diloco.syncer.position import FILE, read_position, write_position
-from diloco.syncer.replica import Replica
+from diloco.store.inspection import inspect
 from diloco.syncer.server import Options, Syncer
+from diloco.syncer.standby.following import Following, Shown
+from diloco.syncer.standby.pairing import Pairing
+from diloco.syncer.standby.position import FILE, read_position, write_position
+from diloco.syncer.standby.replica import Replica
 
 CALL_S = 20.0
 

@@ -30,18 +30,18 @@ from diloco.cli.replay import _numbers, _replay
 from diloco.errors import DilocoError
 from diloco.event_log import EventLog
 from diloco.protocol.members import Deadlines
-from diloco.run.payloads import ReadPayloads, tensor_formats
-from diloco.run.replay import Replay
-from diloco.syncer.backup import SNAPSHOTS, back_up, restore
+from diloco.run.journal.payloads import ReadPayloads, tensor_formats
+from diloco.run.journal.replay import Replay
+from diloco.store.backup import SNAPSHOTS, back_up, restore
+from diloco.store.inspection import inspect
+from diloco.store.journal_reader import JournalReader
+from diloco.store.records import DATABASE, FORMAT, SCHEMA
+from diloco.store.store import Store
+from diloco.store.targets import open_target
 from diloco.syncer.hosting import HostedDriver
-from diloco.syncer.inspection import inspect
 from diloco.syncer.journal import Journal
-from diloco.syncer.journal_reader import JournalReader
 from diloco.syncer.metrics import SyncerMetrics
-from diloco.syncer.records import DATABASE, FORMAT, SCHEMA
 from diloco.syncer.spool import Spool
-from diloco.syncer.store import Store
-from diloco.syncer.targets import open_target
 
 
 @functools.cache

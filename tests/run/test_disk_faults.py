@@ -20,7 +20,7 @@ from tests.syncer.test_store import LAYOUT, METHOD, STATIC, held_of, merged_of, 
 from diloco.errors import AlreadyInitialisedError, NotInitialisedError, StoreError, VersionError
 from diloco.run.memory import POINTS, MemoryStore
 from diloco.run.ports import InitialModel, SavedRun
-from diloco.syncer.store import Store
+from diloco.store.store import Store
 
 
 class Cut(BaseException):

@@ -22,7 +22,7 @@ from diloco.protocol.learner import LearnerCore
 from diloco.protocol.lineage import Epoch
 from diloco.protocol.syncer import gone_back, without_members
 from diloco.run.ports import SavedRun
-from diloco.syncer.store import KEPT_VERSIONS
+from diloco.store.store import KEPT_VERSIONS
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class BackedUpStore(RecordingStore):
         self.backups.append(Backup(self._saved, dict(self.ledger.merged), dict(self.ledger.verdicts), merges))
 
     def restore(self, backup: Backup) -> None:
-        """Become the state of a backup, as `syncer.backup` does."""
+        """Become the state of a backup, as `store.backup` does."""
         saved = backup.saved
         assert saved.record is not None
         self.ledger.merged, self.ledger.verdicts = dict(backup.merged), dict(backup.verdicts)
@@ -110,7 +110,7 @@ class BackedUpStore(RecordingStore):
         self._become(saved, backup.merges, (saved.epochs[-1], epoch), without_members(saved.record))
 
     def repair(self, readable: Sequence[Backup], *, has_database: bool) -> None:
-        """Go back, with each fragment, to the version of this backup, as `syncer.repair` does."""
+        """Go back, with each fragment, to the version of this backup, as `store.repair` does."""
         before = self._require()
         fragments = tuple(backup.saved.fragments[index] for index, backup in enumerate(readable))
         contributors = tuple(backup.saved.contributors[index] for index, backup in enumerate(readable))

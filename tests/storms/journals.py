@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from diloco.run.payloads import ReadPayloads, TensorPayloads, tensor_formats
+from diloco.run.journal.payloads import ReadPayloads, TensorPayloads, tensor_formats
+from diloco.run.journal.recorder import Recorder
+from diloco.run.journal.replay import Replay
 from diloco.run.ports import Ports
-from diloco.run.recorder import Recorder
-from diloco.run.replay import Replay
 
 
 class StormJournal:

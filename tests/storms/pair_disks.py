@@ -165,7 +165,7 @@ class NodeStore(MemoryStore[HeldFragment, Tensor]):
                 self._published.ledger.initial(model.fragments)
 
     def publish(self, merged: Merged, record: Json) -> None:
-        """As `syncer.replicated.ReplicatedStore.publish`, but for the waiting."""
+        """As `syncer.standby.replicated.ReplicatedStore.publish`, but for the waiting."""
         update = merged.update
         key = WriteKey(update.fragment, update.version, update.digest)
         is_here = self.writes.begins(key)
@@ -183,7 +183,7 @@ class NodeStore(MemoryStore[HeldFragment, Tensor]):
         self.writes.wrote(key)
 
     def save_record(self, record: Json) -> None:
-        """As `syncer.replicated.ReplicatedStore.save_record`, but for the waiting."""
+        """As `syncer.standby.replicated.ReplicatedStore.save_record`, but for the waiting."""
         self.writes.begins(None)
         self.under_way = None
         self._begin(record)

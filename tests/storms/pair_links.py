@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tests.storms.pair_world import PairStorm
 
 DIAL_S, FENCED_DIAL_S, WORD_S = 1.0, 5.0, 0.5
-"""As in `syncer.following`."""
+"""As in `syncer.standby.following`."""
 
 LOOK_S = 0.1
 """An end looks this often whether it is over, and whether there is something to send."""

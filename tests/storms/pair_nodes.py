@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tests.storms.pair_world import PairStorm
 
 TICK_S = 0.2
-"""As `syncer.pairing.TICK_S`."""
+"""As `syncer.standby.pairing.TICK_S`."""
 
 DURATIONS_S = {"check": (0.0, 0.03), "close": (0.0, 0.3), "write": (0.0, 0.1), "written": (0.0, 0.03)}
 
@@ -230,7 +230,7 @@ class NodeDoor:
 
 
 class PairedWorker(LaterWorker):
-    """Does the jobs of a node's driver. A write waits, as `syncer.pairing.Pairing` has it wait."""
+    """Does the jobs of a node's driver. A write waits, as `syncer.standby.pairing.Pairing` has it wait."""
 
     def __init__(self, node: Node, later: Callable[[str, int | None, Callable[[], None]], None]) -> None:
         super().__init__(later)

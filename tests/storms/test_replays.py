@@ -16,8 +16,8 @@ from tests.storms.steered import SteeredStorm
 from tests.storms.world import Storm
 
 from diloco.run.driver import Driver
+from diloco.run.journal.replay import Findings
 from diloco.run.recorded import is_event
-from diloco.run.replay import Findings
 
 NUM_SEEDS, PER_TEST = 90, 30
 

@@ -19,7 +19,7 @@ from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.protocol.lineage import Lineage
 from diloco.protocol.members import Deadlines
 from diloco.protocol.succession import Ballot, Proposal, Witness
-from diloco.syncer.records import connect_read_only, stored_versions
+from diloco.store.records import connect_read_only, stored_versions
 from diloco.syncer.server import Options, Syncer
 
 PATIENCE_S = 2.0

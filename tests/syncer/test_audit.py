@@ -10,8 +10,8 @@ import pytest
 from diloco import events
 from diloco.errors import AuthError, CorruptPayloadError, NoRoomError, StaleIncarnationError
 from diloco.event_log import EventLog, read_events
-from diloco.syncer.audit import AGAIN_S, MAX_SENDERS, MAX_TEXT, Audit
-from diloco.syncer.callers import UNKNOWN, Caller
+from diloco.syncer.door.audit import AGAIN_S, MAX_SENDERS, MAX_TEXT, Audit
+from diloco.syncer.keys.callers import UNKNOWN, Caller
 from diloco.syncer.metrics import SyncerMetrics
 
 BAD = AuthError("the token is not one of this syncer's.")

@@ -26,12 +26,12 @@ from diloco.cli import main
 from diloco.errors import ConfigError, NotInitialisedError, StoreError
 from diloco.event_log import read_events
 from diloco.events import BackedUp, BackupRefused, Event
-from diloco.syncer.backup import back_up, restore, taken_last_at
-from diloco.syncer.backups import BackupPlan, due_in_s
-from diloco.syncer.repair import repair
+from diloco.store.backup import back_up, restore, taken_last_at
+from diloco.store.backups import BackupPlan, due_in_s
+from diloco.store.repair import repair
+from diloco.store.store import Store
+from diloco.store.targets import open_target
 from diloco.syncer.server import Options, Syncer
-from diloco.syncer.store import Store
-from diloco.syncer.targets import open_target
 from diloco.whole_files import hidden_name
 
 

@@ -25,7 +25,7 @@ from diloco import errors
 from diloco.core.fragments import make_layout
 from diloco.exchange import connection
 from diloco.exchange.remote import fetch_status
-from diloco.syncer.keyring import Keyring
+from diloco.syncer.keys.keyring import Keyring
 from diloco.syncer.server import Options, Syncer
 
 DAY = dt.timedelta(days=1)
@@ -53,7 +53,7 @@ class ExpiringCertificates(Certificates):
 
     def end(self) -> None:
         now = SimpleNamespace(now=lambda zone: dt.datetime.now(zone) + 2 * DAY)
-        self._patch.setattr("diloco.syncer.auth.datetime", now)
+        self._patch.setattr("diloco.syncer.keys.auth.datetime", now)
 
 
 class Blocked:

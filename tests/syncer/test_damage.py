@@ -19,7 +19,7 @@ from tests.syncer.test_faults import RUN_FILE
 
 import diloco
 from diloco.errors import StoreError
-from diloco.syncer.store import Store
+from diloco.store.store import Store
 
 ONES = diloco.FP32().encode(torch.ones(layout().fragments[0].numel))
 

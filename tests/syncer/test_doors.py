@@ -29,8 +29,8 @@ from diloco.exchange.remote import fetch_model, fetch_status
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import bytes_of, frames
 from diloco.exchange.wire.rpc import path
-from diloco.syncer.certificates import holder_of
-from diloco.syncer.keyring import Keyring
+from diloco.syncer.keys.certificates import holder_of
+from diloco.syncer.keys.keyring import Keyring
 from diloco.syncer.server import Options, Syncer
 
 DAY = dt.timedelta(days=1)
@@ -150,7 +150,7 @@ def test_a_certificate_that_ends_while_its_connection_is_open(
     notices = learner.connection.watch("control", request)
     assert next(notices).HasField("welcome")
     monkeypatch.setattr(
-        "diloco.syncer.auth.datetime", SimpleNamespace(now=lambda zone: dt.datetime.now(zone) + 2 * DAY)
+        "diloco.syncer.keys.auth.datetime", SimpleNamespace(now=lambda zone: dt.datetime.now(zone) + 2 * DAY)
     )
     with pytest.raises(errors.UnreachableError, match="cancelled"):
         list(notices)

@@ -4,7 +4,7 @@ import datetime as dt
 
 import pytest
 
-from diloco.syncer.certificates import EndsSoon
+from diloco.syncer.keys.certificates import EndsSoon
 
 START = dt.datetime(2030, 1, 1, tzinfo=dt.UTC)
 

@@ -22,11 +22,11 @@ from diloco.errors import AlreadyInitialisedError, BusyError, UnreachableError
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import frames
 from diloco.exchange.wire.rpc import SERVER_OPTIONS
-from diloco.syncer.admission import Limits, Shares
-from diloco.syncer.call_deadlines import CallDeadlines
-from diloco.syncer.callers import UNKNOWN, Caller
-from diloco.syncer.handles import RESERVE, connections_for
-from diloco.syncer.live_page import MOST_CONNECTIONS as MOST_PAGE_CONNECTIONS
+from diloco.syncer.door.admission import Limits, Shares
+from diloco.syncer.door.call_deadlines import CallDeadlines
+from diloco.syncer.door.handles import RESERVE, connections_for
+from diloco.syncer.keys.callers import UNKNOWN, Caller
+from diloco.syncer.page.live_page import MOST_CONNECTIONS as MOST_PAGE_CONNECTIONS
 
 
 def idle_streams(address: str, method_name: str, num_streams: int) -> Http2:

@@ -35,8 +35,8 @@ from diloco.protocol.members import Deadlines
 from diloco.protocol.session import requests
 from diloco.protocol.session.requests import Identity
 from diloco.run.prefixes import KEPT_S
-from diloco.syncer.call_deadlines import CallDeadlines
-from diloco.syncer.receiving import IncomingModel
+from diloco.syncer.door.call_deadlines import CallDeadlines
+from diloco.syncer.door.receiving import IncomingModel
 from diloco.syncer.server import Syncer
 
 LOST_S = 1.5

@@ -30,12 +30,12 @@ from diloco.exchange.wire.frames import bytes_of
 from diloco.exchange.wire.rpc import path
 from diloco.protocol.contribution import Contribution
 from diloco.protocol.members import Deadlines
-from diloco.syncer.admission import LIMITS
+from diloco.store.store import Store
+from diloco.syncer.door.admission import LIMITS
 from diloco.syncer.hosting import HostedDriver, SyncerDriver
 from diloco.syncer.journal import Journal
 from diloco.syncer.metrics import SyncerMetrics
 from diloco.syncer.spool import Spool
-from diloco.syncer.store import Store
 
 SIZE = layout().fragments[0].numel
 ONES = diloco.FP32().encode(torch.ones(SIZE))

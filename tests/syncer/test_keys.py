@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 from diloco.cli.keys import app
 from diloco.errors import ConfigError
 from diloco.exchange.key_pair import hosts_of, key_line, parse_key_line, read_key_pair
-from diloco.syncer.auth import read_revoked
-from diloco.syncer.certificates import Holder, holder_of
-from diloco.syncer.tls import read_syncer_keys
+from diloco.syncer.keys.auth import read_revoked
+from diloco.syncer.keys.certificates import Holder, holder_of
+from diloco.syncer.keys.tls import read_syncer_keys
 
 INIT = ("--run", "demo", "--host", "syncer.example.org", "--host", "10.0.0.7")
 

@@ -29,8 +29,8 @@ from diloco.events import Data, Merged
 from diloco.exchange.remote import fetch_status
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.protocol.permutation import place_of_unit
-from diloco.syncer.files import version_of
-from diloco.syncer.repair import repair
+from diloco.store.files import version_of
+from diloco.store.repair import repair
 
 RUN_FILE = """
 [run]

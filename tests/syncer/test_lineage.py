@@ -19,10 +19,10 @@ import diloco
 from diloco.errors import LineageError, StaleIncarnationError, UnknownRunError
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.protocol.lineage import Lineage
-from diloco.syncer.backup import back_up, restore
-from diloco.syncer.records import DATABASE, epochs_of
+from diloco.store.backup import back_up, restore
+from diloco.store.records import DATABASE, epochs_of
+from diloco.store.targets import open_target
 from diloco.syncer.server import Options, Syncer
-from diloco.syncer.targets import open_target
 
 pytestmark = pytest.mark.timeout(120)
 

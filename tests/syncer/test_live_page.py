@@ -22,9 +22,9 @@ from diloco import events as ev
 from diloco.errors import AuthError, ConfigError, RunError
 from diloco.event_log import EventLog
 from diloco.protocol.steering import Order
-from diloco.syncer.callers import Caller
-from diloco.syncer.live_page import LivePage
-from diloco.syncer.page_access import LINK_S, MAX_LINKS, MAX_SESSIONS, PageAccess, Session
+from diloco.syncer.keys.callers import Caller
+from diloco.syncer.page.live_page import LivePage
+from diloco.syncer.page.page_access import LINK_S, MAX_LINKS, MAX_SESSIONS, PageAccess, Session
 
 
 @contextmanager
@@ -138,7 +138,7 @@ def test_a_page_that_cannot_follow_the_run_says_so(
 
 
 def test_connections_are_bounded_also_those_that_say_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diloco.syncer.live_page.MOST_CONNECTIONS", 5)
+    monkeypatch.setattr("diloco.syncer.page.live_page.MOST_CONNECTIONS", 5)
     with served(tmp_path, is_open=True) as (page, _), ExitStack() as stack:
         at = urlsplit(page.url)
         silent = [stack.enter_context(socket.create_connection((at.hostname, at.port), 30)) for _ in range(8)]

@@ -17,7 +17,7 @@ from tests.syncer.runs import RUN, Raw, method, start, status_of
 from diloco import errors, events
 from diloco.event_log import read_events
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.syncer.keyring import Keyring
+from diloco.syncer.keys.keyring import Keyring
 from diloco.syncer.server import Syncer
 
 NAMES: list[tuple[str, Any]] = [

@@ -28,7 +28,7 @@ from diloco.event_log import read_events
 from diloco.events import Admitted
 from diloco.exchange.connection import Connection
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.syncer.keyring import Keyring
+from diloco.syncer.keys.keyring import Keyring
 
 RUN = "besieged"
 RUN_FILE = f"""

@@ -21,10 +21,10 @@ from diloco.errors import ConfigError, DilocoError, StoreError
 from diloco.protocol.rounds.base import Rules
 from diloco.protocol.syncer import SyncerCore
 from diloco.run.ports import InitialModel
-from diloco.syncer.inspection import NO_STATIC, inspect
-from diloco.syncer.records import DATABASE
-from diloco.syncer.repair import repair
-from diloco.syncer.store import Store, understood
+from diloco.store.inspection import NO_STATIC, inspect
+from diloco.store.records import DATABASE
+from diloco.store.repair import repair
+from diloco.store.store import Store, understood
 
 NEWEST = {0: 3, 1: 1}
 

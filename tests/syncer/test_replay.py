@@ -16,8 +16,8 @@ from tests.syncer.runs import RUN, method, start, train, versions_of
 
 import diloco
 from diloco.cli import main
-from diloco.syncer.journal_files import FORMAT, JournalFiles, PayloadFiles, part_paths
-from diloco.syncer.journal_reader import JournalReader
+from diloco.store.journal_files import FORMAT, JournalFiles, PayloadFiles, part_paths
+from diloco.store.journal_reader import JournalReader
 
 RUN_FILE = """
 [run]
@@ -223,7 +223,7 @@ def entries_of(state_dir: Path) -> list[str]:
 
 
 def test_entries_come_back_in_order_over_several_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diloco.syncer.journal_files.PART_BYTES", 300)
+    monkeypatch.setattr("diloco.store.journal_files.PART_BYTES", 300)
     written = [json.dumps({"e": "tick", "n": number}) for number in range(200)]
     for first in (0, 100):
         journal = JournalFiles(tmp_path)
@@ -276,7 +276,7 @@ def test_every_changed_bit_is_found_and_every_torn_end_is_none(tmp_path: Path) -
 @pytest.mark.parametrize("other", [FORMAT - 1, FORMAT + 1])
 def test_another_format_is_refused(other: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another version decides otherwise: that is no difference in the run."""
-    monkeypatch.setattr("diloco.syncer.journal_files.FORMAT", other)
+    monkeypatch.setattr("diloco.store.journal_files.FORMAT", other)
     journal = JournalFiles(tmp_path)
     journal.sync()
     with pytest.raises(diloco.errors.StoreError, match=f"has format {other} and this version replays {FORMAT}"):
@@ -287,7 +287,7 @@ def test_a_disk_that_refuses_costs_entries_and_says_how_many(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """First less than what waits in memory, which is then written; then more, which is a gap."""
-    monkeypatch.setattr("diloco.syncer.journal_files.MOST_WAITING_BYTES", 2000)
+    monkeypatch.setattr("diloco.store.journal_files.MOST_WAITING_BYTES", 2000)
     journal = JournalFiles(tmp_path)
     (tmp_path / "journal").write_text("no directory can be made here")
     for number in range(30):

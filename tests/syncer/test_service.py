@@ -42,7 +42,7 @@ from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import bytes_of, frames
 from diloco.exchange.wire.rpc import from_rpc_error
 from diloco.exchange.wire.rpc import path as rpc_path
-from diloco.syncer.keyring import Keyring
+from diloco.syncer.keys.keyring import Keyring
 from diloco.syncer.server import Syncer
 
 SIZE = layout().fragments[0].numel

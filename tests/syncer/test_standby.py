@@ -31,10 +31,10 @@ from diloco.exchange.key_pair import Keys
 from diloco.exchange.remote import fetch_status
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.protocol.pair.values import Contents
-from diloco.syncer.following import Shown
-from diloco.syncer.keyring import Keyring
-from diloco.syncer.replica import ReplicatedState
+from diloco.syncer.keys.keyring import Keyring
 from diloco.syncer.server import Syncer
+from diloco.syncer.standby.following import Shown
+from diloco.syncer.standby.replica import ReplicatedState
 
 pytestmark = pytest.mark.timeout(120)
 

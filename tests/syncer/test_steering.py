@@ -24,7 +24,7 @@ from diloco.event_log import read_events
 from diloco.exchange.connection import Connection
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.protocol.steering import Order
-from diloco.syncer.keyring import Keyring
+from diloco.syncer.keys.keyring import Keyring
 from diloco.syncer.server import Syncer
 
 

@@ -27,7 +27,7 @@ from diloco.errors import AlreadyInitialisedError, NotInitialisedError, StoreErr
 from diloco.protocol.actions import MergeRound
 from diloco.protocol.contribution import Contribution
 from diloco.run.ports import InitialModel, MergedRound
-from diloco.syncer.store import Store
+from diloco.store.store import Store
 
 NUM_ELEMENTS = 1000
 STATIC = safetensors.torch.save({"rope.inv_freq": torch.arange(4.0)})

@@ -27,7 +27,7 @@ from diloco.event_log import read_events
 from diloco.events import Merged
 from diloco.exchange.remote import fetch_status, remote
 from diloco.protocol.members import Deadlines
-from diloco.syncer.keyring import Keyring
+from diloco.syncer.keys.keyring import Keyring
 from diloco.syncer.server import Options, Syncer
 from diloco.training.checkpoint import list_checkpoints, load_checkpoint
 from diloco.training.loop import Part, Summary, Trainer

@@ -361,8 +361,8 @@ def _port(syncer: Reach) -> Iterator[Finding]:
 
     from diloco.exchange.key_pair import find_keys, hosts_of
     from diloco.exchange.wire.address import split_address
-    from diloco.syncer.auth import Authenticator, check_binding
-    from diloco.syncer.tls import read_syncer_keys
+    from diloco.syncer.keys.auth import Authenticator, check_binding
+    from diloco.syncer.keys.tls import read_syncer_keys
 
     try:
         keys = find_keys(syncer.keys, syncer.address, insecure=syncer.insecure)

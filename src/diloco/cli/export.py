@@ -69,7 +69,7 @@ def _stored(state_dir: Path, config: "RunConfig") -> "dict[str, Tensor]":
     from safetensors.torch import load
 
     from diloco.core.fragments import Layout
-    from diloco.syncer.store import Store
+    from diloco.store.store import Store
     from diloco.training.pretrained import merge_fragments
 
     if not (state_dir / "store.sqlite").exists():

@@ -1,4 +1,4 @@
-"""`diloco keys`: the keys of a run. `syncer.keyring` has the files."""
+"""`diloco keys`: the keys of a run. `syncer.keys.keyring` has the files."""
 
 import re
 from datetime import timedelta
@@ -11,7 +11,7 @@ from diloco.cli._options import Json
 from diloco.errors import ConfigError
 
 if TYPE_CHECKING:
-    from diloco.syncer.callers import Role
+    from diloco.syncer.keys.callers import Role
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -39,7 +39,7 @@ def init(
 ) -> None:
     """Make the authority of a run and its syncer's keys. Nothing that exists is overwritten."""
     from diloco.cli._keys_shown import Shown, show
-    from diloco.syncer.keyring import SYNCER, Keyring
+    from diloco.syncer.keys.keyring import SYNCER, Keyring
 
     keyring = Keyring.new(directory, run, host, (), _span(expires))
     show(directory, Shown(keyring.issued, new=[SYNCER]), as_json)
@@ -60,7 +60,7 @@ def add(
     the learner id of the same name only.
     """
     from diloco.cli._keys_shown import Shown, show
-    from diloco.syncer.keyring import Keyring
+    from diloco.syncer.keys.keyring import Keyring
 
     keyring, lifetime = Keyring.read(directory), _span(expires)
     issued = [keyring.add(name, cast("Role", role), lifetime) for name in names]
@@ -71,7 +71,7 @@ def add(
 def list_(directory: Directory = Path("keys"), as_json: Json = False) -> None:
     """List who has keys of a run: names, roles, when they end, and which were revoked."""
     from diloco.cli._keys_shown import Shown, show
-    from diloco.syncer.keyring import Keyring
+    from diloco.syncer.keys.keyring import Keyring
 
     show(directory, Shown(Keyring.read(directory).issued, is_list=True), as_json)
 
@@ -80,7 +80,7 @@ def list_(directory: Directory = Path("keys"), as_json: Json = False) -> None:
 def revoke(name: Name, directory: Directory = Path("keys"), as_json: Json = False) -> None:
     """Take all keys of NAME back. A syncer that has the new list refuses them at once."""
     from diloco.cli._keys_shown import Shown, show
-    from diloco.syncer.keyring import SYNCER, Keyring
+    from diloco.syncer.keys.keyring import SYNCER, Keyring
 
     keyring = Keyring.read(directory)
     issued = keyring.revoke(name)
@@ -113,7 +113,7 @@ def rotate(
     with the new line, which is printed.
     """
     from diloco.cli._keys_shown import Shown, show
-    from diloco.syncer.keyring import AUTHORITY, SYNCER, Keyring
+    from diloco.syncer.keys.keyring import AUTHORITY, SYNCER, Keyring
 
     if name == AUTHORITY:
         if given := [option for option, it in (("--grace", grace), ("--host", host), ("--drop-host", drop_host)) if it]:
@@ -132,7 +132,7 @@ def rotate(
 
 def _rotate_authority(directory: Path, expires: str, *, finish: bool, as_json: bool) -> None:
     from diloco.cli._keys_shown import Shown, show
-    from diloco.syncer.keyring import Keyring
+    from diloco.syncer.keys.keyring import Keyring
 
     keyring, lifetime = Keyring.read(directory), _span(expires)
     names = keyring.retire_authority(lifetime) if finish else keyring.replace_authority(lifetime)

@@ -13,8 +13,8 @@ from diloco.cli._output import make_table
 from diloco.errors import ConfigError, StoreError
 
 if TYPE_CHECKING:
-    from diloco.run.replay import Replay
-    from diloco.syncer.journal_reader import JournalReader
+    from diloco.run.journal.replay import Replay
+    from diloco.store.journal_reader import JournalReader
 
 SAID_EVERY_S = 2.0
 """Between two words on how far a replay is."""
@@ -31,9 +31,9 @@ def command(
     as_json: Json = False,
 ) -> None:
     """Run all decisions of a syncer again from its journal, and all merges, and compare every digest."""
-    from diloco.run.payloads import ReadPayloads, tensor_formats
-    from diloco.run.replay import Replay
-    from diloco.syncer.journal_reader import JournalReader
+    from diloco.run.journal.payloads import ReadPayloads, tensor_formats
+    from diloco.run.journal.replay import Replay
+    from diloco.store.journal_reader import JournalReader
 
     reader = JournalReader(_state_dir(run))
     replay = Replay(tensor_formats(ReadPayloads(reader.payload)), fragment=fragment)
@@ -61,7 +61,7 @@ def _state_dir(run: Path) -> Path:
 
 def _replay(reader: "JournalReader", replay: "Replay", until: float | None) -> float:
     """Replay the entries; returns the seconds from the first to the last."""
-    from diloco.run.recorder import entry_of
+    from diloco.run.journal.recorder import entry_of
 
     began_s = said_s = time.monotonic()
     first_s, offset_s, span_s = None, 0.0, 0.0

@@ -299,7 +299,7 @@ class Observer(Protocol):
 
 
 class RecorderPort(Protocol):
-    """Journals the events of a driver, such as `run.recorder.Recorder`."""
+    """Journals the events of a driver, such as `run.journal.recorder.Recorder`."""
 
     def event(self, name: str, method: Callable[..., T], arguments: Mapping[str, Any]) -> T:
         """Call a method of the driver with these arguments, and journal the call."""

@@ -22,12 +22,12 @@ from diloco.errors import DilocoError, UnreachableError
 from diloco.protocol.members import Deadlines
 from diloco.protocol.pool import Pool
 from diloco.run.driver import Driver
+from diloco.run.journal.recorder import Recorder
 from diloco.run.ports import Ports, StorePort, Work
-from diloco.run.recorder import Recorder
 from diloco.run.tensor_jobs import TensorJobs
+from diloco.store.store import Store, understood
 from diloco.syncer.journal import Journal
 from diloco.syncer.spool import Slot, Spool
-from diloco.syncer.store import Store, understood
 from diloco.syncer.ticker import Ticker
 
 log = logging.getLogger("diloco.syncer")

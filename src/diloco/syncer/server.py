@@ -26,33 +26,33 @@ from diloco.protocol.members import Deadlines
 from diloco.protocol.pool import Pool
 from diloco.protocol.session.heartbeat import HEARTBEAT_S
 from diloco.protocol.steering import Order
-from diloco.run.payloads import TensorPayloads
-from diloco.run.recorder import Recorder
-from diloco.syncer.audit import Audit
-from diloco.syncer.auth import Authenticator, check_binding
-from diloco.syncer.backups import BackupPlan, Backups
-from diloco.syncer.call_deadlines import CallDeadlines
-from diloco.syncer.callers import Caller
-from diloco.syncer.following import Following, Shown
-from diloco.syncer.handles import connections_for, raise_file_limit
+from diloco.run.journal.payloads import TensorPayloads
+from diloco.run.journal.recorder import Recorder
+from diloco.store.backups import BackupPlan, Backups
+from diloco.store.journal_files import JournalFiles, PayloadFiles
+from diloco.syncer.door.audit import Audit
+from diloco.syncer.door.call_deadlines import CallDeadlines
+from diloco.syncer.door.handles import connections_for, raise_file_limit
+from diloco.syncer.door.open_calls import OpenCalls
+from diloco.syncer.door.receiving import IncomingModel
+from diloco.syncer.door.service import Service
+from diloco.syncer.door.transfers import Transfers
 from diloco.syncer.hosting import HostedDriver, SyncerDriver
 from diloco.syncer.journal import Journal
-from diloco.syncer.journal_files import JournalFiles, PayloadFiles
-from diloco.syncer.leading import Leading
-from diloco.syncer.live_page import LivePage
+from diloco.syncer.keys.auth import Authenticator, check_binding
+from diloco.syncer.keys.callers import Caller
+from diloco.syncer.keys.tls import server_credentials
 from diloco.syncer.metrics import SyncerMetrics
-from diloco.syncer.open_calls import OpenCalls
-from diloco.syncer.pair_calls import PairCalls, StandingJournal
-from diloco.syncer.pairing import TICK_S, Pairing
+from diloco.syncer.page.live_page import LivePage
 from diloco.syncer.ports import port_refusal, why_unbound
 from diloco.syncer.progress import EVERY_S, ProgressLog
-from diloco.syncer.receiving import IncomingModel
-from diloco.syncer.replica import Replica
-from diloco.syncer.replicated import ReplicatedStore
-from diloco.syncer.service import Service
 from diloco.syncer.spool import Slot, Spool
-from diloco.syncer.tls import server_credentials
-from diloco.syncer.transfers import Transfers
+from diloco.syncer.standby.following import Following, Shown
+from diloco.syncer.standby.leading import Leading
+from diloco.syncer.standby.pair_calls import PairCalls, StandingJournal
+from diloco.syncer.standby.pairing import TICK_S, Pairing
+from diloco.syncer.standby.replica import Replica
+from diloco.syncer.standby.replicated import ReplicatedStore
 from diloco.syncer.wire_bytes import WireBytes
 
 log = logging.getLogger("diloco.syncer")

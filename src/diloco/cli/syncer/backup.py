@@ -18,8 +18,8 @@ def command(
     as_json: Json = False,
 ) -> None:
     """Take a snapshot of a run: one record and the versions that belong to it, verified and read back."""
-    from diloco.syncer.backup import back_up
-    from diloco.syncer.targets import open_target
+    from diloco.store.backup import back_up
+    from diloco.store.targets import open_target
 
     snapshot = back_up(state_dir, open_target(place), keep)
     versions = [each.update.version for each in snapshot.versions]

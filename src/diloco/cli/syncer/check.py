@@ -10,7 +10,7 @@ from diloco.cli._options import Json
 from diloco.errors import StoreError
 
 if TYPE_CHECKING:
-    from diloco.syncer.inspection import Found, Problem
+    from diloco.store.inspection import Found, Problem
 
 StateDir = Annotated[Path, typer.Argument(help="The state directory of a syncer that is not running.")]
 
@@ -27,8 +27,8 @@ def command(
     Exit code 0: a syncer serves it, at the newest versions; 1: it does not, or a syncer is running on it. --repair
     deletes nothing: it moves what is damaged to set-aside in the directory.
     """
-    from diloco.syncer.inspection import inspect
-    from diloco.syncer.repair import repair as repair_directory
+    from diloco.store.inspection import inspect
+    from diloco.store.repair import repair as repair_directory
 
     aside, mended = list[Path](), list["Problem"]()
     if not repair:

@@ -16,8 +16,8 @@ def command(
     as_json: Json = False,
 ) -> None:
     """Make a state directory from a snapshot. Learners of the run go on with it, also those that have seen more."""
-    from diloco.syncer.backup import restore
-    from diloco.syncer.targets import open_target
+    from diloco.store.backup import restore
+    from diloco.store.targets import open_target
 
     restored = restore(open_target(place), state_dir, snapshot)
     versions = [each.update.version for each in restored.versions]

@@ -77,9 +77,9 @@ def command(
     from diloco.exchange.key_pair import find_keys
     from diloco.protocol.members import Deadlines
     from diloco.protocol.pool import Pool
-    from diloco.syncer.backups import BackupPlan
-    from diloco.syncer.following import Shown
+    from diloco.store.backups import BackupPlan
     from diloco.syncer.server import EVENTS, Options, Syncer
+    from diloco.syncer.standby.following import Shown
     from diloco.tracking.feed import SyncerFeed, open_feed
     from diloco.tracking.trackers import require_packages
 
@@ -133,7 +133,7 @@ def command(
 def _page_address(wanted: bool | None, port: int, address: str) -> str | None:
     """Where the live page is served; None: nowhere. `wanted`: None where nothing was said."""
     from diloco.exchange.wire.address import is_local
-    from diloco.syncer.live_page import missing_packages
+    from diloco.syncer.page.live_page import missing_packages
 
     if wanted or (wanted is None and is_local(address) and not missing_packages()):
         return f"127.0.0.1:{port}"

@@ -1,0 +1,133 @@
+"""The digests of payloads in a journal, and payloads read back."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from diloco.core.held import HeldFragment
+from diloco.core.layout import Layout
+from diloco.core.layout import digest as theta_digest
+from diloco.core.method import Method
+from diloco.errors import CorruptPayloadError
+from diloco.run.journal.replay_ports import Formats, KeptPayloads
+from diloco.run.ports import InitialModel, SavedRun
+from diloco.run.tensor_jobs import TensorJobs, TensorSlot
+
+_OUTER, _STATE = "outer.", ".safetensors"
+
+FRAGMENT = "fragment-"
+"""How the names of fragments begin."""
+
+
+class Keep(Protocol):
+    """Keeps payloads."""
+
+    def __call__(self, name: str, parts: Sequence[memoryview]) -> bool:
+        """Keep bytes, given in parts; returns whether it could."""
+
+    def has_any(self, prefix: str) -> bool:
+        """Whether a payload with such a name is kept."""
+
+
+def contribution_name(digest: str) -> str:
+    """What the payload of a contribution is kept as."""
+    return f"contribution-{digest}"
+
+
+def fragment_name(index: int, version: int, digest: str) -> str:
+    """What a fragment is kept as that a driver begins with."""
+    return f"{FRAGMENT}{index}-{version}-{digest}"
+
+
+class TensorPayloads:
+    """Makes the digests (`recorder_ports.PayloadsPort`).
+
+    Arguments:
+        keep: keeps payloads; None: only their digests are journalled.
+    """
+
+    def __init__(self, keep: Keep | None = None) -> None:
+        self._keep = keep
+
+    def check(self, slot: TensorSlot, *, is_usable: bool) -> Mapping[str, Any]:
+        """As `recorder_ports.PayloadsPort`."""
+        data = _bytes_of(slot.tensor)
+        if self._keep is None or not is_usable:
+            return {"crc32": f"{zlib.crc32(data):08x}"}
+        digest = hashlib.sha256(data).hexdigest()
+        return {"payload": digest, "kept": self._keep(contribution_name(digest), [data])}
+
+    def begin(self, model: InitialModel[HeldFragment]) -> None:
+        """As `recorder_ports.PayloadsPort`."""
+        if self._keep is not None:
+            for each in model.fragments:
+                self._keep(fragment_name(each.fragment, each.version, each.digest), [_bytes_of(each.theta)])
+
+    def resume(self, saved: SavedRun[HeldFragment]) -> None:
+        """As `recorder_ports.PayloadsPort`: as safetensors, with outer state and residual."""
+        if self._keep is None or self._keep.has_any(FRAGMENT):
+            return
+        for each in saved.fragments:
+            tensors = {"theta": each.theta, **{_OUTER + name: value for name, value in each.outer_state.items()}}
+            if each.residual is not None:
+                tensors["residual"] = each.residual
+            data = memoryview(save({name: value.contiguous() for name, value in tensors.items()}))
+            self._keep(fragment_name(each.fragment, each.version, each.digest) + _STATE, [data])
+
+
+class ReadPayloads:
+    """Payloads that were kept (`replay_ports.KeptPayloads`).
+
+    Arguments:
+        read: bytes by name; None: they are not kept.
+    """
+
+    def __init__(self, read: Callable[[str], bytearray | None]) -> None:
+        self._read = read
+
+    def contribution(self, digest: str) -> Tensor | None:
+        """As `replay_ports.KeptPayloads`."""
+        data = self._read(contribution_name(digest))
+        return None if data is None else _tensor_of(data, torch.uint8)
+
+    def fragment(self, method: Method, index: int, version: int, digest: str) -> HeldFragment | None:
+        """As `replay_ports.KeptPayloads`. Raises CorruptPayloadError: it has another digest."""
+        name = fragment_name(index, version, digest)
+        if (data := self._read(name)) is not None:
+            held = HeldFragment.first(method, index, _tensor_of(data, torch.float32), version)
+        elif (data := self._read(name + _STATE)) is not None:
+            tensors = load(bytes(data))
+            outer = {key.removeprefix(_OUTER): value for key, value in tensors.items() if key.startswith(_OUTER)}
+            theta = tensors["theta"]
+            held = HeldFragment(index, version, theta, outer, tensors.get("residual"), theta_digest(theta))
+        else:
+            return None
+        if held.digest != digest:
+            raise CorruptPayloadError(
+                f"version {version} of fragment {index} is kept with digest {held.digest[:16]}, and was {digest[:16]}."
+            )
+        return held
+
+    def digest(self, payload: Tensor) -> str:
+        """As `replay_ports.KeptPayloads`."""
+        return hashlib.sha256(_bytes_of(payload)).hexdigest()
+
+
+def tensor_formats(payloads: KeptPayloads | None) -> Formats:
+    """Of a run's journal, with its payloads."""
+    return Formats(Layout.from_dict, Method.from_dict, lambda method: TensorJobs(method, seconds=None), payloads)
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.detach().contiguous().view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def _tensor_of(data: bytearray, dtype: torch.dtype) -> Tensor:
+    return torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)

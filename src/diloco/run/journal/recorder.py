@@ -1,0 +1,329 @@
+"""`Recorder`: journals every event of a driver, with all that it learnt from its ports.
+
+A recorder stands around a driver's ports. Each event becomes one entry, written when the event is over and before the
+jobs that it began are handed to the worker:
+
+    e   the event: a method of `Driver` ("__init__" when a driver begins to serve the run), or "#check", "#close" or
+        "#write", the end of a job
+    t   the time; one event has one time
+    a   the arguments (`run.journal.plain`)
+    i   what a port refused: {"no_room": error}
+    n   of a job: its number among those of its driver
+    f   of a job: the fragment
+    r   of a job: what it has found
+    x   of a job: digests of what it read: {"payload": …, "kept": …} or {"crc32": …} of a contribution, {"record": …}
+    d   what was decided, in words
+    o   the digest of all that, of the entry before, and of everything that the driver did: its actions, the jobs and
+        writes it began, what it sent to learners, what it answered, and when it wants to be woken
+
+A write to the store begins once all entries before it are durable. So no version is published that the journal cannot
+explain, and what a `kill -9` takes from the journal's end has had no durable effect.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Generic, Protocol
+from weakref import WeakKeyDictionary
+
+from diloco.errors import DilocoError, NoRoomError, StoreError
+from diloco.plain_json import read_json
+from diloco.protocol.actions import Acknowledge, Action, Evict, MergeRound, Publish, Reject
+from diloco.protocol.contribution import Contribution
+from diloco.run.journal.plain import write_plain
+from diloco.run.journal.recorder_ports import (
+    NOTES,
+    PayloadsPort,
+    RecordedClock,
+    RecordedConnection,
+    RecordedJobs,
+    RecordedSpool,
+    RecordedStore,
+    RecordedWorker,
+)
+from diloco.run.ports import (
+    ClockPort,
+    ConnectionPort,
+    H,
+    MergedRound,
+    P,
+    Ports,
+    S,
+    T,
+    Work,
+    WorkerPort,
+)
+from diloco.run.uploads import Upload
+
+log = logging.getLogger("diloco.syncer")
+
+
+def is_entry(values: Any) -> bool:
+    """Whether plain values have the form of an entry, of a gap, or of the beginning of a journal's part."""
+    match values:
+        case {
+            "e": "#journal",
+            "format": int(),
+            "wall_s": float() | int() as wall_s,
+            "t": float() | int() as at_s,
+            "follows": _,
+        }:
+            return all(-_LATEST_S < each < _LATEST_S for each in (wall_s, at_s))
+        case {"e": "#gap" | "#damage"}:
+            return isinstance(values.get("why", ""), str) and ("why" in values or "missing" in values)
+        case {"e": str(), "t": float() | int() as at_s, "d": list(decided), "o": str()}:
+            is_right = isinstance(values.get("a", {}), dict) and all(isinstance(each, str) for each in decided)
+            return is_right and -_LATEST_S < at_s < _LATEST_S
+    return False
+
+
+def entry_of(line: str) -> dict[str, Any]:
+    """An entry of a journal.
+
+    Raises:
+        StoreError: the line is none of this version's.
+    """
+    values: dict[str, Any] = read_json(line, "a line of the journal", StoreError, _OTHER)
+    if not is_entry(values):
+        raise StoreError(f"the journal has the line {line[:200]!r}, which is no entry of it; {_OTHER}.")
+    return values
+
+
+_LATEST_S = 1e15
+"""No clock says more, in seconds."""
+
+_OTHER = "read it with the version that wrote it"
+
+
+class JournalPort(Protocol):
+    """Where entries go. Neither call fails: entries that cannot be kept are counted, and told by a gap."""
+
+    def append(self, entry: str) -> None:
+        """Keep an entry: JSON on one line."""
+
+    def sync(self) -> None:
+        """All entries before are durable when this returns, unless the disk refuses them."""
+
+
+class Recorder(Generic[S]):
+    """One driver's recorder.
+
+    Arguments:
+        journal: takes the entries.
+        payloads: takes the payloads of contributions.
+
+    Attributes:
+        digest: of the last entry.
+    """
+
+    def __init__(self, journal: JournalPort, payloads: PayloadsPort[S]) -> None:
+        self._journal = journal
+        self.payloads = payloads
+        self.digest = ""
+        self._clock: ClockPort | None = None
+        self._now_s: float | None = None  # None: no event is under way
+        self._did: list[object] = []
+        self._decided: list[str] = []
+        self._inputs: dict[str, object] = {}
+        self._begun: list[Callable[[], None]] = []
+        self._num_jobs = 0
+        self._numbers: WeakKeyDictionary[object, tuple[str, int]] = WeakKeyDictionary()
+        self._num_numbered = 0
+        self._connections: dict[ConnectionPort, RecordedConnection] = {}
+
+    def around(self, ports: Ports[H, S, P]) -> Ports[H, S, P]:
+        """The ports of a driver that is recorded."""
+        self._clock = ports.clock
+        return replace(
+            ports,
+            clock=RecordedClock(self, ports.clock),
+            spool=RecordedSpool(self, ports.spool),
+            jobs=RecordedJobs(self, ports.jobs),
+            store=RecordedStore(self, ports.store),
+            worker=RecordedWorker(self, ports.worker),
+            recorder=self,
+        )
+
+    # --- what a driver calls ------------------------------------------------------------------------------------------
+
+    def event(self, name: str, method: Callable[..., T], arguments: Mapping[str, Any]) -> T:
+        """As `ports.RecorderPort`."""
+        if self._now_s is not None:  # within an event
+            return method(**arguments)
+        if (saved := arguments.get("saved")) is not None:
+            self.payloads.resume(saved)
+        called = {key: self._recorded(value) for key, value in arguments.items()}
+        given = {key: each for key, each in called.items() if not callable(each) and not isinstance(each, Ports)}
+        try:
+            answer = self._happens({"e": name}, "a", given, lambda: method(**called))
+        except Exception:
+            self._forget_connections(arguments)
+            raise
+        if name == "disconnected":
+            self._forget_connections(arguments)
+        return answer
+
+    def number_of(self, push: object) -> int:
+        """The number of an upload that `begin_push` gave."""
+        return self._numbers[push][1]
+
+    def decided(self, actions: Sequence[Action]) -> None:
+        """As `ports.RecorderPort`."""
+        self._did += actions
+        self._decided += [said for action in actions if (said := describe_decision(action)) is not None]
+
+    def _happens(self, head: dict[str, object], key: str, given: object, do: Callable[[], T]) -> T:
+        assert self._clock is not None
+        self._now_s = self._clock.now_s()
+        entry = {**head, "t": self._now_s, key: given}
+        is_defect = False
+        try:
+            answer = do()
+            if (number := self._number(answer)) is not None:
+                self._did.append(number)
+            elif answer is not None:
+                self._did.append(answer)
+        except Exception as error:
+            self._decided.append(f"refuses: {type(error).__name__}")
+            self._did.append(str(error))
+            is_defect = not isinstance(error, DilocoError)
+            raise
+        finally:
+            if self._inputs:
+                entry["i"] = self._inputs
+            self._write({**entry, "d": self._decided}, self._did)
+            begun = self._begun
+            self._now_s, self._did, self._decided, self._inputs, self._begun = None, [], [], {}, []
+            if is_defect:
+                self._journal.sync()
+            for begin in begun:
+                begin()
+        return answer
+
+    def _write(self, entry: dict[str, object], did: list[object]) -> None:
+        try:
+            line = write_plain(entry, self._numbered)
+            data = f"{self.digest}{line}{write_plain(did, self._numbered)}".encode()
+            self.digest = hashlib.blake2b(data, digest_size=6).hexdigest()
+            line = f'{line[:-1]},"o":"{self.digest}"}}'
+        except (TypeError, ValueError):  # a defect of this module; the run goes on
+            log.exception("an event of the syncer cannot be journalled")
+            line = write_plain({"e": "#gap", "t": entry["t"], "missing": 1})
+        self._journal.append(line)
+
+    # --- objects that only the driver has -----------------------------------------------------------------------------
+
+    def _recorded(self, value: Any) -> Any:
+        """An argument as the driver gets it."""
+        if hasattr(value, "standing"):
+            return self._connection(value)
+        return self._answering(value) if callable(value) else value
+
+    def _connection(self, inner: ConnectionPort) -> RecordedConnection:
+        if (found := self._connections.get(inner)) is None:
+            found = self._connections[inner] = RecordedConnection(self, inner)
+            self._num_numbered += 1
+            self._numbers[found] = "connection", self._num_numbered
+        return found
+
+    def _forget_connections(self, arguments: Mapping[str, Any]) -> None:
+        for value in arguments.values():
+            if hasattr(value, "standing"):
+                self._connections.pop(value, None)
+
+    def _number(self, answer: object) -> tuple[str, int] | None:
+        """Of an upload that an event gives out."""
+        if not isinstance(answer, Upload):
+            return None
+        self._num_numbered += 1
+        self._numbers[answer] = number = "push", self._num_numbered
+        return number
+
+    def _numbered(self, value: object) -> tuple[str, int] | None:
+        return self._numbers.get(value) if isinstance(value, Upload | RecordedConnection) else None
+
+    def _answering(self, done: Callable[..., None]) -> Callable[..., None]:
+        def answer(*values: object) -> None:
+            self.did("answer", *values)
+            self._decided += [f"answers: {type(each).__name__}" for each in values if isinstance(each, Exception)]
+            done(*values)
+
+        return answer
+
+    # --- what the ports of a recorded driver call ---------------------------------------------------------------------
+
+    def did(self, *what: object) -> None:
+        """Something that the driver does."""
+        self._did.append(what)
+
+    def refused(self, error: NoRoomError) -> None:
+        """The spool has no room."""
+        self._inputs["no_room"] = error
+
+    def now_s(self, clock: ClockPort) -> float:
+        """The time of the event that is under way."""
+        return clock.now_s() if self._now_s is None else self._now_s
+
+    def begin_job(
+        self, what: Work, fragment: int | None, job: Callable[[], T], done: Callable[[T], None], worker: WorkerPort
+    ) -> None:
+        """A job begins once the event's entry is written."""
+        self._num_jobs += 1
+        number = self._num_jobs
+        self.did("begins", what, fragment, number)
+
+        def run() -> tuple[T, dict[str, Any]]:
+            notes: dict[str, Any] = {}
+            token = NOTES.set(notes)
+            try:
+                return job(), notes
+            finally:
+                NOTES.reset(token)
+
+        def ended(found: tuple[T, dict[str, Any]]) -> None:
+            result, notes = found
+            head: dict[str, object] = {"e": f"#{what}", "n": number, "f": fragment, "x": notes}
+            self._happens(head, "r", _finding(result), lambda: done(result))
+
+        self._begun.append(lambda: worker.submit(what, fragment, run, ended))
+
+    def sync(self) -> None:
+        """What was journalled so far is durable."""
+        self._journal.sync()
+
+
+def _finding(result: object) -> object:
+    """What a job has found, as it is journalled; the seconds that it took are no input of the driver."""
+    if isinstance(result, MergedRound):
+        return {"update": result.update, "num_bytes": result.num_bytes, "refused": result.refused}
+    return result
+
+
+def describe_decision(action: Action) -> str | None:
+    """An action in a few words; None: it follows from others (a wake-up, a standing, a record), and only the digest of
+    an entry covers it."""
+    match action:
+        case MergeRound():
+            merged = ", ".join(f"{each.learner}#{each.number}" for each in action.contributions)
+            return (
+                f"closes round {action.round} of fragment {action.fragment} with {merged}, "
+                f"weights {list(action.weights)}, scale {action.scale}"
+            )
+        case Reject():
+            return f"rejects {_name_contribution(action.contribution)}: {action.reason}"
+        case Acknowledge(duplicate=False):
+            return f"takes {_name_contribution(action.contribution)}"
+        case Acknowledge():
+            return f"has {_name_contribution(action.contribution)} already"
+        case Publish():
+            return f"publishes version {action.version} of fragment {action.fragment}"
+        case Evict():
+            return f"evicts {action.learner} (incarnation {action.incarnation}): {action.reason}"
+    return None
+
+
+def _name_contribution(c: Contribution) -> str:
+    return f"contribution {c.number} of {c.learner} to fragment {c.fragment}"

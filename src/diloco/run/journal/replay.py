@@ -1,0 +1,298 @@
+"""`Replay`: a run's driver once more, from its journal.
+
+The real driver is given the events of the journal at their times, and its jobs end in the order in which they ended. A
+recorder stands around it as it did in the run, so that a replay is right exactly where it writes the same entries.
+Where the journal has no payload of a contribution, its check and its merge are taken from the journal, and only
+decisions are compared; with payloads they are done again, bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from inspect import signature
+from typing import Any
+
+from diloco.errors import DilocoError, StoreError
+from diloco.plain_json import MALFORMED
+from diloco.run.driver import Driver
+from diloco.run.journal.plain import PlainReader
+from diloco.run.journal.recorder import Recorder, entry_of, is_entry
+from diloco.run.journal.recorder_ports import record_digest
+from diloco.run.journal.replay_ports import (
+    DeafConnection,
+    Formats,
+    History,
+    KnownFragment,
+    Past,
+    PastClock,
+    PastJobs,
+    PastJournal,
+    PastPayloads,
+    PastSpool,
+    PastStore,
+    PastWorker,
+)
+from diloco.run.memory import MemorySlot
+from diloco.run.ports import NullObserver, Ports
+from diloco.run.recorded import is_event
+
+_FAILS = (DilocoError, AssertionError, *MALFORMED)
+"""What an event of a driver may end in that has come into a state in which it never was."""
+
+
+@dataclass
+class Findings:
+    """What a replay has found.
+
+    Attributes:
+        num_entries: events and ends of jobs that were replayed.
+        num_equal: those of them that are as they were.
+        num_boots: how often a driver began to serve the run.
+        num_merges: rounds that were closed.
+        num_merges_equal: those that were merged again, with the same digests.
+        num_skipped: entries after a gap and before the next driver, which cannot be replayed.
+        gaps: where entries are missing, or the state was put back to an earlier one, in words.
+        difference: the first one, in words; None: there is none.
+    """
+
+    num_entries: int = 0
+    num_equal: int = 0
+    num_boots: int = 0
+    num_merges: int = 0
+    num_merges_equal: int = 0
+    num_skipped: int = 0
+    gaps: list[str] = field(default_factory=list)
+    difference: str | None = None
+
+
+class Replay:
+    """One run, event by event.
+
+    Arguments:
+        formats: of its tensors.
+        fragment: merge only this one again; None: all.
+
+    Attributes:
+        findings: so far.
+        driver: the run as it stands; None: it has not begun, or a gap is behind it.
+    """
+
+    def __init__(self, formats: Formats, *, fragment: int | None = None) -> None:
+        self.findings = Findings()
+        self.driver: Driver[KnownFragment, MemorySlot, None] | None = None
+        self._formats, self._fragment = formats, fragment
+        reader = PlainReader(layout=formats.layout, method=formats.method, held=self._held, numbered=self._numbered)
+        self._past = Past(reader)
+        self._history = History()
+        self._store, self._worker = PastStore(self._past, self._history), PastWorker()
+        self._is_whole = False  # the entries so far lead to what is durable
+        self._objects: dict[tuple[str, int], Any] = {}
+        self._began_s: float | None = None
+
+    def take(self, line: str) -> None:
+        """Replay an entry of the journal.
+
+        Raises:
+            StoreError: this version of diloco does not understand it.
+        """
+        entry = entry_of(line)
+        if entry["e"] == "#journal":  # a part of it begins
+            return
+        if entry["e"] in ("#gap", "#damage"):
+            self._break_off(entry)
+            return
+        if self.driver is None and entry["e"] != "__init__":
+            self.findings.num_skipped += 1
+            return
+        if self._began_s is None:
+            self._began_s = entry["t"]
+        self.findings.num_entries += 1
+        self._past.entry, self._past.now_s = entry, entry["t"]
+        self._past.written.clear()
+        failure = ""
+        try:
+            self._happen(entry)
+        except _FAILS as error:
+            failure = f"{type(error).__name__}: {error}"
+        if self._past.written == [line]:
+            self.findings.num_equal += 1
+        else:
+            self._differs(entry, failure)
+            if self.driver is not None:
+                self._recorder.digest = entry["o"]  # what follows is compared by itself
+
+    def _happen(self, entry: Mapping[str, Any]) -> None:
+        name, read = entry["e"], self._past.reader.read
+        if name == "__init__":
+            self._begin(entry["a"])
+        elif name.startswith("#"):
+            what, job, done = self._worker.jobs.pop(entry["n"])
+            if name != f"#{what}":
+                raise LookupError(f"job {entry['n']} is a {what}")
+            found = job()
+            if what == "close":
+                self.findings.num_merges += 1
+                self.findings.num_merges_equal += self._jobs.is_equal
+            done(found)
+        elif is_event(method := getattr(Driver, name, None)):
+            assert method is not None
+            arguments = {key: read(value) for key, value in entry["a"].items()}
+            if "done" in signature(method).parameters:  # the event is answered by a call of it
+                arguments["done"] = _ignore
+            answer = method(self.driver, **arguments)
+            if name == "begin_push":
+                self._objects["push", self._recorder.number_of(answer)] = answer
+        else:
+            raise StoreError(f"the journal has an event {name!r}; read it with the version that wrote it.")
+
+    # --- a driver begins ----------------------------------------------------------------------------------------------
+
+    def _begin(self, given: Mapping[str, Any]) -> None:
+        """A driver begins to serve the run, with what is durable."""
+        self.findings.num_boots += 1
+        saved = given.get("saved")
+        if self._is_whole:
+            self._finish_write(saved)
+        elif saved is not None and not self.findings.gaps and self.findings.difference is None:
+            self.findings.gaps.append(f"{self._start_with(saved['fragments'])}: nothing before it is in the journal")
+        self.driver = None
+        self._method = self._past.reader.read(given["method"])
+        arguments = {key: self._past.reader.read(value) for key, value in given.items()}
+        self._store, self._worker, self._objects = PastStore(self._past, self._history), PastWorker(), {}
+        if saved is not None:
+            self._store.fragments, self._store.record = list(arguments["saved"].fragments), arguments["saved"].record
+        self._jobs = PastJobs(self._past, self._formats, self._method, fragment=self._fragment)
+        self._recorder: Recorder[MemorySlot] = Recorder(
+            PastJournal(self._past), PastPayloads(self._past, self._formats.payloads)
+        )
+        observer = NullObserver()  # type: ignore[abstract] # what it leaves out does nothing
+        ports = Ports(PastClock(self._past), PastSpool(self._past), self._jobs, self._store, self._worker, observer)
+        self._is_whole = True
+        self.driver = Driver(**arguments, ports=self._recorder.around(ports))
+
+    def _finish_write(self, saved: Mapping[str, Any] | None) -> None:
+        """What is durable must be what the entries before lead to, with or without the write that was under way."""
+        if self._leads_to(saved):
+            return
+        self._past.entry = {"r": None}
+        for what, job, _ in self._worker.jobs.values():
+            if what == "write":
+                job()
+        if self._leads_to(saved):
+            return
+        held = [] if saved is None else saved["fragments"]
+        ends = _versions([each.version for each in self._store.fragments])
+        said = self._start_with(held)
+        if held and all(self._history.find(index, *each) for index, each in enumerate(held)):
+            self.findings.gaps.append(f"{said}: the state was put back there after {ends}")
+        else:
+            self._found(f"{said}, and the journal before it ends with {ends}: a part of it is missing")
+
+    def _start_with(self, held: Sequence[Any]) -> str:
+        return f"start {self.findings.num_boots} of the syncer is with {_versions([version for version, _ in held])}"
+
+    def _leads_to(self, saved: Mapping[str, Any] | None) -> bool:
+        fragments, record = self._store.fragments, self._store.record
+        if saved is None:
+            return not fragments
+        if (record is None) != (saved["record"] is None):
+            return False
+        is_record = record is None or record_digest(record) == record_digest(saved["record"])
+        return is_record and saved["fragments"] == [[each.version, each.digest] for each in fragments]
+
+    def _held(self, index: int, version: int, digest: str) -> KnownFragment:
+        found = self._history.find(index, version, digest)
+        if found is not None and found.tensors is not None:
+            return found
+        if self._formats.payloads is None:
+            return KnownFragment(version, digest)
+        return KnownFragment(version, digest, self._formats.payloads.fragment(self._method, index, version, digest))
+
+    def _numbered(self, kind: str, number: int) -> Any:
+        if kind == "connection":
+            return self._objects.setdefault((kind, number), DeafConnection())
+        return self._objects.pop((kind, number))
+
+    # --- findings -----------------------------------------------------------------------------------------------------
+
+    def _break_off(self, entry: Mapping[str, Any]) -> None:
+        """The driver cannot be replayed from here on; the next one can."""
+        self.driver, self._is_whole = None, False
+        self._worker = PastWorker()
+        if entry["e"] == "#gap":
+            why = entry.get("why", f"{entry['missing']} entries are missing")
+            self.findings.gaps.append(f"{why}, {self._place(entry)}")
+        else:
+            self._found(f"{entry['why']}, {self._place(entry)}")
+
+    def _differs(self, entry: Mapping[str, Any], failure: str) -> None:
+        now = [json.loads(written) for written in self._past.written]
+        if not now or not is_entry(now[0]) or "missing" in now[0]:
+            self._found(f"{self._place(entry)}, {_said(entry)}: the replay fails ({failure})")
+            return
+        other = {**now[0]}
+        if "r" in entry and other.get("r") != entry["r"]:
+            sides = f"{_result(entry['r'])} in the journal, and {_result(other['r'])} in the replay"
+        elif other.get("x") != entry.get("x"):
+            sides = f"it read {entry.get('x')} in the journal, and {other.get('x')} in the replay"
+        elif other["d"] != entry["d"]:
+            sides = f"the syncer {_decisions(entry['d'])} in the journal, and {_decisions(other['d'])} in the replay"
+        elif other["o"] != entry["o"]:
+            sides = (
+                f"the syncer {_decisions(entry['d'])} in both, but the digest is {entry['o']} in the journal and "
+                f"{other['o']} in the replay: it told learners, began or planned something else, or the journal was "
+                "altered here or just before"
+            )
+        else:
+            sides = f"the entry is {json.dumps(entry)} in the journal, and {json.dumps(other)} in the replay"
+        self._found(f"{self._place(entry)}, {_said(entry)}: {sides}")
+
+    def _found(self, difference: str) -> None:
+        self.findings.difference = self.findings.difference or difference
+
+    def _place(self, entry: Mapping[str, Any]) -> str:
+        place = f"at entry {self.findings.num_entries + self.findings.num_skipped}"
+        return place if self._began_s is None or "t" not in entry else f"{place} (t = {entry['t']:.3f} s)"
+
+
+def _ignore(*_: object) -> None:
+    """The recorder has noted the answer."""
+
+
+def _versions(versions: Sequence[int]) -> str:
+    return f"versions {tuple(versions)}" if versions else "no model"
+
+
+def _said(entry: Mapping[str, Any]) -> str:
+    """The event of an entry in words."""
+    if entry["e"].startswith("#"):
+        of = "" if entry.get("f") is None else f" of fragment {entry['f']}"
+        return f"end of a {entry['e'][1:]}{of}"
+    given = entry.get("a", {})
+    contribution = given.get("contribution")
+    learner = given.get("learner") or (contribution.get("learner") if isinstance(contribution, dict) else None)
+    return f"{entry['e']}{'' if learner is None else f' of {learner}'}"
+
+
+def _result(found: Any) -> str:
+    match found:
+        case {
+            "update": {
+                "version": version, "fragment": fragment, "digest": str(digest), "weights": weights, "scale": scale
+            },
+            "refused": list(refused),
+        }:  # fmt: skip
+            without = f", without {', '.join(map(str, refused))}" if refused else ""
+            return (
+                f"version {version} of fragment {fragment} has digest {digest[:16]} (weights {weights}, scale {scale}"
+                f"{without})"
+            )
+        case {"$": "error", "is": kind, "says": text}:
+            return f"it fails ({kind}: {text})"
+    return "it succeeds" if found is None else json.dumps(found)
+
+
+def _decisions(decided: Sequence[str]) -> str:
+    return "; ".join(decided) or "decides nothing"

@@ -1,0 +1,1 @@
+"""What is durable of a run: on one disk, its copies, its journal."""

@@ -1,0 +1,150 @@
+"""Reads the journal of a syncer, while it is written or afterwards."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from diloco.errors import StoreError, translated
+from diloco.run.journal.recorder import is_entry
+from diloco.store.journal_files import DIRECTORY, FLUSHED, FORMAT, GZIP, PAYLOADS, number_of, part_paths
+
+_CHUNK_BYTES, _MOST_BYTES = 64 << 10, 16 << 20
+"""What is read at once of a part, and at most decompressed at once."""
+
+
+@dataclass(frozen=True)
+class JournalLine:
+    """An entry.
+
+    Attributes:
+        entry: JSON on one line.
+        read_bytes: of all parts, up to about here.
+    """
+
+    entry: str
+    read_bytes: int
+
+
+class JournalReader:
+    """All entries of a journal, in order, each as it was written.
+
+    What was altered, or is missing between two parts, is an entry {"e": "#damage", "why": …}; after it follows the next
+    part. Where the first parts are missing, that is a gap. A last line that a killed process left torn is skipped.
+
+    Arguments:
+        state_dir: the syncer's.
+
+    Attributes:
+        num_bytes: of all parts.
+
+    Raises:
+        StoreError: there is no journal, or it cannot be read, or has a newer format.
+    """
+
+    def __init__(self, state_dir: Path) -> None:
+        self._directory = state_dir / DIRECTORY
+        self._parts = part_paths(self._directory)
+        if not self._parts:
+            raise StoreError(
+                f"there is no journal in {self._directory}; a syncer keeps one unless its run file has "
+                "[syncer] journal = false."
+            )
+        with translated(OSError, StoreError, f"cannot read {self._directory}", "check the disk"):
+            self.num_bytes = sum(path.stat().st_size for path in self._parts)
+
+    def __iter__(self) -> Iterator[JournalLine]:
+        read_bytes, number, crc = 0, 0, 0
+        for path in self._parts:
+            if number_of(path) != number + 1:
+                why = f"parts {number + 1} to {number_of(path) - 1} are missing from {self._directory}"
+                if number:
+                    yield _damage(why, read_bytes)
+                else:  # removed on purpose
+                    yield JournalLine(json.dumps({"e": "#gap", "missing": "all", "why": why}), read_bytes)
+            number, follows, crc = number_of(path), crc, 0
+            for position, (text, is_right) in enumerate(self._lines(path), start=1):
+                crc = int(text[:8], 16) if is_right else 0
+                if not is_right:
+                    yield _damage(f"line {position} of {path} is not what was written", read_bytes)
+                    break
+                entry = text[9:]
+                if position == 1:
+                    if (head := _head_of(entry)) is None:
+                        yield _damage(f"{path} does not begin as a part of a journal does", read_bytes)
+                        break
+                    self._require_format(path, head)
+                    expected = head["follows"]
+                    if expected not in (None, follows):
+                        yield _damage(f"the end of the part before {path} is missing", read_bytes)
+                yield JournalLine(entry, read_bytes)
+            read_bytes += path.stat().st_size
+
+    def payload(self, name: str) -> bytearray | None:
+        """A payload that was kept under this name; None: it was not."""
+        path = self._directory / PAYLOADS / name
+        with translated(OSError, StoreError, f"cannot read {path}", "check the disk"):
+            return bytearray(path.read_bytes()) if path.exists() else None
+
+    def _lines(self, path: Path) -> Iterator[tuple[str, bool]]:
+        """The lines of a part, and whether each is what was written.
+
+        What a kill tears is of one flush, whose end is not there. Where the end of a flush was written and not of its
+        last line, something before it is not what was written, though it decompresses.
+        """
+        rest, crc, num_lines, is_swallowed = b"", 0, 0, False
+        reader = zlib.decompressobj(GZIP)
+        with translated(OSError, StoreError, f"cannot read {path}", "check the disk"), path.open("rb") as file:
+            for data, is_flushed in _flushes(file):
+                while data:
+                    try:
+                        rest += reader.decompress(data, _MOST_BYTES)
+                    except zlib.error:
+                        yield "", False
+                        return
+                    data = reader.unconsumed_tail
+                    *lines, rest = rest.split(b"\n")
+                    num_lines += len(lines)
+                    for line in lines:
+                        crc = zlib.crc32(line[9:], crc)
+                        if line[:9] != b"%08x " % crc:
+                            yield "", False
+                            return
+                        yield line.decode(errors="replace"), True
+                is_swallowed = bool(rest or not num_lines) and (is_flushed or is_swallowed)
+        if is_swallowed:
+            yield "", False
+
+    def _require_format(self, path: Path, head: Mapping[str, Any]) -> None:
+        found = head["format"]
+        if found != FORMAT:
+            raise StoreError(
+                f"{path} has format {found} and this version replays {FORMAT}; use the version of diloco that wrote it."
+            )
+
+
+def _flushes(file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
+    """A part up to the end of each flush of its writer, and what follows the last; whether it is up to such an end."""
+    rest = b""
+    while data := file.read(_CHUNK_BYTES):
+        *flushed, rest = (rest + data).split(FLUSHED)
+        for each in flushed:
+            yield each + FLUSHED, True
+    yield rest, False
+
+
+def _head_of(entry: str) -> dict[str, Any] | None:
+    """Of the first entry of a part; None: it is none."""
+    try:
+        values: Any = json.loads(entry)
+    except (ValueError, RecursionError):
+        return None
+    return values if isinstance(values, dict) and values.get("e") == "#journal" and is_entry(values) else None
+
+
+def _damage(why: str, read_bytes: int) -> JournalLine:
+    return JournalLine(json.dumps({"e": "#damage", "why": why}), read_bytes)

@@ -1,0 +1,1 @@
+"""How the syncer is reached: gRPC calls, who is admitted, limits."""

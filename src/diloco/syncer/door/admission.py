@@ -1,0 +1,157 @@
+"""How many calls a syncer serves at once: threads of their own for each kind of call, and a share for each caller.
+
+gRPC runs every call on a thread from its first byte on, so that calls that say nothing could hold them all. Here calls
+of one kind cannot take the threads of another: a flood of transfers leaves those for heartbeats. A call beyond the
+threads of its kind is refused before it has one, and a call beyond its caller's share as soon as the caller is known.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import grpc
+
+from diloco.errors import UnreachableError
+from diloco.exchange.wire.rpc import abort, path
+from diloco.syncer.keys.callers import UNKNOWN, Caller
+
+Kind = Literal["control", "writes", "watches", "transfers", "standby"]
+Call = Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[bytes]]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one kind of call.
+
+    Attributes:
+        threads: that serve it.
+        calls: that have a thread or wait for one.
+    """
+
+    threads: int
+    calls: int
+
+
+LIMITS: Mapping[Kind, Limits] = {
+    "control": Limits(64, 512),
+    "writes": Limits(64, 512),
+    "watches": Limits(512, 512),
+    "transfers": Limits(256, 256),
+    "standby": Limits(8, 16),
+}
+"""Calls of "control" are short. Those of "writes" (Join, Lease, Leave) are answered once the disk has what they change,
+however long it refuses that. Each learner has one "watch" as long as it trains."""
+
+BOUND_SHARE, SHARE = 4, 2
+"""A caller that speaks for one learner has a quarter of the threads at most, and another one, such as a viewer,
+half. Where a syncer asks for no certificates all are one caller, which has them all."""
+
+REFUSING_THREADS = 4
+
+
+class CallThreads(ThreadPoolExecutor):
+    """The threads of one kind of call. gRPC's serving thread alone begins calls, one after the other."""
+
+    def __init__(self, kind: Kind, limits: Limits) -> None:
+        super().__init__(limits.threads, thread_name_prefix=f"syncer-{kind}")
+        self._limits = limits
+        self._lock = threading.Lock()
+        self._num_calls = 0
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more call may begin."""
+        return self._num_calls < self._limits.calls
+
+    def submit(self, call: Callable[..., Any], /, *arguments: Any) -> Future[Any]:  # type: ignore[override]
+        """As `Executor.submit`."""
+        with self._lock:
+            self._num_calls += 1
+        future = super().submit(call, *arguments)
+        future.add_done_callback(self._ended)
+        return future
+
+    def _ended(self, _: Future[Any]) -> None:
+        with self._lock:
+            self._num_calls -= 1
+
+
+class Admission(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # which it takes for type checkers only
+    """Finds a call's handler and its threads. Every call is a stream of bytes answered by a stream of bytes, so that
+    nothing is read from it before its handler does; on the wire a single message is the same.
+
+    Arguments:
+        calls: by method, its kind and handler.
+    """
+
+    def __init__(self, calls: Mapping[str, tuple[Kind, Call]], limits: Mapping[Kind, Limits] = LIMITS) -> None:
+        self.refusing = ThreadPoolExecutor(REFUSING_THREADS, thread_name_prefix="syncer-refusing")
+        """For calls that are refused at once."""
+        self._threads = {kind: CallThreads(kind, limits[kind]) for kind in get_args(Kind)}
+        self._handlers = {
+            path(name): (self._threads[kind], _handler(call, self._threads[kind]))
+            for name, (kind, call) in calls.items()
+        }
+        self._full = _handler(_refuse, self.refusing)
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """As gRPC asks; None: there is no such method."""
+        found = self._handlers.get(handler_call_details.method)
+        if found is None:
+            return None
+        threads, handler = found
+        return handler if threads.has_room else self._full
+
+
+def _handler(call: Call, threads: ThreadPoolExecutor) -> grpc.RpcMethodHandler[Any, Any]:
+    def behaviour(stream: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        return call(stream, context)
+
+    behaviour.experimental_thread_pool = threads  # type: ignore[attr-defined]  # gRPC's way to name the threads
+    return grpc.stream_stream_rpc_method_handler(behaviour, None, None)
+
+
+def _refuse(_: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+    abort(context, UnreachableError("the syncer serves as many calls as it can; the same call is taken once one ends."))
+    yield from ()
+
+
+class Shares:
+    """How many calls each caller has open. Any thread may call."""
+
+    def __init__(self, limits: Mapping[Kind, Limits] = LIMITS) -> None:
+        self._limits = limits
+        self._lock = threading.Lock()
+        self._open = Counter[tuple[Kind, str]]()
+
+    @contextmanager
+    def take(self, kind: Kind, caller: Caller) -> Iterator[None]:
+        """Inside, a call of the caller is open.
+
+        Raises:
+            UnreachableError: it has as many as it may have.
+        """
+        most = self._limits[kind].threads
+        if caller != UNKNOWN:
+            most //= SHARE if caller.learner is None else BOUND_SHARE
+        key = kind, caller.name
+        with self._lock:
+            if self._open[key] >= most:
+                raise UnreachableError(
+                    f"{caller.name!r} has {most} {kind} open, as many as it may have; the same call is taken once one "
+                    "ends."
+                )
+            self._open[key] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._open[key] -= 1
+                if not self._open[key]:
+                    del self._open[key]

@@ -1,0 +1,112 @@
+"""What a syncer keeps of its callers: who was let in to change the run, and who was refused."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from diloco import events
+from diloco.errors import (
+    AlreadyInitialisedError,
+    AuthError,
+    ConfigError,
+    DilocoError,
+    LayoutError,
+    PayloadError,
+    UnknownRunError,
+)
+from diloco.event_log import EventLog
+from diloco.syncer.keys.callers import UNKNOWN, Caller
+from diloco.syncer.metrics import SyncerMetrics
+
+log = logging.getLogger("diloco.syncer")
+
+REFUSALS = (AuthError, ConfigError, LayoutError, PayloadError, UnknownRunError, AlreadyInitialisedError)
+"""Errors that say something of the sender. Others, such as a lack of room, are the syncer's or the run's."""
+
+AGAIN_S = 60.0
+"""Each sender has one event of its first refusal, and at most one in this time of those that follow, with their
+number: a flood of bad calls does not fill the disk."""
+
+MAX_SENDERS = 64
+"""Senders that are told apart at a time; those beyond are counted together."""
+
+MAX_TEXT = 500
+
+
+@dataclass
+class _Sender:
+    """Refusals of one sender that are not written yet."""
+
+    written_at: float
+    times: int = 0
+    newest: events.Refused | None = field(default=None)
+
+
+class Audit:
+    """Writes admissions and refusals to the event log, the log and the metrics. Any thread may call any method.
+
+    Arguments:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, log: EventLog, metrics: SyncerMetrics, clock: Callable[[], float] = time.monotonic) -> None:
+        self._log, self._metrics, self._clock = log, metrics, clock
+        self._lock = threading.Lock()
+        self._senders: dict[str, _Sender] = {}
+
+    def admitted(self, call: str, caller: Caller, learner: str, peer: str) -> None:
+        """A caller was let in to change the run."""
+        self._log.append(
+            events.Admitted(
+                call=call, learner=learner, name=caller.name, role=caller.role, key=caller.key[:16], peer=peer
+            )
+        )
+
+    def refused(self, call: str, caller: Caller | None, peer: str, error: DilocoError) -> None:
+        """A call was refused; `caller`: None where it is the caller that is not known. It is written down if it was for
+        something that its sender did."""
+        if not isinstance(error, REFUSALS):
+            return
+        reason, name = type(error).__name__, "" if caller is None else caller.name
+        self._metrics.refused(call, reason)
+        event = events.Refused(call=call, name=name, peer=peer, reason=reason, text=str(error)[:MAX_TEXT])
+        key = name if caller not in (None, UNKNOWN) else peer.rpartition(":")[0]
+        with self._lock:
+            if key not in self._senders and len(self._senders) >= MAX_SENDERS:
+                key = ""
+            sender = self._senders.get(key)
+            if sender is None:
+                self._senders[key] = _Sender(self._clock())
+                self._append(event)
+            else:
+                sender.times, sender.newest = sender.times + 1, event
+
+    def flush(self) -> None:
+        """Write what was only counted for long enough; called now and then, and with the last call everything is."""
+        now = self._clock()
+        with self._lock:
+            for key, sender in list(self._senders.items()):
+                if now - sender.written_at >= AGAIN_S:
+                    self._write(sender)
+                    del self._senders[key]
+
+    def close(self) -> None:
+        """Write all that was only counted."""
+        with self._lock:
+            for sender in self._senders.values():
+                self._write(sender)
+            self._senders.clear()
+
+    def _write(self, sender: _Sender) -> None:
+        if sender.newest is not None:
+            self._append(sender.newest.model_copy(update={"times": sender.times}))
+
+    def _append(self, event: events.Refused) -> None:
+        self._log.append(event)
+        who = f"{event.name} at {event.peer}" if event.name else event.peer
+        times = "" if event.times == 1 else f" {event.times:,} times since the last such line"
+        log.warning("refused %s of %s%s: %s", event.call, who, times, event.text)

@@ -1,0 +1,159 @@
+"""The call by which a run is given its model, once."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from functools import partial
+
+import grpc
+import torch
+
+from diloco.core.fragments import Layout
+from diloco.core.held import HeldFragment
+from diloco.core.memory import room
+from diloco.errors import BusyError, CorruptPayloadError, DilocoError, LayoutError, StoreError
+from diloco.exchange.wire import syncer_pb2 as pb
+from diloco.exchange.wire.frames import tensor_of, tensors_of
+from diloco.protocol.lineage import Lineage
+from diloco.run import sense
+from diloco.run.ports import InitialModel
+from diloco.syncer.door.answers import until_done, while_waiting
+from diloco.syncer.door.audit import Audit
+from diloco.syncer.door.messages import layout_of, seen_of
+from diloco.syncer.door.receiving import IncomingModel
+from diloco.syncer.door.transfers import Transfers
+from diloco.syncer.hosting import HostedDriver, SyncerDriver
+from diloco.syncer.keys.callers import Caller
+
+MAX_STATIC_ELEMENT_BYTES, MAX_STATIC_HEADER_BYTES = 16, 4096
+"""What a tensor that training leaves alone takes, by element, and besides."""
+
+
+class Initialising:
+    """Takes the model of one run, from one learner at a time.
+
+    Arguments:
+        host, transfers, audit, resumed: as in `Service`.
+        incoming: keeps what arrived of an upload that was cut off.
+    """
+
+    def __init__(
+        self, host: Callable[[], HostedDriver], *, transfers: Transfers, audit: Audit, incoming: IncomingModel,
+        resumed: Callable[[str, str, int], None],
+    ) -> None:  # fmt: skip
+        self._host, self._transfers, self._audit, self._resumed = host, transfers, audit, resumed
+        self._lock, self._incoming = threading.Lock(), incoming
+
+    def take(
+        self, caller: Caller, header: pb.InitialiseHeader, stream: Iterator[bytes], context: grpc.ServicerContext
+    ) -> Iterator[pb.InitialiseReply]:
+        """The replies to an Initialise call of a caller that may make it."""
+        layout, seen = layout_of(header.layout), seen_of(header)
+        _check_sizes(list(header.part_bytes), layout)
+        with self._transfers.open(header.learner, None, "Initialise", context):  # this learner's own, over a dead link
+            if not self._lock.acquire(blocking=False):
+                raise BusyError(
+                    "another learner gives the run its model; the same call is taken if that one breaks off."
+                )
+            try:
+                self._host().ask(_check_has_no_model)
+                yield from self._take(header, layout, seen, stream)
+                self._audit.admitted("Initialise", caller, header.learner, context.peer())
+                yield pb.InitialiseReply()
+            finally:
+                self._lock.release()
+
+    def _take(
+        self, header: pb.InitialiseHeader, layout: Layout, seen: Lineage | None, stream: Iterator[bytes]
+    ) -> Iterator[pb.InitialiseReply]:
+        resumed = partial(self._resumed, header.learner, "joins")
+        buffer = yield from _replying(self._incoming.receive(header, stream, _room_for_model, resumed))
+        all_here = pb.Received(num_bytes=len(buffer), all=True)
+        with ThreadPoolExecutor(1, thread_name_prefix="diloco-initialise") as worker:
+            making = worker.submit(self._initial_model, header, layout, seen, buffer)
+            yield from (pb.InitialiseReply(received=all_here) for _ in while_waiting(making))
+            model = making.result()
+
+        def initialise(driver: SyncerDriver, done: Callable[[DilocoError | None], None]) -> None:
+            driver.initialise(model, done)
+
+        yield from (pb.InitialiseReply(received=all_here) for _ in until_done(self._host(), initialise))
+
+    def _initial_model(
+        self, header: pb.InitialiseHeader, layout: Layout, seen: Lineage | None, buffer: memoryview
+    ) -> InitialModel[HeldFragment]:
+        """What has come, checked and with its digests: seconds for each GB."""
+        thetas, start = [], 0
+        for num_bytes in header.part_bytes[:-1]:
+            thetas.append(tensor_of(buffer[start : start + num_bytes], torch.float32))
+            start += num_bytes
+        static = bytes(buffer[start:])
+        for fragment, theta in zip(layout.fragments, thetas, strict=True):
+            if not torch.isfinite(theta).all():
+                raise LayoutError(
+                    f"fragment {fragment.index} of the initial model is not finite; start from other weights."
+                )
+        _check_static(layout, static)
+        if seen is not None:
+            sense.check_run_id(seen.run_id)
+        return self._host().jobs.initial(
+            layout, thetas, static, learner=header.learner, source=header.source, step=header.step,
+            tokens=header.tokens, run_id=secrets.token_hex(16) if seen is None else seen.run_id,
+            epoch=1 if seen is None else seen.epoch + 1,
+        )  # fmt: skip
+
+
+def _check_sizes(sizes: list[int], layout: Layout) -> None:
+    """A model has the size that its layout needs; asked before room is made for it."""
+    expected = [4 * fragment.numel for fragment in layout.fragments]
+    if sizes[:-1] != expected:
+        raise CorruptPayloadError(f"the model has parts of {sizes[:-1]} bytes and its layout needs {expected}.")
+    most = MAX_STATIC_HEADER_BYTES + sum(
+        MAX_STATIC_HEADER_BYTES + MAX_STATIC_ELEMENT_BYTES * spec.numel for spec in layout.static
+    )
+    if not sizes or sizes[-1] > most:
+        raise CorruptPayloadError(
+            f"the {len(layout.static)} static tensors of the model come as {sizes[-1:]} bytes, and take at most {most}."
+        )
+
+
+def _check_has_no_model(driver: SyncerDriver) -> None:
+    """Before anything of another one is taken."""
+    if driver.state.is_initialised:
+        raise driver.state.already_initialised()
+
+
+def _replying(
+    arriving: Generator[pb.Received, None, memoryview],
+) -> Generator[pb.InitialiseReply, None, memoryview]:
+    """What has arrived, as replies."""
+    with closing(arriving):
+        while True:
+            try:
+                received = next(arriving)
+            except StopIteration as ended:
+                whole: memoryview = ended.value
+                return whole
+            yield pb.InitialiseReply(received=received)
+
+
+def _room_for_model(num_bytes: int) -> memoryview:
+    """The system gives it page by page, as bytes arrive."""
+    try:
+        return room(num_bytes)
+    except (MemoryError, OSError, OverflowError) as error:
+        raise StoreError(f"a model of {num_bytes} bytes does not fit into the syncer's memory ({error}).") from error
+
+
+def _check_static(layout: Layout, static: bytes) -> None:
+    """The frozen tensors and buffers are what the layout says."""
+    tensors = tensors_of(static, "the static tensors")
+    if set(tensors) != {spec.name for spec in layout.static}:
+        raise LayoutError(
+            f"the model brings the static tensors {sorted(tensors)} and its layout names "
+            f"{[s.name for s in layout.static]}."
+        )

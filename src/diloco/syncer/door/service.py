@@ -1,0 +1,527 @@
+"""The gRPC service of a syncer: knows its callers, moves bytes, maps errors to statuses. The driver decides all else.
+
+gRPC hands over requests as raw bytes: a caller is authenticated before anything that it sent is parsed.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import zlib
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import grpc
+import torch
+from google.protobuf.message import Message
+from safetensors.torch import save
+
+from diloco.core.method import Method
+from diloco.core.shards import Segments, num_segments_of
+from diloco.errors import (
+    CorruptPayloadError,
+    DilocoError,
+    LayoutError,
+    NoRoomError,
+    RunError,
+    StandbyError,
+)
+from diloco.exchange.probe import answer_probe
+from diloco.exchange.wire import syncer_pb2 as pb
+from diloco.exchange.wire.frames import bytes_of, filling, read_header, streamed
+from diloco.exchange.wire.incoming import Progress, start_of
+from diloco.exchange.wire.outgoing import Acknowledged
+from diloco.exchange.wire.rpc import MAX_CONTROL_BYTES, MAX_MESSAGE_BYTES, abort
+from diloco.protocol.contribution import Contribution
+from diloco.protocol.leases import Grant
+from diloco.run import sense
+from diloco.run.run_state import require_run
+from diloco.run.uploads import Upload
+from diloco.syncer.door.admission import Admission, Call, Kind, Shares
+from diloco.syncer.door.answers import until_done
+from diloco.syncer.door.audit import Audit
+from diloco.syncer.door.call_deadlines import CallDeadlines
+from diloco.syncer.door.initialising import Initialising
+from diloco.syncer.door.messages import (
+    WatchStream,
+    ask_of,
+    check_told,
+    contribution_of,
+    layout_of,
+    lease_reply,
+    lineage_message,
+    order_of,
+    seen_of,
+    standing_message,
+    verdict_message,
+)
+from diloco.syncer.door.open_calls import OpenCalls
+from diloco.syncer.door.receiving import IncomingModel, resumed_at
+from diloco.syncer.door.transfers import Transfers
+from diloco.syncer.hosting import HostedDriver, SyncerDriver
+from diloco.syncer.keys.auth import Authenticator
+from diloco.syncer.keys.callers import Caller, Role
+from diloco.syncer.spool import Slot
+from diloco.syncer.standby.pair_calls import PairCalls
+from diloco.syncer.wire_bytes import WireBytes
+
+M = TypeVar("M", bound=Message)
+Replies = Iterator[Message] | Iterator[pb.Notice] | Iterator[bytes]
+
+
+class Service:
+    """Handlers of one run.
+
+    Arguments:
+        run, method: its id and method.
+        host: gives the driver; raises StandbyError while this syncer does not serve the run.
+        pair: answers for this syncer as one of two.
+        auth: says who calls.
+        calls: ends those whose caller may no longer call. deadlines: end those whose peer lets them wait.
+        transfers: end those of learners that are gone.
+        incoming: keeps what arrived of the run's initial model.
+        audit: is told who was let in, and who was refused.
+        wire_bytes: counts the bytes of each call.
+        lost_floor_s: the least time that a silent learner has.
+        resumed: told the learner, the kind and the bytes that a resumed transfer did not carry again.
+        status_extra: more values for `Status`.
+        heard: told of each heartbeat and goodbye that was taken.
+        page_url: gives a caller a link to the live page.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        method: Method,
+        host: Callable[[], HostedDriver],
+        *,
+        pair: PairCalls,
+        auth: Authenticator,
+        calls: OpenCalls,
+        deadlines: CallDeadlines,
+        transfers: Transfers,
+        incoming: IncomingModel,
+        audit: Audit,
+        wire_bytes: WireBytes,
+        lost_floor_s: float,
+        resumed: Callable[[str, str, int], None],
+        status_extra: Callable[[], dict[str, Any]],
+        heard: Callable[[pb.HeartbeatRequest | pb.LeaveRequest], None],
+        page_url: Callable[[Caller], str],
+    ) -> None:
+        self._run, self._method, self._host, self._pair = run, method, host, pair
+        self._auth = auth
+        self._calls = calls
+        self._deadlines = deadlines
+        self._shares = Shares()
+        self._audit = audit
+        self._wire_bytes = wire_bytes
+        self._transfers, self._lost_floor_s, self._resumed = transfers, lost_floor_s, resumed
+        self._status_extra, self._heard, self._page_url = status_extra, heard, page_url
+        self._probing = threading.Lock()
+        self._initialising = Initialising(
+            host, transfers=transfers, audit=audit, incoming=incoming, resumed=resumed
+        )  # fmt: skip
+
+    def handlers(self) -> Admission:
+        """What `grpc.Server.add_generic_rpc_handlers` takes."""
+        return Admission(
+            {
+                "Describe": ("control", self._unary("Describe", self.describe, pb.DescribeRequest)),
+                "Join": ("writes", self._unary("Join", self.join, pb.JoinRequest, "writes", MAX_MESSAGE_BYTES)),
+                "Heartbeat": ("control", self._unary("Heartbeat", self.heartbeat, pb.HeartbeatRequest)),
+                "Lease": ("writes", self._unary("Lease", self.lease, pb.LeaseRequest, "writes", MAX_MESSAGE_BYTES)),
+                "Vote": ("control", self._unary("Vote", self.vote, pb.VoteRequest)),
+                "Promote": ("control", self._unary("Promote", self.promote, pb.PromoteRequest)),
+                "Steer": ("writes", self._unary("Steer", self.steer, pb.SteerRequest, "writes")),
+                "OpenPage": ("control", self._unary("OpenPage", self.open_page, pb.OpenPageRequest)),
+                "Leave": ("writes", self._unary("Leave", self.leave, pb.LeaveRequest, "writes")),
+                "Status": ("control", self._unary("Status", self.status, pb.StatusRequest)),
+                "Watch": ("watches", self._answered("Watch", "watches", self.watch, pb.WatchRequest)),
+                "Pull": ("transfers", self._both("Pull", self.pull, pb.PullRequest)),
+                "Initialise": ("transfers", self._both("Initialise", self.initialise, pb.InitialiseHeader)),
+                "Push": ("transfers", self._both("Push", self.push, pb.PushHeader)),
+                "Probe": ("transfers", self._both("Probe", self.probe, pb.ProbeHeader)),
+                "Follow": ("standby", self._both("Follow", self.follow, pb.FollowHello, "standby")),
+            }
+        )
+
+    @property
+    def _driver(self) -> HostedDriver:
+        return self._host()
+
+    # --- control ------------------------------------------------------------------------------------------------------
+
+    def describe(self, caller: Caller, request: pb.DescribeRequest, context: grpc.ServicerContext) -> pb.DescribeReply:
+        self._admit(context, caller, request.run, "viewer", "", "control")
+
+        def reply(driver: SyncerDriver) -> pb.DescribeReply:
+            layout = json.dumps(driver.state.model.layout.to_dict()) if driver.state.is_initialised else ""
+            return pb.DescribeReply(
+                method=json.dumps(driver.state.method.to_dict()), initialised=driver.state.is_initialised,
+                layout=layout, step=driver.state.step, run_tokens=driver.state.run_tokens,
+                lineage=lineage_message(driver.lineage), lost_floor_s=self._lost_floor_s,
+            )  # fmt: skip
+
+        return self._driver.ask(reply)
+
+    def join(self, caller: Caller, request: pb.JoinRequest, context: grpc.ServicerContext) -> pb.JoinReply:
+        self._admit(context, caller, request.run, "learner", request.learner, "joins")
+        layout = layout_of(request.layout)
+
+        def join(driver: SyncerDriver, done: Callable[[pb.JoinReply], None]) -> None:
+            def joined(incarnation: int) -> None:
+                done(pb.JoinReply(incarnation=incarnation, lineage=lineage_message(driver.lineage)))
+
+            overlap = request.overlap if request.HasField("overlap") else None
+            driver.join(
+                request.learner, layout, joined, process=request.process, after=request.after, overlap=overlap,
+                tokens_per_step=request.tokens_per_step or None, seen=seen_of(request),
+            )  # fmt: skip
+
+        reply = self._driver.wait_for(join, context)
+        self._audit.admitted("Join", caller, request.learner, context.peer())
+        return reply
+
+    def heartbeat(
+        self, caller: Caller, request: pb.HeartbeatRequest, context: grpc.ServicerContext
+    ) -> pb.HeartbeatReply:
+        self._admit(context, caller, request.run, "learner", request.learner, "control")
+        check_told(request)
+        proposal = self._pair.beaten(request)
+
+        def reply(driver: SyncerDriver) -> pb.HeartbeatReply:
+            standing = driver.heartbeat(
+                request.learner, request.incarnation, step=request.step, steps=request.steps, tokens=request.tokens,
+                step_s=request.step_s or None, waiting=request.waiting, finished=request.finished,
+                blocked_with=tuple(request.blocked_with), versions=tuple(request.versions),
+                confirmed=tuple(request.confirmed), seen=seen_of(request), earlier_tokens=request.earlier_tokens,
+                process=request.process,
+            )  # fmt: skip
+            lineage = lineage_message(driver.lineage)
+            return pb.HeartbeatReply(lineage=lineage, standing=standing_message(standing), proposal=proposal)
+
+        answer = self._driver.ask(reply)
+        self._heard(request)
+        return answer
+
+    def lease(self, caller: Caller, request: pb.LeaseRequest, context: grpc.ServicerContext) -> pb.LeaseReply:
+        self._admit(context, caller, request.run, "learner", request.learner, "control")
+        ask, seen = ask_of(request), seen_of(request)
+
+        def lease(driver: SyncerDriver, done: Callable[[Grant], None]) -> None:
+            driver.lease(request.learner, request.incarnation, ask, done, seen=seen, process=request.process)
+
+        return lease_reply(self._driver.wait_for(lease, context))
+
+    def leave(self, caller: Caller, request: pb.LeaveRequest, context: grpc.ServicerContext) -> pb.LeaveReply:
+        self._admit(context, caller, request.run, "learner", request.learner, "control")
+        check_told(request)
+
+        def leave(driver: SyncerDriver, done: Callable[[pb.LeaveReply], None]) -> None:
+            driver.leave(
+                request.learner, request.incarnation, lambda: done(pb.LeaveReply()), tokens=request.tokens,
+                step=request.step, earlier_tokens=request.earlier_tokens, process=request.process,
+                seen=seen_of(request),
+            )  # fmt: skip
+
+        reply = self._driver.wait_for(leave, context)
+        self._heard(request)
+        return reply
+
+    def status(self, caller: Caller, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.StatusReply:
+        self._admit(context, caller, request.run, "viewer", "", "control")
+        try:
+            status = self._driver.ask(lambda driver: driver.status())
+        except StandbyError:
+            status = self._pair.idle_status(self._run, self._method)
+        return pb.StatusReply(status=json.dumps({**status, "standby": self._pair.status(), **self._status_extra()}))
+
+    def vote(self, caller: Caller, request: pb.VoteRequest, context: grpc.ServicerContext) -> pb.VoteReply:
+        self._admit(context, caller, request.run, "learner", request.learner, "control")
+        return self._pair.vote(request)
+
+    def promote(self, caller: Caller, request: pb.PromoteRequest, context: grpc.ServicerContext) -> pb.PromoteReply:
+        self._admit(context, caller, request.run, "admin", "", "control")
+        reply = self._pair.promote(request)
+        self._audit.admitted("Promote", caller, "", context.peer())
+        return reply
+
+    def steer(self, caller: Caller, request: pb.SteerRequest, context: grpc.ServicerContext) -> pb.SteerReply:
+        self._admit(context, caller, request.run, "admin", "", "control")
+
+        def steer(driver: SyncerDriver, done: Callable[[str], None]) -> None:
+            driver.steer(order_of(request), caller.name, done)
+
+        said = self._driver.wait_for(steer, context)
+        self._audit.admitted("Steer", caller, request.learner, context.peer())
+        return pb.SteerReply(said=said)
+
+    def open_page(self, caller: Caller, request: pb.OpenPageRequest, context: grpc.ServicerContext) -> pb.OpenPageReply:
+        self._admit(context, caller, request.run, "viewer", "", "control")
+        return pb.OpenPageReply(url=self._page_url(caller))
+
+    def watch(self, caller: Caller, request: pb.WatchRequest, context: grpc.ServicerContext) -> Iterator[pb.Notice]:
+        self._admit(context, caller, request.run, "learner", request.learner, "control")
+        learner, incarnation = request.learner, request.incarnation
+        stream = WatchStream(self._driver.ask(lambda driver: driver.lineage))
+        seen, versions = seen_of(request), tuple(request.versions)
+        self._driver.ask(
+            lambda driver: driver.connected(
+                learner, incarnation, stream, versions=versions, seen=seen, process=request.process
+            )
+        )
+        if not context.add_callback(stream.end):  # the connection is gone already
+            stream.end()
+        try:
+            yield from stream.notices()
+        finally:
+            self._driver.ask(lambda driver: driver.disconnected(learner, incarnation, stream))
+
+    # --- bulk ---------------------------------------------------------------------------------------------------------
+
+    def initialise(
+        self, caller: Caller, header: pb.InitialiseHeader, stream: Iterator[bytes], context: grpc.ServicerContext
+    ) -> Iterator[pb.InitialiseReply]:
+        self._admit(context, caller, header.run, "learner", header.learner, "joins")
+        yield from self._initialising.take(caller, header, stream, context)
+
+    def push(
+        self, caller: Caller, header: pb.PushHeader, stream: Iterator[bytes], context: grpc.ServicerContext
+    ) -> Iterator[pb.PushReply]:
+        self._admit(context, caller, header.run, "learner", header.learner, "contributions")
+        contribution = contribution_of(header)
+        what = "Push", header.fragment, header.number, header.start, header.stop
+        with self._transfers.open(header.learner, header.incarnation, what, context):
+            push = yield from self._receive(contribution, header, stream)
+
+        def complete(driver: SyncerDriver, done: Callable[[DilocoError | None], None]) -> None:
+            driver.complete_push(push, done)
+
+        start, stop = push.room
+        all_here = pb.Received(num_bytes=stop - start, all=True)
+        yield from (pb.PushReply(received=all_here) for _ in until_done(self._driver, complete))
+        yield pb.PushReply()
+
+    def _receive(
+        self, contribution: Contribution, header: pb.PushHeader, stream: Iterator[bytes]
+    ) -> Generator[pb.PushReply, None, Upload[Slot]]:
+        """Take in the payload of a contribution, all that is not here yet."""
+        span = (header.start, header.stop) if header.stop else None
+
+        def begin(driver: SyncerDriver) -> Upload[Slot]:
+            return driver.begin_push(
+                contribution, header.num_bytes, boot=header.boot, span=span, process=header.process
+            )
+
+        push = self._driver.ask(begin)
+        start, stop = push.room
+        no_room, is_complete, filled = None, False, 0
+        try:
+            buffer = push.slot.buffer[start:stop]
+            if header.resumes:
+                filled = push.received
+                checksum = zlib.crc32(buffer[:filled])
+                yield pb.PushReply(received=pb.Received(num_bytes=filled, checksum=checksum))
+                filled = resumed_at(read_header(stream, pb.Resume).start, filled)
+            if filled:
+                self._resumed(header.learner, "contributions", filled)
+            progress, kept = Progress(), filled
+            for filled in filling(stream, buffer, filled=kept):
+                if progress.is_due():
+                    yield pb.PushReply(received=pb.Received(num_bytes=filled))
+            is_complete = True
+        except NoRoomError as error:
+            no_room = error
+            raise
+        except CorruptPayloadError:
+            if filled == stop - start:  # all is here, and its checksum is another one
+                filled = 0
+            raise
+        finally:
+            if not is_complete:
+                received = filled
+                self._driver.ask(lambda driver: driver.cut_push(push, no_room, received=received))
+        return push
+
+    def pull(
+        self, caller: Caller, request: pb.PullRequest, stream: Iterator[bytes], context: grpc.ServicerContext
+    ) -> Iterator[bytes]:
+        kind = "joins" if request.joining or not request.learner else "updates"
+        self._admit(context, caller, request.run, "learner" if request.learner else "viewer", request.learner, kind)
+        learner, incarnation = request.learner, request.incarnation
+        lineage = lineage_message(self._driver.ask(lambda driver: driver.lineage))
+        if request.WhichOneof("part") == "static":
+            if learner:
+                self._driver.ask(lambda driver: driver.check(learner, incarnation, request.process))
+            static = memoryview(self._driver.ask(lambda driver: driver.state.model.static))
+            header = pb.PullHeader(lossless=True, num_bytes=len(static), lineage=lineage)
+            yield from self._send(request, kind, header, [static], stream, context)
+            return
+        seen, versions = seen_of(request), tuple(request.versions)
+        process = request.process
+        fetched = self._driver.ask(
+            lambda driver: driver.fetch(
+                request.fragment, request.base, learner, incarnation, seen=seen, versions=versions, process=process
+            )
+        )
+        update, held, outer = fetched.update, fetched.held, memoryview(b"")
+        num_elements = held.theta.numel()
+        segments = _segments(request, num_elements)
+        elements = segments.elements(num_elements)
+        if fetched.payload is None:
+            payload = bytes_of(held.theta[elements])
+        elif update.lossless:
+            payload = bytes_of(fetched.payload.view(torch.float32)[elements])
+        else:
+            payload = bytes_of(fetched.payload[segments.payload(self._driver.method.down, num_elements)])
+        if fetched.payload is None and held.outer_state and self._driver.method.outer_at == "learners":
+            state = {name: each[elements].clone() if each.dim() else each for name, each in held.outer_state.items()}
+            outer = memoryview(save(state))
+        header = pb.PullHeader(
+            fragment=update.fragment, base=max(update.base, 0), version=update.version,
+            contributors=update.contributors, weights=update.weights, scale=update.scale, digest=update.digest,
+            lossless=update.lossless, num_bytes=len(payload) + len(outer), outer_bytes=len(outer),
+            verdicts=[verdict_message(verdict) for verdict in fetched.verdicts], lineage=lineage,
+        )  # fmt: skip
+        yield from self._send(request, kind, header, [payload, outer], stream, context)
+
+    def _send(
+        self, request: pb.PullRequest, kind: str, header: pb.PullHeader, parts: list[memoryview],
+        stream: Iterator[bytes], context: grpc.ServicerContext,
+    ) -> Iterator[bytes]:  # fmt: skip
+        """A payload at the pace of the caller, without what it has kept of it."""
+        checksum = 0
+        if request.HasField("kept"):
+            header.start = start_of(request.kept, header, parts[0])
+            checksum = zlib.crc32(parts[0][: header.start])
+        if header.start:
+            self._resumed(request.learner, kind, header.start)
+        pace = Acknowledged(stream, header.start)
+        frames = streamed(header, parts, pace, start=header.start, checksum=checksum)
+        segments = request.segments
+        is_empty = request.HasField("segments") and segments.first == segments.stop  # several ranks may have that part
+        if is_empty or not request.learner:
+            yield from frames
+            return
+        what = "Pull", request.fragment, request.static, segments.first, segments.stop
+        with self._transfers.open(request.learner, request.incarnation, what, context):
+            yield from frames
+
+    def follow(
+        self, caller: Caller, hello: pb.FollowHello, stream: Iterator[bytes], context: grpc.ServicerContext
+    ) -> Iterator[bytes]:
+        self._admit(context, caller, hello.run, "standby", "", "standby")
+        parts = self._pair.follow(hello, stream, context)
+        with self._deadlines.member(context):  # the pair has a deadline of its own
+            first = next(parts)
+            self._calls.settled(context)
+            self._audit.admitted("Follow", caller, "", context.peer())
+            yield first
+            yield from parts
+
+    def probe(
+        self, caller: Caller, header: pb.ProbeHeader, stream: Iterator[bytes], context: grpc.ServicerContext
+    ) -> Iterator[bytes]:
+        """One at a time: two would measure each other, and together take more of the link than one is allowed."""
+        self._admit(context, caller, header.run, "learner", header.learner, "probes")
+        if not self._probing.acquire(blocking=False):
+            raise RunError("another learner's link is being measured; measure again in a minute.")
+        try:
+            yield from answer_probe(header, stream)
+        finally:
+            self._probing.release()
+
+    # --- helpers ------------------------------------------------------------------------------------------------------
+
+    def _unary(
+        self, name: str, handler: Callable[[Caller, M, grpc.ServicerContext], Message], request: type[M],
+        kind: Kind = "control", most_bytes: int = MAX_CONTROL_BYTES,
+    ) -> Call:  # fmt: skip
+        """One request of at most so many bytes, one reply."""
+
+        def call(stream: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+            with self._known(name, kind, context) as caller:
+                found = read_header(self._messages(stream, caller, context), request, most_bytes)
+                yield from self._serialized(iter([handler(caller, found, context)]), context)
+
+        return call
+
+    def _answered(
+        self, name: str, kind: Kind, handler: Callable[[Caller, M, grpc.ServicerContext], Replies], request: type[M]
+    ) -> Call:
+        """One request, answered by a stream."""
+
+        def call(stream: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+            with self._known(name, kind, context) as caller, self._calls.open(name, caller, context):
+                found = read_header(self._messages(stream, caller, context), request, MAX_CONTROL_BYTES)
+                replies = self._serialized(handler(caller, found, context), context)
+                yield from self._deadlines.replies(replies, caller.name, context)
+
+        return call
+
+    def _both(
+        self, name: str, handler: Callable[[Caller, M, Iterator[bytes], grpc.ServicerContext], Replies],
+        header: type[M], kind: Kind = "transfers",
+    ) -> Call:  # fmt: skip
+        """A stream that begins with a header, answered by another."""
+
+        def call(stream: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+            single = kind == "standby"
+            with self._known(name, kind, context) as caller, self._calls.open(name, caller, context, single=single):
+                messages = self._messages(stream, caller, context)
+                replies = self._serialized(handler(caller, read_header(messages, header), messages, context), context)
+                yield from self._deadlines.replies(replies, caller.name, context)
+
+        return call
+
+    @contextmanager
+    def _known(self, name: str, kind: Kind, context: grpc.ServicerContext) -> Iterator[Caller]:
+        """The caller of a call, before anything of the call is read. A refusal, now or inside, ends the call with the
+        status and sentence that stand for it."""
+        caller = None
+        try:
+            caller = self._auth.caller(context)
+            self._auth.check(caller)
+            if kind == "standby":  # its few threads do not wait for a message of another role
+                caller.may("standby")
+            with self._shares.take(kind, caller), self._wire_bytes.call(context):
+                yield caller
+        except DilocoError as error:
+            self._audit.refused(name, caller, context.peer(), error)
+            abort(context, error)
+
+    def _messages(self, stream: Iterator[bytes], caller: Caller, context: grpc.ServicerContext) -> Iterator[bytes]:
+        """What a known caller sends, each message in time."""
+        return self._wire_bytes.received(self._deadlines.messages(stream, caller.name, context), context)
+
+    def _serialized(self, replies: Replies, context: grpc.ServicerContext) -> Iterator[bytes]:
+        for reply in replies:
+            message = reply if isinstance(reply, bytes) else reply.SerializeToString()
+            self._wire_bytes.count(context, "sent", message)
+            yield message
+
+    def _admit(
+        self, context: grpc.ServicerContext, caller: Caller, run: str, role: Role, learner: str, kind: str
+    ) -> None:
+        """The caller may do this, for this learner, in this run; the call's bytes are counted as `kind`."""
+        if role == "learner":
+            sense.check_name(learner)
+        caller.may(role, learner or None)
+        require_run(self._run, run)
+        self._wire_bytes.label(context, learner or "viewers", kind)
+
+
+def _segments(request: pb.PullRequest, num_elements: int) -> Segments:
+    """What of a fragment is asked for."""
+    num_segments = num_segments_of(num_elements)
+    if not request.HasField("segments"):
+        return Segments(0, num_segments)
+    asked = Segments(request.segments.first, request.segments.stop)
+    if not asked.first <= asked.stop <= num_segments:
+        raise LayoutError(
+            f"fragment {request.fragment} has segments 0 to {num_segments - 1}, not {asked.first} to {asked.stop - 1}; "
+            "use the run's layout."
+        )
+    return asked

@@ -1,0 +1,176 @@
+"""Who may reach a syncer: callers by certificate, the certificates that are revoked, and which addresses a syncer may
+bind without any.
+
+`revoked.toml`, beside the syncer's own certificate, lists those that it refuses although they are still valid:
+
+    [[revoked]]
+    serial = "3f21…"
+    name = "site-a"
+    at = "2026-11-22T20:00:00Z"     # refused from then on: the past, or when the time to copy a new one is over
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from diloco.errors import AuthError, ConfigError, UnreachableError
+from diloco.exchange.wire.address import is_local, socket_path
+from diloco.secret_files import replace_secret
+from diloco.syncer.keys.callers import UNKNOWN, Caller
+from diloco.syncer.keys.certificates import EndsSoon, holder_of
+from diloco.tables import Table, read_text, read_toml, validate, write_toml
+
+if TYPE_CHECKING:
+    import grpc
+
+REVOKED = "revoked.toml"
+
+
+class Revoked(Table):
+    """One certificate that is refused from `at` on."""
+
+    serial: str
+    name: str
+    at: datetime
+
+
+class RevokedFile(Table):
+    """All of them."""
+
+    revoked: tuple[Revoked, ...] = ()
+
+
+def read_revoked(path: Path) -> Mapping[str, datetime]:
+    """From when on a certificate is refused, by its serial number. Raises ConfigError."""
+    found = validate(RevokedFile, read_toml(read_text(path, "list of revoked certificates"), str(path)), str(path))
+    for each in found.revoked:
+        if each.at.tzinfo is None:
+            raise ConfigError(f"{path} revokes {each.name!r} at {each.at} of no time zone; add Z for UTC.")
+    return {each.serial: each.at for each in found.revoked}
+
+
+def write_revoked(path: Path, revoked: Iterable[Revoked]) -> None:
+    """Replace a file in one step."""
+    text = write_toml(RevokedFile(revoked=tuple(revoked)).model_dump(mode="json"))
+    replace_secret(path, f"# certificates that the syncer refuses; `diloco keys` writes this\n{text}".encode())
+
+
+class RevokedList:
+    """The list at `path`, read again whenever the file has changed. Any thread may call it.
+
+    Raises:
+        ConfigError: as `read`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._lock = path, threading.Lock()
+        self._known: tuple[tuple[int, int, int], Mapping[str, datetime]] | None = None
+        self.read()
+
+    def read(self) -> Mapping[str, datetime]:
+        """The newest list, as `read_revoked`.
+
+        Raises:
+            ConfigError: the file cannot be read, or does not say what it should.
+        """
+        with self._lock:
+            try:
+                stat = self._path.stat()
+            except OSError as error:
+                raise ConfigError(
+                    f"the list of revoked certificates {self._path} cannot be read ({error.strerror}); put it back."
+                ) from error
+            seen = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
+            if self._known is None or self._known[0] != seen:
+                self._known = (seen, read_revoked(self._path))
+            return self._known[1]
+
+
+class Authenticator:
+    """Says who calls, from the call's connection; the request itself is not needed. Any thread may call.
+
+    TLS has verified a certificate against the run's authority when its connection began. What may have changed since,
+    its revocation and its end, is looked at in every call.
+
+    Arguments:
+        run: that certificates have to be for.
+        keys: the syncer's directory of keys; None: it asks for no certificates, and every caller is `UNKNOWN`.
+
+    Raises:
+        ConfigError: there is no list of revoked certificates, or it cannot be read.
+    """
+
+    def __init__(self, run: str, *, keys: Path | None = None) -> None:
+        self._run, self._ends = run, EndsSoon()
+        self._revoked = None if keys is None else RevokedList(keys / REVOKED)
+
+    def caller(self, context: grpc.ServicerContext) -> Caller:
+        """The holder of the certificate that a call's connection shows; `check` says whether it holds.
+
+        Raises:
+            AuthError: none was shown, it names no holder, or it is for another run.
+        """
+        if self._revoked is None:
+            return UNKNOWN
+        shown: Any = context.auth_context()  # its values are lists of bytes
+        found = list(shown.get("x509_pem_cert", ()))
+        if not found:
+            raise AuthError("no certificate was shown and this syncer wants one; give this holder's keys.")
+        holder = holder_of(found[0])
+        if holder.run != self._run:
+            raise AuthError(
+                f"the certificate of {holder.name!r} is for run {holder.run!r} and this syncer serves {self._run!r}; "
+                "use the keys of this run."
+            )
+        bound = holder.name if holder.role == "learner" else None
+        return Caller(holder.name, holder.role, bound, holder.serial, holder.expires)
+
+    def check(self, caller: Caller) -> None:
+        """Check that a caller's certificate holds, at the beginning of a call and while it lasts.
+
+        Raises:
+            AuthError: it was revoked, or has expired.
+            UnreachableError: the list of revoked certificates cannot be read, so no caller is admitted. That is no
+                fault of the caller, which tries again: a file is short for a moment while another one is copied over
+                it.
+        """
+        if self._revoked is None:
+            return
+        try:
+            now, revoked = datetime.now(UTC), self._revoked.read().get(caller.key)
+        except ConfigError as error:
+            raise UnreachableError(f"no caller can be admitted: {error}") from error
+        if revoked is not None and now >= revoked:
+            raise AuthError(
+                f"the certificate of {caller.name!r} was revoked; ask the run's operator for a new one (`diloco keys`)."
+            )
+        if caller.expires is not None and now >= caller.expires:
+            raise AuthError(
+                f"the certificate of {caller.name!r} expired at {caller.expires.astimezone(UTC):%Y-%m-%d %H:%M} UTC; "
+                "ask the run's operator for a new one (`diloco keys rotate`)."
+            )
+        self._ends.look(now, f"the certificate of {caller.name!r}", caller.expires)
+
+
+def check_binding(address: str, *, keys: bool, insecure: bool) -> None:
+    """Refuse a port that strangers could reach unprotected. A loopback port and a unix socket are this machine's own.
+
+    Arguments:
+        keys: the syncer has keys: the port speaks TLS, and callers show certificates.
+        insecure: accepts plain text.
+
+    Raises:
+        ConfigError: it would be open, and no option accepts that; or the address is none.
+    """
+    if keys and socket_path(address) is not None:
+        raise ConfigError(f"{address} is for this user's processes alone and speaks no TLS; drop keys, or bind a port.")
+    if not (is_local(address) or keys or insecure):
+        raise ConfigError(
+            f"{address} can be reached from other machines and has no keys; make them with `diloco keys init` and name "
+            "their directory (syncer.keys), bind 127.0.0.1, or accept with --insecure that all that passes can be read "
+            "and changed on the way."
+        )

@@ -1,0 +1,229 @@
+"""The certificates of a run: its authority, those that it signs, what a certificate says of its holder, and its end.
+
+A certificate names its holder as a URI, `diloco:RUN/ROLE/NAME`, among its subject alternative names. The syncer's own,
+and that of a second syncer that follows it, also names the hosts that learners dial, and may be shown at both ends.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import functools
+import ipaddress
+import logging
+import secrets
+import urllib.parse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from diloco.errors import AuthError, ConfigError, translated
+from diloco.exchange.key_pair import SCHEME, has_signed, names_on
+from diloco.secret_files import read_secret
+from diloco.syncer.keys.callers import ROLES, Role
+
+AUTHORITY_DAYS = 3650
+"""The authority outlives what it signs, so that a certificate can be replaced without a new one at every site."""
+SOON, AGAIN = dt.timedelta(days=14), dt.timedelta(days=1)
+"""How long before its end a certificate is named in the syncer's log, and how often."""
+
+_PEM = serialization.Encoding.PEM
+
+log = logging.getLogger("diloco.syncer")
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who holds a certificate, and which one it is.
+
+    Attributes:
+        serial: hexadecimal.
+    """
+
+    run: str
+    role: Role
+    name: str
+    serial: str
+    begins: dt.datetime
+    expires: dt.datetime
+
+
+@dataclass(frozen=True)
+class Signed:
+    """A certificate and its key, as PEM texts."""
+
+    holder: Holder
+    cert: bytes
+    key: bytes
+
+
+class Authority:
+    """Signs the certificates of one run.
+
+    Attributes:
+        cert, key: PEM texts.
+    """
+
+    def __init__(self, cert: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> None:
+        self.cert, self.key = cert.public_bytes(_PEM), _plain(key)
+        self._cert, self._key = cert, key
+
+    @classmethod
+    def new(cls, run: str) -> Authority:
+        """A new one: ECDSA P-256. Its name is its own, since two are trusted while one replaces the other."""
+        key, name = ec.generate_private_key(ec.SECP256R1()), _subject(f"diloco {run}"[:55] + f" {secrets.token_hex(4)}")
+        begins = _now() - dt.timedelta(hours=1)
+        ends = begins + dt.timedelta(days=AUTHORITY_DAYS)
+        cert = (
+            x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number(), begins, ends)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .add_extension(_usage(authority=True), critical=True)
+            .sign(key, hashes.SHA256())
+        )
+        return cls(cert, key)
+
+    @classmethod
+    def read(cls, certs: Path, key: Path) -> Authority | None:
+        """That of a key, whose certificate is one of the file `certs`; None: its certificate is not there.
+
+        Raises:
+            ConfigError: they cannot be read, other users may read the key, or they are no authority.
+        """
+        secret = read_secret(key, "authority's key")
+        with translated(OSError, ConfigError, f"cannot read {certs}", "make it with `diloco keys init`"):
+            public = certs.read_bytes()
+        with translated(
+            (ValueError, TypeError, AssertionError, UnsupportedAlgorithm), ConfigError,
+            f"{certs} and {key} are no authority", "use those that `diloco keys` made",
+        ):  # fmt: skip
+            loaded = serialization.load_pem_private_key(secret, password=None)
+            assert isinstance(loaded, ec.EllipticCurvePrivateKey)
+            for cert in x509.load_pem_x509_certificates(public):
+                if cert.public_key() == loaded.public_key():
+                    return cls(cert, loaded)
+        return None
+
+    def has_signed(self, cert: bytes) -> bool:
+        """Whether a certificate, as PEM, is one of this authority's."""
+        return has_signed(self._cert, x509.load_pem_x509_certificate(cert))
+
+    def sign(self, run: str, role: Role, name: str, *, hosts: Sequence[str] = (), lifetime: dt.timedelta) -> Signed:
+        """A new key and a certificate for it, valid from an hour ago. With `hosts`, learners accept it there.
+
+        Raises:
+            ConfigError: a host that is neither a name nor an address.
+        """
+        key = ec.generate_private_key(ec.SECP256R1())
+        uri = f"{SCHEME}:{urllib.parse.quote(run, safe='')}/{role}/{name}"
+        names = [x509.UniformResourceIdentifier(uri), *(general_name(host) for host in dict.fromkeys(hosts))]
+        serial, now = x509.random_serial_number(), _now()
+        begins, ends = now - dt.timedelta(hours=1), min(now + lifetime, self._cert.not_valid_after_utc)
+        uses = [ExtendedKeyUsageOID.CLIENT_AUTH, *([ExtendedKeyUsageOID.SERVER_AUTH] if hosts else [])]
+        authority = self._cert.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
+        cert = (
+            x509.CertificateBuilder(self._cert.subject, _subject(name), key.public_key(), serial, begins, ends)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(authority), critical=False)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(_usage(authority=False), critical=True)
+            .add_extension(x509.ExtendedKeyUsage(uses), critical=False)
+            .add_extension(x509.SubjectAlternativeName(names), critical=False)
+            .sign(self._key, hashes.SHA256())
+        )
+        return Signed(_holder(cert), cert.public_bytes(_PEM), _plain(key))
+
+
+@functools.lru_cache(maxsize=1024)
+def holder_of(cert: bytes) -> Holder:
+    """What a certificate, as PEM, says of its holder.
+
+    Raises:
+        AuthError: it names no holder.
+    """
+    try:
+        return _holder(x509.load_pem_x509_certificate(cert))
+    except (ValueError, x509.InvalidVersion, x509.DuplicateExtension) as error:
+        raise AuthError(f"the certificate cannot be read ({error}); make one with `diloco keys`.") from error
+
+
+def _holder(cert: x509.Certificate) -> Holder:
+    begins, ends = cert.not_valid_before_utc, cert.not_valid_after_utc
+    if (names := names_on(cert)) is not None:
+        run, role, name = names
+        for known in ROLES:
+            if role == known:
+                return Holder(run, known, name, f"{cert.serial_number:x}", begins, ends)
+    raise AuthError(
+        f"the certificate names no run, role and name; make it with `diloco keys` ({SCHEME}:RUN/ROLE/NAME)."
+    )
+
+
+def general_name(host: str) -> x509.GeneralName:
+    """A host name or IP address, as a certificate has it.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        pass  # a name, then
+    try:
+        if not host or set(host) & set(" :/[]"):
+            raise ValueError("such a name cannot be dialled")
+        return x509.DNSName(host.encode("idna").decode())
+    except ValueError as error:
+        raise ConfigError(
+            f"{host!r} is no host name or IP address ({error}); give it without a port, as in --host "
+            "syncer.example.org."
+        ) from error
+
+
+class EndsSoon:
+    """What was named, and when. Any thread may call it. No clock: the time is an argument."""
+
+    def __init__(self) -> None:
+        self._named_at: dict[str, dt.datetime] = {}
+
+    def look(self, now: dt.datetime, what: str, expires: dt.datetime | None) -> None:
+        """Name what ends within `SOON`, at most once in `AGAIN`. None: it does not end."""
+        if expires is None or expires - now > SOON:
+            return
+        named_at = self._named_at.get(what)
+        if named_at is None or now - named_at >= AGAIN:
+            self._named_at[what] = now
+            when = f"{expires.astimezone(dt.UTC):%Y-%m-%d %H:%M} UTC"
+            said = f"ended at {when}" if expires <= now else f"ends in {left(now, expires)}, at {when}"
+            log.warning("%s %s; `diloco keys rotate` makes a new one", what, said)
+
+
+def left(now: dt.datetime, expires: dt.datetime) -> str:
+    """The time until then, which is to come, in words: whole hours, or days to the nearest."""
+    rest = expires - now
+    hours = rest // dt.timedelta(hours=1)
+    return f"{hours} hours" if hours < 48 else f"{round(rest / dt.timedelta(days=1))} days"
+
+
+def _now() -> dt.datetime:
+    return dt.datetime.now(dt.UTC).replace(microsecond=0)
+
+
+def _plain(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(_PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+
+
+def _subject(common_name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
+
+
+def _usage(*, authority: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not authority, key_cert_sign=authority, crl_sign=authority, content_commitment=False,
+        key_encipherment=False, data_encipherment=False, key_agreement=False, encipher_only=False, decipher_only=False,
+    )  # fmt: skip

@@ -1,0 +1,288 @@
+"""The keys of one run, with its operator: `diloco keys` makes and changes this directory.
+
+ca.pem, ca.key        the authority and its secret           stay with the operator; next-ca.key: of the next one
+certificates.toml     what it has signed                     stays with the operator
+syncer/               the syncer's keys, and revoked.toml    copy to the syncer
+<name>/               those of a learner, viewer, admin      copy to its owner
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Self
+
+from diloco.errors import ConfigError, StoreError, translated
+from diloco.exchange.key_pair import CA, CERT, KEY
+from diloco.run.sense import NAME
+from diloco.secret_files import replace_secret
+from diloco.syncer.keys.auth import REVOKED, Revoked, write_revoked
+from diloco.syncer.keys.authorities import CA_KEY, NEXT_KEY, Authorities
+from diloco.syncer.keys.callers import ROLES, Role
+from diloco.syncer.keys.certificates import Signed, general_name
+from diloco.tables import Table, read_text, read_toml, validate, write_toml
+
+CERTIFICATES, SYNCER, AUTHORITY = "certificates.toml", "syncer", "ca"
+"""SYNCER is also the name of the syncer's own certificate; AUTHORITY is the name by which the authority is rotated."""
+
+
+class Issued(Table):
+    """One certificate that the authority has signed. `revoked`: refused from then on, which may be to come."""
+
+    name: str
+    role: Role
+    serial: str
+    expires: dt.datetime
+    revoked: dt.datetime | None = None
+
+
+class RunPart(Table):
+    """The run, and the hosts that its learners dial."""
+
+    name: str
+    hosts: tuple[str, ...]
+
+
+class CertificatesFile(Table):
+    """`certificates.toml`."""
+
+    run: RunPart
+    certificate: tuple[Issued, ...] = ()
+
+
+class Keyring:
+    """A directory of keys. Every change is on disk when its method returns.
+
+    Attributes:
+        issued: every certificate, in the order in which they were signed.
+    """
+
+    def __init__(self, directory: Path, run: RunPart, issued: Iterable[Issued]) -> None:
+        self.directory, self.run = directory, run
+        self.issued = list(issued)
+        self._known: Authorities | None = None
+
+    @classmethod
+    def new(
+        cls, directory: Path, run: str, hosts: Sequence[str], names: Sequence[tuple[str, Role]], lifetime: dt.timedelta
+    ) -> Self:
+        """The authority of a run, the keys of its syncer, and those of these names.
+
+        Raises:
+            ConfigError: keys are there already, or a name or host that cannot be one. StoreError: they cannot be
+                written.
+        """
+        if not hosts:
+            raise ConfigError(
+                "a certificate needs a host; name what learners will dial, for example --host syncer.example.org."
+            )
+        for host in hosts:
+            general_name(host)
+        wanted = [(SYNCER, "standby"), *names]
+        for name, role in wanted:
+            check_name(name, role)
+        if twice := sorted({name for name, _ in wanted if sum(name == other for other, _ in wanted) > 1}):
+            raise ConfigError(f"{twice[0]!r} is named twice; give every certificate a name of its own.")
+        if existing := [name for name in (CA, CA_KEY, CERTIFICATES) if (directory / name).exists()]:
+            raise ConfigError(
+                f"{directory / existing[0]} exists and keys are never overwritten; choose another directory, or add to "
+                "these with `diloco keys add`."
+            )
+        keyring = cls(directory, RunPart(name=run, hosts=tuple(hosts)), ())
+        with _writing(directory):
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            keyring._known = Authorities.new(directory, run)
+        for name, role in wanted:
+            keyring._keep(keyring._sign(name, role, lifetime))
+        return keyring
+
+    @classmethod
+    def read(cls, directory: Path) -> Self:
+        """What is there. The authority's key is needed for new certificates only.
+
+        Raises:
+            ConfigError: there is none, or it cannot be read.
+        """
+        path = directory / CERTIFICATES
+        if not path.exists():
+            raise ConfigError(f"{directory} holds no keys; make them with `diloco keys init`.")
+        found = validate(CertificatesFile, read_toml(read_text(path, "list of certificates"), str(path)), str(path))
+        return cls(directory, found.run, found.certificate)
+
+    @property
+    def _authorities(self) -> Authorities:
+        """Raises ConfigError where they are not here, or other users of this machine may read a key of theirs."""
+        if self._known is None:
+            self._known = Authorities(self.directory)
+        return self._known
+
+    @property
+    def syncers(self) -> list[str]:
+        """The names of the run's syncers that have a certificate."""
+        return sorted({each.name for each in self.issued if each.role == "standby" and each.revoked is None})
+
+    def has(self, name: str) -> bool:
+        """Whether a name has a certificate that is not revoked."""
+        return any(each.name == name and each.revoked is None for each in self.issued)
+
+    def add(self, name: str, role: Role, lifetime: dt.timedelta) -> Issued:
+        """Keys for one more name. A syncer that runs accepts them at once.
+
+        Raises:
+            ConfigError: the name has a certificate that is valid.
+        """
+        check_name(name, role)
+        if self.has(name):
+            raise ConfigError(f"{name!r} has a certificate in {self.directory} already; rotate or revoke that.")
+        return self._keep(self._sign(name, role, lifetime))
+
+    def rotate(
+        self, name: str, lifetime: dt.timedelta, grace: dt.timedelta,
+        add_hosts: Sequence[str] = (), drop_hosts: Sequence[str] = (),
+    ) -> Issued:  # fmt: skip
+        """A new key and certificate for a name. The one before is refused once `grace` is over, the time to copy.
+
+        `add_hosts` and `drop_hosts` change what learners dial from now on, which the certificates of syncers name.
+
+        Raises:
+            ConfigError: it has none, or hosts are given and it is no syncer's, or none would be left.
+        """
+        role = self._standing(name)[-1].role
+        if (add_hosts or drop_hosts) and role != "standby":
+            raise ConfigError(f"{name!r} is a {role} and serves at no host; drop --host and --drop-host.")
+        self._change_hosts(add_hosts, drop_hosts)
+        signed = self._sign(name, role, lifetime)
+        self._refuse(self._standing(name), _now() + grace)
+        return self._keep(signed)
+
+    def revoke(self, name: str) -> list[Issued]:
+        """Take a name's certificates back; returns them. Its keys here are removed with them.
+
+        Raises:
+            ConfigError: it has none; or it is the syncer's own, which learners could not be told of.
+        """
+        standing = self._standing(name)
+        if name == SYNCER:
+            raise ConfigError(
+                "learners cannot be told that the syncer's certificate was revoked; where its key was stolen, replace "
+                "the authority that it is known by (`diloco keys rotate ca`), or else rotate it."
+            )
+        refused = self._refuse(standing, _now())
+        self._write()
+        with _writing(self.directory):
+            for file in (CA, CERT, KEY, REVOKED):
+                (self.directory / name / file).unlink(missing_ok=True)
+        return refused
+
+    def replace_authority(self, lifetime: dt.timedelta) -> list[str]:
+        """Begin to replace the authority, or go on with it: both are trusted, and all but the syncers get keys of the
+        new one. Returns all names, the syncers first: they must have it first."""
+        with _writing(self.directory):
+            self._authorities.replace(self.run.name)
+        return self._sign_anew(lifetime, is_last=False)
+
+    def retire_authority(self, lifetime: dt.timedelta) -> list[str]:
+        """End it: the syncers too get keys of the new authority, and the old one is trusted no more. As above.
+
+        Raises:
+            ConfigError: it has not begun.
+        """
+        if self._authorities.next is None and self._authorities.bundle == (self.directory / CA).read_bytes():
+            raise ConfigError("the authority is not being replaced; begin with `diloco keys rotate ca`.")
+        names = self._sign_anew(lifetime, is_last=True)
+        with _writing(self.directory):
+            self._authorities.retire()
+        return names
+
+    def _sign_anew(self, lifetime: dt.timedelta, *, is_last: bool) -> list[str]:
+        """Give every name a certificate of the authority that is to sign it, and all whom they are to trust."""
+        signers, syncers = self._authorities, self.syncers
+        roles = {each.name: each.role for each in self.issued if each.revoked is None}
+        for name, role in roles.items():
+            if is_last or role != "standby":
+                cert = self.directory / name / CERT
+                if not cert.exists() or not signers.newest.has_signed(cert.read_bytes()):
+                    self._keep(self._sign(name, role, lifetime, is_last=is_last))
+            if is_last:
+                self._refuse(self._standing(name)[:-1], _now())
+        self._write()
+        trusted = signers.newest.cert if is_last else signers.bundle
+        with _writing(self.directory):
+            folders = sorted(path for path in self.directory.iterdir() if (path / CA).exists())
+            for folder in folders:
+                replace_secret(folder / CA, trusted)
+        return [*syncers, *(folder.name for folder in folders if folder.name not in syncers)]
+
+    def _standing(self, name: str) -> list[Issued]:
+        """The certificates of a name that are not refused yet, the newest last."""
+        now = _now()
+        found = [each for each in self.issued if each.name == name and (each.revoked is None or each.revoked > now)]
+        if not found:
+            raise ConfigError(f"{name!r} has no certificate in {self.directory}; `diloco keys list` shows who has.")
+        return found
+
+    def _refuse(self, certificates: Iterable[Issued], at: dt.datetime) -> list[Issued]:
+        """Let these be refused from then on, unless they are before; returns them so."""
+        serials = {each.serial for each in certificates if each.revoked is None or each.revoked > at}
+        self.issued = [
+            each.model_copy(update={"revoked": at}) if each.serial in serials else each for each in self.issued
+        ]
+        return [each for each in self.issued if each.serial in serials]
+
+    def _change_hosts(self, added: Sequence[str], dropped: Sequence[str]) -> None:
+        for host in added:
+            general_name(host)
+        if unknown := [host for host in dropped if host not in self.run.hosts]:
+            raise ConfigError(f"{unknown[0]!r} is none of the hosts of these keys ({', '.join(self.run.hosts)}).")
+        hosts = tuple(dict.fromkeys(host for host in (*self.run.hosts, *added) if host not in dropped))
+        if not hosts:
+            raise ConfigError("no host would be left that learners could dial; give the new one too, with --host.")
+        self.run = RunPart(name=self.run.name, hosts=hosts)
+
+    def _sign(self, name: str, role: Role, lifetime: dt.timedelta, *, is_last: bool = False) -> Signed:
+        """Learners may not know the next authority yet, by which they are to know a syncer."""
+        serves = role == "standby"
+        signer = self._authorities.current if serves and not is_last else self._authorities.newest
+        return signer.sign(self.run.name, role, name, hosts=self.run.hosts if serves else (), lifetime=lifetime)
+
+    def _keep(self, signed: Signed) -> Issued:
+        """Write a name's keys, and then that it has them."""
+        holder, folder = signed.holder, self.directory / signed.holder.name
+        with _writing(self.directory):
+            folder.mkdir(mode=0o700, exist_ok=True)
+            for file, data in ((CA, self._authorities.bundle), (CERT, signed.cert), (KEY, signed.key)):
+                replace_secret(folder / file, data)
+        issued = Issued(name=holder.name, role=holder.role, serial=holder.serial, expires=holder.expires)
+        self.issued.append(issued)
+        self._write()
+        return issued
+
+    def _write(self) -> None:
+        """The list of certificates, and for each syncer the list of those that it refuses, which comes first."""
+        revoked = [Revoked(serial=each.serial, name=each.name, at=each.revoked) for each in self.issued if each.revoked]
+        tables = CertificatesFile(run=self.run, certificate=tuple(self.issued)).model_dump(mode="json")
+        with _writing(self.directory):
+            for name in self.syncers:
+                (self.directory / name).mkdir(mode=0o700, exist_ok=True)
+                write_revoked(self.directory / name / REVOKED, revoked)
+            replace_secret(self.directory / CERTIFICATES, write_toml(tables).encode())
+
+
+def check_name(name: str, role: str) -> None:
+    """Check that there can be keys of that name and role. Raises ConfigError."""
+    if not NAME.fullmatch(name):
+        raise ConfigError(f"{name!r} is no name here; use up to 64 letters, digits, dots, dashes and underscores.")
+    if name in (AUTHORITY, CA, CA_KEY, NEXT_KEY, CERTIFICATES):
+        raise ConfigError(f"{name!r} is what the authority's files are called; choose another name.")
+    if role not in ROLES:
+        raise ConfigError(f"{name!r} cannot have the role {role!r}; use one of {', '.join(ROLES)}.")
+
+
+def _now() -> dt.datetime:
+    return dt.datetime.now(dt.UTC).replace(microsecond=0)
+
+
+def _writing(directory: Path) -> AbstractContextManager[None]:
+    return translated(OSError, StoreError, f"cannot write the keys in {directory}", "repair that and try again")

@@ -1,0 +1,77 @@
+"""TLS of a syncer's port."""
+
+from __future__ import annotations
+
+import datetime as dt
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import grpc
+
+from diloco.errors import ConfigError
+from diloco.exchange.key_pair import CA, CERT, KEY, KeyPair, check_valid_now, hosts_of, read_key_pair
+from diloco.syncer.keys.certificates import EndsSoon, holder_of
+
+log = logging.getLogger("diloco.syncer")
+
+
+def server_credentials(directory: Path) -> grpc.ServerCredentials:
+    """TLS with the keys in `directory`; a connection that shows no certificate of the run ends.
+
+    The files are looked at in every handshake, so that a new certificate needs no restart.
+
+    Raises:
+        ConfigError: they cannot be used, or are those of a learner. AuthError: the certificate is not valid now.
+    """
+    looked, ends = _marks(directory), EndsSoon()
+    known = read_syncer_keys(directory)
+    expires = holder_of(known.cert).expires
+    ends.look(dt.datetime.now(dt.UTC), "the syncer's own certificate", expires)
+
+    def newest() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal known, looked, expires
+        ends.look(dt.datetime.now(dt.UTC), "the syncer's own certificate", expires)
+        if (marks := _marks(directory)) == looked:
+            return None
+        looked = marks
+        try:
+            found = read_key_pair(directory)
+        except ConfigError as error:
+            log.error("the syncer goes on with the keys that it has: %s", error)
+            return None
+        if found == known:
+            return None
+        known, expires = found, holder_of(found.cert).expires
+        log.info("the syncer shows its new certificate from now on; it ends at %s UTC", f"{expires:%Y-%m-%d %H:%M}")
+        return _configuration(known)
+
+    fetch = cast("Callable[[], grpc.ServerCertificateConfiguration]", newest)  # None is one of its answers
+    return grpc.dynamic_ssl_server_credentials(_configuration(known), fetch, require_client_authentication=True)
+
+
+def _marks(directory: Path) -> list[tuple[int, ...] | None]:
+    """What tells that a file is another one, or has changed, without reading it; None: it is not there."""
+    found: list[tuple[int, ...] | None] = []
+    for name in (CA, CERT, KEY):
+        try:
+            status = (directory / name).stat()
+        except OSError:
+            found.append(None)
+        else:
+            found.append((status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
+    return found
+
+
+def read_syncer_keys(directory: Path) -> KeyPair:
+    """The keys of a syncer. Raises as `server_credentials`."""
+    pair = read_key_pair(directory)
+    if not hosts_of(pair.cert):
+        raise ConfigError(f"the certificate in {directory} names no host; a syncer needs that of `diloco keys init`.")
+    check_valid_now(pair.cert, str(directory))
+    return pair
+
+
+def _configuration(pair: KeyPair) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(pair.key, pair.cert)], root_certificates=pair.ca)

@@ -1,0 +1,323 @@
+"""The live page of a run, on a loopback port of its own: what the syncer writes down, while it writes it.
+
+The page reads the event log as `diloco report` does, and asks the syncer for this moment once a second while someone
+watches. An admin can steer the run from it (`protocol.steering`); a failure of it ends nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from diloco.errors import AuthError, ConfigError, DilocoError, PayloadError
+from diloco.event_log import EventTail
+from diloco.events import Progress
+from diloco.exchange.wire.address import is_loopback, split_address
+from diloco.plain_json import MALFORMED, read_json
+from diloco.protocol.steering import Order
+from diloco.report import frame
+from diloco.report.story import Story
+from diloco.syncer.keys.callers import Caller
+from diloco.syncer.page.page_access import PageAccess, Session
+from diloco.syncer.ports import port_refusal
+
+if TYPE_CHECKING:
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+log = logging.getLogger("diloco.syncer")
+
+EVERY_S = 1.0
+GRACE_S = 3
+"""For answers under way when the syncer ends; each ends within `EVERY_S`."""
+READ_BYTES, MAX_ORDER_BYTES = 1 << 20, 4096
+MOST_CONNECTIONS = 128
+"""At once, of all browsers, silent ones included: each takes a handle that the run may need (`handles.RESERVE`)."""
+TOKEN = "x-diloco-token"
+PARTS = {"page.css": "text/css", **dict.fromkeys((*frame.DRAWN_BY, "page.js"), "text/javascript")}
+HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
+    "frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+
+
+def missing_packages() -> list[str]:
+    """Those that the live page needs and that are not installed."""
+    return [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
+
+
+class LivePage:
+    """Serves the page from a thread. A context manager is not needed: `close` ends it, once.
+
+    Arguments:
+        address: host:port, loopback only; port 0 chooses one.
+        event_log: the syncer's.
+        progress: gives the run at this moment; None: there is nothing to tell.
+        is_open: every caller that reaches the port may watch, and steer; otherwise only a browser that has opened a
+            link may, with the role of the caller that asked for it. A link works once; the one in `url` is a viewer's.
+        steer: gives an order of a caller; returns what was done. None: the page only shows.
+        check: raises AuthError where a caller's credentials have ended.
+
+    Attributes:
+        url: of the page.
+
+    Raises:
+        ConfigError: the address is not loopback, or cannot be bound; a package is not installed.
+    """
+
+    def __init__(
+        self, address: str, event_log: Path, progress: Callable[[], Progress | None], *, is_open: bool,
+        steer: Callable[[Order, Caller], str] | None = None, check: Callable[[Caller], None] = lambda _: None,
+    ) -> None:  # fmt: skip
+        if absent := missing_packages():
+            raise ConfigError(
+                f"the live page needs {', '.join(absent)}, not installed here; pip install 'diloco[dashboard]'"
+            )
+        host, port = split_address(address)
+        if not is_loopback(host):
+            raise ConfigError(
+                f"the live page at {address} would be open to other machines; bind 127.0.0.1, and watch from elsewhere "
+                "through a tunnel: ssh -L PORT:127.0.0.1:PORT HOST"
+            )
+        self._sockets = [_bound(host, port)]
+        port = self._sockets[0].getsockname()[1]
+        self._access, self._steer = PageAccess(is_open=is_open, check=check), steer
+        name = f"[{host}]" if ":" in host else host
+        self._address = f"http://{name}:{port}/"
+        self.url = self._url(self._access.printed)
+        self._hosts = {f"{each}:{port}" for each in (name, "localhost", "127.0.0.1", "[::1]")}
+        self._cookie = f"diloco-page-{port}"  # a browser sends a host's cookies to every port of it
+        self._tail, self._story, self._progress = EventTail(event_log), Story(), progress
+        self._watchers: set[asyncio.Event] = set()
+        self._is_ending = self._has_all = self._stands_still = False
+        self._server: uvicorn.Server | None = None
+        self._thread = threading.Thread(target=self._run, name="syncer-page", daemon=True)
+        self._thread.start()
+
+    def url_for(self, caller: Caller) -> str:
+        """The page's address with a link for this caller, which works once, for ten minutes."""
+        return self._url(self._access.link_for(caller))
+
+    def _url(self, link: str) -> str:
+        return self._address + (f"?link={link}" if link else "")
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._is_ending = True
+        if self._server is not None:
+            self._server.should_exit = True
+        self._thread.join()
+
+    def _run(self) -> None:
+        import uvicorn
+
+        options: dict[str, Any] = {
+            "log_config": None, "log_level": "warning", "access_log": False, "http": _bounded_protocol(),
+        }  # fmt: skip
+        try:
+            self._server = uvicorn.Server(uvicorn.Config(self._app(), timeout_graceful_shutdown=GRACE_S, **options))
+            if not self._is_ending:
+                self._server.run(sockets=self._sockets)
+        except Exception:  # what watches cannot stop what decides
+            log.exception("the live page failed; the run goes on without it")
+        finally:
+            for each in self._sockets:
+                each.close()
+
+    # --- the app ------------------------------------------------------------------------------------------------------
+
+    def _app(self) -> Starlette:
+        from starlette.applications import Starlette
+        from starlette.routing import Route
+
+        orders = Route("/orders", self._order, methods=["POST"])
+        routes = [Route("/", self._page), Route("/updates", self._updates), orders]
+        routes += [Route(f"/{name}", self._part) for name in PARTS]
+        return Starlette(routes=routes, lifespan=self._following)
+
+    def _refusal(self, request: Request) -> Response | None:
+        """What to answer who may not watch; None: he may. The host is checked against pages of other sites that have
+        their name resolve to this machine."""
+        from starlette.responses import PlainTextResponse
+
+        if request.headers.get("host", "") not in self._hosts:
+            return PlainTextResponse("this page is served under the address that the syncer prints\n", 403, HEADERS)
+        if self._session(request) is None:
+            text = (
+                "open the link that the syncer has printed, or ask for one with `diloco page`; it works once, and in "
+                "that browser from then on\n"
+            )
+            return PlainTextResponse(text, 403, HEADERS)
+        return None
+
+    def _session(self, request: Request) -> Session | None:
+        return self._access.session(request.cookies.get(self._cookie, ""))
+
+    async def _page(self, request: Request) -> Response:
+        from starlette.responses import HTMLResponse, RedirectResponse
+
+        given = request.query_params.get("link", "")
+        opens = request.method == "GET" and request.headers.get("host", "") in self._hosts  # a HEAD only looks
+        if given and opens and (secret := self._access.enter(given)) is not None:
+            answer = RedirectResponse("/", 303, HEADERS)
+            answer.set_cookie(self._cookie, secret, httponly=True, samesite="strict")
+            return answer
+        if (refusal := self._refusal(request)) is not None:
+            return refusal
+        session = self._session(request)
+        token = session.token if session is not None and self._may_steer(session) else ""
+        return HTMLResponse(frame.live_page(token), headers=HEADERS)
+
+    def _may_steer(self, session: Session) -> bool:
+        return self._steer is not None and session.caller.role == "admin"
+
+    async def _order(self, request: Request) -> Response:
+        """An order from the page itself: of the same origin, from an admin's session, with that session's token."""
+        from starlette.responses import JSONResponse
+
+        if (refusal := self._refusal(request)) is not None:
+            return refusal
+        try:
+            order, caller = await self._order_of(request)
+            assert self._steer is not None
+            said = await asyncio.to_thread(self._steer, order, caller)
+        except AuthError as error:
+            return JSONResponse({"error": str(error)}, 403, HEADERS)
+        except DilocoError as error:
+            return JSONResponse({"error": str(error)}, 400, HEADERS)
+        return JSONResponse({"said": said}, headers=HEADERS)
+
+    async def _order_of(self, request: Request) -> tuple[Order, Caller]:
+        session, headers = self._session(request), request.headers
+        given = headers.get(TOKEN, "").encode()
+        is_own = headers.get("origin", "") == f"http://{headers.get('host', '')}"
+        if session is None or not is_own or not hmac.compare_digest(given, session.token.encode()):
+            raise AuthError("an order is given from this page only; load it again.")
+        if self._steer is None or session.caller.role != "admin":
+            raise AuthError(
+                f"{session.caller.name!r} may watch and not steer; open the page with an admin's link (diloco page)."
+            )
+        body = b""
+        async for part in request.stream():
+            body += part
+            if len(body) > MAX_ORDER_BYTES:
+                raise PayloadError(f"an order has more than {MAX_ORDER_BYTES} bytes; give a shorter reason.")
+        values = read_json(body, "an order", PayloadError, "load the page again")
+        try:
+            what, learner, reason = (str(values.get(key, "")) for key in ("what", "learner", "reason"))
+            number, bans = values.get("at_least", 0), values.get("bans") is True
+            if type(number) is not int:
+                raise ValueError(number)
+            f"{what}{learner}{reason}".encode()  # half a pair of surrogates is no text
+        except MALFORMED as error:
+            raise PayloadError("what was sent is no order; load the page again.") from error
+        return Order(what, learner, number, bans, reason), session.caller  # type: ignore[arg-type]  # the driver checks
+
+    async def _part(self, request: Request) -> Response:
+        from starlette.responses import Response
+
+        name = request.url.path.removeprefix("/")
+        return self._refusal(request) or Response(frame.asset(name), media_type=PARTS[name], headers=HEADERS)
+
+    async def _updates(self, request: Request) -> Response:
+        from starlette.responses import StreamingResponse
+
+        stream = StreamingResponse(self._stream(request), media_type="text/event-stream", headers=HEADERS)
+        return self._refusal(request) or stream
+
+    async def _stream(self, request: Request) -> AsyncIterator[str]:
+        """The story so far, then what is new, as server-sent events, for as long as the caller may watch."""
+        number, news = 0, asyncio.Event()
+        self._watchers.add(news)
+        try:
+            yield "event: begin\ndata: \n\n"
+            while self._session(request) is not None:
+                is_last, story = self._has_all, self._story.since(number, time.time())
+                number = story["number"]
+                yield f"data: {json.dumps(story)}\n\n"
+                if self._stands_still:
+                    yield "event: failed\ndata: \n\n"
+                if is_last or self._stands_still:
+                    return
+                news.clear()
+                await news.wait()
+        finally:
+            self._watchers.discard(news)
+
+    @asynccontextmanager
+    async def _following(self, _app: Starlette) -> AsyncIterator[None]:
+        """While the app runs, the story grows."""
+        task = asyncio.create_task(self._follow())
+        task.add_done_callback(self._stand_still)
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+
+    def _stand_still(self, following: asyncio.Task[None]) -> None:
+        """The story grows no more: tell the log and the watchers, unless the page ends."""
+        if following.cancelled() or (error := following.exception()) is None:
+            return
+        log.error("the live page stands still: %s", error, exc_info=None if isinstance(error, DilocoError) else error)
+        self._stands_still = True
+        self._tell_watchers()
+
+    def _tell_watchers(self) -> None:
+        for news in self._watchers:
+            news.set()
+
+    async def _follow(self) -> None:
+        while True:
+            is_ending = self._is_ending  # the syncer writes its last event before it closes the page
+            while events := await asyncio.to_thread(self._tail.read, READ_BYTES):
+                for event in events:
+                    self._story.take(event)
+            if self._watchers and (progress := await asyncio.to_thread(self._progress)) is not None:
+                self._story.at_this_moment(progress.model_copy(update={"t": time.time()}))
+            self._has_all = is_ending
+            self._tell_watchers()
+            await asyncio.sleep(EVERY_S)
+
+
+def _bounded_protocol() -> type[asyncio.Protocol]:
+    """HTTP as uvicorn has it, with a bound on connections: `limit_concurrency` answers requests beyond it with 503, but
+    keeps connections that send no request."""
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class BoundedProtocol(H11Protocol):
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            if len(self.connections) > MOST_CONNECTIONS:
+                transport.abort()
+
+    return BoundedProtocol
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
+        bound.listen()  # callers are taken before the thread serves them, and no other process gets the port
+    except OSError as error:
+        bound.close()
+        choice = "choose another port with --page-port, or 0"
+        raise port_refusal(f"{host}:{port}", error, what="the live page", choice=choice) from error
+    return bound

@@ -1,0 +1,307 @@
+"""A store of which another syncer has a copy, or which is the copy: what the copy lacks, and how it is brought up to
+date.
+
+A copy goes from one state of the run to the next: `ReplicatedState` is what one read of the database says, and the
+files that it names and the copy lacks come before it. The transaction that takes it makes the record, the versions and
+the epochs what they are there. A version that the copy has and the other store has not leaves the database; its file is
+set aside.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sqlite3
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import IO, Any
+
+from diloco.core.update import Update
+from diloco.errors import CorruptPayloadError, StoreError
+from diloco.escaping import MAX_REASON
+from diloco.plain_json import MALFORMED
+from diloco.protocol.lineage import Epoch
+from diloco.protocol.pair.values import Contents
+from diloco.run.ports import Json
+from diloco.store.durable import ignore_point
+from diloco.store.files import is_static, version_of
+from diloco.store.inspection import NONSENSE, require_record, unreadable
+from diloco.store.records import (
+    StoredVersion,
+    epochs_of,
+    is_named,
+    kept_files,
+    newest_versions,
+    put_epoch,
+    put_version,
+    versions_after,
+)
+from diloco.store.run_description import RUN_COLUMNS, Row, insert_run, run_row, write_description
+from diloco.store.store import KEPT_VERSIONS, Store
+from diloco.syncer.standby.position import read_position
+
+
+@dataclass(frozen=True)
+class ReplicatedState:
+    """A state of the run, as a copy gets it.
+
+    Attributes:
+        row: of the run, without the record.
+        epochs: all starts, with their Unix times.
+        since: by fragment, the newest version that the copy has in common with the run; −1: none.
+        versions: those after that.
+        electorate: the learners' processes that decide between the two syncers.
+    """
+
+    row: Mapping[str, Any]
+    record: Mapping[str, Any] | None
+    epochs: tuple[tuple[Epoch, float], ...]
+    since: Mapping[int, int]
+    versions: tuple[StoredVersion, ...]
+    electorate: tuple[str, ...] = ()
+
+    def to_json(self) -> str:
+        """As text."""
+        return json.dumps({**asdict(self), "since": list(self.since.items())})
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> ReplicatedState:
+        """What `to_json` gave.
+
+        Raises:
+            CorruptPayloadError: anything else.
+        """
+        try:
+            plain = json.loads(text)
+            epochs = tuple(
+                (Epoch(int(it["number"]), tuple(map(int, it["versions"]))), float(at)) for it, at in plain["epochs"]
+            )
+            versions = tuple(map(_version, plain["versions"]))
+            since = {int(fragment): int(version) for fragment, version in plain["since"]}
+            if set(plain["row"]) != RUN_COLUMNS or not is_static(str(plain["row"]["static_file"])):
+                raise ValueError("the description of the run")
+            return cls(plain["row"], plain["record"], epochs, since, versions, tuple(map(str, plain["electorate"])))
+        except MALFORMED as error:
+            raise _no_state(error) from error
+
+
+def _version(plain: Mapping[str, Any]) -> StoredVersion:
+    """A version of a state. Raises one of `MALFORMED` for values that a database has none of."""
+    found = StoredVersion(**{**plain, "update": Update.from_dict(plain["update"])})
+    it = found.update
+    numbers, texts = (it.base, found.tokens), (it.digest, found.sha256, *it.contributors)
+    reals = it.scale, found.published_at, *it.weights
+    if (
+        version_of(found.file) != (it.fragment, it.version)
+        or not all(type(each) is int and 0 <= each < 2**63 for each in numbers)
+        or not all(type(each) in (int, float) and math.isfinite(each) for each in reals)
+        or not all(type(each) is str for each in texts)
+    ):
+        raise ValueError(f"{found.file!r} as a version of fragment {it.fragment}")
+    return found
+
+
+@dataclass(frozen=True)
+class Lacking:
+    """What a copy lacks.
+
+    Attributes:
+        serial: of the state (`Store.serial`).
+        newest: by fragment, version and SHA-256 of its file.
+        files: name, SHA-256 and the open file of those that the copy lacks.
+    """
+
+    serial: int
+    state: ReplicatedState
+    newest: Mapping[int, tuple[int, str]]
+    files: tuple[tuple[str, str, IO[bytes]], ...]
+
+    def close(self) -> None:
+        """Let go of the files."""
+        for _, _, file in self.files:
+            file.close()
+
+
+class Replica(Store):
+    """A `Store` that knows what a copy of it lacks, and can be a copy itself."""
+
+    def __init__(self, path: str | os.PathLike[str], *, at: Callable[[str], None] = ignore_point) -> None:
+        super().__init__(path, at=at)
+        self._verified: dict[str, tuple[str, str]] = {}  # files that this process has received: SHA-256 and digest
+
+    def _require_no_run(self, *, is_new: bool) -> None:
+        """A copy has files before it has the first state that names them."""
+        position = read_position(self.path)
+        if is_new or position is None or position.place == "first":
+            super()._require_no_run(is_new=is_new)
+
+    def contents(self) -> Contents:
+        """What is here."""
+        with self._mapped("read"):
+            with self._using:
+                row = run_row(self._db)
+                if not row:
+                    return Contents()
+                newest = {
+                    each.update.fragment: (each.update.version, each.sha256) for each in newest_versions(self._db)
+                }
+                kept = kept_files(self._db, KEPT_VERSIONS)
+                epoch = epochs_of(self._db)[-1].number
+            files = frozenset(name for name in self._files.names() if name not in kept and version_of(name) != (-1, -1))
+            return Contents(str(row["run_id"]), epoch, newest, files)
+
+    def lacking(self, copy: Contents) -> Lacking | None:
+        """What a copy lacks that has this; None: there is no run yet. The files stay readable until they are closed.
+
+        Raises:
+            StoreError: the disk refused.
+        """
+        with self._writing, self._mapped("read"):  # no file is removed meanwhile
+            with self._using:
+                row = run_row(self._db)
+                if not row:
+                    return None
+                record = self._db.execute("SELECT record FROM run").fetchone()[0]
+                epochs = self._db.execute("SELECT epoch, versions, started_at FROM epochs ORDER BY epoch").fetchall()
+                newest = {each.update.fragment: each for each in newest_versions(self._db)}
+                held = copy.held if copy.run_id == row["run_id"] else {}
+                since = {fragment: self._common(fragment, held.get(fragment)) for fragment in newest}
+                later = [versions_after(self._db, fragment, since[fragment]) for fragment in sorted(newest)]
+            wanted = [
+                (each.file, each.sha256) for fragment, each in sorted(newest.items())
+                if since[fragment] < each.update.version and each.file not in copy.files
+            ]  # fmt: skip
+            if not held:
+                wanted.insert(0, (str(row["static_file"]), str(row["static_sha256"])))
+            state = ReplicatedState(
+                row, None if record is None else json.loads(record),
+                tuple((Epoch(number, tuple(json.loads(at))), started) for number, at, started in epochs), since,
+                tuple(each for versions in later for each in versions),
+            )  # fmt: skip
+            files = tuple((name, sha256, (self._files.directory / name).open("rb")) for name, sha256 in wanted)
+            known = {fragment: (each.update.version, each.sha256) for fragment, each in newest.items()}
+            return Lacking(self.serial, state, known, files)
+
+    def _common(self, fragment: int, held: tuple[int, str] | None) -> int:
+        if held is None:
+            return -1
+        known = self._db.execute(
+            "SELECT sha256 FROM versions WHERE fragment = ? AND version = ?", (fragment, held[0])
+        ).fetchone()
+        return held[0] if known is not None and known[0] == held[1] else -1
+
+    def begin_epoch(self, epoch: Epoch, started_at: float) -> None:
+        """Make an epoch durable, unless it is.
+
+        Raises:
+            StoreError: the disk refused.
+        """
+        with self._writing, self._mapped("begun"):
+            with self._using:
+                if any(each.number == epoch.number for each in epochs_of(self._db)):
+                    return
+            with self._transaction() as db:
+                put_epoch(db, epoch, started_at)
+
+    def epoch(self) -> int:
+        """The newest; 0: there is no run."""
+        with self._mapped("read"), self._using:
+            found: int = self._db.execute("SELECT COALESCE(MAX(epoch), 0) FROM epochs").fetchone()[0]
+            return found
+
+    def record(self) -> Json | None:
+        """The run's; None: there is none yet."""
+        with self._mapped("read"), self._using:
+            row = self._db.execute("SELECT record FROM run").fetchone()
+            return None if row is None or row[0] is None else json.loads(row[0])
+
+    def versions(self) -> tuple[int, ...]:
+        """The newest of each fragment."""
+        with self._mapped("read"), self._using:
+            return tuple(each.update.version for each in newest_versions(self._db))
+
+    # --- as a copy ----------------------------------------------------------------------------------------------------
+
+    def receive(self, name: str, sha256: str, chunks: Iterable[bytes | memoryview]) -> None:
+        """Take a file. Raises as `TensorFiles.receive`, and StoreError where the disk refuses."""
+        with self._mapped(f"completed by {name[:80]!r}"):
+            self._verified[name] = sha256, self._files.receive(name, sha256, chunks)
+
+    def take(self, state: ReplicatedState) -> None:
+        """Become this state of the run, whose files are here.
+
+        Raises:
+            StoreError: the disk refused, and the state before still is; or a file is missing or damaged.
+            CorruptPayloadError: no syncer could start with it; the state before still is.
+        """
+        for each in {each.update.fragment: each for each in state.versions}.values():  # the newest ones
+            it = each.update
+            if self._verified.get(each.file) != (each.sha256, it.digest):
+                self._files.read(each)
+        with self._writing, self._mapped("brought to the state of the first syncer"):
+            with self._using:
+                known = run_row(self._db)
+            if known and known["run_id"] != state.row["run_id"]:
+                raise StoreError(
+                    f"{self.path} holds run {known['run']!r} (id {known['run_id']}), and the syncer to follow serves "
+                    f"another one (id {state.row['run_id']}); use an empty directory."
+                )
+            if not known:
+                if (reason := unreadable(state.row)) is not None:
+                    raise _no_state(reason)
+                self._files.read_static(str(state.row["static_file"]), str(state.row["static_sha256"]))
+                write_description(self.path, state.row)
+            with self._transaction() as db:
+                try:
+                    if not known:
+                        insert_run(db, state.row)
+                    _replace(db, state)
+                    _require_startable(db, known or state.row, state.record)
+                except NONSENSE as error:
+                    raise _no_state(error) from error
+                self._at("inserted")
+            self._at("committed")
+            self._verified.clear()
+            if state.versions or not known:
+                self._clear()
+
+    def _clear(self) -> None:
+        """Remove what is superseded, and set aside what no version names."""
+        with self._using:
+            kept = kept_files(self._db, KEPT_VERSIONS)
+            others = [name for name in self._files.names() if name not in kept]
+            superseded = {name for name in others if is_named(self._db, name)}
+        for name in others:
+            if name in superseded:
+                self._files.remove(name)
+            else:
+                self._files.set_aside(name)
+
+
+def _replace(db: sqlite3.Connection, state: ReplicatedState) -> None:
+    record = None if state.record is None else json.dumps(state.record)
+    db.execute("UPDATE run SET record = ?", (record,))
+    db.execute("DELETE FROM epochs")
+    for fragment, version in state.since.items():
+        db.execute("DELETE FROM contributors WHERE fragment = ? AND version > ?", (fragment, version))
+        db.execute("DELETE FROM versions WHERE fragment = ? AND version > ?", (fragment, version))
+    by_epoch = sorted(state.epochs, key=lambda each: each[0].number)
+    for epoch, started_at in by_epoch:
+        put_epoch(db, epoch, started_at)
+    for each in state.versions:
+        put_version(db, each.update, each.file, each.sha256, each.tokens, each.published_at)
+
+
+def _require_startable(db: sqlite3.Connection, row: Row, record: Json | None) -> None:
+    """A start must be able to begin with what the transaction leaves. Raises one of `NONSENSE` where it cannot."""
+    newest = [each.update for each in newest_versions(db)]
+    num_fragments = len(json.loads(row["layout"])["fragments"])
+    if [each.fragment for each in newest] != list(range(num_fragments)) or not epochs_of(db):
+        raise ValueError(f"versions of {len(newest)} of {num_fragments} fragments")
+    require_record(row, [each.version for each in newest], record)
+
+
+def _no_state(reason: object) -> CorruptPayloadError:
+    said = reason if isinstance(reason, str) else repr(reason)
+    return CorruptPayloadError(f"what the first syncer has sent is no state of a run ({said[:MAX_REASON]}).")
