@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 import diloco
-from diloco.core.elementwise import flush_denormals
 from diloco.core.fragments import make_layout
 from diloco.core.held import HeldFragment
 from diloco.core.layout import Layout, TensorSpec, digest, place
+from diloco.core.memory import flush_denormals
 from diloco.core.outer import OUTER_OPTIMIZERS, Adam
 from diloco.core.update import Update
 from diloco.learner.partition import Undivided

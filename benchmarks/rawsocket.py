@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Self
 
-from diloco.exchange.wire.window import LONGEST_CHUNK_BYTES
+from diloco.exchange.wire.frames import LONGEST_CHUNK_BYTES
 
 _ROOT = Path(__file__).parent.parent
 _PUSH, _PULL, _DONE = b"<", b">", b"."

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import diloco
-from diloco.protocol.pool import Pool
+from diloco.protocol.steering import Pool
 from studies.arms import Arm
 from studies.gaps import Gaps, Holds, below, every
 from studies.report import Row, Study, chosen_outer, main

@@ -26,7 +26,7 @@ from diloco.demo.story import DemoState, tell
 from diloco.demo.summary import summarise
 from diloco.errors import ConfigError, RunError
 from diloco.event_log import EventLog, read_events
-from diloco.report.data_parallel import ring_all_reduce_bytes
+from diloco.report.series import ring_all_reduce_bytes
 from diloco.report.timeline import Follower, Kill, Timeline
 
 

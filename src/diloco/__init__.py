@@ -44,10 +44,9 @@ if TYPE_CHECKING:
     from diloco.exchange.local import run_local
     from diloco.exchange.remote import connect
     from diloco.learner import Learner
-    from diloco.learner.boxes import Box
-    from diloco.learner.pieces import Gather, Piece
+    from diloco.learner.pieces import Box, Gather, Piece
     from diloco.learner.sampler import LeasedSampler
-    from diloco.protocol.pool import Pool
+    from diloco.protocol.steering import Pool
 
     __version__: str
 
@@ -76,13 +75,12 @@ __all__ = [
 _MODULES = {
     "diloco.learner": ("Learner",),
     "diloco.learner.sampler": ("LeasedSampler",),
-    "diloco.learner.pieces": ("Gather", "Piece"),
-    "diloco.learner.boxes": ("Box",),
+    "diloco.learner.pieces": ("Box", "Gather", "Piece"),
     "diloco.exchange.local": ("run_local",),
     "diloco.exchange.collective": ("Collective",),
     "diloco.exchange.remote": ("connect",),
     "diloco.core.method": ("Method",),
-    "diloco.protocol.pool": ("Pool",),
+    "diloco.protocol.steering": ("Pool",),
     "diloco.core.presets": (
         "DataParallel",
         "LocalSGD",

@@ -323,7 +323,7 @@ class RunConfig(Table):
 
     @property
     def pool_values(self) -> dict[str, Any] | None:
-        """The fields of this run's `protocol.pool.Pool`; None: it has none."""
+        """The fields of this run's `protocol.steering.Pool`; None: it has none."""
         if self.pool is None:
             return None
         begin, end = self.pool.begin_step, self.pool.end_step

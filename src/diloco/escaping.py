@@ -1,9 +1,12 @@
-"""Text made fit for a terminal, a log or an error: text from another machine may be anything, and keys are secret."""
+"""What another machine said: text that is safe to show, and JSON that may be malformed."""
 
+import json
 import logging
 import re
 import time
 from typing import Any
+
+from diloco.errors import DilocoError, translated
 
 KEY_LINE = "diloco1."
 """How a line of keys begins (`exchange.key_pair`)."""
@@ -61,3 +64,17 @@ def log_plainly() -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(PlainFormatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%dT%H:%M:%SZ"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
+
+
+MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What reading plain values ends in that are not what they should be: of another type, missing, too large, too deep."""
+
+
+def read_json(text: str | bytes, what: str, error: type[DilocoError], advice: str) -> Any:
+    """The values of a JSON text.
+
+    Raises:
+        DilocoError: an `error` that names `what` is not JSON, or too deep, and gives the advice.
+    """
+    with translated((ValueError, RecursionError), error, f"{what} is not JSON", advice):
+        return json.loads(text)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.learner.boxes import Box, cut
+from diloco.learner.pieces import Box, cut
 
 
 @st.composite

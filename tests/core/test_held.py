@@ -12,10 +12,10 @@ from torch import Tensor
 
 from diloco.core.codecs import CODECS, FP32, SEGMENT_ELEMENTS, Codec, Int4
 from diloco.core.codecs.codec import Scratch
-from diloco.core.elementwise import flush_denormals
 from diloco.core.fragments import digest
 from diloco.core.held import Closed, HeldFragment, advance, close, published_mean
 from diloco.core.layout import Placement, TensorSpec
+from diloco.core.memory import flush_denormals
 from diloco.core.merges import Encoded, Mean, NormOutliers
 from diloco.core.method import Method, OuterAt, Partial
 from diloco.core.outer import SGD, Adam, DelayedNesterov, Nesterov, Outer

@@ -25,9 +25,8 @@ from diloco.core.fragments import make_layout
 from diloco.errors import ExchangeError
 from diloco.exchange.device_group import DeviceGroup
 from diloco.exchange.group import Group
-from diloco.learner.boxes import Box
 from diloco.learner.partition import Divided, divided
-from diloco.learner.pieces import Piece
+from diloco.learner.pieces import Box, Piece
 
 FOR_EVER_S = 3600.0
 """A rank that waits so long for another is a hang, which the test's own deadline ends."""

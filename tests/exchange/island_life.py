@@ -37,9 +37,8 @@ from diloco.core.names import Parts, named_parameters
 from diloco.errors import ExchangeError
 from diloco.exchange.group import Group
 from diloco.exchange.lanes import Job, Lane
-from diloco.learner.boxes import Box
 from diloco.learner.models import joined
-from diloco.learner.pieces import Gather, Piece, read_dtensor
+from diloco.learner.pieces import Box, Gather, Piece, read_dtensor
 
 WIDTH, LAYERS = 96, 2
 SHAPES = {

@@ -26,7 +26,7 @@ from diloco.exchange.probe import (
     rate_bit_per_s,
 )
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.window import LONGEST_CHUNK_BYTES
+from diloco.exchange.wire.frames import LONGEST_CHUNK_BYTES
 from diloco.syncer.keys.keyring import Keyring
 from diloco.syncer.server import Syncer
 

@@ -18,7 +18,7 @@ from diloco.exchange.local import Local, Lost, run_virtual
 from diloco.exchange.virtual.delivery import Fault
 from diloco.exchange.virtual.run import VirtualRun, World
 from diloco.planning.network import Network, Path
-from diloco.protocol.pool import Pool, PoolSchedule
+from diloco.protocol.steering import Pool, PoolSchedule
 from diloco.run.ports import NullObserver
 
 NUM_PARAMETERS = 1000

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 
+from diloco.exchange.wire.frames import FEWEST_BYTES, QUEUE_S, SHORTEST_CHUNK_BYTES, Window
 from diloco.exchange.wire.incoming import CHUNKS_UNSAID
-from diloco.exchange.wire.window import FEWEST_BYTES, QUEUE_S, SHORTEST_CHUNK_BYTES, Window
 
 MBIT = 1e6 / 8
 

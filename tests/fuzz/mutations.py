@@ -22,7 +22,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
 from diloco.errors import ConfigError
-from diloco.plain_json import MALFORMED
+from diloco.escaping import MALFORMED
 from diloco.tables import write_toml
 
 INTERESTING = (

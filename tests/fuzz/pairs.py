@@ -31,8 +31,7 @@ from diloco.store.inspection import inspect
 from diloco.syncer.server import Options, Syncer
 from diloco.syncer.standby.following import Following, Shown
 from diloco.syncer.standby.pairing import Pairing
-from diloco.syncer.standby.position import FILE, read_position, write_position
-from diloco.syncer.standby.replica import Replica
+from diloco.syncer.standby.replica import FILE, Replica, read_position, write_position
 
 CALL_S = 20.0
 

@@ -18,7 +18,7 @@ from diloco.errors import CheckpointError, ConfigError
 from diloco.exchange.base import Exchange
 from diloco.exchange.local import Local
 from diloco.protocol.leases import MERGED
-from diloco.protocol.permutation import place_of_unit
+from diloco.protocol.units import place_of_unit
 
 N, BATCH, H = 96, 4, 3
 METHOD = diloco.DiLoCo(sync_every=H)

@@ -7,9 +7,8 @@ from torch import Tensor, nn
 import diloco
 from diloco.core.codecs import codec_from_name
 from diloco.core.fragments import make_layout
-from diloco.learner.device import DeviceDisplacement
+from diloco.learner.device import DeviceDisplacement, Snapshots
 from diloco.learner.partition import Undivided
-from diloco.learner.snapshots import Snapshots
 
 DEVICES = [
     "cpu",

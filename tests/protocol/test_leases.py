@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from diloco.errors import ConfigError, PayloadError
 from diloco.protocol.contribution import KEPT, LATE, MISSED, OUT_OF_STEP, OUTLIER, OVERLAP, Contribution
 from diloco.protocol.leases import Ask, DataSet, Grant, Leases, gone_back
-from diloco.protocol.ranges import Ranges, common, count, is_set, minus, ranges_of, split, union
-from diloco.protocol.unit_fates import KEPT_VERSIONS, MERGED
 from diloco.protocol.unit_queue import UnitQueue
+from diloco.protocol.units import KEPT_VERSIONS, MERGED, Ranges, common, count, is_set, minus, ranges_of, split, union
 
 DATA = DataSet(num_units=40, passes=0, digest="d")
 

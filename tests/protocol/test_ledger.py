@@ -17,9 +17,8 @@ from diloco.core.quorum import QUORUMS, Quorum
 from diloco.core.schedule import Schedule
 from diloco.protocol.actions import Acknowledge, Action, Evict, MergeRound, Record, Reject
 from diloco.protocol.contribution import KEPT, OUTLIER, Contribution, Verdict
-from diloco.protocol.in_flight import Send
+from diloco.protocol.in_flight import Ledger, Send, total
 from diloco.protocol.learner import LearnerCore
-from diloco.protocol.ledger import Ledger, total
 from diloco.protocol.members import Deadlines
 from diloco.protocol.rounds.base import Rules
 from diloco.protocol.syncer import SyncerCore

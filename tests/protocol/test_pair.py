@@ -11,12 +11,9 @@ import pytest
 
 from diloco.errors import ConfigError, StandbyError, StoreError
 from diloco.protocol.lineage import Lineage
-from diloco.protocol.pair.first_end import FirstEnd
-from diloco.protocol.pair.link import Link
+from diloco.protocol.pair.ends import FirstEnd, StandbyEnd
 from diloco.protocol.pair.pair_core import REFUSED_S, PairCore
-from diloco.protocol.pair.standby_end import StandbyEnd
-from diloco.protocol.pair.values import Commit, Contents, Position
-from diloco.protocol.pair.writes import PairedWrites, WriteKey
+from diloco.protocol.pair.values import Commit, Contents, Link, PairedWrites, Position, WriteKey
 from diloco.protocol.succession import Standing, Witness, Word
 
 RUN_ID = "a" * 32

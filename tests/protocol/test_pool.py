@@ -6,7 +6,7 @@ import pytest
 
 from diloco.config import dump_config, parse_config
 from diloco.errors import ConfigError
-from diloco.protocol.pool import Pool, PoolSchedule
+from diloco.protocol.steering import Pool, PoolSchedule
 
 RUN_FILE = """
 run = {name = "pool", tokens = 100_000, learners = 8}

@@ -15,9 +15,8 @@ from diloco.core.quorum import AllLive, Called, Pushed
 from diloco.errors import ConfigError, DrainedError
 from diloco.protocol.actions import Action, Evict, MergeRound, PersistRecord, Tell, WakeAt
 from diloco.protocol.members import Deadlines
-from diloco.protocol.pool import Pool
 from diloco.protocol.rounds.base import Rules
-from diloco.protocol.steering import Order
+from diloco.protocol.steering import Order, Pool
 from diloco.protocol.syncer import SyncerCore
 
 

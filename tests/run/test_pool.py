@@ -6,7 +6,7 @@ import pytest
 from tests.run.toy import Scene, contribution, scheduled, started
 
 from diloco.errors import DrainedError, NoRoomError
-from diloco.protocol.pool import Pool
+from diloco.protocol.steering import Pool
 
 UP, DOWN = Pool("ramp up", 2, 8), Pool("ramp down", 2, 8)
 

@@ -10,8 +10,7 @@ from tests.run.toy import NUM_BYTES, Scene, contribution, scheduled, started
 from diloco.errors import BusyError, DilocoError, NoRoomError
 from diloco.protocol.contribution import Contribution
 from diloco.run.memory import MemorySlot
-from diloco.run.prefixes import KEPT_S
-from diloco.run.uploads import Upload
+from diloco.run.uploads import KEPT_S, Upload
 
 
 def complete(scene: Scene, push: Upload[MemorySlot]) -> DilocoError | None:

@@ -18,7 +18,7 @@ from diloco.errors import DilocoError, NonFiniteError, PayloadError
 from diloco.protocol.actions import MergeRound
 from diloco.protocol.contribution import Contribution, Standing
 from diloco.protocol.members import Deadlines
-from diloco.protocol.pool import Pool
+from diloco.protocol.steering import Pool
 from diloco.run.driver import Driver
 from diloco.run.memory import MemorySlot, MemoryStore
 from diloco.run.ports import InitialModel, MergedRound, NullObserver, Observer, Ports

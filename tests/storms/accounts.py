@@ -48,7 +48,7 @@ class _Sum:
 
 
 def _add(discarded: dict[str, int], reason: str, tokens: int) -> None:
-    """As `protocol.ledger.Ledger.discard`: without reasons for no token."""
+    """As `protocol.in_flight.Ledger.discard`: without reasons for no token."""
     total = discarded.pop(reason, 0) + tokens
     if total:
         discarded[reason] = total

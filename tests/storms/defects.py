@@ -17,8 +17,7 @@ from diloco.protocol.members import Deadlines
 from diloco.protocol.rounds import late
 from diloco.protocol.rounds.called import CalledLearner, CalledSyncer
 from diloco.protocol.rounds.pushed import PushedLearner
-from diloco.protocol.session.model_cache import ModelCache
-from diloco.protocol.session.outbox import Outbox
+from diloco.protocol.session.transfers import ModelCache, Outbox
 from diloco.protocol.succession import Witness
 from diloco.protocol.syncer import SyncerCore
 from diloco.run import driver

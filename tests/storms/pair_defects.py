@@ -9,10 +9,9 @@ import pytest
 from tests.storms.defects import Defect
 
 from diloco.protocol.lineage import Lineage
-from diloco.protocol.pair.link import Link
+from diloco.protocol.pair.ends import StandbyEnd
 from diloco.protocol.pair.pair_core import PairCore
-from diloco.protocol.pair.standby_end import StandbyEnd
-from diloco.protocol.pair.writes import PairedWrites
+from diloco.protocol.pair.values import Link, PairedWrites
 from diloco.protocol.succession import Succession, Witness
 
 

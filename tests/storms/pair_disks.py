@@ -17,8 +17,7 @@ from diloco.errors import StoreError
 from diloco.protocol.accounting import Key
 from diloco.protocol.contribution import Contribution
 from diloco.protocol.lineage import Epoch
-from diloco.protocol.pair.values import Contents, Position
-from diloco.protocol.pair.writes import PairedWrites, WriteKey
+from diloco.protocol.pair.values import Contents, PairedWrites, Position, WriteKey
 from diloco.run.memory import MemoryStore
 from diloco.run.ports import InitialModel, Json, MergedRound, RunMethod, SavedRun
 
@@ -165,7 +164,7 @@ class NodeStore(MemoryStore[HeldFragment, Tensor]):
                 self._published.ledger.initial(model.fragments)
 
     def publish(self, merged: Merged, record: Json) -> None:
-        """As `syncer.standby.replicated.ReplicatedStore.publish`, but for the waiting."""
+        """As `syncer.standby.pairing.ReplicatedStore.publish`, but for the waiting."""
         update = merged.update
         key = WriteKey(update.fragment, update.version, update.digest)
         is_here = self.writes.begins(key)
@@ -183,7 +182,7 @@ class NodeStore(MemoryStore[HeldFragment, Tensor]):
         self.writes.wrote(key)
 
     def save_record(self, record: Json) -> None:
-        """As `syncer.standby.replicated.ReplicatedStore.save_record`, but for the waiting."""
+        """As `syncer.standby.pairing.ReplicatedStore.save_record`, but for the waiting."""
         self.writes.begins(None)
         self.under_way = None
         self._begin(record)

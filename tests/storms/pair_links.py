@@ -9,11 +9,9 @@ from tests.storms.pair_disks import DiskState
 from tests.storms.pair_nodes import Node
 
 from diloco.errors import DilocoError
-from diloco.protocol.pair.first_end import FirstEnd
-from diloco.protocol.pair.link import Link
+from diloco.protocol.pair.ends import FirstEnd, StandbyEnd
 from diloco.protocol.pair.pair_core import PairCore
-from diloco.protocol.pair.standby_end import StandbyEnd
-from diloco.protocol.pair.values import Commit, Hello
+from diloco.protocol.pair.values import Commit, Hello, Link
 
 if TYPE_CHECKING:
     from tests.storms.pair_world import PairStorm

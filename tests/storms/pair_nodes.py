@@ -13,7 +13,7 @@ from tests.storms.drivers import StormDriver, StormJobs
 from tests.storms.pair_disks import Merged, NodeAccounts, NodeStore
 
 from diloco.errors import StoreError
-from diloco.exchange.virtual.doors import SimulatedDriver
+from diloco.exchange.virtual.syncer import SimulatedDriver
 from diloco.protocol.accounting import Key
 from diloco.protocol.contribution import OUTLIER
 from diloco.protocol.pair.pair_core import PairCore
@@ -194,7 +194,7 @@ class Node:
         """How far the standby is behind."""
         require(versions >= 0 and seconds >= 0.0, f"{self.name} is {versions} versions and {seconds} s behind")
 
-    # --- as `exchange.virtual.doors.Door` -----------------------------------------------------------------------------
+    # --- as `exchange.virtual.syncer.Door` ----------------------------------------------------------------------------
 
     @property
     def serves(self) -> bool:

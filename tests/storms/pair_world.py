@@ -16,7 +16,7 @@ from tests.storms.world import ProcessKilled, Storm
 
 from diloco.core.layout import digest
 from diloco.errors import StoreError
-from diloco.exchange.virtual.doors import Door
+from diloco.exchange.virtual.syncer import Door
 from diloco.protocol.succession import Standing, elector
 
 SETTLES_S = 20.0

@@ -10,8 +10,8 @@ from tests.chaos.versions import require
 
 from diloco.protocol.contribution import Contribution
 from diloco.protocol.leases import MERGED, DataSet, Leases
-from diloco.protocol.ranges import Ranges, common, count, minus, union
 from diloco.protocol.unit_queue import UnitQueue
+from diloco.protocol.units import Ranges, common, count, minus, union
 
 DATA = DataSet(num_units=40, passes=0, digest="storm")
 AHEAD_STEPS = 3

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from diloco.errors import DilocoError, UnreachableError
-from diloco.exchange.virtual.doors import Door
+from diloco.exchange.virtual.syncer import Door
 from diloco.protocol.session import requests
 from diloco.protocol.session.lanes import address_of
 

@@ -29,8 +29,7 @@ from torch import Tensor
 from diloco.core.held import Advanced, HeldFragment
 from diloco.core.quorum import AllLive
 from diloco.errors import DigestError
-from diloco.exchange.virtual.doors import Door, OneSyncer, SimulatedDriver
-from diloco.exchange.virtual.replicas import Replicas
+from diloco.exchange.virtual.syncer import Door, OneSyncer, Replicas, SimulatedDriver
 from diloco.protocol.accounting import Key
 from diloco.protocol.contribution import OUTLIER
 from diloco.run.global_model import Fetched

@@ -26,8 +26,7 @@ from diloco.cli import main
 from diloco.errors import ConfigError, NotInitialisedError, StoreError
 from diloco.event_log import read_events
 from diloco.events import BackedUp, BackupRefused, Event
-from diloco.store.backup import back_up, restore, taken_last_at
-from diloco.store.backups import BackupPlan, due_in_s
+from diloco.store.backup import BackupPlan, back_up, due_in_s, restore, taken_last_at
 from diloco.store.repair import repair
 from diloco.store.store import Store
 from diloco.store.targets import open_target

@@ -29,9 +29,8 @@ from diloco.exchange.dialling import Dialler
 from diloco.exchange.remote.entry import Entry, Initial, describe, model_parts
 from diloco.exchange.remote.transfers import Payload, Receiver, Sender
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import bytes_of, frames
+from diloco.exchange.wire.frames import CHUNKS_UNSAID, FIRST_BYTES, bytes_of, frames
 from diloco.exchange.wire.incoming import start_of
-from diloco.exchange.wire.window import CHUNKS_UNSAID, FIRST_BYTES
 from diloco.protocol.members import Deadlines
 from diloco.protocol.session import requests
 from diloco.protocol.session.requests import Identity

@@ -24,9 +24,9 @@ from diloco.exchange.wire.frames import frames
 from diloco.exchange.wire.rpc import SERVER_OPTIONS
 from diloco.syncer.door.admission import Limits, Shares
 from diloco.syncer.door.call_deadlines import CallDeadlines
-from diloco.syncer.door.handles import RESERVE, connections_for
 from diloco.syncer.keys.callers import UNKNOWN, Caller
 from diloco.syncer.page.live_page import MOST_CONNECTIONS as MOST_PAGE_CONNECTIONS
+from diloco.syncer.ports import RESERVE, connections_for
 
 
 def idle_streams(address: str, method_name: str, num_streams: int) -> Http2:

@@ -29,12 +29,11 @@ from diloco.exchange.dialling import Dialler, found
 from diloco.exchange.probe import probe
 from diloco.exchange.remote.entry import Entry, describe, model_parts
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import bytes_of, frames, read_header
-from diloco.exchange.wire.window import CHUNKS_UNSAID, FIRST_BYTES
+from diloco.exchange.wire.frames import CHUNKS_UNSAID, FIRST_BYTES, bytes_of, frames, read_header
 from diloco.protocol.members import Deadlines
 from diloco.protocol.session import requests
 from diloco.protocol.session.requests import Identity
-from diloco.run.prefixes import KEPT_S
+from diloco.run.uploads import KEPT_S
 from diloco.syncer.door.call_deadlines import CallDeadlines
 from diloco.syncer.door.receiving import IncomingModel
 from diloco.syncer.server import Syncer

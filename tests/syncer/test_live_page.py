@@ -23,8 +23,7 @@ from diloco.errors import AuthError, ConfigError, RunError
 from diloco.event_log import EventLog
 from diloco.protocol.steering import Order
 from diloco.syncer.keys.callers import Caller
-from diloco.syncer.page.live_page import LivePage
-from diloco.syncer.page.page_access import LINK_S, MAX_LINKS, MAX_SESSIONS, PageAccess, Session
+from diloco.syncer.page.live_page import LINK_S, MAX_LINKS, MAX_SESSIONS, LivePage, PageAccess, Session
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from tests.syncer.runs import Raw, layout, method, start
 
 import diloco
 from diloco import errors
-from diloco.syncer.merge_lines import MergeLines
+from diloco.syncer.journal import MergeLines
 
 ONES = diloco.FP32().encode(torch.ones(layout().fragments[0].numel))
 LINE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ (INFO|WARNING|ERROR) \S.*")

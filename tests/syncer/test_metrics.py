@@ -10,7 +10,7 @@ from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 
 from diloco.errors import ConfigError, RunError
-from diloco.protocol.ledger import Ledger
+from diloco.protocol.in_flight import Ledger
 from diloco.syncer.metrics import LearnerSample, RunSample, SyncerMetrics
 
 Labels = frozenset[tuple[str, str]]

@@ -13,8 +13,8 @@ from tests.syncer.test_faults import until
 
 import diloco
 from diloco.errors import ConfigError
-from diloco.protocol.ledger import Ledger
-from diloco.protocol.pool import Pool
+from diloco.protocol.in_flight import Ledger
+from diloco.protocol.steering import Pool
 from diloco.syncer.server import Syncer
 
 METHOD = diloco.DiLoCo(sync_every=4)

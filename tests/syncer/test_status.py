@@ -24,7 +24,7 @@ from diloco.cli.status import command
 from diloco.errors import ConfigError
 from diloco.events import RECENT_MERGES
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.protocol.pool import Pool
+from diloco.protocol.steering import Pool
 from diloco.report.frame import live_page
 from diloco.report.members import Member
 from diloco.run.status import _Seen

@@ -18,7 +18,7 @@ import pytest
 from tests.test_project import ROOT
 
 from diloco.demo.plan import free_port
-from diloco.protocol.ledger import Ledger
+from diloco.protocol.in_flight import Ledger
 from diloco.syncer.metrics import LearnerSample, RunSample, SyncerMetrics
 
 DASHBOARD = json.loads((ROOT / "templates" / "grafana.json").read_text())

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.cli._input import with_keys
+from diloco.cli._shared import with_keys
 from diloco.config import RunConfig, dump_config, load_config, parse_config
 from diloco.core.presets import method_from_table
 from diloco.errors import ConfigError

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from diloco.config import DataTable, RunConfig
 from diloco.errors import CheckpointError, ConfigError
-from diloco.protocol.permutation import permute
+from diloco.protocol.units import permute
 from diloco.training.data.corpus import Corpus, Tokens, load_corpus
 from diloco.training.data.streams import ShardedWindows, Stream, held_out_batches
 from diloco.training.pretrained import vocabulary

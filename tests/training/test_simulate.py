@@ -21,7 +21,7 @@ from diloco.exchange.virtual.delivery import Fault
 from diloco.planning.network import Network
 from diloco.planning.network import Path as Way
 from diloco.planning.tape import read_tape
-from diloco.protocol.pool import Pool
+from diloco.protocol.steering import Pool
 from diloco.simulation.pictures import NO_LOSS, pictures
 from diloco.simulation.scenario import Scenario, scenario_of_tape
 from diloco.simulation.virtual_run import Simulated, simulate

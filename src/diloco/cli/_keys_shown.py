@@ -9,13 +9,12 @@ from typing import Any
 
 import typer
 
-from diloco.cli._output import make_table
+from diloco.cli._shared import make_table
 from diloco.exchange.key_pair import CERT, key_line, read_key_pair
 from diloco.exchange.wire.address import is_local
 from diloco.syncer.keys.auth import REVOKED
-from diloco.syncer.keys.authorities import CA_KEY, NEXT_KEY
 from diloco.syncer.keys.certificates import SOON, left
-from diloco.syncer.keys.keyring import SYNCER, Issued, Keyring
+from diloco.syncer.keys.keyring import CA_KEY, NEXT_KEY, SYNCER, Issued, Keyring
 
 THERE = "run/keys/"
 """Where the lines copy to, from the other machine's home directory."""

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from diloco.cli._output import cell
+from diloco.cli._shared import cell
 from diloco.escaping import printable, shortened
 from diloco.run.status import state_of
 

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from diloco.cli._options import Insecure, Json, Keys
 from diloco.cli._reach import Address, OptionalRunFile, Reach, RunName, reach
+from diloco.cli._shared import Insecure, Json, Keys
 from diloco.protocol.steering import Order, What
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)

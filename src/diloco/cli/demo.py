@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from diloco.cli._options import JsonSummary
+from diloco.cli._shared import JsonSummary
 from diloco.cli._signals import interrupted_by_signals
 from diloco.errors import ConfigError, StoreError, translated
 

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from diloco.cli._options import Insecure, Json, Keys, Overrides
 from diloco.cli._reach import Reach
+from diloco.cli._shared import Insecure, Json, Keys, Overrides
 from diloco.errors import ConfigError, DilocoError, StandbyError
 from diloco.escaping import printable
 

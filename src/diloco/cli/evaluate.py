@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from diloco.cli._options import Json
+from diloco.cli._shared import Json
 from diloco.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def _plain(found: "list[ExportScores]") -> dict[str, object]:
 def _show(found: "list[ExportScores]") -> None:
     from rich.console import Console
 
-    from diloco.cli._output import make_table
+    from diloco.cli._shared import make_table
     from diloco.evaluation.scores import differences
 
     first, *others = found

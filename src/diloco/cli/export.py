@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from diloco.cli._input import with_keys
-from diloco.cli._options import Json, Keys, Overrides, RunFile
+from diloco.cli._shared import Json, Keys, Overrides, RunFile, with_keys
 from diloco.errors import ConfigError, NotInitialisedError, StoreError, UnreachableError
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from diloco.cli._options import Json
+from diloco.cli._shared import Json
 from diloco.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from urllib.parse import urlsplit
 
 import typer
 
-from diloco.cli._options import Insecure, Json, Keys
 from diloco.cli._reach import Address, OptionalRunFile, RunName, reach
+from diloco.cli._shared import Insecure, Json, Keys
 
 
 def command(

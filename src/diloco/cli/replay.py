@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from diloco.cli._options import Json
-from diloco.cli._output import make_table
+from diloco.cli._shared import Json, make_table
 from diloco.errors import ConfigError, StoreError
 
 if TYPE_CHECKING:

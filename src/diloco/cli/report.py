@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from diloco.cli._output import make_table
+from diloco.cli._shared import make_table
 from diloco.escaping import printable
 
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from diloco.cli._options import Overrides, RunFile
-from diloco.cli._output import make_table
+from diloco.cli._shared import Overrides, RunFile, make_table
 from diloco.config import RunConfig, load_config
 from diloco.errors import ConfigError
 from diloco.planning.site import Site, load_site

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from diloco.cli._options import Insecure, Json, Keys
 from diloco.cli._reach import Address, OptionalRunFile, RunName, reach
+from diloco.cli._shared import Insecure, Json, Keys
 from diloco.cli._status import view
 from diloco.errors import UnreachableError
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from diloco.cli._options import Json, Overrides, RunFile
+from diloco.cli._shared import Json, Overrides, RunFile
 from diloco.escaping import printable
 
 if TYPE_CHECKING:

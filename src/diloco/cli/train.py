@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from diloco.cli._beginning import check_directory, is_over
-from diloco.cli._input import with_keys
-from diloco.cli._options import JsonSummary, Keys, LearnerName, Overrides, RunFile
+from diloco.cli._shared import JsonSummary, Keys, LearnerName, Overrides, RunFile, with_keys
 from diloco.cli._signals import ending_by_signals
 from diloco.errors import AlreadyInitialisedError, CheckpointError, ConfigError
 

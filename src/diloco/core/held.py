@@ -31,9 +31,8 @@ from torch import Tensor
 from diloco.core.averaged import AveragedElements
 from diloco.core.codecs import SEGMENT_ELEMENTS
 from diloco.core.codecs.codec import Scratch
-from diloco.core.elementwise import flush_denormals
 from diloco.core.layout import Digest, Placement, digest
-from diloco.core.memory import new_like, new_vector
+from diloco.core.memory import flush_denormals, new_like, new_vector
 from diloco.core.merges import Encoded, merged_runs, refused_by
 from diloco.core.method import Method
 from diloco.core.update import Update

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from diloco.core.choices import Choice, Registry, fraction, positive, whole_number
-from diloco.core.elementwise import blocks
-from diloco.core.memory import new_like
+from diloco.core.memory import blocks, new_like
 from diloco.errors import ConfigError, LayoutError
 
 State = dict[str, Tensor]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diloco.report.data_parallel import ring_all_reduce_bytes
+from diloco.report.series import ring_all_reduce_bytes
 from diloco.report.timeline import Kill, Timeline, is_learner
 
 KINDS = ("contributions", "updates", "joins", "control")

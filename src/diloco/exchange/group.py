@@ -30,8 +30,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from diloco import errors
 from diloco.core.memory import new_vector
 from diloco.errors import ConfigError, DilocoError, ExchangeError
-from diloco.escaping import printable
-from diloco.plain_json import read_json
+from diloco.escaping import printable, read_json
 
 log = logging.getLogger("diloco")
 

@@ -31,7 +31,7 @@ from cryptography.hazmat.primitives import serialization
 from diloco.errors import AuthError, ConfigError, translated
 from diloco.escaping import KEY_LINE, is_key_line
 from diloco.exchange.wire.address import socket_path
-from diloco.secret_files import read_secret
+from diloco.whole_files import read_secret
 
 SCHEME = "diloco"
 """A certificate names its holder as `diloco:RUN/ROLE/NAME`, percent-encoded, among its subject alternative names."""

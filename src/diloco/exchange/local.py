@@ -23,9 +23,9 @@ from diloco.exchange.virtual.run import RUN, VirtualRun, World
 from diloco.exchange.virtual.turns import Killed, StepSeconds, ThreadState
 from diloco.protocol.contribution import CallForWork, Contribution, Drained, Hold, Rejected
 from diloco.protocol.leases import Ask, Grant
-from diloco.protocol.pool import Pool
 from diloco.protocol.session.requests import Fail, Identity, Report, TellStart
 from diloco.protocol.session.session_core import SessionCore
+from diloco.protocol.steering import Pool
 from diloco.run.ports import InitialModel
 
 T = TypeVar("T")

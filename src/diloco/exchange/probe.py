@@ -19,9 +19,8 @@ from diloco.exchange.connection import Connection
 from diloco.exchange.dialling import dialler, found
 from diloco.exchange.key_pair import AnyKeys
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import read_header
+from diloco.exchange.wire.frames import LONGEST_CHUNK_BYTES, read_header
 from diloco.exchange.wire.incoming import Progress
-from diloco.exchange.wire.window import LONGEST_CHUNK_BYTES
 
 MAX_PROBE_BYTES = 1 << 28
 """What one probe carries each way at most: a fifth of a second at 10 Gbit/s."""

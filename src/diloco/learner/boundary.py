@@ -25,9 +25,9 @@ from diloco.protocol.contribution import KEPT, CallForWork, Contribution, Draine
 from diloco.protocol.in_flight import Send
 from diloco.protocol.learner import LearnerCore
 from diloco.protocol.leases import Grant
-from diloco.protocol.ranges import Ranges
 from diloco.protocol.session.requests import Evaluation, Report
 from diloco.protocol.unit_queue import UnitQueue
+from diloco.protocol.units import Ranges
 
 log = logging.getLogger("diloco")
 

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from diloco.core.adopt import eager_gradient
 from diloco.core.averaged import AveragedElements
-from diloco.core.elementwise import flush_denormals
 from diloco.core.layout import Placement
-from diloco.core.memory import new_like
+from diloco.core.memory import flush_denormals, new_like
 from diloco.core.method import Method
 from diloco.exchange.base import Arrived, Opened
 from diloco.protocol.in_flight import Send

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from diloco.core.layout import Fragment, Layout
 from diloco.core.names import holder, named_parameters, tensor_names
 from diloco.errors import LayoutError
-from diloco.learner.boxes import Box
 from diloco.learner.frozen_base import Base, local_of, whole_of
-from diloco.learner.pieces import read_dtensor
+from diloco.learner.pieces import Box, read_dtensor
 
 Place = tuple[nn.Module, str]
 

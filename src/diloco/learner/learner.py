@@ -342,8 +342,8 @@ class Learner:
 
     @property
     def drained(self) -> bool:
-        """Whether this learner should finish now: the run has no place for it any more (`protocol.pool`, or an admin
-        has drained it or ended the run), and a fragment has no work that was not sent.
+        """Whether this learner should finish now: the run has no place for it any more (`protocol.steering`, or an
+        admin has drained it or ended the run), and a fragment has no work that was not sent.
 
         The training loop ends on it. A fragment that is sent at other steps loses what was trained since its last send.
         A learner that was evicted, and cannot join again, loses what is not merged, and takes no more steps.

@@ -26,8 +26,7 @@ from diloco.core.shards import dealt
 from diloco.errors import LayoutError
 from diloco.exchange.device_group import device_group, device_of
 from diloco.exchange.group import Group
-from diloco.learner.boxes import Box, cut
-from diloco.learner.pieces import Gather, Piece
+from diloco.learner.pieces import Box, Gather, Piece, cut
 
 AllToAll = Callable[[Tensor, Sequence[int], Sequence[int], str], Tensor]
 """Cut uint8 into parts of these sizes, one for each rank; return those of all ranks, of these sizes, in rank order."""

@@ -11,7 +11,7 @@ from torch.utils.data import Sampler
 from diloco.errors import ConfigError
 from diloco.learner.learner import Learner
 from diloco.protocol.leases import DataSet
-from diloco.protocol.permutation import place_of_unit
+from diloco.protocol.units import place_of_unit
 
 B = TypeVar("B")
 

@@ -14,10 +14,10 @@ from diloco.core.layout import digest
 from diloco.core.method import Method
 from diloco.core.update import Update
 from diloco.errors import AuthError, CheckpointError, StoppedError, translated
+from diloco.escaping import MALFORMED
 from diloco.exchange.base import Arrived, Opened
 from diloco.learner.boundary import Boundary
 from diloco.learner.rewarm import rewarm_of
-from diloco.plain_json import MALFORMED
 from diloco.protocol.in_flight import require_whole_numbers
 from diloco.protocol.lineage import Lineage, refusal
 

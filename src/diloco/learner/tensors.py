@@ -12,18 +12,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from diloco.core.adopt import Adopt, Eager
-from diloco.core.elementwise import blocks
 from diloco.core.fragments import Layout
+from diloco.core.memory import blocks
 from diloco.core.method import Method
 from diloco.core.names import canonical_key, named_buffers, named_parameters
 from diloco.errors import CheckpointError, ConfigError
 from diloco.exchange.base import Model
 from diloco.exchange.device_group import device_of
-from diloco.learner.device import Uploads
+from diloco.learner.device import Snapshots, Uploads
 from diloco.learner.frozen import FrozenState, averaged_names, exchanged_tensors
 from diloco.learner.models import Registered
 from diloco.learner.partition import Partition
-from diloco.learner.snapshots import Snapshots
 
 
 class LearnerTensors:

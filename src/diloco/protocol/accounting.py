@@ -1,10 +1,10 @@
 """The syncer's accounting: where each learner's tokens are, and the verdict on each contribution.
 
-Per learner and fragment, trained = pending + merged + discarded + lost (`protocol.ledger`). The syncer is responsible
-for an acknowledged contribution until it is merged or rejected, even if the learner is gone. All other pending tokens
-are lost with their learner; so are those that an evicted incarnation has trained before it heard of that, of which its
-process tells later. If the syncer restarts, open contributions of learners that are gone are lost too: they are not
-sent again.
+Per learner and fragment, trained = pending + merged + discarded + lost (`protocol.in_flight`). The syncer is
+responsible for an acknowledged contribution until it is merged or rejected, even if the learner is gone. All other
+pending tokens are lost with their learner; so are those that an evicted incarnation has trained before it heard of
+that, of which its process tells later. If the syncer restarts, open contributions of learners that are gone are lost
+too: they are not sent again.
 
 A contribution is known by its number, so a retransmission is recognised. It is open from its acknowledgement to its
 verdict. The verdict is counted once, sent once it is durable, and kept until the learner has confirmed it. Open
@@ -19,7 +19,7 @@ from typing import Any
 
 from diloco.errors import PayloadError
 from diloco.protocol.contribution import KEPT, Contribution, Verdict
-from diloco.protocol.ledger import Ledger
+from diloco.protocol.in_flight import Ledger
 
 MAX_COUNTED_TOKENS = 2**53
 """Of one learner: JSON and a weight hold the number exactly, and the sum over learners too."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from diloco.protocol.ranges import Ranges
+from diloco.protocol.units import Ranges
 
 # Why a contribution is sent back: the work stays with the learner, pending, and goes with its next contribution.
 OUT_OF_STEP = "out of step"
@@ -142,8 +142,8 @@ class Standing:
         versions: of each fragment, published.
         calls: (fragment, version) of the calls for work that it has not answered.
         verdicts: those of its incarnation that it has not confirmed, by fragment and number.
-        drained: the run has no place for it any more (`protocol.pool`, `protocol.steering`): it sends its last work,
-            and leaves.
+        drained: the run has no place for it any more (`protocol.steering`, `protocol.steering`): it sends its last
+            work, and leaves.
         order: ascending for one process of the syncer: of two that overtook each other on the way, the higher is true.
         paused: no round is merged, and learners are to take no steps.
         at_least: the fewest learners that a round is merged with, where an operator has set it; 0: as the method says.

@@ -24,9 +24,9 @@ from typing import Any
 from diloco.errors import CheckpointError, VersionError
 from diloco.protocol.contribution import KEPT, MISSED
 from diloco.protocol.in_flight import FragmentWork, InFlight, Send, require_whole_numbers
-from diloco.protocol.ranges import Ranges, union
 from diloco.protocol.rounds import HALVES
 from diloco.protocol.rounds.base import Rules
+from diloco.protocol.units import Ranges, union
 
 
 class LearnerCore:

@@ -41,8 +41,19 @@ from typing import Any
 
 from diloco.errors import ConfigError, PayloadError
 from diloco.protocol.contribution import KEPT, OVERLAP, Contribution
-from diloco.protocol.ranges import Ranges, common, count, minus, ranges_of, split, union
-from diloco.protocol.unit_fates import MERGED, RecentMerges, UnitFates, fates_of
+from diloco.protocol.units import (
+    MERGED,
+    Ranges,
+    RecentMerges,
+    UnitFates,
+    common,
+    count,
+    fates_of,
+    minus,
+    ranges_of,
+    split,
+    union,
+)
 
 MAX_ASKED = 2**20
 """Units in one request."""

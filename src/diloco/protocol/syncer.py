@@ -40,10 +40,9 @@ from diloco.protocol.in_flight import require_whole_numbers
 from diloco.protocol.leases import Ask, Grant, Leases
 from diloco.protocol.leases import gone_back as leases_gone_back
 from diloco.protocol.members import Deadlines, Member
-from diloco.protocol.pool import Pool
 from diloco.protocol.rounds import HALVES
 from diloco.protocol.rounds.base import ClosedRound, Decision, FragmentState, Rules
-from diloco.protocol.steering import Order, Steering
+from diloco.protocol.steering import Order, Pool, Steering
 
 
 class SyncerCore:

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from diloco.protocol.leases import Ask, DataSet, Grant
-from diloco.protocol.ranges import Ranges, common, union
+from diloco.protocol.units import Ranges, common, union
 
 
 class UnitQueue:

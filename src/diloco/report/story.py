@@ -8,10 +8,9 @@ from typing import Any
 
 from diloco import events as ev
 from diloco.escaping import printable
-from diloco.report.data_parallel import ring_all_reduce_bytes
 from diloco.report.members import Member, live
 from diloco.report.sentences import Tone, sentence
-from diloco.report.series import Newest, Numbers, Series
+from diloco.report.series import Newest, Numbers, Series, ring_all_reduce_bytes
 
 MAX_MERGES = 400
 MAX_EVENTS = 300

@@ -53,8 +53,7 @@ from diloco.protocol.contribution import NOT_FINITE, Contribution, Standing
 from diloco.protocol.leases import Ask, Grant
 from diloco.protocol.lineage import Lineage, lost, refusal
 from diloco.protocol.members import Deadlines
-from diloco.protocol.pool import Pool
-from diloco.protocol.steering import Order
+from diloco.protocol.steering import Order, Pool
 from diloco.protocol.syncer import SyncerCore
 from diloco.run import sense
 from diloco.run.assembly import Span

@@ -7,8 +7,8 @@ from typing import Any, Generic
 from diloco.errors import AlreadyInitialisedError, ConfigError, LayoutError, NotInitialisedError, UnknownRunError
 from diloco.protocol.lineage import Epoch, Lineage
 from diloco.protocol.members import Deadlines
-from diloco.protocol.pool import Pool
 from diloco.protocol.rounds.base import Rules
+from diloco.protocol.steering import Pool
 from diloco.protocol.syncer import SyncerCore
 from diloco.run.global_model import GlobalModel
 from diloco.run.ports import H, InitialModel, P, RunMethod, SavedRun, first_epoch

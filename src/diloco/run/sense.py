@@ -14,9 +14,9 @@ from typing import Any, get_args
 from diloco.errors import CorruptPayloadError, LayoutError, PayloadError
 from diloco.protocol.contribution import OVERLAP, Contribution
 from diloco.protocol.leases import Ask
-from diloco.protocol.ranges import Ranges, is_set
 from diloco.protocol.steering import OF_A_LEARNER, Order, What
 from diloco.protocol.succession import Word
+from diloco.protocol.units import Ranges, is_set
 from diloco.run.ports import InitialModel
 
 MAX_AHEAD = 10**8

@@ -9,7 +9,7 @@ from typing import Any
 
 from diloco.events import RECENT_MERGES
 from diloco.protocol.actions import MergeRound
-from diloco.protocol.ledger import total
+from diloco.protocol.in_flight import total
 from diloco.protocol.syncer import SyncerCore
 from diloco.run.global_model import GlobalModel
 

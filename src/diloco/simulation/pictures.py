@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from diloco.report.drawing import COMPUTING, GREY, Axis, Line, Picture, lines, time_unit, timeline
-from diloco.simulation.losses import Losses
+from diloco.simulation.scenario import Losses
 
 if TYPE_CHECKING:
     from diloco.simulation.virtual_run import Simulated

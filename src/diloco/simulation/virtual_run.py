@@ -28,10 +28,9 @@ from diloco.exchange.local import Local, Lost, run_virtual
 from diloco.exchange.virtual.run import VirtualRun, World
 from diloco.learner import Learner
 from diloco.planning.tape import SIMULATED
-from diloco.protocol.pool import Pool
+from diloco.protocol.steering import Pool
 from diloco.report.drawing import Kind, Span
-from diloco.simulation.losses import Losses, read_losses
-from diloco.simulation.scenario import Scenario
+from diloco.simulation.scenario import Losses, Scenario, read_losses
 from diloco.syncer.journal import Journal
 from diloco.syncer.metrics import SyncerMetrics
 from diloco.training.alone import AnyLearner

@@ -19,6 +19,7 @@ import re
 import shutil
 import sqlite3
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
@@ -26,9 +27,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
+from diloco import events
 from diloco.core.update import Update
-from diloco.errors import ConfigError, NotInitialisedError, StoreError, first_line
-from diloco.plain_json import MALFORMED
+from diloco.errors import ConfigError, DilocoError, NotInitialisedError, StoreError, first_line
+from diloco.escaping import MALFORMED
+from diloco.event_log import EventLog
 from diloco.protocol.lineage import Epoch
 from diloco.protocol.syncer import without_members
 from diloco.store.durable import ignore_point, sync_directory
@@ -41,13 +44,15 @@ from diloco.store.records import (
     connect,
     connect_read_only,
     epochs_of,
+    insert_run,
     newest_versions,
     put_epoch,
     put_version,
+    run_row,
+    write_description,
 )
 from diloco.store.repair import fresh_epoch, transaction
-from diloco.store.run_description import insert_run, run_row, write_description
-from diloco.store.targets import Target
+from diloco.store.targets import Target, open_target
 from diloco.whole_files import hidden_name, remove_leftovers
 
 log = logging.getLogger("diloco.syncer")
@@ -308,3 +313,66 @@ def _remove_old(target: Target, keep: int) -> None:
 
 def _hash_of(plain: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class BackupPlan:
+    """Where snapshots go, how often one is taken, and how many are kept."""
+
+    place: str
+    every_s: float
+    keep: int
+
+
+class Backups:
+    """Takes snapshots until it is closed.
+
+    Raises:
+        ConfigError: the place cannot be used.
+    """
+
+    def __init__(self, plan: BackupPlan, state_dir: Path, events_log: EventLog) -> None:
+        self._plan, self._state_dir, self._events = plan, state_dir, events_log
+        self._target = open_target(plan.place)
+        self._is_closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="syncer-backup", daemon=True)
+
+    def start(self) -> None:
+        """Take the first one `every_s` after the newest that is there, whichever process took that."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Finish the one under way."""
+        self._is_closing.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        wait_s = self._first_in_s()
+        while not self._is_closing.wait(wait_s):
+            self._back_up()
+            wait_s = self._plan.every_s
+
+    def _first_in_s(self) -> float:
+        try:
+            return due_in_s(taken_last_at(self._target), time.time(), self._plan.every_s)
+        except StoreError:  # the first try says it
+            return 0.0
+
+    def _back_up(self) -> None:
+        started, place = time.monotonic(), self._plan.place
+        try:
+            snapshot = back_up(self._state_dir, self._target, self._plan.keep)
+        except NotInitialisedError:
+            return
+        except DilocoError as error:
+            log.error("the run is not backed up: %s", error)
+            self._events.append(events.BackupRefused(place=place, error=str(error)))
+            return
+        versions = tuple(each.update.version for each in snapshot.versions)
+        seconds = time.monotonic() - started
+        self._events.append(events.BackedUp(place=place, snapshot=snapshot.name, versions=versions, seconds=seconds))
+
+
+def due_in_s(taken_at: float | None, now: float, every_s: float) -> float:
+    """Seconds from `now` to the next snapshot, of which the last was taken at `taken_at`; None: there is none."""
+    return 0.0 if taken_at is None else min(max(0.0, taken_at + every_s - now), every_s)

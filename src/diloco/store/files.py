@@ -17,7 +17,7 @@ from diloco.core.held import HeldFragment
 from diloco.core.layout import Digest
 from diloco.core.update import Update
 from diloco.errors import CorruptPayloadError, StoreError
-from diloco.plain_json import MALFORMED
+from diloco.escaping import MALFORMED
 from diloco.run.ports import Json
 from diloco.store.durable import (
     NAMED_DIGITS,

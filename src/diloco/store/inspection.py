@@ -23,13 +23,23 @@ import safetensors.torch
 from diloco.core.layout import Layout
 from diloco.core.method import Method
 from diloco.errors import ConfigError, DilocoError, StoreError, first_line
-from diloco.plain_json import MALFORMED
+from diloco.escaping import MALFORMED
 from diloco.protocol.rounds.base import Rules
 from diloco.protocol.syncer import SyncerCore
 from diloco.store.durable import ignore_point, look_locked
 from diloco.store.files import Described, TensorFiles, version_of
-from diloco.store.records import DATABASE, LOG, StoredVersion, epochs_of, look, stored_versions
-from diloco.store.run_description import DESCRIPTION, Row, read_description, run_row
+from diloco.store.records import (
+    DATABASE,
+    DESCRIPTION,
+    LOG,
+    Row,
+    StoredVersion,
+    epochs_of,
+    look,
+    read_description,
+    run_row,
+    stored_versions,
+)
 
 NO_STATIC = safetensors.torch.save({})
 """The file of a run that freezes nothing."""

@@ -20,8 +20,7 @@ from diloco.protocol.syncer import gone_back
 from diloco.store.durable import ignore_point, lock_directory, sync_directory
 from diloco.store.files import TensorFiles, set_aside
 from diloco.store.inspection import NO_STATIC, Found, inspect, inspected
-from diloco.store.records import DATABASE, INDEX, LOG, connect, put_epoch, put_version
-from diloco.store.run_description import insert_run, write_description
+from diloco.store.records import DATABASE, INDEX, LOG, connect, insert_run, put_epoch, put_version, write_description
 
 _NEW = ".tmp-repair"
 

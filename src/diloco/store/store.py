@@ -44,12 +44,13 @@ from diloco.errors import (
     VersionError,
     first_line,
 )
-from diloco.plain_json import MALFORMED
+from diloco.escaping import MALFORMED
 from diloco.run.ports import InitialModel, Json, MergedRound, RunMethod, SavedRun, first_epoch
 from diloco.store.durable import ignore_point, lock_directory
 from diloco.store.files import Described, TensorFiles, keep_copy, set_aside
 from diloco.store.records import (
     DATABASE,
+    DESCRIPTION,
     LOG,
     HistoryLine,
     advice,
@@ -57,6 +58,7 @@ from diloco.store.records import (
     connect_read_only,
     epochs_of,
     file_of,
+    insert_run,
     is_named,
     kept_files,
     look,
@@ -65,9 +67,11 @@ from diloco.store.records import (
     num_unread_frames,
     put_epoch,
     put_version,
+    read_description,
     read_history,
+    run_row,
+    write_description,
 )
-from diloco.store.run_description import DESCRIPTION, insert_run, read_description, run_row, write_description
 
 log = logging.getLogger("diloco.syncer")
 

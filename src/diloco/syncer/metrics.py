@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 from diloco.errors import ConfigError
 from diloco.exchange.wire.address import is_loopback, split_address
-from diloco.protocol.ledger import Ledger, total
+from diloco.protocol.in_flight import Ledger, total
 from diloco.syncer.ports import port_refusal
 from diloco.syncer.wire_bytes import Direction
 

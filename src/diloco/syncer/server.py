@@ -23,16 +23,14 @@ from diloco.event_log import EventLog
 from diloco.exchange.wire.address import socket_path, split_address
 from diloco.exchange.wire.rpc import SERVER_OPTIONS
 from diloco.protocol.members import Deadlines
-from diloco.protocol.pool import Pool
 from diloco.protocol.session.heartbeat import HEARTBEAT_S
-from diloco.protocol.steering import Order
+from diloco.protocol.steering import Order, Pool
 from diloco.run.journal.payloads import TensorPayloads
 from diloco.run.journal.recorder import Recorder
-from diloco.store.backups import BackupPlan, Backups
+from diloco.store.backup import BackupPlan, Backups
 from diloco.store.journal_files import JournalFiles, PayloadFiles
 from diloco.syncer.door.audit import Audit
 from diloco.syncer.door.call_deadlines import CallDeadlines
-from diloco.syncer.door.handles import connections_for, raise_file_limit
 from diloco.syncer.door.open_calls import OpenCalls
 from diloco.syncer.door.receiving import IncomingModel
 from diloco.syncer.door.service import Service
@@ -44,15 +42,14 @@ from diloco.syncer.keys.callers import Caller
 from diloco.syncer.keys.tls import server_credentials
 from diloco.syncer.metrics import SyncerMetrics
 from diloco.syncer.page.live_page import LivePage
-from diloco.syncer.ports import port_refusal, why_unbound
+from diloco.syncer.ports import connections_for, port_refusal, raise_file_limit, why_unbound
 from diloco.syncer.progress import EVERY_S, ProgressLog
 from diloco.syncer.spool import Slot, Spool
 from diloco.syncer.standby.following import Following, Shown
 from diloco.syncer.standby.leading import Leading
 from diloco.syncer.standby.pair_calls import PairCalls, StandingJournal
-from diloco.syncer.standby.pairing import TICK_S, Pairing
+from diloco.syncer.standby.pairing import TICK_S, Pairing, ReplicatedStore
 from diloco.syncer.standby.replica import Replica
-from diloco.syncer.standby.replicated import ReplicatedStore
 from diloco.syncer.wire_bytes import WireBytes
 
 log = logging.getLogger("diloco.syncer")

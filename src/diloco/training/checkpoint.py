@@ -30,7 +30,7 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from diloco.errors import CheckpointError, StoreError, first_line, translated
-from diloco.plain_json import MALFORMED
+from diloco.escaping import MALFORMED
 from diloco.whole_files import hidden_name, remove_leftovers
 
 log = logging.getLogger("diloco")

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from diloco.cli._output import make_table, say_written
+from diloco.cli._shared import make_table, say_written
 from diloco.errors import ConfigError, StoreError, translated
 from diloco.planning.advice import By, advise, case_of, run_file, standing
 from diloco.planning.outcomes import Case, Outcome

@@ -9,9 +9,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from diloco.cli._input import parse_list
-from diloco.cli._options import Json, PicturesPage
-from diloco.cli._output import make_table, say_written
+from diloco.cli._shared import Json, PicturesPage, make_table, parse_list, say_written
 from diloco.errors import ConfigError
 from diloco.planning.goodput import CONFIDENCE, Fleet, Goodput, Mode, Speeds, Times, simulate
 from diloco.planning.pictures import goodput_pictures, mode_title

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from diloco.cli._input import with_keys
-from diloco.cli._options import Json, Keys, LearnerName, Overrides
+from diloco.cli._shared import Json, Keys, LearnerName, Overrides, with_keys
 from diloco.config import RunConfig, load_config
 from diloco.errors import StoreError, translated
 from diloco.planning.site import with_measurement

@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from diloco.cli._options import Json, Model, Parameters, PicturesPage, SyncEvery
-from diloco.cli._output import make_table, say_written
+from diloco.cli._shared import Json, Model, Parameters, PicturesPage, SyncEvery, make_table, say_written
 from diloco.planning.pictures import scaling_pictures
 from diloco.planning.scaling_laws import Expected, expect
 from diloco.planning.units import significant

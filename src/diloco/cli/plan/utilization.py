@@ -9,9 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from diloco.cli._input import parse_list
-from diloco.cli._options import PicturesPage
-from diloco.cli._output import make_table, say_written
+from diloco.cli._shared import PicturesPage, make_table, parse_list, say_written
 from diloco.errors import ConfigError
 from diloco.planning.conventions import CONVENTIONS, published_run
 from diloco.planning.pictures import link_pictures

@@ -6,9 +6,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from diloco.cli._input import parse_list
-from diloco.cli._options import Model, Parameters, PicturesPage, SyncEvery
-from diloco.cli._output import make_table, say_written
+from diloco.cli._shared import Model, Parameters, PicturesPage, SyncEvery, make_table, parse_list, say_written
 from diloco.core.codecs.formats import wire_format
 from diloco.errors import ConfigError
 from diloco.planning.pictures import hours_pictures, plan_title

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from diloco.cli._options import Json
+from diloco.cli._shared import Json
 from diloco.errors import StoreError
 
 if TYPE_CHECKING:

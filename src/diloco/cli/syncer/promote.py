@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from diloco.cli._options import Insecure, Json, Keys
+from diloco.cli._shared import Insecure, Json, Keys
 
 ANSWER_TIMEOUT_S = 30.0
 """The syncer answers once the other one has heard of it, or some seconds later."""

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from diloco.cli._options import Json
+from diloco.cli._shared import Json
 
 
 def command(

@@ -76,8 +76,8 @@ def command(
     from diloco.core.presets import method_from_table
     from diloco.exchange.key_pair import find_keys
     from diloco.protocol.members import Deadlines
-    from diloco.protocol.pool import Pool
-    from diloco.store.backups import BackupPlan
+    from diloco.protocol.steering import Pool
+    from diloco.store.backup import BackupPlan
     from diloco.syncer.server import EVENTS, Options, Syncer
     from diloco.syncer.standby.following import Shown
     from diloco.tracking.feed import SyncerFeed, open_feed

@@ -5,11 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diloco.core.codecs.chunks import Chunked, corrupt, short
+from diloco.core.codecs.chunks import Chunked, corrupt, fold, pack, scaled, short, unpack, unscale
 from diloco.core.codecs.codec import Scratch
 from diloco.core.codecs.formats import CODEBOOK_BYTES, PAPER_RANGE_SIGMAS, TWO_BIT_BLOCK
-from diloco.core.codecs.packing import pack, unpack
-from diloco.core.codecs.sums import fold, scaled, unscale
 
 _SMALLEST_NORMAL = 2.0**-126
 _LARGEST_BF16 = (2 - 2**-7) * 2.0**127

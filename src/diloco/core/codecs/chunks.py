@@ -1,13 +1,83 @@
-"""Chunked formats: a segment is the encodings of its chunks, one after the other, each of an exactly known size."""
+"""What chunked codecs share: sums that every device computes to the same bits, packed codes, and the loop over
+chunks."""
 
 from abc import abstractmethod
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
-from diloco.core.codecs.codec import Codec, Scratch
+from diloco.core.codecs.codec import Codec, Scratch, magnitude_bits, refuse_nonfinite
 from diloco.core.codecs.formats import SEGMENT_ELEMENTS
 from diloco.errors import CorruptPayloadError
+
+
+def scaled(x: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
+    """Rows x (fp32 [rows, n]) times powers of two: (y fp32 [rows, w], exponent bits int32 [rows, 1] of each row's
+    largest).
+
+    A row's largest magnitude becomes one from 2 to below 4, so that neither sums nor squares overflow; a row without a
+    normal number becomes zeros, and its exponent bits are 0. w is the next power of two, at least 2; what is beyond n
+    is 0. Raises NonFiniteError on inf or NaN.
+    """
+    rows, n = x.shape
+    largest = magnitude_bits(x, scratch).amax(-1, keepdim=True)
+    refuse_nonfinite(int(largest.amax()))
+    exponent = largest.bitwise_right_shift_(23)
+    y = scratch.take("scaled", (rows, max(2, 1 << (n - 1).bit_length())), torch.float32)
+    torch.mul(x, power_of_two(255 - exponent).masked_fill_(exponent == 0, 0.0), out=y[:, :n])
+    y[:, n:] = 0.0
+    return y, exponent
+
+
+def unscale(y: Tensor, exponent: Tensor) -> Tensor:
+    """Values of the scale of `scaled`'s y, in place, as values of x; the last step rounds where the result is
+    subnormal."""
+    return y.mul_(0.5).mul_(power_of_two(exponent))
+
+
+def power_of_two(exponent_bits: Tensor) -> Tensor:
+    """2^(e − 127) in fp32 for exponent bits 1 ≤ e ≤ 254 (int32); 0 for e = 0."""
+    return exponent_bits.bitwise_left_shift(23).view(torch.float32)
+
+
+def fold(x: Tensor) -> Tensor:
+    """Sums over the last dimension, a power of two: its upper half is added to its lower one until one element is left.
+
+    The order is part of the formats that need it. `x` is overwritten.
+    """
+    while x.shape[-1] > 1:
+        x, upper = x.chunk(2, -1)
+        x.add_(upper)
+    return x
+
+
+def pack(codes: Tensor, bits: int, out: Tensor, scratch: Scratch) -> None:
+    """Pack codes uint8 [rows, n], each of `bits` = 1 or 2, into out uint8 [rows, m = ⌈n · bits / 8⌉].
+
+    Byte i holds elements i, i + m, i + 2m, …, the first in its lowest bits; elements that do not exist are 0.
+    """
+    (rows, n), m = codes.shape, out.shape[1]
+    if n * bits < 8 * m:
+        padded = scratch.take("padded codes", (rows, 8 // bits * m), torch.uint8)
+        padded[:, :n] = codes
+        padded[:, n:] = 0
+        codes = padded
+    packed = scratch.take("packed", (rows, m), torch.uint8).copy_(codes[:, :m])
+    shifted = scratch.take("shifted", (rows, m), torch.uint8)
+    for i, part in enumerate(codes.split(m, 1)[1:], start=1):
+        packed.bitwise_or_(torch.mul(part, scratch.constant(1 << i * bits, torch.uint8), out=shifted))
+    out.copy_(packed)
+
+
+def unpack(packed: Tensor, bits: int, scratch: Scratch) -> Tensor:
+    """The codes of packed uint8 [rows, m]: uint8 [rows, 8m / bits], with those of the elements that do not exist."""
+    rows, m = packed.shape
+    codes = scratch.take("codes", (rows, 8 // bits * m), torch.uint8)
+    for i, part in enumerate(codes.split(m, 1)):
+        torch.bitwise_right_shift(packed, scratch.constant(i * bits, torch.uint8), out=part)
+    return codes.bitwise_and_(scratch.constant((1 << bits) - 1, torch.uint8))
+
 
 # Elements whose scratch stays near a core; measured, see benchmarks/codecs.py.
 _CPU_CACHED_ELEMENTS = 8 * SEGMENT_ELEMENTS

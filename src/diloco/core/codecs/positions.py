@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from diloco.core.codecs.chunks import pack, unpack
 from diloco.core.codecs.codec import Scratch
 from diloco.core.codecs.formats import smallest_positions
-from diloco.core.codecs.packing import pack, unpack
 
 
 @dataclass(frozen=True)

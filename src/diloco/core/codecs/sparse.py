@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from diloco.core.codecs.bins import TwoBit
-from diloco.core.codecs.chunks import Chunked, corrupt, short
+from diloco.core.codecs.chunks import Chunked, corrupt, fold, scaled, short
 from diloco.core.codecs.codec import Codec, Scratch, magnitude_bits, refuse_nonfinite
 from diloco.core.codecs.floats import BF16, FP32
 from diloco.core.codecs.formats import CHUNK_ELEMENTS, SparseSizes
 from diloco.core.codecs.positions import positions_of
-from diloco.core.codecs.sums import fold, scaled
 from diloco.errors import ConfigError, CorruptPayloadError
 
 _VALUE_CODECS: dict[str, Codec] = {"fp32": FP32(), "bf16": BF16(), "2bit": TwoBit(block=CHUNK_ELEMENTS)}

@@ -6,9 +6,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from diloco.core.codecs.chunks import corrupt
+from diloco.core.codecs.chunks import corrupt, fold, power_of_two, scaled
 from diloco.core.codecs.codec import Codec, Scratch
-from diloco.core.codecs.sums import fold, power_of_two, scaled
 
 NUM_BUCKETS = 256
 _CODEBOOK_BYTES = 4 * NUM_BUCKETS

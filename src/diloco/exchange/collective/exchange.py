@@ -16,11 +16,9 @@ from diloco.core.method import Method
 from diloco.core.shards import dealt
 from diloco.errors import ConfigError, ExchangeError
 from diloco.exchange.base import Event, Exchange, Model, Opened, Overview, required_method
-from diloco.exchange.collective.agreement import name_of
-from diloco.exchange.collective.joining import broadcast, compare
+from diloco.exchange.collective.joining import broadcast, compare, name_of
 from diloco.exchange.collective.rounds import Round, ShardedRounds
-from diloco.exchange.collective.shard_state import restore, state_of
-from diloco.exchange.collective.shards import Held, first_held
+from diloco.exchange.collective.shards import Held, first_held, restore, state_of
 from diloco.exchange.group import Group, require_process_group
 from diloco.protocol.contribution import Contribution
 

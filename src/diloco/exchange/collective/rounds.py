@@ -15,7 +15,7 @@ from diloco.core.update import Update
 from diloco.core.weights import merge_weights
 from diloco.errors import DilocoError
 from diloco.exchange.base import Arrived, Event
-from diloco.exchange.collective.agreement import agree, attempt, name_of, require_same_digest
+from diloco.exchange.collective.joining import agree, attempt, name_of, require_same_digest
 from diloco.exchange.collective.shards import Held
 from diloco.exchange.group import FRAME_BYTES, Group, split
 from diloco.protocol.contribution import OUTLIER, Contribution, Rejected

@@ -14,9 +14,9 @@ from diloco.core.held import Advanced, HeldFragment
 from diloco.core.shards import Shards
 from diloco.core.update import Update
 from diloco.errors import DilocoError, ExchangeError, translated
+from diloco.escaping import MALFORMED, read_json
 from diloco.exchange.base import Arrived, Interrupted, Opened, Rejoined
 from diloco.exchange.group import SAME_VERSION, Group, as_bytes, error_of, to_bytes, to_tensor
-from diloco.plain_json import MALFORMED, read_json
 from diloco.protocol.contribution import CallForWork, Drained, Hold, Rejected
 from diloco.protocol.leases import Grant
 

@@ -9,15 +9,14 @@ from diloco.core.fragments import Layout
 from diloco.core.method import Method
 from diloco.core.update import Update
 from diloco.errors import ConfigError, LayoutError, PayloadError, translated
-from diloco.escaping import MAX_REASON, printable
+from diloco.escaping import MALFORMED, MAX_REASON, printable, read_json
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.plain_json import MALFORMED, read_json
 from diloco.protocol.contribution import Contribution, Standing, Verdict
 from diloco.protocol.leases import Grant
 from diloco.protocol.lineage import Lineage
-from diloco.protocol.ranges import Ranges
 from diloco.protocol.session import requests
 from diloco.protocol.succession import Ballot, Proposal
+from diloco.protocol.units import Ranges
 
 OTHER_VERSION = "is the syncer of another version?"
 

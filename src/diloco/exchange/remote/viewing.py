@@ -9,13 +9,13 @@ from torch import Tensor
 
 from diloco.core.fragments import scatter
 from diloco.errors import NotInitialisedError, PayloadError, StandbyError
+from diloco.escaping import read_json
 from diloco.exchange.dialling import dialler, found
 from diloco.exchange.key_pair import AnyKeys
 from diloco.exchange.remote.messages import OTHER_VERSION, layout_of
 from diloco.exchange.remote.transfers import whole_of
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import tensors_of
-from diloco.plain_json import read_json
 
 
 def fetch_model(

@@ -20,9 +20,8 @@ from diloco.core.weights import merge_weights
 from diloco.errors import ConfigError, DigestError, ExchangeError, LayoutError
 from diloco.exchange.base import Arrived, Event
 from diloco.exchange.group import Group, split
-from diloco.exchange.torchft.healing import adopt_first, heal
 from diloco.exchange.torchft.quorum import HEARTBEAT_S, QuorumClient
-from diloco.exchange.torchft.run_copy import Copy, Result
+from diloco.exchange.torchft.run_copy import Copy, Result, adopt_first, heal
 from diloco.protocol.contribution import MISSED, OUTLIER, Contribution, Rejected
 from diloco.run.tensor_jobs import encoded_of
 

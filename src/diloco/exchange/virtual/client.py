@@ -16,8 +16,7 @@ from diloco.core.layout import Layout
 from diloco.core.update import Update
 from diloco.errors import DilocoError, UnreachableError
 from diloco.exchange.base import Arrived
-from diloco.exchange.virtual.doors import Door, SimulatedDriver
-from diloco.exchange.virtual.replicas import Replicas
+from diloco.exchange.virtual.syncer import Door, Replicas, SimulatedDriver
 from diloco.protocol.contribution import CallForWork, Contribution, Drained, Hold, Rejected, Standing
 from diloco.protocol.leases import Ask, Grant
 from diloco.protocol.lineage import Lineage

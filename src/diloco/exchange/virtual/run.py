@@ -14,13 +14,11 @@ from diloco.core.layout import Layout
 from diloco.core.method import Method
 from diloco.errors import ConfigError, LayoutError
 from diloco.exchange.virtual.delivery import Delivery, Fault, Faults, Links
-from diloco.exchange.virtual.doors import Door, OneSyncer, SimulatedDriver
-from diloco.exchange.virtual.replicas import Replicas
-from diloco.exchange.virtual.syncer import VirtualSyncer
+from diloco.exchange.virtual.syncer import Door, OneSyncer, Replicas, SimulatedDriver, VirtualSyncer
 from diloco.exchange.virtual.turns import StepSeconds, VirtualTime, Watch
 from diloco.protocol.members import Deadlines
-from diloco.protocol.pool import Pool
 from diloco.protocol.session import requests
+from diloco.protocol.steering import Pool
 from diloco.protocol.syncer import rewound
 from diloco.run.ports import NullObserver, Observer
 

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 
 from diloco.errors import CorruptPayloadError
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import filling, read_header, room_for
-from diloco.exchange.wire.window import CHUNKS_UNSAID
+from diloco.exchange.wire.frames import CHUNKS_UNSAID, filling, read_header, room_for
 
 SAY_AFTER_S = 0.01
 """A receiver speaks of a chunk that comes so long after it spoke last, or is the last of a few (`CHUNKS_UNSAID`)."""

@@ -12,8 +12,7 @@ from google.protobuf.message import Message
 
 from diloco.errors import UnreachableError
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import Pace, parse, streamed
-from diloco.exchange.wire.window import Window
+from diloco.exchange.wire.frames import Pace, Window, parse, streamed
 
 Resumable = pb.PushHeader | pb.InitialiseHeader
 

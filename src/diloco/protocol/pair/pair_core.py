@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from diloco.errors import ConfigError, NotInitialisedError, StandbyError, StoreError
-from diloco.protocol.pair.link import Lag, Link
-from diloco.protocol.pair.values import Durable, Position, StandingObserver, electors
+from diloco.protocol.pair.values import Durable, Lag, Link, Position, StandingObserver, electors
 from diloco.protocol.succession import Place, Proposal, Standing, Succession, Word, next_electorate
 
 REFUSED_S = 8.0

@@ -45,13 +45,11 @@ from diloco.protocol.contribution import CallForWork, Contribution, Drained, Hol
 from diloco.protocol.leases import Ask, Grant
 from diloco.protocol.lineage import Lineage
 from diloco.protocol.session import requests
-from diloco.protocol.session.ends import LEAVE_TIMEOUT_S, Departure, Entrance
+from diloco.protocol.session.ends import LEAVE_TIMEOUT_S, Departure, Entrance, Votes
 from diloco.protocol.session.heartbeat import HEARTBEAT_S, SHORTEST_S, Heartbeat
 from diloco.protocol.session.lanes import Lane, Lanes
-from diloco.protocol.session.model_cache import NOTHING, ModelCache
-from diloco.protocol.session.outbox import Outbox
 from diloco.protocol.session.requests import Identity, Report, SessionAction
-from diloco.protocol.session.votes import Votes
+from diloco.protocol.session.transfers import NOTHING, ModelCache, Outbox
 from diloco.protocol.succession import Proposal, Witness, Word, elector
 
 LEASE_TIMEOUT_S = 30.0

@@ -30,7 +30,7 @@ from typing import Any, Generic, Protocol
 from weakref import WeakKeyDictionary
 
 from diloco.errors import DilocoError, NoRoomError, StoreError
-from diloco.plain_json import read_json
+from diloco.escaping import read_json
 from diloco.protocol.actions import Acknowledge, Action, Evict, MergeRound, Publish, Reject
 from diloco.protocol.contribution import Contribution
 from diloco.run.journal.plain import write_plain

@@ -15,7 +15,7 @@ from inspect import signature
 from typing import Any
 
 from diloco.errors import DilocoError, StoreError
-from diloco.plain_json import MALFORMED
+from diloco.escaping import MALFORMED
 from diloco.run.driver import Driver
 from diloco.run.journal.plain import PlainReader
 from diloco.run.journal.recorder import Recorder, entry_of, is_entry

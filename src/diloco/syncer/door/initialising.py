@@ -5,9 +5,10 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from functools import partial
+from typing import Any
 
 import grpc
 import torch
@@ -21,13 +22,34 @@ from diloco.exchange.wire.frames import tensor_of, tensors_of
 from diloco.protocol.lineage import Lineage
 from diloco.run import sense
 from diloco.run.ports import InitialModel
-from diloco.syncer.door.answers import until_done, while_waiting
 from diloco.syncer.door.audit import Audit
 from diloco.syncer.door.messages import layout_of, seen_of
 from diloco.syncer.door.receiving import IncomingModel
 from diloco.syncer.door.transfers import Transfers
 from diloco.syncer.hosting import HostedDriver, SyncerDriver
 from diloco.syncer.keys.callers import Caller
+
+SAY_EVERY_S = 0.5
+"""Between two words on an upload that is here and not answered yet."""
+
+
+def while_waiting(answer: Future[Any]) -> Iterator[None]:
+    """Gives at once, and now and then until there is an answer."""
+    yield
+    while not wait([answer], SAY_EVERY_S).done:
+        yield
+
+
+def until_done(
+    hosted: HostedDriver, event: Callable[[SyncerDriver, Callable[[DilocoError | None], None]], None]
+) -> Iterator[None]:  # fmt: skip
+    """Gives now and then until an event is answered. Raises the answer, if it is a refusal."""
+    with hosted.asking(event) as answer:
+        yield from while_waiting(answer)
+        refusal = answer.result()
+    if refusal is not None:
+        raise refusal
+
 
 MAX_STATIC_ELEMENT_BYTES, MAX_STATIC_HEADER_BYTES = 16, 4096
 """What a tensor that training leaves alone takes, by element, and besides."""

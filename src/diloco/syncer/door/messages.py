@@ -8,13 +8,13 @@ from typing import cast
 
 from diloco.core.fragments import Layout
 from diloco.errors import LayoutError
+from diloco.escaping import read_json
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.plain_json import read_json
 from diloco.protocol.contribution import Contribution, Standing, Verdict
 from diloco.protocol.leases import Ask, DataSet, Grant
 from diloco.protocol.lineage import Lineage
-from diloco.protocol.ranges import Ranges
 from diloco.protocol.steering import Order, What
+from diloco.protocol.units import Ranges
 from diloco.run.sense import check_blocked
 
 

@@ -12,7 +12,7 @@ from diloco.errors import CorruptPayloadError
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import filling, read_header
 from diloco.exchange.wire.incoming import Progress
-from diloco.run.prefixes import KEPT_S
+from diloco.run.uploads import KEPT_S
 
 
 def resumed_at(start: int, received: int) -> int:

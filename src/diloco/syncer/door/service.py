@@ -39,10 +39,9 @@ from diloco.run import sense
 from diloco.run.run_state import require_run
 from diloco.run.uploads import Upload
 from diloco.syncer.door.admission import Admission, Call, Kind, Shares
-from diloco.syncer.door.answers import until_done
 from diloco.syncer.door.audit import Audit
 from diloco.syncer.door.call_deadlines import CallDeadlines
-from diloco.syncer.door.initialising import Initialising
+from diloco.syncer.door.initialising import Initialising, until_done
 from diloco.syncer.door.messages import (
     WatchStream,
     ask_of,

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from diloco.errors import AuthError, ConfigError, UnreachableError
 from diloco.exchange.wire.address import is_local, socket_path
-from diloco.secret_files import replace_secret
 from diloco.syncer.keys.callers import UNKNOWN, Caller
 from diloco.syncer.keys.certificates import EndsSoon, holder_of
 from diloco.tables import Table, read_text, read_toml, validate, write_toml
+from diloco.whole_files import replace_secret
 
 if TYPE_CHECKING:
     import grpc

@@ -24,8 +24,8 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from diloco.errors import AuthError, ConfigError, translated
 from diloco.exchange.key_pair import SCHEME, has_signed, names_on
-from diloco.secret_files import read_secret
 from diloco.syncer.keys.callers import ROLES, Role
+from diloco.whole_files import read_secret
 
 AUTHORITY_DAYS = 3650
 """The authority outlives what it signs, so that a certificate can be replaced without a new one at every site."""

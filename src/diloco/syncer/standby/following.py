@@ -15,9 +15,8 @@ from diloco.exchange.connection import Connection
 from diloco.exchange.key_pair import Keys
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import parse, verified
-from diloco.protocol.pair.link import Link
-from diloco.protocol.pair.standby_end import StandbyEnd
-from diloco.protocol.pair.values import Hello
+from diloco.protocol.pair.ends import StandbyEnd
+from diloco.protocol.pair.values import Hello, Link
 from diloco.syncer.standby.pairing import Pairing
 from diloco.syncer.standby.replica import Replica, ReplicatedState
 

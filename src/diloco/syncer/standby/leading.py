@@ -13,11 +13,9 @@ import grpc
 
 from diloco.errors import CorruptPayloadError
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import Unpaced, frames, parse, streamed
-from diloco.exchange.wire.window import LONGEST_CHUNK_BYTES
-from diloco.protocol.pair.first_end import FirstEnd
-from diloco.protocol.pair.link import Link
-from diloco.protocol.pair.values import Commit, Contents, Hello
+from diloco.exchange.wire.frames import LONGEST_CHUNK_BYTES, Unpaced, frames, parse, streamed
+from diloco.protocol.pair.ends import FirstEnd
+from diloco.protocol.pair.values import Commit, Contents, Hello, Link
 from diloco.run.sense import check_epoch
 from diloco.syncer.standby.pairing import Pairing
 from diloco.syncer.standby.replica import Lacking, Replica

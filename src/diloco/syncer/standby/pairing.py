@@ -11,15 +11,17 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from torch import Tensor
+
+from diloco.core.held import HeldFragment
 from diloco.errors import StandbyError
 from diloco.protocol.lineage import Epoch
-from diloco.protocol.pair.link import Link
 from diloco.protocol.pair.pair_core import PairCore
-from diloco.protocol.pair.values import Contents, Position, StandingObserver
+from diloco.protocol.pair.values import Contents, Link, PairedWrites, Position, StandingObserver, WriteKey
 from diloco.protocol.succession import Proposal, Standing, Succession, Word
+from diloco.run.ports import InitialModel, Json, MergedRound, RunMethod
 from diloco.run.sense import check_epoch, check_word
-from diloco.syncer.standby.position import read_position, write_position
-from diloco.syncer.standby.replica import Replica
+from diloco.syncer.standby.replica import Replica, read_position, write_position
 
 TICK_S = 0.2
 
@@ -231,3 +233,40 @@ class Pairing:
     def close(self) -> None:
         """Writes wait no more."""
         self.event(lambda _: self.core.close())
+
+
+class ReplicatedStore:
+    """As `ports.StorePort`. While the standby has not confirmed a write, it is refused, as by a full disk."""
+
+    def __init__(self, store: Replica, pairing: Pairing) -> None:
+        self._store, self._pairing = store, pairing
+        self._writes = PairedWrites()
+
+    def initialise(self, run: str, method: RunMethod, model: InitialModel[HeldFragment]) -> None:
+        """Version 0 of every fragment."""
+        self._store.initialise(run, method, model)
+        self._pairing.written(self._store.serial)
+
+    def publish(self, merged: MergedRound[HeldFragment, Tensor], record: Json) -> None:
+        """A version together with its record, which a try before this one may have written here already."""
+        update = merged.update
+        key = WriteKey(update.fragment, update.version, update.digest)
+        is_here = self._writes.begins(key)
+        self._pairing.before_write(record)
+        if is_here:
+            self._store.save_record(record)
+        else:
+            self._store.publish(merged, record)
+            self._writes.wrote(key)
+        self._confirm()
+
+    def save_record(self, record: Json) -> None:
+        """A record alone."""
+        self._writes.begins(None)
+        self._pairing.before_write(record)
+        self._store.save_record(record)
+        self._confirm()
+
+    def _confirm(self) -> None:
+        self._pairing.written(self._store.serial)
+        self._writes.confirmed()

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco.errors import ConfigError, translated
-from diloco.protocol.permutation import permute
+from diloco.protocol.units import permute
 from diloco.training.data.documents import Document, Documents, Rows
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from diloco.errors import CheckpointError, ConfigError
 from diloco.learner import Learner
 from diloco.learner.leased import LeasedUnits
 from diloco.protocol.leases import DataSet
-from diloco.protocol.permutation import permute, place_of_unit
+from diloco.protocol.units import permute, place_of_unit
 from diloco.training.data.corpus import Corpus, TextSource, Tokens
 from diloco.training.data.reading import Deal, Reader
 

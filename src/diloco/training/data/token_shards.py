@@ -24,7 +24,7 @@ from pydantic import Field, model_validator
 
 from diloco.config import DataTable
 from diloco.errors import ConfigError, StoreError, translated
-from diloco.plain_json import MALFORMED
+from diloco.escaping import MALFORMED
 from diloco.tables import Table, validate
 from diloco.training.data.documents import Documents, open_documents
 from diloco.training.data.reading import Deal, Encoder, Reader, held_out_end
