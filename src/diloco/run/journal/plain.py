@@ -2,7 +2,7 @@
 
 Numbers, texts, lists and mappings are themselves. Every other value is an object whose key "$" says what it is:
 
-    {"$": "core.contribution.Contribution", …}   a dataclass of `diloco.core`, by its fields
+    {"$": "protocol.contribution.Contribution", …}   a dataclass of `core` or `protocol`, by its fields
     {"$": "layout", "digest": …, "tensors": …}   how a model is cut; "method": likewise
     {"$": "InitialModel", …}, {"$": "SavedRun", …}   each fragment is its version and digest
     {"$": "error", "is": "NoRoomError", "says": …}
@@ -27,7 +27,8 @@ from diloco.errors import DilocoError, StoreError
 from diloco.run.ports import InitialModel, SavedRun
 
 TAG = "$"
-_CORE = "diloco.core."
+ROOMS = ("core.", "protocol.")
+"""Where dataclasses are, below the package."""
 
 NumberOf = Callable[[object], tuple[str, int] | None]
 """The kind and number of an object that only the driver has; None: it is none of those."""
@@ -70,9 +71,9 @@ def _plain_of(value: Any) -> object:
         return {TAG: "error", "is": type(value).__name__, "says": str(value)}
     if hasattr(value, "first_difference"):
         return {TAG: "layout", "digest": value.digest(), "is": value.to_dict()}
-    if hasattr(value, "rules"):
+    if hasattr(value, "with_own_overlap"):
         return {TAG: "method", "is": value.to_dict()}
-    if is_dataclass(value) and type(value).__module__.startswith(_CORE):
+    if is_dataclass(value) and type(value).__module__.removeprefix("diloco.").startswith(ROOMS):
         kind = type(value)
         name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("diloco.")
         return {TAG: name, **_fields_of(value)}
@@ -155,8 +156,8 @@ class PlainReader:
 @cache
 def _dataclass(name: str) -> type[Any]:
     module, _, qualname = name.rpartition(".")
-    if not module.startswith("core."):
-        raise ValueError(f"{name} is not a value of diloco.core")
+    if not module.startswith(ROOMS):
+        raise ValueError(f"{name} is not a value of core or protocol")
     kind = getattr(import_module(f"diloco.{module}"), qualname)
     if not (isinstance(kind, type) and is_dataclass(kind)):
         raise ValueError(f"{name} is not a dataclass")
