@@ -15,19 +15,16 @@ import pytest
 from benchmarks.processes import until
 
 from diloco import events as ev
-from diloco.demo.accounting import back_after_s, baseline_bytes, participation
-from diloco.demo.browser import is_wanted
-from diloco.demo.forked import IS_POSSIBLE
-from diloco.demo.headline import headline
-from diloco.demo.page import write_report
-from diloco.demo.plan import QUICK, Plan, alone_in, free_port, prepare
-from diloco.demo.processes import Family
-from diloco.demo.story import DemoState, tell
-from diloco.demo.summary import summarise
+from diloco.demo.display import Display, is_wanted
+from diloco.demo.plan import LEARNERS, QUICK, Plan, free_port, prepared
+from diloco.demo.processes import Family, Kill
+from diloco.demo.story import tell
+from diloco.demo.summary import back_after_s, baseline_bytes, describe, headline, summarise, write_report
 from diloco.errors import ConfigError, RunError
 from diloco.event_log import EventLog, read_events
 from diloco.report.series import ring_all_reduce_bytes
-from diloco.report.timeline import Follower, Kill, Timeline
+from diloco.report.timeline import Follower, Timeline
+from diloco.store.store import Store
 
 
 def step(t: float, number: int, tokens: int) -> ev.Stepped:
@@ -96,10 +93,6 @@ def test_the_baseline_pays_only_where_two_or_more_trained(run: Path) -> None:
     assert baseline_bytes(read(run), tokens_per_step=90) == round((two * 4 * 1 + three * 4 * 2) * 1000)
 
 
-def test_participation_is_counted_over_all_merges(run: Path) -> None:
-    assert participation(read(run)) == {"learner-0": 1.0, "learner-1": 1.0, "learner-2": 0.5}
-
-
 def test_presence(run: Path) -> None:
     timeline = read(run)
     assert timeline.live_learners() == ["learner-0", "learner-1"]
@@ -154,9 +147,8 @@ def test_a_killed_process_is_away_until_it_does_its_work_again(run: Path) -> Non
         log.append(ev.Joined(t=60, learner="learner-1", incarnation=2))
         log.append(merged(63, 4, "learner-0", "learner-1"))
     timeline = read(run)
-    timeline.kills = [Kill("learner-1", 52), Kill("syncer", 38.5), Kill("learner-2", 33), Kill("baseline", 3)]
-    assert [back_after_s(timeline, kill) for kill in timeline.kills] == [11, 1.5, None, None]
-    assert [timeline.is_away(f"learner-{n}") for n in range(3)] == [False, False, True]
+    kills = [Kill("learner-1", 52), Kill("syncer", 38.5), Kill("learner-2", 33)]
+    assert [back_after_s(timeline, kill) for kill in kills] == [11, 1.5, None]
 
 
 LEARNER, SYNCER = {"name": "learner-2", "back_s": 5.25}, {"name": "syncer", "back_s": 3.5}
@@ -207,19 +199,48 @@ def test_a_browser_is_opened_for_people_only(
     assert is_wanted(environ, is_terminal=is_terminal, platform=platform) == expected
 
 
-@pytest.mark.parametrize("forks", [False, True])
-def test_a_killed_process_comes_back_and_a_failed_one_is_shown(tmp_path: Path, forks: bool) -> None:
+def test_in_a_pipe_a_phase_and_a_kill_are_said_once(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    family = Family(run)
+    with Display(100, "http://page", opens=False, to_stderr=True) as display:
+        display.show("starting", Timeline(), family)
+        for _ in range(3):
+            display.show("together", read(run), family)
+        family.kills.append(Kill("syncer", 38.5))
+        for _ in range(3):
+            display.show("together", read(run), family)
+    assert [line.partition("] ")[2] for line in capsys.readouterr().err.splitlines()] == [
+        "starting",
+        "watch the run at http://page",
+        "together",
+        "syncer was killed; it is started again",
+        "syncer works again, 1.5 s after it was killed",
+    ]
+
+
+def test_a_killed_process_comes_back_and_a_failed_one_is_shown(tmp_path: Path) -> None:
     with Family(tmp_path) as family:
-        family.start("methods", ["methods"], restart=lambda: ["methods", "--json"], forks=forks)
-        family.kill("methods")
-        family.children["methods"].process.wait(timeout=30)
-        while not family.children["methods"].done:
+        family.start("methods", "methods", "--json", restarts=True)
+        family.children["methods"].process.kill()
+
+        def is_done_again() -> bool:
             family.watch()
+            return family.are_done("methods")
+
+        until(is_done_again, "its second end")
         assert [kill.name for kill in family.kills] == ["methods"]
         assert json.loads(family.output("methods"))
-        family.start("failing", ["train", str(tmp_path / "none.toml")], forks=forks)
-        family.children["failing"].process.wait(timeout=30)
+        family.start("failing", "train", str(tmp_path / "none.toml"), restarts=True)
+        family.children["failing"].process.join()
         with pytest.raises(RunError, match=r"(?s)failing failed with exit code 2.*none\.toml"):
+            family.watch()
+
+
+def test_a_killed_control_ends_the_demo(tmp_path: Path) -> None:
+    with Family(tmp_path) as family:
+        family.start("methods", "methods")
+        family.children["methods"].process.kill()
+        family.children["methods"].process.join()
+        with pytest.raises(RunError, match="methods failed with exit code -9"):
             family.watch()
 
 
@@ -232,13 +253,11 @@ def test_processes_with_the_same_seed_draw_different_ports() -> None:
 
 
 def test_leaving_ends_every_process(tmp_path: Path) -> None:
-    run_file = prepare(tmp_path / "demo", QUICK, seed=0).dir / "run.toml"
-    with Family(tmp_path / "demo") as family:
-        family.start("syncer", ["syncer", str(run_file)], serves=True)
-        assert json.loads((tmp_path / "demo" / "pids.json").read_text()) == {
-            "syncer": family.children["syncer"].process.pid
-        }
-    assert family.children["syncer"].process.returncode == -signal.SIGKILL
+    with prepared(tmp_path / "demo", QUICK, seed=0) as config, Family(config.dir) as family:
+        family.start("syncer", "syncer", str(config.dir / "run.toml"), serves=True)
+        process = family.children["syncer"].process
+        assert json.loads((tmp_path / "demo" / "pids.json").read_text()) == {"syncer": process.pid}
+    assert process.exitcode == -signal.SIGKILL
 
 
 STARTS_ONE = """
@@ -246,22 +265,23 @@ import sys
 from pathlib import Path
 from diloco.demo.processes import Family
 
-with Family(Path(sys.argv[1])) as family:
-    family.start("syncer", ["syncer", sys.argv[2]], forks=True)
-    print(family.children["syncer"].process.pid, flush=True)
-    family.children["syncer"].process.wait()
+if __name__ == "__main__":
+    with Family(Path(sys.argv[1])) as family:
+        family.start("syncer", "syncer", sys.argv[2], serves=True)
+        print(family.children["syncer"].process.pid, flush=True)
+        family.children["syncer"].process.join()
 """
 
 
-@pytest.mark.skipif(not IS_POSSIBLE, reason="nothing is forked on this system")
-def test_what_was_forked_ends_with_a_demo_that_is_killed(tmp_path: Path) -> None:
-    run_file = prepare(tmp_path / "demo", QUICK, seed=0).dir / "run.toml"
-    command = [sys.executable, "-c", STARTS_ONE, str(tmp_path / "demo"), str(run_file)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as demo:
-        assert demo.stdout is not None
-        pid = int(demo.stdout.readline())
-        demo.kill()
-    until(lambda: not runs(pid), "its end")
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="there is no /proc to look in")
+def test_processes_end_with_a_demo_that_is_killed(tmp_path: Path) -> None:
+    with prepared(tmp_path / "demo", QUICK, seed=0) as config:
+        command = [sys.executable, "-c", STARTS_ONE, str(config.dir), str(config.dir / "run.toml")]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as demo:
+            assert demo.stdout is not None
+            pid = int(demo.stdout.readline())
+            demo.kill()
+        until(lambda: not runs(pid), "its end")
 
 
 def runs(pid: int) -> bool:
@@ -273,74 +293,81 @@ def runs(pid: int) -> bool:
 
 
 def test_one_demo_at_a_time_is_in_a_directory(tmp_path: Path) -> None:
-    with alone_in(tmp_path / "demo"):
-        prepare(tmp_path / "demo", QUICK, seed=0)
-        with pytest.raises(ConfigError, match="a demo is under way in"), alone_in(tmp_path / "demo"):
+    with prepared(tmp_path / "demo", QUICK, seed=0):
+        with pytest.raises(ConfigError, match="a demo is under way in"), prepared(tmp_path / "demo", QUICK, seed=1):
             pass
         assert (tmp_path / "demo" / "run.toml").exists()
-    with alone_in(tmp_path / "demo"):
-        prepare(tmp_path / "demo", QUICK, seed=1)
+    with prepared(tmp_path / "demo", QUICK, seed=1) as config:
+        assert config.run.seed == 1
 
 
 def test_only_an_earlier_demo_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("precious")
-    with pytest.raises(ConfigError, match="not a demo"):
-        prepare(tmp_path, QUICK, seed=0)
+    with pytest.raises(ConfigError, match="not a demo"), prepared(tmp_path, QUICK, seed=0):
+        pass
     assert (tmp_path / "thesis.txt").read_text() == "precious"
 
     demo = tmp_path / "demo"
-    assert prepare(demo, QUICK, seed=3).run.seed == 3
-    (demo / "old").write_text("")
-    assert prepare(demo, QUICK, seed=4).run.seed == 4
-    assert sorted(path.name for path in demo.iterdir()) == ["run.toml"]
+    with prepared(demo, QUICK, seed=3) as config:
+        assert config.run.seed == 3
+        (demo / "old").write_text("")
+    with prepared(demo, QUICK, seed=4) as config:
+        assert config.run.seed == 4
+        assert sorted(path.name for path in demo.iterdir()) == ["run.toml"]
     (demo / "run.toml").write_text("[run]\n")  # a run of the user's own
-    with pytest.raises(ConfigError, match="not a demo"):
-        prepare(demo, QUICK, seed=0)
+    with pytest.raises(ConfigError, match="not a demo"), prepared(demo, QUICK, seed=0):
+        pass
 
 
 @pytest.mark.timeout(400)
 def test_a_tiny_demo_survives_kills_from_outside(tmp_path: Path) -> None:
     """The whole story with real processes, with the syncer and the learner that initialised the run killed by
     the test."""
-    plan = Plan(steps=120, kill_after=0.1, isolated=True, sync_every=10, held_out=32, sample_bytes=20)
+    plan = Plan(steps=120, kill_after=0.1, isolated=True, sync_every=10, held_out=32)
     killed: list[str] = []
     phases: list[str] = []
 
-    def kill_from_outside(scene: DemoState) -> None:
-        phases.append(scene.phase)
-        due = {"syncer": len(scene.timeline.merges) >= 5, "learner-0": len(scene.timeline.syncer_starts) > 1}
+    def kill_from_outside(phase: str, timeline: Timeline, family: Family) -> None:
+        phases.append(phase)
+        due = {
+            "syncer": len(timeline.merges) >= 5 and len(timeline.live_learners()) == len(LEARNERS),
+            "learner-0": len(timeline.syncer_starts) > 1 and timeline.presence["learner-0"][-1][1] is None,
+        }
         for name, is_due in due.items():
-            if is_due and name not in killed and scene.states.get(name) in ("serving", "in the run"):
+            if is_due and name not in killed and family.children[name].process.is_alive():
                 killed.append(name)
                 os.kill(json.loads((tmp_path / "demo" / "pids.json").read_text())[name], signal.SIGKILL)
 
-    outcome = tell(tmp_path / "demo", plan, 0, kill_from_outside)
-    summary = summarise(outcome)
+    with prepared(tmp_path / "demo", plan, 0) as config:
+        outcome = tell(config, plan, kill_from_outside)
+        summary = summarise(outcome)
 
     assert set(killed) == {"syncer", "learner-0"} <= {kill["name"] for kill in summary["kills"]}
     assert f"{len(summary['kills'])} kills" in summary["headline"]
-    assert summary["syncer_restarts"] == 1
-    check_published(read_events(tmp_path / "demo" / "syncer" / "events.jsonl"), summary["versions"])
-    for books in summary["ledger"]:
-        spent = books["merged"] + books["lost"] + books["pending"] + sum(books["discarded"].values())
-        assert books["trained"] == spent == summary["tokens"] - summary["initial_tokens"]
+    assert summary["run"]["syncer_restarts"] == 1
+    with Store(tmp_path / "demo" / "syncer") as store:
+        saved = store.load()
+    assert saved is not None
+    versions = [fragment.version for fragment in saved.fragments]
+    check_published(read_events(tmp_path / "demo" / "syncer" / "events.jsonl"), versions)
     assert summary["tokens"] <= summary["baseline_tokens"] < summary["tokens"] + 18 * 64  # it makes whole steps
     assert summary["wire_bytes"] == sum(summary["wire_bytes_by_kind"].values()) > 0
     assert summary["global_loss"] < 4.0  # uniform bytes cost 5.5
-    assert "starting the processes" in phases
+    assert phases[0] == "starting a syncer and three learners"
 
     write_report(tmp_path / "report.html", outcome, summary)
     page = (tmp_path / "report.html").read_text()
     assert "<script src=" not in page
     shown = json.loads(page.partition('id="frozen">')[2].partition("</script>")[0])
     assert shown["demo"]["headline"] == summary["headline"]
+    assert all(line in shown["demo"]["text"] for line in describe(summary).splitlines())
     assert shown["head"]["num_bytes"] == summary["wire_bytes"]
     own, parallel = (dict(shown["loss"][name]) for name in ("global model", "data parallel"))
     assert own[summary["tokens"]] == summary["global_loss"]
-    assert own[summary["initial_tokens"]] == parallel[summary["initial_tokens"]]  # of the one warm start
     assert parallel[summary["baseline_tokens"]] == summary["baseline_loss"]
     alone = dict(shown["loss"]["isolated learner, at the same step"])  # drawn at the run's step
-    assert alone[max(summary["learner_steps"].values()) * 18 * 64] == summary["isolated_loss"]
+    assert alone[outcome.timeline.finished["syncer"].steps * 18 * 64] == summary["isolated_loss"]
+    assert sum(shown["ledger"].values()) == len(versions) * (summary["tokens"] - summary["initial_tokens"])
     killed_at = {event["learner"] for event in shown["events"] if event["kind"] == "killed"}
     assert killed_at == {kill["name"] for kill in summary["kills"]}
 

@@ -106,16 +106,11 @@ def test_a_frozen_page_shows_the_run(browser: Any, run: Path) -> None:
 def test_the_demos_page_begins_with_its_headline_and_its_bars_are_true(browser: Any, run: Path) -> None:
     shown = read_run([run])[1].since(0)
     shown["head"] |= {"num_bytes": 2_000_000, "parallel_bytes": 98_000_000, "ratio": 49.0}
-    shown["demo"] = {
-        "headline": "49 times <b>fewer</b> bytes", "intro": "what was done", "bytes": "of which",
-        "tiles": [["5.2 s", "away"]],
-        "sections": [{"title": "What it writes", "prompt": "def ", "text": "f(<i>)"}, {"title": "How", "text": "so"}],
-    }  # fmt: skip
+    shown["demo"] = {"headline": "49 times <b>fewer</b> bytes", "text": "what was <i>done</i>"}
     (run / "demo.html").write_text(frozen_page(shown), encoding="utf-8")
     page, complaints = opened(browser, (run / "demo.html").as_uri())
     assert page.inner_text("#run") == "49 times <b>fewer</b> bytes"
-    assert "5.2 s\naway" in page.inner_text("#tiles")
-    assert page.inner_text("pre") == "def f(<i>)"
+    assert page.inner_text("#lead") == "what was <i>done</i>"
     one, other = page.evaluate(
         "[...document.querySelectorAll('#bytes i')].map((it) => it.getBoundingClientRect().width)"
     )

@@ -1,72 +1,51 @@
-"""The display of a running demo: a live panel in a terminal, plain lines elsewhere."""
+"""The display of a running demo: lines, bars in a terminal, and pages in the browser of a person at a screen."""
 
 from __future__ import annotations
 
+import sys
 import time
+import webbrowser
+from collections.abc import Mapping
 from typing import Self
 
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
-from rich.text import Text
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID
 
-from diloco.demo.accounting import back_after_s
-from diloco.demo.story import STARTING, DemoState
-from diloco.report.timeline import Kill, Timeline, is_learner
+from diloco.demo.processes import Family, Kill
+from diloco.demo.summary import back_after_s
+from diloco.report.timeline import Timeline
 
 LINE_EVERY_S = 60.0
 """In a pipe, while a phase lasts."""
 
-TRAINING = ("warming up", "in the run", "training alone")
-STYLES = {"killed": "bold red", "coming back": "yellow", "in the run": "green", "serving": "green", "done": "dim"}
-
 
 class Display:
-    """Shows a demo: call `show(state)` as often as wanted. A context manager; on standard error where asked."""
+    """Prints a line for each phase and each kill; beside that a terminal shows bars, and a pipe a line each minute.
 
-    def __init__(self, *, to_stderr: bool) -> None:
+    Arguments:
+        num_steps: of the run.
+        page_url: of the run's live page.
+        opens: open that page in a browser.
+    """
+
+    def __init__(self, num_steps: int, page_url: str, *, opens: bool, to_stderr: bool) -> None:
+        self._num_steps, self._page_url, self._opens = num_steps, page_url, opens
         self._console = Console(stderr=to_stderr)
-        self._live = Live(console=self._console, refresh_per_second=4) if self._console.is_terminal else None
+        columns = ("{task.description}", BarColumn(20), MofNCompleteColumn(), "{task.fields[doing]}")
+        self._progress = Progress(*columns, console=self._console, disable=not self._console.is_terminal)
+        self._bars: dict[str, TaskID] = {}
         self._started = self._last_line = time.monotonic()
-        self._last_phase = self._page_url = ""
+        self._phase = ""
+        self._is_served = False
         self._num_kills = 0
         self._away: list[Kill] = []
 
     def __enter__(self) -> Self:
-        self._last_phase = STARTING
-        self.say(STARTING)
-        if self._live is not None:
-            self._live.start()
+        self._progress.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._live is not None:
-            self._live.stop()
-
-    def show(self, state: DemoState) -> None:
-        """In a terminal what happens now; elsewhere a line for each phase, and one a minute while it lasts."""
-        if self._page_url != state.page_url:
-            self._page_url = state.page_url
-            self.say(f"watch the run at {state.page_url} as soon as its syncer has started")
-        if self._live is not None:
-            self._live.update(_panel(state, time.monotonic() - self._started))
-            return
-        self._say_kills(state.timeline)
-        if state.phase != self._last_phase or time.monotonic() - self._last_line >= LINE_EVERY_S:
-            self._last_phase = state.phase
-            self.say("; ".join([state.phase, *_news(state)]))
-
-    def _say_kills(self, timeline: Timeline) -> None:
-        new = timeline.kills[self._num_kills :]
-        self._num_kills = len(timeline.kills)
-        for kill in new:
-            self.say(f"{kill.name} was killed; it is started again")
-        self._away += new
-        for kill in list(self._away):
-            if (seconds := back_after_s(timeline, kill)) is not None:
-                self._away.remove(kill)
-                self.say(f"{kill.name} works again, {seconds:.1f} s after it was killed")
+        self._progress.stop()
 
     def say(self, text: str) -> None:
         """Print a line with the time."""
@@ -74,45 +53,71 @@ class Display:
         line = f"[{self._last_line - self._started:5.1f} s] {text}"
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
+    def show(self, phase: str, timeline: Timeline, family: Family) -> None:
+        """Show what is new; call it often."""
+        if timeline.syncer_starts and not self._is_served:
+            self._is_served = True
+            self.say(f"watch the run at {self._page_url}")
+            if self._opens and not open_page(self._page_url):
+                self.say("found no browser to open; open it yourself")
+        self._say_kills(timeline, family.kills)
+        is_silent = not self._console.is_terminal and time.monotonic() - self._last_line >= LINE_EVERY_S
+        if phase != self._phase or is_silent:
+            self._phase = phase
+            self.say("; ".join([phase, *_news(timeline, family)]))
+        for name in ("syncer", *timeline.steps):
+            if name not in self._bars:
+                self._bars[name] = self._progress.add_task(name, total=self._num_steps, doing="")
+            step = timeline.step if name == "syncer" else timeline.newest_step(name)
+            self._progress.update(self._bars[name], completed=step, doing=_doing(name, timeline, family))
 
-def _news(state: DemoState) -> list[str]:
-    """The numbers of one line: of the processes that train, in order."""
-    timeline = state.timeline
-    running = [name for name, doing in state.states.items() if doing in TRAINING and timeline.newest_step(name)]
-    if not running:
+    def _say_kills(self, timeline: Timeline, kills: list[Kill]) -> None:
+        for kill in kills[self._num_kills :]:
+            self.say(f"{kill.name} was killed; it is started again")
+            self._away.append(kill)
+        self._num_kills = len(kills)
+        for kill in list(self._away):
+            if (seconds := back_after_s(timeline, kill)) is not None:
+                self._away.remove(kill)
+                self.say(f"{kill.name} works again, {seconds:.1f} s after it was killed")
+
+
+def _news(timeline: Timeline, family: Family) -> list[str]:
+    """The numbers of a line: of the processes that train, in order."""
+    training = [name for name in timeline.steps if name in family.children and not family.children[name].done]
+    if not training:
         return []
-    steps = "/".join(str(timeline.newest_step(name)) for name in running)
-    losses = "/".join(f"{timeline.steps[name][-1].loss:.2f}" for name in running)
+    steps = "/".join(str(timeline.newest_step(name)) for name in training)
+    losses = "/".join(f"{timeline.steps[name][-1].loss:.2f}" for name in training)
     news = [f"step {steps}", f"loss {losses}"]
-    evaluated = timeline.evaluated.get(running[0])
-    if evaluated:
-        news.append(f"held out {evaluated[-1].loss:.3f}")
-    return [*news, _wire(timeline)] if is_learner(running[0]) and timeline.merges else news
+    return [*news, _wire(timeline)] if timeline.merges else news
 
 
 def _wire(timeline: Timeline) -> str:
     return f"{len(timeline.merges)} merges, {sum(timeline.traffic.values()) / 1e6:.1f} MB on the wire"
 
 
-def _panel(state: DemoState, elapsed_s: float) -> Group:
-    timeline = state.timeline
-    table = Table("process", "state", "step", "", "loss", "held out", "tokens/s", "merged", box=None, pad_edge=False)
-    for name, doing in state.states.items():
-        if name == "syncer":
-            table.add_row(name, Text(doing, style=STYLES.get(doing, "")))
-            continue
-        step, steps, evaluated = timeline.newest_step(name), timeline.steps.get(name), timeline.evaluated.get(name)
-        table.add_row(
-            name,
-            Text(doing, style=STYLES.get(doing, "")),
-            str(step),
-            ProgressBar(total=state.plan.steps, completed=min(step, state.plan.steps), width=24),
-            f"{steps[-1].loss:.3f}" if steps else "",
-            f"{evaluated[-1].loss:.3f}" if evaluated else "",
-            f"{steps[-1].tokens_per_s:,.0f}" if steps and doing != "done" else "",
-            "yes" if is_learner(name) and timeline.is_merging(name) else "",
-        )
-    title = Text(f"{elapsed_s:4.0f} s  {state.phase}", style="bold")
-    kills = ", ".join(f"{kill.name}" for kill in timeline.kills)
-    footer = Text(_wire(timeline) + (f"; killed and started again: {kills}" if kills else ""), style="dim")
-    return Group(title, table, footer)
+def _doing(name: str, timeline: Timeline, family: Family) -> str:
+    child = family.children.get(name)
+    if child is not None and child.restart_at is not None:
+        return "[bold red]killed[/]"
+    return _wire(timeline) if name == "syncer" else f"loss {timeline.steps[name][-1].loss:.3f}"
+
+
+def is_wanted(environ: Mapping[str, str], *, is_terminal: bool, platform: str = sys.platform) -> bool:
+    """Whether to open a browser where nothing was said: at a terminal with a display, and not in CI."""
+    has_display = platform in ("darwin", "win32") or any(environ.get(it) for it in ("DISPLAY", "WAYLAND_DISPLAY"))
+    return is_terminal and has_display and environ.get("CI", "false") in ("", "0", "false")
+
+
+def open_page(url: str) -> bool:
+    """Open a page, beside what this process does. Returns whether there is a browser that can.
+
+    One that would draw in this very terminal is passed over.
+    """
+    try:
+        browser = webbrowser.get()
+    except webbrowser.Error:
+        return False
+    is_textual = type(browser) in (webbrowser.GenericBrowser, webbrowser.Elinks)
+    return not is_textual and browser.open(url)

@@ -17,8 +17,8 @@ from diloco.config import RunConfig, load_config
 from diloco.errors import ConfigError, RunError, translated
 from diloco.tables import write_toml
 
-NUM_LEARNERS = 3
-VICTIM = "learner-2"
+LEARNERS = ("learner-0", "learner-1", "learner-2")
+VICTIM = LEARNERS[2]
 MARK = "# Written by `diloco demo`"
 PORTS = range(20_000, 30_000)
 
@@ -43,7 +43,6 @@ class Plan:
     sequences: int = 18
     sequence_length: int = 64
     held_out: int = 512
-    sample_bytes: int = 400
 
     @property
     def every(self) -> int:
@@ -63,44 +62,30 @@ FULL = Plan(steps=1500, kill_after=0.3, isolated=True)
 QUICK = Plan(steps=840, kill_after=0.15, isolated=False, points=12)
 
 
-def prepare(directory: Path, plan: Plan, seed: int) -> RunConfig:
-    """An empty directory with the run file in it; an earlier demo there goes.
-
-    Raises:
-        ConfigError: `directory` holds something else, or cannot be written.
-    """
-    run_file = directory / "run.toml"
-    if directory.exists() and not _may_go(directory, run_file):
-        raise ConfigError(f"{directory} holds something that is not a demo; choose another directory with --dir")
-    text = f"{MARK}. `diloco syncer` and `diloco train` run it.\n\n{write_toml(_tables(directory, plan, seed))}"
-    with translated(OSError, ConfigError, f"cannot write to {directory}", "choose another directory with --dir"):
-        directory.mkdir(parents=True, exist_ok=True)
-        # Not the directory itself, which says that a demo is under way; and last what says that it is a demo's.
-        for each in sorted(directory.iterdir(), key=lambda each: each == run_file):
-            shutil.rmtree(each) if each.is_dir() and not each.is_symlink() else each.unlink()
-        run_file.write_text(text, encoding="utf-8")
-    return load_config(run_file)
-
-
 @contextlib.contextmanager
-def alone_in(directory: Path) -> Iterator[None]:
-    """Keep other demos out of a directory, which is made where there is none.
+def prepared(directory: Path, plan: Plan, seed: int) -> Iterator[RunConfig]:
+    """A directory with nothing but the run file in it, kept from other demos; an earlier demo there is removed.
 
     Raises:
-        ConfigError: one is under way there, or it cannot be made.
+        ConfigError: `directory` holds something else or a demo that is under way, or cannot be written.
     """
-    with translated(OSError, ConfigError, f"cannot write to {directory}", "choose another directory with --dir"):
-        if not directory.exists():
-            directory.mkdir(parents=True)
+    run_file, choice = directory / "run.toml", "choose another directory with --dir"
+    with translated(OSError, ConfigError, f"cannot write to {directory}", choice):
+        directory.mkdir(parents=True, exist_ok=True)
         lock = os.open(directory, os.O_RDONLY)
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(
-                f"a demo is under way in {directory}; wait for it, or choose another directory with --dir"
-            ) from None
-        yield
+            raise ConfigError(f"a demo is under way in {directory}; wait for it, or {choice}") from None
+        with translated(OSError, ConfigError, f"cannot write to {directory}", choice):
+            found = sorted(directory.iterdir(), key=lambda each: each == run_file)  # the run file is removed last
+            if found and not (run_file.is_file() and run_file.read_text(errors="replace").startswith(MARK)):
+                raise ConfigError(f"{directory} holds something that is not a demo; {choice}")
+            for each in found:
+                shutil.rmtree(each) if each.is_dir() and not each.is_symlink() else each.unlink()
+            run_file.write_text(f"{MARK}.\n\n{write_toml(_tables(directory, plan, seed))}", encoding="utf-8")
+        yield load_config(run_file)
     finally:
         os.close(lock)
 
@@ -110,7 +95,7 @@ def _tables(directory: Path, plan: Plan, seed: int) -> dict[str, dict[str, Any]]
     tokens = plan.steps * plan.sequences * plan.sequence_length
     port = free_port()
     return {
-        "run": {"name": "demo", "dir": str(directory), "seed": seed, "learners": NUM_LEARNERS, "tokens": tokens},
+        "run": {"name": "demo", "dir": str(directory), "seed": seed, "learners": len(LEARNERS), "tokens": tokens},
         "data": {"kind": "stdlib", "sequence_length": plan.sequence_length},
         "train": {"global_batch": plan.sequences, "threads": 1},
         "warm_start": {"steps": plan.warm_start_steps},
@@ -135,16 +120,6 @@ def _tables(directory: Path, plan: Plan, seed: int) -> dict[str, dict[str, Any]]
             "lost_floor_s": 3.0,
         },
     }
-
-
-def _may_go(directory: Path, run_file: Path) -> bool:
-    """Whether a path is an empty directory, or one that a demo wrote."""
-    if not directory.is_dir() or directory.is_symlink():
-        return False
-    if run_file.is_file():
-        with open(run_file, encoding="utf-8", errors="replace") as file:
-            return file.readline().startswith(MARK)
-    return not any(directory.iterdir())
 
 
 def free_port(besides: int = 0) -> int:

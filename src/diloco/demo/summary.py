@@ -1,49 +1,186 @@
-"""The demo in numbers: `summary.json`."""
+"""The demo in numbers (`summary.json`), in one sentence, and as the page of its run with that sentence on top."""
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from typing import Any
 
-from diloco.demo.accounting import KINDS, back_after_s, baseline_bytes, participation
-from diloco.demo.headline import headline
-from diloco.demo.plan import NUM_LEARNERS
-from diloco.demo.story import DemoResult
+from diloco import events as ev
+from diloco.demo.processes import Kill
+from diloco.demo.story import Outcome
+from diloco.event_log import read_events
+from diloco.report.frame import frozen_page
+from diloco.report.page import numbers
+from diloco.report.series import ring_all_reduce_bytes
+from diloco.report.story import Story
+from diloco.report.timeline import Timeline, is_learner
+
+SAME_PERCENT = 2.0
+"""Losses that differ by less are called the same, within what they differ by."""
+
+CURVES = {"baseline": "data parallel", "isolated": "isolated learner, at the same step"}
+"""Names of the controls' curves, by the name of the process."""
 
 
-def summarise(outcome: DemoResult) -> dict[str, Any]:
+def summarise(outcome: Outcome) -> dict[str, Any]:
     """Plain values: losses in nats per byte on the same held-out sequences; bytes of both directions, as the syncer
     counts them."""
     timeline, config = outcome.timeline, outcome.config
-    by_kind = {kind: timeline.traffic.get(kind, 0) for kind in KINDS}
-    wire_bytes = sum(by_kind.values())
+    baseline, isolated = timeline.finished["baseline"], timeline.finished.get("isolated")
+    assert baseline.loss is not None
+    wire_bytes = sum(timeline.traffic.values())
     baseline_wire_bytes = baseline_bytes(timeline, config.tokens_per_full_step)
-    baseline, isolated = outcome.controls["baseline"], outcome.controls.get("isolated")
-    kills = [{"name": kill.name, "back_s": back_after_s(timeline, kill)} for kill in timeline.kills]
+    kills = [{"name": kill.name, "back_s": back_after_s(timeline, kill)} for kill in outcome.kills]
     found = {
         "global_loss": outcome.global_loss,
-        "baseline_loss": baseline["held_out_loss"],
-        "isolated_loss": None if isolated is None else isolated["held_out_loss"],
-        "loss_gap_percent": 100 * (outcome.global_loss / baseline["held_out_loss"] - 1),
-        "tokens": outcome.served.tokens,
-        "baseline_tokens": baseline["tokens"],
+        "baseline_loss": baseline.loss,
+        "isolated_loss": None if isolated is None else isolated.loss,
+        "loss_gap_percent": 100 * (outcome.global_loss / baseline.loss - 1),
+        "tokens": timeline.finished["syncer"].tokens,
+        "baseline_tokens": baseline.tokens,
         "initial_tokens": timeline.initial_tokens,
         "wire_bytes": wire_bytes,
-        "wire_bytes_by_kind": by_kind,
+        "wire_bytes_by_kind": timeline.traffic,
         "baseline_wire_bytes": baseline_wire_bytes,
         "bytes_ratio": baseline_wire_bytes / max(1, wire_bytes),
-        "learners": NUM_LEARNERS,
         "kills": kills,
         "kills_survived": sum(kill["back_s"] is not None for kill in kills),
-        "syncer_restarts": max(0, len(timeline.syncer_starts) - 1),
-        "merges": len(timeline.merges),
-        "versions": list(outcome.served.versions),
-        "participation": participation(timeline),
-        "ledger": list(outcome.served.ledger),
-        "learner_steps": {name: learner["steps"] for name, learner in outcome.learners.items()},
-        "blocked_s": {name: learner["metrics"]["blocked_s"] for name, learner in outcome.learners.items()},
-        "num_parameters": timeline.num_parameters,
-        "method": outcome.method,
         "seed": config.run.seed,
         "seconds": outcome.seconds,
+        "run": numbers(timeline),
     }
     return {"headline": headline(found), **found}
+
+
+def baseline_bytes(timeline: Timeline, tokens_per_step: int) -> int:
+    """Bytes that data parallel would have sent for the tokens trained while two or more learners were there.
+
+    Each step event of a learner says how many tokens it trained since its last one. They are that share of a full step
+    of `tokens_per_step` tokens, and the step costs what a ring of the learners that were there at that moment costs.
+    Tokens of a lone learner, the warm start first of all, cost nothing; so do steps of learners that are gone: both
+    make the baseline look cheaper.
+    """
+    num_bytes = 0.0
+    for process, steps in timeline.steps.items():
+        if not is_learner(process):
+            continue
+        alone = timeline.initial_tokens if process == timeline.initialiser else 0
+        before = alone
+        for event in steps:
+            trained, before = event.tokens - before, max(alone, event.tokens)
+            num_learners = timeline.num_live(event.t)
+            if num_learners >= 2 and trained > 0:  # a learner that resumes counts again from its checkpoint
+                num_bytes += trained / tokens_per_step * ring_all_reduce_bytes(num_learners, timeline.num_parameters)
+    return round(num_bytes)
+
+
+def back_after_s(timeline: Timeline, kill: Kill) -> float | None:
+    """Seconds until what was killed did its work again; None: it never did.
+
+    The syncer works where it serves, a learner where it has joined again and is in a merge.
+    """
+    if kill.name == "syncer":
+        times, since = timeline.syncer_starts, kill.t
+    else:
+        joined = [begin for begin, _ in timeline.presence.get(kill.name, []) if begin > kill.t]
+        times = [merge.t for merge in timeline.merges if kill.name in merge.contributors]
+        since = min(joined, default=math.inf)
+    back_at = min((t for t in times if t > since), default=None)
+    return None if back_at is None else back_at - kill.t
+
+
+# --------------------------------------------------------------------------------------------------------- in words
+
+
+def headline(summary: dict[str, Any]) -> str:
+    """For instance "49 times fewer bytes, same loss within 0.4 %, one learner killed and back in 5.2 s"."""
+    num_bytes = _bytes(summary["wire_bytes"], summary["baseline_wire_bytes"])
+    return ", ".join((num_bytes, _loss(summary["loss_gap_percent"]), _kills(summary["kills"])))
+
+
+def _bytes(num_bytes: int, baseline: int) -> str:
+    if not num_bytes:
+        return "bytes not counted"
+    ratio = baseline / num_bytes
+    if round(ratio, 1) == 1.0:
+        return "as many bytes"
+    if ratio < 1:
+        return f"{_times(1 / ratio)} times more bytes" if ratio else "more bytes than data parallel, which needed none"
+    return f"{_times(ratio)} times fewer bytes"
+
+
+def _times(ratio: float) -> str:
+    """A ratio with as many digits as are of use."""
+    return f"{ratio:.1f}" if ratio < 9.95 else f"{ratio:,.0f}"
+
+
+def _loss(gap_percent: float) -> str:
+    if not math.isfinite(gap_percent):
+        return "a loss that is no number"
+    if abs(gap_percent) < SAME_PERCENT:
+        within = math.ceil(round(10 * abs(gap_percent), 6)) / 10
+        return f"same loss within {max(0.1, within):.1f} %"
+    return f"loss {abs(gap_percent):.1f} % {'worse' if gap_percent > 0 else 'better'}"
+
+
+def _kills(kills: list[dict[str, Any]]) -> str:
+    """`kills`: name of the process and seconds until it was back, or None, of each."""
+    if not kills:
+        return "no process killed"
+    back_s = [kill["back_s"] for kill in kills if kill["back_s"] is not None]
+    slowest = f"{max(back_s):.1f} s" if back_s else ""
+    if len(kills) == 1:
+        who = "one learner" if is_learner(kills[0]["name"]) else "the syncer"
+        return f"{who} killed and back in {slowest}" if back_s else f"{who} killed and not back before the end"
+    if len(back_s) < len(kills):
+        return f"{len(kills)} kills, {len(back_s)} of them with a return"
+    return f"{len(kills)} kills and all back, the slowest in {slowest}"
+
+
+def describe(summary: dict[str, Any]) -> str:
+    """The numbers behind the headline, a line each."""
+    it, isolated = summary, summary["isolated_loss"]
+    alone = "" if isolated is None else f", isolated learner {isolated:.4f}"
+    return (
+        f"held-out loss: {it['global_loss']:.4f} nats per byte, data parallel {it['baseline_loss']:.4f} "
+        f"({it['loss_gap_percent']:+.1f} %){alone}\n"
+        f"on the wire: {it['wire_bytes'] / 1e6:,.1f} MB, data parallel {it['baseline_wire_bytes'] / 1e6:,.1f} MB\n"
+        f"{it['run']['merges']} merges, {it['tokens']:,} tokens, {it['seconds']:.0f} s"
+    )
+
+
+# ----------------------------------------------------------------------------------------------------- as the page
+
+
+def write_report(path: Path, outcome: Outcome, summary: dict[str, Any]) -> None:
+    """Write the page of the run with the headline, the controls' curves, the kills and the compared bytes.
+
+    The global model's last point is that of the model that was saved: a learner may have evaluated a version before.
+    """
+    story, tokens = Story(), summary["tokens"]
+    for file in sorted(outcome.config.dir.glob("*/events.jsonl")):
+        for event in read_events(file):
+            if event.who in CURVES:
+                event = event.model_copy(update={"who": CURVES[event.who]})
+            elif isinstance(event, ev.Evaluated | ev.Reported) and event.tokens >= tokens:
+                continue
+            story.take(event)
+    story.take(
+        ev.Evaluated(who=outcome.timeline.initialiser, step=0, tokens=tokens, loss=outcome.global_loss, num_sequences=0)
+    )
+    for kill, found in zip(outcome.kills, summary["kills"], strict=True):
+        back = "" if found["back_s"] is None else f"; it worked again {found['back_s']:.1f} s later"
+        story.tell(kill.t, "bad", f"{kill.name} was killed{back}", "killed", kill.name)
+    shown = story.since(0)
+    shown["head"] |= {
+        "num_bytes": summary["wire_bytes"], "parallel_bytes": summary["baseline_wire_bytes"],
+        "ratio": summary["bytes_ratio"],
+    }  # fmt: skip
+    text = (
+        "A byte-level language model learns the source text of Python's standard library. One learner warms up alone; "
+        "data parallel goes on from there, too, to as many tokens with the same total batch, data and schedule. In "
+        f"numbers: {describe(summary)}.".replace("\n", "; ")
+    )
+    shown["demo"] = {"headline": summary["headline"], "text": text}
+    path.write_text(frozen_page(shown), encoding="utf-8")

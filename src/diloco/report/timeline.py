@@ -13,14 +13,6 @@ Span = tuple[float, float | None]
 Counts = dict[str, int]
 
 
-@dataclass(frozen=True)
-class Kill:
-    """A process died by a signal and was started again. `t` is Unix time in seconds."""
-
-    name: str
-    t: float
-
-
 @dataclass
 class Timeline:
     """The events of one run. Times are Unix seconds, bytes are those that the syncer counted of its messages.
@@ -32,7 +24,6 @@ class Timeline:
         waits: when a learner's training thread stood still, by process.
         finished: of processes that ended in good order, the newest.
         missing: events that could not be written, of all processes.
-        kills: of processes that were started again; the demo itself records them.
     """
 
     initialised_at: float | None = None
@@ -52,7 +43,6 @@ class Timeline:
     waits: dict[str, list[ev.Waited]] = field(default_factory=dict)
     finished: dict[str, ev.Finished] = field(default_factory=dict)
     missing: int = 0
-    kills: list[Kill] = field(default_factory=list)
     _incarnations: dict[str, int] = field(default_factory=dict)
     _settled: dict[str, Counts] = field(default_factory=dict)
     _newest: dict[str, ev.Traffic] = field(default_factory=dict)
@@ -152,11 +142,6 @@ class Timeline:
         """Learners that joined and neither left nor were given up."""
         return sorted(name for name, spans in self.presence.items() if spans[-1][1] is None)
 
-    def is_away(self, learner: str) -> bool:
-        """Whether the learner was killed and has not joined since; the syncer counts on it until a deadline is over."""
-        joined_at = max((begin for begin, _ in self.presence.get(learner, [])), default=0.0)
-        return any(kill.name == learner and kill.t > joined_at for kill in self.kills)
-
     def num_live(self, at: float) -> int:
         """Learners that were part of the run at a time."""
         return sum(
@@ -180,12 +165,6 @@ class Follower:
             for event in tail.read():
                 self.timeline.take(process, event)
         return self.timeline
-
-    def forget(self, process: str) -> None:
-        """A process begins again from nothing."""
-        self._tails.pop(process, None)
-        self.timeline.steps.pop(process, None)
-        self.timeline.evaluated.pop(process, None)
 
 
 def is_learner(process: str) -> bool:

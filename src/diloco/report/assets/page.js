@@ -85,7 +85,10 @@ function show() {
   bytes(head);
   events();
   method(head.method);
-  if (story.demo) demo(story.demo);
+  if (story.demo) {
+    $("run").textContent = story.demo.headline;
+    $("lead").textContent = story.demo.text;
+  }
   hideEmpty(head);
   charts();
 }
@@ -133,15 +136,6 @@ function tiles(head) { // one without a number isn't there
     tile(short(head.num_bytes, "B"), head.ratio === null ? "on the wire" : `on the wire; data parallel ${short(head.parallel_bytes, "B")}`),
   ];
   $("tiles").replaceChildren(...all.filter(Boolean));
-}
-
-function demo(it) { // what `diloco demo` knows of its run
-  $("run").textContent = it.headline;
-  $("lead").textContent = it.intro;
-  $("tiles").append(...it.tiles.map(([value, text]) => tile(value, text)));
-  $("bytes").append(make("p", { class: "note" }, it.bytes));
-  $("more").replaceChildren(...it.sections.map(({ title, prompt, text }) => make("section", {}, make("h2", {}, title),
-    prompt === undefined ? make("p", {}, text) : make("pre", {}, make("b", {}, prompt), text))));
 }
 
 const HEADS = ["learner", "state", "step", "s/step", "share", "silence", "tokens", "loss", "sends", "receives", "bytes"];
