@@ -34,22 +34,22 @@ ELSEWHERE = {
     "a fresh learner that is alone at start-up becomes the quorum and wipes the model":
         "syncer/test_store.py::test_a_run_is_initialised_once",
     "after a restart the first to come back merges alone":
-        "core/test_syncer_core.py::test_after_a_restart_the_first_to_come_back_does_not_merge_alone",
+        "protocol/test_syncer_core.py::test_after_a_restart_the_first_to_come_back_does_not_merge_alone",
     "with a minimum of one the cluster silently becomes solo runs":
-        "core/test_syncer_core.py::test_at_least_keeps_a_survivor_from_becoming_a_solo_run",
+        "protocol/test_syncer_core.py::test_at_least_keeps_a_survivor_from_becoming_a_solo_run",
     "liveness is reported where participation was meant": "syncer/test_metrics.py::test_a_merge_shows_who_took_part",
     "bulk transfers starve the heartbeats": "syncer/test_hosting.py::test_a_slow_disk_holds_up_no_sign_of_life",
     "fixed time-outs kill the faster learner":
-        "core/test_syncer_core.py::test_deadlines_are_measured_in_steps_within_a_floor_and_a_cap",
+        "protocol/test_syncer_core.py::test_deadlines_are_measured_in_steps_within_a_floor_and_a_cap",
     "learners block after an upload": "learner/test_learner_events.py::test_it_waits_only_for_what_is_due_and_says_so",
     "a joiner sends zeros that count in the divisor":
         "exchange/test_torchft.py::test_a_joiner_is_healed_and_takes_part",
     "a joiner delays all others":
-        "core/test_syncer_core.py::test_a_joiner_never_delays_an_open_round_and_is_included_when_in_time",
+        "protocol/test_syncer_core.py::test_a_joiner_never_delays_an_open_round_and_is_included_when_in_time",
     "after failed exchanges each applies its own gradient":
         "exchange/test_collective.py::test_a_killed_learner_is_an_error_for_the_others",
     "a retry after a reconnect submits a zero gradient":
-        "core/test_syncer_core.py::test_a_contribution_sent_again_after_a_reconnect_counts_once",
+        "protocol/test_syncer_core.py::test_a_contribution_sent_again_after_a_reconnect_counts_once",
     "Delayed Nesterov applies buffered gradients twice":
         "core/test_outer.py::test_buffered_outer_gradients_are_applied_once",
     "the first synchronisation comes one step late": "test_torchft.py::test_golden_trajectory",
@@ -101,9 +101,9 @@ def test_nothing_is_unpickled() -> None:
 
 
 def test_no_environment_variable_beats_an_argument() -> None:
-    """The library reads none at all; the command line may take what torchrun says from it. Two are only set: one for
-    gRPC, where it is not set (its fork handlers abort workers of data loaders), and the one that trackio takes its
-    folder from."""
+    """The library reads one, DILOCO_KEYS, in one place, where no argument gives keys (exchange/test_key_lines.py). The
+    command line may take what torchrun says from it. Two are only set: one for gRPC, where it is not set (its fork
+    handlers abort workers of data loaders), and the one that trackio takes its folder from."""
     readers = [path for path in SOURCE.rglob("*.py") if names_in(path) & {"environ", "getenv"}]
     for name, sets in (
         ("exchange/__init__.py", "environ.setdefault("),
@@ -112,9 +112,10 @@ def test_no_environment_variable_beats_an_argument() -> None:
         sets_only = SOURCE / name
         assert sets_only.read_text().count("environ") == sets_only.read_text().count(sets) == 1
         readers.remove(sets_only)
+    keys = SOURCE / "exchange" / "key_pair.py"
+    assert keys.read_text().count("environ.") == keys.read_text().count("environ.get(VARIABLE") == 1
+    readers.remove(keys)
     assert {path.relative_to(SOURCE).parts[0] for path in readers} <= {"cli", "demo", "training"}
-    for path in readers:
-        assert path.relative_to(SOURCE).parts[0] != "core"
 
 
 def test_the_host_that_others_dial_is_given_and_not_guessed() -> None:
