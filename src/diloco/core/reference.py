@@ -5,8 +5,8 @@ A run is a list of events, carried out in order:
     ("gradient", m)                learner m computes the gradient of its next inner step
     ("step", m)                    and takes the step; data parallel exchanges in between
     ("send", m, p)                 learner m encodes its outer gradient of fragment p, Δ = anchor − θ
-    ("merge", p, senders, scale)   the oldest contribution in flight of each sender is merged, in learner order; the mean
-                                   times `scale` and the outer optimizer make the next version of fragment p
+    ("merge", p, senders, scale)   the oldest contribution in flight of each sender is merged, in learner order; the
+                                   mean times `scale` and the outer optimizer make the next version of fragment p
     ("adopt", m, p, version)       learner m adopts a version of fragment p
     ("eager", m, p, due, sent)     learner m takes an outer step of its own: the mean of version `due` has come (None:
                                    none has), the fragment was sent at this boundary, or both
