@@ -35,7 +35,7 @@ from benchmarks.step import beside_a_syncer, interleaved, row_of
 from diloco import Learner, Method
 from diloco.core.codecs import codec_from_name
 from diloco.exchange.base import Exchange
-from diloco.learner.device import DeviceDisplacement, DeviceQueue, Uploads
+from diloco.learner.device import DeviceDisplacement, DeviceQueue, DeviceUploads
 
 ROOT = Path(__file__).parents[1]
 NO_GPU = "No GPU was found: nothing was checked and nothing was measured."
@@ -136,7 +136,7 @@ def encoding(device: torch.device, num_elements: int, repeats: int) -> list[dict
     actions["e3m0 with error feedback, from the host's anchor"] = partial(
         displacement.compress, codec_from_name("e3m0"), anchor, 1.0
     )
-    actions["upload of a new global value"] = partial(Uploads(device).copy, anchor)
+    actions["upload of a new global value"] = partial(DeviceUploads(device).copy, anchor)
     rows, copied = [], [_seconds(device, lambda: out.copy_(x))]
     for name, action in actions.items():
         action()

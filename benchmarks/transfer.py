@@ -40,7 +40,7 @@ from diloco.core.quorum import AllLive
 from diloco.exchange.connection import Connection
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import bytes_of, frames
-from diloco.exchange.wire.outgoing import Upload
+from diloco.exchange.wire.outgoing import OutgoingUpload
 from diloco.protocol.members import Deadlines
 from diloco.syncer.keys.keyring import Keyring
 from diloco.syncer.server import Options, Syncer
@@ -224,7 +224,7 @@ class _Learner:
             step=round_ + 1,
             boot=self._boot,
         )
-        with Upload(header, lambda: [bytes_of(payload)]) as upload:
+        with OutgoingUpload(header, lambda: [bytes_of(payload)]) as upload:
             self._connection.upload("contributions", "Push", upload.messages(), pb.PushReply, heard=upload.heard)
 
     def pull(self, base: int) -> None:

@@ -23,7 +23,7 @@ from diloco.demo.summary import back_after_s, baseline_bytes, describe, headline
 from diloco.errors import ConfigError, RunError
 from diloco.event_log import EventLog, read_events
 from diloco.report.series import ring_all_reduce_bytes
-from diloco.report.timeline import Follower, Timeline
+from diloco.report.timeline import Timeline, TimelineFollower
 from diloco.store.store import Store
 
 
@@ -44,7 +44,7 @@ def merged(t: float, version: int, *contributors: str) -> ev.Merged:
 
 
 def read(directory: Path) -> Timeline:
-    return Follower(directory).read()
+    return TimelineFollower(directory).read()
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_a_resumed_learner_is_not_paid_for_tokens_it_counts_down(tmp_path: Path)
 
 
 def test_a_follower_takes_every_event_once(run: Path) -> None:
-    follower = Follower(run)
+    follower = TimelineFollower(run)
     before = len(follower.read().merges)
     with EventLog(run / "syncer" / "events.jsonl", who="syncer") as log:
         log.append(merged(60, 3, "learner-0"))

@@ -9,14 +9,14 @@ import pytest
 from diloco.errors import ConfigError
 from diloco.evaluation import own_tasks as docs
 from diloco.evaluation.own_tasks import OWN_TASKS, write_task_files
-from diloco.evaluation.scores import ExportScores, Result, Score, difference, differences, student, wilson
+from diloco.evaluation.scores import ExportScores, Score, TaskResult, difference, differences, student, wilson
 
 TEXT = "The quick brown fox jumps over the lazy dog while seven other foxes watch from under their trees. " * 8
 
 
-def result(*values: float, documents: tuple[str, ...] | None = None, metric: str = "acc") -> Result:
+def result(*values: float, documents: tuple[str, ...] | None = None, metric: str = "acc") -> TaskResult:
     names = tuple(map(str, range(len(values)))) if documents is None else documents
-    return Result("task", metric, "higher", Score.of(values), names, values)
+    return TaskResult("task", metric, "higher", Score.of(values), names, values)
 
 
 # ------------------------------------------------------------------------------------------------------------ scores

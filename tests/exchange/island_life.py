@@ -36,7 +36,7 @@ import diloco
 from diloco.core.names import Parts, named_parameters
 from diloco.errors import ExchangeError
 from diloco.exchange.group import Group
-from diloco.exchange.lanes import Job, Lane
+from diloco.exchange.lanes import CommandLane, RankTask
 from diloco.learner.models import joined
 from diloco.learner.pieces import Box, Gather, Piece, read_dtensor
 
@@ -248,7 +248,7 @@ def live(
         return Result(own | swapped, facts)
 
 
-class RunsOutOfMemory(Job):
+class RunsOutOfMemory(RankTask):
     """Fails on the last rank, by what is no error of this package's."""
 
     def work(self) -> None:
@@ -257,7 +257,7 @@ class RunsOutOfMemory(Job):
 
 
 def require_that_a_failure_is_told() -> None:
-    lane = Lane(Group(None, timeout_s=60))
+    lane = CommandLane(Group(None, timeout_s=60))
     if dist.get_rank() > 0:
         lane.follow(lambda _: RunsOutOfMemory())
         return

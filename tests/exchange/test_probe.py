@@ -19,7 +19,7 @@ from diloco.exchange.probe import (
     FIRST_BYTES,
     GROWTH,
     MAX_PROBE_BYTES,
-    Timing,
+    StreamTiming,
     measure_link,
     noise,
     probe,
@@ -49,17 +49,17 @@ def test_the_first_quarter_is_not_timed() -> None:
             now_s += 7.0 if i < 4 else 0.5  # a slow beginning
             yield bytes(10)
 
-    timing = Timing()
+    timing = StreamTiming()
     assert list(timing.take(arriving(), 160, clock=lambda: now_s)) == list(range(10, 170, 10))
-    assert timing == Timing(120, 6.0)
+    assert timing == StreamTiming(120, 6.0)
     assert list(timing.take(iter([]), 0)) == []
-    assert timing == Timing(0, 0.0)
+    assert timing == StreamTiming(0, 0.0)
 
 
 @pytest.mark.parametrize(("sizes", "words"), [([5, 4], "ended after 9 of 10"), ([5, 6], "more than the 10 bytes")])
 def test_another_number_of_bytes_is_an_error(sizes: list[int], words: str) -> None:
     with pytest.raises(CorruptPayloadError, match=words):
-        list(Timing().take(map(bytes, sizes), 10))
+        list(StreamTiming().take(map(bytes, sizes), 10))
 
 
 @pytest.mark.parametrize("bit_per_s", [1e5, 1e7, 1e9])

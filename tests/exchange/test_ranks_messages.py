@@ -6,9 +6,9 @@ import torch
 
 from diloco.core.held import HeldFragment
 from diloco.core.update import Update
-from diloco.exchange.base import Arrived, Event, Opened, Rejoined
-from diloco.exchange.island.messages import Told, _in, _out
-from diloco.protocol.contribution import Rejected
+from diloco.exchange.base import Arrived, Event, Rejoined, StartingState
+from diloco.exchange.island.rank_messages import MessageTensor, _in, _out
+from diloco.protocol.contribution import Rejection
 
 
 def test_every_event_crosses_as_plain_values_and_tensors() -> None:
@@ -17,14 +17,14 @@ def test_every_event_crosses_as_plain_values_and_tensors() -> None:
         for f, version in enumerate((2, 1))
     )
     static = {"b": torch.rand(2, 2), "n": torch.tensor(7)}
-    opened = Opened("site-a", 3, 40, fragments, static, run_tokens=1234)
+    opened = StartingState("site-a", 3, 40, fragments, static, run_tokens=1234)
     update = Update(1, 4, 5, ("site-a", "site-b"), (1.0, 2.5), 0.5, "d1", lossless=False)
     events: list[Event] = [
         Rejoined(opened, "replaced"),
-        Rejected(1, 4, "missed"),
+        Rejection(1, 4, "missed"),
         Arrived(update, fragments[1].bare, 3, mean=torch.rand(5)),
     ]
-    told: list[Told] = []
+    told: list[MessageTensor] = []
     said = [_out(event, told, None) for event in events]
     tensors = [each.tensor for each in told]
     rejoined, rejected, arrived = (_in(each, tensors) for each in json.loads(json.dumps(said)))

@@ -28,11 +28,11 @@ from diloco.core.held import HeldFragment
 from diloco.core.layout import digest
 from diloco.core.update import Update
 from diloco.errors import CorruptPayloadError, DilocoError
-from diloco.exchange.base import Arrived, Opened, Rejoined
+from diloco.exchange.base import Arrived, Rejoined, StartingState
 from diloco.exchange.connection import Connection
 from diloco.exchange.dialling import Dialler
 from diloco.exchange.group import read_frame, to_tensor
-from diloco.exchange.island.messages import Message, read_message, value_of
+from diloco.exchange.island.rank_messages import Message, read_message, value_of
 from diloco.exchange.probe import probe
 from diloco.exchange.remote import fetch_model, fetch_status
 from diloco.exchange.remote.messages import grant_of, layout_of, lineage_of, method_of, proposal_of, standing_of
@@ -40,7 +40,7 @@ from diloco.exchange.remote.transfers import Receiver
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import bytes_of, frames
 from diloco.exchange.wire.rpc import ERROR_KEY, from_rpc_error, path
-from diloco.protocol.contribution import CallForWork, Drained, Rejected
+from diloco.protocol.contribution import CallForWork, Drained, Rejection
 from diloco.protocol.leases import Grant
 from diloco.protocol.lineage import Lineage
 from diloco.protocol.session import requests
@@ -357,9 +357,9 @@ def ranks() -> Target:
     """What rank 0 tells the other ranks of its learner, and the small frames of all ranks."""
     held = HeldFragment(0, 2, torch.rand(5), {"steps": torch.tensor(3)}, None, "d0")
     update = Update(0, 1, 2, ("site-a",), (1.0,), 0.5, "d0", lossless=True)
-    opened = Opened("site-a", 3, 40, (held,), {"b": torch.rand(2)}, run_tokens=9)
+    opened = StartingState("site-a", 3, 40, (held,), {"b": torch.rand(2)}, run_tokens=9)
     told = (
-        [Rejoined(opened, "replaced"), Rejected(1, 4, "missed")], [Arrived(update, held.bare, 3, mean=torch.rand(5))],
+        [Rejoined(opened, "replaced"), Rejection(1, 4, "missed")], [Arrived(update, held.bare, 3, mean=torch.rand(5))],
         Grant(1, ((0, 3),), ()), {"loaded": True, "run_tokens": 3}, [CallForWork(0, 2), Drained()],
     )  # fmt: skip
     seeds = [Message.of(value).raw for value in told]

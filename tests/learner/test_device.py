@@ -12,7 +12,7 @@ from diloco.core.codecs import codec_from_name, compress
 from diloco.core.fragments import make_layout
 from diloco.core.layout import Placement
 from diloco.exchange.base import Exchange
-from diloco.learner.device import RUN_ELEMENTS, DeviceDisplacement, DeviceQueue, Uploads
+from diloco.learner.device import RUN_ELEMENTS, DeviceDisplacement, DeviceQueue, DeviceUploads
 
 DEVICES = [
     "cpu",
@@ -89,11 +89,11 @@ def test_values_that_are_not_finite_are_refused(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_an_upload_brings_the_values(device: str) -> None:
     theta = random(RUN_ELEMENTS + 5, 0)
-    value, _ = Uploads(torch.device(device)).copy(theta)
+    value, _ = DeviceUploads(torch.device(device)).copy(theta)
     assert value.device.type == device
     assert torch.equal(value.cpu(), theta)
 
-    uploads = Uploads(torch.device(device))
+    uploads = DeviceUploads(torch.device(device))
     uploads.start((0, 1), theta)
     uploads.start((1, 1), theta)
     uploads.keep([(0, 1)])

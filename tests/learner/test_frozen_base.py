@@ -16,7 +16,7 @@ from diloco import Learner
 from diloco.core.layout import spec_of
 from diloco.errors import LayoutError
 from diloco.exchange.base import Exchange
-from diloco.learner.frozen_base import Base, base_tensor, digest_of
+from diloco.learner.frozen_base import FrozenBase, base_tensor, digest_of
 
 WIDTH = 256
 
@@ -153,9 +153,9 @@ def test_a_difference_is_refused_by_name(others: dict[str, int], options: dict[s
 # --- the check at each send -------------------------------------------------------------------------------------------
 
 
-def watched(tensor: Tensor) -> tuple[dict[str, Tensor], Base]:
+def watched(tensor: Tensor) -> tuple[dict[str, Tensor], FrozenBase]:
     tensors = {"w": tensor}
-    return tensors, Base([base_tensor(spec_of("w", tensor), tensor)], lambda name: tensors[name])
+    return tensors, FrozenBase([base_tensor(spec_of("w", tensor), tensor)], lambda name: tensors[name])
 
 
 CHANGES: dict[str, Callable[[dict[str, Tensor]], object]] = {

@@ -22,15 +22,15 @@ from diloco.exchange.base import (
     Arrived,
     Event,
     Exchange,
-    Model,
-    Opened,
+    FlatModel,
     Overview,
     Rejoined,
     Report,
+    StartingState,
     required_method,
 )
 from diloco.learner.state_dict import _arrived_in, _arrived_out
-from diloco.protocol.contribution import MISSED, OUT_OF_STEP, CallForWork, Contribution, Rejected
+from diloco.protocol.contribution import MISSED, OUT_OF_STEP, CallForWork, Contribution, Rejection
 
 
 def held_of(theta: Tensor, version: int, outer_state: dict[str, Tensor] | None = None) -> HeldFragment:
@@ -54,13 +54,13 @@ class Script(Exchange):
         return required_method(given)
 
     def open(
-        self, layout: Layout, method: Method, initial: Callable[[], Model], *, overlap: int | None = None
-    ) -> Opened:
+        self, layout: Layout, method: Method, initial: Callable[[], FlatModel], *, overlap: int | None = None
+    ) -> StartingState:
         self.num_elements = layout.fragments[0].numel
         return self.opened(1, self._step, self._version)
 
-    def opened(self, incarnation: int, step: int, version: int) -> Opened:
-        return Opened("me", incarnation, step, (held_of(self.theta(version), version),), {})
+    def opened(self, incarnation: int, step: int, version: int) -> StartingState:
+        return StartingState("me", incarnation, step, (held_of(self.theta(version), version),), {})
 
     def offer(self, contribution: Contribution, payload: Callable[[], Tensor]) -> None:
         self.offers.append((contribution, payload))
@@ -166,7 +166,7 @@ def test_a_merge_without_it_rolls_back_before_the_state_is_saved() -> None:
 def test_a_refusal_before_the_encoder_got_to_it() -> None:
     script, learner = start()
     step(learner, 2)
-    script.inbox.append(Rejected(0, 1, MISSED))
+    script.inbox.append(Rejection(0, 1, MISSED))
     script.on_wait = lambda: script.publish(1, "you")  # the round's answer is waited for all the same
     step(learner)
     assert stands_at(learner, 1)
@@ -181,7 +181,7 @@ def test_work_that_came_out_of_step_goes_with_the_next_contribution() -> None:
     script, learner = start()
     step(learner, 2)
     script.offers[0][1]()
-    script.inbox.append(Rejected(0, 1, OUT_OF_STEP))
+    script.inbox.append(Rejection(0, 1, OUT_OF_STEP))
     step(learner)
     assert residuals_of(learner) == {}
     assert ledger_of(learner) == {"trained": 30, "pending": 30, "merged": 0, "lost": 0, "discarded": {}}
@@ -198,7 +198,7 @@ def test_work_that_came_out_of_step_is_kept_on_top_of_the_next_version() -> None
     method = replace(diloco.DiLoCo(sync_every=2, overlap=1), adopt=diloco.KeepDisplacement())
     script, learner = start(method)
     step(learner)
-    script.inbox.append(Rejected(0, 1, OUT_OF_STEP))  # heard at the very boundary of the send
+    script.inbox.append(Rejection(0, 1, OUT_OF_STEP))  # heard at the very boundary of the send
     step(learner)
     script.publish(1, "you")
     before = torch.cat([p.detach().flatten() for p in learner.model.parameters()])  # from version 0, which is 0
@@ -371,9 +371,9 @@ class EagerScript(Script):
 
     overview = Overview(num_live=2)
 
-    def opened(self, incarnation: int, step: int, version: int) -> Opened:
+    def opened(self, incarnation: int, step: int, version: int) -> StartingState:
         zeros = torch.zeros(self.num_elements)
-        return Opened("me", incarnation, step, (held_of(zeros, version, {"momentum": zeros}),), {})
+        return StartingState("me", incarnation, step, (held_of(zeros, version, {"momentum": zeros}),), {})
 
     def publish_mean(self, version: int, mean: float | None, *contributors: str, start: float | None = None) -> None:
         """`start`: the version is fetched whole, the global model all this, with this momentum."""

@@ -9,7 +9,7 @@ from diloco.core.layout import TensorSpec
 from diloco.errors import LayoutError
 from diloco.learner.models import joined
 from diloco.learner.pieces import read_dtensor
-from diloco.learner.roles import Buffers, Described, Static, described
+from diloco.learner.roles import Buffers, ModelDescription, Static, described
 from diloco.learner.union import merged
 
 
@@ -17,8 +17,8 @@ def specs(*names: str) -> tuple[TensorSpec, ...]:
     return tuple(TensorSpec(name, (2,), "float32") for name in names)
 
 
-def trained(*specs: TensorSpec) -> Described:
-    return Described(specs, (), (), (), {})
+def trained(*specs: TensorSpec) -> ModelDescription:
+    return ModelDescription(specs, (), (), (), {})
 
 
 WHOLE = specs("embed", "layers.0.w", "layers.1.w", "layers.2.w", "layers.10.w", "norm", "head")
@@ -91,7 +91,7 @@ def test_stages_have_the_layout_of_the_whole_model(
     """With frozen parameters, buffers and averaged tensors, of which all layers have some."""
     method = diloco.StreamingDiLoCo(fragments=diloco.Balanced(3))
 
-    def of(model: nn.Module) -> Described:
+    def of(model: nn.Module) -> ModelDescription:
         return described(model, method, buffers, static, read_dtensor)
 
     whole = of(Model(0, 1, 2, 3, ends="first last"))

@@ -11,7 +11,7 @@ from tests.figures import key_of, labels_of, names_of, traces_of
 from diloco.planning import pictures
 from diloco.planning.advice import advise, case_of
 from diloco.planning.goodput import Fleet, Speeds, simulate
-from diloco.planning.question import Around, Graph, Question, required_bit_per_s
+from diloco.planning.question import GraphQuestion, Question, StarQuestion, required_bit_per_s
 from diloco.planning.scaling_laws import expect
 from diloco.planning.settings import setting_for
 from diloco.planning.site import load_site
@@ -44,8 +44,8 @@ def question(method: str, *, learners: int | None = None, **options: str | float
     workload = load_workload("1b", None)
     setting = setting_for(workload, method, **options)  # type: ignore[arg-type]
     if learners is None:
-        return Graph(workload, setting)
-    return Around(workload, replace(setting, down=setting.up), (1.0,) * learners)
+        return GraphQuestion(workload, setting)
+    return StarQuestion(workload, replace(setting, down=setting.up), (1.0,) * learners)
 
 
 @pytest.mark.parametrize(

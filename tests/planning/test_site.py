@@ -24,12 +24,12 @@ from diloco.planning.site import (
     parse_site,
 )
 from diloco.planning.units import TIME
-from diloco.planning.workload import ModelTable
+from diloco.planning.workload import ModelSizeTable
 from diloco.tables import Table
 
 ROOT = Path(__file__).parents[2]
 TABLES: dict[str, type[Table]] = {
-    "model": ModelTable,
+    "model": ModelSizeTable,
     "budget": BudgetTable,
     "site": SiteTable,
     "link": LinkTable,

@@ -21,7 +21,7 @@ from diloco.planning.graph import (
     strided,
     utilization,
 )
-from diloco.planning.question import Graph
+from diloco.planning.question import GraphQuestion
 from diloco.planning.question import required_bit_per_s as required
 from diloco.planning.settings import Setting, setting_for
 from diloco.planning.workload import PRESETS, Workload
@@ -31,7 +31,7 @@ SMALL = Workload("small", 1e6, 6, 0.017)
 
 
 def required_bit_per_s(workload: Workload, setting: Setting, target: float) -> float:
-    return required(Graph(workload, setting), [target])[0]
+    return required(GraphQuestion(workload, setting), [target])[0]
 
 
 @st.composite

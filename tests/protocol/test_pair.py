@@ -11,9 +11,9 @@ import pytest
 
 from diloco.errors import ConfigError, StandbyError, StoreError
 from diloco.protocol.lineage import Lineage
-from diloco.protocol.pair.ends import FirstEnd, StandbyEnd
+from diloco.protocol.pair.endpoints import FirstEnd, StandbyEnd
 from diloco.protocol.pair.pair_core import REFUSED_S, PairCore
-from diloco.protocol.pair.values import Commit, Contents, Link, PairedWrites, Position, WriteKey
+from diloco.protocol.pair.values import Commit, Contents, PairedWrites, Position, StandbyConnection, WriteKey
 from diloco.protocol.succession import Standing, Witness, Word
 
 RUN_ID = "a" * 32
@@ -96,9 +96,9 @@ class Pair:
         self.disks = Disk(version=3, epochs=[1]), Disk()
         self.first, self.second = syncer(self.disks[0]), syncer(self.disks[1], other="first:1")
         self.down = self.dial(0.0)
-        self.up: Link
+        self.up: StandbyConnection
 
-    def dial(self, now: float) -> Link:
+    def dial(self, now: float) -> StandbyConnection:
         hello = StandbyEnd(self.second).hello()
         down = FirstEnd(self.first).accept(now, hello)
         assert down is not None

@@ -16,7 +16,7 @@ from diloco.protocol.contribution import (
     CallForWork,
     Contribution,
     Drained,
-    Rejected,
+    Rejection,
     Standing,
     Verdict,
 )
@@ -24,8 +24,8 @@ from diloco.protocol.leases import Ask, DataSet, Grant
 from diloco.protocol.lineage import Lineage
 from diloco.protocol.members import Deadlines
 from diloco.protocol.session import requests
-from diloco.protocol.session.ends import AWAY_AFTER_S, GONE_TIMEOUT_S, LEAVE_TIMEOUT_S
 from diloco.protocol.session.heartbeat import ANSWER_FLOOR_S, HEARTBEAT_S, SHORTEST_S
+from diloco.protocol.session.joining import AWAY_AFTER_S, GONE_TIMEOUT_S, LEAVE_TIMEOUT_S
 from diloco.protocol.session.lanes import FIRST_RETRY_S
 from diloco.protocol.session.requests import Identity, Report
 from diloco.protocol.session.session_core import SessionCore
@@ -399,7 +399,7 @@ def test_a_rejection_that_a_broken_stream_swallowed_is_heard_with_the_next_heart
     it.fail(requests.Watch)
     it.until(requests.Beat)
     assert it.beat().confirmed == (0, 0)
-    assert it.take(Rejected) == [Rejected(0, 1, OUTLIER)]
+    assert it.take(Rejection) == [Rejection(0, 1, OUTLIER)]
     it.until(requests.Beat)
     assert it.beat().confirmed == (1, 0)
 
@@ -429,8 +429,8 @@ def test_a_rejection_that_is_heard_again_and_again_is_told_once() -> None:
         it.beat()
     it.notice(versions=(1, 0))
     it.answer(requests.Fetch, it.core.fetched, it.lineage, 1, (rejected,))
-    news = it.take(Rejected | requests.TellArrival)  # type: ignore[arg-type]
-    assert news == [Rejected(0, 1, DROPPED), requests.TellArrival(0, 1, merged=0)]
+    news = it.take(Rejection | requests.TellArrival)  # type: ignore[arg-type]
+    assert news == [Rejection(0, 1, DROPPED), requests.TellArrival(0, 1, merged=0)]
 
 
 def test_an_unheard_rejection_comes_with_the_version_and_before_it() -> None:
@@ -443,8 +443,8 @@ def test_an_unheard_rejection_comes_with_the_version_and_before_it() -> None:
     it.notice(versions=(1, 0))
     fetched = (Verdict(0, 1, OUTLIER, 0), Verdict(0, 2, None, 1))
     it.answer(requests.Fetch, it.core.fetched, it.lineage, 1, fetched)
-    news = it.take(Rejected | requests.TellArrival)  # type: ignore[arg-type]
-    assert news == [Rejected(0, 1, OUTLIER), requests.TellArrival(0, 1, merged=2)]
+    news = it.take(Rejection | requests.TellArrival)  # type: ignore[arg-type]
+    assert news == [Rejection(0, 1, OUTLIER), requests.TellArrival(0, 1, merged=2)]
 
 
 def test_a_verdict_heard_before_its_version_counts_when_that_arrives() -> None:

@@ -11,7 +11,7 @@ from tests.run.toy import Scene, contribution, scheduled, started
 from diloco.errors import ConfigError, DrainedError, NotInitialisedError, PayloadError
 from diloco.protocol.steering import Order
 from diloco.run.ports import Observer
-from diloco.run.sense import MAX_WHY
+from diloco.run.validation import MAX_WHY
 
 
 class Told(Observer):

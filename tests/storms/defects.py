@@ -14,7 +14,7 @@ from diloco.protocol.accounting import Account, Accounting
 from diloco.protocol.contribution import MISSED, OUT_OF_STEP, Contribution, Verdict
 from diloco.protocol.learner import LearnerCore
 from diloco.protocol.members import Deadlines
-from diloco.protocol.rounds import late
+from diloco.protocol.rounds import late_contributions as late
 from diloco.protocol.rounds.called import CalledLearner, CalledSyncer
 from diloco.protocol.rounds.pushed import PushedLearner
 from diloco.protocol.session.transfers import ModelCache, Outbox

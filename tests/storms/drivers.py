@@ -21,7 +21,7 @@ from diloco.protocol.actions import MergeRound
 from diloco.protocol.contribution import Contribution, Standing, Verdict
 from diloco.protocol.lineage import Lineage
 from diloco.run.driver import Driver
-from diloco.run.global_model import Fetched
+from diloco.run.global_model import FragmentAnswer
 from diloco.run.memory import MemorySlot, MemoryStore
 from diloco.run.ports import InitialModel, Json, MergedRound, RunMethod, SavedRun, T, Work
 from diloco.run.tensor_jobs import TensorJobs, TensorSlot
@@ -41,7 +41,7 @@ class StormDriver(Driver[HeldFragment, MemorySlot, Tensor]):
     def fetch(
         self, fragment: int, base: int, learner: str = "", incarnation: int = 0, *, versions: Sequence[int] = (),
         seen: Lineage | None = None, process: int = 0,
-    ) -> Fetched[HeldFragment, Tensor]:  # fmt: skip
+    ) -> FragmentAnswer[HeldFragment, Tensor]:  # fmt: skip
         fetched = super().fetch(fragment, base, learner, incarnation, versions=versions, seen=seen, process=process)
         overlap, schedule = self.core.members[learner].overlap, self.core.rules.schedule
         in_flight = schedule.intervals_in_flight if overlap is None else schedule.intervals_in(overlap)

@@ -11,7 +11,7 @@ from diloco.core.layout import digest
 from diloco.protocol.accounting import Key, key_of
 from diloco.protocol.contribution import VERSION
 from diloco.protocol.learner import LearnerCore
-from diloco.run.global_model import Fetched
+from diloco.run.global_model import FragmentAnswer
 from diloco.run.ports import MergedRound, SavedRun
 
 
@@ -67,7 +67,7 @@ class Ledger:
             self.versions.restored(held.fragment, held.version, held.digest)
             self._first[held.fragment] = held.version
 
-    def fetched(self, fragment: int, base: int, fetched: Fetched[HeldFragment, object], num_due: int) -> None:
+    def fetched(self, fragment: int, base: int, fetched: FragmentAnswer[HeldFragment, object], num_due: int) -> None:
         """A driver answers a fetch: an update, if it has published so few after `base`."""
         newest = fetched.held.version
         is_kept = max(self._first[fragment], newest - num_due) <= base < newest

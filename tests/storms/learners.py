@@ -17,7 +17,7 @@ from tests.storms.wire import StormWire, gone
 from diloco.errors import AlreadyInitialisedError, StaleIncarnationError, StoreError
 from diloco.exchange.base import Arrived
 from diloco.exchange.virtual.client import News
-from diloco.protocol.contribution import CallForWork, Contribution, Hold, Rejected
+from diloco.protocol.contribution import CallForWork, Contribution, Hold, Rejection
 from diloco.protocol.in_flight import Send
 from diloco.protocol.learner import LearnerCore
 from diloco.protocol.leases import Grant
@@ -161,7 +161,7 @@ class Process:
                 self._granted(news)
             case Hold(is_paused=is_paused):
                 self._is_held = is_paused
-            case Rejected(fragment=fragment, number=number, reason=reason):
+            case Rejection(fragment=fragment, number=number, reason=reason):
                 assert self.core is not None
                 self._storm.ledger.rejected(self.name, self._incarnation, fragment, number, reason)
                 if self.core.rejected(fragment, number, reason) is not None:

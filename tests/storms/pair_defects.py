@@ -9,9 +9,9 @@ import pytest
 from tests.storms.defects import Defect
 
 from diloco.protocol.lineage import Lineage
-from diloco.protocol.pair.ends import StandbyEnd
+from diloco.protocol.pair.endpoints import StandbyEnd
 from diloco.protocol.pair.pair_core import PairCore
-from diloco.protocol.pair.values import Link, PairedWrites
+from diloco.protocol.pair.values import PairedWrites, StandbyConnection
 from diloco.protocol.succession import Succession, Witness
 
 
@@ -23,7 +23,8 @@ def confirms_what_it_has_not_written(patch: pytest.MonkeyPatch) -> None:
     take = StandbyEnd.take
 
     def forgets(
-        self: StandbyEnd, now: float, link: Link, electorate: frozenset[str], epoch: int, write: Callable[[], None]
+        self: StandbyEnd, now: float, link: StandbyConnection, electorate: frozenset[str], epoch: int,
+        write: Callable[[], None],
     ) -> None:  # fmt: skip
         take(self, now, link, electorate, epoch, write if epoch else lambda: None)
 

@@ -9,9 +9,9 @@ from tests.storms.pair_disks import DiskState
 from tests.storms.pair_nodes import Node
 
 from diloco.errors import DilocoError
-from diloco.protocol.pair.ends import FirstEnd, StandbyEnd
+from diloco.protocol.pair.endpoints import FirstEnd, StandbyEnd
 from diloco.protocol.pair.pair_core import PairCore
-from diloco.protocol.pair.values import Commit, Hello, Link
+from diloco.protocol.pair.values import Commit, Hello, StandbyConnection
 
 if TYPE_CHECKING:
     from tests.storms.pair_world import PairStorm
@@ -34,7 +34,7 @@ class _End:
     def __init__(self, storm: PairStorm, node: Node) -> None:
         assert node.pair is not None
         self.node, self.pair, self.process = node, node.pair, node.process
-        self.link: Link | None = None
+        self.link: StandbyConnection | None = None
         self.free_s = self.said_s = 0.0
         self._storm, self._is_open = storm, True
 

@@ -16,7 +16,7 @@ from tests.storms.world import ProcessKilled, Storm
 
 from diloco.core.layout import digest
 from diloco.errors import StoreError
-from diloco.exchange.virtual.syncer import Door
+from diloco.exchange.virtual.syncer import SyncerProcess
 from diloco.protocol.succession import Standing, elector
 
 SETTLES_S = 20.0
@@ -63,7 +63,7 @@ class PairStorm(Storm):
     def has_model(self) -> bool:
         return any(node.store.is_initialised for node in self.nodes)
 
-    def door(self, address: int) -> Door | None:
+    def door(self, address: int) -> SyncerProcess | None:
         node = self.nodes[address]
         return None if node.pair is None else NodeDoor(node)
 

@@ -14,7 +14,7 @@ from tests.storms.wire import BYTE_S
 from diloco.core.quorum import AllLive
 from diloco.protocol.members import Deadlines
 from diloco.protocol.rounds.base import Rules
-from diloco.protocol.rounds.late import num_needed
+from diloco.protocol.rounds.late_contributions import num_needed
 
 if TYPE_CHECKING:
     from tests.storms.world import Storm

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from diloco.errors import DilocoError, UnreachableError
-from diloco.exchange.virtual.syncer import Door
+from diloco.exchange.virtual.syncer import SyncerProcess
 from diloco.protocol.session import requests
 from diloco.protocol.session.lanes import address_of
 
@@ -55,7 +55,7 @@ class StormWire:
 
     # --- messages -----------------------------------------------------------------------------------------------------
 
-    def up(self, call: requests.Request, num_bytes: int, arrive: Callable[[Door], None]) -> None:
+    def up(self, call: requests.Request, num_bytes: int, arrive: Callable[[SyncerProcess], None]) -> None:
         connection = self._dial(call)
         if connection is None:
             self._storm.after(self._delay("refused", 0), lambda: self._process.client.lost(call, gone()))
@@ -96,7 +96,7 @@ class StormWire:
         is_one = isinstance(call, requests.Beat | requests.Watch) or (isinstance(call, requests.Push) and num_bytes > 0)
         return is_one and self._storm.draws.unit(f"{self._name} repeats") < repeats
 
-    def _again(self, connection: _Connection, call: requests.Request, arrive: Callable[[Door], None]) -> None:
+    def _again(self, connection: _Connection, call: requests.Request, arrive: Callable[[SyncerProcess], None]) -> None:
         """A request arrives once more, be it from a connection that is broken by now."""
         door = self._storm.door(connection.address)
         if door is None or self._storm.boot_at(connection.address) != connection.boot:

@@ -29,10 +29,10 @@ from torch import Tensor
 from diloco.core.held import Advanced, HeldFragment
 from diloco.core.quorum import AllLive
 from diloco.errors import DigestError
-from diloco.exchange.virtual.syncer import Door, OneSyncer, Replicas, SimulatedDriver
+from diloco.exchange.virtual.syncer import OneSyncer, Replicas, SimulatedDriver, SyncerProcess
 from diloco.protocol.accounting import Key
 from diloco.protocol.contribution import OUTLIER
-from diloco.run.global_model import Fetched
+from diloco.run.global_model import FragmentAnswer
 from diloco.run.memory import POINTS, MemoryStore
 from diloco.run.ports import NullObserver, Ports, SavedRun
 from diloco.run.tensor_jobs import TensorJobs
@@ -52,7 +52,7 @@ RUN = "storm"
 class StormReplicas(Replicas):
     """No storm damages a byte: what an update leads to has the published bits. A learner would fetch it whole."""
 
-    def fetched(self, held: HeldFragment | None, fetched: Fetched[HeldFragment, Tensor]) -> Advanced:
+    def fetched(self, held: HeldFragment | None, fetched: FragmentAnswer[HeldFragment, Tensor]) -> Advanced:
         try:
             return super().fetched(held, fetched)
         except DigestError as error:
@@ -288,7 +288,7 @@ class Storm:
     def began(self, process: Process) -> None:
         """A learner's process begins to train as a new incarnation."""
 
-    def door(self, address: int) -> Door | None:
+    def door(self, address: int) -> SyncerProcess | None:
         """What answers at a syncer's address; None: nothing does."""
         driver = self.driver if self.impostor is None else self.impostor.driver
         return None if driver is None else OneSyncer(driver)

@@ -23,7 +23,7 @@ from diloco import events
 from diloco.core.fragments import Layout, make_layout
 from diloco.errors import AlreadyInitialisedError, CorruptPayloadError, StaleIncarnationError, UnreachableError
 from diloco.event_log import read_events
-from diloco.exchange.base import Model
+from diloco.exchange.base import FlatModel
 from diloco.exchange.connection import Connection
 from diloco.exchange.dialling import Dialler
 from diloco.exchange.remote.entry import Entry, Initial, describe, model_parts
@@ -145,7 +145,7 @@ def test_the_upload_of_the_model_goes_on_where_it_was_cut_off(how: Callable[[Lin
         thetas = [torch.randn(it.numel, generator=torch.Generator().manual_seed(1)) for it in wide().fragments]
         with closing(Connection(relay.address)) as connection:
             entry = Entry(
-                Dialler([connection]), wide(), Initial(0, 0, "test"), Model(tuple(thetas), {}), model_parts,
+                Dialler([connection]), wide(), Initial(0, 0, "test"), FlatModel(tuple(thetas), {}), model_parts,
                 overlap=None, tokens_per_step=None,
             )  # fmt: skip
             _, times = in_spite_of_cuts(lambda: entry.initialise(requests.Initialise(Identity(RUN, "raw", process=1))))
@@ -178,7 +178,7 @@ def test_another_model_does_not_go_on_with_what_is_here_of_one(tmp_path: Path) -
 
         with pytest.raises(UnreachableError):
             raw.connection.upload("joins", "Initialise", first_chunks(), pb.InitialiseReply, heard=hear)
-        zeros = Model(tuple(torch.zeros(it.numel) for it in wide().fragments), {})
+        zeros = FlatModel(tuple(torch.zeros(it.numel) for it in wide().fragments), {})
         entry = Entry(
             Dialler([connection]), wide(), Initial(0, 0, "test"), zeros, model_parts, overlap=None,
             tokens_per_step=None,

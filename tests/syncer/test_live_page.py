@@ -23,7 +23,7 @@ from diloco.errors import AuthError, ConfigError, RunError
 from diloco.event_log import EventLog
 from diloco.protocol.steering import Order
 from diloco.syncer.keys.callers import Caller
-from diloco.syncer.page.live_page import LINK_S, MAX_LINKS, MAX_SESSIONS, LivePage, PageAccess, Session
+from diloco.syncer.page.live_page import LINK_S, MAX_LINKS, MAX_SESSIONS, BrowserSession, LivePage, PageAccess
 
 
 @contextmanager
@@ -276,7 +276,7 @@ def test_a_link_that_was_asked_for_ends(tmp_path: Path) -> None:
     early, late = access.link_for(ADMIN), access.link_for(ADMIN)
     secret = access.enter(early)
     assert secret is not None
-    assert access.session(secret) == Session(ADMIN, access.session(secret).token)  # type: ignore[union-attr]
+    assert access.session(secret) == BrowserSession(ADMIN, access.session(secret).token)  # type: ignore[union-attr]
     assert access.enter(early) is None
     now[0] = LINK_S
     assert access.enter(late) is None

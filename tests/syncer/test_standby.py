@@ -33,7 +33,7 @@ from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.protocol.pair.values import Contents
 from diloco.syncer.keys.keyring import Keyring
 from diloco.syncer.server import Syncer
-from diloco.syncer.standby.following import Shown
+from diloco.syncer.standby.following import DialledConnection
 from diloco.syncer.standby.replica import ReplicatedState
 
 pytestmark = pytest.mark.timeout(120)
@@ -315,7 +315,7 @@ def test_a_standby_shows_its_own_certificate_and_says_how_it_stands(
         raw = Raw(first.address, keys=keys / "me")
         raw.initialise()
         raw.connection.close()
-        shown = Shown(Keys(keys / "second"))
+        shown = DialledConnection(Keys(keys / "second"))
         with serve(tmp_path / "b", keys=keys / "second", follow=first.address, follow_with=shown) as second:
             until(lambda: are_paired(first, second), "they do not pair")
             for syncer, text in ((first, "paired in epoch 1"), (second, "following in epoch 1")):

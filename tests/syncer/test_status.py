@@ -26,7 +26,7 @@ from diloco.events import RECENT_MERGES
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.protocol.steering import Pool
 from diloco.report.frame import live_page
-from diloco.report.members import Member
+from diloco.report.members import LearnerSummary
 from diloco.run.status import _Seen
 from diloco.syncer.server import Syncer
 
@@ -162,7 +162,7 @@ def test_shares_are_of_what_was_trained_and_never_round_to_all_or_nothing(syncer
 
 
 def test_a_share_is_of_as_many_merges_here_and_on_the_page() -> None:
-    assert _Seen(1).recent.maxlen == Member("a", 0).recent.maxlen == RECENT_MERGES
+    assert _Seen(1).recent.maxlen == LearnerSummary("a", 0).recent.maxlen == RECENT_MERGES
     docs = Path(__file__, "../../../docs/watch.md").resolve().read_text(encoding="utf-8")
     assert all(f"the last {RECENT_MERGES} merges" in text for text in (live_page(), docs))
 

@@ -27,7 +27,7 @@ from diloco.training.loop import Part, Summary, Trainer
 from diloco.training.model import build_model
 from diloco.training.part import Stopping
 from diloco.training.pretrained import checkpoint_state
-from diloco.training.progress import Progress
+from diloco.training.progress import ProgressDisplay
 from diloco.training.schedule import learning_rate
 
 Tiny = Callable[..., RunConfig]
@@ -153,7 +153,7 @@ def test_a_supervised_learner_initialises_a_run_that_has_no_model_and_joins_one_
         assert [thread.name for thread in threading.enumerate() if thread.name.startswith("diloco-")] == []
 
 
-class Starter(Progress):
+class Starter(ProgressDisplay):
     """Starts the other learner when this one has made a few steps."""
 
     def __init__(self) -> None:

@@ -19,14 +19,14 @@ from diloco.syncer.server import Options, Syncer
 from diloco.training.checkpoint import list_checkpoints, newest_usable, save_checkpoint
 from diloco.training.loop import Part, Summary, Trainer
 from diloco.training.part import Stopping
-from diloco.training.progress import Progress
+from diloco.training.progress import ProgressDisplay
 from diloco.training.schedule import learning_rate
 
 Tiny = Callable[..., RunConfig]
 STEPS = 150
 
 
-class Pacer(Progress):
+class Pacer(ProgressDisplay):
     """Lets the founder of the run go on to its end only when the other learner is there."""
 
     def __init__(self) -> None:

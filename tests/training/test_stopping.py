@@ -32,7 +32,7 @@ from diloco.syncer.server import Options, Syncer
 from diloco.training.checkpoint import list_checkpoints, load_checkpoint
 from diloco.training.loop import Part, Summary, Trainer
 from diloco.training.part import Stopping
-from diloco.training.progress import Progress
+from diloco.training.progress import ProgressDisplay
 
 Tiny = Callable[..., RunConfig]
 SCHEDULED = "method={preset='DiLoCo', sync_every=6}"
@@ -48,7 +48,7 @@ def serve(config: RunConfig, directory: Path, **more: Any) -> Syncer:
     return Syncer(config.run.name, method_from_table(config.method), options)
 
 
-def trainer_of(config: RunConfig, part: Part, progress: Progress | None = None) -> Trainer:
+def trainer_of(config: RunConfig, part: Part, progress: ProgressDisplay | None = None) -> Trainer:
     stopping = Stopping()
     attach = _connector(config, part, stopping)
     return Trainer(config, part, attach=attach, progress=progress, stopping=stopping)
@@ -64,7 +64,7 @@ def running(trainer: Trainer) -> Iterator[Future[Summary]]:
             trainer.stop()
 
 
-class Pause(Progress):
+class Pause(ProgressDisplay):
     """Holds a trainer up once it has taken this many steps, until it may go on."""
 
     def __init__(self, step: int) -> None:
@@ -270,7 +270,7 @@ def test_a_signal_ends_blocked_ranks(to: str, tiny: Tiny, tmp_path: Path) -> Non
         assert (saved["step"], len(saved["learners"])) == (6, 2)
 
 
-class Before(Progress):
+class Before(ProgressDisplay):
     """Does something before the trainer's step with this number."""
 
     def __init__(self, step: int, do: Callable[[], None]) -> None:

@@ -20,7 +20,14 @@ from diloco.cli import main
 from diloco.config import DataTable, RunConfig, dump_config
 from diloco.errors import ConfigError, StoreError
 from diloco.training.data import corpus, reading
-from diloco.training.data.token_shards import INDEX, UNFINISHED, Made, TokenIndex, read_index, write_token_shards
+from diloco.training.data.token_shards import (
+    INDEX,
+    UNFINISHED,
+    ShardProgress,
+    TokenIndex,
+    read_index,
+    write_token_shards,
+)
 
 Tiny = Callable[..., RunConfig]
 
@@ -169,7 +176,7 @@ def test_what_goes_wrong_while_shards_are_made_is_one_sentence(rows: Path, token
     directory = tmp_path / "shards"
     data = table(paths=[rows], tokenizer=str(tokenizer))
 
-    def fill(_: Made) -> None:
+    def fill(_: ShardProgress) -> None:
         (directory / "tokenizer").mkdir(exist_ok=True)
         if not (directory / "tokenizer" / "tokenizer.json").is_symlink():
             (directory / "tokenizer" / "tokenizer.json").symlink_to("/dev/full")

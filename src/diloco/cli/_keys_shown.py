@@ -21,7 +21,7 @@ THERE = "run/keys/"
 
 
 @dataclass(frozen=True)
-class Shown:
+class KeysReport:
     """What a command did.
 
     Attributes:
@@ -43,7 +43,7 @@ class Shown:
     is_list: bool = False
 
 
-def show(directory: Path, shown: Shown, as_json: bool) -> None:
+def show(directory: Path, shown: KeysReport, as_json: bool) -> None:
     """Print it, as a table and sentences or as JSON. The only secrets are the lines of new keys."""
     now = datetime.now(UTC)
     rows = [_row(each, now) for each in shown.issued]
@@ -66,7 +66,7 @@ def show(directory: Path, shown: Shown, as_json: bool) -> None:
 
 
 def _said(
-    shown: Shown, soon: Sequence[dict[str, Any]], copies: Sequence[str], never: Sequence[str],
+    shown: KeysReport, soon: Sequence[dict[str, Any]], copies: Sequence[str], never: Sequence[str],
     key_lines: Mapping[str, str], here: bool,
 ) -> list[str]:  # fmt: skip
     """The lines below the table."""
@@ -95,7 +95,7 @@ def _said(
     return lines
 
 
-def _copies(directory: Path, shown: Shown) -> list[str]:
+def _copies(directory: Path, shown: KeysReport) -> list[str]:
     """A command a line, in the order in which they are to be done."""
     lines = []
     for name in shown.new:
@@ -109,7 +109,7 @@ def _copies(directory: Path, shown: Shown) -> list[str]:
     return lines
 
 
-def _lines(directory: Path, shown: Shown) -> dict[str, str]:
+def _lines(directory: Path, shown: KeysReport) -> dict[str, str]:
     """New keys as a line each, by name. A syncer needs its directory, so its keys are not among them."""
     syncers = Keyring.read(directory).syncers
     names = [name for name in (*shown.new, *shown.replaced) if name not in syncers]

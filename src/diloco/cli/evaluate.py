@@ -47,9 +47,9 @@ def command(
     if not (tasks or text or run):
         raise ConfigError("nothing to evaluate; give --tasks NAME,NAME, --text FILE or --run RUN_FILE")
     names = [name.strip() for name in (tasks or "").split(",") if name.strip()]
-    from diloco.training.exported import Wanted, evaluate_exports
+    from diloco.training.exported import EvaluationRequest, evaluate_exports
 
-    wanted = Wanted(
+    wanted = EvaluationRequest(
         tasks=tuple(dict.fromkeys(names)), task_files=tuple(task_files or ()), texts=tuple(text or ()), run=run,
         overrides=tuple(overrides or ()), sequences=sequences, context=context, limit=limit, batch=batch, device=device,
     )  # fmt: skip

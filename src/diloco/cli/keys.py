@@ -38,11 +38,11 @@ def init(
     as_json: Json = False,
 ) -> None:
     """Make the authority of a run and its syncer's keys. Nothing that exists is overwritten."""
-    from diloco.cli._keys_shown import Shown, show
+    from diloco.cli._keys_shown import KeysReport, show
     from diloco.syncer.keys.keyring import SYNCER, Keyring
 
     keyring = Keyring.new(directory, run, host, (), _span(expires))
-    show(directory, Shown(keyring.issued, new=[SYNCER]), as_json)
+    show(directory, KeysReport(keyring.issued, new=[SYNCER]), as_json)
 
 
 @app.command()
@@ -59,27 +59,27 @@ def add(
     for DILOCO_KEYS or a secret store: whoever reads the line can act in that name. A learner's certificate speaks for
     the learner id of the same name only.
     """
-    from diloco.cli._keys_shown import Shown, show
+    from diloco.cli._keys_shown import KeysReport, show
     from diloco.syncer.keys.keyring import Keyring
 
     keyring, lifetime = Keyring.read(directory), _span(expires)
     issued = [keyring.add(name, cast("Role", role), lifetime) for name in names]
-    show(directory, Shown(issued, new=names), as_json)
+    show(directory, KeysReport(issued, new=names), as_json)
 
 
 @app.command("list")
 def list_(directory: Directory = Path("keys"), as_json: Json = False) -> None:
     """List who has keys of a run: names, roles, when they end, and which were revoked."""
-    from diloco.cli._keys_shown import Shown, show
+    from diloco.cli._keys_shown import KeysReport, show
     from diloco.syncer.keys.keyring import Keyring
 
-    show(directory, Shown(Keyring.read(directory).issued, is_list=True), as_json)
+    show(directory, KeysReport(Keyring.read(directory).issued, is_list=True), as_json)
 
 
 @app.command()
 def revoke(name: Name, directory: Directory = Path("keys"), as_json: Json = False) -> None:
     """Take all keys of NAME back. A syncer that has the new list refuses them at once."""
-    from diloco.cli._keys_shown import Shown, show
+    from diloco.cli._keys_shown import KeysReport, show
     from diloco.syncer.keys.keyring import SYNCER, Keyring
 
     keyring = Keyring.read(directory)
@@ -90,7 +90,7 @@ def revoke(name: Name, directory: Directory = Path("keys"), as_json: Json = Fals
             "that shows its certificate; where its key was stolen, replace the authority (`diloco keys rotate ca`)",
             err=True,
         )
-    show(directory, Shown(issued, changed=list(dict.fromkeys([SYNCER, *keyring.syncers]))), as_json)
+    show(directory, KeysReport(issued, changed=list(dict.fromkeys([SYNCER, *keyring.syncers]))), as_json)
 
 
 @app.command()
@@ -112,7 +112,7 @@ def rotate(
     A process that reads a directory takes them up with its next connection. One that was given a line is started again
     with the new line, which is printed.
     """
-    from diloco.cli._keys_shown import Shown, show
+    from diloco.cli._keys_shown import KeysReport, show
     from diloco.syncer.keys.keyring import AUTHORITY, SYNCER, Keyring
 
     if name == AUTHORITY:
@@ -126,19 +126,19 @@ def rotate(
     others = keyring.syncers
     changed = [each for each in dict.fromkeys([SYNCER, *others]) if each != name]
     stale = [each for each in others if each != name] if host or drop_host else []
-    show(directory, Shown(issued, replaced=[name], changed=changed, grace=left, stale=stale), as_json)
+    show(directory, KeysReport(issued, replaced=[name], changed=changed, grace=left, stale=stale), as_json)
     return None
 
 
 def _rotate_authority(directory: Path, expires: str, *, finish: bool, as_json: bool) -> None:
-    from diloco.cli._keys_shown import Shown, show
+    from diloco.cli._keys_shown import KeysReport, show
     from diloco.syncer.keys.keyring import Keyring
 
     keyring, lifetime = Keyring.read(directory), _span(expires)
     names = keyring.retire_authority(lifetime) if finish else keyring.replace_authority(lifetime)
     issued = list({each.name: each for each in keyring.issued if each.revoked is None}.values())  # the newest ones
     step = "finish" if finish else "begin"
-    show(directory, Shown(issued, replaced=names, authority=step), as_json)
+    show(directory, KeysReport(issued, replaced=names, authority=step), as_json)
 
 
 def _span(text: str, *, least: int = 1) -> timedelta:

@@ -14,7 +14,7 @@ from diloco.cli._shared import Json, Overrides, RunFile
 from diloco.escaping import printable
 
 if TYPE_CHECKING:
-    from diloco.training.data.token_shards import Made
+    from diloco.training.data.token_shards import ShardProgress
 
 LINE_EVERY_S = 60.0
 """Between two lines where standard error is no terminal."""
@@ -59,19 +59,19 @@ def command(
 
 
 @contextmanager
-def _telling() -> Iterator[Callable[["Made"], None]]:
+def _telling() -> Iterator[Callable[["ShardProgress"], None]]:
     """Show how far it is on standard error: in one line of a terminal that is drawn anew, or in a line a minute."""
     from rich.console import Console
 
     console = Console(stderr=True, markup=False, highlight=False)
     began = last = time.monotonic()
 
-    def line(made: "Made") -> str:
+    def line(made: "ShardProgress") -> str:
         rate = made.num_new_tokens / max(1e-9, time.monotonic() - began)
         parts = f"{made.num_tokens:,} tokens", f"{made.num_documents:,} documents", f"{made.num_shards} whole shards"
         return " | ".join([*parts, f"{rate:,.0f} tokens/s"])
 
-    def say(made: "Made") -> None:
+    def say(made: "ShardProgress") -> None:
         nonlocal last
         if time.monotonic() - last >= LINE_EVERY_S:
             last = time.monotonic()

@@ -232,7 +232,7 @@ def _trainer(
         raise ConfigError(f"{job.size} ranks and run.learners = {config.run.learners}: start one rank for each learner")
 
     from diloco.core.presets import method_from_table
-    from diloco.training.together import attach_over, together_over
+    from diloco.training.process_group import attach_over, together_over
 
     assert job.process_group is not None  # `--collective` is refused without torchrun
     method = method_from_table(config.method)

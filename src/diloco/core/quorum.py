@@ -19,7 +19,7 @@ from diloco.core.choices import Choice, Registry, fraction, positive, whole_numb
 from diloco.errors import ConfigError
 
 
-class Answers(Protocol):
+class QuorumOptions(Protocol):
     """The options of a Method that a quorum may exclude."""
 
     @property
@@ -59,7 +59,7 @@ class Quorum(Choice):
         """Why this quorum needs a syncer; None: a process group can run it too."""
 
     @abstractmethod
-    def contradictions(self, answers: Answers) -> Iterable[tuple[bool, str]]:
+    def contradictions(self, answers: QuorumOptions) -> Iterable[tuple[bool, str]]:
         """Pairs (whether an excluded combination of options is set, the error message)."""
 
 
@@ -105,7 +105,7 @@ class AllLive(Quorum):
             "AllLive(drop=…) needs a syncer that drops contributions; use run_local or a syncer." if self.drop else None
         )
 
-    def contradictions(self, answers: Answers) -> Iterable[tuple[bool, str]]:
+    def contradictions(self, answers: QuorumOptions) -> Iterable[tuple[bool, str]]:
         yield (
             answers.partial == "scale",
             "partial='scale' is for asynchronous rounds; a scheduled round takes the mean of those present.",
@@ -129,7 +129,7 @@ def _check_late(kind: str, late: str) -> None:
         raise ConfigError(f"{kind}(late={late!r}) is unknown; use 'merge' or 'drop'.")
 
 
-def _needs_no_schedule(kind: str, answers: Answers) -> tuple[bool, str]:
+def _needs_no_schedule(kind: str, answers: QuorumOptions) -> tuple[bool, str]:
     """Learners without a common schedule cannot take the same outer steps: not with `outer_at="learners"`."""
     return (
         answers.outer_at == "learners",
@@ -180,7 +180,7 @@ class Called(Quorum):
     def needs_syncer(self) -> str | None:
         return "Called needs a syncer; use AllLive over a group."
 
-    def contradictions(self, answers: Answers) -> Iterable[tuple[bool, str]]:
+    def contradictions(self, answers: QuorumOptions) -> Iterable[tuple[bool, str]]:
         yield _needs_no_schedule("Called", answers)
         yield (
             answers.wait,
@@ -215,7 +215,7 @@ class Pushed(Quorum):
     def needs_syncer(self) -> str | None:
         return "Pushed needs a syncer; use AllLive over a group."
 
-    def contradictions(self, answers: Answers) -> Iterable[tuple[bool, str]]:
+    def contradictions(self, answers: QuorumOptions) -> Iterable[tuple[bool, str]]:
         yield _needs_no_schedule("Pushed", answers)
         yield (
             answers.overlap > 0,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from diloco.config import RunConfig
 from diloco.demo.plan import LEARNERS, VICTIM, Plan
 from diloco.demo.processes import Family, Kill
-from diloco.report.timeline import Follower, Timeline
+from diloco.report.timeline import Timeline, TimelineFollower
 
 POLL_S = 0.25
 
@@ -22,7 +22,7 @@ Show = Callable[[str, Timeline, Family], None]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class DemoOutcome:
     """A demo that is over.
 
     Attributes:
@@ -37,7 +37,7 @@ class Outcome:
     seconds: float
 
 
-def tell(config: RunConfig, plan: Plan, show: Show) -> Outcome:
+def tell(config: RunConfig, plan: Plan, show: Show) -> DemoOutcome:
     """Run everything.
 
     Raises:
@@ -50,7 +50,7 @@ def tell(config: RunConfig, plan: Plan, show: Show) -> Outcome:
         stage.train_controls()
         (export,) = json.loads(family.output("evaluation"))["exports"]
         global_loss = export["results"][0]["value"]
-        return Outcome(config, stage.timeline, family.kills, global_loss, time.monotonic() - started)
+        return DemoOutcome(config, stage.timeline, family.kills, global_loss, time.monotonic() - started)
 
 
 class _Stage:
@@ -61,7 +61,7 @@ class _Stage:
         self._plan = plan
         self._family = family
         self._show = show
-        self._follower = Follower(config.dir)
+        self._follower = TimelineFollower(config.dir)
         self.timeline = self._follower.timeline
         self._run_file = str(config.dir / "run.toml")
 

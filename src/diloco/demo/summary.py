@@ -8,7 +8,7 @@ from typing import Any
 
 from diloco import events as ev
 from diloco.demo.processes import Kill
-from diloco.demo.story import Outcome
+from diloco.demo.story import DemoOutcome
 from diloco.event_log import read_events
 from diloco.report.frame import frozen_page
 from diloco.report.page import numbers
@@ -23,7 +23,7 @@ CURVES = {"baseline": "data parallel", "isolated": "isolated learner, at the sam
 """Names of the controls' curves, by the name of the process."""
 
 
-def summarise(outcome: Outcome) -> dict[str, Any]:
+def summarise(outcome: DemoOutcome) -> dict[str, Any]:
     """Plain values: losses in nats per byte on the same held-out sequences; bytes of both directions, as the syncer
     counts them."""
     timeline, config = outcome.timeline, outcome.config
@@ -153,7 +153,7 @@ def describe(summary: dict[str, Any]) -> str:
 # ----------------------------------------------------------------------------------------------------- as the page
 
 
-def write_report(path: Path, outcome: Outcome, summary: dict[str, Any]) -> None:
+def write_report(path: Path, outcome: DemoOutcome, summary: dict[str, Any]) -> None:
     """Write the page of the run with the headline, the controls' curves, the kills and the compared bytes.
 
     The global model's last point is that of the model that was saved: a learner may have evaluated a version before.

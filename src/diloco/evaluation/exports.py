@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging
 
 from diloco.errors import ConfigError, translated
-from diloco.evaluation.scores import Result, Score
+from diloco.evaluation.scores import Score, TaskResult
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -108,7 +108,7 @@ def window_losses(model: nn.Module, batches: Sequence[Tensor]) -> list[float]:
     return losses
 
 
-def held_out_loss(model: nn.Module, batches: Sequence[Tensor]) -> Result:
+def held_out_loss(model: nn.Module, batches: Sequence[Tensor]) -> TaskResult:
     """The loss on windows of equal length, in the order of the text: int64 batches (B, T + 1).
 
     The value is the mean over windows; its error is that of the means of up to `BLOCKS` blocks of neighbouring windows.
@@ -123,7 +123,7 @@ def held_out_loss(model: nn.Module, batches: Sequence[Tensor]) -> Result:
     documents = tuple(f"{digest}:{start}-{stop}" for start, stop in pairwise(edges))
     spread = Score.of(means)
     score = Score.with_error(statistics.fmean(losses), spread.error, spread.num)
-    return Result("held-out loss", "nats per token", "lower", score, documents, tuple(means))
+    return TaskResult("held-out loss", "nats per token", "lower", score, documents, tuple(means))
 
 
 def text_batches(tokens: Sequence[int], length: int, num_windows: int, batch: int = 32) -> list[Tensor]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from diloco.errors import ConfigError, ExchangeError, first_line
 from diloco.evaluation.exports import Export
-from diloco.evaluation.scores import Result, Score
+from diloco.evaluation.scores import Score, TaskResult
 from diloco.tables import nearest
 
 BATCH = 16
@@ -67,7 +67,7 @@ class Harness:
         known = set(self._manager.all_tasks)
         return [name for name in tasks if name not in known]
 
-    def run(self, export: Export, *, limit: int | None = None, batch: int = BATCH) -> list[Result]:
+    def run(self, export: Export, *, limit: int | None = None, batch: int = BATCH) -> list[TaskResult]:
         """The scores of an export: every metric of every task, and of groups their mean.
 
         Arguments:
@@ -99,7 +99,7 @@ class Harness:
         return list(_results(found))
 
 
-def _results(found: Mapping[str, Any]) -> Iterator[Result]:
+def _results(found: Mapping[str, Any]) -> Iterator[TaskResult]:
     samples, numbers = found["samples"], found["n-samples"]
     for task, measures in {**found["results"], **found.get("groups", {})}.items():
         for key, value in measures.items():
@@ -119,15 +119,15 @@ def _results(found: Mapping[str, Any]) -> Iterator[Result]:
 def _result(
     task: str, metric: str, better: str, value: float, error: float | None, samples: Sequence[Mapping[str, Any]],
     num: int,
-) -> Result:  # fmt: skip
+) -> TaskResult:  # fmt: skip
     """With the values of single documents, where the value is their mean."""
     values = [it.get(metric) for it in samples]
     numbers = [float(each) for each in values if isinstance(each, int | float)]
     if numbers and len(numbers) == len(values) and math.isclose(sum(numbers) / len(numbers), value, abs_tol=1e-9):
-        return Result(
+        return TaskResult(
             task, metric, better, Score.of(numbers), tuple(str(it["doc_hash"]) for it in samples), tuple(numbers)
         )
-    return Result(task, metric, better, Score.with_error(value, error, num or len(samples)))
+    return TaskResult(task, metric, better, Score.with_error(value, error, num or len(samples)))
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:

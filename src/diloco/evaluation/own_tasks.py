@@ -32,7 +32,7 @@ WORD = re.compile(r"(?<![A-Za-z])[A-Za-z]{3,}(?![A-Za-z])")
 
 
 @dataclass(frozen=True)
-class Document:
+class TaskDocument:
     """One question: `choices[answer]` is what follows `text`."""
 
     text: str
@@ -52,16 +52,16 @@ def brackets(rng: random.Random, num_pairs: int) -> str:
     return text
 
 
-def bracket_documents(num: int, seed: int) -> list[Document]:
+def bracket_documents(num: int, seed: int) -> list[TaskDocument]:
     """Which bracket closes next? The context ends with a closing one, so that the answer is further back."""
-    rng, found = random.Random(f"brackets {seed}"), list[Document]()
+    rng, found = random.Random(f"brackets {seed}"), list[TaskDocument]()
     kinds = tuple(CLOSERS.values())
     while len(found) < num:
         text = brackets(rng, rng.randint(4, 12))
         places = [k for k in range(2, len(text)) if text[k] in kinds and text[k - 1] in kinds]
         if places:
             place = rng.choice(places)
-            found.append(Document("\n" + text[:place], kinds, kinds.index(text[place])))
+            found.append(TaskDocument("\n" + text[:place], kinds, kinds.index(text[place])))
     return found
 
 
@@ -71,11 +71,11 @@ def is_asked(first: int, second: int) -> bool:
     return digest[0] % HELD_OUT == 0
 
 
-def arithmetic_documents(num: int, seed: int) -> list[Document]:
+def arithmetic_documents(num: int, seed: int) -> list[TaskDocument]:
     """What is the sum? The wrong choices are near: off by up to three or by ten, or with their digits exchanged.
 
     At most as many documents as there are sums that no training text has."""
-    rng, found = random.Random(f"arithmetic {seed}"), list[Document]()
+    rng, found = random.Random(f"arithmetic {seed}"), list[TaskDocument]()
     pairs = [(a, b) for a in range(SUMMANDS) for b in range(SUMMANDS) if is_asked(a, b)]
     for a, b in rng.sample(pairs, min(num, len(pairs))):
         right = str(a + b)
@@ -83,16 +83,16 @@ def arithmetic_documents(num: int, seed: int) -> list[Document]:
         others = sorted(each for each in near if len(each) == len(right) and each != right)
         choices = [right, *rng.sample(others, 3)]
         rng.shuffle(choices)
-        found.append(Document(f"\n{a}+{b}=", tuple(choices), choices.index(right)))
+        found.append(TaskDocument(f"\n{a}+{b}=", tuple(choices), choices.index(right)))
     return found
 
 
-def cloze_documents(text: str, num: int, seed: int, context: int = 200) -> list[Document]:
+def cloze_documents(text: str, num: int, seed: int, context: int = 200) -> list[TaskDocument]:
     """Which word comes next? Of four words of the text of equal length; `context`: characters before it, at most.
 
     At most as many documents as the text has words with three others of their length before which nothing is missing.
     """
-    rng, found = random.Random(f"cloze {seed}"), list[Document]()
+    rng, found = random.Random(f"cloze {seed}"), list[TaskDocument]()
     places = [match for match in WORD.finditer(text) if match.start() >= min(context, 40)]
     words = sorted({match[0] for match in places})
     by_length: dict[int, list[str]] = {}
@@ -108,7 +108,7 @@ def cloze_documents(text: str, num: int, seed: int, context: int = 200) -> list[
         choices = [match[0], *rng.sample(others, 3)]
         rng.shuffle(choices)
         before = text[max(0, match.start() - context) : match.start()]
-        found.append(Document(before, tuple(choices), choices.index(match[0])))
+        found.append(TaskDocument(before, tuple(choices), choices.index(match[0])))
     return found
 
 
@@ -174,7 +174,7 @@ def write_task_files(
             )
 
 
-def _documents(name: str, text: str | None, num: int) -> list[Document]:
+def _documents(name: str, text: str | None, num: int) -> list[TaskDocument]:
     if name == "diloco_brackets":
         return bracket_documents(num, SEED)
     if name == "diloco_arithmetic":

@@ -73,7 +73,7 @@ _FEW = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571}
 
 
 @dataclass(frozen=True)
-class Result:
+class TaskResult:
     """One measure of one model.
 
     Attributes:
@@ -103,12 +103,12 @@ class ExportScores:
     """What was found of one export.
 
     Attributes:
-        results: by `Result.name`, in the order they are shown.
+        results: by `TaskResult.name`, in the order they are shown.
     """
 
     export: str
     num_parameters: int
-    results: Mapping[str, Result]
+    results: Mapping[str, TaskResult]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, without those of single documents."""
@@ -122,7 +122,7 @@ class ExportScores:
         }
 
 
-def difference(other: Result, first: Result) -> Score | None:
+def difference(other: TaskResult, first: TaskResult) -> Score | None:
     """`other` minus `first`, in pairs of the same document; None where they were not scored on the same ones."""
     if not other.documents or other.documents != first.documents or other.metric != first.metric:
         return None
@@ -133,7 +133,7 @@ def difference(other: Result, first: Result) -> Score | None:
 
 
 def differences(other: ExportScores, first: ExportScores) -> dict[str, Score]:
-    """What can be compared in pairs, by `Result.name`."""
+    """What can be compared in pairs, by `TaskResult.name`."""
     found = {
         name: difference(result, first.results[name]) for name, result in other.results.items() if name in first.results
     }

@@ -28,15 +28,15 @@ from diloco.core.held import Advanced, HeldFragment
 from diloco.core.method import Method
 from diloco.core.update import Update
 from diloco.errors import CheckpointError, ConfigError
-from diloco.exchange.lanes import Lanes
-from diloco.protocol.contribution import CallForWork, Contribution, Drained, Hold, Rejected, Standing
+from diloco.exchange.lanes import CommandLanes
+from diloco.protocol.contribution import CallForWork, Contribution, Drained, Hold, Rejection, Standing
 from diloco.protocol.leases import Ask, Grant
 from diloco.protocol.lineage import Lineage
 from diloco.protocol.session.requests import Report, TellStart
 
 
 @dataclass(frozen=True)
-class Model:
+class FlatModel:
     """A learner's own model: one flat fp32 host vector per fragment, and the tensors that training leaves alone. In a
     learner of several ranks the vectors are this rank's shards."""
 
@@ -45,7 +45,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Opened:
+class StartingState:
     """What a learner starts from.
 
     Attributes:
@@ -106,7 +106,7 @@ class Arrived:
 class Rejoined:
     """This learner was evicted and has rejoined: it starts from `opened`, and what it had sent is void."""
 
-    opened: Opened
+    opened: StartingState
     reason: str
 
 
@@ -146,7 +146,7 @@ class Interrupted:
     """The learner is to wait no longer (`Exchange.interrupt`)."""
 
 
-Event = Arrived | CallForWork | Rejected | Rejoined | Grant | Drained | Hold | Interrupted
+Event = Arrived | CallForWork | Rejection | Rejoined | Grant | Drained | Hold | Interrupted
 
 
 class Exchange(ABC):
@@ -186,8 +186,8 @@ class Exchange(ABC):
 
     @abstractmethod
     def open(
-        self, layout: Layout, method: Method, initial: Callable[[], Model], *, overlap: int | None = None
-    ) -> Opened:
+        self, layout: Layout, method: Method, initial: Callable[[], FlatModel], *, overlap: int | None = None
+    ) -> StartingState:
         """Join.
 
         Arguments:
@@ -311,11 +311,11 @@ class ShardedExchange(Exchange):
     """
 
     @abstractmethod
-    def divide(self, lanes: Lanes) -> None:
+    def divide(self, lanes: CommandLanes) -> None:
         """This process is one of several ranks."""
 
     @abstractmethod
-    def follow(self, layout: Layout, method: Method, initial: Callable[[], Model]) -> None:
+    def follow(self, layout: Layout, method: Method, initial: Callable[[], FlatModel]) -> None:
         """Do from now on what rank 0 has all ranks do. `initial` is called as on rank 0."""
 
     @abstractmethod

@@ -15,7 +15,7 @@ import grpc
 from google.protobuf.message import Message
 
 from diloco.errors import AuthError, DilocoError, ExchangeError, UnreachableError
-from diloco.exchange.credentials import Credentials, Reason
+from diloco.exchange.credentials import Credentials, FailureReason
 from diloco.exchange.key_pair import AnyKeys
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.incoming import Download
@@ -118,7 +118,7 @@ class Connection:
         self._credentials = Credentials(address, keys=keys, insecure=insecure)
         self._has_answered = False
         self._looked_at = -math.inf
-        self._seen: Reason | None = None  # why the syncer is not reached, when that was looked at last
+        self._seen: FailureReason | None = None  # why the syncer is not reached, when that was looked at last
         self._refused_at: float | None = None  # by TLS, for the first time since an answer
         self._channels: dict[str, grpc.Channel] = {}
         self._lock = threading.Lock()

@@ -34,7 +34,7 @@ EXPIRED, NOT_YET_VALID = 10, 9
 
 
 @dataclass(frozen=True)
-class Reason:
+class FailureReason:
     """A sentence with what to do. `is_refusal`: the two ends do not accept each other, so waiting does not help."""
 
     text: str
@@ -42,7 +42,7 @@ class Reason:
 
 
 @dataclass(frozen=True)
-class Way:
+class DialSettings:
     """How a caller dials a syncer. `pair`: the keys that it shows, None: it speaks plain text; `where` names them."""
 
     address: str
@@ -100,11 +100,11 @@ class Credentials:
             log.warning("the keys that were read before are used: %s", error)
             return self._pair
 
-    def reason(self) -> Reason | None:
+    def reason(self) -> FailureReason | None:
         """Why the syncer is not reached, as `find_reason`. A refusal is looked at twice: a syncer that is being stopped
         may look the same once."""
         where = "" if self._keys is None else self._keys.where
-        way = Way(self._address, self._newest(), where)
+        way = DialSettings(self._address, self._newest(), where)
         reason = find_reason(way)
         if reason is not None and reason.is_refusal:
             time.sleep(LOOK_AGAIN_S)
@@ -112,7 +112,7 @@ class Credentials:
         return reason
 
 
-def find_reason(way: Way) -> Reason | None:
+def find_reason(way: DialSettings) -> FailureReason | None:
     """Why calls to a syncer fail; None: for no reason that a look can see. Blocks for a few seconds at most."""
     if socket_path(way.address) is not None:
         return _of_socket(way)
@@ -121,20 +121,20 @@ def find_reason(way: Way) -> Reason | None:
         plain = socket.create_connection((host, port), timeout=TIMEOUT_S)
     except socket.gaierror as error:
         advice = "check the address, or this machine's DNS"
-        return Reason(f"the host name {host!r} of the syncer is not known here ({error.strerror}); {advice}.")
+        return FailureReason(f"the host name {host!r} of the syncer is not known here ({error.strerror}); {advice}.")
     except ConnectionRefusedError:
         there = "" if is_local(way.address) else " on an address that other machines reach"
         start = f"start the syncer{there} (`diloco syncer RUN_FILE`), or correct the address"
-        return Reason(f"nothing listens at {way.address}; {start}.")
+        return FailureReason(f"nothing listens at {way.address}; {start}.")
     except OSError as error:
         said = "no answer within 2 s" if isinstance(error, TimeoutError) else error.strerror or error
         advice = "check the address, and that firewalls let its port through"
-        return Reason(f"{way.address} cannot be reached ({said}); {advice}.")
+        return FailureReason(f"{way.address} cannot be reached ({said}); {advice}.")
     with plain:
         return _of_plain_text(way, plain) if way.pair is None else _of_tls(way, way.pair, plain, host)
 
 
-def _of_socket(way: Way) -> Reason | None:
+def _of_socket(way: DialSettings) -> FailureReason | None:
     path = socket_path(way.address)
     assert path is not None
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as plain:
@@ -142,11 +142,11 @@ def _of_socket(way: Way) -> Reason | None:
             plain.connect(path)
         except OSError as error:
             advice = "start the syncer, or correct the address"
-            return Reason(f"nothing listens at {way.address} ({error.strerror}); {advice}.")
+            return FailureReason(f"nothing listens at {way.address} ({error.strerror}); {advice}.")
     return None
 
 
-def _of_plain_text(way: Way, plain: socket.socket) -> Reason | None:
+def _of_plain_text(way: DialSettings, plain: socket.socket) -> FailureReason | None:
     """Whether what answers wants TLS: it then goes on with a handshake."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
@@ -158,22 +158,24 @@ def _of_plain_text(way: Way, plain: socket.socket) -> Reason | None:
         if not (isinstance(error, ssl.SSLError) and "ALERT" in (error.reason or "")):
             return None
     advice = "give the directory or line of this holder's keys"
-    return Reason(f"the syncer at {way.address} wants TLS, and no keys are given here; {advice}.", is_refusal=True)
+    return FailureReason(
+        f"the syncer at {way.address} wants TLS, and no keys are given here; {advice}.", is_refusal=True
+    )
 
 
-def _of_tls(way: Way, pair: KeyPair, plain: socket.socket, host: str) -> Reason | None:
+def _of_tls(way: DialSettings, pair: KeyPair, plain: socket.socket, host: str) -> FailureReason | None:
     """What a handshake comes to. In TLS 1.3 the client's certificate is judged after the client's part of it: a
     syncer that refuses hangs up where it would send its settings."""
     try:
         context = _context(pair)
         secure = context.wrap_socket(plain, server_hostname=host)
     except ssl.SSLCertVerificationError as error:
-        return Reason(_distrust(way, pair, host, error), is_refusal=True)
+        return FailureReason(_distrust(way, pair, host, error), is_refusal=True)
     except ssl.SSLError as error:
         if error.reason == "WRONG_VERSION_NUMBER":
             said = f"what answers at {way.address} does not speak TLS, for which {way.where} was given"
             advice = "start the syncer with keys, or give none here if it is meant to have none"
-            return Reason(f"{said}; {advice}.", is_refusal=True)
+            return FailureReason(f"{said}; {advice}.", is_refusal=True)
         return None
     except OSError:  # hung up
         return None
@@ -185,7 +187,7 @@ def _of_tls(way: Way, pair: KeyPair, plain: socket.socket, host: str) -> Reason 
             return None
         except OSError:  # hung up
             pass
-    return Reason(
+    return FailureReason(
         f"the syncer at {way.address} refused the certificate in {way.where}: another authority signed it, or it is "
         "not valid by the syncer's clock; use the newest keys that `diloco keys` made.",
         is_refusal=True,
@@ -203,7 +205,7 @@ def _context(pair: KeyPair) -> ssl.SSLContext:
     return context
 
 
-def _distrust(way: Way, pair: KeyPair, host: str, error: ssl.SSLCertVerificationError) -> str:
+def _distrust(way: DialSettings, pair: KeyPair, host: str, error: ssl.SSLCertVerificationError) -> str:
     """Why the syncer's certificate is not accepted here."""
     shown = _shown_by(way, pair, host)
     head = f"the certificate that the syncer at {way.address} shows is not trusted"
@@ -224,7 +226,7 @@ def _distrust(way: Way, pair: KeyPair, host: str, error: ssl.SSLCertVerification
     )
 
 
-def _shown_by(way: Way, pair: KeyPair, host: str) -> bytes | None:
+def _shown_by(way: DialSettings, pair: KeyPair, host: str) -> bytes | None:
     """The certificate (PEM) that the syncer shows, whatever it is worth."""
     context = _context(pair)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE

@@ -26,7 +26,7 @@ Command = Mapping[str, Any]
 """Plain values."""
 
 
-class Job(ABC):
+class RankTask(ABC):
     """One rank's part of a command."""
 
     @abstractmethod
@@ -37,14 +37,14 @@ class Job(ABC):
         """All ranks have done their part, and said this. Raises the same DilocoError on every rank, or none."""
 
 
-class Lane:
+class CommandLane:
     """Commands one after the other. `group`: connects the ranks; nothing else uses it."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
         self._lock = threading.Lock()
 
-    def lead(self, command: Command, job: Job) -> None:
+    def lead(self, command: Command, job: RankTask) -> None:
         """On rank 0: a command for all ranks, this one too.
 
         Raises:
@@ -61,7 +61,7 @@ class Lane:
         with self._lock:
             self._tell(b"")
 
-    def follow(self, job_of: Callable[[Command], Job]) -> None:
+    def follow(self, job_of: Callable[[Command], RankTask]) -> None:
         """On the other ranks: execute what rank 0 tells, to the end. Errors are rank 0's to handle.
 
         Raises:
@@ -81,7 +81,7 @@ class Lane:
         self.group.broadcast(raw, "a command")
         return to_bytes(raw)
 
-    def _execute(self, job: Job) -> DilocoError | None:
+    def _execute(self, job: RankTask) -> DilocoError | None:
         said, own = None, None
         try:
             said = job.work()
@@ -109,11 +109,11 @@ _TRIED_AGAIN = (UnreachableError.__name__, NoRoomError.__name__, BusyError.__nam
 
 
 @dataclass(frozen=True)
-class Lanes:
+class CommandLanes:
     """Of one rank: what it sends, and what it receives."""
 
-    send: Lane
-    receive: Lane
+    send: CommandLane
+    receive: CommandLane
 
     @property
     def rank(self) -> int:
@@ -126,7 +126,7 @@ class Lanes:
         return self.send.group.size
 
 
-class ShardTransfer(Job):
+class ShardTransfer(RankTask):
     """Bring one rank's shard to rank 0.
 
     Arguments:

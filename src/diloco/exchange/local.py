@@ -16,12 +16,12 @@ from diloco.core.held import HeldFragment
 from diloco.core.layout import Layout
 from diloco.core.method import Method
 from diloco.errors import CheckpointError, ConfigError, DilocoError
-from diloco.exchange.base import Arrived, Event, Exchange, Model, Opened, Overview, Rejoined, required_method
+from diloco.exchange.base import Arrived, Event, Exchange, FlatModel, Overview, Rejoined, StartingState, required_method
 from diloco.exchange.virtual.client import News, SessionClient
 from diloco.exchange.virtual.delivery import Alarm
 from diloco.exchange.virtual.run import RUN, VirtualRun, World
 from diloco.exchange.virtual.turns import Killed, StepSeconds, ThreadState
-from diloco.protocol.contribution import CallForWork, Contribution, Drained, Hold, Rejected
+from diloco.protocol.contribution import CallForWork, Contribution, Drained, Hold, Rejection
 from diloco.protocol.leases import Ask, Grant
 from diloco.protocol.session.requests import Fail, Identity, Report, TellStart
 from diloco.protocol.session.session_core import SessionCore
@@ -154,7 +154,7 @@ class Local(Exchange):
         self.initial_step = self.initial_tokens = 0
         self.initialises = True
         self._client: SessionClient | None = None
-        self._opened: Opened | None = None
+        self._opened: StartingState | None = None
         self._inbox: deque[Event] = deque()
         self._failure: DilocoError | None = None
         self._incarnation = 0  # that the learner has started as
@@ -181,8 +181,8 @@ class Local(Exchange):
         return required_method(given)
 
     def open(
-        self, layout: Layout, method: Method, initial: Callable[[], Model], *, overlap: int | None = None
-    ) -> Opened:
+        self, layout: Layout, method: Method, initial: Callable[[], FlatModel], *, overlap: int | None = None
+    ) -> StartingState:
         run, name = self._run, self._name
         syncer = run.serve(name, method, layout)
         initialises = run.initialises(self._index, self)
@@ -228,14 +228,14 @@ class Local(Exchange):
                     self._inbox.append(Rejoined(opened, start.reason))
             case Fail(error=error):
                 self._failure = error
-            case Arrived() | CallForWork() | Rejected() | Grant() | Drained() | Hold():
+            case Arrived() | CallForWork() | Rejection() | Grant() | Drained() | Hold():
                 self._inbox.append(news)
         self._run.time.news.add(self._index)
 
-    def _opened_by(self, start: TellStart) -> Opened:
+    def _opened_by(self, start: TellStart) -> StartingState:
         client = self._joined
         static = load(client.static) if client.static else {}
-        return Opened.of(start, [each for each in client.held if each is not None], static)
+        return StartingState.of(start, [each for each in client.held if each is not None], static)
 
     @property
     def _joined(self) -> SessionClient:

@@ -20,7 +20,7 @@ from diloco.exchange.dialling import dialler, found
 from diloco.exchange.key_pair import AnyKeys
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import LONGEST_CHUNK_BYTES, read_header
-from diloco.exchange.wire.incoming import Progress
+from diloco.exchange.wire.incoming import ArrivalReports
 
 MAX_PROBE_BYTES = 1 << 28
 """What one probe carries each way at most: a fifth of a second at 10 Gbit/s."""
@@ -70,7 +70,7 @@ def measure_link(
     """
     num_bytes = 0
 
-    def ask(up_bytes: int = 0, down_bytes: int = 0) -> tuple[pb.ProbeReply, Timing]:
+    def ask(up_bytes: int = 0, down_bytes: int = 0) -> tuple[pb.ProbeReply, StreamTiming]:
         nonlocal num_bytes
         num_bytes += up_bytes + down_bytes
         header = pb.ProbeHeader(run=run, learner=learner, up_bytes=up_bytes, down_bytes=down_bytes)
@@ -120,11 +120,11 @@ def rate_bit_per_s(probe: Callable[[int], tuple[int, float]], seconds: float, re
 # --- the two ends of a probe ------------------------------------------------------------------------------------------
 
 
-def probe(connection: Connection, header: pb.ProbeHeader) -> tuple[pb.ProbeReply, Timing]:
+def probe(connection: Connection, header: pb.ProbeHeader) -> tuple[pb.ProbeReply, StreamTiming]:
     """Send and fetch what the header announces; the syncer's reply, and how the bytes down came. Raises as
     `Connection.call`, and CorruptPayloadError for another number of bytes."""
     sent = chain([header.SerializeToString()], noise(header.up_bytes))
-    timing = Timing()
+    timing = StreamTiming()
     with connection.stream(CHANNEL, "Probe", sent) as (replies, moved):
         while (reply := read_header(replies, pb.ProbeReply)).HasField("received"):  # how much has arrived so far
             moved()
@@ -143,7 +143,7 @@ def answer_probe(header: pb.ProbeHeader, stream: Iterator[bytes]) -> Iterator[by
     most = max(header.up_bytes, header.down_bytes)
     if most > MAX_PROBE_BYTES:
         raise ConfigError(f"a probe of {most} bytes is too large; send up to {MAX_PROBE_BYTES} each way.")
-    timing, progress = Timing(), Progress()
+    timing, progress = StreamTiming(), ArrivalReports()
     for arrived in timing.take(stream, header.up_bytes):
         if progress.is_due():
             yield pb.ProbeReply(received=pb.Received(num_bytes=arrived)).SerializeToString()
@@ -160,7 +160,7 @@ def noise(num_bytes: int) -> Iterator[bytes]:
 
 
 @dataclass
-class Timing:
+class StreamTiming:
     """How many bytes of a stream came after its beginning, and in how many seconds."""
 
     num_bytes: int = 0

@@ -23,7 +23,7 @@ from diloco.core.method import Method
 from diloco.errors import CheckpointError, ConfigError, DilocoError
 from diloco.exchange.base import Exchange
 from diloco.exchange.group import Group
-from diloco.exchange.island.messages import collect
+from diloco.exchange.island.rank_messages import collect
 from diloco.integrations.needs import needs
 from diloco.integrations.schedules import forward
 from diloco.learner import Learner

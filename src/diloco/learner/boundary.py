@@ -14,14 +14,14 @@ from diloco.core.adopt import Eager, KeepDisplacement
 from diloco.core.fragments import Layout
 from diloco.core.method import Method
 from diloco.errors import ConfigError, StoppedError
-from diloco.exchange.base import Arrived, Exchange, Interrupted, Opened, Rejoined
+from diloco.exchange.base import Arrived, Exchange, Interrupted, Rejoined, StartingState
 from diloco.learner.eager import EagerSteps
 from diloco.learner.error_feedback import ErrorFeedback
 from diloco.learner.masters import MasterWeights
 from diloco.learner.rewarm import Rewarm
 from diloco.learner.tensors import LearnerTensors
 from diloco.learner.timing import Timing
-from diloco.protocol.contribution import KEPT, CallForWork, Contribution, Drained, Hold, Rejected
+from diloco.protocol.contribution import KEPT, CallForWork, Contribution, Drained, Hold, Rejection
 from diloco.protocol.in_flight import Send
 from diloco.protocol.learner import LearnerCore
 from diloco.protocol.leases import Grant
@@ -61,7 +61,7 @@ class Boundary:
 
     def __init__(
         self, method: Method, layout: Layout, exchange: Exchange, core: LearnerCore, tensors: LearnerTensors,
-        masters: MasterWeights, trained: Sequence[tuple[int, ...] | None], rewarm: Rewarm, opened: Opened,
+        masters: MasterWeights, trained: Sequence[tuple[int, ...] | None], rewarm: Rewarm, opened: StartingState,
     ) -> None:  # fmt: skip
         self.method, self.layout, self.exchange = method, layout, exchange
         self.core, self.tensors = core, tensors
@@ -77,7 +77,7 @@ class Boundary:
         self._masters, self._trained = masters, trained
         self._begin(opened)
 
-    def _begin(self, opened: Opened) -> None:
+    def _begin(self, opened: StartingState) -> None:
         """Start a new incarnation from the run's model, with no contribution in flight."""
         self.name, self.incarnation, self.is_held = opened.learner, opened.incarnation, False
         self.received.clear()
@@ -93,7 +93,7 @@ class Boundary:
         self.tensors.load_model([held.theta for held in opened.fragments], opened.static, write=write)
         self.digests = [held.digest for held in opened.fragments]
 
-    def rejoin(self, opened: Opened, *, step: int = 0) -> None:
+    def rejoin(self, opened: StartingState, *, step: int = 0) -> None:
         """Start a new incarnation, at the run's step or the learner's own (`step`), whichever is later."""
         self.core.rejoined(
             opened.versions, opened.step if opened.awaited else max(opened.step, step), awaited=opened.awaited
@@ -318,7 +318,7 @@ class Boundary:
                 case CallForWork(fragment=fragment, version=version):
                     if (send := self.core.called(fragment, version)) is not None:
                         self._send(send, self.tensors.parameters)
-                case Rejected():
+                case Rejection():
                     self._rejected(event)
                 case Rejoined(opened=opened):
                     self.rejoin(opened)
@@ -351,7 +351,7 @@ class Boundary:
         for flight in listed:
             self.residuals.commit(fragment, flight.number)
 
-    def _rejected(self, rejected: Rejected) -> None:
+    def _rejected(self, rejected: Rejection) -> None:
         fragment = rejected.fragment
         if self.core.rejected(fragment, rejected.number, rejected.reason) is None:
             return

@@ -136,7 +136,7 @@ class DeviceDisplacement:
         return delta.sub_(theta)
 
 
-class Uploads:
+class DeviceUploads:
     """Copies new global values to a device while training goes on, so that adopting one is a write on the device.
 
     On the CPU there is nothing to copy. Every method runs on the training thread.
@@ -180,7 +180,7 @@ class Uploads:
 
 
 @dataclass
-class Snapshot:
+class DeviceSnapshot:
     """A flat fp32 copy of a fragment's part, on the device of the parameters, complete once `ready` has happened; None:
     it is complete."""
 
@@ -202,12 +202,12 @@ class Snapshots:
         self._exact = all(p.spec.dtype == "float32" for f in layout.fragments for p in f.tensors)
 
     @torch.no_grad()
-    def take(self, fragment: int, tensors: Mapping[str, Tensor]) -> Snapshot:
+    def take(self, fragment: int, tensors: Mapping[str, Tensor]) -> DeviceSnapshot:
         """Copy a fragment's tensors. On CUDA the copy is asked for on the current stream."""
         device = device_of(tensors)
         if device.type == "cuda":
             flat = self._partition.gather(fragment, tensors).to(device)  # on the host where this rank holds none of it
-            return Snapshot(flat, torch.cuda.current_stream(device).record_event())
+            return DeviceSnapshot(flat, torch.cuda.current_stream(device).record_event())
         elements = self._partition.elements(fragment)
         num_elements = elements.stop - elements.start
         with self._lock:
@@ -216,10 +216,12 @@ class Snapshots:
         if host is None:
             host = new_vector(num_elements)
         self._partition.gather(fragment, tensors, out=host)
-        return Snapshot(host)
+        return DeviceSnapshot(host)
 
     @torch.no_grad()
-    def displacement(self, fragment: int, anchor: Tensor | None, snapshot: Snapshot) -> Tensor | DeviceDisplacement:
+    def displacement(
+        self, fragment: int, anchor: Tensor | None, snapshot: DeviceSnapshot
+    ) -> Tensor | DeviceDisplacement:
         """Δ = anchor − θ: flat fp32 on the host, in the snapshot's own buffer; what encodes it, on a device.
 
         The anchor is first rounded to each parameter's dtype. Without an anchor the result is the snapshot itself.
@@ -238,7 +240,7 @@ class Snapshots:
             torch.sub(rounded, snapshot.values[part], out=snapshot.values[part])
         return snapshot.values
 
-    def give_back(self, snapshot: Snapshot) -> None:
+    def give_back(self, snapshot: DeviceSnapshot) -> None:
         """Return the buffer of a snapshot that is no longer needed; device memory goes back to torch."""
         if snapshot.values.device.type == "cuda":
             snapshot.values = snapshot.values.new_empty(0)

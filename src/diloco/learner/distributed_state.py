@@ -30,7 +30,7 @@ PLAIN = "plain"
 """The entry with the plain values, as JSON."""
 
 
-class Shard(Tensor):
+class FragmentShard(Tensor):
     """A fragment's flat vector, of which this rank holds a run, as DCP takes it: see `_Checkpointable` of torch.
 
     It has the size of the whole vector and no memory of its own; nothing can be computed with it.
@@ -149,9 +149,9 @@ def load_distributed_state(
     return state
 
 
-def _shard(learner: Boundary, local: Tensor, fragment: int) -> Shard:
+def _shard(learner: Boundary, local: Tensor, fragment: int) -> FragmentShard:
     elements = learner.tensors.partition.elements(fragment)
-    return Shard(local, elements, learner.layout.fragments[fragment].numel)
+    return FragmentShard(local, elements, learner.layout.fragments[fragment].numel)
 
 
 def _fragment_of(path: tuple[str, ...]) -> int | None:

@@ -19,7 +19,7 @@ from diloco.core.averaged import AveragedElements
 from diloco.core.layout import Placement
 from diloco.core.memory import flush_denormals, new_like
 from diloco.core.method import Method
-from diloco.exchange.base import Arrived, Opened
+from diloco.exchange.base import Arrived, StartingState
 from diloco.protocol.in_flight import Send
 
 
@@ -33,7 +33,7 @@ class EagerSteps:
         anchors: per fragment, what this learner's outer gradients are measured from.
     """
 
-    def __init__(self, method: Method, places: Sequence[Sequence[Placement]], opened: Opened) -> None:
+    def __init__(self, method: Method, places: Sequence[Sequence[Placement]], opened: StartingState) -> None:
         self._method = method
         self._averaged = [AveragedElements(each) for each in places]
         self.anchors = [held.theta for held in opened.fragments]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from diloco.core.layout import Fragment, Layout
 from diloco.core.names import holder, named_parameters, tensor_names
 from diloco.errors import LayoutError
-from diloco.learner.frozen_base import Base, local_of, whole_of
+from diloco.learner.frozen_base import FrozenBase, local_of, whole_of
 from diloco.learner.pieces import Box, read_dtensor
 
 Place = tuple[nn.Module, str]
@@ -34,7 +34,9 @@ class FrozenState:
         self._local = {spec.name for spec in layout.static if spec.role == "local"}
         self._averaged = {name: holder(model, name) for name in averaged_names(layout) if name in here}
         base = {each.spec.name: holder(model, each.spec.name) for each in layout.base if each.spec.name in here}
-        self._base = Base([each for each in layout.base if each.spec.name in here], lambda name: current(base[name]))
+        self._base = FrozenBase(
+            [each for each in layout.base if each.spec.name in here], lambda name: current(base[name])
+        )
         self._copies: dict[str, Tensor] = {}
         self._has_joined = self._is_checked = False
         self._trained = {name: each for name, each in named_parameters(model) if each.requires_grad}

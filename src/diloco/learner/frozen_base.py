@@ -60,7 +60,7 @@ class _Seen:
     sample: Tensor
 
 
-class Base:
+class FrozenBase:
     """Notices that training changes a tensor of the base, without a copy of it.
 
     A check looks at the tensor's identity, address and version counter, and at 64 elements. It therefore sees that the

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from diloco.core.fragments import Layout
 from diloco.core.method import Method
 from diloco.errors import ConfigError
-from diloco.exchange.base import Exchange, Model, Opened
+from diloco.exchange.base import Exchange, FlatModel, StartingState
 from diloco.exchange.island import Ranks
 from diloco.learner.boundary import Boundary
 from diloco.learner.compatibility import check_compatible, require_exchange
@@ -35,7 +35,7 @@ from diloco.learner.own_ranks import RanksOfLearner, island_of
 from diloco.learner.partition import Partition, Undivided, divided
 from diloco.learner.pieces import Gather, read_dtensor
 from diloco.learner.rewarm import Rewarm
-from diloco.learner.roles import Buffers, Described, Static, described, require_answers
+from diloco.learner.roles import Buffers, ModelDescription, Static, described, require_answers
 from diloco.learner.schedule_free import in_eval_mode, is_in_train_mode
 from diloco.learner.state_dict import learner_state, resume
 from diloco.learner.tensors import LearnerTensors, trained_tensors
@@ -143,7 +143,7 @@ class Learner:
                 undo.callback(island.disconnect)  # the other ranks wait for this one
             self.method = self._exchange.method(method)
 
-            def describe() -> Described:
+            def describe() -> ModelDescription:
                 check_compatible(root, self._optimizers, self.method, exchange, gather)
                 return described(root, self.method, buffers, static, gather or read_dtensor)
 
@@ -174,7 +174,7 @@ class Learner:
             if any(opened.versions) and resume is None:
                 rewarm.join()
             undo.pop_all()
-        self._start_model: Opened | None = opened
+        self._start_model: StartingState | None = opened
         self._closed = False
         self._hooks: list[RemovableHandle] = []
         self._steps_by_itself = self._holds_global_model = False
@@ -188,7 +188,7 @@ class Learner:
                 self.load_state_dict(resume)
                 undo.pop_all()
 
-    def _own_model(self, island: Ranks | None) -> Model:
+    def _own_model(self, island: Ranks | None) -> FlatModel:
         own = self._tensors.own_model()
         return own if island is None else replace(own, static=static_of_all(own.static, self.layout, island.group))
 

@@ -30,7 +30,7 @@ STATIC: tuple[Static, ...] = get_args(Static)
 
 
 @dataclass(frozen=True)
-class Described:
+class ModelDescription:
     """The tensors of a model, or of the part of one that a rank holds, by what becomes of them.
 
     Attributes:
@@ -70,7 +70,7 @@ def _spec(values: Mapping[str, Any]) -> TensorSpec:
 
 def described(
     model: nn.Module, method: Method, buffers: Buffers | Mapping[str, Buffers], static: Static, gather: Gather
-) -> Described:
+) -> ModelDescription:
     """What becomes of a model's tensors, by these answers for what it holds beside its trained parameters.
 
     Arguments:
@@ -96,7 +96,7 @@ def described(
     kept = [spec for spec in answered if not spec.is_averaged]
     brought = [spec for spec in kept if static == "digest" and not spec.role and not is_counter(tensors[spec.name])]
     names = {spec.name for spec in brought}
-    return Described(
+    return ModelDescription(
         (*trained, *averaged),
         tuple(spec for spec in kept if spec.name not in names),
         tuple(base_tensor(spec, tensors[spec.name]) for spec in brought),
@@ -105,7 +105,7 @@ def described(
     )
 
 
-def require_answers(model: nn.Module, buffers: Buffers | Mapping[str, Buffers], found: Described) -> None:
+def require_answers(model: nn.Module, buffers: Buffers | Mapping[str, Buffers], found: ModelDescription) -> None:
     """Check the answers against what all ranks of the learner hold.
 
     Arguments:

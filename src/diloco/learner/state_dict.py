@@ -15,7 +15,7 @@ from diloco.core.method import Method
 from diloco.core.update import Update
 from diloco.errors import AuthError, CheckpointError, StoppedError, translated
 from diloco.escaping import MALFORMED
-from diloco.exchange.base import Arrived, Opened
+from diloco.exchange.base import Arrived, StartingState
 from diloco.learner.boundary import Boundary
 from diloco.learner.rewarm import rewarm_of
 from diloco.protocol.in_flight import require_whole_numbers
@@ -55,7 +55,7 @@ def learner_state(learner: Boundary) -> dict[str, Any]:
     }
 
 
-def resume(learner: Boundary, opened: Opened, state: Mapping[str, Any]) -> bool:
+def resume(learner: Boundary, opened: StartingState, state: Mapping[str, Any]) -> bool:
     """Continue from `learner_state` in the run that `opened` describes (`Learner.load_state_dict`).
 
     Raises:
@@ -148,7 +148,7 @@ def _require_tensors(values: Iterable[object]) -> None:
             raise TypeError(f"a {type(each).__name__} stands for a tensor")
 
 
-def _has_gone_on(opened: Opened, state: Mapping[str, Any]) -> bool:
+def _has_gone_on(opened: StartingState, state: Mapping[str, Any]) -> bool:
     """Whether the run holds other versions than those that the learner knew of.
 
     An exchange whose state is in the checkpoint is restored from it, so there the run may also hold earlier versions.

@@ -17,9 +17,9 @@ from diloco.core.memory import blocks
 from diloco.core.method import Method
 from diloco.core.names import canonical_key, named_buffers, named_parameters
 from diloco.errors import CheckpointError, ConfigError
-from diloco.exchange.base import Model
+from diloco.exchange.base import FlatModel
 from diloco.exchange.device_group import device_of
-from diloco.learner.device import Snapshots, Uploads
+from diloco.learner.device import DeviceUploads, Snapshots
 from diloco.learner.frozen import FrozenState, averaged_names, exchanged_tensors
 from diloco.learner.models import Registered
 from diloco.learner.partition import Partition
@@ -47,19 +47,19 @@ class LearnerTensors:
         self.anchors: list[Tensor] = []
         self.origins: dict[int, Tensor] = {}
         self.snapshots = Snapshots(layout, partition)
-        self.uploads = Uploads(device_of(self.parameters))
+        self.uploads = DeviceUploads(device_of(self.parameters))
         self.frozen = FrozenState(model, layout)
         self.registered = Registered(model)
         self._aliases = _aliases(model, self.parameters)
         self._averaged = set(averaged_names(layout))
 
-    def own_model(self) -> Model:
+    def own_model(self) -> FlatModel:
         """The model as it is here; the learner that initialises the run gives it to all."""
         fragments = tuple(
             self.partition.gather(fragment.index, self.parameters, of_first=True).cpu()
             for fragment in self._layout.fragments
         )
-        return Model(fragments, self.frozen.values())
+        return FlatModel(fragments, self.frozen.values())
 
     def parts_here(self) -> list[Tensor]:
         """Of every fragment, the part of the present parameters that this process exchanges: flat fp32 on the host."""

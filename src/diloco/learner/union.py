@@ -12,7 +12,7 @@ from torch import Tensor
 from diloco.core.layout import BaseTensor, Layout, TensorSpec
 from diloco.errors import LayoutError
 from diloco.exchange.group import Group, as_bytes
-from diloco.learner.roles import Described
+from diloco.learner.roles import ModelDescription
 
 T = TypeVar("T", TensorSpec, BaseTensor)
 
@@ -33,7 +33,7 @@ class _Before:
         return one.isdigit() and another.isdigit() and int(one) < int(another)
 
 
-def described_by_all(mine: Described, group: Group) -> Described:
+def described_by_all(mine: ModelDescription, group: Group) -> ModelDescription:
     """The tensors of all ranks; every rank calls it.
 
     Ranks that hold the same tensors hold them in the order of the model. Where they hold different ones, as pipeline
@@ -44,10 +44,10 @@ def described_by_all(mine: Described, group: Group) -> Described:
         LayoutError: two ranks describe a tensor differently.
     """
     told = group.gather_values(mine.to_dict(), "what each rank holds of the model")
-    return merged([Described.from_dict(each) for each in told])
+    return merged([ModelDescription.from_dict(each) for each in told])
 
 
-def merged(described: Sequence[Described]) -> Described:
+def merged(described: Sequence[ModelDescription]) -> ModelDescription:
     """The tensors of all ranks, in the order of a single process that holds the whole model."""
     buffers = dict.fromkeys(chain.from_iterable(each.buffers for each in described))
 
@@ -56,7 +56,7 @@ def merged(described: Sequence[Described]) -> Described:
         return 2 if _name(each) in buffers else int(is_averaged)
 
     before = _Before([each.children for each in described])
-    return Described(
+    return ModelDescription(
         _merged([each.exchanged for each in described], turn, before),
         _merged([each.static for each in described], turn, before),
         _merged([each.base for each in described], turn, before),

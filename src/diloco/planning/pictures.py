@@ -10,7 +10,7 @@ from diloco.planning.advice import standing
 from diloco.planning.goodput import Fleet, Goodput, Mode, closed_form, simulate
 from diloco.planning.graph import Execution, costs_of, pattern_of
 from diloco.planning.outcomes import Case, Outcome
-from diloco.planning.question import Around, Graph, Question
+from diloco.planning.question import GraphQuestion, Question, StarQuestion
 from diloco.planning.scaling_laws import DATA_PARALLEL_LOSS, LEARNERS, LOSS, PARAMETERS, Expected
 from diloco.planning.settings import setting_for
 from diloco.planning.training_time import Link, TrainingPlan, WallClock, wall_clock
@@ -46,7 +46,7 @@ def link_pictures(question: Question, asked_bit_per_s: Mapping[str, float]) -> l
 def _link_curve(question: Question, asked_bit_per_s: Mapping[str, float]) -> Picture:
     asked = list(asked_bit_per_s.values())
     relatives = list(_relatives(question))
-    grid = steps_between(*_range(relatives, asked), NUM_STEPS if isinstance(question, Graph) else AROUND_STEPS)
+    grid = steps_between(*_range(relatives, asked), NUM_STEPS if isinstance(question, GraphQuestion) else AROUND_STEPS)
     rates = sorted({*grid, *asked})  # the points are on the curve, also between the points of the grid
     gbit_per_s = [rate / 1e9 for rate in rates]
     drawn = []
@@ -91,7 +91,9 @@ def caption(question: Question, relatives: Sequence[Question]) -> str:
 
 def _range(relatives: Sequence[Question], asked: Sequence[float]) -> tuple[float, float]:
     """The range of the axis: from where the first curve rises to where the last one has, with what was asked for."""
-    if not all(isinstance(each, Graph) for each in relatives):  # no data parallel among them, and searching is slow
+    if not all(
+        isinstance(each, GraphQuestion) for each in relatives
+    ):  # no data parallel among them, and searching is slow
         return min(asked) / 5, 30 * max(asked)
     rates = steps_between(min(asked) / WIDEST, WIDEST * max(asked), NUM_TRIED)
     rising = [rate for rate in rates if max(each.value(rate) for each in relatives) > LEAST_SHOWN]
@@ -109,7 +111,7 @@ def _relatives(question: Question) -> Iterator[Question]:
     wanted: list[tuple[str, int | None, int | None]] = [
         ("diloco", every, None), ("streaming", every, None), ("streaming", every, 1), ("eager", every, None)
     ]  # fmt: skip
-    if isinstance(question, Graph):
+    if isinstance(question, GraphQuestion):
         wanted.insert(0, ("data-parallel", None, None))
     for method, h, tau in wanted:
         setting = setting_for(question.workload, method, sync_every=h, overlap=tau)
@@ -119,7 +121,9 @@ def _relatives(question: Question) -> Iterator[Question]:
 
 
 def _period(question: Question, bit_per_s: float) -> Picture:
-    spans = _graph_spans(question, bit_per_s) if isinstance(question, Graph) else _star_spans(question, bit_per_s)
+    spans = (
+        _graph_spans(question, bit_per_s) if isinstance(question, GraphQuestion) else _star_spans(question, bit_per_s)
+    )
     rows = []
     for name, of_learner in spans.items():
         seconds = (sum(span.end_s - span.begin_s for span in of_learner if span.kind == kind) for kind in SHOWN)
@@ -129,7 +133,7 @@ def _period(question: Question, bit_per_s: float) -> Picture:
     return Picture(heading, text, timeline(spans), ("learner", *(drawing.KINDS[kind][0] for kind in SHOWN)), rows)
 
 
-def _graph_spans(question: Graph, bit_per_s: float) -> Spans:
+def _graph_spans(question: GraphQuestion, bit_per_s: float) -> Spans:
     """A period of H steps of the long run; one row, for all learners do the same."""
     costs = costs_of(question.workload, question.setting, bit_per_s)
     pattern = pattern_of(question.workload.num_layers, question.setting)
@@ -148,7 +152,7 @@ def _graph_spans(question: Graph, bit_per_s: float) -> Spans:
     return {"each learner": _clipped(spans, begin_s, execution.now_s)}
 
 
-def _star_spans(question: Around, bit_per_s: float) -> Spans:
+def _star_spans(question: StarQuestion, bit_per_s: float) -> Spans:
     """The last H steps of the slowest learner; one row where all learners are equal."""
     prediction = question.predict(bit_per_s, traced=True)
     activities = prediction.activities

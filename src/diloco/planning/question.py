@@ -1,7 +1,7 @@
 """One question about links: what bandwidth does a method need, and what does one come to?
 
-`Graph` asks the papers' graph of equal learners (`graph.py`), `Around` learners around a syncer (`star.py`). Both say
-what a link is worth, 0 to 1; it rises with the bandwidth.
+`GraphQuestion` asks the papers' graph of equal learners (`graph.py`), `StarQuestion` learners around a syncer
+(`star.py`). Both say what a link is worth, 0 to 1; it rises with the bandwidth.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ reached."""
 
 
 @dataclass(frozen=True)
-class Graph:
+class GraphQuestion:
     """Equal learners, reductions layer by layer."""
 
     workload: Workload
@@ -52,7 +52,7 @@ class Graph:
 
 
 @dataclass(frozen=True)
-class Around:
+class StarQuestion:
     """Learners around a syncer, each on a link of its own, all links alike.
 
     Attributes:
@@ -120,7 +120,7 @@ class Around:
         return "latency, the merge or the syncer's own link cost more"
 
 
-Question = Graph | Around
+Question = GraphQuestion | StarQuestion
 
 
 def required_bit_per_s(question: Question, targets: list[float]) -> list[float]:

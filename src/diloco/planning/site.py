@@ -20,7 +20,7 @@ from diloco.errors import ConfigError
 from diloco.planning.network import Network, Path
 from diloco.planning.stations import Merging
 from diloco.planning.units import COMPUTE, LARGEST, PRICE_PER_BYTE, PRICE_PER_S, RATE, SIZE, TIME, Quantity
-from diloco.planning.workload import ModelTable, Workload
+from diloco.planning.workload import ModelSizeTable, Workload
 from diloco.tables import Table, nearest, read_text, read_toml, validate
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ class Outage(NamedTuple):
 class Site(Table):
     """A whole site file."""
 
-    model: ModelTable | None = None
+    model: ModelSizeTable | None = None
     budget: BudgetTable | None = None
     site: tuple[SiteTable, ...] = Field(min_length=1)
     link: tuple[LinkTable, ...] = ()

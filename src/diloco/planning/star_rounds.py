@@ -16,7 +16,7 @@ from statistics import median
 from diloco.planning.network import Network
 from diloco.planning.stations import ExchangePlan, Star, Station
 from diloco.protocol.rounds.called import Pace
-from diloco.protocol.rounds.late import decide
+from diloco.protocol.rounds.late_contributions import decide
 
 ROUNDING = 1e-9
 """Of a step: a clock that is a sum of fractions may stay below a whole number."""

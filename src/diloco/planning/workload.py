@@ -64,7 +64,7 @@ PRESETS: Mapping[str, Workload] = {
 """The models of the papers' simulators."""
 
 
-class ModelTable(Table):
+class ModelSizeTable(Table):
     """A model as far as a plan needs to know it: a preset, parameters and layers, or the config that has them."""
 
     parameters: float | None = Field(default=None, gt=0)
@@ -98,7 +98,7 @@ class ModelTable(Table):
         return Workload("the model", self.parameters, self.layers, 0.0)
 
 
-class _ModelFile(ModelTable):
+class _ModelFile(ModelSizeTable):
     name: str | None = None
     step_time: Annotated[float, BeforeValidator(lambda text: TIME.parse(text, positive=True))] | None = None
 

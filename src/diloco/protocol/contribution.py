@@ -99,7 +99,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Rejected:
+class Rejection:
     """A contribution of this learner's will not be merged."""
 
     fragment: int

@@ -11,7 +11,7 @@ from diloco.events import RECENT_MERGES, LearnerProgress, Traffic
 
 
 @dataclass
-class Member:
+class LearnerSummary:
     """What is known of one learner.
 
     Attributes:
@@ -95,6 +95,6 @@ def _ways(traffic: Traffic) -> tuple[int, int]:
     return sum(traffic.received_bytes.values()), sum(traffic.sent_bytes.values())
 
 
-def live(members: Iterable[Member]) -> int:
+def live(members: Iterable[LearnerSummary]) -> int:
     """How many the run counts on."""
     return sum(member.is_live for member in members)

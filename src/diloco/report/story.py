@@ -8,7 +8,7 @@ from typing import Any
 
 from diloco import events as ev
 from diloco.escaping import printable
-from diloco.report.members import Member, live
+from diloco.report.members import LearnerSummary, live
 from diloco.report.sentences import Tone, sentence
 from diloco.report.series import Newest, Numbers, Series, ring_all_reduce_bytes
 
@@ -34,7 +34,7 @@ class Story:
         self._started_at: float | None = None
         self._newest_t = 0.0
         self._restarts = -1
-        self._members: dict[str, Member] = {}
+        self._members: dict[str, LearnerSummary] = {}
         self._versions: dict[int, int] = {}
         self._fragments: dict[int, dict[str, Any]] = {}
         self._merges = Newest(self._numbers, MAX_MERGES)
@@ -184,8 +184,8 @@ class Story:
             seen[tokens] = loss
             self._curve(self._losses, who).add(tokens, loss)
 
-    def _member(self, name: str) -> Member:
-        return self._members.setdefault(name, Member(name, len(self._members)))
+    def _member(self, name: str) -> LearnerSummary:
+        return self._members.setdefault(name, LearnerSummary(name, len(self._members)))
 
     def _curve(self, curves: dict[str, Series], name: str) -> Series:
         return curves.setdefault(name, Series(self._numbers))

@@ -149,7 +149,7 @@ class Timeline:
         )
 
 
-class Follower:
+class TimelineFollower:
     """Reads the event files under a run's directory as they grow."""
 
     def __init__(self, directory: Path) -> None:

@@ -4,7 +4,7 @@
     ports.py         what differs between the settings: clock, connections to learners, spool, worker, disk, observer
     writes.py        what is to be made durable, one write at a time, and again where a disk refuses
     global_model.py  the newest version of each fragment and the updates that led to it
-    sense.py         checks of what a learner says, before a number of it is counted
+    validation.py    checks of what a learner says, before a number of it is counted
     status.py        what `diloco status` shows
     tensor_jobs.py   the tensor jobs behind every worker: check a payload, close a round
     memory.py        a spool and a store in memory

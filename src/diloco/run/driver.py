@@ -55,10 +55,10 @@ from diloco.protocol.lineage import Lineage, lost, refusal
 from diloco.protocol.members import Deadlines
 from diloco.protocol.steering import Order, Pool
 from diloco.protocol.syncer import SyncerCore
-from diloco.run import sense
+from diloco.run import validation as sense
 from diloco.run.assembly import Span
 from diloco.run.connections import Connections
-from diloco.run.global_model import Fetched
+from diloco.run.global_model import FragmentAnswer
 from diloco.run.ports import ConnectionPort, H, InitialModel, MergedRound, ModelLayout, P, Ports, RunMethod, S, SavedRun
 from diloco.run.recorded import event
 from diloco.run.run_state import RunState
@@ -158,7 +158,7 @@ class Driver(Generic[H, S, P]):
     def fetch(
         self, fragment: int, base: int, learner: str = "", incarnation: int = 0, *, versions: Sequence[int] = (),
         seen: Lineage | None = None, process: int = 0,
-    ) -> Fetched[H, P]:  # fmt: skip
+    ) -> FragmentAnswer[H, P]:  # fmt: skip
         """The update that follows version `base`, or the newest whole fragment where that is not kept.
 
         Arguments:

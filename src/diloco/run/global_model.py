@@ -19,7 +19,7 @@ update is dropped earlier once all learners have sent work that is based on its 
 
 
 @dataclass(frozen=True)
-class Fetched(Generic[H, P]):
+class FragmentAnswer(Generic[H, P]):
     """The answer to a fetch of a fragment.
 
     Attributes:
@@ -107,7 +107,7 @@ class GlobalModel(Generic[H, P]):
         """Of each fragment's newest version."""
         return [fragment.contributors for fragment in self._fragments]
 
-    def fetch(self, index: int, base: int) -> Fetched[H, P]:
+    def fetch(self, index: int, base: int) -> FragmentAnswer[H, P]:
         """The update that follows version `base`, as encoded; the newest whole fragment where that is not kept.
 
         Raises:
@@ -117,8 +117,8 @@ class GlobalModel(Generic[H, P]):
         fragment = self._fragments[index]
         for update, payload in fragment.updates:
             if update.base == base:
-                return Fetched(update, payload, held)
+                return FragmentAnswer(update, payload, held)
         whole = Update(
             index, held.version - 1, held.version, fragment.contributors, (), 1.0, held.digest, lossless=True
         )
-        return Fetched(whole, None, held)
+        return FragmentAnswer(whole, None, held)

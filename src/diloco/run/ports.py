@@ -17,7 +17,7 @@ from diloco.protocol.actions import Action, Evict, MergeRound, Reject
 from diloco.protocol.contribution import Contribution, Standing
 from diloco.protocol.leases import Leases
 from diloco.protocol.lineage import Epoch
-from diloco.protocol.rounds.base import Answers
+from diloco.protocol.rounds.base import MethodAnswers
 from diloco.protocol.steering import Order
 from diloco.protocol.syncer import SyncerCore
 
@@ -52,7 +52,7 @@ class ModelLayout(Protocol):
     def digest(self) -> str: ...
 
 
-class RunMethod(Answers, Protocol):
+class RunMethod(MethodAnswers, Protocol):
     """What a driver needs of a Method."""
 
     def with_own_overlap(self, overlap: int) -> Any: ...

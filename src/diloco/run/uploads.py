@@ -11,7 +11,7 @@ from typing import Generic
 
 from diloco.errors import BusyError
 from diloco.protocol.contribution import Contribution
-from diloco.run import sense
+from diloco.run import validation as sense
 from diloco.run.assembly import Assemblies, Assembly, Span
 from diloco.run.ports import S, SpoolPort
 

@@ -37,8 +37,8 @@ from diloco.training.alone import AnyLearner
 from diloco.training.checkpoint import latest_checkpoint
 from diloco.training.data.corpus import load_corpus
 from diloco.training.loop import CHECKPOINTS, Trainer
-from diloco.training.part import Clock, Part, Shared, Summary
-from diloco.training.progress import Progress
+from diloco.training.part import Clock, Part, SharedInputs, Summary
+from diloco.training.progress import ProgressDisplay
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Simulated:
 
 
 def simulate(
-    configs: Mapping[str, RunConfig], scenario: Scenario, directory: Path, *, progress: Progress | None = None
+    configs: Mapping[str, RunConfig], scenario: Scenario, directory: Path, *, progress: ProgressDisplay | None = None
 ) -> Simulated:
     """Train a run in virtual time, its events and checkpoints in `directory` as a real run's are in its own.
 
@@ -121,7 +121,7 @@ def simulate(
     """
     method = method_to_simulate(configs)
     data = next(iter(configs.values())).data
-    return _Stage(configs, method, scenario, directory, Shared(load_corpus(data)), progress).play()
+    return _Stage(configs, method, scenario, directory, SharedInputs(load_corpus(data)), progress).play()
 
 
 def method_to_simulate(configs: Mapping[str, RunConfig]) -> Method:
@@ -146,8 +146,8 @@ class _Stage:
     """A run being simulated."""
 
     def __init__(
-        self, configs: Mapping[str, RunConfig], method: Method, scenario: Scenario, directory: Path, shared: Shared,
-        progress: Progress | None,
+        self, configs: Mapping[str, RunConfig], method: Method, scenario: Scenario, directory: Path,
+        shared: SharedInputs, progress: ProgressDisplay | None,
     ) -> None:  # fmt: skip
         self._names = list(configs)
         self._configs = [

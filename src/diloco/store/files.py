@@ -47,7 +47,7 @@ _PUBLISHED = re.compile(r"f\d+-v(?!0+-)\d+-")
 
 
 @dataclass(frozen=True)
-class Described:
+class VersionFileHeader:
     """What a version's file says of itself, so that a lost database costs little.
 
     Attributes:
@@ -87,7 +87,7 @@ class Recognised:
 
     file: str
     sha256: str
-    described: Described
+    described: VersionFileHeader
     written_at: float
     num_elements: int
 
@@ -115,7 +115,7 @@ class TensorFiles:
         self._at = at
         self.directory = path / "tensors"
 
-    def write(self, held: HeldFragment, described: Described) -> tuple[str, str]:
+    def write(self, held: HeldFragment, described: VersionFileHeader) -> tuple[str, str]:
         """A version's tensors, and what it is; returns the file's name and its hash."""
         tensors = {"theta": held.theta, **{_OUTER + name: value for name, value in held.outer_state.items()}}
         if held.residual is not None:
@@ -166,7 +166,7 @@ class TensorFiles:
         if found.sha256[:NAMED_DIGITS] != match["hash"]:
             return None
         try:
-            described = Described.from_json(read_metadata(path)[_DESCRIBED])
+            described = VersionFileHeader.from_json(read_metadata(path)[_DESCRIBED])
         except MALFORMED:  # an earlier version of this package has written it
             return None
         update = described.update

@@ -27,7 +27,7 @@ from diloco.escaping import MALFORMED
 from diloco.protocol.rounds.base import Rules
 from diloco.protocol.syncer import SyncerCore
 from diloco.store.durable import ignore_point, look_locked
-from diloco.store.files import Described, TensorFiles, version_of
+from diloco.store.files import TensorFiles, VersionFileHeader, version_of
 from diloco.store.records import (
     DATABASE,
     DESCRIPTION,
@@ -92,7 +92,7 @@ class FoundFragment:
 
 
 @dataclass
-class Found:
+class DirectoryState:
     """What is in a state directory.
 
     Attributes:
@@ -147,7 +147,7 @@ class Found:
         }  # fmt: skip
 
 
-def inspect(path: Path) -> Found:
+def inspect(path: Path) -> DirectoryState:
     """Read a state directory.
 
     Raises:
@@ -161,7 +161,7 @@ def inspect(path: Path) -> Found:
         return inspected(path)
 
 
-def inspected(path: Path) -> Found:
+def inspected(path: Path) -> DirectoryState:
     """`inspect` a state directory whose lock the caller has."""
     try:
         return _Inspection(path).found
@@ -171,7 +171,7 @@ def inspected(path: Path) -> Found:
 
 class _Inspection:
     def __init__(self, path: Path) -> None:
-        self.found = Found(path)
+        self.found = DirectoryState(path)
         self._path = path
         self._files = TensorFiles(path, ignore_point)
         self._names = self._files.names() if self._files.directory.is_dir() else []
@@ -307,7 +307,7 @@ class _Inspection:
         described = [each.described for name, each in self._whole.items() if self._is_of_run(name)]
         self.found.record = self._newest_record(described)
 
-    def _newest_record(self, described: Sequence[Described]) -> Mapping[str, Any] | None:
+    def _newest_record(self, described: Sequence[VersionFileHeader]) -> Mapping[str, Any] | None:
         for each in sorted(described, key=lambda it: it.serial, reverse=True):
             try:
                 self._restore(each.record)

@@ -31,7 +31,7 @@ from diloco.store.durable import TEMPORARY_PREFIX, sync_directory
 
 log = logging.getLogger("diloco.syncer")
 
-FORMAT = 5
+FORMAT = 6
 DIRECTORY, PAYLOADS, SUFFIX = "journal", "payloads", ".jsonl.gz"
 
 GZIP = 31

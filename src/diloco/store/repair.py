@@ -19,13 +19,13 @@ from diloco.protocol.lineage import Epoch
 from diloco.protocol.syncer import gone_back
 from diloco.store.durable import ignore_point, lock_directory, sync_directory
 from diloco.store.files import TensorFiles, set_aside
-from diloco.store.inspection import NO_STATIC, Found, inspect, inspected
+from diloco.store.inspection import NO_STATIC, DirectoryState, inspect, inspected
 from diloco.store.records import DATABASE, INDEX, LOG, connect, insert_run, put_epoch, put_version, write_description
 
 _NEW = ".tmp-repair"
 
 
-def repair(path: Path) -> tuple[Found, list[Path]]:
+def repair(path: Path) -> tuple[DirectoryState, list[Path]]:
     """Repair a state directory. Returns what was found before, and what was set aside; nothing, where it is whole.
 
     Raises:
@@ -55,14 +55,14 @@ def repair(path: Path) -> tuple[Found, list[Path]]:
         ) from error
 
 
-def _require_enough(found: Found) -> None:
+def _require_enough(found: DirectoryState) -> None:
     if not found.can_be_repaired:
         raise StoreError(
             f"{found.path} cannot be repaired ({_missing(found)}); `diloco syncer restore` makes it anew from a backup."
         )
 
 
-def _missing(found: Found) -> str:
+def _missing(found: DirectoryState) -> str:
     if found.row is None:
         return "neither the database nor run.json says which run it is of"
     if not found.has_static and not found.can_make_static:
@@ -71,12 +71,12 @@ def _missing(found: Found) -> str:
     return f"no version of fragment {', '.join(gone)} is whole"
 
 
-def _damaged(found: Found) -> list[str]:
+def _damaged(found: DirectoryState) -> list[str]:
     """The files of tensors that are of no use, by their path in the directory."""
     return [each.file for each in found.problems if each.file.startswith("tensors/")]
 
 
-def _make_database(found: Found) -> list[Path]:
+def _make_database(found: DirectoryState) -> list[Path]:
     """Let the database name the chosen versions. Returns what was set aside for that."""
     if found.has_database:
         with closing(connect(found.path)) as db, transaction(db):
@@ -98,7 +98,7 @@ def _make_database(found: Found) -> list[Path]:
     return aside
 
 
-def _choose(db: sqlite3.Connection, found: Found) -> None:
+def _choose(db: sqlite3.Connection, found: DirectoryState) -> None:
     for fragment in found.fragments:
         assert fragment.chosen is not None
         version, index = fragment.chosen.update.version, fragment.fragment

@@ -47,7 +47,7 @@ from diloco.errors import (
 from diloco.escaping import MALFORMED
 from diloco.run.ports import InitialModel, Json, MergedRound, RunMethod, SavedRun, first_epoch
 from diloco.store.durable import ignore_point, lock_directory
-from diloco.store.files import Described, TensorFiles, keep_copy, set_aside
+from diloco.store.files import TensorFiles, VersionFileHeader, keep_copy, set_aside
 from diloco.store.records import (
     DATABASE,
     DESCRIPTION,
@@ -151,7 +151,7 @@ class Store:
             rows = []
             for fragment in model.fragments:
                 first = Update(fragment.fragment, 0, 0, (), (), 1.0, fragment.digest, lossless=True)
-                rows.append((first, *self._files.write(fragment, Described(model.run_id, first, 0, 0, None))))
+                rows.append((first, *self._files.write(fragment, VersionFileHeader(model.run_id, first, 0, 0, None))))
             row = {
                 "id": 1, "run": run, "method": json.dumps(method.to_dict()),
                 "layout": json.dumps(model.layout.to_dict()), "source": model.source,
@@ -289,11 +289,11 @@ class Store:
             row = self._db.execute("SELECT run FROM run").fetchone()
         return None if row is None else str(row[0])
 
-    def _described(self, update: Update, tokens: int, record: Json) -> Described:
+    def _described(self, update: Update, tokens: int, record: Json) -> VersionFileHeader:
         with self._using:
             num_published = sum(newest_numbers(self._db).values())
             (run_id,) = self._db.execute("SELECT run_id FROM run").fetchone()
-        return Described(run_id, update, tokens, num_published + 1, record)
+        return VersionFileHeader(run_id, update, tokens, num_published + 1, record)
 
     def _require_as_described(self) -> None:
         with self._using:

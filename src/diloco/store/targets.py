@@ -53,7 +53,7 @@ def open_target(url: str) -> Target:
         raise ConfigError(
             f"backups cannot go to {url} ({error}); install what it needs, or use a directory."
         ) from error
-    return Remote(url, files, path)
+    return RemoteDirectory(url, files, path)
 
 
 class Directory:
@@ -96,7 +96,7 @@ class Directory:
             (self._path / name).unlink(missing_ok=True)
 
 
-class Remote:
+class RemoteDirectory:
     """A path of a file system of fsspec's."""
 
     def __init__(self, url: str, files: fsspec.AbstractFileSystem, path: str) -> None:

@@ -45,7 +45,7 @@ from diloco.syncer.page.live_page import LivePage
 from diloco.syncer.ports import connections_for, port_refusal, raise_file_limit, why_unbound
 from diloco.syncer.progress import EVERY_S, ProgressLog
 from diloco.syncer.spool import Slot, Spool
-from diloco.syncer.standby.following import Following, Shown
+from diloco.syncer.standby.following import DialledConnection, Following
 from diloco.syncer.standby.leading import Leading
 from diloco.syncer.standby.pair_calls import PairCalls, StandingJournal
 from diloco.syncer.standby.pairing import TICK_S, Pairing, ReplicatedStore
@@ -98,7 +98,7 @@ class Options:
     record_contributions: bool = False
     backup: BackupPlan | None = None
     follow: str | None = None
-    follow_with: Shown = field(default_factory=Shown)
+    follow_with: DialledConnection = field(default_factory=DialledConnection)
     durable: Literal["both", "one"] = "both"
 
 

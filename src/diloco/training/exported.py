@@ -15,7 +15,7 @@ from diloco.errors import ConfigError
 from diloco.evaluation.exports import LONGEST, Export, context_of, held_out_loss, load_export, text_batches
 from diloco.evaluation.harness import Harness, require_harness
 from diloco.evaluation.own_tasks import OWN_TASKS, write_task_files
-from diloco.evaluation.scores import ExportScores, Result
+from diloco.evaluation.scores import ExportScores, TaskResult
 from diloco.tables import read_text
 from diloco.training.data.corpus import Corpus, load_corpus
 from diloco.training.data.streams import held_out_batches
@@ -26,7 +26,7 @@ MAX_CLOZE_TOKENS = 1_000_000
 
 
 @dataclass(frozen=True)
-class Wanted:
+class EvaluationRequest:
     """What is to be found out about exports.
 
     Attributes:
@@ -49,7 +49,7 @@ class Wanted:
     device: str = "cpu"
 
 
-def evaluate_exports(paths: Sequence[Path], wanted: Wanted) -> list[ExportScores]:
+def evaluate_exports(paths: Sequence[Path], wanted: EvaluationRequest) -> list[ExportScores]:
     """The scores of every export, in order. Exports with the same tokenizer are given the same sequences and documents.
 
     Raises:
@@ -70,7 +70,7 @@ def evaluate_exports(paths: Sequence[Path], wanted: Wanted) -> list[ExportScores
         harness = _harness(stack, wanted, text if corpus is None else None, corpus) if wanted.tasks else None
         for name, path in zip(_names(paths), paths, strict=True):
             export = load_export(path, device)  # one at a time is in memory
-            results: list[Result] = []
+            results: list[TaskResult] = []
             if corpus is not None:
                 _check_vocabulary(export, corpus)
                 results.append(held_out_loss(export.model, held_out_batches(corpus, length, num_windows, wanted.batch)))
@@ -82,7 +82,7 @@ def evaluate_exports(paths: Sequence[Path], wanted: Wanted) -> list[ExportScores
     return found
 
 
-def _harness(stack: ExitStack, wanted: Wanted, text: str | None, corpus: Corpus | None) -> Harness:
+def _harness(stack: ExitStack, wanted: EvaluationRequest, text: str | None, corpus: Corpus | None) -> Harness:
     """The tasks; the project's own among them are written to a directory that goes with the stack."""
     require_harness()
     names = [name for name in OWN_TASKS if name in wanted.tasks]
@@ -103,7 +103,7 @@ def held_out_text(corpus: Corpus) -> str:
     return str(corpus.tokenizer.decode(tokens.tolist()))
 
 
-def _length(paths: Sequence[Path], contexts: Sequence[int], wanted: Wanted) -> int:
+def _length(paths: Sequence[Path], contexts: Sequence[int], wanted: EvaluationRequest) -> int:
     """Tokens of a sequence of text that all exports take."""
     longest, path = min(zip(contexts, paths, strict=True))
     if wanted.context is not None and wanted.context > longest:
@@ -111,7 +111,7 @@ def _length(paths: Sequence[Path], contexts: Sequence[int], wanted: Wanted) -> i
     return min(longest, LONGEST) if wanted.context is None else wanted.context
 
 
-def _batches_of(text: str, export: Export, length: int, wanted: Wanted) -> list[Tensor]:
+def _batches_of(text: str, export: Export, length: int, wanted: EvaluationRequest) -> list[Tensor]:
     tokens = export.required_tokenizer().encode(text, add_special_tokens=False, verbose=False)
     batches = text_batches(tokens, length, wanted.sequences, wanted.batch)
     if sum(map(len, batches)) < 2:

@@ -19,8 +19,8 @@ from diloco.training.island import Attach, Island
 from diloco.training.job import Job
 from diloco.training.monitor import Monitor, holdings
 from diloco.training.optimizers import describe_optimizer
-from diloco.training.part import Clock, Part, Role, Shared, Stopping, Summary
-from diloco.training.progress import Progress
+from diloco.training.part import Clock, Part, Role, SharedInputs, Stopping, Summary
+from diloco.training.progress import ProgressDisplay
 from diloco.training.reporter import Reporter
 from diloco.training.schedule import learning_rate
 from diloco.whole_files import write_whole
@@ -65,11 +65,11 @@ class Trainer:
         config: RunConfig,
         part: Part,
         attach: Attach | None = None,
-        progress: Progress | None = None,
+        progress: ProgressDisplay | None = None,
         job: Job | None = None,
         together: Together | None = None,
         clock: Clock | None = None,
-        shared: Shared | None = None,
+        shared: SharedInputs | None = None,
         stopping: Stopping | None = None,
         feed: Feed | None = None,
     ) -> None:
@@ -80,7 +80,7 @@ class Trainer:
         self._together = together
         self._job = job or Job()
         self._everyone = self._job if together is None else together.everyone
-        self._progress, self._feed = progress or Progress(), feed
+        self._progress, self._feed = progress or ProgressDisplay(), feed
         self._stopping = stopping or Stopping()
         self._joined = self._has_begun = False
         self._save_again_at: int | None = None  # the step; on every rank the same

@@ -48,7 +48,7 @@ class Clock:
 
 
 @dataclass
-class Shared:
+class SharedInputs:
     """Loaded once, found once.
 
     Attributes:

@@ -51,7 +51,7 @@ def _megabytes(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:.2f} MB"
 
 
-class Progress:
+class ProgressDisplay:
     """Shows nothing; its subclasses show the state of things."""
 
     def wants(self) -> bool:
@@ -68,7 +68,7 @@ class Progress:
         """Leave the terminal in good order."""
 
 
-class _Paced(Progress):
+class _Paced(ProgressDisplay):
     """Wants a status every `every_s` seconds."""
 
     def __init__(self, every_s: float, clock: Callable[[], float]) -> None:
@@ -123,6 +123,6 @@ class LiveLine(_Paced):
         self._live.stop()
 
 
-def make_progress(file: TextIO, every_s: float) -> Progress:
+def make_progress(file: TextIO, every_s: float) -> ProgressDisplay:
     """A live line when `file` is a terminal, plain lines otherwise."""
     return LiveLine(Console(file=file)) if file.isatty() else Plain(file, every_s)

@@ -10,20 +10,25 @@ from diloco.tracking.feed import Feed
 from diloco.tracking.values import Point, learner_values, trainer_point
 from diloco.training.checkpoint import UnusableCheckpoint
 from diloco.training.part import Clock
-from diloco.training.progress import Progress, StepStatus
+from diloco.training.progress import ProgressDisplay, StepStatus
 
 
 class Reporter:
     """Writes the events file at `path`, talks to `progress` and feeds trackers; without a path, it does neither."""
 
     def __init__(
-        self, path: Path | None, who: str, progress: Progress, clock: Clock | None = None, feed: Feed | None = None
+        self,
+        path: Path | None,
+        who: str,
+        progress: ProgressDisplay,
+        clock: Clock | None = None,
+        feed: Feed | None = None,
     ) -> None:
         self.who = who
         self._feed = feed if path is not None else None
         self._clock = clock or Clock()
         self._log = None if path is None else EventLog(path, who=who, clock=self._clock.stamp)
-        self._progress = progress if path is not None else Progress()
+        self._progress = progress if path is not None else ProgressDisplay()
         self._last_step = (self._clock.seconds(), 0)
         self._waits = (0.0, 0)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.protocol.rounds.late import decide
+from diloco.protocol.rounds.late_contributions import decide
 
 # contributed, fresh, members, K, enough contributions at, grace -> merge, wait until, reason; now = 10
 TABLE = [

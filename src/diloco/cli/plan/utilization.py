@@ -13,7 +13,7 @@ from diloco.cli._shared import PicturesPage, make_table, parse_list, say_written
 from diloco.errors import ConfigError
 from diloco.planning.conventions import CONVENTIONS, published_run
 from diloco.planning.pictures import link_pictures
-from diloco.planning.question import Around, Graph, Question, required_bit_per_s
+from diloco.planning.question import GraphQuestion, Question, StarQuestion, required_bit_per_s
 from diloco.planning.settings import Setting, setting_for
 from diloco.planning.stations import Merging
 from diloco.planning.units import RATE, TIME
@@ -130,12 +130,12 @@ def _question(
     workload = load_workload(model, step_s)
     setting = setting_for(workload, method, **options)
     if setting.method != "decoupled" and all(value is None for value in around.values()):
-        return Graph(workload, setting)
+        return GraphQuestion(workload, setting)
     setting = replace(setting, down=setting.down or setting.up)  # a syncer's answers always come back
     return _around(workload, setting, around)
 
 
-def _around(workload: Workload, setting: Setting, around: dict[str, Any]) -> Around:
+def _around(workload: Workload, setting: Setting, around: dict[str, Any]) -> StarQuestion:
     """The learners and the syncer of the options."""
     num, text, shards = around["--learners"], around["--speeds"], around["--shards"]
     if shards is not None and shards < 1:
@@ -154,7 +154,7 @@ def _around(workload: Workload, setting: Setting, around: dict[str, Any]) -> Aro
         math.inf if around[option] is None else (shards or 1) * RATE.parse(around[option], option, positive=True)
         for option in ("--syncer", "--merge")
     )
-    return Around(workload, setting, speeds, rate, Merging(bytes_per_s=merged / 8))
+    return StarQuestion(workload, setting, speeds, rate, Merging(bytes_per_s=merged / 8))
 
 
 def _published(

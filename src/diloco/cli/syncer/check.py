@@ -10,7 +10,7 @@ from diloco.cli._shared import Json
 from diloco.errors import StoreError
 
 if TYPE_CHECKING:
-    from diloco.store.inspection import Found, Problem
+    from diloco.store.inspection import DirectoryState, Problem
 
 StateDir = Annotated[Path, typer.Argument(help="The state directory of a syncer that is not running.")]
 
@@ -51,7 +51,7 @@ def command(
         raise StoreError(f"no syncer starts on {state_dir} as it is; {can}.")
 
 
-def _lines(found: "Found") -> list[str]:
+def _lines(found: "DirectoryState") -> list[str]:
     lines = [f"run: {'not known' if found.row is None else found.row['run']}"]
     parts = {
         "database": found.has_database,
@@ -67,5 +67,5 @@ def _lines(found: "Found") -> list[str]:
     return lines + [f"{each.file}: {each.what}" for each in (*found.problems, *found.notes)]
 
 
-def _versions(found: "Found") -> str:
+def _versions(found: "DirectoryState") -> str:
     return ", ".join(f"version {each.serves} of fragment {each.fragment}" for each in found.fragments)

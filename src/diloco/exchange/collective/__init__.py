@@ -13,6 +13,6 @@ The merge is this library's own and in rank order, never the group's reduction. 
 exchange.
 """
 
-from diloco.exchange.collective.exchange import Collective
+from diloco.exchange.collective.collective import Collective
 
 __all__ = ["Collective"]

@@ -11,7 +11,7 @@ from diloco.core.fragments import Layout
 from diloco.core.memory import new_vector
 from diloco.core.method import Method
 from diloco.errors import ConfigError, DigestError, DilocoError, ExchangeError, LayoutError
-from diloco.exchange.base import Model
+from diloco.exchange.base import FlatModel
 from diloco.exchange.group import FRAME_BYTES, TEXT_CHARACTERS, Group, error_of
 
 
@@ -103,7 +103,7 @@ def compare(group: Group, layout: Layout, method: Method, overlap: int | None) -
     return longest
 
 
-def broadcast(group: Group, num_bytes: dict[str, int], layout: Layout, initial: Callable[[], Model]) -> Model:
+def broadcast(group: Group, num_bytes: dict[str, int], layout: Layout, initial: Callable[[], FlatModel]) -> FlatModel:
     """Rank 0's model, `initial()` there, on every rank.
 
     `num_bytes`: bytes by kind; those that cross are added under "joins".
@@ -121,4 +121,4 @@ def broadcast(group: Group, num_bytes: dict[str, int], layout: Layout, initial: 
         group.broadcast(static[spec.name], f"tensor {spec.name!r} of {name_of(0)}'s model")
     crossed = sum(tensor.numel() * tensor.element_size() for tensor in (*fragments, *static.values()))
     num_bytes["joins"] += crossed * (group.size - 1 if group.rank == 0 else 1)
-    return Model(fragments, static)
+    return FlatModel(fragments, static)

@@ -16,9 +16,9 @@ from diloco.core.weights import merge_weights
 from diloco.errors import DilocoError
 from diloco.exchange.base import Arrived, Event
 from diloco.exchange.collective.joining import agree, attempt, name_of, require_same_digest
-from diloco.exchange.collective.shards import Held
+from diloco.exchange.collective.shards import HeldShard
 from diloco.exchange.group import FRAME_BYTES, Group, split
-from diloco.protocol.contribution import OUTLIER, Contribution, Rejected
+from diloco.protocol.contribution import OUTLIER, Contribution, Rejection
 from diloco.run.tensor_jobs import encoded_of
 
 
@@ -40,7 +40,7 @@ class ShardedRounds:
         num_bytes: bytes by kind; what crosses is added.
     """
 
-    def __init__(self, group: Group, method: Method, fragments: Sequence[Held], num_bytes: dict[str, int]) -> None:
+    def __init__(self, group: Group, method: Method, fragments: Sequence[HeldShard], num_bytes: dict[str, int]) -> None:
         self._group, self._method = group, method
         self._fragments = fragments
         self._num_bytes = num_bytes
@@ -76,10 +76,10 @@ class ShardedRounds:
         new, mean = advanced.held.bare, advanced.mean
         events: tuple[Event, ...] = (Arrived(update, new, c.number, mean),)
         if name_of(self._group.rank) in refused:
-            events = (Rejected(c.fragment, c.number, OUTLIER), Arrived(update, new, c.number - 1, mean))
+            events = (Rejection(c.fragment, c.number, OUTLIER), Arrived(update, new, c.number - 1, mean))
         return Round(events, sum(each.trained for each in contributions))
 
-    def _greet(self, c: Contribution, held: Held, place: str, error: DilocoError | None) -> list[Contribution]:
+    def _greet(self, c: Contribution, held: HeldShard, place: str, error: DilocoError | None) -> list[Contribution]:
         """Return every rank's contribution, after checking that all hold the same version.
 
         `error`: why this rank could not encode; None: it could.

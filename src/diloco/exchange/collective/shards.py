@@ -23,7 +23,7 @@ from diloco.exchange.group import Group, as_bytes
 
 
 @dataclass
-class Held:
+class HeldShard:
     """What this rank keeps of a fragment.
 
     Attributes:
@@ -47,7 +47,7 @@ class Held:
         self.whole, self.own = whole, replace(own, theta=whole.theta[self.elements])
 
 
-def first_held(method: Method, fragment: Fragment, theta: Tensor, shards: Shards, rank: int) -> Held:
+def first_held(method: Method, fragment: Fragment, theta: Tensor, shards: Shards, rank: int) -> HeldShard:
     """What `rank` keeps of a fragment at version 0, `theta`. `shards`: of the fragment, unless one rank owns it."""
     if method.needs_whole_fragments:
         shards = replace(shards, owner=fragment.index % shards.num_shards)
@@ -56,10 +56,10 @@ def first_held(method: Method, fragment: Fragment, theta: Tensor, shards: Shards
     if method.outer_at == "syncer":
         whole = replace(whole, outer_state={})
     own = HeldFragment.first(method, fragment.index, theta[elements])
-    return Held(shards, elements, *shard_of(fragment.tensors, elements), fragment.tensors, whole, own)
+    return HeldShard(shards, elements, *shard_of(fragment.tensors, elements), fragment.tensors, whole, own)
 
 
-def state_of(group: Group, fragments: Sequence[Held]) -> dict[str, Any]:
+def state_of(group: Group, fragments: Sequence[HeldShard]) -> dict[str, Any]:
     """Tensors and plain values, and which rank's they are."""
     saved = {}
     for index, held in enumerate(fragments):
@@ -69,7 +69,7 @@ def state_of(group: Group, fragments: Sequence[Held]) -> dict[str, Any]:
 
 
 def restore(
-    group: Group, method: Method, fragments: Sequence[Held], state: Mapping[str, Any], num_bytes: dict[str, int]
+    group: Group, method: Method, fragments: Sequence[HeldShard], state: Mapping[str, Any], num_bytes: dict[str, int]
 ) -> None:
     """Restore the fragments from what `state_of` returned. All ranks call it, and gather each other's shards.
 
@@ -104,7 +104,7 @@ def restore(
         held.take(whole, replace(own, outer_state=outer_state, residual=saved["residual"]))
 
 
-def _check(group: Group, fragments: Sequence[Held], state: Mapping[str, Any]) -> None:
+def _check(group: Group, fragments: Sequence[HeldShard], state: Mapping[str, Any]) -> None:
     if (state.get("world_size"), state.get("rank")) != (group.size, group.rank):
         raise CheckpointError(
             f"the checkpoint is of rank {state.get('rank')} of {state.get('world_size')} and this is rank "

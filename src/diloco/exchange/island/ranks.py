@@ -30,16 +30,16 @@ from diloco.exchange.base import (
     Call,
     Event,
     Exchange,
+    FlatModel,
     Interrupted,
-    Model,
-    Opened,
     Overview,
     ShardedExchange,
+    StartingState,
     wrong_rank,
 )
 from diloco.exchange.group import TEXT_CHARACTERS, Group, as_bytes, error_of
-from diloco.exchange.island.messages import Fetched, Message, collect, share
-from diloco.exchange.lanes import Lane, Lanes
+from diloco.exchange.island.rank_messages import Fetched, Message, collect, share
+from diloco.exchange.lanes import CommandLane, CommandLanes
 from diloco.protocol.contribution import Contribution
 from diloco.protocol.leases import Ask
 from diloco.protocol.lineage import Lineage
@@ -87,7 +87,7 @@ class Ranks(Exchange):
         self._background = [Group(ranks, timeout_s=TIMEOUT_S) for _ in range(2)]
         self._sharded = exchange if isinstance(exchange, ShardedExchange) else None
         if self._sharded is not None:
-            self._sharded.divide(Lanes(*map(Lane, self._background)))
+            self._sharded.divide(CommandLanes(*map(CommandLane, self._background)))
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="diloco-ranks")
         self._shards: tuple[Shards, ...] = ()
         self._codec: Codec
@@ -141,32 +141,32 @@ class Ranks(Exchange):
         return Method.from_dict(json.loads(method))
 
     def open(
-        self, layout: Layout, method: Method, initial: Callable[[], Model], *, overlap: int | None = None
-    ) -> Opened:
+        self, layout: Layout, method: Method, initial: Callable[[], FlatModel], *, overlap: int | None = None
+    ) -> StartingState:
         self._shards = dealt((fragment.numel for fragment in layout.fragments), self.group.size)
         self._codec = method.up
 
-        def whole() -> Model:
+        def whole() -> FlatModel:
             self.group.sum([_ASKED], "the run's model")
             return self._whole(initial())
 
-        def join() -> Opened:
+        def join() -> StartingState:
             return self._exchange.open(layout, method, initial if self._sharded else whole, overlap=overlap)
 
         if self._sharded is not None and not self._first:
             self._sharded.follow(layout, method, initial)
-        opened: Opened = self._decide("the run's model", join, asked=lambda: self._whole(initial()))
+        opened: StartingState = self._decide("the run's model", join, asked=lambda: self._whole(initial()))
         self._overview = replace(self._overview, run_tokens=opened.run_tokens)
         return opened
 
-    def _whole(self, mine: Model) -> Model:
+    def _whole(self, mine: FlatModel) -> FlatModel:
         """On rank 0 the whole model, from every rank's shards."""
         fragments = []
         for index, (part, shards) in enumerate(zip(mine.fragments, self._shards, strict=True)):
             sizes = [4 * (run.stop - run.start) for run in map(shards.elements, range(self.group.size))]
             joined = collect(self.group, as_bytes(part), sizes, f"fragment {index} of this learner's model")
             fragments.append(joined.view(torch.float32))
-        return Model(tuple(fragments), mine.static)
+        return FlatModel(tuple(fragments), mine.static)
 
     # --- one boundary -------------------------------------------------------------------------------------------------
 

@@ -13,12 +13,12 @@ from safetensors.torch import save
 
 from diloco.core.fragments import Layout
 from diloco.errors import AuthError, DilocoError, NoRoomError, StandbyError, UnreachableError
-from diloco.exchange.base import Model
+from diloco.exchange.base import FlatModel
 from diloco.exchange.dialling import Dialler
 from diloco.exchange.remote.messages import lineage_message
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import bytes_of
-from diloco.exchange.wire.outgoing import Upload
+from diloco.exchange.wire.outgoing import OutgoingUpload
 from diloco.protocol.lineage import Lineage
 from diloco.protocol.session import requests
 from diloco.protocol.session.lanes import Lane
@@ -88,8 +88,8 @@ class Entry:
     """
 
     def __init__(
-        self, dialler: Dialler, layout: Layout, initial: Initial | None, model: Model | None,
-        parts: Callable[[Model, memoryview], Iterator[memoryview]], *, overlap: int | None,
+        self, dialler: Dialler, layout: Layout, initial: Initial | None, model: FlatModel | None,
+        parts: Callable[[FlatModel, memoryview], Iterator[memoryview]], *, overlap: int | None,
         tokens_per_step: int | None,
     ) -> None:  # fmt: skip
         self.num_bytes = self.resumed_bytes = 0
@@ -116,7 +116,7 @@ class Entry:
             resumes=self._has_uploaded,
         )
         self._has_uploaded = True
-        with Upload(header, lambda: self._parts(model, static)) as upload:
+        with OutgoingUpload(header, lambda: self._parts(model, static)) as upload:
             try:
                 self._dialler.upload("joins", "Initialise", upload.messages(), pb.InitialiseReply, heard=upload.heard)
             finally:
@@ -138,7 +138,7 @@ class Entry:
         return self._dialler.call("joins", "Join", request, pb.JoinReply)
 
 
-def model_parts(model: Model, static: memoryview) -> Iterator[memoryview]:
+def model_parts(model: FlatModel, static: memoryview) -> Iterator[memoryview]:
     """The model that initialises a run, where this process holds all of it."""
     for theta in model.fragments:
         yield bytes_of(theta)

@@ -7,14 +7,14 @@ from collections import deque
 from collections.abc import Sequence
 
 from diloco.errors import StoppedError
-from diloco.exchange.base import Event, Interrupted, Opened
+from diloco.exchange.base import Event, Interrupted, StartingState
 
 
 class Inbox:
     """Any thread may call any method."""
 
     def __init__(self) -> None:
-        self._start: Opened | None = None
+        self._start: StartingState | None = None
         self._has_started = False
         self._events: deque[Event] = deque()
         self._changed = threading.Condition()
@@ -31,7 +31,7 @@ class Inbox:
         with self._changed:
             self._events.clear()
 
-    def start(self, opened: Opened) -> None:
+    def start(self, opened: StartingState) -> None:
         """The learner starts for the first time."""
         with self._changed:
             self._start = opened
@@ -50,7 +50,7 @@ class Inbox:
             self._failure = self._failure or error
             self._changed.notify_all()
 
-    def wait_for_start(self) -> Opened:
+    def wait_for_start(self) -> StartingState:
         """Block until the learner starts. Raises the recorded failure."""
         with self._changed:
             self._changed.wait_for(lambda: self._start is not None or self._failure is not None)

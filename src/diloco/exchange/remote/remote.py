@@ -24,19 +24,19 @@ from diloco.core.fragments import Layout
 from diloco.core.held import Advanced
 from diloco.core.method import Method
 from diloco.errors import ConfigError, ExchangeError, StoppedError
-from diloco.exchange.base import Event, Model, Opened, Overview, ShardedExchange
+from diloco.exchange.base import Event, FlatModel, Overview, ShardedExchange, StartingState
 from diloco.exchange.dialling import Dialler, dialler
 from diloco.exchange.key_pair import find_keys, learner_of
-from diloco.exchange.lanes import Lanes
+from diloco.exchange.lanes import CommandLanes
 from diloco.exchange.remote.entry import Entry, Initial, describe, model_parts
 from diloco.exchange.remote.messages import method_of
-from diloco.exchange.remote.ranks import Follower, LeadingReceiver, LeadingSender, divided, sharded_parts
 from diloco.exchange.remote.session import Session
+from diloco.exchange.remote.shards_of_ranks import Follower, LeadingReceiver, LeadingSender, divided, sharded_parts
 from diloco.exchange.remote.transfers import Receiver, Sender, num_bytes_of
 from diloco.protocol.contribution import Contribution
 from diloco.protocol.leases import Ask
 from diloco.protocol.lineage import Lineage
-from diloco.protocol.session.ends import LEAVE_TIMEOUT_S
+from diloco.protocol.session.joining import LEAVE_TIMEOUT_S
 from diloco.protocol.session.requests import Identity, Report
 from diloco.protocol.session.session_core import SessionCore
 
@@ -130,7 +130,7 @@ class Remote(ShardedExchange):
         self._who = Identity(run, learner, process=secrets.randbits(64))
         self._incarnation = 0  # as which the training thread speaks
         self._session: Session | None = None
-        self._lanes: Lanes | None = None  # of one of several ranks
+        self._lanes: CommandLanes | None = None  # of one of several ranks
         self._follower: Follower | None = None  # of another rank than the first
         self._closing = threading.Lock()
         self._closed = self._is_interrupted = False
@@ -149,8 +149,8 @@ class Remote(ShardedExchange):
         return method
 
     def open(
-        self, layout: Layout, method: Method, initial: Callable[[], Model], *, overlap: int | None = None
-    ) -> Opened:
+        self, layout: Layout, method: Method, initial: Callable[[], FlatModel], *, overlap: int | None = None
+    ) -> StartingState:
         core = SessionCore(
             self._who,
             len(layout.fragments),
@@ -184,10 +184,10 @@ class Remote(ShardedExchange):
 
     # --- one of several ranks -----------------------------------------------------------------------------------------
 
-    def divide(self, lanes: Lanes) -> None:
+    def divide(self, lanes: CommandLanes) -> None:
         self._lanes = lanes
 
-    def follow(self, layout: Layout, method: Method, initial: Callable[[], Model]) -> None:
+    def follow(self, layout: Layout, method: Method, initial: Callable[[], FlatModel]) -> None:
         assert self._lanes is not None
         model = None if self._initial is None else initial()
         self._follower = Follower(self._dialler, layout, method, self._lanes, model)

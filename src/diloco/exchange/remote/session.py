@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 
 from diloco.errors import DilocoError, ExchangeError
 from diloco.escaping import MAX_REASON, printable
-from diloco.exchange.base import Arrived, Opened, Rejoined
+from diloco.exchange.base import Arrived, Rejoined, StartingState
 from diloco.exchange.dialling import Dialler
 from diloco.exchange.remote.entry import Entry
 from diloco.exchange.remote.inbox import Inbox
@@ -30,13 +30,13 @@ from diloco.exchange.remote.messages import (
     vote_request,
     watch_request,
 )
-from diloco.exchange.remote.transfers import Download, Receiver, Sender, num_bytes_of
+from diloco.exchange.remote.transfers import FetchResult, Receiver, Sender, num_bytes_of
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.protocol.contribution import CallForWork, Drained, Hold, Rejected
+from diloco.protocol.contribution import CallForWork, Drained, Hold, Rejection
 from diloco.protocol.leases import Grant
 from diloco.protocol.lineage import Lineage
 from diloco.protocol.session import requests
-from diloco.protocol.session.ends import GONE_TIMEOUT_S, LEAVE_TIMEOUT_S
+from diloco.protocol.session.joining import GONE_TIMEOUT_S, LEAVE_TIMEOUT_S
 from diloco.protocol.session.requests import SessionAction
 from diloco.protocol.session.session_core import SessionCore
 
@@ -72,7 +72,7 @@ class Session:
         self._dialler, self._entry = dialler, entry
         self._changed = threading.Condition()
         self._is_over = False
-        self._arriving: Download | None = None
+        self._arriving: FetchResult | None = None
         self._lanes: dict[str, RequestQueue] = {name: queue.SimpleQueue() for name in get_args(requests.LaneName)}
         self._threads: list[threading.Thread] = []
 
@@ -155,14 +155,14 @@ class Session:
                 assert arriving is not None
                 assert arriving.advanced is not None
                 self.inbox.put(Arrived.of(arriving.update, arriving.advanced, merged))
-            case CallForWork() | Rejected() | Grant() | Drained() | Hold():
+            case CallForWork() | Rejection() | Grant() | Drained() | Hold():
                 self.inbox.put(action)
             case _:
                 self._lanes[action.lane].put(action)
 
     def _tell_start(self, start: requests.TellStart) -> None:
         self._dialler.close_channel("joins")
-        opened = Opened.of(start, self.receiver.fragments, self.receiver.static)
+        opened = StartingState.of(start, self.receiver.fragments, self.receiver.static)
         self.inbox.clear()
         if start.reason is None:
             self.inbox.start(opened)
@@ -241,7 +241,7 @@ class Session:
         timeout_s = None if isinstance(call, requests.Describe) else call.timeout_s
         return connection.call(channel, method, request, kind, timeout_s=timeout_s)
 
-    def _fetched(self, now: float, fetch: requests.Fetch, fetched: Download) -> Sequence[SessionAction]:
+    def _fetched(self, now: float, fetch: requests.Fetch, fetched: FetchResult) -> Sequence[SessionAction]:
         if (error := self.core.distrusts(fetched.lineage)) is not None:
             return self.core.failed(now, fetch, error)
         self.receiver.take(fetched)

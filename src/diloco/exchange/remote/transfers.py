@@ -20,7 +20,7 @@ from diloco.exchange.remote.messages import lineage_of, pull_request, push_heade
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import bytes_of, tensor_of, tensors_of
 from diloco.exchange.wire.incoming import Download as Incoming
-from diloco.exchange.wire.outgoing import Upload
+from diloco.exchange.wire.outgoing import OutgoingUpload
 from diloco.protocol.contribution import Contribution, Verdict
 from diloco.protocol.lineage import Lineage
 from diloco.protocol.session import requests
@@ -130,7 +130,7 @@ class Sender:
             header.resumes = True
         else:  # Counted before it goes out: its version may be here, and the run over, before the acknowledgement is.
             payload.boot, self.num_bytes = header.boot, self.num_bytes + encoded.numel()
-        with Upload(header, lambda: [bytes_of(encoded)]) as upload:
+        with OutgoingUpload(header, lambda: [bytes_of(encoded)]) as upload:
             try:
                 self._dialler.upload("contributions", "Push", upload.messages(), pb.PushReply, heard=upload.heard)
             finally:
@@ -153,7 +153,7 @@ def key_of(c: Contribution) -> Key:
 
 
 @dataclass(frozen=True)
-class Download:
+class FetchResult:
     """What a fetch has brought: a fragment's new version, or the static tensors (`advanced` None). `lineage`: of the
     syncer that it came from."""
 
@@ -185,7 +185,7 @@ class Receiver:
         self._newest: dict[int, HeldFragment] = {}
         self._static: Mapping[str, Tensor] = {}
 
-    def fetch(self, call: requests.Fetch) -> Download:
+    def fetch(self, call: requests.Fetch) -> FetchResult:
         """Fetch a part of the model.
 
         Raises:
@@ -194,7 +194,7 @@ class Receiver:
         """
         return self.pull(pull_request(call))
 
-    def pull(self, request: pb.PullRequest) -> Download:
+    def pull(self, request: pb.PullRequest) -> FetchResult:
         """As `fetch`. Of a shard nothing is known to be what the syncer published before the digests of all shards are
         put together."""
         channel, shards = "joins" if request.joining else "updates", self._shards
@@ -206,7 +206,7 @@ class Receiver:
         self.num_bytes[channel] += len(buffer)
         lineage, verdicts, update = lineage_of(header.lineage), verdicts_of(header.verdicts), update_of(header)
         if request.static:
-            return Download(lineage, update, verdicts, None, tensors_of(buffer, "the static tensors"))
+            return FetchResult(lineage, update, verdicts, None, tensors_of(buffer, "the static tensors"))
         fragment = self._layout.fragments[request.fragment]
         num_elements, places = fragment.numel, fragment.tensors
         if shards is not None:
@@ -220,7 +220,7 @@ class Receiver:
                     f"the syncer sent a change to fragment {fragment.index}, of which nothing is held; fetch all of it."
                 )
             advanced = advance(self._method, held, update, tensor_of(buffer), places, verify=not is_shard)
-        return Download(lineage, update, verdicts, advanced, {})
+        return FetchResult(lineage, update, verdicts, advanced, {})
 
     def _pull(self, channel: str, request: pb.PullRequest) -> tuple[pb.PullHeader, memoryview]:
         """A part of the model; after a cut, the same part goes on where it was."""
@@ -234,7 +234,7 @@ class Receiver:
         self._download = None
         return answer
 
-    def take(self, download: Download) -> None:
+    def take(self, download: FetchResult) -> None:
         """Hold what was fetched."""
         if download.advanced is None:
             self._static = download.static

@@ -19,6 +19,6 @@ so that no state is lost with a member. That takes M − 1 payloads per round in
 and the process group of torchft are used. Its checkpoint transport is not: it unpickles what a peer sends.
 """
 
-from diloco.exchange.torchft.exchange import TorchFT
+from diloco.exchange.torchft.torchft import TorchFT
 
 __all__ = ["TorchFT"]

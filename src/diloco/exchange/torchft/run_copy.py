@@ -14,12 +14,12 @@ from diloco.core.fragments import digest
 from diloco.core.held import HeldFragment
 from diloco.core.method import Method
 from diloco.core.update import Update
-from diloco.exchange.base import Model
+from diloco.exchange.base import FlatModel
 from diloco.exchange.group import Group, to_bytes, to_tensor
 
 
 @dataclass(frozen=True)
-class Result:
+class RoundResult:
     """The round that led to a fragment's version.
 
     Attributes:
@@ -46,11 +46,11 @@ class Copy:
     """
 
     fragments: list[HeldFragment] = field(default_factory=list)
-    results: dict[int, Result] = field(default_factory=dict)
+    results: dict[int, RoundResult] = field(default_factory=dict)
     static: Mapping[str, Tensor] = field(default_factory=dict)
     step: int = 0
 
-    def begin(self, model: Model, method: Method) -> None:
+    def begin(self, model: FlatModel, method: Method) -> None:
         """Start from this member's own model, as version −1: older than any version of the run."""
         self.static = model.static
         self.fragments = [
@@ -94,7 +94,7 @@ class Copy:
             )
             if "update" in told_of:
                 update, refused = Update.from_dict(told_of["update"]), tuple(told_of["refused"])
-                self.results[f] = Result(update, told_of["merged_rounds"], refused)
+                self.results[f] = RoundResult(update, told_of["merged_rounds"], refused)
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

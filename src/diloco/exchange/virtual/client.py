@@ -16,21 +16,21 @@ from diloco.core.layout import Layout
 from diloco.core.update import Update
 from diloco.errors import DilocoError, UnreachableError
 from diloco.exchange.base import Arrived
-from diloco.exchange.virtual.syncer import Door, Replicas, SimulatedDriver
-from diloco.protocol.contribution import CallForWork, Contribution, Drained, Hold, Rejected, Standing
+from diloco.exchange.virtual.syncer import Replicas, SimulatedDriver, SyncerProcess
+from diloco.protocol.contribution import CallForWork, Contribution, Drained, Hold, Rejection, Standing
 from diloco.protocol.leases import Ask, Grant
 from diloco.protocol.lineage import Lineage
 from diloco.protocol.session import requests
 from diloco.protocol.session.session_core import SessionCore
 from diloco.protocol.succession import Word, elector
-from diloco.run.global_model import Fetched
+from diloco.run.global_model import FragmentAnswer
 from diloco.run.memory import MemorySlot
 from diloco.run.ports import ClockPort, InitialModel
 from diloco.run.uploads import Upload
 
 log = logging.getLogger("diloco")
 
-News = requests.TellStart | Arrived | CallForWork | Rejected | Grant | Drained | Hold | requests.Fail
+News = requests.TellStart | Arrived | CallForWork | Rejection | Grant | Drained | Hold | requests.Fail
 """What a learner is told."""
 
 _TIMED = (requests.Beat, requests.Vote, requests.Lease, requests.Leave)
@@ -43,7 +43,7 @@ Reply = Callable[..., None]
 class Wire(Protocol):
     """The connections of one learner to its syncer, or to two. What belongs to one call is lost together."""
 
-    def up(self, call: requests.Request, num_bytes: int, arrive: Callable[[Door], None]) -> None:
+    def up(self, call: requests.Request, num_bytes: int, arrive: Callable[[SyncerProcess], None]) -> None:
         """Carry this many bytes to the syncer; `arrive` is called with what answers there then."""
 
     def down(self, call: requests.Request, num_bytes: int, arrive: Callable[[], None]) -> None:
@@ -174,7 +174,7 @@ class SessionClient:
                     self._wire.dial(address)
                 case requests.TellStart() | requests.Fail():
                     self._on_news(action)
-                case CallForWork() | Rejected() | Grant() | Drained() | Hold():
+                case CallForWork() | Rejection() | Grant() | Drained() | Hold():
                     self._on_news(action)
                 case _:
                     self._call(action)
@@ -200,13 +200,13 @@ class SessionClient:
             case _:
                 self._ask(open_, lambda door, reply: self._request(door, open_, call, reply))
 
-    def _ask(self, open_: _Open, request: Callable[[Door, Reply], None], num_bytes: int = 0) -> None:
+    def _ask(self, open_: _Open, request: Callable[[SyncerProcess, Reply], None], num_bytes: int = 0) -> None:
         """Carry a request to the syncer, and what it answers back."""
 
         def reply(answer: object = None, num_bytes: int = 0) -> None:
             self._wire.down(open_.call, num_bytes, lambda: self._finish(open_, answer))
 
-        def arrive(door: Door) -> None:
+        def arrive(door: SyncerProcess) -> None:
             try:
                 request(door, reply)
             except DilocoError as error:
@@ -214,7 +214,7 @@ class SessionClient:
 
         self._wire.up(open_.call, num_bytes, arrive)
 
-    def _request(self, door: Door, open_: _Open, call: requests.Request, reply: Reply) -> None:
+    def _request(self, door: SyncerProcess, open_: _Open, call: requests.Request, reply: Reply) -> None:
         """A request has arrived at the syncer."""
         proposal = door.heard(_word(call, call.seen)) if isinstance(call, requests.Beat) and call.seen else None
         driver = door.driver
@@ -273,7 +273,7 @@ class SessionClient:
         def reply(error: DilocoError | None) -> None:
             self._wire.down(call, 0, lambda: self._finish(open_, error))
 
-        def begin(door: Door) -> None:
+        def begin(door: SyncerProcess) -> None:
             try:
                 driver = door.driver
                 push = driver.begin_push(c, payload.numel(), boot=call.boot, process=call.who.process)
@@ -287,7 +287,7 @@ class SessionClient:
             if (begun := self._pushes.pop(open_, None)) is not None:
                 begun[0].cut_push(begun[1], received=payload.numel() // 2)
 
-        def complete(door: Door) -> None:
+        def complete(door: SyncerProcess) -> None:
             begun = self._pushes.pop(open_, None)
             if begun is None:
                 return
@@ -344,7 +344,7 @@ class SessionClient:
             self.static = answer
             self.num_bytes[kind] += len(answer)
             return self.core.fetched(self._now, call, lineage, 0)
-        fetched: Fetched[HeldFragment, Tensor] = answer
+        fetched: FragmentAnswer[HeldFragment, Tensor] = answer
         self.num_bytes[kind] += self._replicas.num_bytes(fetched)
         try:
             advanced = self._replicas.fetched(self.held[call.fragment], fetched)

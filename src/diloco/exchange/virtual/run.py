@@ -14,7 +14,7 @@ from diloco.core.layout import Layout
 from diloco.core.method import Method
 from diloco.errors import ConfigError, LayoutError
 from diloco.exchange.virtual.delivery import Delivery, Fault, Faults, Links
-from diloco.exchange.virtual.syncer import Door, OneSyncer, Replicas, SimulatedDriver, VirtualSyncer
+from diloco.exchange.virtual.syncer import OneSyncer, Replicas, SimulatedDriver, SyncerProcess, VirtualSyncer
 from diloco.exchange.virtual.turns import StepSeconds, VirtualTime, Watch
 from diloco.protocol.members import Deadlines
 from diloco.protocol.session import requests
@@ -88,7 +88,7 @@ class VirtualRun:
         sources = (self.delivery, Faults(world.faults, self._kill))
         self.time = VirtualTime(world.starts_s, world.step_s, sources, world.watch)
         self._observer, self._pool = world.observer, world.pool
-        self._wires = [Line(self, index) for index in range(len(self.names))]
+        self._wires = [RunWire(self, index) for index in range(len(self.names))]
         self._awaiting: set[int] = set()  # learners that wait for the run to have a model
         self._began_s = math.inf
         self._num_processes = 0
@@ -155,7 +155,7 @@ class VirtualRun:
         self._num_processes += 1
         return self._num_processes
 
-    def wire(self, index: int) -> Line:
+    def wire(self, index: int) -> RunWire:
         """A learner's connections."""
         return self._wires[index]
 
@@ -224,14 +224,14 @@ def _held(own: HeldFragment, saved: Mapping[str, Any]) -> HeldFragment:
     return found
 
 
-class Line:
+class RunWire:
     """One learner's connections, over the run's network (`client.Wire`)."""
 
     def __init__(self, run: VirtualRun, index: int) -> None:
         self._run, self._index = run, index
         self._broken: dict[requests.Request, Callable[[], None]] = {}
 
-    def up(self, call: requests.Request, num_bytes: int, arrive: Callable[[Door], None]) -> None:
+    def up(self, call: requests.Request, num_bytes: int, arrive: Callable[[SyncerProcess], None]) -> None:
         """As `Wire`."""
 
         def arrives() -> None:

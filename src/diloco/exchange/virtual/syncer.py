@@ -17,7 +17,7 @@ from diloco.protocol.members import Deadlines
 from diloco.protocol.steering import Pool
 from diloco.protocol.succession import Proposal, Word
 from diloco.run.driver import Driver
-from diloco.run.global_model import Fetched
+from diloco.run.global_model import FragmentAnswer
 from diloco.run.memory import MemorySlot, MemorySpool, MemoryStore
 from diloco.run.ports import Observer, Ports, SavedRun, T, Work
 from diloco.run.tensor_jobs import TensorJobs
@@ -25,7 +25,7 @@ from diloco.run.tensor_jobs import TensorJobs
 SimulatedDriver = Driver[HeldFragment, MemorySlot, Tensor]
 
 
-class Door(Protocol):
+class SyncerProcess(Protocol):
     """A syncer's process, as its service is to learners."""
 
     @property
@@ -124,7 +124,7 @@ class Replicas:
         """Whether learners take the outer steps themselves."""
         return self._method.outer_at == "learners"
 
-    def fetched(self, held: HeldFragment | None, fetched: Fetched[HeldFragment, Tensor]) -> Advanced:
+    def fetched(self, held: HeldFragment | None, fetched: FragmentAnswer[HeldFragment, Tensor]) -> Advanced:
         """The version that an update leads to from the one that a learner holds; None: it holds none.
 
         Raises:
@@ -147,7 +147,7 @@ class Replicas:
         outer_state = held.outer_state if self.hold_outer_states else {}
         return replace(held, outer_state=outer_state, residual=None)
 
-    def num_bytes(self, fetched: Fetched[HeldFragment, Tensor]) -> int:
+    def num_bytes(self, fetched: FragmentAnswer[HeldFragment, Tensor]) -> int:
         """As it goes over the network."""
         if fetched.payload is not None:
             return fetched.payload.numel()

@@ -56,7 +56,7 @@ class ThreadState:
             torch.set_num_threads(num_threads)
 
 
-class StoppedError(ExchangeError):
+class LearnersEndedError(ExchangeError):
     """Ends a learner's thread because another one failed."""
 
 
@@ -178,7 +178,7 @@ class VirtualTime:
         if self._stuck is not None:
             raise ExchangeError(self._stuck)
         if self.failed is not None:
-            raise StoppedError(f"learner {self.failed} failed.")
+            raise LearnersEndedError(f"learner {self.failed} failed.")
 
     def _open_gate(self, index: int | None) -> None:
         if index is not None:

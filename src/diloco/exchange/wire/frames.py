@@ -116,7 +116,7 @@ class Window:
 H = TypeVar("H", bound=Message)
 
 
-class Pace(Protocol):
+class SendPace(Protocol):
     """Says how a stream is sent."""
 
     def next_bytes(self) -> int:
@@ -126,7 +126,7 @@ class Pace(Protocol):
         """It goes out."""
 
 
-class Unpaced(Pace):
+class Unpaced(SendPace):
     """As fast as it is taken, which the flow control of HTTP/2 limits."""
 
     def next_bytes(self) -> int:
@@ -187,7 +187,7 @@ def frames(header: Message, *parts: memoryview) -> Iterator[bytes]:
 
 
 def streamed(
-    header: Message, parts: Iterable[memoryview], pace: Pace, *, start: int = 0, checksum: int = 0
+    header: Message, parts: Iterable[memoryview], pace: SendPace, *, start: int = 0, checksum: int = 0
 ) -> Iterator[bytes]:
     """The messages of one stream: header, chunks of the parts one after the other, CRC-32 of all their bytes.
 

@@ -15,7 +15,7 @@ SAY_AFTER_S = 0.01
 """A receiver speaks of a chunk that comes so long after it spoke last, or is the last of a few (`CHUNKS_UNSAID`)."""
 
 
-class Progress:
+class ArrivalReports:
     """When a receiver says how much has arrived."""
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Progress:
 
 def acknowledged(fillings: Iterator[int], acknowledge: queue.SimpleQueue[bytes | None]) -> Iterator[int]:
     """Say of a download how much of it has arrived; gives the same numbers."""
-    progress = Progress()
+    progress = ArrivalReports()
     for filled in fillings:
         if progress.is_due():
             acknowledge.put(pb.Received(num_bytes=filled).SerializeToString())

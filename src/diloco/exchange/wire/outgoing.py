@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 
 from diloco.errors import UnreachableError
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import Pace, Window, parse, streamed
+from diloco.exchange.wire.frames import SendPace, Window, parse, streamed
 
 Resumable = pb.PushHeader | pb.InitialiseHeader
 
@@ -28,7 +28,7 @@ def _checksum(parts: Iterable[memoryview], num_bytes: int) -> int | None:
     return checksum if num_bytes == 0 else None
 
 
-class Acknowledged(Pace):
+class Acknowledged(SendPace):
     """The pace of a stream whose sender reads what has arrived (`Received`) when it has to wait.
 
     Arguments:
@@ -51,7 +51,7 @@ class Acknowledged(Pace):
         self._window.sent(time.monotonic(), num_bytes)
 
 
-class Upload(Pace):
+class OutgoingUpload(SendPace):
     """The messages of an upload, made on one thread while another one hears how it goes; a context manager around the
     call.
 
@@ -108,7 +108,7 @@ class Upload(Pace):
         return isinstance(self._header, Resumable) and self._header.resumes
 
     def next_bytes(self) -> int:
-        """As `Pace`. Raises UnreachableError: the call is over."""
+        """As `SendPace`. Raises UnreachableError: the call is over."""
         with self._changed:
             self._changed.wait_for(lambda: self._window.has_room or self._is_over)
             if self._is_over:

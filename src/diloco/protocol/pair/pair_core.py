@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from diloco.errors import ConfigError, NotInitialisedError, StandbyError, StoreError
-from diloco.protocol.pair.values import Durable, Lag, Link, Position, StandingObserver, electors
+from diloco.protocol.pair.values import Durable, Lag, Position, StandbyConnection, StandingObserver, electors
 from diloco.protocol.succession import Place, Proposal, Standing, Succession, Word, next_electorate
 
 REFUSED_S = 8.0
@@ -53,7 +53,7 @@ class PairCore:
     ) -> None:  # fmt: skip
         self.durable, self.observer = durable, observer
         self.other, self.waits_for_both, self.patience_s = other, waits_for_both, patience_s
-        self.link: Link | None = None
+        self.link: StandbyConnection | None = None
         self.lag = Lag()
         self.is_over = False
         self._new_boot = new_boot
@@ -207,23 +207,23 @@ class PairCore:
 
     # --- connections --------------------------------------------------------------------------------------------------
 
-    def linked_to(self, link: Link) -> None:
+    def linked_to(self, link: StandbyConnection) -> None:
         """A connection begins."""
         if self.link is not None:
             self.link.is_over = True
         self.link = link
 
-    def unlink(self, link: Link) -> None:
+    def unlink(self, link: StandbyConnection) -> None:
         """It has ended."""
         link.is_over = True
         if self.link is link:
             self.link = None
 
-    def is_heard(self, link: Link, now: float) -> bool:
+    def is_heard(self, link: StandbyConnection, now: float) -> bool:
         """Whether the other end has said something within the patience."""
         return now - link.heard_at <= self.patience_s
 
-    def is_in_sync(self, link: Link) -> bool:
+    def is_in_sync(self, link: StandbyConnection) -> bool:
         """Whether the two ends of a connection stand as they have agreed."""
         is_agreed = link is self.link and not link.is_over and link.epoch == self.succession.epoch
         return is_agreed and self.standing in ("paired", "proposing", "following")

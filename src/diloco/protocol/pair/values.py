@@ -153,7 +153,7 @@ class Lag:
             self.since = now
 
 
-class Link:
+class StandbyConnection:
     """A connection of a standby to its first, at either end.
 
     Attributes:

@@ -24,7 +24,7 @@ from diloco.protocol.members import Deadlines, Member
 Phase = Literal["open", "merging", "storing"]
 
 
-class Answers(Protocol):
+class MethodAnswers(Protocol):
     """The answers of a Method that the state machines follow."""
 
     @property
@@ -75,7 +75,7 @@ class Rules:
     one_at_a_time: bool = False
 
     @classmethod
-    def of(cls, method: Answers, num_fragments: int) -> Self:
+    def of(cls, method: MethodAnswers, num_fragments: int) -> Self:
         """Of a method, for a model that was cut into `num_fragments` fragments.
 
         Raises:

@@ -19,9 +19,9 @@ from diloco.core.quorum import Called
 from diloco.protocol.contribution import LATE, VERSION, Contribution
 from diloco.protocol.in_flight import FragmentWork, InFlight
 from diloco.protocol.members import Member
-from diloco.protocol.rounds import late
+from diloco.protocol.rounds import late_contributions as late
 from diloco.protocol.rounds.base import ClosedRound, Decision, LearnerRounds, Rules, RunView, SyncerRounds
-from diloco.protocol.rounds.late import OpenRound
+from diloco.protocol.rounds.late_contributions import OpenRound
 
 EMA = 0.2
 """Weight of the newest measurement in the moving averages that size the grace window."""

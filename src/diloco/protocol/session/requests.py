@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from diloco.errors import DilocoError
-from diloco.protocol.contribution import CallForWork, Contribution, Drained, Hold, Rejected
+from diloco.protocol.contribution import CallForWork, Contribution, Drained, Hold, Rejection
 from diloco.protocol.leases import Ask, Grant
 from diloco.protocol.lineage import Lineage
 from diloco.protocol.succession import Ballot, Word
@@ -323,5 +323,5 @@ class Fail:
 
 
 Request = Describe | Initialise | Join | Fetch | Watch | Beat | Vote | Push | Lease | Leave
-News = TellStart | TellArrival | CallForWork | Rejected | Grant | Drained | Hold | Fail
+News = TellStart | TellArrival | CallForWork | Rejection | Grant | Drained | Hold | Fail
 SessionAction = Request | HangUp | Dial | Drop | Warn | Close | News

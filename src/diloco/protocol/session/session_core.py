@@ -41,12 +41,12 @@ from diloco.errors import (
     UnreachableError,
     VersionError,
 )
-from diloco.protocol.contribution import CallForWork, Contribution, Drained, Hold, Rejected, Standing, Verdict
+from diloco.protocol.contribution import CallForWork, Contribution, Drained, Hold, Rejection, Standing, Verdict
 from diloco.protocol.leases import Ask, Grant
 from diloco.protocol.lineage import Lineage
 from diloco.protocol.session import requests
-from diloco.protocol.session.ends import LEAVE_TIMEOUT_S, Departure, Entrance, Votes
 from diloco.protocol.session.heartbeat import HEARTBEAT_S, SHORTEST_S, Heartbeat
+from diloco.protocol.session.joining import LEAVE_TIMEOUT_S, Departure, Entrance, Votes
 from diloco.protocol.session.lanes import Lane, Lanes
 from diloco.protocol.session.requests import Identity, Report, SessionAction
 from diloco.protocol.session.transfers import NOTHING, ModelCache, Outbox
@@ -425,7 +425,7 @@ class SessionCore:
         for verdict, contribution in self._outbox.take(verdicts):
             actions.append(requests.Drop(contribution))
             if verdict.reason is not None:
-                actions.append(Rejected(verdict.fragment, verdict.number, verdict.reason))
+                actions.append(Rejection(verdict.fragment, verdict.number, verdict.reason))
         return actions
 
     def _tell(self, standing: Standing) -> Actions:

@@ -6,7 +6,7 @@ jobs that it began are handed to the worker:
     e   the event: a method of `Driver` ("__init__" when a driver begins to serve the run), or "#check", "#close" or
         "#write", the end of a job
     t   the time; one event has one time
-    a   the arguments (`run.journal.plain`)
+    a   the arguments (`run.journal.serialization`)
     i   what a port refused: {"no_room": error}
     n   of a job: its number among those of its driver
     f   of a job: the fragment
@@ -33,7 +33,6 @@ from diloco.errors import DilocoError, NoRoomError, StoreError
 from diloco.escaping import read_json
 from diloco.protocol.actions import Acknowledge, Action, Evict, MergeRound, Publish, Reject
 from diloco.protocol.contribution import Contribution
-from diloco.run.journal.plain import write_plain
 from diloco.run.journal.recorder_ports import (
     NOTES,
     PayloadsPort,
@@ -44,6 +43,7 @@ from diloco.run.journal.recorder_ports import (
     RecordedStore,
     RecordedWorker,
 )
+from diloco.run.journal.serialization import write_plain
 from diloco.run.ports import (
     ClockPort,
     ConnectionPort,

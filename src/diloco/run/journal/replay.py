@@ -17,7 +17,6 @@ from typing import Any
 from diloco.errors import DilocoError, StoreError
 from diloco.escaping import MALFORMED
 from diloco.run.driver import Driver
-from diloco.run.journal.plain import PlainReader
 from diloco.run.journal.recorder import Recorder, entry_of, is_entry
 from diloco.run.journal.recorder_ports import record_digest
 from diloco.run.journal.replay_ports import (
@@ -34,6 +33,7 @@ from diloco.run.journal.replay_ports import (
     PastStore,
     PastWorker,
 )
+from diloco.run.journal.serialization import PlainReader
 from diloco.run.memory import MemorySlot
 from diloco.run.ports import NullObserver, Ports
 from diloco.run.recorded import is_event

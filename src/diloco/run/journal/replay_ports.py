@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from diloco.errors import NoRoomError, PayloadError, StoreError
 from diloco.protocol.actions import MergeRound
 from diloco.protocol.contribution import Standing
-from diloco.run.journal.plain import TAG, PlainReader
+from diloco.run.journal.serialization import TAG, PlainReader
 from diloco.run.memory import MemorySlot, MemorySpool
 from diloco.run.ports import InitialModel, JobsPort, Json, MergedRound, RunMethod, SavedRun, T, Work
 

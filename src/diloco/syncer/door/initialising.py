@@ -20,7 +20,7 @@ from diloco.errors import BusyError, CorruptPayloadError, DilocoError, LayoutErr
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import tensor_of, tensors_of
 from diloco.protocol.lineage import Lineage
-from diloco.run import sense
+from diloco.run import validation as sense
 from diloco.run.ports import InitialModel
 from diloco.syncer.door.audit import Audit
 from diloco.syncer.door.messages import layout_of, seen_of

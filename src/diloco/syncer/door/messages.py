@@ -15,7 +15,7 @@ from diloco.protocol.leases import Ask, DataSet, Grant
 from diloco.protocol.lineage import Lineage
 from diloco.protocol.steering import Order, What
 from diloco.protocol.units import Ranges
-from diloco.run.sense import check_blocked
+from diloco.run.validation import check_blocked
 
 
 def contribution_of(header: pb.PushHeader) -> Contribution:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from diloco.errors import CorruptPayloadError
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import filling, read_header
-from diloco.exchange.wire.incoming import Progress
+from diloco.exchange.wire.incoming import ArrivalReports
 from diloco.run.uploads import KEPT_S
 
 
@@ -91,7 +91,7 @@ class IncomingModel:
                 filled = start = resumed_at(read_header(stream, pb.Resume).start, filled)
             if start:
                 resumed(start)
-            progress = Progress()
+            progress = ArrivalReports()
             for filled in filling(stream, buffer, filled=start):
                 if progress.is_due():
                     yield pb.Received(num_bytes=filled)

@@ -30,12 +30,12 @@ from diloco.errors import (
 from diloco.exchange.probe import answer_probe
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import bytes_of, filling, read_header, streamed
-from diloco.exchange.wire.incoming import Progress, start_of
+from diloco.exchange.wire.incoming import ArrivalReports, start_of
 from diloco.exchange.wire.outgoing import Acknowledged
 from diloco.exchange.wire.rpc import MAX_CONTROL_BYTES, MAX_MESSAGE_BYTES, abort
 from diloco.protocol.contribution import Contribution
 from diloco.protocol.leases import Grant
-from diloco.run import sense
+from diloco.run import validation as sense
 from diloco.run.run_state import require_run
 from diloco.run.uploads import Upload
 from diloco.syncer.door.admission import Admission, Call, Kind, Shares
@@ -326,7 +326,7 @@ class Service:
                 filled = resumed_at(read_header(stream, pb.Resume).start, filled)
             if filled:
                 self._resumed(header.learner, "contributions", filled)
-            progress, kept = Progress(), filled
+            progress, kept = ArrivalReports(), filled
             for filled in filling(stream, buffer, filled=kept):
                 if progress.is_due():
                     yield pb.PushReply(received=pb.Received(num_bytes=filled))

@@ -16,7 +16,7 @@ from typing import Self
 
 from diloco.errors import ConfigError, StoreError, translated
 from diloco.exchange.key_pair import CA, CERT, KEY
-from diloco.run.sense import NAME
+from diloco.run.validation import NAME
 from diloco.syncer.keys.auth import REVOKED, Revoked, write_revoked
 from diloco.syncer.keys.callers import ROLES, Role
 from diloco.syncer.keys.certificates import Authority, Signed, general_name

@@ -49,7 +49,7 @@ PRINTED = Caller("the printed link", "viewer")
 
 
 @dataclass(frozen=True)
-class Session:
+class BrowserSession:
     """One browser.
 
     Attributes:
@@ -77,9 +77,9 @@ class PageAccess:
         self, *, is_open: bool, check: Callable[[Caller], None], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._check, self._clock, self._lock = check, clock, threading.Lock()
-        self._open = Session(UNKNOWN, secrets.token_urlsafe(32)) if is_open else None
+        self._open = BrowserSession(UNKNOWN, secrets.token_urlsafe(32)) if is_open else None
         self._links: dict[str, tuple[Caller, float | None]] = {}
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, BrowserSession] = {}
         self.printed = "" if is_open else self._link(PRINTED, None)
 
     def link_for(self, caller: Caller) -> str:
@@ -104,12 +104,12 @@ class PageAccess:
             if ends_at is not None and self._clock() >= ends_at:
                 return None
             secret = secrets.token_urlsafe(32)
-            self._sessions[secret] = Session(caller, secrets.token_urlsafe(32))
+            self._sessions[secret] = BrowserSession(caller, secrets.token_urlsafe(32))
             for each in [each for each, it in self._sessions.items() if it.caller == caller][:-MAX_SESSIONS]:
                 del self._sessions[each]
             return secret
 
-    def session(self, secret: str) -> Session | None:
+    def session(self, secret: str) -> BrowserSession | None:
         """Of the browser with this secret; None: it has none, or its caller's credentials have ended."""
         if self._open is not None:
             return self._open
@@ -253,7 +253,7 @@ class LivePage:
             return PlainTextResponse(text, 403, HEADERS)
         return None
 
-    def _session(self, request: Request) -> Session | None:
+    def _session(self, request: Request) -> BrowserSession | None:
         return self._access.session(request.cookies.get(self._cookie, ""))
 
     async def _page(self, request: Request) -> Response:
@@ -271,7 +271,7 @@ class LivePage:
         token = session.token if session is not None and self._may_steer(session) else ""
         return HTMLResponse(frame.live_page(token), headers=HEADERS)
 
-    def _may_steer(self, session: Session) -> bool:
+    def _may_steer(self, session: BrowserSession) -> bool:
         return self._steer is not None and session.caller.role == "admin"
 
     async def _order(self, request: Request) -> Response:

@@ -15,8 +15,8 @@ from diloco.exchange.connection import Connection
 from diloco.exchange.key_pair import Keys
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import parse, verified
-from diloco.protocol.pair.ends import StandbyEnd
-from diloco.protocol.pair.values import Hello, Link
+from diloco.protocol.pair.endpoints import StandbyEnd
+from diloco.protocol.pair.values import Hello, StandbyConnection
 from diloco.syncer.standby.pairing import Pairing
 from diloco.syncer.standby.replica import Replica, ReplicatedState
 
@@ -40,7 +40,7 @@ MAX_STATE_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
-class Shown:
+class DialledConnection:
     """What the standby shows to its first: as `Connection`."""
 
     keys: Keys | None = None
@@ -91,7 +91,7 @@ class Following:
     """
 
     def __init__(
-        self, run: str, store: Replica, pairing: Pairing, shown: Shown, *, let_go: Callable[[], None],
+        self, run: str, store: Replica, pairing: Pairing, shown: DialledConnection, *, let_go: Callable[[], None],
         failed: Callable[[BaseException], None],
     ) -> None:  # fmt: skip
         assert pairing.other is not None
@@ -164,7 +164,7 @@ class Following:
         finally:
             words.end()
 
-    def _follow(self, link: Link, stream: Iterator[bytes], words: _Words) -> None:
+    def _follow(self, link: StandbyConnection, stream: Iterator[bytes], words: _Words) -> None:
         while not link.is_over and (part := _part(stream)) is not None:
             self._heard(link, part)
             if part.file:
@@ -181,14 +181,16 @@ class Following:
         if not link.is_over:
             raise UnreachableError("the first has ended the connection; dialling again.")
 
-    def _heard(self, link: Link, part: pb.FollowPart) -> None:
+    def _heard(self, link: StandbyConnection, part: pb.FollowPart) -> None:
         self._pairing.event(lambda now: self._end.heard(now, link, part.lag_versions, part.lag_bytes))
 
-    def _take(self, link: Link, state: ReplicatedState, epoch: int) -> None:
+    def _take(self, link: StandbyConnection, state: ReplicatedState, epoch: int) -> None:
         electorate = frozenset(state.electorate)
         self._pairing.event(lambda now: self._end.take(now, link, electorate, epoch, lambda: self._store.take(state)))
 
-    def _moving(self, link: Link, words: _Words, part: pb.FollowPart, stream: Iterator[bytes]) -> Iterator[bytes]:
+    def _moving(
+        self, link: StandbyConnection, words: _Words, part: pb.FollowPart, stream: Iterator[bytes]
+    ) -> Iterator[bytes]:
         for chunk in verified(stream, part.num_bytes):
             words.moved_at = time.monotonic()
             self._heard(link, part)

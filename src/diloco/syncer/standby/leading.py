@@ -14,11 +14,11 @@ import grpc
 from diloco.errors import CorruptPayloadError
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import LONGEST_CHUNK_BYTES, Unpaced, frames, parse, streamed
-from diloco.protocol.pair.ends import FirstEnd
-from diloco.protocol.pair.values import Commit, Contents, Hello, Link
-from diloco.run.sense import check_epoch
+from diloco.protocol.pair.endpoints import FirstEnd
+from diloco.protocol.pair.values import Commit, Contents, Hello, StandbyConnection
+from diloco.run.validation import check_epoch
 from diloco.syncer.standby.pairing import Pairing
-from diloco.syncer.standby.replica import Lacking, Replica
+from diloco.syncer.standby.replica import MissingParts, Replica
 
 log = logging.getLogger("diloco.syncer")
 
@@ -68,7 +68,7 @@ class Leading:
 
     # --- parts --------------------------------------------------------------------------------------------------------
 
-    def _parts(self, link: Link) -> Iterator[bytes]:
+    def _parts(self, link: StandbyConnection) -> Iterator[bytes]:
         """Bring the standby up to date, agree with it, and go on."""
         while not link.is_over:
             epoch = self._pairing.event(lambda now: self._end.next_state(now, link))
@@ -79,7 +79,7 @@ class Leading:
             with closing(lacking):
                 yield from self._commit(link, lacking, epoch)
 
-    def _commit(self, link: Link, lacking: Lacking, epoch: int) -> Iterator[bytes]:
+    def _commit(self, link: StandbyConnection, lacking: MissingParts, epoch: int) -> Iterator[bytes]:
         sizes = [_size(file) for _, _, file in lacking.files]
         behind, electorate = self._pairing.event(lambda now: self._end.begins(now, link, lacking.newest, sum(sizes)))
         for (name, sha256, file), size in zip(lacking.files, sizes, strict=True):
@@ -93,7 +93,7 @@ class Leading:
         text = memoryview(state.to_json().encode())
         yield from frames(pb.FollowPart(boot=link.boot, num_bytes=len(text), serial=number, epoch=epoch), text)
 
-    def _word(self, link: Link) -> Iterator[bytes]:
+    def _word(self, link: StandbyConnection) -> Iterator[bytes]:
         """Wait for something to send, and say that this syncer is there."""
         with self._pairing.changed:
             self._pairing.changed.wait_for(lambda: self._end.has_news(link), WORD_S)
@@ -102,7 +102,7 @@ class Leading:
 
     # --- what the standby says ----------------------------------------------------------------------------------------
 
-    def _read(self, link: Link, messages: Iterator[bytes], end: Callable[[], None]) -> None:
+    def _read(self, link: StandbyConnection, messages: Iterator[bytes], end: Callable[[], None]) -> None:
         try:
             for message in messages:
                 self._acknowledged(link, parse(pb.FollowAck, message).serial)
@@ -111,7 +111,7 @@ class Leading:
         finally:
             end()
 
-    def _acknowledged(self, link: Link, number: int) -> None:
+    def _acknowledged(self, link: StandbyConnection, number: int) -> None:
         self._pairing.event(lambda now: self._end.acknowledged(now, link, number))
 
 

@@ -17,10 +17,10 @@ from diloco.core.held import HeldFragment
 from diloco.errors import StandbyError
 from diloco.protocol.lineage import Epoch
 from diloco.protocol.pair.pair_core import PairCore
-from diloco.protocol.pair.values import Contents, Link, PairedWrites, Position, StandingObserver, WriteKey
+from diloco.protocol.pair.values import Contents, PairedWrites, Position, StandbyConnection, StandingObserver, WriteKey
 from diloco.protocol.succession import Proposal, Standing, Succession, Word
 from diloco.run.ports import InitialModel, Json, MergedRound, RunMethod
-from diloco.run.sense import check_epoch, check_word
+from diloco.run.validation import check_epoch, check_word
 from diloco.syncer.standby.replica import Replica, read_position, write_position
 
 TICK_S = 0.2
@@ -123,7 +123,7 @@ class Pairing:
         return self.core.standing
 
     @property
-    def link(self) -> Link | None:
+    def link(self) -> StandbyConnection | None:
         """As in `PairCore`."""
         return self.core.link
 
@@ -214,7 +214,7 @@ class Pairing:
 
     # --- the rest -----------------------------------------------------------------------------------------------------
 
-    def unlink(self, link: Link) -> None:
+    def unlink(self, link: StandbyConnection) -> None:
         """A connection has ended."""
         self.event(lambda _: self.core.unlink(link))
 

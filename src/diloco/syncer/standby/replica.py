@@ -159,7 +159,7 @@ def _version(plain: Mapping[str, Any]) -> StoredVersion:
 
 
 @dataclass(frozen=True)
-class Lacking:
+class MissingParts:
     """What a copy lacks.
 
     Attributes:
@@ -207,7 +207,7 @@ class Replica(Store):
             files = frozenset(name for name in self._files.names() if name not in kept and version_of(name) != (-1, -1))
             return Contents(str(row["run_id"]), epoch, newest, files)
 
-    def lacking(self, copy: Contents) -> Lacking | None:
+    def lacking(self, copy: Contents) -> MissingParts | None:
         """What a copy lacks that has this; None: there is no run yet. The files stay readable until they are closed.
 
         Raises:
@@ -237,7 +237,7 @@ class Replica(Store):
             )  # fmt: skip
             files = tuple((name, sha256, (self._files.directory / name).open("rb")) for name, sha256 in wanted)
             known = {fragment: (each.update.version, each.sha256) for fragment, each in newest.items()}
-            return Lacking(self.serial, state, known, files)
+            return MissingParts(self.serial, state, known, files)
 
     def _common(self, fragment: int, held: tuple[int, str] | None) -> int:
         if held is None:

@@ -41,7 +41,7 @@ _MADE_FROM = {
 }  # fmt: skip
 
 
-class Shard(Table):
+class TokenShard(Table):
     """A file of tokens."""
 
     file: str
@@ -58,7 +58,7 @@ class _Shards(Table):
     """
 
     made_from: dict[str, Any]
-    shards: dict[PartName, list[Shard]]
+    shards: dict[PartName, list[TokenShard]]
 
     @model_validator(mode="after")
     def _named_in_order(self) -> Self:
@@ -69,7 +69,7 @@ class _Shards(Table):
         return self
 
     @property
-    def whole(self) -> list[Shard]:
+    def whole(self) -> list[TokenShard]:
         """The shards of both parts."""
         return [shard for part in PARTS for shard in self.shards[part]]
 
@@ -96,7 +96,7 @@ class _Shards(Table):
                 )
 
 
-class Unfinished(_Shards):
+class UnfinishedIndex(_Shards):
     """The file in place of the index while shards are made. `cursors`: state of the reader of each begun part."""
 
     cursors: dict[PartName, Any]
@@ -153,7 +153,7 @@ def read_index(directory: Path) -> TokenIndex:
 
 
 @dataclass
-class Made:
+class ShardProgress:
     """What is made of a directory: `num_shards` whole ones and the one being written.
 
     Attributes:
@@ -167,7 +167,7 @@ class Made:
 
 
 def write_token_shards(
-    data: DataTable, directory: Path, *, shard_tokens: int, tell: Callable[[Made], None] = lambda _: None
+    data: DataTable, directory: Path, *, shard_tokens: int, tell: Callable[[ShardProgress], None] = lambda _: None
 ) -> TokenIndex:
     """Write the tokens of a `text` or `huggingface` table as shards; goes on where an earlier call was ended.
 
@@ -218,23 +218,23 @@ class _Writer:
         encoder: Encoder,
         made_from: dict[str, Any],
         shard_tokens: int,
-        tell: Callable[[Made], None],
+        tell: Callable[[ShardProgress], None],
     ) -> None:
         self._directory, self._encoder, self._shard_tokens, self._tell = directory, encoder, shard_tokens, tell
-        self._unfinished = Unfinished(made_from=made_from, shards={part: [] for part in PARTS}, cursors={})
+        self._unfinished = UnfinishedIndex(made_from=made_from, shards={part: [] for part in PARTS}, cursors={})
         path = directory / UNFINISHED
         for part in PARTS:
             remove_leftovers(directory, f"{part}-*")
         if path.exists():
             with translated(MALFORMED, StoreError, f"{path} cannot be read", "remove the directory"):
-                self._unfinished = validate(Unfinished, json.loads(path.read_bytes()), "its values")
+                self._unfinished = validate(UnfinishedIndex, json.loads(path.read_bytes()), "its values")
             self._unfinished.check(path, made_from)
         elif not all(path.name.startswith(_PARTIAL) for path in directory.iterdir()):
             raise ConfigError(f"{directory} holds something else than token shards; choose another directory")
         self._shards, self._cursors = self._unfinished.shards, self._unfinished.cursors
         whole = self._unfinished.whole
         num_documents = sum(shard.num_documents for shard in whole)
-        self._made = Made(num_documents, sum(shard.num_tokens for shard in whole), num_shards=len(whole))
+        self._made = ShardProgress(num_documents, sum(shard.num_tokens for shard in whole), num_shards=len(whole))
         _write(path, self._unfinished)
 
     def write_part(self, part: PartName, documents: Documents, deal: Deal) -> None:
@@ -250,7 +250,7 @@ class _Writer:
             _write(self._directory / UNFINISHED, self._unfinished)
             reader = None if is_over else reader
 
-    def _write_shard(self, name: str, reader: Reader) -> tuple[Shard, bool]:
+    def _write_shard(self, name: str, reader: Reader) -> tuple[TokenShard, bool]:
         """Write the next shard, but an empty one, and return whether there is nothing after it."""
         made = self._made
         tokens_before, documents_before = made.num_tokens, made.num_documents
@@ -275,7 +275,7 @@ class _Writer:
         finally:
             partial.unlink(missing_ok=True)
         num_tokens, num_documents = made.num_tokens - tokens_before, made.num_documents - documents_before
-        shard = Shard(file=name, num_tokens=num_tokens, num_documents=num_documents, sha256=found.hexdigest())
+        shard = TokenShard(file=name, num_tokens=num_tokens, num_documents=num_documents, sha256=found.hexdigest())
         return shard, is_over
 
     def finish(self) -> TokenIndex:

@@ -15,9 +15,9 @@ from diloco.core.shards import Shards
 from diloco.core.update import Update
 from diloco.errors import DilocoError, ExchangeError, translated
 from diloco.escaping import MALFORMED, read_json
-from diloco.exchange.base import Arrived, Interrupted, Opened, Rejoined
+from diloco.exchange.base import Arrived, Interrupted, Rejoined, StartingState
 from diloco.exchange.group import SAME_VERSION, Group, as_bytes, error_of, to_bytes, to_tensor
-from diloco.protocol.contribution import CallForWork, Drained, Hold, Rejected
+from diloco.protocol.contribution import CallForWork, Drained, Hold, Rejection
 from diloco.protocol.leases import Grant
 
 Fetched = Callable[[int, int, int | None], Advanced]
@@ -25,7 +25,7 @@ Fetched = Callable[[int, int, int | None], Advanced]
 
 
 @dataclass(frozen=True)
-class Told:
+class MessageTensor:
     """A tensor of a message. `fragment`: each rank gets its shard of it, which is a vector of this fragment; None: each
     rank gets all of it."""
 
@@ -42,13 +42,13 @@ class Message:
     """
 
     raw: bytes = b""
-    told: tuple[Told, ...] = ()
+    told: tuple[MessageTensor, ...] = ()
     value: Any = None
 
     @classmethod
     def of(cls, value: Any = None, error: DilocoError | None = None, *, fetched: bool = False) -> Message:
         """Of plain values, events, and what is in them. `fetched`: each rank has its shards of the versions."""
-        told: list[Told] = []
+        told: list[MessageTensor] = []
         said = _out(_referring(value) if fetched else value, told, None)
         specs = [
             [list(each.tensor.shape), str(each.tensor.dtype).removeprefix("torch."), each.fragment] for each in told
@@ -95,7 +95,7 @@ def share(
 
 
 Spec = tuple[list[int], torch.dtype, int | None]
-"""Shape and dtype of a tensor of a message, and `Told.fragment`."""
+"""Shape and dtype of a tensor of a message, and `MessageTensor.fragment`."""
 
 
 def read_message(raw: bytes) -> tuple[Any, list[Spec]]:
@@ -169,7 +169,7 @@ def _referring(value: Any) -> Any:
             return [_referring(each) for each in value]
         case Arrived():
             return _Arrival(value.update, value.merged)
-        case Opened():
+        case StartingState():
             versions: Any = tuple(_Version(held.fragment, held.version) for held in value.fragments)
             return replace(value, fragments=versions)
         case Rejoined():
@@ -186,7 +186,7 @@ def _resolved(value: Any, fetched: Fetched | None) -> Any:
             return tuple(_resolved(each, fetched) for each in value)
         case _Arrival(update=update, merged=merged):
             return Arrived.of(update, fetched(update.fragment, update.version, None), merged)
-        case Opened():
+        case StartingState():
             shards = [fetched(each.fragment, each.version, value.incarnation).held for each in value.fragments]
             return replace(value, fragments=tuple(shards))
         case Rejoined():
@@ -194,14 +194,14 @@ def _resolved(value: Any, fetched: Fetched | None) -> Any:
     return value
 
 
-def _out(value: Any, told: list[Told], fragment: int | None) -> Any:
+def _out(value: Any, told: list[MessageTensor], fragment: int | None) -> Any:
     """A value as JSON can say it; its tensors are appended to `told`, and their places stand for them.
 
     `fragment`: whose the tensors in it are, if any.
     """
     match value:
         case Tensor():
-            told.append(Told(value, fragment if value.dim() else None))
+            told.append(MessageTensor(value, fragment if value.dim() else None))
             return {"tensor": len(told) - 1}
         case Mapping():
             return {"mapping": {key: _out(each, told, fragment) for key, each in value.items()}}
@@ -236,7 +236,7 @@ def _in(said: Any, tensors: Sequence[Tensor]) -> Any:
 _KINDS = {
     kind.__name__: kind
     for kind in (
-        *(Arrived, CallForWork, Rejected, Rejoined, Grant, Drained, Hold, Interrupted, Opened, HeldFragment),
+        *(Arrived, CallForWork, Rejection, Rejoined, Grant, Drained, Hold, Interrupted, StartingState, HeldFragment),
         *(Update, _Version, _Arrival),
     )
 }

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from diloco.errors import BusyError, LineageError, StandbyError, UnknownRunError
 from diloco.protocol.pair.pair_core import PairCore
-from diloco.protocol.pair.values import Contents, Hello, Link, electors
+from diloco.protocol.pair.values import Contents, Hello, StandbyConnection, electors
 
 CATCH_UP_ROUNDS = 3
 """States that a standby gets before versions wait for it, if each brings new versions."""
@@ -24,7 +24,7 @@ class FirstEnd:
 
     # --- what it leads ------------------------------------------------------------------------------------------------
 
-    def accept(self, now: float, hello: Hello) -> Link | None:
+    def accept(self, now: float, hello: Hello) -> StandbyConnection | None:
         """The other syncer calls; returns the connection, or None: that one serves the run, and this one no more.
 
         Raises:
@@ -59,7 +59,7 @@ class FirstEnd:
                 f"the standby has {copy.num_published} versions and this syncer has {held.num_published}: its state "
                 "went back; stop it, and let the standby take over."
             )
-        link = Link(copy, pair.succession.boot, hello.boot, hello.epoch, now)
+        link = StandbyConnection(copy, pair.succession.boot, hello.boot, hello.epoch, now)
         pair.linked_to(link)
         return link
 
@@ -79,16 +79,17 @@ class FirstEnd:
 
     # --- what goes to the standby -------------------------------------------------------------------------------------
 
-    def has_news(self, link: Link) -> bool:
+    def has_news(self, link: StandbyConnection) -> bool:
         """Whether `next_state` is to be asked at once, and not after a word only."""
         if link.is_over or link.unconfirmed:
             return link.is_over
         has_run = link.sent_serial >= 0 or self._pair.durable.epoch() > 0
         return link.agrees_on is not None or (has_run and not self.is_up_to_date(link))
 
-    def next_state(self, now: float, link: Link) -> int | None:
+    def next_state(self, now: float, link: StandbyConnection) -> int | None:
         """Whether the state that is durable here goes to the standby now, and with which epoch to agree on (0: none);
-        None: nothing but a word does. The state is to be read after this, and sent with `begins` and `Link.sends`."""
+        None: nothing but a word does. The state is to be read after this, and sent with `begins` and
+            `StandbyConnection.sends`."""
         pair = self._pair
         if link.is_over or link.unconfirmed:
             return None
@@ -107,7 +108,7 @@ class FirstEnd:
         return link.agrees_on or 0
 
     def begins(
-        self, now: float, link: Link, newest: Mapping[int, tuple[int, str]], num_bytes: int
+        self, now: float, link: StandbyConnection, newest: Mapping[int, tuple[int, str]], num_bytes: int
     ) -> tuple[int, frozenset[str]]:
         """A state with these newest versions, and this much in files, goes out now; returns how many versions the
         standby is behind, and the electorate to send."""
@@ -115,7 +116,7 @@ class FirstEnd:
         self._pair.lag.of(now, behind, num_bytes)
         return behind, self._pair.succession.electorate
 
-    def acknowledged(self, now: float, link: Link, number: int) -> None:
+    def acknowledged(self, now: float, link: StandbyConnection, number: int) -> None:
         """The standby says which commit it has."""
         pair = self._pair
         link.heard_at = now
@@ -126,12 +127,12 @@ class FirstEnd:
             pair.succession.linked(now)
             pair.tell("the standby answers")
 
-    def is_up_to_date(self, link: Link) -> bool:
+    def is_up_to_date(self, link: StandbyConnection) -> bool:
         """Whether all there is was sent to the standby."""
         pair = self._pair
         return pair.durable.serial == link.sent_serial and pair.succession.electorate == link.sent_electorate
 
-    def _begin_sync(self, now: float, link: Link) -> int:
+    def _begin_sync(self, now: float, link: StandbyConnection) -> int:
         """From here on versions wait for the standby, which is to have all of them; returns the epoch to agree on."""
         pair = self._pair
         pair.renew_epoch()
@@ -148,7 +149,7 @@ class FirstEnd:
         pair.tell("a standby has come")
         return epoch
 
-    def _agreed(self, now: float, link: Link, epoch: int) -> bool:
+    def _agreed(self, now: float, link: StandbyConnection, epoch: int) -> bool:
         """The standby has every version, and this epoch as its base; returns whether the connection goes on."""
         pair = self._pair
         if link is not pair.link or pair.standing in ("fenced", "following", "alone") or epoch < pair.succession.epoch:
@@ -199,13 +200,13 @@ class StandbyEnd:
             pair.keep()
         pair.tell(f"follows {pair.other}")
 
-    def linked(self, now: float, contents: Contents, boot: int) -> Link:
+    def linked(self, now: float, contents: Contents, boot: int) -> StandbyConnection:
         """The connection begins. `contents`: that were said; `boot`: of the first's process."""
-        link = Link(contents, boot, boot, 0, now)
+        link = StandbyConnection(contents, boot, boot, 0, now)
         self._pair.linked_to(link)
         return link
 
-    def heard(self, now: float, link: Link, versions: int, num_bytes: int) -> None:
+    def heard(self, now: float, link: StandbyConnection, versions: int, num_bytes: int) -> None:
         """The first has said something, and how far this standby is behind."""
         pair = self._pair
         link.heard_at = now
@@ -216,7 +217,7 @@ class StandbyEnd:
             pair.tell("the first answers")
 
     def take(
-        self, now: float, link: Link, electorate: frozenset[str], epoch: int, write: Callable[[], None]
+        self, now: float, link: StandbyConnection, electorate: frozenset[str], epoch: int, write: Callable[[], None]
     ) -> None:  # fmt: skip
         """A state of the run from the first, which `write` makes durable. `epoch`: to agree on with it; 0: none.
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from diloco.core.fragments import Layout
 from diloco.core.method import Method
 from diloco.errors import CheckpointError, ConfigError, ExchangeError
-from diloco.exchange.base import Event, Exchange, Model, Opened, Overview, required_method
+from diloco.exchange.base import Event, Exchange, FlatModel, Overview, StartingState, required_method
 from diloco.exchange.group import to_bytes, to_tensor
+from diloco.exchange.torchft.elastic_rounds import ElasticRounds
 from diloco.exchange.torchft.quorum import QuorumClient
-from diloco.exchange.torchft.rounds import ElasticRounds
 from diloco.exchange.torchft.run_copy import Copy
 from diloco.protocol.contribution import Contribution
 
@@ -58,8 +58,8 @@ class TorchFT(Exchange):
         return required_method(given)
 
     def open(
-        self, layout: Layout, method: Method, initial: Callable[[], Model], *, overlap: int | None = None
-    ) -> Opened:
+        self, layout: Layout, method: Method, initial: Callable[[], FlatModel], *, overlap: int | None = None
+    ) -> StartingState:
         if (why := method.quorum.needs_syncer) is not None:
             raise ConfigError(why)
         if not method.wait:
@@ -73,7 +73,7 @@ class TorchFT(Exchange):
         self._worker.submit(self._rounds.join).result()
         steps = method.outer_at == "learners"
         fragments = tuple(replace(held, residual=None) if steps else held.bare for held in copy.fragments)
-        return Opened(self._replica, 1, copy.step, fragments, copy.static)
+        return StartingState(self._replica, 1, copy.step, fragments, copy.static)
 
     def offer(self, contribution: Contribution, payload: Callable[[], Tensor]) -> None:
         self._offers.append(self._worker.submit(self._rounds.make, contribution, payload))

@@ -11,7 +11,7 @@ from torch import nn
 from diloco.core.fragments import Layout
 from diloco.core.method import Method
 from diloco.core.presets import DataParallel
-from diloco.exchange.base import Model, Opened, Overview
+from diloco.exchange.base import FlatModel, Overview, StartingState
 from diloco.exchange.collective import Collective
 from diloco.learner import Learner
 from diloco.training.alone import AnyLearner
@@ -28,8 +28,8 @@ class Continued(Collective):
         self._tokens_before = tokens
 
     def open(
-        self, layout: Layout, method: Method, initial: Callable[[], Model], *, overlap: int | None = None
-    ) -> Opened:
+        self, layout: Layout, method: Method, initial: Callable[[], FlatModel], *, overlap: int | None = None
+    ) -> StartingState:
         opened = super().open(layout, method, initial, overlap=overlap)
         return replace(opened, step=self._step, run_tokens=self._tokens_before)
 

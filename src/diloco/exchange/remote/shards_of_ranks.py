@@ -19,20 +19,20 @@ from diloco.core.layout import digest_of_segments
 from diloco.core.method import Method
 from diloco.core.shards import Segments, dealt
 from diloco.errors import DilocoError, ExchangeError, NoRoomError, UnreachableError, VersionError
-from diloco.exchange.base import Model
+from diloco.exchange.base import FlatModel
 from diloco.exchange.dialling import Dialler
 from diloco.exchange.group import Group, as_bytes
-from diloco.exchange.lanes import Command, Job, Lane, Lanes, ShardTransfer
+from diloco.exchange.lanes import Command, CommandLane, CommandLanes, RankTask, ShardTransfer
 from diloco.exchange.remote.messages import pull_request, push_header
-from diloco.exchange.remote.transfers import Download, Key, Payload, Receiver, Sender, key_of
+from diloco.exchange.remote.transfers import FetchResult, Key, Payload, Receiver, Sender, key_of
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import bytes_of
 from diloco.protocol.contribution import Contribution
 from diloco.protocol.session import requests
-from diloco.protocol.session.ends import GONE_TIMEOUT_S
+from diloco.protocol.session.joining import GONE_TIMEOUT_S
 
 
-class _Upload(Job):
+class _Upload(RankTask):
     """This rank's shard of a contribution. `payload`: None: the training thread may have yet to offer it."""
 
     def __init__(self, sender: Sender, header: pb.PushHeader, payload: Payload | None, *, again: bool) -> None:
@@ -44,12 +44,12 @@ class _Upload(Job):
         self._sender.upload(header, payload, again=self._again)
 
 
-class _Fetch(Job):
+class _Fetch(RankTask):
     """This rank's shard of a version. `download`: what was fetched, if all ranks have the same version."""
 
     def __init__(self, receiver: Receiver, request: pb.PullRequest) -> None:
         self._receiver, self._request = receiver, request
-        self.download: Download
+        self.download: FetchResult
 
     def work(self) -> list[Any]:
         self.download = self._receiver.pull(self._request)
@@ -67,7 +67,7 @@ class _Fetch(Job):
         require_digest(self.download.update, digest_of_segments(b"".join(bytes.fromhex(each[-1]) for each in said)))
 
 
-class Fetched:
+class FetchedShards:
     """The shards of versions that were fetched and that the training thread has not taken in yet.
 
     An incarnation fetches a version once. The next one may fetch the same version again, before the training thread has
@@ -80,7 +80,7 @@ class Fetched:
         self._changed = threading.Condition()
         self._is_over = False
 
-    def put(self, incarnation: int, download: Download) -> None:
+    def put(self, incarnation: int, download: FetchResult) -> None:
         """A version is here, fetched as this incarnation."""
         update, advanced = download.update, download.advanced
         assert advanced is not None
@@ -121,7 +121,7 @@ class Fetched:
 class LeadingSender(Sender):
     """On rank 0: sends the shards of all ranks."""
 
-    def __init__(self, dialler: Dialler, spans: Sequence[tuple[slice, int]], lane: Lane) -> None:
+    def __init__(self, dialler: Dialler, spans: Sequence[tuple[slice, int]], lane: CommandLane) -> None:
         super().__init__(dialler, spans)
         self._lane = lane
         self._dropped: list[Key] = []
@@ -154,12 +154,12 @@ class LeadingReceiver(Receiver):
     """On rank 0: fetches the shards of all ranks."""
 
     def __init__(
-        self, dialler: Dialler, layout: Layout, method: Method, shards: Sequence[Segments], lane: Lane
+        self, dialler: Dialler, layout: Layout, method: Method, shards: Sequence[Segments], lane: CommandLane
     ) -> None:
         super().__init__(dialler, layout, method, shards)
         self._lane = lane
 
-    def fetch(self, call: requests.Fetch) -> Download:
+    def fetch(self, call: requests.Fetch) -> FetchResult:
         request = pull_request(call)
         if request.static:
             return self.pull(request)
@@ -179,9 +179,11 @@ class Follower:
         fetched: versions that are here.
     """
 
-    def __init__(self, dialler: Dialler, layout: Layout, method: Method, lanes: Lanes, model: Model | None) -> None:
+    def __init__(
+        self, dialler: Dialler, layout: Layout, method: Method, lanes: CommandLanes, model: FlatModel | None
+    ) -> None:
         spans, shards = divided(layout, method, lanes)
-        self.sender, self.fetched = Sender(dialler, spans), Fetched()
+        self.sender, self.fetched = Sender(dialler, spans), FetchedShards()
         self.receiver = Receiver(dialler, layout, method, shards)
         self._dialler, self._model = dialler, model
         self._threads = [
@@ -191,20 +193,20 @@ class Follower:
         for thread in self._threads:
             thread.start()
 
-    def _follow(self, lane: Lane, job_of: Callable[[Command], Job]) -> None:
+    def _follow(self, lane: CommandLane, job_of: Callable[[Command], RankTask]) -> None:
         try:
             lane.follow(job_of)
         except ExchangeError:  # rank 0 is gone: the training thread finds out at its next boundary
             self.fetched.close()
 
-    def _sends(self, command: Command) -> Job:
+    def _sends(self, command: Command) -> RankTask:
         self._dialler.move(command["at"])
         for key in command["dropped"]:
             self.sender.forget(tuple(key))
         header = pb.PushHeader.FromString(bytes.fromhex(command["push"]))
         return _Upload(self.sender, header, None, again=command["again"])
 
-    def _receives(self, command: Command) -> Job:
+    def _receives(self, command: Command) -> RankTask:
         if "model" in command:
             assert self._model is not None
             fragment, owner = command["model"]
@@ -235,14 +237,14 @@ class _Follow(_Fetch):
         self._follower.fetched.put(self._request.incarnation, self.download)
 
 
-def divided(layout: Layout, method: Method, lanes: Lanes) -> tuple[list[tuple[slice, int]], list[Segments]]:
+def divided(layout: Layout, method: Method, lanes: CommandLanes) -> tuple[list[tuple[slice, int]], list[Segments]]:
     """Of every fragment, the bytes of a contribution that this rank sends, with its size, and what it fetches."""
     shards = dealt((fragment.numel for fragment in layout.fragments), lanes.num_ranks)
     spans = [(each.payload(method.up, lanes.rank), method.up.encoded_bytes(each.num_elements)) for each in shards]
     return spans, [each.segments(lanes.rank) for each in shards]
 
 
-def sharded_parts(model: Model, static: memoryview, lanes: Lanes) -> Iterator[memoryview]:
+def sharded_parts(model: FlatModel, static: memoryview, lanes: CommandLanes) -> Iterator[memoryview]:
     """On rank 0: the whole model that initialises a run, shard by shard, then its static tensors."""
     for index, own in enumerate(model.fragments):
         for owner in range(lanes.num_ranks):

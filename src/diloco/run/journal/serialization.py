@@ -79,7 +79,7 @@ def _plain_of(value: Any) -> object:
         return {TAG: name, **_fields_of(value)}
     if isinstance(value, Mapping):
         return dict(value)
-    raise TypeError(f"{type(value).__name__} has no plain form; add one to diloco.run.journal.plain")
+    raise TypeError(f"{type(value).__name__} has no plain form; add one to diloco.run.journal.serialization")
 
 
 def _fields_of(value: Any) -> dict[str, object]:

@@ -15,10 +15,10 @@ from diloco.core.fragments import Layout
 from diloco.core.method import Method
 from diloco.core.shards import dealt
 from diloco.errors import ConfigError, ExchangeError
-from diloco.exchange.base import Event, Exchange, Model, Opened, Overview, required_method
+from diloco.exchange.base import Event, Exchange, FlatModel, Overview, StartingState, required_method
 from diloco.exchange.collective.joining import broadcast, compare, name_of
 from diloco.exchange.collective.rounds import Round, ShardedRounds
-from diloco.exchange.collective.shards import Held, first_held, restore, state_of
+from diloco.exchange.collective.shards import HeldShard, first_held, restore, state_of
 from diloco.exchange.group import Group, require_process_group
 from diloco.protocol.contribution import Contribution
 
@@ -56,7 +56,7 @@ class Collective(Exchange):
         self._timeout_s = timeout_s
         self._group: Group
         self._method: Method
-        self._fragments: list[Held] = []
+        self._fragments: list[HeldShard] = []
         self._rounds: ShardedRounds
         self._worker: ThreadPoolExecutor | None = None
         self._closed = False
@@ -74,8 +74,8 @@ class Collective(Exchange):
         return required_method(given)
 
     def open(
-        self, layout: Layout, method: Method, initial: Callable[[], Model], *, overlap: int | None = None
-    ) -> Opened:
+        self, layout: Layout, method: Method, initial: Callable[[], FlatModel], *, overlap: int | None = None
+    ) -> StartingState:
         if self._closed or self._worker is not None:
             raise ConfigError("this exchange was used already; make a new Collective for every Learner.")
         self._group = Group(self._process_group, timeout_s=self._timeout_s)
@@ -96,7 +96,9 @@ class Collective(Exchange):
         ]
         self._rounds = ShardedRounds(self._group, method, self._fragments, self._num_bytes)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="diloco-collective")
-        return Opened(name_of(self._group.rank), 1, 0, tuple(held.whole for held in self._fragments), model.static)
+        return StartingState(
+            name_of(self._group.rank), 1, 0, tuple(held.whole for held in self._fragments), model.static
+        )
 
     # --- the training thread ------------------------------------------------------------------------------------------
 

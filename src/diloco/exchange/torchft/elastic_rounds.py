@@ -21,8 +21,8 @@ from diloco.errors import ConfigError, DigestError, ExchangeError, LayoutError
 from diloco.exchange.base import Arrived, Event
 from diloco.exchange.group import Group, split
 from diloco.exchange.torchft.quorum import HEARTBEAT_S, QuorumClient
-from diloco.exchange.torchft.run_copy import Copy, Result, adopt_first, heal
-from diloco.protocol.contribution import MISSED, OUTLIER, Contribution, Rejected
+from diloco.exchange.torchft.run_copy import Copy, RoundResult, adopt_first, heal
+from diloco.protocol.contribution import MISSED, OUTLIER, Contribution, Rejection
 from diloco.run.tensor_jobs import encoded_of
 
 log = logging.getLogger("diloco")
@@ -90,7 +90,7 @@ class ElasticRounds:
         if is_merged:
             return (arrived,)
         is_outlier = held.version == c.round + 1 and self._replica in result.refused
-        return Rejected(c.fragment, c.number, OUTLIER if is_outlier else MISSED), arrived
+        return Rejection(c.fragment, c.number, OUTLIER if is_outlier else MISSED), arrived
 
     # --- one quorum ---------------------------------------------------------------------------------------------------
 
@@ -189,7 +189,7 @@ class ElasticRounds:
         merged |= dict.fromkeys(update.contributors, round_)
         mean = published_mean(self._method, closed.payload, held.theta.numel())
         self._copy.fragments[fragment] = closed.held
-        self._copy.results[fragment] = Result(update, merged, closed.refused, mean)
+        self._copy.results[fragment] = RoundResult(update, merged, closed.refused, mean)
 
 
 def _brought(
