@@ -32,7 +32,7 @@ ELSEWHERE = {
     "two runs on one coordinator merge into one broken quorum":
         "syncer/test_service.py::test_bad_input_is_refused_and_changes_nothing",
     "a fresh learner that is alone at start-up becomes the quorum and wipes the model":
-        "syncer/test_store.py::test_a_run_is_initialised_once",
+        "store/test_store.py::test_a_run_is_initialised_once",
     "after a restart the first to come back merges alone":
         "protocol/test_syncer_core.py::test_after_a_restart_the_first_to_come_back_does_not_merge_alone",
     "with a minimum of one the cluster silently becomes solo runs":

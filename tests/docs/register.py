@@ -72,7 +72,7 @@ TEXTS: dict[Name, str] = {
     ("docs/demo.md", "[  0.0 s] starting"): A_RUN + "its form: tests/test_demo.py",
     ("docs/goodput.md", "not elastic"): "a formula: tests/planning/test_goodput.py",
     ("docs/replay.md", "starts of the syncer"): A_RUN + "its form: tests/syncer/test_replay.py",
-    ("docs/replay.md", "STATE/journal/"): "files of a journal: tests/syncer/test_replay.py",
+    ("docs/replay.md", "STATE/journal/"): "files of a journal: tests/store/test_journal_files.py",
     ("docs/start.md", "tensor("): "printed by examples/start/first.py: tests/test_start.py",
     ("docs/start.md", "first: StreamingDiLoCo, step"): A_RUN + "its form: tests/syncer/test_status.py",
     ("docs/start.md", "2026-"): A_RUN + "its form: tests/syncer/test_log.py",

@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 
 import pytest
 import torch
-from tests.syncer.test_store import LAYOUT, METHOD, STATIC, held_of, merged_of, theta_of
+from tests.store.small_run import LAYOUT, METHOD, STATIC, held_of, merged_of, theta_of
 
 from diloco.errors import AlreadyInitialisedError, NotInitialisedError, StoreError, VersionError
 from diloco.run.memory import POINTS, MemoryStore

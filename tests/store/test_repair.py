@@ -13,28 +13,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from tests.syncer.test_store import LAYOUT, METHOD, STATIC, held_of, merged_of, theta_of
+from tests.store.small_run import LAYOUT, METHOD, STATIC, flip, held_of, merged_of, record_at, started
 
 from diloco.cli import main
 from diloco.errors import ConfigError, DilocoError, StoreError
-from diloco.protocol.rounds.base import Rules
-from diloco.protocol.syncer import SyncerCore
 from diloco.run.ports import InitialModel
 from diloco.store.inspection import NO_STATIC, inspect
 from diloco.store.records import DATABASE
 from diloco.store.repair import repair
-from diloco.store.store import Store, understood
+from diloco.store.store import Store
 
 NEWEST = {0: 3, 1: 1}
-
-
-def record_at(step: int) -> dict[str, object]:
-    """As a run's with a learner that has trained."""
-    core = SyncerCore(Rules.of(METHOD, 2), [0, 0])
-    core.joined(0.0, "site-a")
-    core.heartbeat(0.0, "site-a", 1, step=step, steps=step, tokens=5 * step, step_s=1.0, waiting=False)
-    return dict(core.saved().values)
 
 
 def make_run(path: Path, static: bytes) -> None:
@@ -59,15 +48,6 @@ def healthy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return root
 
 
-def flip(position: float) -> Callable[[Path], object]:
-    def damage(path: Path) -> None:
-        data = bytearray(path.read_bytes())
-        data[int(position * (len(data) - 1))] ^= 4
-        path.write_bytes(data)
-
-    return damage
-
-
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "missing": Path.unlink,
     "empty": lambda path: path.write_bytes(b""),
@@ -88,21 +68,6 @@ def contents(path: Path) -> set[bytes]:
 
 def tensors_of(path: Path) -> set[bytes]:
     return {each.read_bytes() for each in path.rglob("*.safetensors*")} - {b""}
-
-
-def started(path: Path) -> dict[int, int]:
-    """The versions that a start serves, all of them verified. Raises StoreError."""
-    with Store(path) as store:
-        saved = store.load()
-        with understood(path):
-            assert saved is not None
-            SyncerCore(Rules.of(saved.method, 2), [0, 0]).restore(0.0, saved.record or record_at(1))
-        store.begin(saved)
-        store.tidy(saved)
-        for index, held in enumerate(saved.fragments):
-            assert torch.equal(held.theta, theta_of(index, held.version))
-            assert held.digest == held_of(index, held.version).digest
-        return {fragment.fragment: fragment.version for fragment in saved.fragments}
 
 
 def try_to_start(path: Path) -> dict[int, int] | None:

@@ -11,78 +11,29 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
+from tests.store.small_run import (
+    LAYOUT,
+    METHOD,
+    STATIC,
+    check,
+    files,
+    initialise,
+    lengthen,
+    merged_of,
+    newest_file,
+    publish,
+    theta_of,
+)
 
-import diloco
-from diloco.core.held import HeldFragment
-from diloco.core.layout import Layout, TensorSpec, digest, place
-from diloco.core.update import Update
+from diloco.core.layout import digest
 from diloco.errors import AlreadyInitialisedError, NotInitialisedError, StoreError, VersionError
-from diloco.protocol.actions import MergeRound
-from diloco.protocol.contribution import Contribution
-from diloco.run.ports import InitialModel, MergedRound
 from diloco.store.store import Store
-
-NUM_ELEMENTS = 1000
-STATIC = safetensors.torch.save({"rope.inv_freq": torch.arange(4.0)})
-METHOD = diloco.DiLoCo(sync_every=30)
-LAYOUT = Layout(tuple(place(f, [TensorSpec("ab"[f], (NUM_ELEMENTS,), "float32")]) for f in (0, 1)), ())
-
-
-def theta_of(fragment: int, version: int) -> torch.Tensor:
-    return torch.arange(NUM_ELEMENTS, dtype=torch.float32) + 1000.0 * fragment + version / 8
-
-
-def held_of(fragment: int, version: int) -> HeldFragment:
-    theta = theta_of(fragment, version)
-    if version == 0:
-        return HeldFragment(fragment, 0, theta, {}, None, digest(theta))
-    state = {"momentum": -theta, "steps": torch.tensor(version)}
-    return HeldFragment(fragment, version, theta, state, theta / 3, digest(theta))
-
-
-def merged_of(fragment: int, version: int) -> MergedRound[HeldFragment, torch.Tensor]:
-    """By two learners, of 32 and 64 tokens."""
-    contributions = tuple(
-        Contribution(name, 1, fragment, version, version - 1, version - 1, tokens, 1, step=version)
-        for name, tokens in (("site-a", 32), ("site-b", 64))
-    )
-    weights = (1.0, 0.5)
-    action = MergeRound(fragment, version - 1, contributions, weights, 1.0, frozenset(("site-a", "site-b")), "all")
-    held = held_of(fragment, version)
-    update = Update(fragment, version - 1, version, ("site-a", "site-b"), weights, 1.0, held.digest, lossless=False)
-    return MergedRound(action, update, held, torch.empty(0, dtype=torch.uint8), 0)
-
-
-def initialise(store: Store, run: str = "demo") -> None:
-    fragments = (held_of(0, 0), held_of(1, 0))
-    store.initialise(
-        run, METHOD, InitialModel(LAYOUT, fragments, STATIC, "site-a", "seed 17", "0" * 32, step=3, tokens=5)
-    )
-
-
-def publish(store: Store, fragment: int, version: int) -> None:
-    store.publish(merged_of(fragment, version), {"step": version})
-
-
-def check(store: Store, versions: dict[int, int]) -> None:
-    saved = store.load()
-    assert saved is not None
-    assert {fragment.fragment: fragment.version for fragment in saved.fragments} == versions
-    for index, fragment in enumerate(saved.fragments):
-        assert torch.equal(fragment.theta, theta_of(index, fragment.version))
-        assert fragment.digest == digest(fragment.theta)
-        if fragment.version:
-            assert torch.equal(fragment.outer_state["momentum"], -fragment.theta)
-            assert fragment.outer_state["steps"].item() == fragment.version
-            assert fragment.residual is not None
-            assert torch.equal(fragment.residual, fragment.theta / 3)
 
 
 @pytest.fixture
@@ -92,17 +43,9 @@ def store(tmp_path: Path) -> Iterator[Store]:
         yield store
 
 
-def files(store: Store) -> list[str]:
-    return sorted(path.name for path in (store.path / "tensors").iterdir())
-
-
 def contents(path: Path) -> dict[str, bytes]:
     """All files of a directory."""
     return {str(each): each.read_bytes() for each in path.rglob("*") if each.is_file()}
-
-
-def newest_file(store: Store, fragment: int) -> Path:
-    return max((store.path / "tensors").glob(f"f{fragment:05d}-*"))
 
 
 # what goes in comes out
@@ -158,15 +101,6 @@ def test_history_lists_versions_with_their_contributors(store: Store) -> None:
     assert history[0].contributors == ()
     assert (history[2].contributors, history[2].weights, history[2].tokens) == (("site-a", "site-b"), (1.0, 0.5), 96)
     assert [line.version for line in store.history(since=history[2].published_at)] == [1, 1]
-
-
-def lengthen(path: Path, num_versions: int) -> None:
-    """Put so many versions of fragment 0 before its newest, whose files are superseded."""
-    with closing(sqlite3.connect(path / "store.sqlite")) as db, db:
-        db.executemany(
-            "INSERT INTO versions VALUES (0, ?, 0, ?, ?, ?, 1.0, 1, 1.0, 0)",
-            [(-number, f"superseded-{number}", "0" * 64, "0" * 64) for number in range(1, num_versions + 1)],
-        )
 
 
 def test_a_publication_takes_as_long_however_long_the_history_is(store: Store) -> None:
@@ -363,15 +297,18 @@ def test_an_error_at_any_point_leaves_the_previous_version_and_can_be_retried(tm
 
 
 CHILD = """
-import resource, signal, sys
+import os, resource, signal, sys
 sys.path.insert(0, sys.argv[1])
-from test_store import *
+import torch
+from tests.store.small_run import check, files, initialise, publish
+from diloco.errors import StoreError
+from diloco.store.store import Store
 torch.set_num_threads(1)
 """
 
 
 def run_child(script: str, *arguments: object, wrapper: tuple[str, ...] = ()) -> str:
-    command = [*wrapper, sys.executable, "-c", CHILD + script, str(Path(__file__).parent), *map(str, arguments)]
+    command = [*wrapper, sys.executable, "-c", CHILD + script, str(Path(__file__).parents[2]), *map(str, arguments)]
     child = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert child.returncode == 0, child.stderr
     return child.stdout
