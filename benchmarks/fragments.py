@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import diloco
 from diloco.core.fragments import make_layout
-from diloco.core.held import HeldFragment
+from diloco.core.global_fragment import GlobalFragment
 from diloco.core.layout import Layout, TensorSpec, digest, place
 from diloco.core.memory import flush_denormals
 from diloco.core.outer import OUTER_OPTIMIZERS, Adam
@@ -77,7 +77,7 @@ def _cases(theta: Tensor) -> Iterator[tuple[str, Callable[[], object]]]:
     with tempfile.TemporaryDirectory() as folder, Store(folder) as store:
         first = torch.zeros(1)
         layout = Layout((place(0, [TensorSpec("x", (1,), "float32")]),), ())
-        held = HeldFragment(0, 0, first, {}, None, digest(first))
+        held = GlobalFragment(0, 0, first, {}, None, digest(first))
         store.initialise("benchmark", METHOD, InitialModel(layout, (held,), b"", "", "nothing", "0" * 32))
         yield "digest and publishing, with momentum", _publishing(store, theta, {"momentum": other})
 
@@ -94,7 +94,7 @@ def _values(num_elements: int, dtype: torch.dtype, how: Any, origin: Tensor) -> 
 def _publishing(store: Store, theta: Tensor, outer_state: Mapping[str, Tensor]) -> Callable[[], None]:
     def publish() -> None:
         version = len(store.history())
-        held = HeldFragment(0, version, theta, outer_state, None, digest(theta))
+        held = GlobalFragment(0, version, theta, outer_state, None, digest(theta))
         update = Update(0, version - 1, version, (), (), 1.0, held.digest, lossless=True)
         action = MergeRound(0, version - 1, (), (), 1.0, frozenset(), "")
         store.publish(MergedRound(action, update, held, theta, 4 * theta.numel()), {})

@@ -10,7 +10,7 @@ from torch import Tensor
 import diloco
 from diloco.core.codecs import SEGMENT_ELEMENTS, codec_from_name
 from diloco.core.fragments import Balanced, Named, Whole, layout_of
-from diloco.core.held import HeldFragment, advance, close
+from diloco.core.global_fragment import GlobalFragment, apply_update, close
 from diloco.core.layout import SAME_MODEL, BaseTensor, Layout, Placement, Role, TensorSpec, place
 from diloco.core.merges import Encoded, shard_of
 from diloco.core.method import Method, OuterAt
@@ -43,7 +43,7 @@ def contributions(how: Method, deltas: Sequence[Tensor], weights: Sequence[float
 def test_averaged_elements_become_the_mean_of_the_learners_values(outer: Outer, outer_at: OuterAt) -> None:
     how = method(outer, outer_at=outer_at)
     theta = torch.arange(1.0, 13.0)
-    held = HeldFragment.first(how, 0, theta)
+    held = GlobalFragment.first(how, 0, theta)
     values = [theta * 0.5, theta * 0.25]
     for _ in range(3):
         closed = close(how, held, contributions(how, [held.theta - each for each in values], [1.0, 3.0]), PLACES)
@@ -61,7 +61,7 @@ def test_a_variance_that_falls_does_not_go_below_0_as_it_would_by_nesterov() -> 
     start = torch.ones(12)
     lowest = {}
     for name, places in (("averaged", PLACES), ("as parameters", plain)):
-        held, low = HeldFragment.first(how, 0, start), 1.0
+        held, low = GlobalFragment.first(how, 0, start), 1.0
         for _ in range(6):  # the statistics of all learners settle at 0.01 within a round
             held = close(how, held, contributions(how, [held.theta - 0.01] * 3), places).held
             low = min(low, float(held.theta[V].min()))
@@ -76,14 +76,14 @@ def test_a_variance_below_0_is_set_to_0_with_the_same_bits_everywhere(down: str,
     """A learner measured from an older version, at which the variance was 1 and not 0.1."""
     how = method(diloco.Nesterov(), down=down, outer_at=outer_at)
     theta = torch.full((12,), 0.1)
-    held = HeldFragment.first(how, 0, theta)
+    held = GlobalFragment.first(how, 0, theta)
     closed = close(how, held, contributions(how, [torch.full((12,), 0.9)]), PLACES)
     assert not closed.held.theta[V].any()
     assert (closed.held.theta[M] < 0).all()  # a mean may be
-    again = advance(how, held, closed.update, closed.payload, PLACES)
+    again = apply_update(how, held, closed.update, closed.payload, PLACES)
     assert again.held.digest == closed.held.digest
     in_place = close(
-        how, HeldFragment.first(how, 0, theta.clone()), contributions(how, [torch.full((12,), 0.9)]), PLACES,
+        how, GlobalFragment.first(how, 0, theta.clone()), contributions(how, [torch.full((12,), 0.9)]), PLACES,
         in_place=True,
     )  # fmt: skip
     assert in_place.held.digest == closed.held.digest
@@ -100,19 +100,19 @@ def test_shards_have_the_bits_of_the_whole() -> None:
     torch.manual_seed(0)
     theta = torch.rand(sum(sizes))
     deltas = [torch.rand(sum(sizes)) * 2 for _ in range(3)]
-    whole = close(how, HeldFragment.first(how, 0, theta), contributions(how, deltas), places).held.theta
+    whole = close(how, GlobalFragment.first(how, 0, theta), contributions(how, deltas), places).held.theta
     assert (whole == 0).any()
     for start in range(0, sum(sizes), SEGMENT_ELEMENTS):
         elements = slice(start, min(start + SEGMENT_ELEMENTS, sum(sizes)))
         own, _ = shard_of(places, elements)
-        part = HeldFragment.first(how, 0, theta[elements])
+        part = GlobalFragment.first(how, 0, theta[elements])
         closed = close(how, part, contributions(how, [delta[elements] for delta in deltas]), own)
         assert torch.equal(closed.held.theta, whole[elements])
 
 
 def test_a_merge_by_direction_takes_the_mean_of_statistics() -> None:
     how = replace(method(diloco.SGD(lr=1.0)), merge=diloco.RadialDirectional())
-    held = HeldFragment.first(how, 0, torch.zeros(12))
+    held = GlobalFragment.first(how, 0, torch.zeros(12))
     one, two = torch.zeros(12), torch.zeros(12)
     one[0] = one[M.start] = one[V.start] = -1.0
     two[1] = two[M.start + 1] = two[V.start + 1] = -1.0
@@ -123,7 +123,7 @@ def test_a_merge_by_direction_takes_the_mean_of_statistics() -> None:
 
 def test_where_learners_push_one_at_a_time_each_moves_the_mean_by_its_part() -> None:
     how = method(diloco.DelayedNesterov(buffer=4))
-    held = HeldFragment.first(how, 0, torch.ones(12))
+    held = GlobalFragment.first(how, 0, torch.ones(12))
     theta = close(how, held, contributions(how, [torch.ones(12)]), PLACES).held.theta
     assert theta[M.start :].tolist() == [0.75] * 6
 

@@ -12,7 +12,7 @@ import torch
 from diloco.core.adopt import Eager, KeepDisplacement, Mix, Replace
 from diloco.core.codecs import BF16, CODECS, E3M0, FP32, Int4, codec_from_name
 from diloco.core.fragments import Balanced, ByLayer, Named, Whole
-from diloco.core.held import HeldFragment, advance, close
+from diloco.core.global_fragment import GlobalFragment, apply_update, close
 from diloco.core.layout import Placement, TensorSpec
 from diloco.core.merges import (
     CoordinateMedian,
@@ -126,10 +126,10 @@ def test_a_method_survives_json(method: Method) -> None:
 def test_every_preset_takes_every_codec(name: str, codec: str) -> None:
     method = PRESETS[name](codec=codec)
     assert (method.up, method.down) == (CODECS[codec], CODECS[codec])
-    held, payload = HeldFragment.first(method, 0, torch.zeros(70)), method.up.encode(torch.ones(70))
+    held, payload = GlobalFragment.first(method, 0, torch.zeros(70)), method.up.encode(torch.ones(70))
     places = [Placement(TensorSpec("w", (70,), "float32"), 0)]
     closed = close(method, held, [Encoded("a", (payload,), 1.0)], places)
-    assert advance(method, held, closed.update, closed.payload, places).held.digest == closed.held.digest
+    assert apply_update(method, held, closed.update, closed.payload, places).held.digest == closed.held.digest
 
 
 def test_codecs_may_differ_by_direction() -> None:

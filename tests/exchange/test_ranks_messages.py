@@ -4,7 +4,7 @@ import json
 
 import torch
 
-from diloco.core.held import HeldFragment
+from diloco.core.global_fragment import GlobalFragment
 from diloco.core.update import Update
 from diloco.exchange.base import Arrived, Event, Rejoined, StartingState
 from diloco.exchange.island.rank_messages import MessageTensor, _in, _out
@@ -13,7 +13,7 @@ from diloco.protocol.contribution import Rejection
 
 def test_every_event_crosses_as_plain_values_and_tensors() -> None:
     fragments = tuple(
-        HeldFragment(f, version, torch.rand(5), {"momentum": torch.rand(5), "steps": torch.tensor(3)}, None, f"d{f}")
+        GlobalFragment(f, version, torch.rand(5), {"momentum": torch.rand(5), "steps": torch.tensor(3)}, None, f"d{f}")
         for f, version in enumerate((2, 1))
     )
     static = {"b": torch.rand(2, 2), "n": torch.tensor(7)}

@@ -24,7 +24,7 @@ from tests.syncer.runs import RUN, Raw, layout, method, start, versions_of
 
 import diloco
 from diloco.core.codecs import CODECS, codec_from_name
-from diloco.core.held import HeldFragment
+from diloco.core.global_fragment import GlobalFragment
 from diloco.core.layout import digest
 from diloco.core.update import Update
 from diloco.errors import CorruptPayloadError, DilocoError
@@ -355,7 +355,7 @@ def replies() -> Target:
 
 def ranks() -> Target:
     """What rank 0 tells the other ranks of its learner, and the small frames of all ranks."""
-    held = HeldFragment(0, 2, torch.rand(5), {"steps": torch.tensor(3)}, None, "d0")
+    held = GlobalFragment(0, 2, torch.rand(5), {"steps": torch.tensor(3)}, None, "d0")
     update = Update(0, 1, 2, ("site-a",), (1.0,), 0.5, "d0", lossless=True)
     opened = StartingState("site-a", 3, 40, (held,), {"b": torch.rand(2)}, run_tokens=9)
     told = (

@@ -15,7 +15,7 @@ import diloco
 from diloco import Learner, Method
 from diloco.core.codecs import codec_from_name, compress
 from diloco.core.fragments import Layout, digest
-from diloco.core.held import HeldFragment
+from diloco.core.global_fragment import GlobalFragment
 from diloco.core.update import Update
 from diloco.errors import ConfigError
 from diloco.exchange.base import (
@@ -33,8 +33,8 @@ from diloco.learner.state_dict import _arrived_in, _arrived_out
 from diloco.protocol.contribution import MISSED, OUT_OF_STEP, CallForWork, Contribution, Rejection
 
 
-def held_of(theta: Tensor, version: int, outer_state: dict[str, Tensor] | None = None) -> HeldFragment:
-    return HeldFragment(0, version, theta, outer_state or {}, None, digest(theta))
+def held_of(theta: Tensor, version: int, outer_state: dict[str, Tensor] | None = None) -> GlobalFragment:
+    return GlobalFragment(0, version, theta, outer_state or {}, None, digest(theta))
 
 
 FEEDBACK = diloco.DiLoCo(sync_every=2, overlap=1, codec=("int4", "fp32"), error_feedback=True)

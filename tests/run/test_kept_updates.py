@@ -9,7 +9,7 @@ from tests.syncer.runs import layout, method
 from torch import Tensor
 
 import diloco
-from diloco.core.held import HeldFragment, close
+from diloco.core.global_fragment import GlobalFragment, close
 from diloco.core.merges import Encoded
 from diloco.core.method import Method
 from diloco.errors import LayoutError
@@ -21,11 +21,11 @@ from diloco.run.ports import MergedRound
 VERSIONS = 5
 
 
-def published(how: Method) -> GlobalModel[HeldFragment, Tensor]:
+def published(how: Method) -> GlobalModel[GlobalFragment, Tensor]:
     """A model whose first fragment has had five rounds of one learner."""
-    fragments = [HeldFragment.first(how, it.index, torch.randn(it.numel)) for it in layout().fragments]
+    fragments = [GlobalFragment.first(how, it.index, torch.randn(it.numel)) for it in layout().fragments]
     in_flight = Rules.of(how, 2).schedule.intervals_in_flight
-    model = GlobalModel[HeldFragment, Tensor](layout(), b"", fragments, [(), ()])
+    model = GlobalModel[GlobalFragment, Tensor](layout(), b"", fragments, [(), ()])
     for round_ in range(VERSIONS):
         held, places = model.held(0), layout().fragments[0].tensors
         gradient = how.up.encode(torch.randn(held.theta.numel()))

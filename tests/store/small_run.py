@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 
 import diloco
-from diloco.core.held import HeldFragment
+from diloco.core.global_fragment import GlobalFragment
 from diloco.core.layout import Layout, TensorSpec, digest, place
 from diloco.core.update import Update
 from diloco.protocol.actions import MergeRound
@@ -31,15 +31,15 @@ def theta_of(fragment: int, version: int) -> torch.Tensor:
     return torch.arange(NUM_ELEMENTS, dtype=torch.float32) + 1000.0 * fragment + version / 8
 
 
-def held_of(fragment: int, version: int) -> HeldFragment:
+def held_of(fragment: int, version: int) -> GlobalFragment:
     theta = theta_of(fragment, version)
     if version == 0:
-        return HeldFragment(fragment, 0, theta, {}, None, digest(theta))
+        return GlobalFragment(fragment, 0, theta, {}, None, digest(theta))
     state = {"momentum": -theta, "steps": torch.tensor(version)}
-    return HeldFragment(fragment, version, theta, state, theta / 3, digest(theta))
+    return GlobalFragment(fragment, version, theta, state, theta / 3, digest(theta))
 
 
-def merged_of(fragment: int, version: int) -> MergedRound[HeldFragment, torch.Tensor]:
+def merged_of(fragment: int, version: int) -> MergedRound[GlobalFragment, torch.Tensor]:
     """By two learners, of 32 and 64 tokens."""
     contributions = tuple(
         Contribution(name, 1, fragment, version, version - 1, version - 1, tokens, 1, step=version)

@@ -12,7 +12,7 @@ from tests.chaos.versions import BrokenInvariantError, require
 from tests.storms.invariants import Ledger
 from torch import Tensor
 
-from diloco.core.held import HeldFragment
+from diloco.core.global_fragment import GlobalFragment
 from diloco.core.method import Method
 from diloco.protocol.accounting import Key, key_of
 from diloco.protocol.actions import MergeRound, Reject
@@ -67,7 +67,7 @@ class Accounts(NullObserver):
         self.decided: dict[Key, str | None] = {}
         self.open: dict[Key, Contribution] = {}
         self._ledger = ledger
-        self._events: list[Contribution | Reject | MergedRound[HeldFragment, Tensor]] = []
+        self._events: list[Contribution | Reject | MergedRound[GlobalFragment, Tensor]] = []
         self._sent: dict[Key, tuple[Contribution, Tensor]] = {}
         self._overwritten = Counter[tuple[str, int, int]]()  # reported, by learner, incarnation and fragment
         self._volatile: dict[Key, str | None] = {}  # verdicts that are not on the disk, as far as was looked

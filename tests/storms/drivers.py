@@ -11,7 +11,7 @@ from tests.storms.invariants import Ledger
 from tests.storms.units import UnitLedger
 from torch import Tensor
 
-from diloco.core.held import HeldFragment
+from diloco.core.global_fragment import GlobalFragment
 from diloco.core.layout import Layout
 from diloco.core.method import Method
 from diloco.errors import PayloadError
@@ -27,7 +27,7 @@ from diloco.run.ports import InitialModel, Json, MergedRound, RunMethod, SavedRu
 from diloco.run.tensor_jobs import TensorJobs, TensorSlot
 
 
-class StormDriver(Driver[HeldFragment, MemorySlot, Tensor]):
+class StormDriver(Driver[GlobalFragment, MemorySlot, Tensor]):
     """What learners hear and fetch, and what is closed, is looked at. `ledger` and `accounts` are set at once."""
 
     ledger: Ledger
@@ -41,7 +41,7 @@ class StormDriver(Driver[HeldFragment, MemorySlot, Tensor]):
     def fetch(
         self, fragment: int, base: int, learner: str = "", incarnation: int = 0, *, versions: Sequence[int] = (),
         seen: Lineage | None = None, process: int = 0,
-    ) -> FragmentAnswer[HeldFragment, Tensor]:  # fmt: skip
+    ) -> FragmentAnswer[GlobalFragment, Tensor]:  # fmt: skip
         fetched = super().fetch(fragment, base, learner, incarnation, versions=versions, seen=seen, process=process)
         overlap, schedule = self.core.members[learner].overlap, self.core.rules.schedule
         in_flight = schedule.intervals_in_flight if overlap is None else schedule.intervals_in(overlap)
@@ -79,13 +79,13 @@ class StormJobs(TensorJobs):
         self._accounts = accounts
 
     def close(
-        self, action: MergeRound, layout: Layout, held: HeldFragment, slots: Sequence[TensorSlot]
-    ) -> MergedRound[HeldFragment, Tensor] | PayloadError:
+        self, action: MergeRound, layout: Layout, held: GlobalFragment, slots: Sequence[TensorSlot]
+    ) -> MergedRound[GlobalFragment, Tensor] | PayloadError:
         self._accounts.closing(action, [slot.tensor for slot in slots])
         return super().close(action, layout, held, slots)
 
 
-class RecordingStore(MemoryStore[HeldFragment, Tensor]):
+class RecordingStore(MemoryStore[GlobalFragment, Tensor]):
     """Tells the ledger what is durable, also where the process dies at that very step.
 
     Attributes:
@@ -97,11 +97,11 @@ class RecordingStore(MemoryStore[HeldFragment, Tensor]):
     def __init__(self, ledger: Ledger, units: UnitLedger, at: Callable[[str], None]) -> None:
         super().__init__(at)
         self.units = units
-        self.copies: list[SavedRun[HeldFragment]] = []
+        self.copies: list[SavedRun[GlobalFragment]] = []
         self.verdicts: dict[Key, str | None] = {}
         self.ledger = ledger
 
-    def initialise(self, run: str, method: RunMethod, model: InitialModel[HeldFragment]) -> None:
+    def initialise(self, run: str, method: RunMethod, model: InitialModel[GlobalFragment]) -> None:
         before = self._saved
         try:
             super().initialise(run, method, model)
@@ -109,7 +109,7 @@ class RecordingStore(MemoryStore[HeldFragment, Tensor]):
             if self._saved is not before:
                 self.ledger.initial(model.fragments)
 
-    def publish(self, merged: MergedRound[HeldFragment, Tensor], record: Json) -> None:
+    def publish(self, merged: MergedRound[GlobalFragment, Tensor], record: Json) -> None:
         before = self._saved
         try:
             super().publish(merged, record)

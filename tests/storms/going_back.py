@@ -16,7 +16,7 @@ from tests.storms.plans import GOINGS, Fault
 from tests.storms.units import UnitLedger
 from tests.storms.world import Storm
 
-from diloco.core.held import HeldFragment
+from diloco.core.global_fragment import GlobalFragment
 from diloco.protocol.accounting import Key
 from diloco.protocol.learner import LearnerCore
 from diloco.protocol.lineage import Epoch
@@ -35,7 +35,7 @@ class Backup:
         merges: of each fragment's units, as in `UnitLedger`.
     """
 
-    saved: SavedRun[HeldFragment]
+    saved: SavedRun[GlobalFragment]
     merged: dict[Key, int]
     verdicts: dict[Key, str | None]
     merges: list[Counter[int]]
@@ -125,7 +125,7 @@ class BackedUpStore(RecordingStore):
             self._become(saved, [Counter() for _ in fragments], (epoch,), None)
 
     def _become(
-        self, saved: SavedRun[HeldFragment], merges: Sequence[Counter[int]], epochs: tuple[Epoch, ...],
+        self, saved: SavedRun[GlobalFragment], merges: Sequence[Counter[int]], epochs: tuple[Epoch, ...],
         record: Mapping[str, Any] | None,
     ) -> None:  # fmt: skip
         self._saved = replace(saved, epochs=epochs, record=json.loads(json.dumps(record)))
@@ -134,7 +134,7 @@ class BackedUpStore(RecordingStore):
         self.backups.clear()
 
 
-def _versions(fragments: Sequence[HeldFragment]) -> tuple[int, ...]:
+def _versions(fragments: Sequence[GlobalFragment]) -> tuple[int, ...]:
     return tuple(held.version for held in fragments)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from tests.chaos.versions import BrokenInvariantError, Versions, require
 
-from diloco.core.held import HeldFragment
+from diloco.core.global_fragment import GlobalFragment
 from diloco.core.layout import digest
 from diloco.protocol.accounting import Key, key_of
 from diloco.protocol.contribution import VERSION
@@ -38,7 +38,7 @@ class Ledger:
             before = self.verdicts.setdefault(key, reason)
             require(before == reason, f"the verdict on {key} was {before}, and is {reason}")
 
-    def durable(self, merged: MergedRound[HeldFragment, object]) -> None:
+    def durable(self, merged: MergedRound[GlobalFragment, object]) -> None:
         """A version is on the disk: it follows the one before, and no contribution is in two."""
         held, fragment = merged.held, merged.update.fragment
         require(held.digest == digest(held.theta), f"fragment {fragment}: a wrong digest is on the disk")
@@ -51,7 +51,7 @@ class Ledger:
             require(key not in self.merged, f"{key} is merged in versions {self.merged.get(key)} and {held.version}")
             self.merged[key] = held.version
 
-    def initial(self, fragments: tuple[HeldFragment, ...]) -> None:
+    def initial(self, fragments: tuple[GlobalFragment, ...]) -> None:
         """The model that the run began with is on the disk."""
         for held in fragments:
             self.versions.initial(held.fragment, held.digest)
@@ -61,13 +61,13 @@ class Ledger:
         """A driver shows a version: it is durable, and shown versions never go back."""
         self.versions.published(fragment, version)
 
-    def restored(self, saved: SavedRun[HeldFragment]) -> None:
+    def restored(self, saved: SavedRun[GlobalFragment]) -> None:
         """A driver begins with what was durable: no version is lost."""
         for held in saved.fragments:
             self.versions.restored(held.fragment, held.version, held.digest)
             self._first[held.fragment] = held.version
 
-    def fetched(self, fragment: int, base: int, fetched: FragmentAnswer[HeldFragment, object], num_due: int) -> None:
+    def fetched(self, fragment: int, base: int, fetched: FragmentAnswer[GlobalFragment, object], num_due: int) -> None:
         """A driver answers a fetch: an update, if it has published so few after `base`."""
         newest = fetched.held.version
         is_kept = max(self._first[fragment], newest - num_due) <= base < newest
@@ -80,7 +80,7 @@ class Ledger:
             f"the update that follows version {base} of fragment {fragment} is {fetched.update}",
         )
 
-    def held(self, learner: str, held: HeldFragment) -> None:
+    def held(self, learner: str, held: GlobalFragment) -> None:
         """A learner holds the bits that were published."""
         self.versions.held(learner, held.fragment, held.version, digest(held.theta))
 

@@ -30,7 +30,7 @@ from diloco.run.ports import InitialModel
 if TYPE_CHECKING:
     from tests.storms.world import Storm
 
-    from diloco.core.held import HeldFragment
+    from diloco.core.global_fragment import GlobalFragment
 
 CHECKPOINT_STEPS = 4
 
@@ -127,7 +127,7 @@ class Process:
         self.is_alive = self._is_leaving = False
         self.wire.cut()
 
-    def _initial(self) -> InitialModel[HeldFragment]:
+    def _initial(self) -> InitialModel[GlobalFragment]:
         thetas = [torch.full((size,), 1.0 + index) for index, size in enumerate(self._storm.plan.sizes)]
         return self._storm.jobs.initial(
             self._storm.plan.layout, thetas, b"", learner=self.name, source="storm", run_id="0" * 32

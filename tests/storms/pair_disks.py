@@ -12,7 +12,7 @@ from tests.storms.invariants import Ledger
 from tests.storms.units import UnitLedger
 from torch import Tensor
 
-from diloco.core.held import HeldFragment
+from diloco.core.global_fragment import GlobalFragment
 from diloco.errors import StoreError
 from diloco.protocol.accounting import Key
 from diloco.protocol.contribution import Contribution
@@ -21,14 +21,14 @@ from diloco.protocol.pair.values import Contents, PairedWrites, Position, WriteK
 from diloco.run.memory import MemoryStore
 from diloco.run.ports import InitialModel, Json, MergedRound, RunMethod, SavedRun
 
-Merged = MergedRound[HeldFragment, Tensor]
+Merged = MergedRound[GlobalFragment, Tensor]
 
 
 @dataclass(frozen=True)
 class DiskState:
     """What is durable of a run on one disk. `verdicts`: that its record has, or one before it."""
 
-    saved: SavedRun[HeldFragment]
+    saved: SavedRun[GlobalFragment]
     verdicts: Mapping[Key, str | None]
 
 
@@ -120,7 +120,7 @@ class NodeAccounts(Accounts):
             each._undecided[c.learner, c.incarnation, c.fragment][c.number] = c
 
 
-class NodeStore(MemoryStore[HeldFragment, Tensor]):
+class NodeStore(MemoryStore[GlobalFragment, Tensor]):
     """The disk of one of two syncers: the run (`ports.StorePort`), and its part in the pair (`Durable`).
 
     Attributes:
@@ -153,7 +153,7 @@ class NodeStore(MemoryStore[HeldFragment, Tensor]):
 
     # --- the driver's writes ------------------------------------------------------------------------------------------
 
-    def initialise(self, run: str, method: RunMethod, model: InitialModel[HeldFragment]) -> None:
+    def initialise(self, run: str, method: RunMethod, model: InitialModel[GlobalFragment]) -> None:
         """As `ports.StorePort`."""
         before = self._saved
         try:
@@ -200,7 +200,7 @@ class NodeStore(MemoryStore[HeldFragment, Tensor]):
         finally:
             self._wrote(before)
 
-    def _wrote(self, before: SavedRun[HeldFragment] | None) -> None:
+    def _wrote(self, before: SavedRun[GlobalFragment] | None) -> None:
         if self._saved is not before:
             self.serial += 1
             self._recorded |= self.verdicts
@@ -226,7 +226,7 @@ class NodeStore(MemoryStore[HeldFragment, Tensor]):
         """As `Durable`."""
         return None if self._saved is None else self._saved.record
 
-    def begin(self, saved: SavedRun[HeldFragment]) -> SavedRun[HeldFragment]:
+    def begin(self, saved: SavedRun[GlobalFragment]) -> SavedRun[GlobalFragment]:
         self.serial += 1
         return super().begin(saved)
 

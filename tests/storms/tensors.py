@@ -13,7 +13,7 @@ from diloco.learner.error_feedback import ErrorFeedback
 if TYPE_CHECKING:
     from tests.storms.plans import Plan
 
-    from diloco.core.held import HeldFragment
+    from diloco.core.global_fragment import GlobalFragment
     from diloco.protocol.in_flight import Send
 
 
@@ -35,7 +35,7 @@ class StormTensors:
         received: versions that are here and not adopted, by fragment and version.
     """
 
-    def __init__(self, plan: Plan, index: int, held: Sequence[HeldFragment]) -> None:
+    def __init__(self, plan: Plan, index: int, held: Sequence[GlobalFragment]) -> None:
         self._plan, self._method, self.trains = plan, plan.method, plan.trains[index]
         self.received: dict[tuple[int, int], Tensor] = {}
         self._anchors = [each.theta for each in held]

@@ -26,7 +26,7 @@ from tests.storms.units import UnitLedger, check_leases
 from tests.storms.wire import STALL_S
 from torch import Tensor
 
-from diloco.core.held import Advanced, HeldFragment
+from diloco.core.global_fragment import AppliedUpdate, GlobalFragment
 from diloco.core.quorum import AllLive
 from diloco.errors import DigestError
 from diloco.exchange.virtual.syncer import OneSyncer, Replicas, SimulatedDriver, SyncerProcess
@@ -52,7 +52,7 @@ RUN = "storm"
 class StormReplicas(Replicas):
     """No storm damages a byte: what an update leads to has the published bits. A learner would fetch it whole."""
 
-    def fetched(self, held: HeldFragment | None, fetched: FragmentAnswer[HeldFragment, Tensor]) -> Advanced:
+    def fetched(self, held: GlobalFragment | None, fetched: FragmentAnswer[GlobalFragment, Tensor]) -> AppliedUpdate:
         try:
             return super().fetched(held, fetched)
         except DigestError as error:
@@ -390,9 +390,9 @@ class Impostor:
         epoch: that it has begun.
     """
 
-    def __init__(self, storm: Storm, saved: SavedRun[HeldFragment], boot: int) -> None:
+    def __init__(self, storm: Storm, saved: SavedRun[GlobalFragment], boot: int) -> None:
         self._storm, self._boot = storm, boot
-        store = MemoryStore[HeldFragment, Tensor](saved=saved)
+        store = MemoryStore[GlobalFragment, Tensor](saved=saved)
         jobs = TensorJobs(storm.plan.method, seconds=None, in_place=True)
         clock = StormClock(storm, lambda: self._if_there(self.driver.tick))
         ports = Ports(clock, LimitedSpool(), jobs, store, LaterWorker(self._later), NullObserver())

@@ -10,8 +10,9 @@
     what does the global model do with the result?    outer, outer_at
     what does a learner do with the answer?           adopt
 
-A method has no behaviour of its own: the state machines (`protocol`) and the round arithmetic (`core.held`) read it. A
-new method is a new value, or one new small file for the one question it answers differently.
+A method has no behaviour of its own: the state machines (`protocol`) and the arithmetic of a round
+(`core.global_fragment`) read it. A new method is a new value, or one new small file for the one question it answers
+differently.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ class Version(NamedTuple):
     mean: Tensor | None = None
 
 
-class Sent(NamedTuple):
+class SentGradient(NamedTuple):
     """A contribution in flight. `residual`: the learner's before it."""
 
     payload: Tensor
@@ -120,7 +120,7 @@ class Sent(NamedTuple):
 
 
 @dataclass
-class Work:
+class LearnerFragment:
     """One learner's work on one fragment; vectors are flat fp32.
 
     Attributes:
@@ -140,7 +140,7 @@ class Work:
     version: int = 0
     tokens: int = 0
     steps: int = 0
-    in_flight: list[Sent] = field(default_factory=list)
+    in_flight: list[SentGradient] = field(default_factory=list)
     residual: Tensor | None = None
     newest: Tensor | None = None
     added: list[Tensor] = field(default_factory=list)
@@ -159,7 +159,7 @@ class Reference:
         self.places = [fragment.tensors for fragment in layout.fragments]
         thetas = [_flat(places, models[0].tensors()) for places in self.places]
         self.versions = [[Version(theta, method.outer.init(theta.numel()))] for theta in thetas]
-        self.work = [[Work(theta, method.outer.init(theta.numel())) for theta in thetas] for _ in models]
+        self.work = [[LearnerFragment(theta, method.outer.init(theta.numel())) for theta in thetas] for _ in models]
         for model in models:
             for places, theta in zip(self.places, thetas, strict=True):
                 _write(places, model.tensors(), theta)
@@ -197,7 +197,7 @@ class Reference:
         if work.residual is not None:
             total = total + work.residual * method.error_feedback
         payload = method.up.encode(total)
-        work.in_flight.append(Sent(payload, work.version, work.tokens, work.steps, work.residual))
+        work.in_flight.append(SentGradient(payload, work.version, work.tokens, work.steps, work.residual))
         work.newest, work.tokens, work.steps = method.up.decode(payload, total.numel()), 0, 0
         if method.error_feedback:
             work.residual = total - work.newest

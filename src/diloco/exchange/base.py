@@ -24,7 +24,7 @@ from typing import Any, Literal, Self
 from torch import Tensor
 
 from diloco.core.fragments import Layout
-from diloco.core.held import Advanced, HeldFragment
+from diloco.core.global_fragment import AppliedUpdate, GlobalFragment
 from diloco.core.method import Method
 from diloco.core.update import Update
 from diloco.errors import CheckpointError, ConfigError
@@ -60,13 +60,13 @@ class StartingState:
     learner: str
     incarnation: int
     step: int
-    fragments: tuple[HeldFragment, ...]
+    fragments: tuple[GlobalFragment, ...]
     static: Mapping[str, Tensor]
     run_tokens: int = 0
     awaited: bool = False
 
     @classmethod
-    def of(cls, start: TellStart, fragments: Sequence[HeldFragment], static: Mapping[str, Tensor]) -> Self:
+    def of(cls, start: TellStart, fragments: Sequence[GlobalFragment], static: Mapping[str, Tensor]) -> Self:
         """A start as a session tells it, with what was fetched for it."""
         who = start.who
         return cls(who.learner, who.incarnation, start.step, tuple(fragments), static, start.run_tokens, start.awaited)
@@ -91,12 +91,12 @@ class Arrived:
     """
 
     update: Update
-    held: HeldFragment
+    held: GlobalFragment
     merged: int
     mean: Tensor | None = None
 
     @classmethod
-    def of(cls, update: Update, advanced: Advanced, merged: int) -> Self:
+    def of(cls, update: Update, advanced: AppliedUpdate, merged: int) -> Self:
         """What an update has led to."""
         held = advanced.held if advanced.mean is None else advanced.held.bare
         return cls(update, held, merged, advanced.mean)
@@ -319,7 +319,7 @@ class ShardedExchange(Exchange):
         """Do from now on what rank 0 has all ranks do. `initial` is called as on rank 0."""
 
     @abstractmethod
-    def fetched(self, fragment: int, version: int, incarnation: int | None = None) -> Advanced:
+    def fetched(self, fragment: int, version: int, incarnation: int | None = None) -> AppliedUpdate:
         """This rank's shard of a version that all ranks have fetched; asked for once, in the order of the news.
 
         `incarnation`: which starts from it; None: the one that has started last received it.

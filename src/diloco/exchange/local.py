@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from safetensors.torch import load, save
 from torch import Tensor
 
-from diloco.core.held import HeldFragment
+from diloco.core.global_fragment import GlobalFragment
 from diloco.core.layout import Layout
 from diloco.core.method import Method
 from diloco.errors import CheckpointError, ConfigError, DilocoError
@@ -192,7 +192,7 @@ class Local(Exchange):
         )  # fmt: skip
         model = initial() if initialises else None  # in this learner's turn
 
-        def initial_model() -> InitialModel[HeldFragment]:
+        def initial_model() -> InitialModel[GlobalFragment]:
             assert model is not None
             static = save(dict(model.static)) if model.static else b""
             return syncer.jobs.initial(

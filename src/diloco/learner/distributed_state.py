@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import StorageReader
 
 from diloco.errors import CheckpointError, ConfigError
-from diloco.learner.boundary import Boundary
+from diloco.learner.driver import LearnerDriver
 from diloco.learner.state_dict import learner_state
 
 PLAIN = "plain"
@@ -75,7 +75,7 @@ class FragmentShard(Tensor):
         return self.local
 
 
-def distributed_state(learner: Boundary) -> dict[str, Any]:
+def distributed_state(learner: LearnerDriver) -> dict[str, Any]:
     """What `learner_state` says, for `dcp.save`. Every rank calls it.
 
     Raises:
@@ -103,7 +103,7 @@ def distributed_state(learner: Boundary) -> dict[str, Any]:
 
 
 def load_distributed_state(
-    learner: Boundary, storage: str | Path | StorageReader, prefix: str, process_group: ProcessGroup | None
+    learner: LearnerDriver, storage: str | Path | StorageReader, prefix: str, process_group: ProcessGroup | None
 ) -> dict[str, Any]:
     """A state for `resume`, from a checkpoint whose entry `prefix` is `distributed_state` of any number of ranks.
 
@@ -149,7 +149,7 @@ def load_distributed_state(
     return state
 
 
-def _shard(learner: Boundary, local: Tensor, fragment: int) -> FragmentShard:
+def _shard(learner: LearnerDriver, local: Tensor, fragment: int) -> FragmentShard:
     elements = learner.tensors.partition.elements(fragment)
     return FragmentShard(local, elements, learner.layout.fragments[fragment].numel)
 

@@ -25,11 +25,12 @@ from diloco.core.method import Method
 from diloco.errors import ConfigError
 from diloco.exchange.base import Exchange, FlatModel, StartingState
 from diloco.exchange.island import Ranks
-from diloco.learner.boundary import Boundary
 from diloco.learner.compatibility import check_compatible, require_exchange
+from diloco.learner.driver import LearnerDriver
 from diloco.learner.frozen import exchanged_tensors
+from diloco.learner.island_model import described_by_all, static_of_all
 from diloco.learner.leased import LeasedUnits
-from diloco.learner.masters import MasterWeights
+from diloco.learner.master_weights import MasterWeightDetector
 from diloco.learner.models import FullyShardedModules, joined, listed, require_hooks
 from diloco.learner.own_ranks import RanksOfLearner, island_of
 from diloco.learner.partition import Partition, Undivided, divided
@@ -39,7 +40,6 @@ from diloco.learner.roles import Buffers, ModelDescription, Static, described, r
 from diloco.learner.schedule_free import in_eval_mode, is_in_train_mode
 from diloco.learner.state_dict import learner_state, resume
 from diloco.learner.tensors import LearnerTensors, trained_tensors
-from diloco.learner.union import described_by_all, static_of_all
 from diloco.protocol.learner import LearnerCore
 from diloco.protocol.leases import DataSet
 from diloco.protocol.rounds.base import Rules
@@ -167,8 +167,8 @@ class Learner:
             exchange.take()
             opened = self._exchange.open(self.layout, self.method, lambda: self._own_model(island), overlap=overlap)
             self._core = LearnerCore(Rules.of(own, len(self.layout.fragments)), opened.versions, step=opened.step)
-            masters = MasterWeights(self._optimizers, self.layout, self._tensors.parameters)
-            self._boundary = Boundary(
+            masters = MasterWeightDetector(self._optimizers, self.layout, self._tensors.parameters)
+            self._driver = LearnerDriver(
                 self.method, self.layout, self._exchange, self._core, self._tensors, masters, trained, rewarm, opened
             )
             if any(opened.versions) and resume is None:
@@ -234,12 +234,12 @@ class Learner:
             ConfigError: the learner is closed.
         """
         self._require_open()
-        boundary = self._boundary
+        driver = self._driver
         if training_loss is not None:
-            boundary.training_loss = float(training_loss)
+            driver.training_loss = float(training_loss)
         if held_out_loss is not None:
-            boundary.evaluation = Evaluation(float(held_out_loss), self.run_tokens)
-        boundary.report()
+            driver.evaluation = Evaluation(float(held_out_loss), self.run_tokens)
+        driver.report()
 
     def step_after_optimizer(self, tokens: Callable[[], int] | None = None) -> None:
         """From now on, call `step` after every step of the optimizer, by a hook: for loops that cannot be edited.
@@ -272,27 +272,27 @@ class Learner:
         tokens = _number_of(tokens)
         self._require_one_mode()
         self._fully_sharded.reshard()
-        timing = self._boundary.timing
+        timing = self._driver.timing
         if not self._exchanges_gradients:
             self._exchange.stepped()
         timing.step_begins()
         if self._start_model is not None:
             self._begins()
-        self._boundary.rewarm.stepped()
+        self._driver.rewarm.stepped()
         tokens = self._exchange.sum_tokens(tokens)
         if self._exchanges_gradients:
             self._core.credit(tokens)
-            self._boundary.report()
+            self._driver.report()
             while self._exchange.boundary():
-                self._boundary.receive()
+                self._driver.receive()
         else:
-            self._boundary.after_step(tokens)
+            self._driver.after_step(tokens)
         timing.step_ends()
 
     def _begins(self) -> None:
         """The first step was taken: no checkpoint is loaded any more."""
         self._start_model = None  # a copy of the model that the anchors replace
-        if (notice := self._boundary.rewarm.notice(self._core.step + 1)) and self._exchange.rank[0] == 0:
+        if (notice := self._driver.rewarm.notice(self._core.step + 1)) and self._exchange.rank[0] == 0:
             log.warning("learner %s %s", self.name, notice)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -303,14 +303,14 @@ class Learner:
                 ".step(closure) computes others inside it; call the closure first and step() without it, or use a "
                 "method that exchanges outer gradients."
             )
-        self._boundary.before_step()
+        self._driver.before_step()
 
     # --- state --------------------------------------------------------------------------------------------------------
 
     @property
     def name(self) -> str:
         """This learner's name in the run."""
-        return self._boundary.name
+        return self._driver.name
 
     @property
     def steps(self) -> int:
@@ -321,7 +321,7 @@ class Learner:
     def lr_factor(self) -> float:
         """Of the learning rate in the next step: below 1 in a re-warm-up (`rewarm_steps`). The learner applies it
         itself, inside `optimizer.step()`."""
-        return self._boundary.rewarm.factor
+        return self._driver.rewarm.factor
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -332,7 +332,7 @@ class Learner:
     def digests(self) -> tuple[str, ...]:
         """The digest of each fragment at that version; in a learner of several ranks, of the part that this rank
         exchanges."""
-        return tuple(self._boundary.digests)
+        return tuple(self._driver.digests)
 
     @property
     def run_tokens(self) -> int:
@@ -349,7 +349,7 @@ class Learner:
         A learner that was evicted, and cannot join again, loses what is not merged, and takes no more steps.
         """
         has_sent = any(work.pending_steps == 0 for work in self._core.fragments)
-        return self._boundary.is_drained or (self._exchange.overview.drained and has_sent)
+        return self._driver.is_drained or (self._exchange.overview.drained and has_sent)
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -375,11 +375,11 @@ class Learner:
                 "leases of data need a syncer (diloco.connect, run_local), and a method that exchanges outer "
                 "gradients; deal fixed shards of the data to the learners instead."
             )
-        if self._boundary.units is not None or self._core.steps:
+        if self._driver.units is not None or self._core.steps:
             raise ConfigError(
                 "this learner has taken a step, or leases data already; lease once, before the first step."
             )
-        return LeasedUnits(self._boundary, data, num_ahead)
+        return LeasedUnits(self._driver, data, num_ahead)
 
     def global_state_dict(self) -> dict[str, Tensor]:
         """The global model at the versions that this learner holds: the model to evaluate and export.
@@ -402,7 +402,7 @@ class Learner:
         if self._tensors.has_made_keys:
             with self.global_model():
                 return self._tensors.model_state_dict(None)
-        return self._tensors.model_state_dict(self._boundary.newest())
+        return self._tensors.model_state_dict(self._driver.newest())
 
     @contextmanager
     def global_model(self) -> Iterator[None]:
@@ -433,7 +433,7 @@ class Learner:
         self._holds_global_model = True
         try:
             with in_eval_mode(self._optimizers):
-                for fragment, theta in enumerate(self._boundary.newest()):
+                for fragment, theta in enumerate(self._driver.newest()):
                     self._tensors.write(fragment, theta)
                 yield
         finally:
@@ -450,16 +450,16 @@ class Learner:
         (`Exchange.num_bytes`); `resumed_bytes` did not cross the link again after a cut. `ledger` says for each
         fragment what became of the tokens trained.
         """
-        boundary, timing = self._boundary, self._boundary.timing
+        driver, timing = self._driver, self._driver.timing
         return {
-            "learner": boundary.name,
-            "incarnation": boundary.incarnation,
+            "learner": driver.name,
+            "incarnation": driver.incarnation,
             "steps": self._core.step,
             "tokens": self._core.tokens,
             "run_tokens": self.run_tokens,
             "versions": list(self._core.versions),
-            "updates": boundary.updates,
-            "merges": boundary.merges,
+            "updates": driver.updates,
+            "merges": driver.merges,
             "step_s": timing.step_s,
             "blocked_s": timing.blocked_s,
             "num_blocked": timing.num_blocked,
@@ -486,7 +486,7 @@ class Learner:
         self._require_own_parameters()
         self._exchange.meet("state_dict")
         self._fully_sharded.reshard()
-        return learner_state(self._boundary)
+        return learner_state(self._driver)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
         """Continue from `state_dict`: the model's parameters become those of the checkpoint.
@@ -509,7 +509,7 @@ class Learner:
             raise ConfigError("load_state_dict was called after a step; load the state before the first one.")
         self._exchange.meet("load_state_dict")
         self._fully_sharded.reshard()
-        self.resumed = resume(self._boundary, opened, state)
+        self.resumed = resume(self._driver, opened, state)
         return self.resumed
 
     def distributed_state_dict(self) -> dict[str, Any]:
@@ -530,7 +530,7 @@ class Learner:
         self._fully_sharded.reshard()
         from diloco.learner.distributed_state import distributed_state
 
-        return distributed_state(self._boundary)
+        return distributed_state(self._driver)
 
     def load_distributed_state_dict(
         self, storage: str | Path | StorageReader, prefix: str = "learner", *, process_group: ProcessGroup | None = None
@@ -549,7 +549,7 @@ class Learner:
         self._require_open()
         from diloco.learner.distributed_state import load_distributed_state
 
-        return self.load_state_dict(load_distributed_state(self._boundary, storage, prefix, process_group))
+        return self.load_state_dict(load_distributed_state(self._driver, storage, prefix, process_group))
 
     # --- leaving ------------------------------------------------------------------------------------------------------
 
@@ -560,8 +560,8 @@ class Learner:
         still merged. A process group has fixed members: there the others wait for it all the same.
         """
         self._require_open()
-        self._boundary.has_finished = True
-        self._boundary.report()
+        self._driver.has_finished = True
+        self._driver.report()
 
     def interrupt(self, after_s: float = 0.5) -> None:
         """Wait for nothing any more, after this time: for SIGTERM. May be called from a signal handler or any thread.
@@ -589,7 +589,7 @@ class Learner:
     def _require_training(self) -> None:
         self._require_open()
         self._require_own_parameters()
-        if self._boundary.has_finished:
+        if self._driver.has_finished:
             raise ConfigError("this learner has finished; make a new one to train on.")
 
     def _require_open(self) -> None:

@@ -9,14 +9,14 @@ from typing import Any
 
 from torch import Tensor
 
-from diloco.core.held import HeldFragment
+from diloco.core.global_fragment import GlobalFragment
 from diloco.core.layout import digest
 from diloco.core.method import Method
 from diloco.core.update import Update
 from diloco.errors import AuthError, CheckpointError, StoppedError, translated
 from diloco.escaping import MALFORMED
 from diloco.exchange.base import Arrived, StartingState
-from diloco.learner.boundary import Boundary
+from diloco.learner.driver import LearnerDriver
 from diloco.learner.rewarm import rewarm_of
 from diloco.protocol.in_flight import require_whole_numbers
 from diloco.protocol.lineage import Lineage, refusal
@@ -27,7 +27,7 @@ KEYS = (
 )
 
 
-def learner_state(learner: Boundary) -> dict[str, Any]:
+def learner_state(learner: LearnerDriver) -> dict[str, Any]:
     """Wait for the updates of scheduled rounds in flight, then return all that the learner needs to continue exactly.
 
     A learner that is told to stop, or that the syncer refuses, waits no longer: what it has not heard of is pending
@@ -55,7 +55,7 @@ def learner_state(learner: Boundary) -> dict[str, Any]:
     }
 
 
-def resume(learner: Boundary, opened: StartingState, state: Mapping[str, Any]) -> bool:
+def resume(learner: LearnerDriver, opened: StartingState, state: Mapping[str, Any]) -> bool:
     """Continue from `learner_state` in the run that `opened` describes (`Learner.load_state_dict`).
 
     Raises:
@@ -94,7 +94,7 @@ def resume(learner: Boundary, opened: StartingState, state: Mapping[str, Any]) -
     return True
 
 
-def _check(learner: Boundary, state: Mapping[str, Any]) -> None:
+def _check(learner: LearnerDriver, state: Mapping[str, Any]) -> None:
     if missing := [key for key in KEYS if key not in state]:
         raise CheckpointError(
             f"the checkpoint has no {missing[0]!r}; load what Learner.state_dict of this version of diloco returned."
@@ -117,7 +117,7 @@ def _check(learner: Boundary, state: Mapping[str, Any]) -> None:
     learner.tensors.require_pieces(state["parameters"])
 
 
-def _check_tensors(learner: Boundary, state: Mapping[str, Any]) -> None:
+def _check_tensors(learner: LearnerDriver, state: Mapping[str, Any]) -> None:
     """Check that the tensors are those of this model. Raises one of `MALFORMED` where they are not."""
     anchors = learner.tensors.anchors
     flat = [(int(f), each) for part in ("origins", "residuals") for f, each in state[part].items()]
@@ -161,7 +161,7 @@ def _has_gone_on(opened: StartingState, state: Mapping[str, Any]) -> bool:
     return not state["exchange"] and tuple(newest) != opened.versions
 
 
-def _unanswered(learner: Boundary) -> list[tuple[int, int]]:
+def _unanswered(learner: LearnerDriver) -> list[tuple[int, int]]:
     return [answer for answer in learner.core.answers_on_their_way() if answer not in learner.received]
 
 
@@ -173,7 +173,7 @@ def _arrived_out(arrived: Arrived) -> dict[str, Any]:
 
 def _arrived_in(saved: Mapping[str, Any]) -> Arrived:
     update = Update.from_dict(saved["update"])
-    held = HeldFragment.from_state_dict(update.fragment, saved["held"])
+    held = GlobalFragment.from_state_dict(update.fragment, saved["held"])
     mean = saved.get("mean")
     require_whole_numbers(update.base, held.version, saved["merged"])
     if held.version != update.version:

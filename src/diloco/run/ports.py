@@ -25,7 +25,7 @@ from diloco.protocol.syncer import SyncerCore
 
 
 class FragmentVersion(Protocol):
-    """A fragment at a version: `core.held.HeldFragment`, or what stands for it where there are no tensors."""
+    """A fragment at a version: `core.global_fragment.GlobalFragment`, or its stand-in where there are no tensors."""
 
     @property
     def version(self) -> int: ...

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from diloco.core.held import HeldFragment, close
+from diloco.core.global_fragment import GlobalFragment, close
 from diloco.core.layout import Layout
 from diloco.core.merges import Encoded
 from diloco.core.method import Method
@@ -32,8 +32,8 @@ class TensorJobs:
     Arguments:
         method: the run's.
         seconds: tells the time for `MergedRound.merge_s`; None: it takes none.
-        in_place: rounds are closed in place (`core.held.close`), which takes less memory. The run's disk must keep
-            bytes of its own, and nothing but `StorePort` may read residuals and the syncer's outer states.
+        in_place: rounds are closed in place (`core.global_fragment.close`), which takes less memory. The run's disk
+            must keep bytes of its own, and nothing but `StorePort` may read residuals and the syncer's outer states.
     """
 
     def __init__(
@@ -50,9 +50,9 @@ class TensorJobs:
     def initial(
         self, layout: Layout, thetas: Sequence[Tensor], static: bytes, *, learner: str, source: str, run_id: str,
         step: int = 0, tokens: int = 0, epoch: int = 1,
-    ) -> InitialModel[HeldFragment]:  # fmt: skip
+    ) -> InitialModel[GlobalFragment]:  # fmt: skip
         """The model that a run begins with. `thetas`: fp32 [n] of each fragment."""
-        held = tuple(HeldFragment.first(self._method, index, theta) for index, theta in enumerate(thetas))
+        held = tuple(GlobalFragment.first(self._method, index, theta) for index, theta in enumerate(thetas))
         return InitialModel(layout, held, static, learner, source, run_id, step, tokens, epoch)
 
     def check(self, slot: TensorSlot, num_elements: int) -> PayloadError | None:
@@ -64,8 +64,8 @@ class TensorJobs:
         return None
 
     def close(
-        self, action: MergeRound, layout: Layout, held: HeldFragment, slots: Sequence[TensorSlot]
-    ) -> MergedRound[HeldFragment, Tensor] | PayloadError:
+        self, action: MergeRound, layout: Layout, held: GlobalFragment, slots: Sequence[TensorSlot]
+    ) -> MergedRound[GlobalFragment, Tensor] | PayloadError:
         """The round's result, or why there is none that could be used."""
         began_s = self._seconds()
         encoded = encoded_of(action.contributions, action.weights, [slot.tensor for slot in slots], action.round)

@@ -13,7 +13,7 @@ from typing import Self
 
 from torch import Tensor
 
-from diloco.core.held import HeldFragment
+from diloco.core.global_fragment import GlobalFragment
 from diloco.core.layout import Digest
 from diloco.core.update import Update
 from diloco.errors import CorruptPayloadError, StoreError
@@ -115,7 +115,7 @@ class TensorFiles:
         self._at = at
         self.directory = path / "tensors"
 
-    def write(self, held: HeldFragment, described: VersionFileHeader) -> tuple[str, str]:
+    def write(self, held: GlobalFragment, described: VersionFileHeader) -> tuple[str, str]:
         """A version's tensors, and what it is; returns the file's name and its hash."""
         tensors = {"theta": held.theta, **{_OUTER + name: value for name, value in held.outer_state.items()}}
         if held.residual is not None:
@@ -131,7 +131,7 @@ class TensorFiles:
         """Frozen parameters and buffers, a safetensors file already; returns as `write`."""
         return write_bytes(self.directory, STATIC, data, self._at)
 
-    def read(self, stored: StoredVersion) -> HeldFragment:
+    def read(self, stored: StoredVersion) -> GlobalFragment:
         """What `write` has written.
 
         Raises:
@@ -305,9 +305,9 @@ def version_of(name: str) -> tuple[int, int]:
     return (-1, -1) if match is None else (int(match["fragment"]), int(match["version"]))
 
 
-def _held(fragment: int, version: int, tensors: Mapping[str, Tensor], published: str) -> HeldFragment:
+def _held(fragment: int, version: int, tensors: Mapping[str, Tensor], published: str) -> GlobalFragment:
     outer_state = {name.removeprefix(_OUTER): tensor for name, tensor in tensors.items() if name.startswith(_OUTER)}
-    return HeldFragment(fragment, version, tensors["theta"], outer_state, tensors.get("residual"), published)
+    return GlobalFragment(fragment, version, tensors["theta"], outer_state, tensors.get("residual"), published)
 
 
 def _hasher_of(name: str) -> Hasher:

@@ -32,7 +32,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 
-from diloco.core.held import HeldFragment
+from diloco.core.global_fragment import GlobalFragment
 from diloco.core.layout import Layout
 from diloco.core.method import Method
 from diloco.core.update import Update
@@ -134,7 +134,7 @@ class Store:
 
     # writing
 
-    def initialise(self, run: str, method: RunMethod, model: InitialModel[HeldFragment]) -> None:
+    def initialise(self, run: str, method: RunMethod, model: InitialModel[GlobalFragment]) -> None:
         """Give the run its model, once: every fragment at version 0.
 
         Raises:
@@ -167,7 +167,7 @@ class Store:
                 self._at("inserted")
         self._at("committed")
 
-    def begin(self, saved: SavedRun[HeldFragment]) -> SavedRun[HeldFragment]:
+    def begin(self, saved: SavedRun[GlobalFragment]) -> SavedRun[GlobalFragment]:
         """Make the epoch of the next driver durable, of the run that `load` has read; returns what it starts from.
 
         Raises:
@@ -181,7 +181,7 @@ class Store:
             self._at("committed")
         return begun
 
-    def publish(self, merged: MergedRound[HeldFragment, Any], record: Json) -> None:
+    def publish(self, merged: MergedRound[GlobalFragment, Any], record: Json) -> None:
         """Make a version durable, and the record that belongs to it. Only after this returns may it be seen.
 
         Raises:
@@ -220,7 +220,7 @@ class Store:
                 self._at("inserted")
             self._at("committed")
 
-    def tidy(self, saved: SavedRun[HeldFragment] | None) -> list[Path]:
+    def tidy(self, saved: SavedRun[GlobalFragment] | None) -> list[Path]:
         """Remove what is superseded by `saved`, which `load` has read, and set aside what no version names; returns
         that. The run is described once more (`run.json`) where it is not.
 
@@ -241,7 +241,7 @@ class Store:
 
     # reading
 
-    def load(self) -> SavedRun[HeldFragment] | None:
+    def load(self) -> SavedRun[GlobalFragment] | None:
         """The run as last published, every file checked against the hash committed with it; None before `initialise`.
 
         Raises:

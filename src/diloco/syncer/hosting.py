@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import grpc
 from torch import Tensor
 
-from diloco.core.held import HeldFragment
+from diloco.core.global_fragment import GlobalFragment
 from diloco.core.method import Method
 from diloco.errors import DilocoError, UnreachableError
 from diloco.protocol.members import Deadlines
@@ -104,7 +104,7 @@ class Ticker:
 
 T = TypeVar("T")
 
-SyncerDriver = Driver[HeldFragment, Slot, Tensor]
+SyncerDriver = Driver[GlobalFragment, Slot, Tensor]
 
 NUM_CHECKERS = 4
 """Threads that check payloads at most: each reads a contribution once."""
@@ -198,7 +198,7 @@ class HostedDriver:
         journal: Journal,
         pool: Pool | None = None,
         recorder: Recorder[Slot] | None = None,
-        writes: StorePort[HeldFragment, Tensor] | None = None,
+        writes: StorePort[GlobalFragment, Tensor] | None = None,
         boot: int | None = None,
         is_begun: bool = False,
     ) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from diloco.core.held import advance, close
+from diloco.core.global_fragment import apply_update, close
 from diloco.core.method import Method
 from diloco.core.shards import Shards
 from diloco.core.update import Update
@@ -68,7 +68,7 @@ class ShardedRounds:
         told = agree(self._group, self._num_bytes, f"the merge {place}", said, error)
         refused = {learner for frame in told for learner in frame["refused"]}
         answer = self._gather(held.shards, closed.payload, f"the merge {place}")
-        advanced = advance(self._method, held.whole, closed.update, answer, held.all_places, verify=False)
+        advanced = apply_update(self._method, held.whole, closed.update, answer, held.all_places, verify=False)
         update = replace(_without(closed.update, refused), digest=advanced.held.digest)
         results = agree(self._group, self._num_bytes, f"the result {place}", {"digest": update.digest})
         require_same_digest(c.fragment, update.version, [frame["digest"] for frame in results])

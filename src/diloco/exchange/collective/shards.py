@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from diloco.core.fragments import digest
-from diloco.core.held import HeldFragment
+from diloco.core.global_fragment import GlobalFragment
 from diloco.core.layout import Fragment, Placement
 from diloco.core.merges import shard_of
 from diloco.core.method import Method
@@ -39,10 +39,10 @@ class HeldShard:
     places: tuple[Placement, ...]
     tensors: range
     all_places: tuple[Placement, ...]
-    whole: HeldFragment
-    own: HeldFragment
+    whole: GlobalFragment
+    own: GlobalFragment
 
-    def take(self, whole: HeldFragment, own: HeldFragment) -> None:
+    def take(self, whole: GlobalFragment, own: GlobalFragment) -> None:
         """A new version."""
         self.whole, self.own = whole, replace(own, theta=whole.theta[self.elements])
 
@@ -52,10 +52,10 @@ def first_held(method: Method, fragment: Fragment, theta: Tensor, shards: Shards
     if method.needs_whole_fragments:
         shards = replace(shards, owner=fragment.index % shards.num_shards)
     elements = shards.elements(rank)
-    whole = HeldFragment.first(method, fragment.index, theta)
+    whole = GlobalFragment.first(method, fragment.index, theta)
     if method.outer_at == "syncer":
         whole = replace(whole, outer_state={})
-    own = HeldFragment.first(method, fragment.index, theta[elements])
+    own = GlobalFragment.first(method, fragment.index, theta[elements])
     return HeldShard(shards, elements, *shard_of(fragment.tensors, elements), fragment.tensors, whole, own)
 
 
@@ -98,7 +98,7 @@ def restore(
         theta = joined.view(torch.float32)
         steps = method.outer_at == "learners"
         outer_state = saved["outer"] if steps else {}
-        whole = HeldFragment(index, saved["version"], theta, outer_state, None, digest(theta))
+        whole = GlobalFragment(index, saved["version"], theta, outer_state, None, digest(theta))
         own = whole.part(held.elements)
         outer_state = own.outer_state if steps else saved["outer"]
         held.take(whole, replace(own, outer_state=outer_state, residual=saved["residual"]))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diloco.core.held import Advanced, HeldFragment
+from diloco.core.global_fragment import AppliedUpdate, GlobalFragment
 from diloco.core.shards import Shards
 from diloco.core.update import Update
 from diloco.errors import DilocoError, ExchangeError, translated
@@ -20,7 +20,7 @@ from diloco.exchange.group import SAME_VERSION, Group, as_bytes, error_of, to_by
 from diloco.protocol.contribution import CallForWork, Drained, Hold, Rejection
 from diloco.protocol.leases import Grant
 
-Fetched = Callable[[int, int, int | None], Advanced]
+Fetched = Callable[[int, int, int | None], AppliedUpdate]
 """`ShardedExchange.fetched`."""
 
 
@@ -209,7 +209,7 @@ def _out(value: Any, told: list[MessageTensor], fragment: int | None) -> Any:
             return [_out(each, told, fragment) for each in value]
         case None | bool() | int() | float() | str():
             return value
-        case HeldFragment():
+        case GlobalFragment():
             fragment = value.fragment
         case Arrived():
             fragment = value.update.fragment
@@ -236,7 +236,7 @@ def _in(said: Any, tensors: Sequence[Tensor]) -> Any:
 _KINDS = {
     kind.__name__: kind
     for kind in (
-        *(Arrived, CallForWork, Rejection, Rejoined, Grant, Drained, Hold, Interrupted, StartingState, HeldFragment),
+        *(Arrived, CallForWork, Rejection, Rejoined, Grant, Drained, Hold, Interrupted, StartingState, GlobalFragment),
         *(Update, _Version, _Arrival),
     )
 }

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from diloco.core.choices import whole_number
 from diloco.core.fragments import Layout
-from diloco.core.held import Advanced
+from diloco.core.global_fragment import AppliedUpdate
 from diloco.core.method import Method
 from diloco.errors import ConfigError, ExchangeError, StoppedError
 from diloco.exchange.base import Event, FlatModel, Overview, ShardedExchange, StartingState
@@ -192,7 +192,7 @@ class Remote(ShardedExchange):
         model = None if self._initial is None else initial()
         self._follower = Follower(self._dialler, layout, method, self._lanes, model)
 
-    def fetched(self, fragment: int, version: int, incarnation: int | None = None) -> Advanced:
+    def fetched(self, fragment: int, version: int, incarnation: int | None = None) -> AppliedUpdate:
         assert self._follower is not None
         return self._follower.fetched.take(fragment, version, incarnation)
 

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from diloco.core.fragments import Layout
-from diloco.core.held import Advanced, require_digest
+from diloco.core.global_fragment import AppliedUpdate, require_digest
 from diloco.core.layout import digest_of_segments
 from diloco.core.method import Method
 from diloco.core.shards import Segments, dealt
@@ -75,7 +75,7 @@ class FetchedShards:
     """
 
     def __init__(self) -> None:
-        self._by_version: dict[tuple[int, int, int], Advanced] = {}  # incarnation, fragment, version
+        self._by_version: dict[tuple[int, int, int], AppliedUpdate] = {}  # incarnation, fragment, version
         self._incarnation = 0  # of the training thread
         self._changed = threading.Condition()
         self._is_over = False
@@ -94,7 +94,7 @@ class FetchedShards:
             self._is_over = True
             self._changed.notify_all()
 
-    def take(self, fragment: int, version: int, incarnation: int | None) -> Advanced:
+    def take(self, fragment: int, version: int, incarnation: int | None) -> AppliedUpdate:
         """A version that all ranks have, which this one may be about to put; earlier ones, and what earlier
         incarnations have fetched, are not asked for any more.
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from diloco.core.fragments import Layout
-from diloco.core.held import Advanced, HeldFragment, advance, received_whole
+from diloco.core.global_fragment import AppliedUpdate, GlobalFragment, apply_lossless_update, apply_update
 from diloco.core.merges import shard_of
 from diloco.core.method import Method
 from diloco.core.shards import Segments
@@ -160,7 +160,7 @@ class FetchResult:
     lineage: Lineage
     update: Update
     verdicts: tuple[Verdict, ...]
-    advanced: Advanced | None
+    advanced: AppliedUpdate | None
     static: Mapping[str, Tensor]
 
 
@@ -182,7 +182,7 @@ class Receiver:
         self._dialler, self._layout, self._method, self._shards = dialler, layout, method, shards
         self._download: Incoming | None = None  # that was cut off
         self.resumed_bytes = 0
-        self._newest: dict[int, HeldFragment] = {}
+        self._newest: dict[int, GlobalFragment] = {}
         self._static: Mapping[str, Tensor] = {}
 
     def fetch(self, call: requests.Fetch) -> FetchResult:
@@ -219,7 +219,7 @@ class Receiver:
                 raise VersionError(
                     f"the syncer sent a change to fragment {fragment.index}, of which nothing is held; fetch all of it."
                 )
-            advanced = advance(self._method, held, update, tensor_of(buffer), places, verify=not is_shard)
+            advanced = apply_update(self._method, held, update, tensor_of(buffer), places, verify=not is_shard)
         return FetchResult(lineage, update, verdicts, advanced, {})
 
     def _pull(self, channel: str, request: pb.PullRequest) -> tuple[pb.PullHeader, memoryview]:
@@ -242,7 +242,7 @@ class Receiver:
             self._newest[download.update.fragment] = download.advanced.held
 
     @property
-    def fragments(self) -> tuple[HeldFragment, ...]:
+    def fragments(self) -> tuple[GlobalFragment, ...]:
         """The global model, as it is held."""
         return tuple(self._newest[fragment.index] for fragment in self._layout.fragments)
 
@@ -252,11 +252,11 @@ class Receiver:
         return self._static
 
 
-def whole_of(header: pb.PullHeader, buffer: memoryview, num_elements: int, *, verify: bool = True) -> Advanced:
+def whole_of(header: pb.PullHeader, buffer: memoryview, num_elements: int, *, verify: bool = True) -> AppliedUpdate:
     """A version that was sent losslessly, in the memory of the buffer; with its outer state, where that was sent too.
 
     Arguments:
-        verify: as in `advance`.
+        verify: as in `apply_update`.
 
     Raises:
         CorruptPayloadError, DigestError: it is not what the syncer published.
@@ -264,7 +264,7 @@ def whole_of(header: pb.PullHeader, buffer: memoryview, num_elements: int, *, ve
     num_theta_bytes = header.num_bytes - header.outer_bytes
     outer_state = tensors_of(buffer[num_theta_bytes:], "the outer states") if header.outer_bytes else {}
     theta = tensor_of(buffer[:num_theta_bytes])
-    return received_whole(update_of(header), theta, num_elements, outer_state, verify=verify)
+    return apply_lossless_update(update_of(header), theta, num_elements, outer_state, verify=verify)
 
 
 def num_bytes_of(sender: Sender, receiver: Receiver) -> dict[str, int]:

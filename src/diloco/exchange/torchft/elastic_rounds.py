@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from diloco.core.fragments import Layout
-from diloco.core.held import close, published_mean
+from diloco.core.global_fragment import close, published_mean
 from diloco.core.layout import SAME_MODEL
 from diloco.core.method import Method
 from diloco.core.weights import merge_weights

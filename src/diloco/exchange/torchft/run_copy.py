@@ -11,7 +11,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from diloco.core.fragments import digest
-from diloco.core.held import HeldFragment
+from diloco.core.global_fragment import GlobalFragment
 from diloco.core.method import Method
 from diloco.core.update import Update
 from diloco.exchange.base import FlatModel
@@ -45,7 +45,7 @@ class Copy:
         step: the newest inner step that any member is known to have sent a contribution after.
     """
 
-    fragments: list[HeldFragment] = field(default_factory=list)
+    fragments: list[GlobalFragment] = field(default_factory=list)
     results: dict[int, RoundResult] = field(default_factory=dict)
     static: Mapping[str, Tensor] = field(default_factory=dict)
     step: int = 0
@@ -54,7 +54,7 @@ class Copy:
         """Start from this member's own model, as version −1: older than any version of the run."""
         self.static = model.static
         self.fragments = [
-            HeldFragment.first(method, f, theta.contiguous(), version=-1) for f, theta in enumerate(model.fragments)
+            GlobalFragment.first(method, f, theta.contiguous(), version=-1) for f, theta in enumerate(model.fragments)
         ]
 
     @property
@@ -89,7 +89,7 @@ class Copy:
         for key, told_of in told.items():
             f, theta = int(key), tensors[f"{key}.theta"]
             outer_state = _under(f"{key}.outer.", tensors)
-            self.fragments[f] = HeldFragment(
+            self.fragments[f] = GlobalFragment(
                 f, told_of["version"], theta, outer_state, tensors.get(f"{key}.residual"), digest(theta)
             )
             if "update" in told_of:

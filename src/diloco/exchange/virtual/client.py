@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from diloco.core.held import Advanced, HeldFragment
+from diloco.core.global_fragment import AppliedUpdate, GlobalFragment
 from diloco.core.layout import Layout
 from diloco.core.update import Update
 from diloco.errors import DilocoError, UnreachableError
@@ -94,11 +94,11 @@ class SessionClient:
     def __init__(
         self, core: SessionCore, wire: Wire, clock: Callable[[Callable[[], None]], ClockPort], layout: Layout,
         replicas: Replicas,
-        *, initial: Callable[[], InitialModel[HeldFragment]], ready: bool, overlap: int | None = None,
+        *, initial: Callable[[], InitialModel[GlobalFragment]], ready: bool, overlap: int | None = None,
         on_news: Callable[[News], None],
     ) -> None:  # fmt: skip
         self.core = core
-        self.held: list[HeldFragment | None] = [None] * len(layout.fragments)
+        self.held: list[GlobalFragment | None] = [None] * len(layout.fragments)
         self.static = b""
         self.num_bytes: Counter[str] = Counter()
         self.is_closed = False
@@ -109,7 +109,7 @@ class SessionClient:
         self._open: list[_Open] = []
         self._hung_up: list[_Open] = []
         self._pushes: dict[_Open, tuple[SimulatedDriver, Upload[MemorySlot]]] = {}  # begun at the syncer
-        self._last: tuple[Update, Advanced] | None = None  # what was fetched last
+        self._last: tuple[Update, AppliedUpdate] | None = None  # what was fetched last
 
     # --- the learner, and time ----------------------------------------------------------------------------------------
 
@@ -130,7 +130,7 @@ class SessionClient:
         """What the learner says of itself from now on."""
         self._do(self.core.report(self._now, incarnation, report))
 
-    def restore(self, fragments: Sequence[HeldFragment]) -> None:
+    def restore(self, fragments: Sequence[GlobalFragment]) -> None:
         """The learner has these fragments from a checkpoint to which the run was taken back."""
         self.held = [self._replicas.as_learners_hold(each) for each in fragments]
         self.core.restored([each.version for each in fragments])
@@ -344,7 +344,7 @@ class SessionClient:
             self.static = answer
             self.num_bytes[kind] += len(answer)
             return self.core.fetched(self._now, call, lineage, 0)
-        fetched: FragmentAnswer[HeldFragment, Tensor] = answer
+        fetched: FragmentAnswer[GlobalFragment, Tensor] = answer
         self.num_bytes[kind] += self._replicas.num_bytes(fetched)
         try:
             advanced = self._replicas.fetched(self.held[call.fragment], fetched)

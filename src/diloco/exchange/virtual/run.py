@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from diloco.core.held import HeldFragment
+from diloco.core.global_fragment import GlobalFragment
 from diloco.core.layout import Layout
 from diloco.core.method import Method
 from diloco.errors import ConfigError, LayoutError
@@ -161,7 +161,7 @@ class VirtualRun:
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
-    def restore(self, name: str, state: Mapping[str, Any]) -> Sequence[HeldFragment]:
+    def restore(self, name: str, state: Mapping[str, Any]) -> Sequence[GlobalFragment]:
         """Go on from here with what a learner's checkpoint says of it, and before any learner has trained with the
         model and rounds that the checkpoint says (`Local.state_dict`). Returns the run's fragments."""
         assert self._syncer is not None
@@ -212,9 +212,9 @@ class VirtualRun:
             self.delivery.happen(self.time.now)
 
 
-def _held(own: HeldFragment, saved: Mapping[str, Any]) -> HeldFragment:
+def _held(own: GlobalFragment, saved: Mapping[str, Any]) -> GlobalFragment:
     """A fragment of a checkpoint, of the same model and method as the run's own."""
-    found = HeldFragment.from_state_dict(own.fragment, saved)
+    found = GlobalFragment.from_state_dict(own.fragment, saved)
     shapes = [
         {"": each.theta.shape, **{name: value.shape for name, value in each.outer_state.items()}}
         for each in (found, own)

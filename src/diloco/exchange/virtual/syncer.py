@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from diloco.core.held import Advanced, HeldFragment, advance
+from diloco.core.global_fragment import AppliedUpdate, GlobalFragment, apply_update
 from diloco.core.layout import Layout
 from diloco.core.method import Method
 from diloco.exchange.virtual.delivery import Alarm, Delivery
@@ -22,7 +22,7 @@ from diloco.run.memory import MemorySlot, MemorySpool, MemoryStore
 from diloco.run.ports import Observer, Ports, SavedRun, T, Work
 from diloco.run.tensor_jobs import TensorJobs
 
-SimulatedDriver = Driver[HeldFragment, MemorySlot, Tensor]
+SimulatedDriver = Driver[GlobalFragment, MemorySlot, Tensor]
 
 
 class SyncerProcess(Protocol):
@@ -83,12 +83,12 @@ class VirtualSyncer:
         self.jobs = TensorJobs(method, seconds=None)
         self._delivery, self._observer, self._deadlines = delivery, observer, deadlines
         self._pool = pool
-        self.store = MemoryStore[HeldFragment, Tensor]()
+        self.store = MemoryStore[GlobalFragment, Tensor]()
         self._boot = 0
         self._alarm = Alarm(delivery, lambda: None)
         self.driver = self._start(None)
 
-    def restart(self, saved: SavedRun[HeldFragment]) -> None:
+    def restart(self, saved: SavedRun[GlobalFragment]) -> None:
         """Another driver serves the run from here on, as it was saved; learners connect to it."""
         before = self.driver
         self._alarm.stop()
@@ -96,7 +96,7 @@ class VirtualSyncer:
         self.driver = self._start(self.store.begin(saved))
         before.end()
 
-    def _start(self, saved: SavedRun[HeldFragment] | None) -> SimulatedDriver:
+    def _start(self, saved: SavedRun[GlobalFragment] | None) -> SimulatedDriver:
         self._boot += 1
         boot = self._boot
         self._alarm = Alarm(self._delivery, lambda: self.driver.tick())  # noqa: PLW0108 - of the driver as it is then
@@ -117,37 +117,39 @@ class Replicas:
 
     def __init__(self, method: Method, layout: Layout) -> None:
         self._method, self._layout = method, layout
-        self._results: dict[int, OrderedDict[tuple[int, str, int, str], Advanced]] = {}
+        self._results: dict[int, OrderedDict[tuple[int, str, int, str], AppliedUpdate]] = {}
 
     @property
     def hold_outer_states(self) -> bool:
         """Whether learners take the outer steps themselves."""
         return self._method.outer_at == "learners"
 
-    def fetched(self, held: HeldFragment | None, fetched: FragmentAnswer[HeldFragment, Tensor]) -> Advanced:
+    def fetched(self, held: GlobalFragment | None, fetched: FragmentAnswer[GlobalFragment, Tensor]) -> AppliedUpdate:
         """The version that an update leads to from the one that a learner holds; None: it holds none.
 
         Raises:
-            VersionError, DigestError: as `advance`.
+            VersionError, DigestError: as `apply_update`.
         """
         update, payload = fetched.update, fetched.payload
         if payload is None:  # the whole fragment, losslessly
-            return Advanced(self.as_learners_hold(fetched.held))
+            return AppliedUpdate(self.as_learners_hold(fetched.held))
         assert held is not None
         results = self._results.setdefault(update.fragment, OrderedDict())
         key = held.version, held.digest, update.version, update.digest
         if key not in results:
-            results[key] = advance(self._method, held, update, payload, self._layout.fragments[update.fragment].tensors)
+            results[key] = apply_update(
+                self._method, held, update, payload, self._layout.fragments[update.fragment].tensors
+            )
             if len(results) > KEPT_RESULTS:
                 results.popitem(last=False)
         return results[key]
 
-    def as_learners_hold(self, held: HeldFragment) -> HeldFragment:
+    def as_learners_hold(self, held: GlobalFragment) -> GlobalFragment:
         """Without what only the syncer needs."""
         outer_state = held.outer_state if self.hold_outer_states else {}
         return replace(held, outer_state=outer_state, residual=None)
 
-    def num_bytes(self, fetched: FragmentAnswer[HeldFragment, Tensor]) -> int:
+    def num_bytes(self, fetched: FragmentAnswer[GlobalFragment, Tensor]) -> int:
         """As it goes over the network."""
         if fetched.payload is not None:
             return fetched.payload.numel()

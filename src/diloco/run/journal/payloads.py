@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from diloco.core.held import HeldFragment
+from diloco.core.global_fragment import GlobalFragment
 from diloco.core.layout import Layout
 from diloco.core.layout import digest as theta_digest
 from diloco.core.method import Method
@@ -64,13 +64,13 @@ class TensorPayloads:
         digest = hashlib.sha256(data).hexdigest()
         return {"payload": digest, "kept": self._keep(contribution_name(digest), [data])}
 
-    def begin(self, model: InitialModel[HeldFragment]) -> None:
+    def begin(self, model: InitialModel[GlobalFragment]) -> None:
         """As `recorder_ports.PayloadsPort`."""
         if self._keep is not None:
             for each in model.fragments:
                 self._keep(fragment_name(each.fragment, each.version, each.digest), [_bytes_of(each.theta)])
 
-    def resume(self, saved: SavedRun[HeldFragment]) -> None:
+    def resume(self, saved: SavedRun[GlobalFragment]) -> None:
         """As `recorder_ports.PayloadsPort`: as safetensors, with outer state and residual."""
         if self._keep is None or self._keep.has_any(FRAGMENT):
             return
@@ -97,16 +97,16 @@ class ReadPayloads:
         data = self._read(contribution_name(digest))
         return None if data is None else _tensor_of(data, torch.uint8)
 
-    def fragment(self, method: Method, index: int, version: int, digest: str) -> HeldFragment | None:
+    def fragment(self, method: Method, index: int, version: int, digest: str) -> GlobalFragment | None:
         """As `replay_ports.KeptPayloads`. Raises CorruptPayloadError: it has another digest."""
         name = fragment_name(index, version, digest)
         if (data := self._read(name)) is not None:
-            held = HeldFragment.first(method, index, _tensor_of(data, torch.float32), version)
+            held = GlobalFragment.first(method, index, _tensor_of(data, torch.float32), version)
         elif (data := self._read(name + _STATE)) is not None:
             tensors = load(bytes(data))
             outer = {key.removeprefix(_OUTER): value for key, value in tensors.items() if key.startswith(_OUTER)}
             theta = tensors["theta"]
-            held = HeldFragment(index, version, theta, outer, tensors.get("residual"), theta_digest(theta))
+            held = GlobalFragment(index, version, theta, outer, tensors.get("residual"), theta_digest(theta))
         else:
             return None
         if held.digest != digest:

@@ -14,7 +14,7 @@ import grpc
 import torch
 
 from diloco.core.fragments import Layout
-from diloco.core.held import HeldFragment
+from diloco.core.global_fragment import GlobalFragment
 from diloco.core.memory import room
 from diloco.errors import BusyError, CorruptPayloadError, DilocoError, LayoutError, StoreError
 from diloco.exchange.wire import syncer_pb2 as pb
@@ -107,7 +107,7 @@ class Initialising:
 
     def _initial_model(
         self, header: pb.InitialiseHeader, layout: Layout, seen: Lineage | None, buffer: memoryview
-    ) -> InitialModel[HeldFragment]:
+    ) -> InitialModel[GlobalFragment]:
         """What has come, checked and with its digests: seconds for each GB."""
         thetas, start = [], 0
         for num_bytes in header.part_bytes[:-1]:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from diloco.core.held import HeldFragment
+from diloco.core.global_fragment import GlobalFragment
 from diloco.errors import StandbyError
 from diloco.protocol.lineage import Epoch
 from diloco.protocol.pair.pair_core import PairCore
@@ -242,12 +242,12 @@ class ReplicatedStore:
         self._store, self._pairing = store, pairing
         self._writes = PairedWrites()
 
-    def initialise(self, run: str, method: RunMethod, model: InitialModel[HeldFragment]) -> None:
+    def initialise(self, run: str, method: RunMethod, model: InitialModel[GlobalFragment]) -> None:
         """Version 0 of every fragment."""
         self._store.initialise(run, method, model)
         self._pairing.written(self._store.serial)
 
-    def publish(self, merged: MergedRound[HeldFragment, Tensor], record: Json) -> None:
+    def publish(self, merged: MergedRound[GlobalFragment, Tensor], record: Json) -> None:
         """A version together with its record, which a try before this one may have written here already."""
         update = merged.update
         key = WriteKey(update.fragment, update.version, update.digest)

@@ -15,7 +15,7 @@ from diloco import Learner, Method
 from diloco.core.fragments import make_layout
 from diloco.errors import ConfigError
 from diloco.exchange.base import Exchange
-from diloco.learner.masters import MasterWeights
+from diloco.learner.master_weights import MasterWeightDetector
 
 MakeInner = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -197,7 +197,7 @@ def test_what_joining_overwrites_is_no_adoption(rejoined: bool) -> None:
     """A learner that was evicted takes the run's model: its parameters are not where the last adoption left them."""
     model = nn.Linear(16, 16, bias=False)
     layout = make_layout(model, diloco.Whole())
-    masters = MasterWeights([torch.optim.SGD(model.parameters())], layout, dict(model.named_parameters()))
+    masters = MasterWeightDetector([torch.optim.SGD(model.parameters())], layout, dict(model.named_parameters()))
     masters.stepped()
     before = model.weight.data.clone()
     with masters.writing(0):

@@ -17,7 +17,7 @@ from diloco.errors import ConfigError, StoppedError
 from diloco.exchange.base import Arrived, Exchange, Interrupted, Rejoined, StartingState
 from diloco.learner.eager import EagerSteps
 from diloco.learner.error_feedback import ErrorFeedback
-from diloco.learner.masters import MasterWeights
+from diloco.learner.master_weights import MasterWeightDetector
 from diloco.learner.rewarm import Rewarm
 from diloco.learner.tensors import LearnerTensors
 from diloco.learner.timing import Timing
@@ -32,7 +32,7 @@ from diloco.protocol.units import Ranges
 log = logging.getLogger("diloco")
 
 
-class Boundary:
+class LearnerDriver:
     """Executes the decisions of one learner's state machine.
 
     Arguments:
@@ -61,7 +61,7 @@ class Boundary:
 
     def __init__(
         self, method: Method, layout: Layout, exchange: Exchange, core: LearnerCore, tensors: LearnerTensors,
-        masters: MasterWeights, trained: Sequence[tuple[int, ...] | None], rewarm: Rewarm, opened: StartingState,
+        masters: MasterWeightDetector, trained: Sequence[tuple[int, ...] | None], rewarm: Rewarm, opened: StartingState,
     ) -> None:  # fmt: skip
         self.method, self.layout, self.exchange = method, layout, exchange
         self.core, self.tensors = core, tensors

@@ -1,4 +1,4 @@
-"""A fragment at a version. `close` merges contributions into the next one; `advance` makes it from the update.
+"""A fragment at a version. `close` merges contributions into the next one; `apply_update` makes it from the update.
 
     Δ̄ = scale · Merge({decode(payload_m)}, w)                 merge, in learner-id order, fp32
     Θ* = OuterOpt(Θ, Δ̄)                                        outer step
@@ -43,7 +43,7 @@ _RUN_ELEMENTS = 32 * SEGMENT_ELEMENTS
 
 
 @dataclass(frozen=True, eq=False)
-class HeldFragment:
+class GlobalFragment:
     """A global fragment at a version, or a shard of one. Its tensors are not written to, but by `close` in place.
 
     Attributes:
@@ -102,7 +102,7 @@ class HeldFragment:
 
 
 @dataclass(frozen=True, eq=False)
-class Closed:
+class Publication:
     """A merged round: the next version, and the update that is published.
 
     Attributes:
@@ -112,7 +112,7 @@ class Closed:
         refused: learners whose contributions the method's screen has left out.
     """
 
-    held: HeldFragment
+    held: GlobalFragment
     update: Update
     payload: Tensor
     refused: tuple[str, ...] = ()
@@ -120,13 +120,13 @@ class Closed:
 
 def close(
     method: Method,
-    held: HeldFragment,
+    held: GlobalFragment,
     contributions: Sequence[Encoded],
     places: Sequence[Placement],
     scale: float = 1.0,
     *,
     in_place: bool = False,
-) -> Closed:
+) -> Publication:
     """Merge, take the outer step and encode the answer.
 
     Arguments:
@@ -165,7 +165,7 @@ def close(
     update = Update(
         held.fragment, held.version, new.version, learners, weights, scale, new.digest, lossless=_sends_theta(method)
     )
-    return Closed(new, update, closing.payload, refused)
+    return Publication(new, update, closing.payload, refused)
 
 
 def _sends_theta(method: Method) -> bool:
@@ -181,7 +181,7 @@ def _scale_without(method: Method, contributions: Sequence[Encoded], kept: Seque
 
 
 @dataclass(frozen=True, eq=False)
-class Advanced:
+class AppliedUpdate:
     """The version after an update.
 
     Attributes:
@@ -189,18 +189,18 @@ class Advanced:
         segments: the digests of the segments of `held.theta` (`layout.Digest.segments`).
     """
 
-    held: HeldFragment
+    held: GlobalFragment
     mean: Tensor | None = None
     segments: bytes = b""
 
 
-def received_whole(
+def apply_lossless_update(
     update: Update, payload: Tensor, num_elements: int, outer_state: Mapping[str, Tensor], *, verify: bool = True
-) -> Advanced:
+) -> AppliedUpdate:
     """The version of a lossless update, which needs no earlier one; its `theta` is the payload's memory.
 
     Arguments:
-        verify: as in `advance`.
+        verify: as in `apply_update`.
 
     Raises:
         CorruptPayloadError: not the bytes of `num_elements` fp32 numbers.
@@ -211,19 +211,19 @@ def received_whole(
     whole.update(theta)
     if verify:
         require_digest(update, whole.hex())
-    new = HeldFragment(update.fragment, update.version, theta, outer_state, None, whole.hex())
-    return Advanced(new, segments=whole.segments)
+    new = GlobalFragment(update.fragment, update.version, theta, outer_state, None, whole.hex())
+    return AppliedUpdate(new, segments=whole.segments)
 
 
-def advance(
+def apply_update(
     method: Method,
-    held: HeldFragment,
+    held: GlobalFragment,
     update: Update,
     payload: Tensor,
     places: Sequence[Placement],
     *,
     verify: bool = True,
-) -> Advanced:
+) -> AppliedUpdate:
     """The version that an update leads to, in the bits of `close`.
 
     The residual stays as it is in `held`, and so does the outer state where the outer optimizer is on the syncer: only
@@ -240,7 +240,7 @@ def advance(
     """
     num_elements = held.theta.numel()
     if update.lossless:
-        return received_whole(update, payload, num_elements, held.outer_state, verify=verify)
+        return apply_lossless_update(update, payload, num_elements, held.outer_state, verify=verify)
     if update.base != held.version:
         raise VersionError(
             f"the update of fragment {update.fragment} takes version {update.base} to {update.version}, and version "
@@ -260,7 +260,7 @@ def advance(
     new = next_.made(update.version)
     if verify:
         require_digest(update, new.digest)
-    return Advanced(new, mean, next_.segments)
+    return AppliedUpdate(new, mean, next_.segments)
 
 
 def published_mean(method: Method, payload: Tensor, num_elements: int) -> Tensor | None:
@@ -277,7 +277,7 @@ class _NextVersion:
         theta: the new one.
     """
 
-    def __init__(self, method: Method, held: HeldFragment, averaged: AveragedElements, *, steps: bool) -> None:
+    def __init__(self, method: Method, held: GlobalFragment, averaged: AveragedElements, *, steps: bool) -> None:
         self._method, self._held, self._averaged = method, held, averaged
         self._digest = Digest()
         self._scratch = Scratch(held.theta.device)
@@ -303,9 +303,9 @@ class _NextVersion:
         held, state = self._held, _within(self._held.outer_state, run)
         self._averaged.step(self._method.outer, run, state, held.theta[run], delta, out, new_state)
 
-    def made(self, version: int) -> HeldFragment:
+    def made(self, version: int) -> GlobalFragment:
         """All runs are there."""
-        return HeldFragment(
+        return GlobalFragment(
             self._held.fragment, version, self.theta, self._outer_state, self._residual, self._digest.hex()
         )
 
@@ -327,7 +327,7 @@ class _Closing(_NextVersion):
     it, the outer step of a run is taken twice, first in scratch: that takes less time than the memory of another state.
     """
 
-    def __init__(self, method: Method, held: HeldFragment, averaged: AveragedElements, *, in_place: bool) -> None:
+    def __init__(self, method: Method, held: GlobalFragment, averaged: AveragedElements, *, in_place: bool) -> None:
         super().__init__(method, held, averaged, steps=method.exchanged != "gradients")
         down = method.down
         self._encoding = Scratch(held.theta.device)

@@ -40,7 +40,7 @@ MAX_ADOPTIONS = 32
 HALF = (torch.bfloat16, torch.float16)
 
 
-class MasterWeights:
+class MasterWeightDetector:
     """Looks for master weights of one learner's optimizers.
 
     Arguments:

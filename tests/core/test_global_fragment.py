@@ -13,7 +13,7 @@ from torch import Tensor
 from diloco.core.codecs import CODECS, FP32, SEGMENT_ELEMENTS, Codec, Int4
 from diloco.core.codecs.codec import Scratch
 from diloco.core.fragments import digest
-from diloco.core.held import Closed, HeldFragment, advance, close, published_mean
+from diloco.core.global_fragment import GlobalFragment, Publication, apply_update, close, published_mean
 from diloco.core.layout import Placement, TensorSpec
 from diloco.core.memory import flush_denormals
 from diloco.core.merges import Encoded, Mean, NormOutliers
@@ -48,13 +48,13 @@ def brought(payloads: list[Tensor], weights: list[float] | None = None) -> list[
     ]
 
 
-def held_of(theta: Tensor, state: Mapping[str, Tensor] | None = None, residual: Tensor | None = None) -> HeldFragment:
-    return HeldFragment(0, 0, theta, state or {}, residual, digest(theta))
+def held_of(theta: Tensor, state: Mapping[str, Tensor] | None = None, residual: Tensor | None = None) -> GlobalFragment:
+    return GlobalFragment(0, 0, theta, state or {}, residual, digest(theta))
 
 
-def advanced(method: Method, theta: Tensor, closed: Closed) -> Tensor:
+def advanced(method: Method, theta: Tensor, closed: Publication) -> Tensor:
     """By another holder of the version before."""
-    return advance(
+    return apply_update(
         method,
         replace(held_of(theta), version=closed.update.base),
         closed.update,
@@ -66,14 +66,17 @@ def advanced(method: Method, theta: Tensor, closed: Closed) -> Tensor:
 @pytest.mark.parametrize("down", CODECS)
 @pytest.mark.parametrize("up", CODECS)
 def test_every_holder_of_a_version_has_the_same_bits(up: str, down: str) -> None:
-    """Over several rounds, `advance` from the payload gives the owner's theta bit for bit, for every pair of codecs."""
+    """Over several rounds, `apply_update` gives the owner's theta bit for bit, for every pair of codecs."""
     how = method(up, down)
     theta = torch.randn(1003)
-    held, other = HeldFragment.first(how, 0, theta), held_of(theta)
+    held, other = GlobalFragment.first(how, 0, theta), held_of(theta)
     for version in range(1, 5):
         closed = close(how, held, brought(payloads(how.up, 1003), [1.0, 2.0, 1.0]), places(1003))
         assert closed.payload.numel() == how.down.encoded_bytes(1003)
-        held, other = closed.held, advance(how, other, closed.update, closed.payload, places(other.theta.numel())).held
+        held, other = (
+            closed.held,
+            apply_update(how, other, closed.update, closed.payload, places(other.theta.numel())).held,
+        )
         assert (held.version, other.version) == (version, version)
         assert held.digest == other.digest == digest(other.theta) == digest(held.theta)
         assert (held.residual is None) == how.down.lossless
@@ -86,7 +89,7 @@ def test_shards_give_the_bits_of_the_whole(up: str, down: str, outer: Outer) -> 
     whole."""
     how = method(up, down, outer)
     theta, contributions = torch.randn(N), payloads(how.up, N)
-    held = HeldFragment.first(how, 0, theta)
+    held = GlobalFragment.first(how, 0, theta)
     whole = close(how, held, brought(contributions), places(N))
     cuts = [(0, 1), (1, 2), (2, 3)]
     parts = []
@@ -219,7 +222,7 @@ MANY = 33 * SEGMENT_ELEMENTS + 5
 """Elements of more than one run, however they are taken."""
 
 
-def all_of(held: HeldFragment) -> list[Tensor]:
+def all_of(held: GlobalFragment) -> list[Tensor]:
     return [held.theta, *held.outer_state.values(), *([] if held.residual is None else [held.residual])]
 
 
@@ -236,7 +239,7 @@ def methods(down: str) -> dict[str, Method]:
 def test_in_place_gives_the_same_bits_in_the_same_memory(kind: str, down: str) -> None:
     """Of the version before, what learners fetch stays: Θ, and the outer state where they take the outer step."""
     how = methods(down)[kind]
-    held = other = HeldFragment.first(how, 0, torch.randn(MANY))
+    held = other = GlobalFragment.first(how, 0, torch.randn(MANY))
     for _ in range(2):
         contributions = brought(payloads(how.up, MANY))
         fetched = [held.theta, *(held.outer_state.values() if how.outer_at == "learners" else [])]
@@ -262,7 +265,7 @@ def test_in_place_gives_the_same_bits_in_the_same_memory(kind: str, down: str) -
 def test_a_round_that_is_refused_at_its_end_leaves_the_version_whole(bad: str, value: float, down: str) -> None:
     """In place too: only the last element cannot be used."""
     how = method("fp32", down, Nesterov(lr=1e3 if bad == "outer step" else 1.0))
-    held = HeldFragment.first(how, 0, torch.randn(MANY))
+    held = GlobalFragment.first(how, 0, torch.randn(MANY))
     held = close(how, held, brought(payloads(how.up, MANY, scale=1e-6)), places(MANY)).held
     before = bits(all_of(held))
     contributions = payloads(how.up, MANY, scale=1e-6)
@@ -294,7 +297,7 @@ def test_an_outer_state_or_a_step_of_the_learners_that_overflows_is_refused(
 ) -> None:
     """Adam's second moment holds no more than 1e38: its step is finite even then, and zero from then on."""
     how = replace(method("fp32", down, outer), outer_at=outer_at)
-    held = HeldFragment.first(how, 0, torch.randn(MANY))
+    held = GlobalFragment.first(how, 0, torch.randn(MANY))
     held = close(how, held, brought(payloads(how.up, MANY, scale=1e-6)), places(MANY)).held
     bad = payloads(how.up, MANY, scale=1e-6)[:1]
     bad[0].view(torch.float32)[-1] = value
@@ -317,7 +320,7 @@ class Unreadable(Int4):
 def test_a_failure_after_the_last_refusal_is_none_itself() -> None:
     """The version may be overwritten in part by then, and must not be used as if the round had been refused."""
     how = DiLoCo(codec=("fp32", Unreadable()))
-    held = HeldFragment.first(how, 0, torch.randn(64))
+    held = GlobalFragment.first(how, 0, torch.randn(64))
     with pytest.raises(AssertionError, match="int4 cannot decode what it has encoded"):
         close(how, held, brought(payloads(how.up, 64)), places(64), in_place=True)
 
@@ -332,53 +335,55 @@ def test_an_outer_step_that_overflows_is_refused(down: str) -> None:
 @pytest.mark.parametrize("name", CODECS)
 def test_a_damaged_update_is_refused(name: str) -> None:
     how = method("fp32", name)
-    held = HeldFragment.first(how, 0, torch.randn(64))
+    held = GlobalFragment.first(how, 0, torch.randn(64))
     closed = close(how, held, brought(payloads(how.up, 64)), places(64))
     with pytest.raises(CorruptPayloadError):
-        advance(how, held, closed.update, closed.payload[:-1], places(held.theta.numel()))
+        apply_update(how, held, closed.update, closed.payload[:-1], places(held.theta.numel()))
 
 
 @pytest.mark.parametrize("down", ["fp32", "int8"])
 @pytest.mark.parametrize("outer_at", ["syncer", "learners"])
 def test_other_bits_than_were_published_are_refused(down: str, outer_at: OuterAt) -> None:
     how = replace(method("fp32", down), outer_at=outer_at)
-    held = HeldFragment.first(how, 0, torch.randn(64))
+    held = GlobalFragment.first(how, 0, torch.randn(64))
     closed = close(how, held, brought(payloads(how.up, 64)), places(64))
     damaged = closed.payload.clone()
     damaged[-1] ^= 1
     with pytest.raises(DigestError, match="version 1 of fragment 0"):
-        advance(how, held, closed.update, damaged, places(held.theta.numel()))
+        apply_update(how, held, closed.update, damaged, places(held.theta.numel()))
     other = replace(held, theta=held.theta + 1)
     if closed.update.lossless:
         assert (
-            advance(how, other, closed.update, closed.payload, places(other.theta.numel())).held.digest
+            apply_update(how, other, closed.update, closed.payload, places(other.theta.numel())).held.digest
             == closed.held.digest
         )
     else:
         with pytest.raises(DigestError):
-            advance(how, other, closed.update, closed.payload, places(other.theta.numel()))
+            apply_update(how, other, closed.update, closed.payload, places(other.theta.numel()))
 
 
 def test_a_change_applies_to_its_base_only() -> None:
     """A lossless update needs no base, and a version that is far behind may become it."""
     for down in ("fp32", "int8"):
         how = method("fp32", down)
-        held = HeldFragment.first(how, 0, torch.randn(64), version=4)
+        held = GlobalFragment.first(how, 0, torch.randn(64), version=4)
         closed = close(how, held, brought(payloads(how.up, 64)), places(64))
         behind = replace(held, version=2)
         if how.down.lossless:
-            assert advance(how, behind, closed.update, closed.payload, places(behind.theta.numel())).held.version == 5
+            assert (
+                apply_update(how, behind, closed.update, closed.payload, places(behind.theta.numel())).held.version == 5
+            )
         else:
             with pytest.raises(VersionError, match="version 4 to 5, and version 2 is held"):
-                advance(how, behind, closed.update, closed.payload, places(behind.theta.numel()))
+                apply_update(how, behind, closed.update, closed.payload, places(behind.theta.numel()))
 
 
 @pytest.mark.parametrize("down", ["fp32", "e3m0"])
 def test_what_is_published_of_a_mean_is_what_every_holder_steps_with(down: str) -> None:
     how = replace(method("int8", down), outer_at="learners")
-    held = HeldFragment.first(how, 0, torch.randn(N))
+    held = GlobalFragment.first(how, 0, torch.randn(N))
     closed = close(how, held, brought(payloads(how.up, N)), places(N))
-    other = advance(how, held, closed.update, closed.payload, places(held.theta.numel()))
+    other = apply_update(how, held, closed.update, closed.payload, places(held.theta.numel()))
     mean = published_mean(how, closed.payload, N)
     assert mean is not None
     assert other.mean is not None
@@ -390,16 +395,16 @@ def test_what_is_published_of_a_mean_is_what_every_holder_steps_with(down: str) 
 def test_lossless_updates_are_not_copied() -> None:
     """The payload is the new version itself, for its author and for its receivers."""
     how = method("int8", "fp32")
-    held = HeldFragment.first(how, 0, torch.randn(N))
+    held = GlobalFragment.first(how, 0, torch.randn(N))
     closed = close(how, held, brought(payloads(how.up, N)), places(N))
-    other = advance(how, held, closed.update, closed.payload, places(held.theta.numel())).held
+    other = apply_update(how, held, closed.update, closed.payload, places(held.theta.numel())).held
     assert closed.payload.data_ptr() == closed.held.theta.data_ptr() == other.theta.data_ptr()
 
 
 def test_a_version_survives_a_checkpoint() -> None:
     how = method("int8", "int8")
-    held = close(how, HeldFragment.first(how, 3, torch.randn(64)), brought(payloads(how.up, 64)), places(64)).held
-    again = HeldFragment.from_state_dict(3, held.state_dict())
+    held = close(how, GlobalFragment.first(how, 3, torch.randn(64)), brought(payloads(how.up, 64)), places(64)).held
+    again = GlobalFragment.from_state_dict(3, held.state_dict())
     assert (again.fragment, again.version, again.digest) == (3, 1, held.digest)
     assert held.residual is not None
     assert again.residual is not None
@@ -410,7 +415,7 @@ def test_a_version_survives_a_checkpoint() -> None:
 def test_an_update_may_be_kept_while_the_next_is_computed() -> None:
     """theta is published: what comes later must not change it."""
     how = replace(method("fp32", "fp32"), weight="uniform")
-    first = close(how, HeldFragment.first(how, 0, torch.randn(64)), brought(payloads(how.up, 64)), places(64))
+    first = close(how, GlobalFragment.first(how, 0, torch.randn(64)), brought(payloads(how.up, 64)), places(64))
     kept = first.held.theta.clone()
     close(how, first.held, brought(payloads(how.up, 64)), places(64))
     assert torch.equal(first.held.theta, kept)
@@ -426,13 +431,13 @@ def test_an_update_survives_as_plain_values_and_as_json() -> None:
 # --- screens ----------------------------------------------------------------------------------------------------------
 
 
-def screened(contributions: list[Encoded], num_elements: int = 40) -> Closed:
+def screened(contributions: list[Encoded], num_elements: int = 40) -> Publication:
     how = replace(DiLoCo(weight="tokens"), screen=NormOutliers(3.0))
     two = (
         Placement(TensorSpec("a", (30,), "float32"), 0),
         Placement(TensorSpec("b", (num_elements - 30,), "float32"), 30),
     )
-    return close(how, HeldFragment.first(how, 0, torch.zeros(num_elements)), contributions, two)
+    return close(how, GlobalFragment.first(how, 0, torch.zeros(num_elements)), contributions, two)
 
 
 def test_a_round_goes_on_without_those_that_are_refused() -> None:
