@@ -18,7 +18,7 @@ import diloco
 from diloco.core.method import Method
 from diloco.exchange.local import Local, run_virtual
 from diloco.exchange.virtual.run import VirtualRun, World
-from diloco.planning.network import Network, Path
+from diloco.planning.network import Network, Route
 
 NUM_LEARNERS = 64
 NUM_STEPS = 30
@@ -100,7 +100,7 @@ def _simulated(method: Method) -> float:
             times.append(time.process_time())
 
     links = {f"{way}-{i}": 1e7 for i in range(NUM_LEARNERS) for way in ("up", "down")} | {"syncer": 2e8}
-    paths = [Path((f"up-{i}", "syncer"), (f"down-{i}", "syncer"), 0.02) for i in range(NUM_LEARNERS)]
+    paths = [Route((f"up-{i}", "syncer"), (f"down-{i}", "syncer"), 0.02) for i in range(NUM_LEARNERS)]
     names = [f"learner-{index:02d}" for index in range(NUM_LEARNERS)]
     speeds = [1.0 + index / NUM_LEARNERS for index in range(NUM_LEARNERS)]
     world = World(names, lambda index, _: speeds[index], [0.0] * NUM_LEARNERS, Network(links, paths))

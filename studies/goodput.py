@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import get_args
 
-from diloco.planning.goodput import Fleet, Goodput, Mode, Speeds, simulate
+from diloco.planning.goodput import Fleet, Goodput, LearnerSpeeds, Mode, simulate
 from studies.pages import filled
 
 PAGE = Path(__file__).parents[1] / "docs" / "goodput.md"
@@ -69,7 +69,7 @@ def speeds_table() -> str:
     names: dict[Mode, str] = {"data-parallel": "data parallel", "elastic": "elastic data parallel"}
     lines = ["| | goodput, % | waiting, % | standing still, % |", "|---|---:|---:|---:|"]
     for mode in get_args(Mode):
-        it = simulate(Fleet(1_200_000, 8, mode, speeds=Speeds(0.05, SPEEDS)))
+        it = simulate(Fleet(1_200_000, 8, mode, speeds=LearnerSpeeds(0.05, SPEEDS)))
         lines.append(
             f"| {names.get(mode, mode)} | {it.goodput:.1f} ± {_half(it):.1f} | {it.waiting:.1f} | {it.stopped:.1f} |"
         )

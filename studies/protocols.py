@@ -20,8 +20,7 @@ import diloco
 from diloco.exchange.local import Local, run_virtual
 from diloco.exchange.virtual.delivery import Fault
 from diloco.exchange.virtual.run import VirtualRun, World
-from diloco.planning.network import Network
-from diloco.planning.network import Path as Way
+from diloco.planning.network import Network, Route
 from diloco.protocol.actions import Evict
 from diloco.protocol.contribution import Contribution
 from diloco.run.ports import MergedRound, NullObserver
@@ -131,7 +130,7 @@ def play(case: Case) -> Trace:
     found = Trace(num_learners, case.until_s, killed=[(fault.at_s, fault.learner) for fault in case.faults])
     layer_bits = WIDTH**2 * 32
     rates = {f"{way}-{i}": layer_bits / s for i, s in enumerate(case.transfer_s) for way in ("up", "down")}
-    network = Network(rates, [Way((f"up-{index}",), (f"down-{index}",)) for index in range(num_learners)])
+    network = Network(rates, [Route((f"up-{index}",), (f"down-{index}",)) for index in range(num_learners)])
 
     def watch(kind: str, index: int, began_s: float, ended_s: float) -> None:
         found.spans.append((kind, index, began_s, ended_s))

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from diloco.planning.conventions import published_run
-from diloco.planning.question import GraphQuestion, required_bit_per_s
+from diloco.planning.bandwidth import GraphLinkModel, required_bit_per_s
+from diloco.planning.published_tables import published_run
 from diloco.planning.units import significant
 from studies.pages import filled
 from studies.published import TABLE_4, TABLE_5, TABLE_6, TARGETS, Row
@@ -27,7 +27,7 @@ def same_convention(row: Row) -> list[str]:
 def steady(row: Row) -> list[float]:
     """What the same model and setting need in a long run, Gbit/s."""
     run = published_run(row.convention, row.model, row.method, **row.options)  # type: ignore[arg-type]
-    rates = required_bit_per_s(GraphQuestion(run.workload, run.setting), [target / 100 for target in TARGETS])
+    rates = required_bit_per_s(GraphLinkModel(run.workload, run.setting), [target / 100 for target in TARGETS])
     return [rate / 1e9 for rate in rates]
 
 

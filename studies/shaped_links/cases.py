@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from diloco.core.quorum import Called
-from diloco.planning.network import Network, Path
+from diloco.planning.discrete_events import ExchangePlan, Merging
+from diloco.planning.network import Network, Route
+from diloco.planning.prediction import Prediction, exchange_of, predict
 from diloco.planning.settings import setting_for
-from diloco.planning.star import Prediction, exchange_of, predict
-from diloco.planning.stations import ExchangePlan, Merging
 from diloco.planning.workload import Workload
 from studies.shaped_links.links import LEARNERS
 
@@ -115,7 +115,7 @@ def prediction(
     the syncer's seconds for a round. `narrower`: the part by which each learner's link is narrower than the one
     before."""
     links = {f"{i} {way}": payload_bit_per_s * (1 - narrower) ** i for i in range(LEARNERS) for way in ("up", "down")}
-    network = Network(links, [Path((f"{i} up",), (f"{i} down",), latency_s) for i in range(LEARNERS)])
+    network = Network(links, [Route((f"{i} up",), (f"{i} down",), latency_s) for i in range(LEARNERS)])
     each_s = [STEP_S] * LEARNERS
     return predict(network, each_s, exchange_for(case, merging), num_steps=num_steps)
 

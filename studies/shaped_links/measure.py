@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 from benchmarks.__main__ import machine
 
+from diloco.planning.discrete_events import Merging
 from diloco.planning.graph import utilization
 from diloco.planning.settings import setting_for
-from diloco.planning.stations import Merging
 from studies.shaped_links import report
 from studies.shaped_links.cases import (
     DECOUPLED,

@@ -17,7 +17,7 @@ from diloco.errors import ConfigError, DrainedError
 from diloco.exchange.local import Local, Lost, run_virtual
 from diloco.exchange.virtual.delivery import Fault
 from diloco.exchange.virtual.run import VirtualRun, World
-from diloco.planning.network import Network, Path
+from diloco.planning.network import Network, Route
 from diloco.protocol.steering import Pool, PoolSchedule
 from diloco.run.ports import NullObserver
 
@@ -66,7 +66,7 @@ def world(
     """Learners with links of their own. `bit_per_s`: of all of them, or of each learner's."""
     speeds = bit_per_s if isinstance(bit_per_s, Sequence) else [bit_per_s] * learners
     links = {f"{way}-{i}": speed for i, speed in enumerate(speeds) for way in ("up", "down")}
-    network = Network(links, [Path((f"up-{i}",), (f"down-{i}",), latency_s) for i in range(learners)])
+    network = Network(links, [Route((f"up-{i}",), (f"down-{i}",), latency_s) for i in range(learners)])
     names = [f"learner-{i}" for i in range(learners)]
     return VirtualRun(World(names, lambda *_: step_s, [0.0] * learners, network, faults))
 
@@ -142,7 +142,7 @@ def test_a_network_changes_no_bit_where_one_learner_overlaps_a_whole_interval() 
 def test_a_learner_knows_of_the_run_what_the_syncer_told_it_last() -> None:
     """The other learner joins in its fourth step. Half a second is on the way between a report and its answer."""
     method = diloco.DiLoCo(sync_every=4, **FP32)
-    network = Network({}, [Path((), (), 0.25)] * 2)
+    network = Network({}, [Route((), (), 0.25)] * 2)
 
     def live(index: int, exchange: Local) -> list[tuple[float, int, int | None]]:
         model = torch.nn.Linear(NUM_PARAMETERS, 1, bias=False)

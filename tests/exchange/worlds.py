@@ -31,8 +31,7 @@ from diloco.exchange.base import Exchange
 from diloco.exchange.local import Local, Lost, run_virtual
 from diloco.exchange.virtual.run import VirtualRun
 from diloco.exchange.virtual.run import World as VirtualWorld
-from diloco.planning.network import Network
-from diloco.planning.network import Path as Way
+from diloco.planning.network import Network, Route
 from diloco.syncer.server import Options, Syncer
 
 TIMEOUT_S = 240.0
@@ -76,7 +75,7 @@ def _over_links(*, alike: bool) -> RunLearners:
     def run_learners(life: Callable[[int, Exchange], Result]) -> list[Result]:
         speed = [1] * LEARNERS if alike else range(1, LEARNERS + 1)
         links = {f"{way}-{index}": 1e4 * speed[index] for index in range(LEARNERS) for way in ("up", "down")}
-        paths = [Way((f"up-{i}", "line"), (f"down-{i}",), 0.1 * speed[i]) for i in range(LEARNERS)]
+        paths = [Route((f"up-{i}", "line"), (f"down-{i}",), 0.1 * speed[i]) for i in range(LEARNERS)]
         names = [f"learner-{index:03d}" for index in range(LEARNERS)]
         network = Network(links | {"line": 2e4}, paths)
         world = VirtualWorld(

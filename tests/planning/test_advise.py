@@ -16,8 +16,17 @@ from diloco.cli import main
 from diloco.config import parse_config
 from diloco.core.presets import method_from_table
 from diloco.errors import ConfigError
-from diloco.planning.advice import STANDINGS, By, advise, candidates, case_of, method_table, run_file, standing
-from diloco.planning.outcomes import Case, Outcome, evaluate
+from diloco.planning.advice import (
+    PENALTY_STATUSES,
+    RankBy,
+    advice_inputs,
+    advise,
+    candidates,
+    method_table,
+    penalty_status,
+    run_file,
+)
+from diloco.planning.run_estimate import AdviceInputs, RunEstimate, estimate_run
 from diloco.planning.settings import setting_for
 from diloco.planning.site import parse_site
 
@@ -36,12 +45,12 @@ def place(name: str = "a", **keys: object) -> str:
 TWO = place("a") + place("b", step_time="1.25 s", accelerators=3)
 
 
-def case(*parts: str) -> Case:
-    return case_of(parse_site(HEAD + "".join(parts)))
+def case(*parts: str) -> AdviceInputs:
+    return advice_inputs(parse_site(HEAD + "".join(parts)))
 
 
-def outcome(of: Case, method: str, **numbers: object) -> Outcome:
-    return evaluate(of, setting_for(of.workload, method, **numbers))  # type: ignore[arg-type]
+def outcome(of: AdviceInputs, method: str, **numbers: object) -> RunEstimate:
+    return estimate_run(of, setting_for(of.workload, method, **numbers))  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------------------------------------------ by hand
@@ -91,7 +100,7 @@ LINE = '[[link]]\nname = "line"\nup = "150 Mbit/s"\ndown = "150 Mbit/s"\n'
 @pytest.mark.parametrize("method", ["data-parallel", "diloco", "streaming", "decoupled"])
 @pytest.mark.parametrize(("shared", "link"), [("", MERGING), ("", SYNCER), ("line", SYNCER + LINE)])
 def test_equal_learners_of_one_site_are_the_same_as_sites_of_their_own(method: str, shared: str, link: str) -> None:
-    def sites(slow: int, *fast: tuple[str, int]) -> Case:
+    def sites(slow: int, *fast: tuple[str, int]) -> AdviceInputs:
         keys = {"shares": shared} if shared else {}
         places = [place(name, learners=number, **keys) for name, number in fast]
         return case(*places, place("slow", learners=slow, step_time="1.1 s"), link)
@@ -155,9 +164,9 @@ def test_money_by_hand() -> None:
 def test_allowed_penalties_come_first_unknown_ones_last_each_group_by_hours() -> None:
     of = case(TWO)
     ranked = advise(of)
-    standings = [STANDINGS.index(standing(of, each)) for each in ranked]
+    standings = [PENALTY_STATUSES.index(penalty_status(of, each)) for each in ranked]
     assert standings == sorted(standings)
-    assert {STANDINGS[each] for each in standings} == set(STANDINGS)
+    assert {PENALTY_STATUSES[each] for each in standings} == set(PENALTY_STATUSES)
     for group in range(3):
         hours = [each.hours for each, its in zip(ranked, standings, strict=True) if its == group]
         assert all(later >= earlier / 1.011 for earlier, later in itertools.pairwise(hours))
@@ -165,17 +174,17 @@ def test_allowed_penalties_come_first_unknown_ones_last_each_group_by_hours() ->
 
 
 def test_a_stricter_allowance_moves_methods_down_and_none_allowed_leaves_data_parallel() -> None:
-    strict = case_of(parse_site(HEAD + "loss_penalty_percent = 0.0\n" + TWO))
+    strict = advice_inputs(parse_site(HEAD + "loss_penalty_percent = 0.0\n" + TWO))
     assert advise(strict)[0].setting.method == "data-parallel"
 
 
 @pytest.mark.parametrize(("by", "value"), [("usd", lambda o: o.usd), ("bytes", lambda o: o.total_bytes)])
-def test_ranked_by_something_else(by: By, value: object) -> None:
+def test_ranked_by_something_else(by: RankBy, value: object) -> None:
     of = case(place("a", price_up="5 USD/GB", price_per_accelerator_hour="1 USD/h"), place("b"))
-    allowed = [each for each in advise(of, by) if standing(of, each) == "allowed"]
+    allowed = [each for each in advise(of, by) if penalty_status(of, each) == "allowed"]
     assert callable(value)
     assert value(allowed[0]) <= 1.01 * min(map(value, allowed))
-    by_hours = [each for each in advise(of) if standing(of, each) == "allowed"]
+    by_hours = [each for each in advise(of) if penalty_status(of, each) == "allowed"]
     assert [each.setting for each in allowed] != [each.setting for each in by_hours]
 
 
@@ -189,7 +198,7 @@ def test_a_single_learner_needs_nobody() -> None:
 
 @pytest.mark.parametrize("layers", [3, 12, 108])
 def test_every_candidate_is_a_method_with_the_numbers_that_were_planned(layers: int) -> None:
-    of = case_of(parse_site(HEAD.replace("12", str(layers)) + TWO))
+    of = advice_inputs(parse_site(HEAD.replace("12", str(layers)) + TWO))
     for planned in candidates(of.workload):
         method = method_from_table(parse_config(run_file(of, planned)).method)
         assert (method.sync_every, method.up.name, method.down.name) == (
@@ -251,7 +260,7 @@ def test_the_run_file_has_what_the_site_file_says() -> None:
 )
 def test_what_cannot_be_advised_is_one_sentence(text: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        case_of(parse_site(text))
+        advice_inputs(parse_site(text))
     assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)
 

@@ -6,7 +6,7 @@ import pytest
 from studies.published import TABLE_4, TABLE_5, TABLE_6, TARGETS, Row
 
 from diloco.errors import ConfigError
-from diloco.planning.conventions import GRID_GBIT_PER_S, published_run
+from diloco.planning.published_tables import GRID_GBIT_PER_S, published_run
 
 ROWS = [*TABLE_4, *TABLE_5, *TABLE_6]
 

@@ -9,9 +9,18 @@ from studies import goodput as study
 from studies.pages import filled
 
 from diloco.errors import ConfigError
-from diloco.planning.goodput import Fleet, Goodput, Speeds, Times, all_stopped, availability, closed_form, simulate
+from diloco.planning.goodput import (
+    FailureTimes,
+    Fleet,
+    Goodput,
+    LearnerSpeeds,
+    all_stopped,
+    availability,
+    closed_form,
+    simulate,
+)
 
-NEVER_FAILS = Times(mtbi_s=1e30)
+NEVER_FAILS = FailureTimes(mtbi_s=1e30)
 UNEQUAL = (1.0, 1.0, 1.0, 0.5)
 
 # ------------------------------------------------------------------------------------------------- the published table
@@ -69,7 +78,7 @@ def test_the_page_is_up_to_date() -> None:
 def test_formula_and_simulation_agree_for_any_times(
     mtbf_s: float, step_s: float, down_s: float, repair_s: float, up_s: float, elastic: bool
 ) -> None:
-    times = Times(mtbi_s=1000 * mtbf_s, down_s=down_s, repair_s=repair_s, up_s=up_s, step_s=step_s)
+    times = FailureTimes(mtbi_s=1000 * mtbf_s, down_s=down_s, repair_s=repair_s, up_s=up_s, step_s=step_s)
     it = simulate(Fleet(1000, 1, "elastic" if elastic else "data-parallel", times))
     # The formula for elastic stops is asymptotic (within a point), and the simulation has five standard errors.
     noise = 2.5 * (it.interval[1] - it.interval[0]) / 2
@@ -77,7 +86,7 @@ def test_formula_and_simulation_agree_for_any_times(
 
 
 def test_no_stop_no_loss_and_no_failure_no_loss() -> None:
-    at_once = Times(down_s=0, repair_s=0, up_s=0)
+    at_once = FailureTimes(down_s=0, repair_s=0, up_s=0)
     for fleet in (
         Fleet(10**6, 1, "data-parallel", at_once),
         Fleet(10**6, 4, times=at_once),
@@ -89,14 +98,14 @@ def test_no_stop_no_loss_and_no_failure_no_loss() -> None:
 
 def test_availability_by_hand() -> None:
     # Steps of no length: the next failure is 1/λ = 100 s away. Up-scaling 300 s after the first failure of a cycle.
-    times = Times(repair_s=300, up_s=50, down_s=25)
+    times = FailureTimes(repair_s=300, up_s=50, down_s=25)
     assert availability(0.01, 1e-9, times, elastic=False) == pytest.approx(100 / 450)
     failures = 300 / 125 + (100**2 / 125**2 + 1) / 2
     assert availability(0.01, 1e-9, times, elastic=True) == pytest.approx(100 / (100 + 25 + 50 / failures))
 
 
 def test_a_repair_within_the_first_stop_is_one_of_its_own() -> None:
-    times = Times(mtbi_s=1e6, down_s=80, repair_s=20, up_s=15, step_s=10)
+    times = FailureTimes(mtbi_s=1e6, down_s=80, repair_s=20, up_s=15, step_s=10)
     it = simulate(Fleet(30_000, 1, "elastic", times))
     run_s = 10 / (1 - 2.718281828459045**-0.3)
     assert it.closed_form == pytest.approx(100 * run_s / (run_s + 80 + 15))
@@ -107,7 +116,7 @@ def test_chance_that_nobody_runs() -> None:
     assert all_stopped(Fleet(10**6, 1, "elastic")) == pytest.approx(1 - (closed_form(Fleet(10**6, 1, "elastic")) or 0))
     alone = 1 - (closed_form(Fleet(125_000, 1)) or 0)
     assert all_stopped(Fleet(10**6, 8)) == pytest.approx(alone**8)
-    faster = Fleet(10**6, 2, speeds=Speeds(relative=(1.0, 0.5)))
+    faster = Fleet(10**6, 2, speeds=LearnerSpeeds(relative=(1.0, 0.5)))
     assert 0 < all_stopped(faster) < 1
 
 
@@ -122,7 +131,7 @@ def test_learners_that_stop_until_the_repair() -> None:
 
 
 def test_lock_step_waits_for_the_slowest_and_decoupled_learners_do_not() -> None:
-    speeds = Speeds(relative=UNEQUAL)
+    speeds = LearnerSpeeds(relative=UNEQUAL)
     lock_step = simulate(Fleet(4, 4, "data-parallel", NEVER_FAILS, speeds))
     assert lock_step.goodput == pytest.approx(100 * 4 * 0.5 / 3.5)
     assert lock_step.waiting == pytest.approx(100 - lock_step.goodput)
@@ -133,7 +142,7 @@ def test_lock_step_waits_for_the_slowest_and_decoupled_learners_do_not() -> None
 def test_steps_that_vary_cost_lock_step_the_mean_of_their_maximum() -> None:
     # A gamma distribution of coefficient 1 is exponential: the maximum of four has the mean 1 + 1/2 + 1/3 + 1/4.
     expected = 100 / (1 + 1 / 2 + 1 / 3 + 1 / 4)
-    speeds = Speeds(jitter=1.0)
+    speeds = LearnerSpeeds(jitter=1.0)
     lock_step = simulate(Fleet(4, 4, "elastic", NEVER_FAILS, speeds))
     assert lock_step.goodput == pytest.approx(expected, rel=0.02)  # 20,000 samples of the maximum
     assert lock_step.closed_form is None
@@ -141,7 +150,7 @@ def test_steps_that_vary_cost_lock_step_the_mean_of_their_maximum() -> None:
 
 def test_learners_that_differ_stop_as_often_as_the_formula_says() -> None:
     """The formula knows the mean step alone."""
-    fleet = Fleet(1_200_000, 8, speeds=Speeds(0.3, (1.0,) * 6 + (0.68,) * 2))
+    fleet = Fleet(1_200_000, 8, speeds=LearnerSpeeds(0.3, (1.0,) * 6 + (0.68,) * 2))
     it = simulate(fleet)
     assert it.goodput == pytest.approx(it.closed_form, abs=0.5)
     assert it.goodput + it.stopped == pytest.approx(100)
@@ -151,13 +160,13 @@ def test_learners_that_differ_stop_as_often_as_the_formula_says() -> None:
 
 
 def test_seeded() -> None:
-    for fleet in (Fleet(10**6, 8), Fleet(10**6, 8, speeds=Speeds(0.1))):
+    for fleet in (Fleet(10**6, 8), Fleet(10**6, 8, speeds=LearnerSpeeds(0.1))):
         assert simulate(fleet, 3) == simulate(fleet, 3)
         assert simulate(fleet, 3).goodput != simulate(fleet, 4).goodput
 
 
-@pytest.mark.parametrize("speeds", [Speeds(), Speeds(0.1)])
-def test_intervals_hold_what_they_promise(speeds: Speeds) -> None:
+@pytest.mark.parametrize("speeds", [LearnerSpeeds(), LearnerSpeeds(0.1)])
+def test_intervals_hold_what_they_promise(speeds: LearnerSpeeds) -> None:
     fleet = Fleet(1_200_000, 4, speeds=speeds)
     found = [simulate(fleet, seed) for seed in range(12)]
     centre = fmean(it.goodput for it in found)
@@ -169,12 +178,12 @@ def test_intervals_hold_what_they_promise(speeds: Speeds) -> None:
     ("make", "message"),
     [
         (lambda: Fleet(4, 8), "4 chips cannot be shared by 8 learners"),
-        (lambda: Fleet(8, 2, speeds=Speeds(relative=(1.0,))), "1 speeds for 2 learners; give one for each"),
+        (lambda: Fleet(8, 2, speeds=LearnerSpeeds(relative=(1.0,))), "1 speeds for 2 learners; give one for each"),
         (lambda: Fleet(8, 2, "elastik"), "there is no mode 'elastik'; choose data-parallel, elastic, decoupled"),
         (lambda: Fleet(0), "chips must be a whole number of at least 1, not 0"),
-        (lambda: Times(step_s=0), r"step_s=…\) must be a finite number above 0, not 0"),
-        (lambda: Times(repair_s=-1), r"repair_s=…\) must be a finite number of at least 0, not -1"),
-        (lambda: Speeds(relative=(1.0, 0.0)), "a learner's speed must be .* not 0.0"),
+        (lambda: FailureTimes(step_s=0), r"step_s=…\) must be a finite number above 0, not 0"),
+        (lambda: FailureTimes(repair_s=-1), r"repair_s=…\) must be a finite number of at least 0, not -1"),
+        (lambda: LearnerSpeeds(relative=(1.0, 0.0)), "a learner's speed must be .* not 0.0"),
     ],
 )
 def test_wrong_numbers_are_refused_in_one_sentence(make: object, message: str) -> None:

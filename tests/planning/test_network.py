@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.errors import ConfigError
-from diloco.planning.network import Network, Path, Transfer
+from diloco.planning.network import Network, Route, Transfer
 
 MBIT = 1e6
 
@@ -15,7 +15,7 @@ MBIT = 1e6
 def star(*up: float, syncer: float = math.inf, latency_s: float = 0.0) -> Network:
     """Learners with an uplink each; all share the syncer's way in."""
     links = {f"up-{i}": rate for i, rate in enumerate(up)} | {"syncer": syncer}
-    return Network(links, [Path((f"up-{i}", "syncer"), (), latency_s) for i in range(len(up))])
+    return Network(links, [Route((f"up-{i}", "syncer"), (), latency_s) for i in range(len(up))])
 
 
 def drain(network: Network) -> list[Transfer]:
@@ -36,7 +36,7 @@ def test_a_transfer_takes_its_bits_over_the_rate_and_the_latency() -> None:
 
 
 def test_transfers_of_one_learner_queue_and_directions_do_not() -> None:
-    network = Network({"up": 8 * MBIT, "down": 8 * MBIT}, [Path(("up",), ("down",))])
+    network = Network({"up": 8 * MBIT, "down": 8 * MBIT}, [Route(("up",), ("down",))])
     for direction in ("up", "up", "down"):
         network.send(0.0, 0, direction, 1e6)  # type: ignore[arg-type]
     assert [(each.number, each.began_s, each.arrived_s) for each in drain(network)] == [(0, 0, 1), (2, 0, 1), (1, 1, 2)]
@@ -104,13 +104,13 @@ def test_no_link_carries_more_than_it_can_and_is_not_idle_while_it_could(
 @pytest.mark.parametrize(
     ("links", "path", "words"),
     [
-        ({"a": 0.0}, Path(("a",), ()), "link a carries 0.0 bit/s"),
-        ({"a": -5.0}, Path(("a",), ()), "needs more than 0"),
-        ({"a": math.nan}, Path(("a",), ()), "link a carries nan"),
-        ({"a": 1.0}, Path(("b",), ()), "over the link b; known links: a"),
-        ({"a": 1.0}, Path(("a",), (), -0.1), "latency of -0.1 s"),
+        ({"a": 0.0}, Route(("a",), ()), "link a carries 0.0 bit/s"),
+        ({"a": -5.0}, Route(("a",), ()), "needs more than 0"),
+        ({"a": math.nan}, Route(("a",), ()), "link a carries nan"),
+        ({"a": 1.0}, Route(("b",), ()), "over the link b; known links: a"),
+        ({"a": 1.0}, Route(("a",), (), -0.1), "latency of -0.1 s"),
     ],
 )
-def test_impossible_networks_are_refused(links: dict[str, float], path: Path, words: str) -> None:
+def test_impossible_networks_are_refused(links: dict[str, float], path: Route, words: str) -> None:
     with pytest.raises(ConfigError, match=words.replace("(", r"\(")):
         Network(links, [path])

@@ -9,10 +9,10 @@ import pytest
 from tests.figures import key_of, labels_of, names_of, traces_of
 
 from diloco.planning import pictures
-from diloco.planning.advice import advise, case_of
-from diloco.planning.goodput import Fleet, Speeds, simulate
-from diloco.planning.question import GraphQuestion, Question, StarQuestion, required_bit_per_s
-from diloco.planning.scaling_laws import expect
+from diloco.planning.advice import advice_inputs, advise
+from diloco.planning.bandwidth import GraphLinkModel, LinkModel, SyncerLinkModel, required_bit_per_s
+from diloco.planning.goodput import Fleet, LearnerSpeeds, simulate
+from diloco.planning.scaling_laws import estimate_scaling
 from diloco.planning.settings import setting_for
 from diloco.planning.site import load_site
 from diloco.planning.training_time import NETWORKS, Link, TrainingPlan, wall_clock
@@ -40,12 +40,12 @@ def require_on_its_curve(figure: Figure, points: str, curve: str) -> None:
 # --------------------------------------------------------------------------------------------------------------- links
 
 
-def question(method: str, *, learners: int | None = None, **options: str | float) -> Question:
+def question(method: str, *, learners: int | None = None, **options: str | float) -> LinkModel:
     workload = load_workload("1b", None)
     setting = setting_for(workload, method, **options)  # type: ignore[arg-type]
     if learners is None:
-        return GraphQuestion(workload, setting)
-    return StarQuestion(workload, replace(setting, down=setting.up), (1.0,) * learners)
+        return GraphLinkModel(workload, setting)
+    return SyncerLinkModel(workload, replace(setting, down=setting.up), (1.0,) * learners)
 
 
 @pytest.mark.parametrize(
@@ -59,11 +59,13 @@ def question(method: str, *, learners: int | None = None, **options: str | float
         (question("decoupled", learners=2), set()),
     ],
 )  # fmt: skip
-def test_what_was_asked_for_is_on_the_curve_and_the_caption_names_the_curves(asked: Question, others: set[str]) -> None:
+def test_what_was_asked_for_is_on_the_curve_and_the_caption_names_the_curves(
+    asked: LinkModel, others: set[str]
+) -> None:
     rates = [float(f"{rate:.6g}") for rate in required_bit_per_s(asked, [0.5, 0.99])]
     picture, timeline = pictures.link_pictures(asked, dict(zip(("50 %", "99 %"), rates, strict=True)))
     figure = figure_of(picture)
-    own = pictures.question_title(asked)
+    own = pictures.curve_title(asked)
     assert set(names_of(key_of(figure))) == {own, "asked for", *others}
     require_on_its_curve(figure, "asked for", own)
     first, _, beside = picture.text.partition(" Beside it, with the same codec and latency: ")
@@ -85,8 +87,8 @@ def test_a_method_that_is_another_by_its_numbers_is_one_curve_with_it() -> None:
 
 
 @pytest.mark.parametrize("mode", ["data-parallel", "elastic", "decoupled"])
-@pytest.mark.parametrize("speeds", [Speeds(), Speeds(0.05, (1.0, 0.7))], ids=["formula", "simulated"])
-def test_this_plan_is_on_the_curve_of_its_mode(mode: str, speeds: Speeds) -> None:
+@pytest.mark.parametrize("speeds", [LearnerSpeeds(), LearnerSpeeds(0.05, (1.0, 0.7))], ids=["formula", "simulated"])
+def test_this_plan_is_on_the_curve_of_its_mode(mode: str, speeds: LearnerSpeeds) -> None:
     fleet = Fleet(100_000, 2, mode, speeds=speeds)  # type: ignore[arg-type]
     found = {each: simulate(replace(fleet, mode=each)) for each in pictures.MODES}
     goodput, time = pictures.goodput_pictures(fleet, found, 0)
@@ -139,7 +141,7 @@ def test_a_phase_that_takes_no_time_has_no_key_and_the_link_that_is_asked_about_
 @pytest.mark.filterwarnings("ignore:the")
 @pytest.mark.parametrize(("parameters", "learners"), [(1.3e9, 4), (7e10, 3), (3.5e7, 1)])
 def test_this_model_is_on_the_curve_of_its_learners(parameters: float, learners: int) -> None:
-    for picture in pictures.scaling_pictures(expect(parameters, learners)):
+    for picture in pictures.scaling_pictures(estimate_scaling(parameters, learners)):
         figure = figure_of(picture)
         require_on_its_curve(figure, "this model", f"M = {learners}")
         assert "sizes that were measured" in key_of(figure)
@@ -148,7 +150,7 @@ def test_this_model_is_on_the_curve_of_its_learners(parameters: float, learners:
 def test_one_thing_has_one_colour_in_every_picture() -> None:
     shown = [
         pictures.hours_pictures(plans((1, 2), low=NETWORKS["low"]))[1],
-        pictures.scaling_pictures(expect(1e9, 2))[0],
+        pictures.scaling_pictures(estimate_scaling(1e9, 2))[0],
         pictures.link_pictures(question("diloco"), {"this link": 1e9})[0],
     ]
     assert len({traces_of(figure_of(picture))["data parallel"]["line"]["color"] for picture in shown}) == 1
@@ -159,7 +161,7 @@ def test_one_thing_has_one_colour_in_every_picture() -> None:
 
 @pytest.mark.parametrize("choose", [1, 2, 4])
 def test_the_recommended_and_the_chosen_method_stand_out(choose: int) -> None:
-    case = case_of(load_site(ROOT / "examples" / "site.toml"))
+    case = advice_inputs(load_site(ROOT / "examples" / "site.toml"))
     ranked = advise(case)
     shown = [(rank, ranked[rank - 1]) for rank in (1, 2, 4, 13, 14)]
     for picture in pictures.advice_pictures(case, shown, choose):
@@ -174,7 +176,7 @@ def test_the_recommended_and_the_chosen_method_stand_out(choose: int) -> None:
 
 
 def test_hours_are_bars_unless_they_are_orders_of_magnitude_apart() -> None:
-    case = case_of(load_site(ROOT / "examples" / "site.toml"))
+    case = advice_inputs(load_site(ROOT / "examples" / "site.toml"))
     ranked = list(enumerate(advise(case), 1))
     near, far = (figure_of(pictures.advice_pictures(case, shown, 1)[0]) for shown in (ranked[:4], ranked[:13]))
     assert near["layout"]["xaxis"]["range"][0] == 0.0

@@ -7,7 +7,7 @@ import pytest
 from studies.scaling_laws import SIZES, residuals
 
 from diloco.errors import ConfigError
-from diloco.planning.scaling_laws import DATA_PARALLEL_LOSS, LOSS, OUTER_LR, expect
+from diloco.planning.scaling_laws import DATA_PARALLEL_LOSS, LOSS, OUTER_LR, estimate_scaling
 
 
 def test_fits_come_near_the_losses_that_were_measured() -> None:
@@ -30,7 +30,7 @@ def test_penalties_are_as_far_off_as_is_said() -> None:
 
 
 def test_values_by_hand() -> None:
-    found = expect(1.3e9, 4)
+    found = estimate_scaling(1.3e9, 4)
     assert found.loss == pytest.approx(19.226 * 1.3e9**-0.0985 * 4**0.0116)
     assert found.data_parallel_loss == pytest.approx(18.129 * 1.3e9**-0.0953)
     assert found.loss_penalty_percent == pytest.approx(100 * (found.loss / found.data_parallel_loss - 1))
@@ -47,7 +47,7 @@ def test_values_by_hand() -> None:
 def test_what_was_measured_is_not_warned_about(size: float, learners: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert expect(size, learners, tokens=20 * size).outer_lr == OUTER_LR[learners]
+        assert estimate_scaling(size, learners, tokens=20 * size).outer_lr == OUTER_LR[learners]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_what_was_not_measured_is_warned_about(
 ) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = expect(size, learners, **options)  # type: ignore[arg-type]
+        found = estimate_scaling(size, learners, **options)  # type: ignore[arg-type]
     assert {each.category for each in caught} == {UserWarning}
     assert any(re.search(message, str(each.message)) for each in caught)
     assert found.loss > 0
@@ -77,4 +77,4 @@ def test_what_was_not_measured_is_warned_about(
 @pytest.mark.parametrize(("size", "learners", "message"), [(0, 2, "parameters must be"), (1e9, 0, "learners must be")])
 def test_numbers_that_cannot_be(size: float, learners: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        expect(size, learners)
+        estimate_scaling(size, learners)

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from diloco.core.quorum import Called
 from diloco.core.schedule import Schedule
 from diloco.errors import ConfigError
-from diloco.planning.question import StarQuestion
+from diloco.planning.bandwidth import SyncerLinkModel
+from diloco.planning.discrete_events import ExchangePlan, Merging
+from diloco.planning.prediction import exchange_of, predict, star_network
 from diloco.planning.settings import setting_for
-from diloco.planning.star import exchange_of, predict, star_network
-from diloco.planning.stations import ExchangePlan, Merging
 from diloco.planning.workload import PRESETS, Workload
 
 ONE_B = PRESETS["1b"]
@@ -87,7 +87,7 @@ def test_equal_learners_are_one_that_stands_for_all(
     workload = Workload("small", 1e5, 6, 0.05)
     setting = setting_for(workload, method, sync_every=12, latency_s=latency_s)
     merging = Merging(0.01, 1e7)
-    one = StarQuestion(workload, setting, (1.0,) * num, syncer, merging).predict(rate)
+    one = SyncerLinkModel(workload, setting, (1.0,) * num, syncer, merging).predict(rate)
     network = star_network(num, rate, rate, latency_s, syncer)
     all_ = predict(network, [0.05] * num, exchange_of(workload, setting, merging))
     assert one.utilization[0] == pytest.approx(all_.mean_utilization, rel=1e-9)
@@ -159,11 +159,11 @@ def test_a_link_that_carries_next_to_nothing_is_given_up() -> None:
 
 def test_pace_is_what_a_link_is_judged_by() -> None:
     setting = setting_for(ONE_B, "decoupled")
-    fast, slow = (StarQuestion(ONE_B, setting, (1.0,) * 8).value(rate) for rate in (1e13, 16e9 / 4.8))
+    fast, slow = (SyncerLinkModel(ONE_B, setting, (1.0,) * 8).value(rate) for rate in (1e13, 16e9 / 4.8))
     assert fast == 1.0
     assert slow == pytest.approx(0.5, rel=0.03)
     streaming = setting_for(ONE_B, "streaming", overlap=5)
-    assert StarQuestion(ONE_B, streaming, (1.0, 0.5)).value(1e13) == pytest.approx(0.75, rel=1e-3)
+    assert SyncerLinkModel(ONE_B, streaming, (1.0, 0.5)).value(1e13) == pytest.approx(0.75, rel=1e-3)
 
 
 def test_bytes_are_those_of_the_codecs() -> None:
@@ -178,6 +178,6 @@ def test_what_cannot_be_is_said() -> None:
     with pytest.raises(ConfigError, match="data parallel has no syncer"):
         exchange_of(ONE_B, setting_for(ONE_B, "data-parallel"))
     with pytest.raises(ConfigError, match="give speeds above 0"):
-        StarQuestion(ONE_B, setting_for(ONE_B, "diloco"), (1.0, 0.0))
+        SyncerLinkModel(ONE_B, setting_for(ONE_B, "diloco"), (1.0, 0.0))
     with pytest.raises(ConfigError, match="give --learners 1 or more"):
-        StarQuestion(ONE_B, setting_for(ONE_B, "diloco"), ())
+        SyncerLinkModel(ONE_B, setting_for(ONE_B, "diloco"), ())

@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.errors import ConfigError
+from diloco.planning.bandwidth import GraphLinkModel
+from diloco.planning.bandwidth import required_bit_per_s as required
 from diloco.planning.graph import (
     Costs,
     Execution,
@@ -21,8 +23,6 @@ from diloco.planning.graph import (
     strided,
     utilization,
 )
-from diloco.planning.question import GraphQuestion
-from diloco.planning.question import required_bit_per_s as required
 from diloco.planning.settings import Setting, setting_for
 from diloco.planning.workload import PRESETS, Workload
 
@@ -31,7 +31,7 @@ SMALL = Workload("small", 1e6, 6, 0.017)
 
 
 def required_bit_per_s(workload: Workload, setting: Setting, target: float) -> float:
-    return required(GraphQuestion(workload, setting), [target])[0]
+    return required(GraphLinkModel(workload, setting), [target])[0]
 
 
 @st.composite

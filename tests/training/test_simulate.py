@@ -18,13 +18,12 @@ from diloco.event_log import EventLog, read_events
 from diloco.events import Evicted, Finished, Initialised, Joined, Left, Merged, Published, RunStarted, Stepped, Waited
 from diloco.exchange.base import Exchange
 from diloco.exchange.virtual.delivery import Fault
-from diloco.planning.network import Network
-from diloco.planning.network import Path as Way
-from diloco.planning.tape import read_tape
+from diloco.planning.network import Network, Route
+from diloco.planning.recorded_run import read_recorded_run
 from diloco.protocol.steering import Pool
 from diloco.simulation.pictures import NO_LOSS, pictures
-from diloco.simulation.scenario import Scenario, scenario_of_tape
-from diloco.simulation.virtual_run import Simulated, simulate
+from diloco.simulation.scenario import Scenario, scenario_of_recorded_run
+from diloco.simulation.virtual_run import SimulationResult, simulate
 from diloco.training.loop import Part, Trainer
 
 Tiny = Callable[..., RunConfig]
@@ -38,10 +37,10 @@ TWENTY_STEPS = ("run.steps=20", "run.tokens=1_000_000", "schedule.steps=20")
 def lines(learners: int = 2, bit_per_s: float = LINK_BIT_PER_S) -> Network:
     """A line of its own for every learner."""
     names = {f"{way}-{i}": bit_per_s for i in range(learners) for way in ("up", "down")}
-    return Network(names, [Way((f"up-{i}",), (f"down-{i}",), 0.05) for i in range(learners)])
+    return Network(names, [Route((f"up-{i}",), (f"down-{i}",), 0.05) for i in range(learners)])
 
 
-def play(directory: Path, scene: Scenario, *configs: RunConfig) -> Simulated:
+def play(directory: Path, scene: Scenario, *configs: RunConfig) -> SimulationResult:
     return simulate({f"part-{index}": config for index, config in enumerate(configs)}, scene, directory)
 
 
@@ -139,16 +138,16 @@ def test_a_recorded_run_is_a_scene(tiny: Tiny, tmp_path: Path) -> None:
     config = tiny(DECOUPLED, "run.tokens=20_480", "schedule.steps=80")
     first = Scenario(lambda index, step: 1.0 + index + 0.5 * (step >= 10), None, [Fault(1, 20.0, 60.0)], [0.0, 3.0])
     played = play(tmp_path / "first", first, config, config)
-    recorded = read_tape(tmp_path / "first")
+    recorded = read_recorded_run(tmp_path / "first")
     assert [each.name for each in recorded] == ["part-0", "part-1"]
     assert [each.start_s for each in recorded] == [0.0, 3.0]
     [(gone_s, back_s)] = recorded[1].gone
     assert 17.0 <= gone_s <= 20.0  # its last sign of life
     assert back_s == 60.0
     assert (recorded[0].step_s(0), recorded[0].step_s(30), recorded[0].step_s(10**6)) == (1.0, 1.5, 1.5)
-    replayed = play(tmp_path / "second", scenario_of_tape(recorded, None), config, config)
+    replayed = play(tmp_path / "second", scenario_of_recorded_run(recorded, None), config, config)
     assert replayed.duration_s == pytest.approx(played.duration_s, abs=5.0)
-    play(tmp_path / "third", scenario_of_tape(recorded, lines(bit_per_s=2e4)), config, config)
+    play(tmp_path / "third", scenario_of_recorded_run(recorded, lines(bit_per_s=2e4)), config, config)
     firsts = []
     for name in ("second", "third"):
         events = read_events(tmp_path / name / "syncer" / "events.jsonl")
@@ -160,11 +159,11 @@ def test_a_recorded_warm_start_takes_as_long_again(tiny: Tiny, tmp_path: Path) -
     config = tiny(DILOCO, "warm_start.steps=6", "run.tokens=6_144")
     first = Scenario(lambda *_: 0.5, warm_step_s=lambda step: 0.25 + step)
     played = play(tmp_path / "first", first, config, config)
-    recorded = read_tape(tmp_path / "first")
+    recorded = read_recorded_run(tmp_path / "first")
     # The first event comes after the first step, so that the first pace is that of the second step.
     assert recorded[0].warm_paces == tuple((1, 0.25 + step) for step in range(1, 6))
     assert recorded[1].warm_step_s(0) is None
-    replayed = play(tmp_path / "second", scenario_of_tape(recorded, None), config, config)
+    replayed = play(tmp_path / "second", scenario_of_recorded_run(recorded, None), config, config)
     assert replayed.duration_s == pytest.approx(
         played.duration_s + 5
     )  # 1 + 2 + 3 + 4 + 5 + 5 seconds more, not 0 + 1 + … + 5
@@ -193,14 +192,14 @@ def test_what_comes_between_the_warm_start_and_the_run_is_no_step(tmp_path: Path
         with EventLog(tmp_path / who / "events.jsonl", who) as file:
             for event in log:
                 file.append(event)
-    [recorded] = read_tape(tmp_path)
+    [recorded] = read_recorded_run(tmp_path)
     assert recorded.warm_paces == ((10, 0.2),)
     assert recorded.paces == ((10, 0.5), (10, 0.3))
 
 
 def test_no_tape_where_there_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no learner's events"):
-        read_tape(tmp_path)
+        read_recorded_run(tmp_path)
 
 
 def test_what_cannot_be_simulated_is_refused(tiny: Tiny, tmp_path: Path) -> None:

@@ -13,13 +13,13 @@ from rich.console import Console
 from diloco.cli._shared import Overrides, RunFile, make_table
 from diloco.config import RunConfig, load_config
 from diloco.errors import ConfigError
+from diloco.planning.recorded_run import is_simulation, read_recorded_run
 from diloco.planning.site import Site, load_site
-from diloco.planning.tape import is_simulation, read_tape
 from diloco.report.frame import write_drawings
 
 if TYPE_CHECKING:
     from diloco.simulation.scenario import Scenario
-    from diloco.simulation.virtual_run import Simulated
+    from diloco.simulation.virtual_run import SimulationResult
 
 
 def command(
@@ -70,7 +70,7 @@ def command(
 
 def _scenario(config: RunConfig, site: Site | None, tape: Path | None) -> "tuple[list[str], Callable[[], Scenario]]":
     """The learners' names, and what makes the scenario: called once all options are checked, for it imports torch."""
-    recorded = None if tape is None else read_tape(tape)
+    recorded = None if tape is None else read_recorded_run(tape)
     if recorded is not None and site is not None and len(recorded) != len(site.names):
         raise ConfigError(
             f"the recorded run has {len(recorded)} learners and the site file {len(site.names)}; describe the links of "
@@ -84,10 +84,10 @@ def _scenario(config: RunConfig, site: Site | None, tape: Path | None) -> "tuple
         names = [f"learner-{shard}" for shard in range(config.run.learners)]
 
     def make() -> "Scenario":
-        from diloco.simulation.scenario import Scenario, scenario_of_site, scenario_of_tape
+        from diloco.simulation.scenario import Scenario, scenario_of_recorded_run, scenario_of_site
 
         if recorded is not None:
-            return scenario_of_tape(recorded, None if site is None else site.network())
+            return scenario_of_recorded_run(recorded, None if site is None else site.network())
         return Scenario() if site is None else scenario_of_site(site, config)
 
     return names, make
@@ -104,7 +104,7 @@ def _has_earlier(directory: Path, replace: bool) -> bool:
     return True
 
 
-def _print(done: "Simulated") -> None:
+def _print(done: "SimulationResult") -> None:
     heads = ("learner", "steps", "busy", "computing s", "waiting s", "gone s", "merges", "up MB", "down MB")
     rows = []
     for name, each in done.to_dict()["learners"].items():
@@ -120,7 +120,7 @@ def _print(done: "Simulated") -> None:
     typer.echo(f"{done.duration_s:,.1f} s of virtual time; {loss}")
 
 
-def _draw(done: "Simulated", page: Path, config: RunConfig) -> None:
+def _draw(done: "SimulationResult", page: Path, config: RunConfig) -> None:
     """Draw each learner's timeline and the loss against time."""
     from diloco.simulation.pictures import NO_LOSS, pictures
 

@@ -1,4 +1,4 @@
-"""The adviser: the methods that are compared, their outcomes ranked, and the run file of one of them."""
+"""The adviser: the methods that are compared, their estimates ranked, and the run file of one of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from diloco.config import parse_config
 from diloco.errors import ConfigError
 from diloco.planning import scaling_laws
-from diloco.planning.outcomes import Case, Outcome, cost_usd, evaluate
+from diloco.planning.run_estimate import AdviceInputs, RunEstimate, cost_usd, estimate_run
 from diloco.planning.settings import LAYERS_PER_FRAGMENT, NAMES, Setting, setting_for
 from diloco.planning.site import Site
 from diloco.planning.units import SIZE
@@ -23,14 +23,14 @@ the same model."""
 ALIKE, ROUNDING = 0.01, 1e-9
 """Hours, money or bytes that differ by less than this share count as the same."""
 
-Standing = Literal["allowed", "not allowed", "not known"]
-STANDINGS: tuple[Standing, ...] = get_args(Standing)
+PenaltyStatus = Literal["allowed", "not allowed", "not known"]
+PENALTY_STATUSES: tuple[PenaltyStatus, ...] = get_args(PenaltyStatus)
 """Of a loss penalty, the best first."""
 
-By = Literal["hours", "usd", "bytes"]
+RankBy = Literal["hours", "usd", "bytes"]
 
 
-def case_of(site: Site) -> Case:
+def advice_inputs(site: Site) -> AdviceInputs:
     """Check that a site file says what advice needs.
 
     Raises:
@@ -57,7 +57,7 @@ def case_of(site: Site) -> Case:
             f"budget.tokens_per_step = {site.budget.tokens_per_step:.12g} is not the same number of whole sequences of "
             f"{site.budget.sequence_length} tokens for each of {len(learners)} learners; write {good}"
         )
-    return Case(site, workload, site.budget, learners)
+    return AdviceInputs(site, workload, site.budget, learners)
 
 
 def candidates(workload: Workload) -> Iterator[Setting]:
@@ -77,8 +77,8 @@ def candidates(workload: Workload) -> Iterator[Setting]:
         yield setting_for(workload, "decoupled", sync_every=every, up=codec)
 
 
-def advise(case: Case, by: By = "hours") -> list[Outcome]:
-    """The outcomes of all candidates, the best first.
+def advise(inputs: AdviceInputs, by: RankBy = "hours") -> list[RunEstimate]:
+    """The estimates of all candidates, the best first.
 
     First those whose penalty is known and allowed, then those whose penalty is known, then the others; in each group
     `by` the hours, the money or the bytes, where values within one percent are the same, then by the penalty, then by
@@ -87,33 +87,33 @@ def advise(case: Case, by: By = "hours") -> list[Outcome]:
     Raises:
         ConfigError: by money, and nothing has a price.
     """
-    if by == "usd" and cost_usd(case, 1.0, 0.0, 0.0) is None:
+    if by == "usd" and cost_usd(inputs, 1.0, 0.0, 0.0) is None:
         raise ConfigError("the site file has no prices to rank by; add price_per_accelerator_hour to a site")
-    outcomes = [evaluate(case, setting) for setting in candidates(case.workload)]
-    groups = ([each for each in outcomes if standing(case, each) == wanted] for wanted in STANDINGS)
-    return [outcome for group in groups for outcome in _ordered(group, by)]
+    estimates = [estimate_run(inputs, setting) for setting in candidates(inputs.workload)]
+    groups = ([each for each in estimates if penalty_status(inputs, each) == wanted] for wanted in PENALTY_STATUSES)
+    return [estimate for group in groups for estimate in _ordered(group, by)]
 
 
-def standing(case: Case, outcome: Outcome) -> Standing:
+def penalty_status(inputs: AdviceInputs, estimate: RunEstimate) -> PenaltyStatus:
     """Whether the loss penalty is known and within the budget."""
-    if outcome.penalty.percent is None:
+    if estimate.penalty.percent is None:
         return "not known"
-    return "allowed" if outcome.penalty.percent <= case.budget.loss_penalty_percent else "not allowed"
+    return "allowed" if estimate.penalty.percent <= inputs.budget.loss_penalty_percent else "not allowed"
 
 
-def _ordered(group: Sequence[Outcome], by: By) -> list[Outcome]:
-    def cost(outcome: Outcome) -> float:
-        return {"hours": outcome.hours, "usd": outcome.usd or 0.0, "bytes": outcome.total_bytes}[by]
+def _ordered(group: Sequence[RunEstimate], by: RankBy) -> list[RunEstimate]:
+    def cost(estimate: RunEstimate) -> float:
+        return {"hours": estimate.hours, "usd": estimate.usd or 0.0, "bytes": estimate.total_bytes}[by]
 
     least = min(map(cost, group), default=0.0)
 
-    def key(outcome: Outcome) -> tuple[float, ...]:
-        more = cost(outcome) / least if least > 0 else 1.0
+    def key(estimate: RunEstimate) -> tuple[float, ...]:
+        more = cost(estimate) / least if least > 0 else 1.0
         return (
             math.floor(math.log(more) / math.log1p(ALIKE) + ROUNDING),
-            round(outcome.penalty.percent or 0.0, 2),
-            outcome.total_bytes,
-            outcome.hours,
+            round(estimate.penalty.percent or 0.0, 2),
+            estimate.total_bytes,
+            estimate.hours,
         )
 
     return sorted(group, key=key)
@@ -126,27 +126,27 @@ HEAD_DIM = 64
 SYNCER = "syncer.example.org:7700"
 
 
-def run_file(case: Case, setting: Setting, name: str = "advised") -> str:
+def run_file(inputs: AdviceInputs, setting: Setting, name: str = "advised") -> str:
     """The text of a run file for `diloco syncer` and `diloco train`: the site file's values, with data and address left
     to its owner. Raises ConfigError where it would not be valid."""
-    budget, num = case.budget, len(case.learners)
-    head = f"# Advised: {setting.label}; for the learners {', '.join(case.site.names)}."
+    budget, num = inputs.budget, len(inputs.learners)
+    head = f"# Advised: {setting.label}; for the learners {', '.join(inputs.site.names)}."
     if setting.method == "data-parallel":
         head += (
             "\n# Data parallel has no syncer: start one rank for each learner as torchrun … -m diloco train … "
             "--collective."
         )
-    warmup_steps = min(WARMUP_STEPS, int(WARMUP_FRACTION * math.ceil(case.num_steps)))
+    warmup_steps = min(WARMUP_STEPS, int(WARMUP_FRACTION * math.ceil(inputs.num_steps)))
     parts = [
         (head, {"run": {"name": name, "tokens": round(budget.tokens), "learners": num}}),
-        _model(case),
+        _model(inputs),
         (
             "# Say what to train on; docs/run-file.md lists the kinds.",
             {"data": {"kind": "stdlib", "sequence_length": budget.sequence_length}},
         ),
         ("", {"train": {"global_batch": round(budget.tokens_per_step / budget.sequence_length)}}),
         ("", {"schedule": {"warmup_steps": warmup_steps}}),
-        *_inner(case, setting),
+        *_inner(inputs, setting),
         ("", {"method": method_table(setting)}),
         (
             "# What learners dial. Keys: `diloco keys init` and `diloco keys add`.",
@@ -173,12 +173,12 @@ def method_table(setting: Setting) -> dict[str, Any]:
     return table
 
 
-def _model(case: Case) -> tuple[str, dict[str, Any]]:
+def _model(inputs: AdviceInputs) -> tuple[str, dict[str, Any]]:
     """The table of the model, with a note above it."""
-    table = case.site.model
+    table = inputs.site.model
     if table is not None and table.config is not None:
         return "", {"model": {"config": str(table.config)}}
-    workload = case.workload
+    workload = inputs.workload
     heads = max(1, round(math.sqrt(workload.num_parameters / (12 * workload.num_layers)) / HEAD_DIM))
     settings = {
         "type": "llama",
@@ -193,9 +193,9 @@ def _model(case: Case) -> tuple[str, dict[str, Any]]:
     return note, {"model": settings}
 
 
-def _inner(case: Case, setting: Setting) -> Iterator[tuple[str, dict[str, Any]]]:
+def _inner(inputs: AdviceInputs, setting: Setting) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the fitted learning rate, within the range of the fit."""
-    num_parameters, num = case.workload.num_parameters, len(case.learners)
+    num_parameters, num = inputs.workload.num_parameters, len(inputs.learners)
     low, high = scaling_laws.PARAMETERS
     if low <= num_parameters <= high and num <= max(scaling_laws.LEARNERS):
         law = scaling_laws.LAWS["data_parallel_lr" if setting.method == "data-parallel" else "inner_lr"]

@@ -35,7 +35,7 @@ YEAR_S = 365.25 * 86400.0
 
 
 @dataclass(frozen=True)
-class Times:
+class FailureTimes:
     """How often chips fail and what a failure takes, in seconds.
 
     The defaults reproduce the published table of Decoupled DiLoCo (arXiv 2604.21428), whose own times are not known:
@@ -57,26 +57,26 @@ class Times:
 
     def __post_init__(self) -> None:
         for name in ("mtbi_s", "step_s"):
-            positive(f"Times({name}=…)", getattr(self, name))
+            positive(f"FailureTimes({name}=…)", getattr(self, name))
         for name in ("down_s", "repair_s", "up_s"):
-            not_negative(f"Times({name}=…)", getattr(self, name))
+            not_negative(f"FailureTimes({name}=…)", getattr(self, name))
 
 
 @dataclass(frozen=True)
-class Speeds:
+class LearnerSpeeds:
     """How learners differ from each other, and from themselves.
 
     Attributes:
         jitter: coefficient of variation of a learner's step time: standard deviation divided by mean, drawn anew every
             step.
-        relative: each learner's speed, in steps per second compared with 1 / `Times.step_s`; empty: all are 1.
+        relative: each learner's speed, in steps per second compared with 1 / `FailureTimes.step_s`; empty: all are 1.
     """
 
     jitter: float = 0.0
     relative: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        not_negative("Speeds(jitter=…)", self.jitter)
+        not_negative("LearnerSpeeds(jitter=…)", self.jitter)
         if self.jitter > MOST_JITTER:
             raise ConfigError(
                 f"step times that vary by {100 * self.jitter:g} % of their mean cannot be simulated; give "
@@ -109,8 +109,8 @@ class Fleet:
     chips: int
     learners: int = 1
     mode: Mode = "decoupled"
-    times: Times = field(default_factory=Times)
-    speeds: Speeds = field(default_factory=Speeds)
+    times: FailureTimes = field(default_factory=FailureTimes)
+    speeds: LearnerSpeeds = field(default_factory=LearnerSpeeds)
     elastic_learners: bool = True
 
     def __post_init__(self) -> None:
@@ -136,7 +136,7 @@ class Fleet:
 # --- by formula -------------------------------------------------------------------------------------------------------
 
 
-def availability(failures_per_s: float, step_s: float, times: Times, *, elastic: bool) -> float:
+def availability(failures_per_s: float, step_s: float, times: FailureTimes, *, elastic: bool) -> float:
     """Share of time in which something that stops as a whole does not stand still.
 
     With u = h / (1 − e^(−λh)), the mean time from the end of a stop to the end of the step in which the next failure
@@ -309,7 +309,7 @@ def _lock_step(fleet: Fleet, seed: int) -> _Step:
     return _Step(float(slowest.mean()), float(slowest.std() / slowest.mean()))
 
 
-def _running(rng: random.Random, rate: float, step: _Step, times: Times, elastic: bool, failures: int) -> float:
+def _running(rng: random.Random, rate: float, step: _Step, times: FailureTimes, elastic: bool, failures: int) -> float:
     """Share of time in which a machine runs, over whole cycles that begin with all chips present."""
     chance = step.chance_of_failure(rate)
     run_s = stopped_s = 0.0

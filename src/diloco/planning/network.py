@@ -21,7 +21,7 @@ Direction = Literal["up", "down"]
 
 
 @dataclass(frozen=True)
-class Path:
+class Route:
     """One learner's way to the syncer and back.
 
     Attributes:
@@ -73,7 +73,7 @@ class Network:
         ConfigError: a capacity that is not above 0, a negative latency, a path over a link that is not there.
     """
 
-    def __init__(self, bit_per_s: Mapping[str, float], paths: Sequence[Path]) -> None:
+    def __init__(self, bit_per_s: Mapping[str, float], paths: Sequence[Route]) -> None:
         for name, rate in bit_per_s.items():
             if not rate > 0:
                 raise ConfigError(f"link {name} carries {rate!r} bit/s; a link needs more than 0.")

@@ -48,7 +48,7 @@ M = 4: at most."""
 
 
 @dataclass(frozen=True)
-class Term:
+class PenaltyTerm:
     """A part of a penalty and the experiment behind it; without one `percent` is None and `source` says why."""
 
     what: str
@@ -60,7 +60,7 @@ class Term:
 class Penalty:
     """The sum of its terms."""
 
-    terms: tuple[Term, ...]
+    terms: tuple[PenaltyTerm, ...]
 
     @property
     def percent(self) -> float | None:
@@ -85,27 +85,29 @@ def expected_penalty(num_parameters: float, num_learners: int, setting: Setting)
     For decoupled learners the caller must ensure that merges come as often as planned, with nearly all learners.
     """
     if setting.method == "data-parallel":
-        return Penalty((Term("data parallel", 0.0, "by definition"),))
+        return Penalty((PenaltyTerm("data parallel", 0.0, "by definition"),))
     terms = [_base(num_parameters, num_learners), *_interval(setting), *_overlap(setting), *_codec(setting)]
     if setting.method == "eager":
         measured = setting.sync_every <= BASE_EVERY and num_learners <= 2
         terms.append(
-            Term("eager updates", EAGER_PERCENT, "arXiv 2502.12996")
+            PenaltyTerm("eager updates", EAGER_PERCENT, "arXiv 2502.12996")
             if measured
-            else Term("eager updates", None, "measured with 2 learners at H = 30 only (arXiv 2502.12996)")
+            else PenaltyTerm("eager updates", None, "measured with 2 learners at H = 30 only (arXiv 2502.12996)")
         )
     if setting.method == "decoupled":
-        terms.append(Term("asynchronous merges, at most", DECOUPLED_PERCENT, "study decoupled (165k parameters)"))
+        terms.append(
+            PenaltyTerm("asynchronous merges, at most", DECOUPLED_PERCENT, "study decoupled (165k parameters)")
+        )
     return Penalty(tuple(terms))
 
 
-def _base(num_parameters: float, num_learners: int) -> Term:
+def _base(num_parameters: float, num_learners: int) -> PenaltyTerm:
     what = f"{num_learners} learner{'s' * (num_learners > 1)} at H = {BASE_EVERY}"
     sizes = sorted(LOSSES)
     if num_learners > LEARNERS[-1]:
-        return Term(what, None, f"measured with up to {LEARNERS[-1]} learners (arXiv 2503.09799)")
+        return PenaltyTerm(what, None, f"measured with up to {LEARNERS[-1]} learners (arXiv 2503.09799)")
     if num_parameters < 0.99 * sizes[0]:
-        return Term(what, None, f"measured from {sizes[0]:,} parameters on (study learners)")
+        return PenaltyTerm(what, None, f"measured from {sizes[0]:,} parameters on (study learners)")
     octaves = [math.log2(each) for each in LEARNERS]
     by_size = []
     for size in sizes:
@@ -118,34 +120,34 @@ def _base(num_parameters: float, num_learners: int) -> Term:
         source = f"between study learners ({sizes[0] / 1e3:.0f}k parameters) and arXiv 2503.09799 (35M)"
     elif num_parameters > sizes[-1]:
         source = f"arXiv 2503.09799 (at {sizes[-1] / 1e9:g}B, its largest model)"
-    return Term(what, percent, source)
+    return PenaltyTerm(what, percent, source)
 
 
-def _interval(setting: Setting) -> Iterator[Term]:
+def _interval(setting: Setting) -> Iterator[PenaltyTerm]:
     every = setting.sync_every
     if every > LONGEST_EVERY:
-        yield Term(f"H = {every}", None, f"measured up to H = {LONGEST_EVERY} (arXiv 2311.08105)")
+        yield PenaltyTerm(f"H = {every}", None, f"measured up to H = {LONGEST_EVERY} (arXiv 2311.08105)")
     elif every > BASE_EVERY:
-        yield Term(f"H = {every}", PER_E_FOLD_PERCENT * math.log(every / BASE_EVERY), "arXiv 2311.08105")
+        yield PenaltyTerm(f"H = {every}", PER_E_FOLD_PERCENT * math.log(every / BASE_EVERY), "arXiv 2311.08105")
 
 
-def _overlap(setting: Setting) -> Iterator[Term]:
+def _overlap(setting: Setting) -> Iterator[PenaltyTerm]:
     tau = setting.overlap
     if setting.method != "streaming" or tau <= NO_COST_OVERLAP:
         return
     if tau > LONGEST_OVERLAP:
-        yield Term(f"τ = {tau}", None, f"measured up to τ = {LONGEST_OVERLAP} (arXiv 2501.18512)")
+        yield PenaltyTerm(f"τ = {tau}", None, f"measured up to τ = {LONGEST_OVERLAP} (arXiv 2501.18512)")
     else:
-        yield Term(f"τ = {tau}, at most", OVERLAP_PERCENT, "arXiv 2501.18512")
+        yield PenaltyTerm(f"τ = {tau}, at most", OVERLAP_PERCENT, "arXiv 2501.18512")
 
 
-def _codec(setting: Setting) -> Iterator[Term]:
+def _codec(setting: Setting) -> Iterator[PenaltyTerm]:
     for name in dict.fromkeys((setting.up, setting.down or setting.up)):
         bits = wire_format(name).bits_per_value
         if bits < LEAST_BITS:
-            yield Term(name, None, f"4 bits a value were measured, not {bits:.3g} (arXiv 2501.18512)")
+            yield PenaltyTerm(name, None, f"4 bits a value were measured, not {bits:.3g} (arXiv 2501.18512)")
         elif bits < 16:
-            yield Term(name, 0.0, "arXiv 2501.18512")
+            yield PenaltyTerm(name, 0.0, "arXiv 2501.18512")
 
 
 def _between(places: Sequence[float], values: Sequence[float], at: float) -> float:

@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from diloco.planning.advice import standing
+from diloco.planning.advice import penalty_status
+from diloco.planning.bandwidth import GraphLinkModel, LinkModel, SyncerLinkModel
 from diloco.planning.goodput import Fleet, Goodput, Mode, closed_form, simulate
 from diloco.planning.graph import Execution, costs_of, pattern_of
-from diloco.planning.outcomes import Case, Outcome
-from diloco.planning.question import GraphQuestion, Question, StarQuestion
-from diloco.planning.scaling_laws import DATA_PARALLEL_LOSS, LEARNERS, LOSS, PARAMETERS, Expected
+from diloco.planning.run_estimate import AdviceInputs, RunEstimate
+from diloco.planning.scaling_laws import DATA_PARALLEL_LOSS, LEARNERS, LOSS, PARAMETERS, ScalingEstimate
 from diloco.planning.settings import setting_for
 from diloco.planning.training_time import Link, TrainingPlan, WallClock, wall_clock
 from diloco.planning.units import RATE, SIZE, TIME, significant
@@ -26,7 +26,7 @@ def steps_between(low: float, high: float, num: int) -> list[float]:
 
 # --------------------------------------------------------------------------------------------------------------- links
 
-NUM_STEPS, AROUND_STEPS = 60, 25
+GRAPH_STEPS, SYNCER_STEPS = 60, 25
 SHOWN: tuple[Kind, ...] = ("compute", "waiting", "up", "down")
 SKIPPED = 3
 """Periods before the one that is drawn."""
@@ -37,16 +37,18 @@ LEAST_SHOWN, MOST_SHOWN = 0.1, 0.98
 Spans = dict[str, list[Span]]
 
 
-def link_pictures(question: Question, asked_bit_per_s: Mapping[str, float]) -> list[Picture]:
+def link_pictures(link_model: LinkModel, asked_bit_per_s: Mapping[str, float]) -> list[Picture]:
     """The curve with its relatives and the links that were asked for, by what was asked, and a timeline of one period
     on the last of them."""
-    return [_link_curve(question, asked_bit_per_s), _period(question, list(asked_bit_per_s.values())[-1])]
+    return [_link_curve(link_model, asked_bit_per_s), _period(link_model, list(asked_bit_per_s.values())[-1])]
 
 
-def _link_curve(question: Question, asked_bit_per_s: Mapping[str, float]) -> Picture:
+def _link_curve(link_model: LinkModel, asked_bit_per_s: Mapping[str, float]) -> Picture:
     asked = list(asked_bit_per_s.values())
-    relatives = list(_relatives(question))
-    grid = steps_between(*_range(relatives, asked), NUM_STEPS if isinstance(question, GraphQuestion) else AROUND_STEPS)
+    relatives = list(_relatives(link_model))
+    grid = steps_between(
+        *_range(relatives, asked), GRAPH_STEPS if isinstance(link_model, GraphLinkModel) else SYNCER_STEPS
+    )
     rates = sorted({*grid, *asked})  # the points are on the curve, also between the points of the grid
     gbit_per_s = [rate / 1e9 for rate in rates]
     drawn = []
@@ -56,43 +58,43 @@ def _link_curve(question: Question, asked_bit_per_s: Mapping[str, float]) -> Pic
             drawing.VIOLET if is_overlapped else drawing.METHODS[each.setting.method],
             [100 * each.value(r) for r in rates],
         )
-        drawn.append(Line(question_title(each), gbit_per_s, percents, colour, style="--" if number else "-"))
+        drawn.append(Line(curve_title(each), gbit_per_s, percents, colour, style="--" if number else "-"))
     worth = dict(zip(rates, drawn[0].y, strict=True))
     points = Line(
         "asked for", [rate / 1e9 for rate in asked], [worth[rate] for rate in asked], drawn[0].colour, style="o"
     )
-    label = "compute utilisation, %" if question.measure == "computing" else "pace of merges kept, %"
+    label = "compute utilisation, %" if link_model.measure == "computing" else "pace of merges kept, %"
     figure = lines([*drawn, points], Axis("link of a learner, Gbit/s", log=True), Axis(label, low=0, high=103))
     rows = [(name, RATE.show(rate), f"{worth[rate]:.4g} %") for name, rate in asked_bit_per_s.items()]
-    heading = f"{question.workload.name}: what a link is worth"
-    return Picture(heading, caption(question, relatives), figure, ("asked for", "link", question.measure), rows)
+    heading = f"{link_model.workload.name}: what a link is worth"
+    return Picture(heading, caption(link_model, relatives), figure, ("asked for", "link", link_model.measure), rows)
 
 
-def question_title(question: Question) -> str:
+def curve_title(link_model: LinkModel) -> str:
     """The method and those of its numbers that are not the usual ones: what tells it from the others of a picture."""
-    own = question.setting
-    usual = setting_for(question.workload, own.method, sync_every=own.sync_every)
+    own = link_model.setting
+    usual = setting_for(link_model.workload, own.method, sync_every=own.sync_every)
     numbers = {f"τ = {own.overlap}": own.overlap != usual.overlap}
     numbers[f"P = {own.num_fragments}"] = own.num_fragments != usual.num_fragments
     return ", ".join([own.title, *(number for number, is_own in numbers.items() if is_own)])
 
 
-def caption(question: Question, relatives: Sequence[Question]) -> str:
+def caption(link_model: LinkModel, relatives: Sequence[LinkModel]) -> str:
     """What the picture shows, from the curves that it has."""
     first, *others = relatives
-    text = f"{question_title(first)}: {question.setting}."
+    text = f"{curve_title(first)}: {link_model.setting}."
     if not others:
         return text
-    beside = [f"{question_title(each)}, every step" for each in others if each.setting.sync_every == 1]
-    if rest := [question_title(each) for each in others if each.setting.sync_every > 1]:
+    beside = [f"{curve_title(each)}, every step" for each in others if each.setting.sync_every == 1]
+    if rest := [curve_title(each) for each in others if each.setting.sync_every > 1]:
         beside.append(f"every {others[-1].setting.sync_every} steps: {'; '.join(rest)}")
     return f"{text} Beside it, with the same codec and latency: {'; '.join(beside)}."
 
 
-def _range(relatives: Sequence[Question], asked: Sequence[float]) -> tuple[float, float]:
+def _range(relatives: Sequence[LinkModel], asked: Sequence[float]) -> tuple[float, float]:
     """The range of the axis: from where the first curve rises to where the last one has, with what was asked for."""
     if not all(
-        isinstance(each, GraphQuestion) for each in relatives
+        isinstance(each, GraphLinkModel) for each in relatives
     ):  # no data parallel among them, and searching is slow
         return min(asked) / 5, 30 * max(asked)
     rates = steps_between(min(asked) / WIDEST, WIDEST * max(asked), NUM_TRIED)
@@ -101,42 +103,44 @@ def _range(relatives: Sequence[Question], asked: Sequence[float]) -> tuple[float
     return min([min(asked) / 2, *rising[:1]]), max([2 * max(asked), *risen[:1]])
 
 
-def _relatives(question: Question) -> Iterator[Question]:
-    """The question itself, then other methods at the same H, codec and latency."""
-    own = question.setting
-    yield question
-    if question.measure != "computing":
+def _relatives(link_model: LinkModel) -> Iterator[LinkModel]:
+    """Yield the model itself, then other methods at the same H, codec and latency."""
+    own = link_model.setting
+    yield link_model
+    if link_model.measure != "computing":
         return
     every = own.sync_every if own.method != "data-parallel" else 100
     wanted: list[tuple[str, int | None, int | None]] = [
         ("diloco", every, None), ("streaming", every, None), ("streaming", every, 1), ("eager", every, None)
     ]  # fmt: skip
-    if isinstance(question, GraphQuestion):
+    if isinstance(link_model, GraphLinkModel):
         wanted.insert(0, ("data-parallel", None, None))
     for method, h, tau in wanted:
-        setting = setting_for(question.workload, method, sync_every=h, overlap=tau)
+        setting = setting_for(link_model.workload, method, sync_every=h, overlap=tau)
         setting = replace(setting, up=own.up, down=own.down, latency_s=own.latency_s)
         if setting != own:
-            yield replace(question, setting=setting)
+            yield replace(link_model, setting=setting)
 
 
-def _period(question: Question, bit_per_s: float) -> Picture:
+def _period(link_model: LinkModel, bit_per_s: float) -> Picture:
     spans = (
-        _graph_spans(question, bit_per_s) if isinstance(question, GraphQuestion) else _star_spans(question, bit_per_s)
+        _graph_spans(link_model, bit_per_s)
+        if isinstance(link_model, GraphLinkModel)
+        else _syncer_spans(link_model, bit_per_s)
     )
     rows = []
     for name, of_learner in spans.items():
         seconds = (sum(span.end_s - span.begin_s for span in of_learner if span.kind == kind) for kind in SHOWN)
         rows.append((name, *map(TIME.show, seconds)))
-    heading = f"{question.workload.name}: one period on {RATE.show(bit_per_s)}"
-    text = f"{question.setting}. What is on the link runs beside what is computed."
+    heading = f"{link_model.workload.name}: one period on {RATE.show(bit_per_s)}"
+    text = f"{link_model.setting}. What is on the link runs beside what is computed."
     return Picture(heading, text, timeline(spans), ("learner", *(drawing.KINDS[kind][0] for kind in SHOWN)), rows)
 
 
-def _graph_spans(question: GraphQuestion, bit_per_s: float) -> Spans:
+def _graph_spans(link_model: GraphLinkModel, bit_per_s: float) -> Spans:
     """A period of H steps of the long run; one row, for all learners do the same."""
-    costs = costs_of(question.workload, question.setting, bit_per_s)
-    pattern = pattern_of(question.workload.num_layers, question.setting)
+    costs = costs_of(link_model.workload, link_model.setting, bit_per_s)
+    pattern = pattern_of(link_model.workload.num_layers, link_model.setting)
     execution = Execution(pattern, costs, traced=True)
     execution.advance_to((SKIPPED + pattern.overlap // pattern.period) * pattern.period)
     begin_s = execution.now_s
@@ -152,15 +156,15 @@ def _graph_spans(question: GraphQuestion, bit_per_s: float) -> Spans:
     return {"each learner": _clipped(spans, begin_s, execution.now_s)}
 
 
-def _star_spans(question: StarQuestion, bit_per_s: float) -> Spans:
+def _syncer_spans(link_model: SyncerLinkModel, bit_per_s: float) -> Spans:
     """The last H steps of the slowest learner; one row where all learners are equal."""
-    prediction = question.predict(bit_per_s, traced=True)
+    prediction = link_model.predict(bit_per_s, traced=True)
     activities = prediction.activities
     num = 1 + max(each.learner for each in activities)
     of_learner = [[Span(it.begin_s, it.end_s, it.kind) for it in activities if it.learner == i] for i in range(num)]
     end_s = min(max(it.end_s for it in spans if it.kind in ("compute", "waiting")) for spans in of_learner)
-    slowest = min(question.speeds)
-    length_s = question.setting.sync_every * question.workload.step_s / slowest / min(prediction.utilization)
+    slowest = min(link_model.speeds)
+    length_s = link_model.setting.sync_every * link_model.workload.step_s / slowest / min(prediction.utilization)
     names = ["each learner"] if num == 1 else [f"learner {i + 1}" for i in range(num)]
     return {name: _clipped(spans, end_s - length_s, end_s) for name, spans in zip(names, of_learner, strict=True)}
 
@@ -303,7 +307,7 @@ MEASURED = (
 )
 
 
-def scaling_pictures(here: Expected) -> list[Picture]:
+def scaling_pictures(here: ScalingEstimate) -> list[Picture]:
     """Loss and penalty by model size, inside and outside what was measured."""
     size = here.num_parameters
     shown = sorted({size, *steps_between(*PARAMETERS, NUM_SHOWN)})
@@ -338,7 +342,7 @@ def scaling_pictures(here: Expected) -> list[Picture]:
 FAR = 20
 """Hours that differ by more than this factor are drawn on a logarithmic axis."""
 
-Ranked = Sequence[tuple[int, Outcome]]
+Ranked = Sequence[tuple[int, RunEstimate]]
 
 
 def mark(rank: int, choose: int) -> str:
@@ -346,32 +350,32 @@ def mark(rank: int, choose: int) -> str:
     return "recommended" if rank == 1 else "chosen" if rank == choose else ""
 
 
-def numbers(case: Case, outcome: Outcome, no_price: str) -> tuple[str, ...]:
+def numbers(inputs: AdviceInputs, estimate: RunEstimate, no_price: str) -> tuple[str, ...]:
     """Utilisation, hours, bytes, money and loss, for a table."""
-    percent = outcome.penalty.percent
+    percent = estimate.penalty.percent
     return (
-        f"{100 * case.utilization(outcome):.1f} %", significant(outcome.hours), SIZE.show(outcome.total_bytes),
-        no_price if outcome.usd is None else f"{outcome.usd:,.0f}",
+        f"{100 * inputs.utilization(estimate):.1f} %", significant(estimate.hours), SIZE.show(estimate.total_bytes),
+        no_price if estimate.usd is None else f"{estimate.usd:,.0f}",
         "unknown" if percent is None else f"{percent:+.1f} %",
     )  # fmt: skip
 
 
-def advice_pictures(case: Case, shown: Ranked, choose: int) -> list[Picture]:
+def advice_pictures(inputs: AdviceInputs, shown: Ranked, choose: int) -> list[Picture]:
     """Hours and utilisation of the ranks that are shown, the recommended one marked."""
     labels, names = [], []
     for rank, each in shown:
-        status, role = standing(case, each), mark(rank, choose)
+        status, role = penalty_status(inputs, each), mark(rank, choose)
         notes = [role] * bool(role) + [f"loss {status}"] * (status != "allowed")
         title = ": ".join([each.setting.title, *([", ".join(notes)] if notes else [])])
         labels.append(f"{title}\n{each.setting.detail}")
         names.append(f"{each.setting.label}{f' ({role})' if role else ''}")
     marked = [row for row, (rank, _) in enumerate(shown) if mark(rank, choose)]
-    rows = [(name, *numbers(case, each, no_price="")) for name, (_, each) in zip(names, shown, strict=True)]
+    rows = [(name, *numbers(inputs, each, no_price="")) for name, (_, each) in zip(names, shown, strict=True)]
     colours = [drawing.METHODS[each.setting.method] for _, each in shown]
     hours = [each.hours for _, each in shown]
     far = max(hours) > FAR * min(hours)
     hours_axis = Axis("hours until the tokens are trained", log=far, low=None if far else 0.0)
-    percents = [100 * case.utilization(each) for _, each in shown]
+    percents = [100 * inputs.utilization(each) for _, each in shown]
     busy_axis = Axis("computing, % of the time of all accelerators", low=0.0, ticks=(0, 25, 50, 75, 100))
     heads = ("method", "computing", "hours", "bytes in all", "USD", "loss")
     text = (

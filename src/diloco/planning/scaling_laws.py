@@ -44,12 +44,12 @@ class PowerLaw:
 
 
 LAWS = {name: PowerLaw(**law) for name, law in PUBLISHED["laws"].items()}
-"""By attribute of `Expected`."""
+"""By attribute of `ScalingEstimate`."""
 LOSS, DATA_PARALLEL_LOSS = LAWS["loss"], LAWS["data_parallel_loss"]
 
 
 @dataclass(frozen=True)
-class Expected:
+class ScalingEstimate:
     """The fits for one model: DiLoCo with M learners, and data parallel.
 
     Attributes:
@@ -76,9 +76,9 @@ class Expected:
     outer_lr: float | None
 
 
-def expect(
+def estimate_scaling(
     num_parameters: float, num_learners: int, *, sync_every: int = SYNC_EVERY, tokens: float | None = None
-) -> Expected:
+) -> ScalingEstimate:
     """Evaluate the fits.
 
     Arguments:
@@ -105,7 +105,7 @@ def expect(
     fits = {name: law(num_parameters, num_learners) for name, law in LAWS.items()}
     penalty_percent = 100 * (fits["loss"] / fits["data_parallel_loss"] - 1)
     batch_tokens, outer_lr = fits["batch_sequences"] * SEQUENCE_LENGTH, OUTER_LR.get(num_learners)
-    return Expected(
+    return ScalingEstimate(
         num_parameters, num_learners, loss_penalty_percent=penalty_percent, batch_tokens=batch_tokens,
         outer_lr=outer_lr, **fits,
     )  # fmt: skip

@@ -11,14 +11,14 @@ import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from diloco.errors import ConfigError
-from diloco.planning.network import Network, Path
-from diloco.planning.stations import Merging
+from diloco.planning.discrete_events import Merging
+from diloco.planning.network import Network, Route
 from diloco.planning.units import COMPUTE, LARGEST, PRICE_PER_BYTE, PRICE_PER_S, RATE, SIZE, TIME, Quantity
 from diloco.planning.workload import ModelSizeTable, Workload
 from diloco.tables import Table, nearest, read_text, read_toml, validate
@@ -237,7 +237,7 @@ class Site(Table):
             own_up, own_down = f"learner {learner.name} up", f"learner {learner.name} down"
             bit_per_s |= {own_up: learner.place.up, own_down: learner.place.down}
             up, down = ([f"link {name} {way}" for name in learner.place.shares] for way in ("up", "down"))
-            paths.append(Path((own_up, *up, "syncer down"), (own_down, *down, "syncer up"), learner.place.latency))
+            paths.append(Route((own_up, *up, "syncer down"), (own_down, *down, "syncer up"), learner.place.latency))
         return Network(bit_per_s, paths)
 
     def merging(self) -> Merging:
@@ -295,7 +295,7 @@ class Site(Table):
         return self.site.index(self.places[named[0]]) if named else None
 
 
-def load_site(path: str | FilePath) -> Site:
+def load_site(path: str | Path) -> Site:
     """Read a site file. Raises ConfigError naming file, key and value: missing, not TOML, unknown or impossible."""
     return parse_site(read_text(path, "site file"), source=str(path))
 

@@ -2,7 +2,7 @@
 
 The idealised model of "Scaling Laws for DiLoCo" (arXiv 2503.09799, its section on wall-clock time): a chip computes at
 a constant rate, an all-reduce is bound by bandwidth and latency, and nothing overlaps. For overlap, codecs per
-direction and a syncer, see `diloco.planning.graph` and `diloco.planning.star`.
+direction and a syncer, see `diloco.planning.graph` and `diloco.planning.prediction`.
 """
 
 from __future__ import annotations

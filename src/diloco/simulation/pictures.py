@@ -8,13 +8,13 @@ from diloco.report.drawing import COMPUTING, GREY, Axis, Line, Picture, lines, t
 from diloco.simulation.scenario import Losses
 
 if TYPE_CHECKING:
-    from diloco.simulation.virtual_run import Simulated
+    from diloco.simulation.virtual_run import SimulationResult
 
 MOST_ROWS, MOST_POINTS = 12, 1000
 NO_LOSS = "No loss was measured: no learner was evaluated or came to its first step event."
 
 
-def pictures(done: Simulated) -> list[Picture]:
+def pictures(done: SimulationResult) -> list[Picture]:
     """The timeline and, where a loss was measured, the losses."""
     heads = ("learner", "utilisation", "computing, s", "waiting, s", "gone, s")
     rows = [
@@ -26,7 +26,7 @@ def pictures(done: Simulated) -> list[Picture]:
     return [*drawn, _loss(done)] if done.losses or done.training_losses else drawn
 
 
-def _loss(done: Simulated) -> Picture:
+def _loss(done: SimulationResult) -> Picture:
     unit_s, unit = time_unit(done.duration_s)
     series = {
         "training, mean of learners": (done.training_losses, GREY),

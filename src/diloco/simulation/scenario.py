@@ -13,8 +13,8 @@ from diloco.event_log import read_events
 from diloco.events import Evaluated, Stepped
 from diloco.exchange.virtual.delivery import Fault
 from diloco.planning.network import Network
+from diloco.planning.recorded_run import RecordedLearner
 from diloco.planning.site import Site
-from diloco.planning.tape import Recorded
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def scenario_of_site(site: Site, run: RunConfig) -> Scenario:
     return Scenario(lambda index, step: learners[index].step_seconds(step, run.run.seed), site.network(), faults)
 
 
-def scenario_of_tape(recorded: Sequence[Recorded], network: Network | None) -> Scenario:
+def scenario_of_recorded_run(recorded: Sequence[RecordedLearner], network: Network | None) -> Scenario:
     """The scenario of a recorded run, over links that may differ from its own."""
     faults = [Fault(index, at_s, back_s) for index, each in enumerate(recorded) for at_s, back_s in each.gone]
     starts_s = [each.start_s for each in recorded]

@@ -27,7 +27,7 @@ from diloco.event_log import EventLog
 from diloco.exchange.local import Local, Lost, run_virtual
 from diloco.exchange.virtual.run import VirtualRun, World
 from diloco.learner import Learner
-from diloco.planning.tape import SIMULATED
+from diloco.planning.recorded_run import SIMULATED
 from diloco.protocol.steering import Pool
 from diloco.report.drawing import Kind, Span
 from diloco.simulation.scenario import Losses, Scenario, read_losses
@@ -61,7 +61,7 @@ class LearnerTime:
 
 
 @dataclass
-class Simulated:
+class SimulationResult:
     """The result of a simulated run.
 
     Attributes:
@@ -108,7 +108,7 @@ class Simulated:
 
 def simulate(
     configs: Mapping[str, RunConfig], scenario: Scenario, directory: Path, *, progress: ProgressDisplay | None = None
-) -> Simulated:
+) -> SimulationResult:
     """Train a run in virtual time, its events and checkpoints in `directory` as a real run's are in its own.
 
     Arguments:
@@ -121,7 +121,7 @@ def simulate(
     """
     method = method_to_simulate(configs)
     data = next(iter(configs.values())).data
-    return _Stage(configs, method, scenario, directory, SharedInputs(load_corpus(data)), progress).play()
+    return _Simulation(configs, method, scenario, directory, SharedInputs(load_corpus(data)), progress).play()
 
 
 def method_to_simulate(configs: Mapping[str, RunConfig]) -> Method:
@@ -142,7 +142,7 @@ def method_to_simulate(configs: Mapping[str, RunConfig]) -> Method:
     return method
 
 
-class _Stage:
+class _Simulation:
     """A run being simulated."""
 
     def __init__(
@@ -159,7 +159,7 @@ class _Stage:
         self._spans: list[list[Span]] = [[] for _ in configs]
         self._ended_s = [0.0] * len(configs)
 
-    def play(self) -> Simulated:
+    def play(self) -> SimulationResult:
         run = self._configs[0].run.name
         starts_s = self._scenario.starts_s or [0.0] * len(self._names)
         path = self._directory / "syncer" / "events.jsonl"
@@ -179,7 +179,7 @@ class _Stage:
             )
             log.append(events.SyncerStarted(run=run, address=SIMULATED, method=self._method.to_dict()))
             ended = self._lives()
-            done = Simulated({
+            done = SimulationResult({
                 name: None if isinstance(each, Lost) else each for name, each in zip(self._names, ended, strict=True)
             })  # fmt: skip
             self._log_traffic(log, done)
@@ -252,7 +252,7 @@ class _Stage:
                 return
         spans.append(Span(began_s, ended_s, kind))
 
-    def _log_traffic(self, log: EventLog, done: Simulated) -> None:
+    def _log_traffic(self, log: EventLog, done: SimulationResult) -> None:
         for name, summary in done.summaries.items():
             if summary is not None:
                 sent = summary.metrics["num_bytes"]
@@ -265,12 +265,12 @@ class _Stage:
                     )
                 )
 
-    def _log_end(self, log: EventLog, done: Simulated) -> None:
+    def _log_end(self, log: EventLog, done: SimulationResult) -> None:
         driver = self._run.driver
         steps = 0 if driver is None else driver.state.step
         log.append(events.Finished(steps=steps, tokens=done.tokens, seconds=done.duration_s, reason="stopped"))
 
-    def _account(self, done: Simulated) -> None:
+    def _account(self, done: SimulationResult) -> None:
         """Fill in loss, duration and each learner's spans; time that is neither compute nor absence is waiting."""
         killed_s = {fault.learner: fault.at_s for fault in self._scenario.faults if fault.back_s is None}
         done.duration_s = max(end_s or killed_s.get(index, 0.0) for index, end_s in enumerate(self._ended_s))

@@ -10,9 +10,9 @@ from rich.text import Text
 
 from diloco.cli._shared import make_table, say_written
 from diloco.errors import ConfigError, StoreError, translated
-from diloco.planning.advice import By, advise, case_of, run_file, standing
-from diloco.planning.outcomes import Case, Outcome
+from diloco.planning.advice import RankBy, advice_inputs, advise, penalty_status, run_file
 from diloco.planning.pictures import Ranked, advice_pictures, mark, numbers
+from diloco.planning.run_estimate import AdviceInputs, RunEstimate
 from diloco.planning.site import load_site
 from diloco.planning.units import TIME, significant
 from diloco.report.drawing import short
@@ -24,7 +24,9 @@ RUN_FILE = "run.toml"
 
 def command(
     site_file: Annotated[Path, typer.Argument(help="The site file (TOML): sites, links, prices, model, budget.")],
-    by: Annotated[By, typer.Option(help="What to rank by, among the methods whose loss penalty is allowed.")] = "hours",
+    by: Annotated[
+        RankBy, typer.Option(help="What to rank by, among the methods whose loss penalty is allowed.")
+    ] = "hours",
     everything: Annotated[
         bool, typer.Option("--all", help="Every setting that was compared, not the best of each method.")
     ] = False,
@@ -33,52 +35,52 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: every setting and the run file.")] = False,
 ) -> None:
     """Rank the methods for the sites of SITE_FILE by hours, bytes, money and loss; write the best one's run file."""
-    case = case_of(load_site(site_file))
-    ranked = advise(case, by)
+    inputs = advice_inputs(load_site(site_file))
+    ranked = advise(inputs, by)
     if choose > len(ranked):
         raise ConfigError(f"--choose {choose} does not exist; there are {len(ranked)} settings, see --all")
     chosen = ranked[choose - 1]
-    text = run_file(case, chosen.setting)
+    text = run_file(inputs, chosen.setting)
     best = _best_of_methods(ranked)
     picked = [(rank, each) for rank, each in enumerate(ranked, 1) if each in best or rank == choose]
     if out is not None:
-        _write(out, text, case, picked, choose)
+        _write(out, text, inputs, picked, choose)
     if as_json:
-        candidates = [_plain(case, rank, each) for rank, each in enumerate(ranked, 1)]
+        candidates = [_plain(inputs, rank, each) for rank, each in enumerate(ranked, 1)]
         typer.echo(json.dumps({"candidates": candidates, "chosen": choose, "run_file": text}, indent=1))
         return
     shown = list(enumerate(ranked, 1)) if everything else picked
-    _print(case, shown, choose)
-    _print_choice(case, ranked, choose, out)
+    _print(inputs, shown, choose)
+    _print_choice(inputs, ranked, choose, out)
 
 
-def _best_of_methods(ranked: list[Outcome]) -> list[Outcome]:
-    """The first outcome of each method, in their order."""
-    best: dict[str, Outcome] = {}
-    for outcome in ranked:
-        best.setdefault(outcome.setting.method, outcome)
+def _best_of_methods(ranked: list[RunEstimate]) -> list[RunEstimate]:
+    """The first estimate of each method, in their order."""
+    best: dict[str, RunEstimate] = {}
+    for estimate in ranked:
+        best.setdefault(estimate.setting.method, estimate)
     return list(best.values())
 
 
-def _plain(case: Case, rank: int, outcome: Outcome) -> dict[str, Any]:
-    it, num, penalty = outcome.setting, len(case.learners), outcome.penalty
+def _plain(inputs: AdviceInputs, rank: int, estimate: RunEstimate) -> dict[str, Any]:
+    it, num, penalty = estimate.setting, len(inputs.learners), estimate.penalty
     return {
         "rank": rank, "method": it.method, "sync_every": it.sync_every, "overlap": it.overlap,
-        "fragments": it.num_fragments, "codec": it.up, "utilization_percent": 100 * case.utilization(outcome),
-        "hours": outcome.hours, "up_bytes_per_learner": outcome.up_bytes / num,
-        "down_bytes_per_learner": outcome.down_bytes / num, "total_bytes": outcome.total_bytes, "usd": outcome.usd,
+        "fragments": it.num_fragments, "codec": it.up, "utilization_percent": 100 * inputs.utilization(estimate),
+        "hours": estimate.hours, "up_bytes_per_learner": estimate.up_bytes / num,
+        "down_bytes_per_learner": estimate.down_bytes / num, "total_bytes": estimate.total_bytes, "usd": estimate.usd,
         "loss_penalty_percent": penalty.percent, "loss_penalty_sources": penalty.sources,
-        "loss_penalty_unknown": penalty.unknown, "standing": standing(case, outcome),
+        "loss_penalty_unknown": penalty.unknown, "standing": penalty_status(inputs, estimate),
     }  # fmt: skip
 
 
-def _print(case: Case, shown: Ranked, choose: int) -> None:
+def _print(inputs: AdviceInputs, shown: Ranked, choose: int) -> None:
     rows, notes = list[tuple[str | Text, ...]](), []
     for rank, each in shown:
         role = mark(rank, choose)
         heading = (each.setting.title, "bold"), f" ({role})" if role else ""
         name = Text.assemble(*heading, "\n", (each.setting.detail, "dim"))
-        rows.append((str(rank), name, *numbers(case, each, no_price="?")))
+        rows.append((str(rank), name, *numbers(inputs, each, no_price="?")))
         unknown = each.penalty.unknown
         notes.append(f"{rank}: {f'unknown: {unknown}' if unknown else '; '.join(each.penalty.sources)}")
     table = make_table(("", "method", "busy", "hours", "bytes", "USD", "loss"), rows, num_text=2)
@@ -86,29 +88,31 @@ def _print(case: Case, shown: Ranked, choose: int) -> None:
     table.columns[0].no_wrap = True
     table.columns[1].overflow = "fold"  # where the terminal is narrow this gives way, and no number
     console = Console(highlight=False)
-    console.print(f"{_headline(case)}\n")
+    console.print(f"{_headline(inputs)}\n")
     console.print(table)
     console.print()
     for line in ("bytes: of all learners, both ways. loss: expected above data parallel's at equal tokens.", *notes):
         console.print(line, style="dim")
 
 
-def _headline(case: Case) -> str:
-    workload, budget = case.workload, case.budget
+def _headline(inputs: AdviceInputs) -> str:
+    workload, budget = inputs.workload, inputs.budget
     steps = budget.tokens / budget.tokens_per_step
-    slowest = TIME.show(max(learner.step_s for learner in case.learners))
+    slowest = TIME.show(max(learner.step_s for learner in inputs.learners))
     return (
-        f"{len(case.learners)} learner{'s' * (len(case.learners) > 1)}, {short(workload.num_parameters, 3)} "
+        f"{len(inputs.learners)} learner{'s' * (len(inputs.learners) > 1)}, {short(workload.num_parameters, 3)} "
         f"parameters, {short(budget.tokens, 3)} tokens in {steps:,.0f} steps of {slowest} at the slowest; a loss "
         f"penalty of up to {budget.loss_penalty_percent:g} % is allowed"
     )
 
 
-def _print_choice(case: Case, ranked: list[Outcome], choose: int, out: Path | None) -> None:
+def _print_choice(inputs: AdviceInputs, ranked: list[RunEstimate], choose: int, out: Path | None) -> None:
     chosen = ranked[choose - 1]
     where = f"its run file is {out / RUN_FILE}" if out is not None else "--out DIR writes its run file"
     typer.echo(f"\nTake {chosen.setting.label}; {where}.")
-    faster = [each for each in ranked if standing(case, each) == "not known" and each.hours < 0.9 * chosen.hours]
+    faster = [
+        each for each in ranked if penalty_status(inputs, each) == "not known" and each.hours < 0.9 * chosen.hours
+    ]
     if faster:
         best = min(faster, key=lambda each: each.hours)
         typer.echo(
@@ -117,9 +121,9 @@ def _print_choice(case: Case, ranked: list[Outcome], choose: int, out: Path | No
         )
 
 
-def _write(directory: Path, text: str, case: Case, shown: Ranked, choose: int) -> None:
+def _write(directory: Path, text: str, inputs: AdviceInputs, shown: Ranked, choose: int) -> None:
     page = directory / "advice.html"
-    write_drawings(page, "Which method, at what cost", _headline(case) + ".", advice_pictures(case, shown, choose))
+    write_drawings(page, "Which method, at what cost", _headline(inputs) + ".", advice_pictures(inputs, shown, choose))
     with translated(OSError, StoreError, f"cannot write {directory / RUN_FILE}", "name another directory with --out"):
         write_whole(directory / RUN_FILE, text)
     say_written((page, directory / RUN_FILE))

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from diloco.cli._shared import Json, PicturesPage, make_table, parse_list, say_written
 from diloco.errors import ConfigError
-from diloco.planning.goodput import CONFIDENCE, Fleet, Goodput, Mode, Speeds, Times, simulate
+from diloco.planning.goodput import CONFIDENCE, FailureTimes, Fleet, Goodput, LearnerSpeeds, Mode, simulate
 from diloco.planning.pictures import goodput_pictures, mode_title
 from diloco.planning.units import TIME
 from diloco.report.frame import require_html, write_drawings
@@ -46,7 +46,7 @@ def command(
     The default times reproduce the published table of Decoupled DiLoCo; give your own.
     """
     require_html(out)
-    times = Times(
+    times = FailureTimes(
         mtbi_s=TIME.parse(mtbi, "--mtbi", positive=True),
         down_s=TIME.parse(down, "--down"),
         repair_s=TIME.parse(repair, "--repair"),
@@ -56,7 +56,7 @@ def command(
     if mode != "decoupled" and elastic_learners is not None:
         raise ConfigError("--elastic-learners is of decoupled learners; leave it out, or use --mode decoupled.")
     relative = () if speeds is None else parse_list("--speeds", speeds, float, "numbers", "1,1,0.6,0.6")
-    fleet = Fleet(chips, learners, mode, times, Speeds(jitter / 100, relative), elastic_learners is not False)
+    fleet = Fleet(chips, learners, mode, times, LearnerSpeeds(jitter / 100, relative), elastic_learners is not False)
     if as_json:
         typer.echo(json.dumps(_plain(fleet, simulate(fleet, seed), seed), indent=1))
         if out is None:

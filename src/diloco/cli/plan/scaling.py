@@ -10,7 +10,7 @@ from rich.console import Console
 
 from diloco.cli._shared import Json, Model, Parameters, PicturesPage, SyncEvery, make_table, say_written
 from diloco.planning.pictures import scaling_pictures
-from diloco.planning.scaling_laws import Expected, expect
+from diloco.planning.scaling_laws import ScalingEstimate, estimate_scaling
 from diloco.planning.units import significant
 from diloco.planning.workload import parameters_of
 from diloco.report.drawing import short
@@ -35,7 +35,7 @@ def command(
     require_html(out)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = expect(parameters_of(model, parameters), learners, sync_every=sync_every, tokens=tokens)
+        found = estimate_scaling(parameters_of(model, parameters), learners, sync_every=sync_every, tokens=tokens)
     outside = [str(each.message) for each in caught]
     if as_json:
         typer.echo(json.dumps({**asdict(found), "warnings": outside, "source": "arXiv 2503.09799"}, indent=1))
@@ -51,7 +51,7 @@ def command(
         say_written([out])
 
 
-def _print(it: Expected) -> None:
+def _print(it: ScalingEstimate) -> None:
     loss = f"{it.loss:.3f} ({it.loss_penalty_percent:+.1f} %)"
     sequences = (significant(it.batch_sequences), significant(it.data_parallel_batch_sequences))
     rows = [

@@ -11,11 +11,11 @@ from rich.console import Console
 
 from diloco.cli._shared import PicturesPage, make_table, parse_list, say_written
 from diloco.errors import ConfigError
-from diloco.planning.conventions import CONVENTIONS, published_run
+from diloco.planning.bandwidth import GraphLinkModel, LinkModel, SyncerLinkModel, required_bit_per_s
+from diloco.planning.discrete_events import Merging
 from diloco.planning.pictures import link_pictures
-from diloco.planning.question import GraphQuestion, Question, StarQuestion, required_bit_per_s
+from diloco.planning.published_tables import CONVENTIONS, published_run
 from diloco.planning.settings import Setting, setting_for
-from diloco.planning.stations import Merging
 from diloco.planning.units import RATE, TIME
 from diloco.planning.workload import Workload, load_workload
 from diloco.report.frame import require_html, write_drawings
@@ -93,17 +93,22 @@ def command(
         own = {"--step-time": step_time, "--bandwidth": bandwidth, "--out": out}
         _refuse_beside(convention, {**own, **around})
         answers, workload, setting = _published(convention, model, method, percentages, options)
-        question, measure, never = None, "computing", ""
+        link_model, measure, never = None, "computing", ""
     else:
-        question = _question(model, method, step_time, options, around)
-        answers = _steady(question, percentages, bandwidth)
-        workload, setting, measure, never = question.workload, question.setting, question.measure, question.never
+        link_model = _question(model, method, step_time, options, around)
+        answers = _steady(link_model, percentages, bandwidth)
+        workload, setting, measure, never = (
+            link_model.workload,
+            link_model.setting,
+            link_model.measure,
+            link_model.never,
+        )
     if as_json:
         _print_json(answers, workload, setting, convention, measure)
     else:
         _print(answers, workload, setting, convention, measure, never)
-    if out is not None and question is not None:
-        _draw(answers, question, out)
+    if out is not None and link_model is not None:
+        _draw(answers, link_model, out)
 
 
 def _percentages(text: str) -> tuple[float, ...]:
@@ -125,17 +130,17 @@ def _refuse_beside(convention: str, given: dict[str, object]) -> None:
 
 def _question(
     model: str, method: str, step_time: str | None, options: dict[str, Any], around: dict[str, Any]
-) -> Question:
+) -> LinkModel:
     step_s = None if step_time is None else TIME.parse(step_time, "--step-time", positive=True)
     workload = load_workload(model, step_s)
     setting = setting_for(workload, method, **options)
     if setting.method != "decoupled" and all(value is None for value in around.values()):
-        return GraphQuestion(workload, setting)
+        return GraphLinkModel(workload, setting)
     setting = replace(setting, down=setting.down or setting.up)  # a syncer's answers always come back
     return _around(workload, setting, around)
 
 
-def _around(workload: Workload, setting: Setting, around: dict[str, Any]) -> StarQuestion:
+def _around(workload: Workload, setting: Setting, around: dict[str, Any]) -> SyncerLinkModel:
     """The learners and the syncer of the options."""
     num, text, shards = around["--learners"], around["--speeds"], around["--shards"]
     if shards is not None and shards < 1:
@@ -154,7 +159,7 @@ def _around(workload: Workload, setting: Setting, around: dict[str, Any]) -> Sta
         math.inf if around[option] is None else (shards or 1) * RATE.parse(around[option], option, positive=True)
         for option in ("--syncer", "--merge")
     )
-    return StarQuestion(workload, setting, speeds, rate, Merging(bytes_per_s=merged / 8))
+    return SyncerLinkModel(workload, setting, speeds, rate, Merging(bytes_per_s=merged / 8))
 
 
 def _published(
@@ -169,16 +174,16 @@ def _published(
     return answers, run.workload, run.setting
 
 
-def _steady(question: Question, percentages: tuple[float, ...], bandwidth: str | None) -> Answers:
+def _steady(link_model: LinkModel, percentages: tuple[float, ...], bandwidth: str | None) -> Answers:
     if bandwidth is not None:
         rate = RATE.parse(bandwidth, "--bandwidth", positive=True)
-        value = _rounded(100 * question.value(rate))
-        return [{"gbit_per_s": _rounded(rate / 1e9), question.measure: value, **question.details(rate)}]
+        value = _rounded(100 * link_model.value(rate))
+        return [{"gbit_per_s": _rounded(rate / 1e9), link_model.measure: value, **link_model.details(rate)}]
     answers: Answers = []
-    rates = required_bit_per_s(question, [percent / 100 for percent in percentages])
+    rates = required_bit_per_s(link_model, [percent / 100 for percent in percentages])
     for percent, rate in zip(percentages, rates, strict=True):
         gbit_per_s = None if math.isinf(rate) else _rounded(rate / 1e9)
-        answers.append({"target": _plain(percent), "gbit_per_s": gbit_per_s, **question.details(rate)})
+        answers.append({"target": _plain(percent), "gbit_per_s": gbit_per_s, **link_model.details(rate)})
     return answers
 
 
@@ -227,7 +232,7 @@ def _print(
         console.print(f"never: {never}.")
 
 
-def _draw(answers: Answers, question: Question, out: Path) -> None:
+def _draw(answers: Answers, link_model: LinkModel, out: Path) -> None:
     """Write a page. Raises ConfigError where no target is reached by any link."""
     reached = {
         f"{answer['target']:g} %" if "target" in answer else "this link": 1e9 * answer["gbit_per_s"]
@@ -236,7 +241,7 @@ def _draw(answers: Answers, question: Question, out: Path) -> None:
     }
     if not reached:
         raise ConfigError("no target is reached by any link, so there is nothing to draw; lower --targets.")
-    title = f"{question.workload.name}, {question.setting.method}"
+    title = f"{link_model.workload.name}, {link_model.setting.method}"
     text = "What a link is worth, and what happens in one period. Made by diloco plan utilization."
-    write_drawings(out, title, text, link_pictures(question, reached))
+    write_drawings(out, title, text, link_pictures(link_model, reached))
     say_written([out])

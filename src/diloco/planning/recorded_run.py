@@ -20,7 +20,7 @@ Paces = tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedLearner:
     """One learner of a recorded run. Times are seconds from the run's beginning.
 
     Attributes:
@@ -53,7 +53,7 @@ def _pace_at(paces: Paces, step: int) -> float:
     return paces[min(bisect_right(ends, step), len(ends) - 1)][1]
 
 
-def read_tape(directory: Path) -> list[Recorded]:
+def read_recorded_run(directory: Path) -> list[RecordedLearner]:
     """The learners of the run whose directory this is, in the order of their shards.
 
     Raises:
@@ -70,8 +70,8 @@ def read_tape(directory: Path) -> list[Recorded]:
     joined_s = {
         name: [each.t for each in told if isinstance(each, ev.Joined) and each.learner == name] for name in learners
     }
-    began = min(log[0].t for log in learners.values())
-    found = [_recorded(name, log, began, warm_steps, joined_s[name]) for name, log in learners.items()]
+    began_s = min(log[0].t for log in learners.values())
+    found = [_learner(name, log, began_s, warm_steps, joined_s[name]) for name, log in learners.items()]
     return sorted(found, key=lambda each: each.shard)
 
 
@@ -86,19 +86,21 @@ def _shard(log: Sequence[ev.Event]) -> int | None:
     return next((each.shard for each in log if isinstance(each, ev.RunStarted) and each.role == "learner"), None)
 
 
-def _recorded(name: str, log: Sequence[ev.Event], began: float, warm_steps: int, joined_s: Sequence[float]) -> Recorded:
+def _learner(
+    name: str, log: Sequence[ev.Event], began_s: float, warm_steps: int, joined_s: Sequence[float]
+) -> RecordedLearner:
     starts = [place for place, each in enumerate(log) if isinstance(each, ev.RunStarted)]
     lives = [log[start:end] for start, end in zip(starts, [*starts[1:], len(log)], strict=True)]
     paces = [pace for life in lives for pace in _paces(life, warm_steps, math.inf, joined_s)]
     if not paces:
         raise ConfigError(f"the events of {name} do not tell how long its steps took; record at least two step events.")
     warm_paces = _paces(lives[0], 0, warm_steps, ())
-    gone = [(life[-1].t - began, following[0].t - began) for life, following in pairwise(lives)]
+    gone = [(life[-1].t - began_s, following[0].t - began_s) for life, following in pairwise(lives)]
     ended = isinstance(lives[-1][-1], ev.Finished)
-    last = [] if ended else [(lives[-1][-1].t - began, None)]
+    last = [] if ended else [(lives[-1][-1].t - began_s, None)]
     shard = _shard(log)
     assert shard is not None
-    return Recorded(name, shard, lives[0][0].t - began, tuple(paces), (*gone, *last), tuple(warm_paces))
+    return RecordedLearner(name, shard, lives[0][0].t - began_s, tuple(paces), (*gone, *last), tuple(warm_paces))
 
 
 def _paces(life: Sequence[ev.Event], first: int, last: float, joined_s: Sequence[float]) -> list[tuple[int, float]]:

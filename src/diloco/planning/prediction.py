@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from diloco.core.codecs.formats import wire_format
 from diloco.core.quorum import Called
 from diloco.errors import ConfigError
+from diloco.planning.discrete_events import Activity, ExchangePlan, Merging
 from diloco.planning.graph import strided
-from diloco.planning.network import Network, Path
+from diloco.planning.network import Network, Route
 from diloco.planning.settings import Setting
-from diloco.planning.star_rounds import CalledRounds, Scheduled
-from diloco.planning.stations import Activity, ExchangePlan, Merging
+from diloco.planning.simulated_rounds import CalledRounds, ScheduledRounds
 from diloco.planning.workload import Workload
 
 SETTLED = 1e-9
@@ -100,24 +100,28 @@ def predict(
     """
     if exchange.called is not None:
         return _called(CalledRounds(network, step_s, exchange, copies=copies, traced=traced), exchange)
-    star = Scheduled(network, step_s, exchange, copies=copies, traced=traced, stop_at=num_steps)
+    simulation = ScheduledRounds(network, step_s, exchange, copies=copies, traced=traced, stop_at=num_steps)
     if num_steps is None:
-        star.run(lambda: _is_settled(star))
-        window_s = max(_window_s(star, i) for i in range(len(step_s)))  # faster learners come to wait for the slowest
-        utilization = [star.window * seconds / window_s for seconds in step_s]
+        simulation.run(lambda: _is_settled(simulation))
+        window_s = max(
+            _window_s(simulation, i) for i in range(len(step_s))
+        )  # faster learners come to wait for the slowest
+        utilization = [simulation.window * seconds / window_s for seconds in step_s]
     else:
-        star.run(lambda: math.isfinite(max(star.ended_s)))
-        utilization = [num_steps * seconds / ended_s for seconds, ended_s in zip(step_s, star.ended_s, strict=True)]
+        simulation.run(lambda: math.isfinite(max(simulation.ended_s)))
+        utilization = [
+            num_steps * seconds / ended_s for seconds, ended_s in zip(step_s, simulation.ended_s, strict=True)
+        ]
     every, tau = exchange.schedule.sync_every, exchange.schedule.overlap
     assert isinstance(every, int)
-    return Prediction(tuple(utilization), every, tau, len(step_s) * copies, tuple(star.trace or ()))
+    return Prediction(tuple(utilization), every, tau, len(step_s) * copies, tuple(simulation.trace or ()))
 
 
-def _is_settled(star: Scheduled) -> bool:
+def _is_settled(simulation: ScheduledRounds) -> bool:
     """The last three windows of every learner took as long, or there were enough of them."""
-    if min(map(len, star.left_s)) > MAX_WINDOWS:
+    if min(map(len, simulation.left_s)) > MAX_WINDOWS:
         return True
-    for left_s in star.left_s:
+    for left_s in simulation.left_s:
         if len(left_s) < 5:
             return False
         a, b, c, d = left_s[-4:]
@@ -126,18 +130,18 @@ def _is_settled(star: Scheduled) -> bool:
     return True
 
 
-def _window_s(star: Scheduled, i: int) -> float:
+def _window_s(simulation: ScheduledRounds, i: int) -> float:
     """Duration of the last window; the mean of the later half of all windows where they never settled."""
-    left_s = star.left_s[i]
+    left_s = simulation.left_s[i]
     windows = 1 if len(left_s) <= MAX_WINDOWS else len(left_s) // 2
     return (left_s[-1] - left_s[-1 - windows]) / windows
 
 
-def _called(star: CalledRounds, exchange: ExchangePlan) -> Prediction:
-    every, num, num_fragments = exchange.schedule.sync_every, len(star.stations), len(exchange.up_bytes)
+def _called(simulation: CalledRounds, exchange: ExchangePlan) -> Prediction:
+    every, num, num_fragments = exchange.schedule.sync_every, len(simulation.learners), len(exchange.up_bytes)
     assert isinstance(every, int)
-    slowest_s = max(each.step_s for each in star.stations)
-    num_steps = sum(CALLED_ROUNDS) * every * sum(slowest_s / each.step_s for each in star.stations)
+    slowest_s = max(each.step_s for each in simulation.learners)
+    num_steps = sum(CALLED_ROUNDS) * every * sum(slowest_s / each.step_s for each in simulation.learners)
     if num_steps > MOST_STEPS:
         raise ConfigError(
             f"called rounds at H = {every} are {num_steps:.3g} inner steps to play through, more than {MOST_STEPS:,}; "
@@ -145,22 +149,23 @@ def _called(star: CalledRounds, exchange: ExchangePlan) -> Prediction:
         )
     until_s = CALLED_PERIODS * every * slowest_s
     skipped, measured = (rounds * num_fragments for rounds in CALLED_ROUNDS)
-    star.run(lambda: sum(star.num_merges) >= skipped or star.now_s >= until_s)
-    before = _counts(star)
-    star.run(lambda: sum(star.num_merges) >= skipped + measured or star.now_s >= until_s)
-    steps, merges, contributions, stale, adoptions = (b - a for a, b in zip(before, _counts(star), strict=True))
+    simulation.run(lambda: sum(simulation.num_merges) >= skipped or simulation.now_s >= until_s)
+    before = _counts(simulation)
+    simulation.run(lambda: sum(simulation.num_merges) >= skipped + measured or simulation.now_s >= until_s)
+    steps, merges, contributions, stale, adoptions = (b - a for a, b in zip(before, _counts(simulation), strict=True))
     return Prediction(
         (1.0,) * num,
         steps / num / (merges / num_fragments) if merges else math.inf,
         stale / adoptions if adoptions else math.inf,
         contributions / merges if merges else 0.0,
-        tuple(star.trace or ()),
+        tuple(simulation.trace or ()),
     )
 
 
-def _counts(star: CalledRounds) -> tuple[int, ...]:
-    steps = sum(station.step for station in star.stations)
-    return steps, sum(star.num_merges), star.num_contributions, star.stale_steps, star.num_adoptions
+def _counts(simulation: CalledRounds) -> tuple[int, ...]:
+    """Steps, merges, contributions, stale steps and adoptions so far."""
+    steps, merges = sum(learner.step for learner in simulation.learners), sum(simulation.num_merges)
+    return steps, merges, simulation.num_contributions, simulation.stale_steps, simulation.num_adoptions
 
 
 def star_network(
@@ -175,5 +180,5 @@ def star_network(
     paths = []
     for i in range(num_learners):
         links |= {f"learner {i} up": up_bit_per_s, f"learner {i} down": down_bit_per_s}
-        paths.append(Path((f"learner {i} up", "syncer down"), (f"learner {i} down", "syncer up"), latency_s))
+        paths.append(Route((f"learner {i} up", "syncer down"), (f"learner {i} down", "syncer up"), latency_s))
     return Network(links, paths)

@@ -1,6 +1,6 @@
-"""One question about links: what bandwidth does a method need, and what does one come to?
+"""One link_model about links: what bandwidth does a method need, and what does one come to?
 
-`GraphQuestion` asks the papers' graph of equal learners (`graph.py`), `StarQuestion` learners around a syncer
+`GraphLinkModel` asks the papers' graph of equal learners (`graph.py`), `SyncerLinkModel` learners around a syncer
 (`star.py`). Both say what a link is worth, 0 to 1; it rises with the bandwidth.
 """
 
@@ -14,13 +14,13 @@ from typing import Any
 
 from diloco.core.codecs.formats import wire_format
 from diloco.errors import ConfigError
+from diloco.planning.discrete_events import Merging
 from diloco.planning.graph import utilization
+from diloco.planning.prediction import Prediction, exchange_of, predict, star_network
 from diloco.planning.settings import Setting
-from diloco.planning.star import Prediction, exchange_of, predict, star_network
-from diloco.planning.stations import Merging
 from diloco.planning.workload import Workload
 
-PRECISION, AROUND_PRECISION = 1e-6, 0.01
+PRECISION, SYNCER_PRECISION = 1e-6, 0.01
 """Of a bandwidth that is searched for, relative; between learners and a syncer the model is no better than that."""
 _WIDEST = 2.0**30
 """Times the bandwidth that carries a period's bits in a period's compute: what is not reached with it is never
@@ -28,7 +28,7 @@ reached."""
 
 
 @dataclass(frozen=True)
-class GraphQuestion:
+class GraphLinkModel:
     """Equal learners, reductions layer by layer."""
 
     workload: Workload
@@ -52,7 +52,7 @@ class GraphQuestion:
 
 
 @dataclass(frozen=True)
-class StarQuestion:
+class SyncerLinkModel:
     """Learners around a syncer, each on a link of its own, all links alike.
 
     Attributes:
@@ -70,7 +70,7 @@ class StarQuestion:
     syncer_bit_per_s: float = math.inf
     merging: Merging = Merging()
 
-    precision = AROUND_PRECISION
+    precision = SYNCER_PRECISION
 
     def __post_init__(self) -> None:
         for speed in self.speeds:
@@ -120,20 +120,20 @@ class StarQuestion:
         return "latency, the merge or the syncer's own link cost more"
 
 
-Question = GraphQuestion | StarQuestion
+LinkModel = GraphLinkModel | SyncerLinkModel
 
 
-def required_bit_per_s(question: Question, targets: list[float]) -> list[float]:
+def required_bit_per_s(link_model: LinkModel, targets: list[float]) -> list[float]:
     """The smallest bandwidth for each target (0 to 1); infinite where none will do.
 
     Raises:
         ConfigError: a target that is not above 0 and at most 1.
     """
-    workload, setting = question.workload, question.setting
+    workload, setting = link_model.workload, link_model.setting
     bits = workload.num_parameters * wire_format(setting.up).bits_per_value
-    value = lru_cache(maxsize=None)(question.value)
+    value = lru_cache(maxsize=None)(link_model.value)
     start = bits / (setting.sync_every * workload.step_s)
-    return [_smallest_rate(value, target, start, question.precision) for target in targets]
+    return [_smallest_rate(value, target, start, link_model.precision) for target in targets]
 
 
 def _smallest_rate(value: Callable[[float], float], target: float, start: float, precision: float) -> float:

@@ -73,7 +73,7 @@ class ExchangePlan:
 
 
 @dataclass
-class Station:
+class SimulatedLearner:
     """One learner: its inner steps, and its two connections.
 
     Attributes:
@@ -100,7 +100,7 @@ class Station:
     pulls: deque[int] = field(default_factory=deque)
 
 
-class Star:
+class StarSimulation:
     """The links, the connections and the syncer's worker; subclasses decide what is sent when.
 
     Arguments:
@@ -115,8 +115,10 @@ class Star:
         self, network: Network, step_s: Sequence[float], exchange: ExchangePlan, copies: int = 1, traced: bool = False
     ) -> None:
         num_fragments = len(exchange.up_bytes)
-        self.stations = [
-            Station(i, seconds, network.latency_s(i), [0] * num_fragments, [0] * num_fragments, [0] * num_fragments)
+        self.learners = [
+            SimulatedLearner(
+                i, seconds, network.latency_s(i), [0] * num_fragments, [0] * num_fragments, [0] * num_fragments
+            )
             for i, seconds in enumerate(step_s)
         ]
         self.now_s = 0.0
@@ -159,56 +161,56 @@ class Star:
 
     # --- connections --------------------------------------------------------------------------------------------------
 
-    def push(self, station: Station, fragment: int, round_: int) -> None:
+    def push(self, learner: SimulatedLearner, fragment: int, round_: int) -> None:
         """Queue a contribution; it is sent when those before it are acknowledged."""
-        station.pushes.append((fragment, round_))
-        if len(station.pushes) == 1:
-            self._send_next(station)
+        learner.pushes.append((fragment, round_))
+        if len(learner.pushes) == 1:
+            self._send_next(learner)
 
-    def _send_next(self, station: Station) -> None:
-        fragment, round_ = station.pushes[0]
-        number = self._network.send(self.now_s, station.index, "up", self._up_bytes[fragment])
+    def _send_next(self, learner: SimulatedLearner) -> None:
+        fragment, round_ = learner.pushes[0]
+        number = self._network.send(self.now_s, learner.index, "up", self._up_bytes[fragment])
         self._carried[number] = (fragment, round_)
 
-    def _acknowledged(self, station: Station) -> None:
-        station.pushes.popleft()
-        if station.pushes:
-            self._send_next(station)
+    def _acknowledged(self, learner: SimulatedLearner) -> None:
+        learner.pushes.popleft()
+        if learner.pushes:
+            self._send_next(learner)
 
-    def _told(self, station: Station, fragment: int, version: int) -> None:
+    def _told(self, learner: SimulatedLearner, fragment: int, version: int) -> None:
         """A learner hears of a publication."""
-        station.heard[fragment] = version
-        if fragment not in station.pulls:
-            station.pulls.append(fragment)
-            if len(station.pulls) == 1:
-                self._ask_next(station)
+        learner.heard[fragment] = version
+        if fragment not in learner.pulls:
+            learner.pulls.append(fragment)
+            if len(learner.pulls) == 1:
+                self._ask_next(learner)
 
-    def _ask_next(self, station: Station) -> None:
-        fragment = station.pulls[0]
+    def _ask_next(self, learner: SimulatedLearner) -> None:
+        fragment = learner.pulls[0]
 
         def answer() -> None:
-            next_, newest = station.got[fragment] + 1, self._published[fragment]
+            next_, newest = learner.got[fragment] + 1, self._published[fragment]
             version = next_ if newest - next_ < self._num_kept else newest
-            number = self._network.send(self.now_s, station.index, "down", self._down_bytes[fragment])
+            number = self._network.send(self.now_s, learner.index, "down", self._down_bytes[fragment])
             self._carried[number] = (fragment, version)
 
-        self.at(self.now_s + station.latency_s, answer)
+        self.at(self.now_s + learner.latency_s, answer)
 
     def _arrived(self, transfer: Transfer) -> None:
-        station = self.stations[transfer.learner]
+        learner = self.learners[transfer.learner]
         fragment, number = self._carried.pop(transfer.number)
         self.note(transfer.learner, transfer.direction, transfer.began_s, transfer.ended_s)
         if transfer.direction == "up":
-            self.at(self.now_s + station.latency_s, partial(self._acknowledged, station))
-            self.contributed(station, fragment, number)
+            self.at(self.now_s + learner.latency_s, partial(self._acknowledged, learner))
+            self.contributed(learner, fragment, number)
             return
-        station.got[fragment] = max(station.got[fragment], number)
-        station.pulls.popleft()
-        if station.got[fragment] < station.heard[fragment]:  # again after the others, as the session does
-            station.pulls.append(fragment)
-        if station.pulls:
-            self._ask_next(station)
-        self.received(station, fragment)
+        learner.got[fragment] = max(learner.got[fragment], number)
+        learner.pulls.popleft()
+        if learner.got[fragment] < learner.heard[fragment]:  # again after the others, as the session does
+            learner.pulls.append(fragment)
+        if learner.pulls:
+            self._ask_next(learner)
+        self.received(learner, fragment)
 
     # --- the syncer ---------------------------------------------------------------------------------------------------
 
@@ -222,17 +224,17 @@ class Star:
 
     def _publish(self, fragment: int, version: int) -> None:
         self._published[fragment] = version
-        for station in self.stations:
-            self.at(self.now_s + station.latency_s, partial(self._told, station, fragment, version))
+        for learner in self.learners:
+            self.at(self.now_s + learner.latency_s, partial(self._told, learner, fragment, version))
         self.published(fragment, version)
 
     # --- what a method does -------------------------------------------------------------------------------------------
 
-    def contributed(self, station: Station, fragment: int, round_: int) -> None:
+    def contributed(self, learner: SimulatedLearner, fragment: int, round_: int) -> None:
         """Handle a contribution whose bytes are all at the syncer."""
         raise NotImplementedError
 
-    def received(self, station: Station, fragment: int) -> None:
+    def received(self, learner: SimulatedLearner, fragment: int) -> None:
         """Handle a version that has arrived at a learner."""
         raise NotImplementedError
 

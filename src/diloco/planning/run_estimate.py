@@ -1,4 +1,4 @@
-"""The outcome of a run with one method: utilisation, hours, bytes, money, loss penalty.
+"""The estimate of a run with one method: utilisation, hours, bytes, money, loss penalty.
 
 Time comes from the learners and the syncer in virtual time (`star.py`): their mean step times, their links and what
 they share. Bytes are payload: contributions, updates and gradients; a learner fetches the whole model once more when it
@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from diloco.core.codecs.formats import wire_format
-from diloco.planning.penalty import Penalty, Term, expected_penalty
+from diloco.planning.discrete_events import ExchangePlan
+from diloco.planning.penalty import Penalty, PenaltyTerm, expected_penalty
+from diloco.planning.prediction import Prediction, exchange_of, predict
 from diloco.planning.settings import Setting
 from diloco.planning.site import BudgetTable, Site, SiteLearner
-from diloco.planning.star import Prediction, exchange_of, predict
-from diloco.planning.stations import ExchangePlan
 from diloco.planning.workload import Workload
 from diloco.protocol.members import Deadlines
 
@@ -30,7 +30,7 @@ is not known."""
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunEstimate:
     """A run with one method.
 
     Attributes:
@@ -59,7 +59,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Case:
+class AdviceInputs:
     """The inputs that all candidates share."""
 
     site: Site
@@ -72,11 +72,11 @@ class Case:
         """Steps of the whole batch that train the tokens."""
         return self.budget.tokens / self.budget.tokens_per_step
 
-    def utilization(self, outcome: Outcome) -> float:
+    def utilization(self, estimate: RunEstimate) -> float:
         """Utilisation of all accelerators."""
         accelerators = [learner.place.accelerators for learner in self.learners]
         total = sum(accelerators)
-        return sum(num / total * used for num, used in zip(accelerators, outcome.utilization, strict=True))
+        return sum(num / total * used for num, used in zip(accelerators, estimate.utilization, strict=True))
 
     def slowest_bit_per_s(self) -> float:
         """The slowest learner's rate between sites, up or down, where all use the links that they share at once."""
@@ -87,21 +87,21 @@ class Case:
         return min(rates)
 
 
-def evaluate(case: Case, setting: Setting) -> Outcome:
-    """The outcome of a run with this method."""
+def estimate_run(inputs: AdviceInputs, setting: Setting) -> RunEstimate:
+    """The estimate of a run with this method."""
     run_with = {"data-parallel": _data_parallel, "decoupled": _decoupled}.get(setting.method, _scheduled)
-    run = run_with(case, setting)
-    hours = run.seconds * slowdown_by_failures(case, setting, run.step_s) / 3600
-    usd = cost_usd(case, hours, run.up_bytes, run.down_bytes)
-    penalty = _penalty(case, setting, run.prediction)
-    return Outcome(setting, run.utilization, run.step_s, hours, run.up_bytes, run.down_bytes, usd, penalty)
+    run = run_with(inputs, setting)
+    hours = run.seconds * slowdown_by_failures(inputs, setting, run.step_s) / 3600
+    usd = cost_usd(inputs, hours, run.up_bytes, run.down_bytes)
+    penalty = _penalty(inputs, setting, run.prediction)
+    return RunEstimate(setting, run.utilization, run.step_s, hours, run.up_bytes, run.down_bytes, usd, penalty)
 
 
 # --- by method -------------------------------------------------------------------------------------------------------
 
 
 class _Run(NamedTuple):
-    """A run without failures: fields as in `Outcome`, its wall clock, and the prediction behind its times."""
+    """A run without failures: fields as in `RunEstimate`, its wall clock, and the prediction behind its times."""
 
     utilization: tuple[float, ...]
     step_s: float
@@ -111,23 +111,23 @@ class _Run(NamedTuple):
     prediction: Prediction | None = None
 
 
-def _scheduled(case: Case, setting: Setting) -> _Run:
+def _scheduled(inputs: AdviceInputs, setting: Setting) -> _Run:
     """All learners take the same steps, and wait for the answers that are due."""
-    exchange = exchange_of(case.workload, setting, case.site.merging())
-    prediction, counts = _predict(case, exchange, one_each=not _share_something(case.site))
+    exchange = exchange_of(inputs.workload, setting, inputs.site.merging())
+    prediction, counts = _predict(inputs, exchange, one_each=not _share_something(inputs.site))
     utilization = tuple(u for u, count in zip(prediction.utilization, counts, strict=True) for _ in range(count))
-    step_s = max(learner.step_s / u for learner, u in zip(case.learners, utilization, strict=True))
-    rounds = case.num_steps / setting.sync_every * len(case.learners)
+    step_s = max(learner.step_s / u for learner, u in zip(inputs.learners, utilization, strict=True))
+    rounds = inputs.num_steps / setting.sync_every * len(inputs.learners)
     up, down = rounds * sum(exchange.up_bytes), rounds * sum(exchange.down_bytes)
-    return _Run(utilization, step_s, case.num_steps * step_s, up, down, prediction)
+    return _Run(utilization, step_s, inputs.num_steps * step_s, up, down, prediction)
 
 
-def _decoupled(case: Case, setting: Setting) -> _Run:
+def _decoupled(inputs: AdviceInputs, setting: Setting) -> _Run:
     """Every learner steps at its own pace; a merge takes the learners that are in time."""
-    learners, exchange = case.learners, exchange_of(case.workload, setting, case.site.merging())
-    prediction, _ = _predict(case, exchange, one_each=False)
-    share = case.budget.tokens_per_step / len(learners)
-    seconds = case.budget.tokens / sum(share / learner.step_s for learner in learners)
+    learners, exchange = inputs.learners, exchange_of(inputs.workload, setting, inputs.site.merging())
+    prediction, _ = _predict(inputs, exchange, one_each=False)
+    share = inputs.budget.tokens_per_step / len(learners)
+    seconds = inputs.budget.tokens / sum(share / learner.step_s for learner in learners)
     steps = sum(seconds / learner.step_s for learner in learners) / len(learners)
     merges = steps / prediction.period_steps
     up = merges * prediction.contributors * sum(exchange.up_bytes)
@@ -135,35 +135,37 @@ def _decoupled(case: Case, setting: Setting) -> _Run:
     return _Run((1.0,) * len(learners), max(each.step_s for each in learners), seconds, up, down, prediction)
 
 
-def _data_parallel(case: Case, setting: Setting) -> _Run:
+def _data_parallel(inputs: AdviceInputs, setting: Setting) -> _Run:
     """A ring all-reduce after every step: 2·(1 − 1/M)·bits over the slowest way, and a round trip.
 
     Source: arXiv 2503.09799, without overlap.
     """
-    num = len(case.learners)
-    sent = 2 * (1 - 1 / num) * wire_format(setting.up).encoded_bytes(round(case.workload.num_parameters))
-    latency_s = 2 * max(learner.place.latency for learner in case.learners)
-    reduce_s = 0.0 if num == 1 else 8 * sent / case.slowest_bit_per_s() + latency_s
-    step_s = max(learner.step_s for learner in case.learners) + reduce_s
-    utilization = tuple(learner.step_s / step_s for learner in case.learners)
-    num_bytes = num * case.num_steps * sent
-    return _Run(utilization, step_s, case.num_steps * step_s, num_bytes, num_bytes)
+    num = len(inputs.learners)
+    sent = 2 * (1 - 1 / num) * wire_format(setting.up).encoded_bytes(round(inputs.workload.num_parameters))
+    latency_s = 2 * max(learner.place.latency for learner in inputs.learners)
+    reduce_s = 0.0 if num == 1 else 8 * sent / inputs.slowest_bit_per_s() + latency_s
+    step_s = max(learner.step_s for learner in inputs.learners) + reduce_s
+    utilization = tuple(learner.step_s / step_s for learner in inputs.learners)
+    num_bytes = num * inputs.num_steps * sent
+    return _Run(utilization, step_s, inputs.num_steps * step_s, num_bytes, num_bytes)
 
 
-def _predict(case: Case, exchange: ExchangePlan, *, one_each: bool) -> tuple[Prediction, list[int]]:
+def _predict(inputs: AdviceInputs, exchange: ExchangePlan, *, one_each: bool) -> tuple[Prediction, list[int]]:
     """The prediction for each learner that is simulated, and how many equal learners it stands for.
 
     With g the greatest number that divides the numbers of learners of all sites, 1/g of the learners have 1/g of what
     is shared: the same by symmetry. Where nothing is shared and all learners wait for all, one of each site is enough.
     """
-    numbers = [place.learners for place in case.site.site]
+    numbers = [place.learners for place in inputs.site.site]
     copies = math.gcd(*numbers)
     kept = [1 if one_each else number // copies for number in numbers]
-    network = _part_of(case.site, kept, copies).network()
-    by_site = {learner.place.name: learner for learner in case.learners}
-    learners = [by_site[place.name] for place, number in zip(case.site.site, kept, strict=True) for _ in range(number)]
+    network = _part_of(inputs.site, kept, copies).network()
+    by_site = {learner.place.name: learner for learner in inputs.learners}
+    learners = [
+        by_site[place.name] for place, number in zip(inputs.site.site, kept, strict=True) for _ in range(number)
+    ]
     merging = exchange.merging  # has all contributions of a round to work through
-    share = len(learners) * copies / len(case.learners)
+    share = len(learners) * copies / len(inputs.learners)
     exchange = replace(exchange, merging=replace(merging, bytes_per_s=merging.bytes_per_s * share))
     step_s = [each.step_s for each in learners]
     counts = [number // few for number, few in zip(numbers, kept, strict=True) for _ in range(few)]
@@ -192,7 +194,7 @@ def _share_something(site: Site) -> bool:
 # --- what they share -------------------------------------------------------------------------------------------------
 
 
-def slowdown_by_failures(case: Case, setting: Setting, step_s: float) -> float:
+def slowdown_by_failures(inputs: AdviceInputs, setting: Setting, step_s: float) -> float:
     """Wall clock with failures ÷ without.
 
     With M learners, each failing after `mtbf` in the mean and gone for `repair`:
@@ -201,10 +203,10 @@ def slowdown_by_failures(case: Case, setting: Setting, step_s: float) -> float:
         decoupled        (mtbf + repair) / mtbf: only its own work is missing
         else             that, times 1 + M·d/mtbf: the others wait d, until the syncer gives it up
     """
-    faults = case.site.faults
+    faults = inputs.site.faults
     if faults is None:
         return 1.0
-    num = len(case.learners)
+    num = len(inputs.learners)
     if setting.method == "data-parallel":
         return 1 + num * faults.repair / faults.mtbf
     absent = 1 + faults.repair / faults.mtbf
@@ -213,12 +215,12 @@ def slowdown_by_failures(case: Case, setting: Setting, step_s: float) -> float:
     return absent * (1 + num * DEADLINES.lost_after_s(step_s) / faults.mtbf)
 
 
-def cost_usd(case: Case, hours: float, up_bytes: float, down_bytes: float) -> float | None:
+def cost_usd(inputs: AdviceInputs, hours: float, up_bytes: float, down_bytes: float) -> float | None:
     """Accelerators by the hour, traffic by the byte at both ends; None where the site file names no price.
 
     What is up for learners is down for the syncer. All learners move about the same.
     """
-    syncer, places = case.site.syncer, case.site.places
+    syncer, places = inputs.site.syncer, inputs.site.places
     num, seconds = len(places), 3600 * hours
     prices = [
         (syncer.price_up, down_bytes),
@@ -232,15 +234,15 @@ def cost_usd(case: Case, hours: float, up_bytes: float, down_bytes: float) -> fl
     return math.fsum(known) if known else None
 
 
-def _penalty(case: Case, setting: Setting, prediction: Prediction | None) -> Penalty:
-    penalty = expected_penalty(case.workload.num_parameters, len(case.learners), setting)
+def _penalty(inputs: AdviceInputs, setting: Setting, prediction: Prediction | None) -> Penalty:
+    penalty = expected_penalty(inputs.workload.num_parameters, len(inputs.learners), setting)
     if setting.method != "decoupled" or prediction is None:
         return penalty
-    every, num = setting.sync_every, len(case.learners)
+    every, num = setting.sync_every, len(inputs.learners)
     if every < KEEPS_UP * prediction.period_steps or prediction.contributors < KEEPS_UP * num:
         reason = (
             f"a fragment is merged every {prediction.period_steps:.3g} steps with {prediction.contributors:.2g} of "
             f"{num} learners in it, and measured every {every} steps with nearly all"
         )
-        return Penalty((*penalty.terms, Term("merges on these links", None, reason)))
+        return Penalty((*penalty.terms, PenaltyTerm("merges on these links", None, reason)))
     return penalty

@@ -30,7 +30,7 @@ BITS = {"bf16": 16, "e3m0": 4}
 """A value on the papers' wire, scales left out."""
 
 
-class Printed(NamedTuple):
+class TableCell(NamedTuple):
     """A cell: its text, and the grid's bandwidth behind it; None: below the whole grid."""
 
     text: str
@@ -59,18 +59,18 @@ class PublishedRun:
         costs = Costs(num_layers, self.workload.step_s / (3 * num_layers), bits / num_layers / (gbit_per_s * 1e9))
         return run_utilization(self.pattern, costs, self.num_steps)
 
-    def printed(self, targets: Sequence[float]) -> list[Printed]:
+    def printed(self, targets: Sequence[float]) -> list[TableCell]:
         """The cells of these targets (0 to 1): the last grid point whose utilisation does not exceed the target."""
         at = lru_cache(self.utilization)
         return [_cell(bisect_right(GRID_GBIT_PER_S, target, key=at) - 1) for target in targets]
 
 
-def _cell(index: int) -> Printed:
+def _cell(index: int) -> TableCell:
     if index < 0:
-        return Printed(f"below {GRID_GBIT_PER_S[0]:g}", None)
+        return TableCell(f"below {GRID_GBIT_PER_S[0]:g}", None)
     if index == len(GRID_GBIT_PER_S) - 1:
-        return Printed("1000.0+", GRID_GBIT_PER_S[-1])
-    return Printed(f"{round(round(GRID_GBIT_PER_S[index], 2), 1):.1f}", GRID_GBIT_PER_S[index])
+        return TableCell("1000.0+", GRID_GBIT_PER_S[-1])
+    return TableCell(f"{round(round(GRID_GBIT_PER_S[index], 2), 1):.1f}", GRID_GBIT_PER_S[index])
 
 
 def published_run(

@@ -1,7 +1,7 @@
 """Sends and merges of learners around a syncer in virtual time: rounds by the schedule, and rounds the syncer calls.
 
-`Scheduled` is DiLoCo, Streaming and eager updates: at a boundary sends come before applications, and a learner blocks
-until all that is due is there. `CalledRounds` is Decoupled DiLoCo: it never does.
+`ScheduledRounds` simulates DiLoCo, Streaming and eager updates: at a boundary sends come before applications, and a
+learner blocks until every due answer has arrived. `CalledRounds` simulates Decoupled DiLoCo: learners never block.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 
+from diloco.planning.discrete_events import ExchangePlan, SimulatedLearner, StarSimulation
 from diloco.planning.network import Network
-from diloco.planning.stations import ExchangePlan, Star, Station
 from diloco.protocol.rounds.called import Pace
 from diloco.protocol.rounds.late_contributions import decide
 
@@ -24,7 +24,7 @@ REPORT_EVERY_S = 0.05
 """Learners whose rounds are called report their steps, this often at most."""
 
 
-class Scheduled(Star):
+class ScheduledRounds(StarSimulation):
     """Fragments are sent after the schedule's steps, every learner is in every round, and an answer that is due is
     waited for.
 
@@ -49,66 +49,66 @@ class Scheduled(Star):
         assert schedule.offsets is not None
         every, tau = schedule.sync_every, schedule.overlap
         self.window = every * (tau // every + 1)
-        self.left_s: list[list[float]] = [[] for _ in self.stations]
-        self.ended_s = [math.inf] * len(self.stations)
+        self.left_s: list[list[float]] = [[] for _ in self.learners]
+        self.ended_s = [math.inf] * len(self.learners)
         self._schedule, self._every, self._stop_at = schedule, every, stop_at
-        self._rounds = [[0] * len(self._up_bytes) for _ in self.stations]
-        self._due: list[deque[tuple[int, int, int]]] = [deque() for _ in self.stations]  # step, fragment, version
+        self._rounds = [[0] * len(self._up_bytes) for _ in self.learners]
+        self._due: list[deque[tuple[int, int, int]]] = [deque() for _ in self.learners]  # step, fragment, version
         self._in: dict[tuple[int, int], int] = {}
         sends = {offset % every for offset in schedule.offsets}
         self._eventful = sorted({0} | sends | {(place + tau) % every for place in sends})
-        for station in self.stations:
-            self._go_on(station)
+        for learner in self.learners:
+            self._go_on(learner)
 
-    def _go_on(self, station: Station) -> None:
+    def _go_on(self, learner: SimulatedLearner) -> None:
         """Compute to the next step at whose end there is something to do."""
-        if station.step % self.window == 0:
-            self.left_s[station.index].append(self.now_s)
-        if station.step == self._stop_at:
-            self.ended_s[station.index] = self.now_s
+        if learner.step % self.window == 0:
+            self.left_s[learner.index].append(self.now_s)
+        if learner.step == self._stop_at:
+            self.ended_s[learner.index] = self.now_s
             return
-        steps = self._steps_to_next(station.step)
+        steps = self._steps_to_next(learner.step)
         if self._stop_at is not None:
-            steps = min(steps, self._stop_at - station.step)
-        ends_s = self.now_s + steps * station.step_s
-        self.note(station.index, "compute", self.now_s, ends_s)
-        station.step += steps
-        self.at(ends_s, partial(self._boundary, station))
+            steps = min(steps, self._stop_at - learner.step)
+        ends_s = self.now_s + steps * learner.step_s
+        self.note(learner.index, "compute", self.now_s, ends_s)
+        learner.step += steps
+        self.at(ends_s, partial(self._boundary, learner))
 
     def _steps_to_next(self, step: int) -> int:
         place = step % self._every
         return next((each - place for each in self._eventful if each > place), self._every - place)
 
-    def _boundary(self, station: Station) -> None:
-        rounds, due = self._rounds[station.index], self._due[station.index]
-        for fragment in self._schedule.sends(station.step):
-            self.push(station, fragment, rounds[fragment])
+    def _boundary(self, learner: SimulatedLearner) -> None:
+        rounds, due = self._rounds[learner.index], self._due[learner.index]
+        for fragment in self._schedule.sends(learner.step):
+            self.push(learner, fragment, rounds[fragment])
             rounds[fragment] += 1
-            due.append((station.step + self._schedule.overlap, fragment, rounds[fragment]))
-        station.blocked_at = self.now_s
-        self._settle(station)
+            due.append((learner.step + self._schedule.overlap, fragment, rounds[fragment]))
+        learner.blocked_at = self.now_s
+        self._settle(learner)
 
-    def _settle(self, station: Station) -> None:
+    def _settle(self, learner: SimulatedLearner) -> None:
         """Go on if all that is due is there."""
-        due = self._due[station.index]
-        if any(step <= station.step and station.got[fragment] < version for step, fragment, version in due):
+        due = self._due[learner.index]
+        if any(step <= learner.step and learner.got[fragment] < version for step, fragment, version in due):
             return
-        while due and due[0][0] <= station.step:
+        while due and due[0][0] <= learner.step:
             due.popleft()
-        assert station.blocked_at is not None
-        self.note(station.index, "waiting", station.blocked_at, self.now_s)
-        station.blocked_at = None
-        self._go_on(station)
+        assert learner.blocked_at is not None
+        self.note(learner.index, "waiting", learner.blocked_at, self.now_s)
+        learner.blocked_at = None
+        self._go_on(learner)
 
-    def contributed(self, station: Station, fragment: int, round_: int) -> None:
+    def contributed(self, learner: SimulatedLearner, fragment: int, round_: int) -> None:
         self._in[fragment, round_] = self._in.get((fragment, round_), 0) + 1
-        if self._in[fragment, round_] == len(self.stations):
+        if self._in[fragment, round_] == len(self.learners):
             del self._in[fragment, round_]
-            self.merge(fragment, round_ + 1, len(self.stations))
+            self.merge(fragment, round_ + 1, len(self.learners))
 
-    def received(self, station: Station, fragment: int) -> None:
-        if station.blocked_at is not None:
-            self._settle(station)
+    def received(self, learner: SimulatedLearner, fragment: int) -> None:
+        if learner.blocked_at is not None:
+            self._settle(learner)
 
 
 @dataclass
@@ -126,7 +126,7 @@ class _Turn:
     late: set[int] = field(default_factory=set)  # for the next round
 
 
-class CalledRounds(Star):
+class CalledRounds(StarSimulation):
     """The syncer calls each fragment's turn by a run clock; learners answer at a boundary and never wait.
 
     Attributes:
@@ -140,13 +140,13 @@ class CalledRounds(Star):
         super().__init__(network, step_s, exchange, copies, traced)
         assert exchange.called is not None
         schedule, quorum = exchange.schedule, exchange.called
-        num, num_fragments = len(self.stations), len(self._up_bytes)
+        num, num_fragments = len(self.learners), len(self._up_bytes)
         self.stale_steps = self.num_adoptions = 0
         self._schedule, self._quorum = schedule, quorum
         self._clock = 0.0
         self._next_call: float = 0.0
         self._reported = [0] * num
-        self._pace = Pace(step_s=median(station.step_s for station in self.stations))
+        self._pace = Pace(step_s=median(learner.step_s for learner in self.learners))
         self._turns = [_Turn(schedule.next_send(f, 0)) for f in range(num_fragments)]
         # The version that each learner's newest contribution was measured from.
         self._answered = [[-1] * num_fragments for _ in range(num)]
@@ -155,57 +155,57 @@ class CalledRounds(Star):
         self._calls: list[deque[tuple[int, int]]] = [deque() for _ in range(num)]
         self._arrivals: list[set[int]] = [set() for _ in range(num)]
         self._names = [str(i) for i in range(num)]
-        for station in self.stations:
-            self._compute(station)
+        for learner in self.learners:
+            self._compute(learner)
 
     # --- learners -----------------------------------------------------------------------------------------------------
 
-    def _compute(self, station: Station) -> None:
-        self.note(station.index, "compute", self.now_s, self.now_s + station.step_s)
-        self.at(self.now_s + station.step_s, partial(self._boundary, station))
+    def _compute(self, learner: SimulatedLearner) -> None:
+        self.note(learner.index, "compute", self.now_s, self.now_s + learner.step_s)
+        self.at(self.now_s + learner.step_s, partial(self._boundary, learner))
 
-    def _boundary(self, station: Station) -> None:
-        i = station.index
-        station.step += 1
-        report_every = max(1, math.ceil(REPORT_EVERY_S / station.step_s))
-        if station.step % report_every == 0:
-            self.at(self.now_s + station.latency_s, partial(self._heard, i, station.step))
+    def _boundary(self, learner: SimulatedLearner) -> None:
+        i = learner.index
+        learner.step += 1
+        report_every = max(1, math.ceil(REPORT_EVERY_S / learner.step_s))
+        if learner.step % report_every == 0:
+            self.at(self.now_s + learner.latency_s, partial(self._heard, i, learner.step))
         asked, self._asked[i] = self._asked[i], {}
         for fragment in asked:
-            self._answer(station, fragment, station.held[fragment] + 1)  # asked for still
+            self._answer(learner, fragment, learner.held[fragment] + 1)  # asked for still
         while self._calls[i]:
-            self._answer(station, *self._calls[i].popleft())
+            self._answer(learner, *self._calls[i].popleft())
         for fragment in sorted(self._arrivals[i]):
-            self._adopt(station, fragment, station.got[fragment])
+            self._adopt(learner, fragment, learner.got[fragment])
         self._arrivals[i].clear()
-        self._compute(station)
+        self._compute(learner)
 
-    def _answer(self, station: Station, fragment: int, version: int) -> None:
-        i = station.index
-        if self._answered[i][fragment] == station.held[fragment]:
-            if version > station.held[fragment]:
+    def _answer(self, learner: SimulatedLearner, fragment: int, version: int) -> None:
+        i = learner.index
+        if self._answered[i][fragment] == learner.held[fragment]:
+            if version > learner.held[fragment]:
                 self._asked[i][fragment] = None
-        elif station.step == self._fresh_from[i][fragment]:
+        elif learner.step == self._fresh_from[i][fragment]:
             self._asked[i][fragment] = None
         else:
-            self._answered[i][fragment] = station.held[fragment]
-            self._fresh_from[i][fragment] = station.step
-            self.push(station, fragment, station.held[fragment])
+            self._answered[i][fragment] = learner.held[fragment]
+            self._fresh_from[i][fragment] = learner.step
+            self.push(learner, fragment, learner.held[fragment])
 
-    def _adopt(self, station: Station, fragment: int, version: int) -> None:
-        i = station.index
-        self.stale_steps += station.step - self._fresh_from[i][fragment]
+    def _adopt(self, learner: SimulatedLearner, fragment: int, version: int) -> None:
+        i = learner.index
+        self.stale_steps += learner.step - self._fresh_from[i][fragment]
         self.num_adoptions += 1
-        self._fresh_from[i][fragment] = station.step
-        station.held[fragment] = version
+        self._fresh_from[i][fragment] = learner.step
+        learner.held[fragment] = version
 
-    def received(self, station: Station, fragment: int) -> None:
-        self._arrivals[station.index].add(fragment)  # adopted at the next boundary
+    def received(self, learner: SimulatedLearner, fragment: int) -> None:
+        self._arrivals[learner.index].add(fragment)  # adopted at the next boundary
 
     # --- the syncer ---------------------------------------------------------------------------------------------------
 
     def _heard(self, learner: int, step: int) -> None:
-        self._clock += (step - self._reported[learner]) / len(self.stations)
+        self._clock += (step - self._reported[learner]) / len(self.learners)
         self._reported[learner] = step
         if self._clock > self._next_call - ROUNDING:
             for fragment in range(len(self._turns)):
@@ -213,15 +213,15 @@ class CalledRounds(Star):
             waiting = (turn.next_step for turn in self._turns if turn.is_open and turn.called_at is None)
             self._next_call = min(waiting, default=math.inf)
 
-    def contributed(self, station: Station, fragment: int, round_: int) -> None:
+    def contributed(self, learner: SimulatedLearner, fragment: int, round_: int) -> None:
         turn = self._turns[fragment]
         if not turn.is_open:
-            turn.late.add(station.index)
+            turn.late.add(learner.index)
             return
-        turn.contributed.add(station.index)
+        turn.contributed.add(learner.index)
         if turn.called_at is not None:
-            turn.fresh.add(station.index)
-            if turn.quorum_at is None and len(turn.fresh) >= min(self._quorum.at_least, len(self.stations)):
+            turn.fresh.add(learner.index)
+            if turn.quorum_at is None and len(turn.fresh) >= min(self._quorum.at_least, len(self.learners)):
                 turn.quorum_at = self.now_s
                 self._pace.measured(quorum_s=self.now_s - turn.called_at)
             self._decide(fragment)
@@ -233,8 +233,8 @@ class CalledRounds(Star):
         turn.called_at = self.now_s
         turn.next_step = self._schedule.next_send(fragment, self._clock + ROUNDING)
         call = (fragment, turn.version)
-        for station in self.stations:
-            self.at(self.now_s + station.latency_s, partial(self._calls[station.index].append, call))
+        for learner in self.learners:
+            self.at(self.now_s + learner.latency_s, partial(self._calls[learner.index].append, call))
         self._decide(fragment)  # late work of all learners may be there
 
     def _decide(self, fragment: int) -> None:
