@@ -150,7 +150,7 @@ venv: $(FOR_ALL)
 # for the demo those that its processes import.
 INSTALL = $(BIN)/python -m pip install --quiet --no-compile $(PIP_ARGS) -c constraints.txt
 COMPILE = $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true # a few packages ship files that are no Python
-DEMO_IMPORTS := diloco.demo.display, diloco.training.exported, diloco.training.loop, diloco.syncer.server, torch._dynamo, \
+DEMO_IMPORTS := diloco.demo.display, diloco.evaluation.evaluate, diloco.training.loop, diloco.syncer.server, torch._dynamo, \
 	transformers.models.llama.modeling_llama
 
 $(MADE):

@@ -35,15 +35,15 @@ from diloco.config import DataTable, ModelTable
 from diloco.core.fragments import scatter
 from diloco.core.method import Method
 from diloco.core.outer import Nesterov
+from diloco.evaluation.builtin_tasks import BUILTIN_TASKS, training_line, write_task_files
+from diloco.evaluation.evaluate import held_out_text
 from diloco.evaluation.exports import Export, held_out_loss
 from diloco.evaluation.harness import Harness
-from diloco.evaluation.own_tasks import OWN_TASKS, training_line, write_task_files
-from diloco.evaluation.scores import Score, student
+from diloco.evaluation.scores import Score, t_quantile
 from diloco.exchange.base import Exchange
 from diloco.training.data.corpus import Corpus, load_corpus
 from diloco.training.data.reading import byte_tokenizer
 from diloco.training.data.streams import held_out_batches
-from diloco.training.exported import held_out_text
 from diloco.training.model import build_model
 from studies.arms import in_flight_at_the_end
 from studies.pages import filled
@@ -170,8 +170,8 @@ def scores(state: Mapping[str, Tensor]) -> dict[str, float]:
     export = Export(Path("model"), model.eval(), byte_tokenizer(SEQUENCE), SEQUENCE)
     loss = held_out_loss(model, held_out_batches(_corpus(), SEQUENCE, 512, 64))
     with tempfile.TemporaryDirectory() as directory:
-        write_task_files(Path(directory), OWN_TASKS, text=held_out_text(_corpus()))
-        found = Harness(OWN_TASKS, [Path(directory)]).run(export)
+        write_task_files(Path(directory), BUILTIN_TASKS, text=held_out_text(_corpus()))
+        found = Harness(BUILTIN_TASKS, [Path(directory)]).run(export)
     return {LOSS: loss.score.value} | {result.task: result.score.value for result in found}
 
 
@@ -194,7 +194,7 @@ def run_seed(seed: int, labels: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 def table(runs: Mapping[str, Mapping[str, Any]]) -> str:
     """`runs`: by method and seed."""
-    measures = (LOSS, *OWN_TASKS)
+    measures = (LOSS, *BUILTIN_TASKS)
     lines = [f"| | {' | '.join(measures)} |", "|---|" + "---|" * len(measures)]
     for label in METHODS:
         cells = [_cell(runs, label, measure) for measure in measures]
@@ -208,7 +208,7 @@ def _cell(runs: Mapping[str, Mapping[str, Any]], label: str, measure: str) -> st
 
     mean = statistics.fmean(values(label))
     if label == "data parallel":
-        half = student(len(SEEDS) - 1) * statistics.stdev(values(label)) / math.sqrt(len(SEEDS))
+        half = t_quantile(len(SEEDS) - 1) * statistics.stdev(values(label)) / math.sqrt(len(SEEDS))
         return f"{mean:.3f} ± {half:.3f}"
     gaps = [theirs - ours for theirs, ours in zip(values(label), values("data parallel"), strict=True)]
     gap = Score.of(gaps)

@@ -18,7 +18,7 @@ from diloco.evaluation.harness import Harness
 from diloco.training.data.corpus import load_corpus
 from diloco.training.data.reading import byte_tokenizer
 from diloco.training.data.streams import held_out_batches
-from diloco.training.evaluate import evaluate
+from diloco.training.held_out import evaluate
 from diloco.training.model import build_model
 from diloco.training.pretrained import export_run
 

@@ -7,9 +7,17 @@ from pathlib import Path
 import pytest
 
 from diloco.errors import ConfigError
-from diloco.evaluation import own_tasks as docs
-from diloco.evaluation.own_tasks import OWN_TASKS, write_task_files
-from diloco.evaluation.scores import ExportScores, Score, TaskResult, difference, differences, student, wilson
+from diloco.evaluation import builtin_tasks as docs
+from diloco.evaluation.builtin_tasks import BUILTIN_TASKS, write_task_files
+from diloco.evaluation.scores import (
+    ExportScores,
+    Score,
+    TaskResult,
+    difference,
+    differences,
+    t_quantile,
+    wilson_interval,
+)
 
 TEXT = "The quick brown fox jumps over the lazy dog while seven other foxes watch from under their trees. " * 8
 
@@ -24,9 +32,9 @@ def result(*values: float, documents: tuple[str, ...] | None = None, metric: str
 
 def test_intervals_are_those_of_the_tables() -> None:
     for freedom, quantile in {1: 12.706, 3: 3.182, 6: 2.447, 10: 2.228, 30: 2.042, 120: 1.980}.items():
-        assert student(freedom) == pytest.approx(quantile, abs=2e-3)
-    assert wilson(0.5, 10) == pytest.approx((0.2366, 0.7634), abs=1e-4)
-    assert wilson(1.0, 10) == pytest.approx((0.7225, 1.0), abs=1e-4)
+        assert t_quantile(freedom) == pytest.approx(quantile, abs=2e-3)
+    assert wilson_interval(0.5, 10) == pytest.approx((0.2366, 0.7634), abs=1e-4)
+    assert wilson_interval(1.0, 10) == pytest.approx((0.7225, 1.0), abs=1e-4)
 
 
 def test_a_mean_has_an_interval_that_narrows_with_the_documents() -> None:
@@ -98,8 +106,8 @@ def test_no_sum_that_is_asked_for_is_trained() -> None:
 
 
 def test_files_hold_the_documents(tmp_path: Path) -> None:
-    write_task_files(tmp_path, OWN_TASKS, text=TEXT, num=7)
-    for name in OWN_TASKS:
+    write_task_files(tmp_path, BUILTIN_TASKS, text=TEXT, num=7)
+    for name in BUILTIN_TASKS:
         lines = (tmp_path / f"{name}.jsonl").read_text().splitlines()
         assert len(lines) == 7
         assert set(json.loads(lines[0])) == {"text", "choices", "answer"}

@@ -34,7 +34,7 @@ def test_a_library_that_is_not_installed_is_named_with_its_extra(module: str, ab
         capture_output=True, text=True, timeout=60, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.stdout == (
-        f"{absent[0]} is not installed, which this integration attaches to; pip install 'diloco[{module}]'\n"
+        f"this integration needs {absent[0]}, which is not installed; pip install 'diloco[{module}]'\n"
     )
 
 

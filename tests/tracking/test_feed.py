@@ -16,7 +16,7 @@ from diloco.config import RunConfig, parse_config
 from diloco.errors import ConfigError, StoreError
 from diloco.event_log import EventLog
 from diloco.tracking import THREADS
-from diloco.tracking.feed import BEHIND_S, Feed, SyncerFeed, kept_id, open_feed
+from diloco.tracking.feed import BEHIND_S, Feed, SyncerFeed, open_feed, persistent_id
 from diloco.tracking.trackers import TrackedRun
 from diloco.tracking.values import Point
 
@@ -302,9 +302,9 @@ def test_a_learner_may_turn_trackers_off() -> None:
 
 
 def test_an_id_is_drawn_once_for_a_folder(tmp_path: Path) -> None:
-    first = kept_id(tmp_path / "a" / "paris")
-    assert kept_id(tmp_path / "a" / "paris") == first
-    assert kept_id(tmp_path / "a" / "oslo") != first
+    first = persistent_id(tmp_path / "a" / "paris")
+    assert persistent_id(tmp_path / "a" / "paris") == first
+    assert persistent_id(tmp_path / "a" / "oslo") != first
     (tmp_path / "b").write_text("a file")
     with pytest.raises(StoreError, match="cannot keep"):
-        kept_id(tmp_path / "b")
+        persistent_id(tmp_path / "b")

@@ -23,12 +23,12 @@ from diloco.exchange.base import Exchange
 from diloco.exchange.remote import fetch_model
 from diloco.syncer.server import Options, Syncer
 from diloco.training.checkpoint import list_checkpoints, load_checkpoint
-from diloco.training.loop import Part, Summary, Trainer
+from diloco.training.loop import LearnerSpec, Summary, Trainer
 from diloco.training.model import build_model
-from diloco.training.part import Stopping
 from diloco.training.pretrained import checkpoint_state
 from diloco.training.progress import ProgressDisplay
 from diloco.training.schedule import learning_rate
+from diloco.training.spec import StopRequest
 
 Tiny = Callable[..., RunConfig]
 DILOCO = "method={preset='DiLoCo', sync_every=6}"
@@ -45,8 +45,8 @@ def serve(config: RunConfig, directory: Path) -> Syncer:
     return Syncer(config.run.name, method_from_table(config.method), Options("127.0.0.1:0", directory))
 
 
-def learner_of(config: RunConfig, part: Part) -> Trainer:
-    return Trainer(config, part, attach=_connector(config, part, Stopping()))
+def learner_of(config: RunConfig, part: LearnerSpec) -> Trainer:
+    return Trainer(config, part, attach=_connector(config, part, StopRequest()))
 
 
 def run_pair(*configs: RunConfig) -> list[tuple[Summary, Trainer]]:
@@ -59,7 +59,7 @@ def run_pair(*configs: RunConfig) -> list[tuple[Summary, Trainer]]:
             method, trains = method_from_table(config.method), config.train.trains or None
             return diloco.Learner(model, optimizer, method=method, exchange=exchange, trains=trains)
 
-        trainer = Trainer(config, Part(f"pair-{index}", shard=index), attach=attach)
+        trainer = Trainer(config, LearnerSpec(f"pair-{index}", shard=index), attach=attach)
         return trainer.train(), trainer
 
     return diloco.run_local(life, learners=2)
@@ -69,33 +69,36 @@ def run_pair(*configs: RunConfig) -> list[tuple[Summary, Trainer]]:
 
 
 def test_a_run_may_begin_with_what_another_came_to(tiny: Tiny, tmp_path: Path) -> None:
-    whole = Trainer(tiny(), Part("whole", role="baseline"))
+    whole = Trainer(tiny(), LearnerSpec("whole", role="baseline"))
     whole.train()
     Trainer(
-        tiny("run.tokens=2_560", "schedule.steps=20", "checkpoint.every_steps=10"), Part("first", role="baseline")
+        tiny("run.tokens=2_560", "schedule.steps=20", "checkpoint.every_steps=10"),
+        LearnerSpec("first", role="baseline"),
     ).train()
     (checkpoint,) = list_checkpoints(tmp_path / "run" / "first" / "checkpoints")
 
     other = tiny("run.name=other", f"warm_start.checkpoint='{checkpoint}'")
-    second = Trainer(other, Part("second", role="baseline"))
+    second = Trainer(other, LearnerSpec("second", role="baseline"))
     summary = second.train()
     assert (summary.steps, summary.tokens, summary.run_tokens) == (20, 10 * 256, 5_120)
     assert_same(dict(whole.model.state_dict()), dict(second.model.state_dict()))
 
     with pytest.raises(ConfigError, match="has 2560 tokens behind it and run.tokens is 2560; raise it"):
-        Trainer(tiny(f"warm_start.checkpoint='{checkpoint}'", "run.tokens=2_560"), Part("x", role="baseline")).train()
+        Trainer(
+            tiny(f"warm_start.checkpoint='{checkpoint}'", "run.tokens=2_560"), LearnerSpec("x", role="baseline")
+        ).train()
     with pytest.raises(CheckpointError, match=r"does not fit the model of this run .* check \[model\] and \[inner\]"):
         Trainer(
-            tiny(f"warm_start.checkpoint='{checkpoint}'", "model.hidden_size=32"), Part("x", role="baseline")
+            tiny(f"warm_start.checkpoint='{checkpoint}'", "model.hidden_size=32"), LearnerSpec("x", role="baseline")
         ).train()
 
 
 def test_a_warm_start_adds_what_a_checkpoint_lacks(tiny: Tiny, tmp_path: Path) -> None:
-    part = Part("lone", role="isolated", shard=1)
+    part = LearnerSpec("lone", role="isolated", shard=1)
     whole = Trainer(tiny("warm_start.steps=6"), part)
     whole.train()
     Trainer(
-        tiny("run.tokens=1_024", "schedule.steps=20", "checkpoint.every_steps=4"), Part("all", role="baseline")
+        tiny("run.tokens=1_024", "schedule.steps=20", "checkpoint.every_steps=4"), LearnerSpec("all", role="baseline")
     ).train()
     (checkpoint,) = list_checkpoints(tmp_path / "run" / "all" / "checkpoints")
     second = Trainer(tiny("warm_start.steps=6", f"warm_start.checkpoint='{checkpoint}'"), replace(part, name="second"))
@@ -105,18 +108,19 @@ def test_a_warm_start_adds_what_a_checkpoint_lacks(tiny: Tiny, tmp_path: Path) -
 
 def test_the_initialising_learner_gives_the_run_a_checkpoints_model_step_and_tokens(tiny: Tiny, tmp_path: Path) -> None:
     Trainer(
-        tiny("run.tokens=2_560", "schedule.steps=20", "checkpoint.every_steps=10"), Part("first", role="baseline")
+        tiny("run.tokens=2_560", "schedule.steps=20", "checkpoint.every_steps=10"),
+        LearnerSpec("first", role="baseline"),
     ).train()
     (checkpoint,) = list_checkpoints(tmp_path / "run" / "first" / "checkpoints")
     with serve(tiny(DILOCO), tmp_path / "state") as syncer:
         config = tiny(
             DILOCO, f"syncer.address={syncer.address}", f"warm_start.checkpoint='{checkpoint}'", "run.steps=11"
         )
-        summary = learner_of(config, Part("a", initialise=True)).train()
+        summary = learner_of(config, LearnerSpec("a", initialise=True)).train()
         assert summary.steps == 11
         assert_same(checkpoint_state(checkpoint), fetch_model(syncer.address, run="tiny"))  # no round is over yet
         joiner = learner_of(
-            config.model_copy(update={"run": config.run.model_copy(update={"steps": 12})}), Part("b", shard=1)
+            config.model_copy(update={"run": config.run.model_copy(update={"steps": 12})}), LearnerSpec("b", shard=1)
         )
         assert joiner.train().steps == 12
     (given,) = [e for e in read_events(tmp_path / "state" / "events.jsonl") if isinstance(e, Initialised)]
@@ -124,7 +128,7 @@ def test_the_initialising_learner_gives_the_run_a_checkpoints_model_step_and_tok
 
 
 def test_a_run_whose_syncer_lost_everything_goes_on_from_a_learners_checkpoint(tiny: Tiny, tmp_path: Path) -> None:
-    part = Part("a", initialise=True)
+    part = LearnerSpec("a", initialise=True)
     with serve(tiny(DILOCO), tmp_path / "state") as syncer:
         config = tiny(DILOCO, f"syncer.address={syncer.address}", "run.steps=8", "checkpoint.every_steps=8")
         learner_of(config, part).train()
@@ -141,7 +145,7 @@ def test_a_run_whose_syncer_lost_everything_goes_on_from_a_learners_checkpoint(t
 def test_a_supervised_learner_initialises_a_run_that_has_no_model_and_joins_one_that_has(
     tiny: Tiny, tmp_path: Path
 ) -> None:
-    part = Part("a", initialise=True, supervised=True)
+    part = LearnerSpec("a", initialise=True, supervised=True)
     with serve(tiny(DILOCO), tmp_path / "state") as syncer:
         config = tiny(DILOCO, f"syncer.address={syncer.address}", "run.steps=8")
         assert learner_of(config, part).train().steps == 8
@@ -172,12 +176,12 @@ def test_a_late_joiners_schedule_and_data_start_where_the_run_is(tiny: Tiny, tmp
             DILOCO, f"syncer.address={syncer.address}", "run.tokens=512_000", "run.steps=150", "schedule.steps=150",
             "train.rewarm_steps=0",
         )  # fmt: skip
-        starter, part = Starter(), Part("early", initialise=True)
-        early = Trainer(config, part, attach=_connector(config, part, Stopping()), progress=starter)
+        starter, part = Starter(), LearnerSpec("early", initialise=True)
+        early = Trainer(config, part, attach=_connector(config, part, StopRequest()), progress=starter)
         starter.trainer = early
         first = pool.submit(early.train)
         assert starter.has_started.wait(60)
-        late = learner_of(config, Part("late", shard=1))
+        late = learner_of(config, LearnerSpec("late", shard=1))
         late.train()
         first.result()
     started, *rest = read_events(config.dir / "late" / "events.jsonl")
@@ -235,7 +239,7 @@ def test_learners_of_two_halves_train_a_whole(tiny: Tiny) -> None:
 
 
 def test_the_warm_start_trains_everything(tiny: Tiny) -> None:
-    part, trains = Part("lone", role="isolated"), "train.trains=['model.norm.*']"
+    part, trains = LearnerSpec("lone", role="isolated"), "train.trains=['model.norm.*']"
     whole, stopped = (Trainer(tiny("warm_start.steps=4", trains, f"run.steps={steps}"), part) for steps in (5, 9))
     whole.train()
     stopped.train()
@@ -246,4 +250,4 @@ def test_the_warm_start_trains_everything(tiny: Tiny) -> None:
 
 def test_a_pattern_that_matches_nothing_is_refused(tiny: Tiny) -> None:
     with pytest.raises(ConfigError, match=r'train.trains has "layers.\*", which matches no parameter'):
-        Trainer(tiny("train.trains=['layers.*']"), Part("lone", role="isolated")).train()
+        Trainer(tiny("train.trains=['layers.*']"), LearnerSpec("lone", role="isolated")).train()

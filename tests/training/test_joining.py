@@ -17,10 +17,10 @@ from diloco.event_log import read_events
 from diloco.events import CheckpointUnusable, Event, RunStarted, Stepped
 from diloco.syncer.server import Options, Syncer
 from diloco.training.checkpoint import list_checkpoints, newest_usable, save_checkpoint
-from diloco.training.loop import Part, Summary, Trainer
-from diloco.training.part import Stopping
+from diloco.training.loop import LearnerSpec, Summary, Trainer
 from diloco.training.progress import ProgressDisplay
 from diloco.training.schedule import learning_rate
+from diloco.training.spec import StopRequest
 
 Tiny = Callable[..., RunConfig]
 STEPS = 150
@@ -54,8 +54,8 @@ def under_way(tiny: Tiny, tmp_path: Path, *overrides: str) -> Iterator[tuple[Run
             "method={preset='DiLoCo', sync_every=6}", f"syncer.address={syncer.address}", "run.tokens=512_000",
             f"run.steps={STEPS}", f"schedule.steps={STEPS}", *overrides,
         )  # fmt: skip
-        pacer, part = Pacer(), Part("founder", initialise=True)
-        pacer.trainer = Trainer(config, part, attach=_connector(config, part, Stopping()), progress=pacer)
+        pacer, part = Pacer(), LearnerSpec("founder", initialise=True)
+        pacer.trainer = Trainer(config, part, attach=_connector(config, part, StopRequest()), progress=pacer)
         training: Future[Summary] = pool.submit(pacer.trainer.train)
         try:
             assert pacer.is_under_way.wait(60)
@@ -83,8 +83,8 @@ def check_joined(events: list[Event], config: RunConfig, rewarm_steps: int = 5) 
 def test_a_new_machine_begins_with_the_runs_model(tiny: Tiny, tmp_path: Path, rewarm_steps: int) -> None:
     given = [] if rewarm_steps == 5 else [f"train.rewarm_steps={rewarm_steps}"]
     with under_way(tiny, tmp_path, *given) as (config, pacer):
-        part = Part("late", shard=1)
-        late = Trainer(config, part, attach=_connector(config, part, Stopping()))
+        part = LearnerSpec("late", shard=1)
+        late = Trainer(config, part, attach=_connector(config, part, StopRequest()))
         pacer.may_end.set()
         late.train()
     check_joined(events_of(config, "late"), config, rewarm_steps)

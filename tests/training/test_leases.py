@@ -25,9 +25,9 @@ from diloco.simulation.scenario import Scenario
 from diloco.simulation.virtual_run import simulate
 from diloco.syncer.server import Options, Syncer
 from diloco.training.checkpoint import list_checkpoints
-from diloco.training.job import Job
-from diloco.training.loop import Part, Together, Trainer
-from diloco.training.part import Stopping
+from diloco.training.loop import LearnerSpec, Together, Trainer
+from diloco.training.rank_group import RankGroup
+from diloco.training.spec import StopRequest
 
 Tiny = Callable[..., RunConfig]
 LEASES = ("method={preset='DiLoCo', sync_every=6}", "data.deal=leases", "data.lease_steps=3")
@@ -38,8 +38,8 @@ def serve(config: RunConfig, directory: Path) -> Syncer:
     return Syncer(config.run.name, method_from_table(config.method), Options("127.0.0.1:0", directory))
 
 
-def learner_of(config: RunConfig, part: Part) -> Trainer:
-    return Trainer(config, part, attach=_connector(config, part, Stopping()))
+def learner_of(config: RunConfig, part: LearnerSpec) -> Trainer:
+    return Trainer(config, part, attach=_connector(config, part, StopRequest()))
 
 
 def durable_leases(directory: Path) -> dict[str, Any]:
@@ -67,8 +67,8 @@ def test_learners_of_a_run_read_each_window_once_after_the_warm_start(tiny: Tiny
         config = tiny(
             *LEASES, f"syncer.address={syncer.address}", "warm_start.steps=2", "run.tokens=512_000", "run.steps=26"
         )
-        first = pool.submit(learner_of(config, Part("a", initialise=True)).train)
-        second = pool.submit(learner_of(config, Part("b")).train)
+        first = pool.submit(learner_of(config, LearnerSpec("a", initialise=True)).train)
+        second = pool.submit(learner_of(config, LearnerSpec("b")).train)
         assert first.result().steps == second.result().steps == 26
         data = fetch_status(syncer.address, run="tiny")["data"]
     units = sorted(merged_units(tmp_path / "state"))
@@ -83,7 +83,7 @@ def test_learners_of_a_run_read_each_window_once_after_the_warm_start(tiny: Tiny
 
 
 def test_a_resumed_learner_neither_repeats_nor_skips(tiny: Tiny, tmp_path: Path) -> None:
-    part = Part("a", initialise=True)
+    part = LearnerSpec("a", initialise=True)
     with serve(tiny(*LEASES), tmp_path / "state") as syncer:
         at = (*LEASES, f"syncer.address={syncer.address}", "run.tokens=512_000", "schedule.steps=20")
         config = tiny(*at, "run.steps=8", "checkpoint.every_steps=8")
@@ -106,7 +106,7 @@ def test_learners_in_one_process_lease_too(tiny: Tiny) -> None:
         def attach(model: Any, optimizer: Any, steps: int, tokens: int) -> diloco.Learner:
             return diloco.Learner(model, optimizer, method=method_from_table(config.method), exchange=exchange)
 
-        summary = Trainer(config, Part(f"pair-{index}"), attach=attach).train()
+        summary = Trainer(config, LearnerSpec(f"pair-{index}"), attach=attach).train()
         return summary.steps, exchange._run.driver.status()["data"]  # type: ignore[attr-defined]
 
     (steps, data), _ = diloco.run_local(life, learners=2)
@@ -132,10 +132,10 @@ def numbers(ranges: tuple[tuple[int, int], ...]) -> list[int]:
 
 def test_leases_need_a_syncer(tiny: Tiny) -> None:
     with pytest.raises(ConfigError, match='"leases" needs a syncer'):
-        Trainer(tiny(*LEASES), Part("whole", role="baseline"))
+        Trainer(tiny(*LEASES), LearnerSpec("whole", role="baseline"))
     with pytest.raises(ConfigError, match='"leases" needs a syncer'):
-        Trainer(tiny(*LEASES), Part("lone", role="isolated"))
+        Trainer(tiny(*LEASES), LearnerSpec("lone", role="isolated"))
     with pytest.raises(ConfigError, match='"leases" needs a syncer'):
-        Trainer(tiny(*LEASES), Part("a"), together=Together(Job(), lambda *_: None))  # type: ignore[arg-type, return-value]
+        Trainer(tiny(*LEASES), LearnerSpec("a"), together=Together(RankGroup(), lambda *_: None))  # type: ignore[arg-type, return-value]
     with pytest.raises(ConfigError, match='lease_steps has no effect without deal = "leases"'):
         tiny("data.lease_steps=3")

@@ -17,9 +17,9 @@ from diloco.errors import CheckpointError, ConfigError, StoreError
 from diloco.event_log import read_events
 from diloco.events import Adopted, CheckpointRefused, Evaluated, Finished, RunStarted, Stepped
 from diloco.exchange.base import Exchange
-from diloco.training.alone import AnyLearner
 from diloco.training.checkpoint import list_checkpoints, load_checkpoint
-from diloco.training.loop import Part, Summary, Trainer
+from diloco.training.learners import AnyLearner
+from diloco.training.loop import LearnerSpec, Summary, Trainer
 from diloco.training.pretrained import checkpoint_state
 
 Tiny = Callable[..., RunConfig]
@@ -41,7 +41,7 @@ def losses(config: RunConfig, name: str) -> list[float]:
 
 def test_the_baseline_trains_to_the_token_and_learns(tiny: Tiny) -> None:
     config = tiny("evaluate.every_steps=10", "run.tokens=10_240")
-    summary = Trainer(config, Part("all", role="baseline")).train()
+    summary = Trainer(config, LearnerSpec("all", role="baseline")).train()
     assert (summary.steps, summary.tokens, summary.run_tokens, summary.reason) == (40, 10_240, 10_240, "budget")
     events = read_events(config.dir / "all" / "events.jsonl")
     assert isinstance(events[0], RunStarted)
@@ -55,7 +55,7 @@ def test_the_baseline_trains_to_the_token_and_learns(tiny: Tiny) -> None:
 def test_the_same_seed_gives_the_same_bits_and_another_does_not(tiny: Tiny) -> None:
     runs = []
     for seed in (7, 7, 8):
-        trainer = Trainer(tiny(f"run.seed={seed}"), Part("all", role="baseline"))
+        trainer = Trainer(tiny(f"run.seed={seed}"), LearnerSpec("all", role="baseline"))
         trainer.train()
         runs.append(weights(trainer))
     assert_same(runs[0], runs[1])
@@ -66,7 +66,7 @@ def test_accumulation_is_the_same_step_to_rounding(tiny: Tiny) -> None:
     runs = []
     for accumulate in (1, 4):
         config = tiny(f"train.accumulate={accumulate}", "run.learners=1", "run.tokens=512", "schedule.warmup_steps=1")
-        trainer = Trainer(config, Part("all", role="baseline"))
+        trainer = Trainer(config, LearnerSpec("all", role="baseline"))
         trainer.train()
         runs.append(weights(trainer))
     for name, value in runs[0].items():
@@ -78,7 +78,7 @@ def test_accumulation_is_the_same_step_to_rounding(tiny: Tiny) -> None:
 def test_an_evaluation_does_not_change_training(tiny: Tiny) -> None:
     runs = []
     for every in (0, 1):
-        trainer = Trainer(tiny(f"evaluate.every_steps={every}"), Part("all", role="baseline"))
+        trainer = Trainer(tiny(f"evaluate.every_steps={every}"), LearnerSpec("all", role="baseline"))
         trainer.train()
         runs.append(weights(trainer))
     assert_same(*runs)
@@ -86,10 +86,10 @@ def test_an_evaluation_does_not_change_training(tiny: Tiny) -> None:
 
 def test_the_isolated_learner_stops_with_the_others_and_shares_the_warm_start(tiny: Tiny) -> None:
     config = tiny("warm_start.steps=5")
-    summary = Trainer(config, Part("lone", role="isolated", shard=1)).train()
+    summary = Trainer(config, LearnerSpec("lone", role="isolated", shard=1)).train()
     assert summary.steps == 20
     assert summary.tokens == 5 * 256 + 15 * 128
-    Trainer(config, Part("all", role="baseline")).train()
+    Trainer(config, LearnerSpec("all", role="baseline")).train()
     lone, everything = losses(config, "lone"), losses(config, "all")
     assert lone[:5] == everything[:5]
     assert lone[5:] != everything[5:]
@@ -115,7 +115,7 @@ def stopped_at(trainer: Trainer, step: int) -> Summary:
 @pytest.mark.parametrize("step", [3, 5, 11])
 def test_stopped_and_resumed_alone_is_the_same_to_the_bit(tiny: Tiny, step: int) -> None:
     config = tiny("warm_start.steps=5")
-    part = Part("lone", role="isolated", shard=1)
+    part = LearnerSpec("lone", role="isolated", shard=1)
     whole = Trainer(config, part)
     whole.train()
 
@@ -155,9 +155,9 @@ def trained_with_a_full_disk(trainer: Trainer, steps: range) -> list[str]:
 
 def test_a_full_disk_under_a_checkpoint_is_said_and_ends_nothing(tiny: Tiny) -> None:
     config = tiny("checkpoint.every_steps=10", "checkpoint.keep=5")
-    whole = Trainer(config, Part("whole", role="baseline"))
+    whole = Trainer(config, LearnerSpec("whole", role="baseline"))
     whole.train()
-    trainer = Trainer(config, Part("all", role="baseline"))
+    trainer = Trainer(config, LearnerSpec("all", role="baseline"))
     said = trained_with_a_full_disk(trainer, range(9, 12))
     assert_same(weights(whole), weights(trainer))
     events = read_events(config.dir / "all" / "events.jsonl")
@@ -170,7 +170,7 @@ def test_a_full_disk_under_a_checkpoint_is_said_and_ends_nothing(tiny: Tiny) -> 
 def test_a_last_checkpoint_that_the_disk_refuses_is_an_error_after_everything_else(tiny: Tiny) -> None:
     config = tiny("checkpoint.every_steps=10")
     with pytest.raises(StoreError, match="cannot write the checkpoint .*step-0000000020"):
-        trained_with_a_full_disk(Trainer(config, Part("all", role="baseline")), range(19, 21))
+        trained_with_a_full_disk(Trainer(config, LearnerSpec("all", role="baseline")), range(19, 21))
     events = read_events(config.dir / "all" / "events.jsonl")
     assert isinstance(events[-1], Finished)
     there = list_checkpoints(config.dir / "all" / "checkpoints")
@@ -184,22 +184,22 @@ def test_dropout_is_drawn_from_the_runs_seed_and_a_learners_shard_and_goes_on_af
     config = tiny(*DROPOUT)
     runs = []
     for shard in (0, 0, 1):
-        trainer = Trainer(config, Part("all", role="baseline", shard=shard))
+        trainer = Trainer(config, LearnerSpec("all", role="baseline", shard=shard))
         torch.manual_seed(len(runs))  # what a process drew before does not matter
         trainer.train()
         runs.append(weights(trainer))
     assert_same(runs[0], runs[1])
     assert not torch.equal(runs[0]["transformer.ln_f.weight"], runs[2]["transformer.ln_f.weight"])
 
-    stopped_at(Trainer(config, Part("again", role="baseline")), 4)
+    stopped_at(Trainer(config, LearnerSpec("again", role="baseline")), 4)
     (checkpoint,) = list_checkpoints(config.dir / "again" / "checkpoints")
-    resumed = Trainer(config, Part("again", role="baseline", resume_from=checkpoint))
+    resumed = Trainer(config, LearnerSpec("again", role="baseline", resume_from=checkpoint))
     resumed.train()
     assert_same(runs[0], weights(resumed))
 
 
 def test_a_checkpoint_of_another_run_or_model_or_shards_is_refused(tiny: Tiny) -> None:
-    part = Part("all", role="baseline")
+    part = LearnerSpec("all", role="baseline")
     stopped_at(Trainer(tiny(), part), 2)
     (checkpoint,) = list_checkpoints(tiny().dir / "all" / "checkpoints")
     resumed = replace(part, resume_from=checkpoint)
@@ -224,7 +224,7 @@ def run_pair(config: RunConfig, **fields: Any) -> list[tuple[Summary, dict[str, 
     """Two learners in one process."""
 
     def life(index: int, exchange: Exchange) -> tuple[Summary, dict[str, Tensor]]:
-        part = Part(f"pair-{index}", shard=index, **{k: v[index] for k, v in fields.items()})
+        part = LearnerSpec(f"pair-{index}", shard=index, **{k: v[index] for k, v in fields.items()})
         trainer = Trainer(config, part, attach=attach_to(config, exchange))
         summary = trainer.train()
         return summary, dict(trainer.learner.global_state_dict())
@@ -251,7 +251,7 @@ def test_a_pair_over_the_local_exchange_trains_one_global_model(tiny: Tiny) -> N
 def test_data_parallel_over_the_local_exchange_is_the_baseline(tiny: Tiny) -> None:
     config = tiny("run.tokens=1_280", "method={preset='DataParallel'}", "schedule.warmup_steps=1")
     (_, parallel), _ = run_pair(config)
-    trainer = Trainer(config, Part("all", role="baseline"))
+    trainer = Trainer(config, LearnerSpec("all", role="baseline"))
     trainer.train()
     for name, value in weights(trainer).items():
         # Five Adam steps on gradients that differ in the last bits (a mean of two means); see the accumulation test.

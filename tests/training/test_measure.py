@@ -11,7 +11,7 @@ from diloco.config import RunConfig, dump_config
 from diloco.core.presets import method_from_table
 from diloco.planning.site import load_site
 from diloco.syncer.server import Options, Syncer
-from diloco.training.job import Job
+from diloco.training.rank_group import RankGroup
 from diloco.training.step_time import measure_step_time
 
 Tiny = Callable[..., RunConfig]
@@ -72,7 +72,7 @@ def test_a_new_site_file_is_complete_and_a_second_learner_extends_it(
 
 
 def test_what_is_timed_is_the_learners_own_inner_step(tiny: Tiny) -> None:
-    pace = measure_step_time(tiny(), 0, seconds=0.0, at_least=2, job=Job())
+    pace = measure_step_time(tiny(), 0, seconds=0.0, at_least=2, job=RankGroup())
     assert pace.num_steps == 2
     assert pace.step_s > 0
     assert (pace.accelerators, pace.memory_bytes) == (1, None)

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from diloco.config import ModelTable, parse_config
 from diloco.errors import ConfigError, LayoutError
-from diloco.training.evaluate import evaluate, sample_bytes
+from diloco.training.held_out import evaluate, sample_bytes
 from diloco.training.model import build_model
 from diloco.training.pretrained import export_run
 

@@ -13,7 +13,7 @@ from diloco.config import RunConfig, dump_config, parse_config
 from diloco.errors import CheckpointError, ConfigError
 from diloco.exchange.base import Exchange
 from diloco.training.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
-from diloco.training.loop import Part, Trainer
+from diloco.training.loop import LearnerSpec, Trainer
 from diloco.training.model import build_model
 from diloco.training.optimizers import (
     Chained,
@@ -231,17 +231,17 @@ def weights(trainer: Trainer) -> dict[str, Tensor]:
 
 def test_a_muon_run_learns_and_resumes_to_the_bit(tiny: Tiny) -> None:
     config = tiny("inner.optimizer=muon", "inner.muon_lr=8e-3", "checkpoint.every_steps=7", "checkpoint.keep=5")
-    whole = Trainer(config, Part("whole", role="baseline"))
+    whole = Trainer(config, LearnerSpec("whole", role="baseline"))
     assert whole.train().held_out_loss < 5.5
     # The schedule's end, a tenth of the peak, for both.
     assert [group["lr"] for group in whole.optimizer.param_groups] == pytest.approx([8e-4, 4e-4, 4e-4])
     checkpoint = list_checkpoints(config.dir / "whole" / "checkpoints")[0]
-    resumed = Trainer(config, Part("resumed", role="baseline", resume_from=checkpoint))
+    resumed = Trainer(config, LearnerSpec("resumed", role="baseline", resume_from=checkpoint))
     assert resumed.train().steps == 20
     for name, value in weights(whole).items():
         assert torch.equal(value, weights(resumed)[name]), name
     with pytest.raises(CheckpointError, match="another inner optimizer"):
-        Trainer(tiny(), Part("other", role="baseline", resume_from=checkpoint)).train()
+        Trainer(tiny(), LearnerSpec("other", role="baseline", resume_from=checkpoint)).train()
 
 
 @pytest.mark.parametrize("method", [diloco.DataParallel(), diloco.DiLoCo(sync_every=2)], ids=lambda method: method.name)

@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from diloco.training.progress import LiveLine, Plain, StepStatus, make_progress
+from diloco.training.progress import LineProgress, LiveProgress, StepStatus, make_progress
 
 STATUS = StepStatus(
     name="a", step=12, loss=2.5, lr=1e-3, tokens_per_s=20_000, run_tokens=50, budget=100,
@@ -22,7 +22,7 @@ def test_a_status_is_one_line_with_everything() -> None:
 def test_plain_lines_keep_their_pace() -> None:
     now = [0.0]
     file = io.StringIO()
-    plain = Plain(file, every_s=5, clock=lambda: now[0])
+    plain = LineProgress(file, every_s=5, clock=lambda: now[0])
     for second in range(12):
         now[0] = float(second)
         if plain.wants():
@@ -33,16 +33,16 @@ def test_plain_lines_keep_their_pace() -> None:
 
 def test_a_full_disk_costs_lines_and_nothing_else() -> None:
     with open("/dev/full", "wb", buffering=0) as full:
-        plain = Plain(io.TextIOWrapper(full, write_through=True), every_s=5)
+        plain = LineProgress(io.TextIOWrapper(full, write_through=True), every_s=5)
         plain.show(STATUS)
         plain.say("it goes on")
 
 
 def test_a_terminal_gets_a_live_line_and_a_pipe_gets_plain_ones() -> None:
     file = io.StringIO()
-    assert isinstance(make_progress(file, 5), Plain)
+    assert isinstance(make_progress(file, 5), LineProgress)
     now = [0.0]
-    live = LiveLine(Console(file=file, force_terminal=True, width=200), clock=lambda: now[0])
+    live = LiveProgress(Console(file=file, force_terminal=True, width=200), clock=lambda: now[0])
     assert live.wants()
     live.show(STATUS)
     assert not live.wants()

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from diloco.config import ScheduleTable, parse_config
-from diloco.training.schedule import Budget, learning_rate, lr_factor
+from diloco.training.schedule import TokenEstimate, learning_rate, lr_factor
 
 
 def test_warm_up_is_linear_from_the_first_step() -> None:
@@ -36,12 +36,12 @@ def test_a_run_scales_the_peak_and_sets_the_length_by_its_tokens() -> None:
 
 
 def test_reports_at_every_step_are_taken_as_they_are() -> None:
-    budget = Budget(own=0, heard=0)
+    budget = TokenEstimate(own=0, heard=0)
     assert [budget.spent(own=k, heard=3 * k) for k in range(5)] == [0, 3, 6, 9, 12]
 
 
 def test_between_reports_the_others_go_on_at_their_pace() -> None:
-    budget = Budget(own=0, heard=0)
+    budget = TokenEstimate(own=0, heard=0)
     assert budget.spent(own=10, heard=0) == 10  # nothing heard yet: at least what it did itself
     assert budget.spent(own=10, heard=30) == 30
     assert [budget.spent(own=own, heard=30) for own in (12, 15)] == [36, 45]
@@ -50,15 +50,15 @@ def test_between_reports_the_others_go_on_at_their_pace() -> None:
 
 
 def test_a_jump_without_own_steps_does_not_change_the_pace() -> None:
-    budget = Budget(own=10, heard=100)
+    budget = TokenEstimate(own=10, heard=100)
     assert budget.spent(own=10, heard=500) == 500
     assert budget.spent(own=12, heard=500) == 502
 
 
 def test_a_saved_budget_goes_on_at_its_pace() -> None:
-    budget = Budget(own=0, heard=0)
+    budget = TokenEstimate(own=0, heard=0)
     assert budget.spent(own=10, heard=30) == 30
-    again = Budget(own=14, heard=30)
+    again = TokenEstimate(own=14, heard=30)
     again.load_state_dict(budget.state_dict())
     assert again.spent(own=14, heard=30) == budget.spent(own=14, heard=30) == 42
     assert again.spent(own=20, heard=60) == 60

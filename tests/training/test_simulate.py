@@ -24,7 +24,7 @@ from diloco.protocol.steering import Pool
 from diloco.simulation.pictures import NO_LOSS, pictures
 from diloco.simulation.scenario import Scenario, scenario_of_recorded_run
 from diloco.simulation.virtual_run import SimulationResult, simulate
-from diloco.training.loop import Part, Trainer
+from diloco.training.loop import LearnerSpec, Trainer
 
 Tiny = Callable[..., RunConfig]
 DILOCO = "method={preset='DiLoCo', sync_every=6}"
@@ -58,7 +58,7 @@ def test_a_synchronous_run_has_the_bits_of_the_same_run_at_once(tiny: Tiny, tmp_
         def attach(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int, tokens: int) -> diloco.Learner:
             return diloco.Learner(model, optimizer, method=method_from_table(config.method), exchange=exchange)
 
-        trainer = Trainer(config, Part(f"part-{index}", shard=index), attach=attach)
+        trainer = Trainer(config, LearnerSpec(f"part-{index}", shard=index), attach=attach)
         trainer.train()
         return torch.cat([each.detach().flatten() for each in trainer.model.parameters()])
 

@@ -30,9 +30,9 @@ from diloco.protocol.members import Deadlines
 from diloco.syncer.keys.keyring import Keyring
 from diloco.syncer.server import Options, Syncer
 from diloco.training.checkpoint import list_checkpoints, load_checkpoint
-from diloco.training.loop import Part, Summary, Trainer
-from diloco.training.part import Stopping
+from diloco.training.loop import LearnerSpec, Summary, Trainer
 from diloco.training.progress import ProgressDisplay
+from diloco.training.spec import StopRequest
 
 Tiny = Callable[..., RunConfig]
 SCHEDULED = "method={preset='DiLoCo', sync_every=6}"
@@ -48,8 +48,8 @@ def serve(config: RunConfig, directory: Path, **more: Any) -> Syncer:
     return Syncer(config.run.name, method_from_table(config.method), options)
 
 
-def trainer_of(config: RunConfig, part: Part, progress: ProgressDisplay | None = None) -> Trainer:
-    stopping = Stopping()
+def trainer_of(config: RunConfig, part: LearnerSpec, progress: ProgressDisplay | None = None) -> Trainer:
+    stopping = StopRequest()
     attach = _connector(config, part, stopping)
     return Trainer(config, part, attach=attach, progress=progress, stopping=stopping)
 
@@ -83,7 +83,7 @@ class Pause(ProgressDisplay):
 def held_up(config: RunConfig) -> Iterator[tuple[Pause, Future[Summary]]]:
     """The run's first learner, after three steps: rounds wait for it."""
     pause = Pause(3)
-    pause.trainer = trainer_of(config, Part("first", initialise=True), pause)
+    pause.trainer = trainer_of(config, LearnerSpec("first", initialise=True), pause)
     with running(pause.trainer) as result:
         try:
             until(lambda: pause.is_there.is_set() or result.done(), "it does not train")
@@ -119,7 +119,7 @@ def test_a_learner_that_waits_for_another_one_stops_with_a_checkpoint(
     with serve(tiny(method), tmp_path / "state") as syncer:
         config = tiny(method, f"syncer.address={syncer.address}", *LONG)
         with held_up(config) as (pause, first):
-            trainer = trainer_of(config, Part("second", shard=1))
+            trainer = trainer_of(config, LearnerSpec("second", shard=1))
             with running(trainer) as result:
                 until(lambda: status(syncer)["learners"].get("second", {}).get("waiting", False), "it does not wait")
                 trainer.stop()
@@ -128,7 +128,7 @@ def test_a_learner_that_waits_for_another_one_stops_with_a_checkpoint(
             assert status(syncer)["learners"].keys() == {"first"}
             saved = load_checkpoint(newest(config, "second"))
             assert (saved["step"], saved["joined"]) == (step, True)
-            again = trainer_of(config, Part("second", shard=1, resume_from=newest(config, "second")))
+            again = trainer_of(config, LearnerSpec("second", shard=1, resume_from=newest(config, "second")))
             with running(again) as resumed:
                 until(lambda: "second" in status(syncer)["learners"] or resumed.done(), "it does not join")
                 pause.may_go_on.set()
@@ -163,7 +163,7 @@ def test_a_learner_whose_push_gets_nowhere_stops_with_a_checkpoint(how: str, tin
         if how == "gone":
             syncer = undo.enter_context(serve(tiny(SCHEDULED), tmp_path / "state"))
         config = tiny(SCHEDULED, f"syncer.address={syncer.address}", *LONG)
-        resumed = trainer_of(config, Part("first", resume_from=newest(config, "first")))
+        resumed = trainer_of(config, LearnerSpec("first", resume_from=newest(config, "first")))
         assert resumed.train().steps == 18
         ledgers_add_up(syncer)
 
@@ -172,7 +172,7 @@ def test_a_learner_that_joins_no_syncer_stops(tiny: Tiny, tmp_path: Path) -> Non
     """After the warm start, of which there is a checkpoint; one that comes from a checkpoint leaves that as it is."""
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         config = tiny(SCHEDULED, f"syncer.address=127.0.0.1:{nobody.getsockname()[1]}", *LONG, "warm_start.steps=2")
-        trainer = trainer_of(config, Part("a", initialise=True))
+        trainer = trainer_of(config, LearnerSpec("a", initialise=True))
         with running(trainer) as result:
             until(lambda: trainer.learner.steps == 2 or result.done(), "it does not warm up")
             trainer.stop()
@@ -181,7 +181,7 @@ def test_a_learner_that_joins_no_syncer_stops(tiny: Tiny, tmp_path: Path) -> Non
         saved = load_checkpoint(checkpoint)
         assert (saved["step"], saved["joined"]) == (2, False)
         before = (checkpoint / "manifest.json").stat()
-        again = trainer_of(config, Part("a", initialise=True, resume_from=checkpoint))
+        again = trainer_of(config, LearnerSpec("a", initialise=True, resume_from=checkpoint))
         with running(again) as result:
             again.stop()
             assert result.result(WAIT_S).reason == "stopped"
@@ -238,7 +238,7 @@ def test_a_learner_that_is_refused_while_it_waits_ends_with_a_checkpoint_and_one
             assert "Traceback" not in said
             assert load_checkpoint(newest(config, "second"))["step"] == 6
             keyring.add("second", "learner", dt.timedelta(days=1))
-            again = trainer_of(config, Part("second", shard=1, resume_from=newest(config, "second")))
+            again = trainer_of(config, LearnerSpec("second", shard=1, resume_from=newest(config, "second")))
             with running(again) as resumed:
                 until(lambda: again.learner.steps == 6 or resumed.done(), "it does not join")
                 pause.may_go_on.set()
@@ -300,7 +300,7 @@ def test_a_learner_that_waits_for_a_lease_stops_with_a_checkpoint(tiny: Tiny, tm
             slow_disk(syncer, may_write)
 
         before = Before(4, wait_before_step_5)
-        before.trainer = trainer_of(config, Part("a", initialise=True), before)
+        before.trainer = trainer_of(config, LearnerSpec("a", initialise=True), before)
         with running(before.trainer) as result:
             try:
                 until(lambda: waits(syncer, step=4) or result.done(), "it does not wait")
@@ -312,7 +312,7 @@ def test_a_learner_that_waits_for_a_lease_stops_with_a_checkpoint(tiny: Tiny, tm
         checkpoint = newest(config, "a")
         assert told_by(checkpoint) == (summary.steps, summary.tokens)
 
-        again, may_write = trainer_of(config, Part("a", resume_from=checkpoint)), threading.Event()
+        again, may_write = trainer_of(config, LearnerSpec("a", resume_from=checkpoint)), threading.Event()
         has_joined = threading.Event()
         join = again._attach
         assert join is not None
@@ -333,7 +333,7 @@ def test_a_learner_that_waits_for_a_lease_stops_with_a_checkpoint(tiny: Tiny, tm
                 may_write.set()
         assert told_by(newest(config, "a")) == (summary.steps, summary.tokens)
 
-        last = trainer_of(config, Part("a", resume_from=newest(config, "a")))
+        last = trainer_of(config, LearnerSpec("a", resume_from=newest(config, "a")))
         assert last.train().steps == 18
         ledgers_add_up(syncer)
         [fragment] = [each["fates"] for each in status(syncer)["data"]["fragments"]]

@@ -19,7 +19,7 @@ from diloco.config import DataTable, RunConfig, dump_config
 from diloco.errors import CheckpointError, ConfigError
 from diloco.training.data.corpus import load_corpus
 from diloco.training.data.documents import PIECE_BYTES, open_documents
-from diloco.training.data.reading import BATCH_CHARACTERS, Deal, Reader
+from diloco.training.data.reading import BATCH_CHARACTERS, DocumentReader, DocumentShard
 from diloco.training.data.streams import Stream, TextStream
 
 LENGTH = 16
@@ -122,16 +122,20 @@ def test_a_pass_deals_every_document_to_one_learner(tables: Tables, kind: str, n
     documents, begin = corpus.texts.documents, corpus.texts.begin
     by_parts = documents.by_parts and len(documents.parts) % num_shards == 0
     assert by_parts is (kind == "hub" and num_shards == 2)
-    held_out = [each.text for batch in Reader(documents, Deal(end=begin)).one_pass() for each in batch]
+    held_out = [each.text for batch in DocumentReader(documents, DocumentShard(end=begin)).one_pass() for each in batch]
     assert len(held_out) == data.held_out_documents
-    readers = [Reader(documents, Deal(m, num_shards, by_parts, begin), seed=1) for m in range(num_shards)]
+    readers = [
+        DocumentReader(documents, DocumentShard(m, num_shards, by_parts, begin), seed=1) for m in range(num_shards)
+    ]
     passes = []
     for _ in range(2):
         read = [[each.text for batch in reader.one_pass() for each in batch] for reader in readers]
         assert all(len(texts) >= 3 for texts in read)
         passes.append(read)
         everything = sorted(text for texts in [held_out, *read] for text in texts)
-        assert everything == sorted(each.text for batch in Reader(documents, Deal()).one_pass() for each in batch)
+        assert everything == sorted(
+            each.text for batch in DocumentReader(documents, DocumentShard()).one_pass() for each in batch
+        )
         assert kind == "plain" or everything == sorted(ROWS)
     assert [sorted(texts) for texts in passes[0]] == [sorted(texts) for texts in passes[1]]  # the same deal
 
@@ -166,7 +170,7 @@ def windows_of_a_pass(data: DataTable) -> list[list[bytes]]:
     assert corpus.texts is not None
     found = []
     for m in range(2):
-        reader = Reader(corpus.texts.documents, Deal(m, 2, begin=corpus.texts.begin), seed=3)
+        reader = DocumentReader(corpus.texts.documents, DocumentShard(m, 2, begin=corpus.texts.begin), seed=3)
         tokens = np.concatenate([corpus.texts.encoder.encode(batch) for batch in reader.one_pass()]).astype(np.int64)
         starts = range(0, len(tokens) - LENGTH, LENGTH)
         found.append(sorted(bytes_of(tokens[start : start + LENGTH + 1]) for start in starts))
@@ -192,7 +196,7 @@ def test_what_a_stream_holds_is_bounded_by_its_buffer_and_a_batch(tmp_path: Path
         most = max(most, held["buffer"].numel() + held["pending"].numel())
     assert most <= 100 * (LENGTH + 1) + BATCH_CHARACTERS + 3 * PIECE_BYTES < path.stat().st_size / 4
     (train, _) = open_documents(data)
-    texts = [each.text for batch in Reader(train, Deal()).one_pass() for each in batch]
+    texts = [each.text for batch in DocumentReader(train, DocumentShard()).one_pass() for each in batch]
     assert b"".join(text if isinstance(text, bytes) else text.encode() for text in texts) == path.read_bytes()
     assert all(isinstance(text, bytes) and text.decode() for text in texts)  # no character is cut
 

@@ -30,12 +30,12 @@ from diloco.training.checkpoint import list_checkpoints, load_checkpoint
 from diloco.training.data.corpus import load_corpus
 from diloco.training.data.streams import Stream
 from diloco.training.inner import InnerStep
-from diloco.training.loop import Part, Summary, Trainer
+from diloco.training.loop import LearnerSpec, Summary, Trainer
 from diloco.training.model import build_model
-from diloco.training.optimizers import make_optimizer, untrained
-from diloco.training.part import Stopping
+from diloco.training.optimizers import make_optimizer, untrained_parameters
 from diloco.training.pretrained import checkpoint_state
 from diloco.training.schedule import schedule_factor
+from diloco.training.spec import StopRequest
 
 pytestmark = pytest.mark.timeout(240)  # each test includes processes that import torch
 Tiny = Callable[..., RunConfig]
@@ -80,7 +80,7 @@ def test_two_ranks_take_the_steps_of_one_are_stopped_together_and_resumed_by_one
     # Two micro-batches of one rank are the halves that two ranks take, and the mean of two is exact in binary.
     whole = Trainer(
         tiny("train.accumulate=2", f"run.dir={tmp_path / 'one'}", "run.tokens=25_600"),
-        Part("baseline", role="baseline"),
+        LearnerSpec("baseline", role="baseline"),
     )
     whole.train()
 
@@ -97,7 +97,8 @@ def test_two_ranks_take_the_steps_of_one_are_stopped_together_and_resumed_by_one
     assert len(load_checkpoint(checkpoint)["random"]) == 2
 
     resumed = Trainer(
-        tiny("train.accumulate=2", "run.tokens=25_600"), Part("baseline", role="baseline", resume_from=checkpoint)
+        tiny("train.accumulate=2", "run.tokens=25_600"),
+        LearnerSpec("baseline", role="baseline", resume_from=checkpoint),
     )
     assert resumed.train().steps == 100
     assert_same(weights(whole), weights(resumed))
@@ -119,7 +120,7 @@ def run_pair(config: RunConfig) -> list[Summary]:
 
         train = config.train.model_copy(update={"accumulate": 2 - index})
         own = config.model_copy(update={"train": train})
-        return Trainer(own, Part(f"learner-{index}", shard=index), attach=attach).train()
+        return Trainer(own, LearnerSpec(f"learner-{index}", shard=index), attach=attach).train()
 
     return diloco.run_local(life, learners=2)
 
@@ -140,8 +141,8 @@ def test_a_learner_of_two_ranks_beside_one_of_one_rank_over_a_syncer(tiny: Tiny,
     with Syncer("tiny", method, Options("127.0.0.1:0", tmp_path / "state")) as syncer:
         config = tiny(f"syncer.address={syncer.address}", *overrides)
         with torchrun(config, tmp_path / "job", "--shard", "0", "--initialise", "--json") as process:
-            part = Part("learner-1", shard=1)
-            Trainer(config, part, attach=_connector(config, part, Stopping())).train()
+            part = LearnerSpec("learner-1", shard=1)
+            Trainer(config, part, attach=_connector(config, part, StopRequest())).train()
             summary = json.loads(finish(process))  # printed once
         assert syncer.driver.ask(lambda driver: driver.state.versions) == (3,)
 
@@ -240,7 +241,7 @@ def test_gradients_cross_ranks_once_a_step_and_what_is_left_alone_stays(tiny: Ti
     assert len(crossings) == 3 * len(set(crossings))
 
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    inner.leave_alone(untrained(model, ["model.layers.*"]))
+    inner.leave_alone(untrained_parameters(model, ["model.layers.*"]))
     inner.run(batch, 1.0)
     changed = {name for name, p in model.named_parameters() if not torch.equal(before[name], p)}
     assert changed == {name for name in before if name.startswith("model.layers.")}

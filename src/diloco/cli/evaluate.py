@@ -47,7 +47,7 @@ def command(
     if not (tasks or text or run):
         raise ConfigError("nothing to evaluate; give --tasks NAME,NAME, --text FILE or --run RUN_FILE")
     names = [name.strip() for name in (tasks or "").split(",") if name.strip()]
-    from diloco.training.exported import EvaluationRequest, evaluate_exports
+    from diloco.evaluation.evaluate import EvaluationRequest, evaluate_exports
 
     wanted = EvaluationRequest(
         tasks=tuple(dict.fromkeys(names)), task_files=tuple(task_files or ()), texts=tuple(text or ()), run=run,

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
     from diloco.config import RunConfig
     from diloco.tracking.feed import Feed
-    from diloco.training.alone import AnyLearner
-    from diloco.training.job import Job
-    from diloco.training.loop import Attach, Part, Summary, Trainer
-    from diloco.training.part import Stopping
+    from diloco.training.learners import AnyLearner
+    from diloco.training.loop import Attach, LearnerSpec, Summary, Trainer
+    from diloco.training.rank_group import RankGroup
+    from diloco.training.spec import StopRequest
 
 STOPPED = 128 + signal.SIGTERM
 """Exit code of a supervised part that a signal has stopped: it is not done, and is to be started again."""
@@ -102,12 +102,12 @@ def command(
     from diloco.core.presets import method_from_table
     from diloco.training.checkpoint import latest_checkpoint, list_checkpoints
     from diloco.training.loop import CHECKPOINTS
-    from diloco.training.part import Part, Role
+    from diloco.training.spec import LearnerSpec, Role
 
     method_from_table(config.method)  # also where no syncer would refuse it
 
     role: Role = "baseline" if alone else "isolated" if isolated else "learner"
-    part = Part(name, role, shard or 0, initialise, resume_from, supervised)
+    part = LearnerSpec(name, role, shard or 0, initialise, resume_from, supervised)
     checkpoints = config.dir / name / CHECKPOINTS
     if (resume and resume_from is None) or (supervised and list_checkpoints(checkpoints)):
         part = replace(part, resume_from=latest_checkpoint(checkpoints))
@@ -120,7 +120,7 @@ def command(
 
 def _own_rank() -> int:
     """The rank that torchrun gave this process."""
-    from diloco.training.job import started_by_torchrun
+    from diloco.training.rank_group import started_by_torchrun
 
     if not started_by_torchrun():
         raise ConfigError(
@@ -131,7 +131,7 @@ def _own_rank() -> int:
 
 
 def _train(
-    config: "RunConfig", part: "Part", collective: bool, as_json: bool, checkpoints: Path | None = None,
+    config: "RunConfig", part: "LearnerSpec", collective: bool, as_json: bool, checkpoints: Path | None = None,
     force: bool | None = None,
 ) -> None:  # fmt: skip
     """Train the part, where the run has something left to train.
@@ -141,20 +141,20 @@ def _train(
         force: of a part that begins anew, which does so in a directory of its own: set aside what an earlier start has
             written there. None: it goes on.
     """
-    from diloco.tracking.feed import kept_id, open_feed
+    from diloco.tracking.feed import open_feed, persistent_id
     from diloco.tracking.trackers import require_packages
 
     require_packages(config.track.trackers)
 
     import torch
 
-    from diloco.training.job import job_of_process
+    from diloco.training.rank_group import ranks_of_process
 
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
     feed = None
     with ExitStack() as at_the_end:  # trackers end after the ranks have parted
-        with job_of_process(config.train.device) as job:
+        with ranks_of_process(config.train.device) as job:
             if part.role == "learner" and not collective and _is_over(config, part, job):
                 if as_json and job.first:
                     typer.echo(json.dumps({"name": part.name, "reason": "finished"}))
@@ -164,7 +164,7 @@ def _train(
             if checkpoints is not None:
                 part = _with_usable(part, checkpoints, job)
             if config.track.trackers and (collective or job.first):
-                feed = at_the_end.enter_context(open_feed(config, part.name, kept_id(config.dir / part.name)))
+                feed = at_the_end.enter_context(open_feed(config, part.name, persistent_id(config.dir / part.name)))
             trainer = _trainer(config, part, job, collective, as_json, feed)
             what = "writing a checkpoint" if job.first else None
             with ending_by_signals(trainer.stop, what, again=not part.supervised):
@@ -183,7 +183,7 @@ def _clear(config: "RunConfig", name: str, force: bool) -> None:
         typer.echo(f"{name}: the earlier start is kept as {kept}", err=True)
 
 
-def _is_over(config: "RunConfig", part: "Part", job: "Job") -> bool:
+def _is_over(config: "RunConfig", part: "LearnerSpec", job: "RankGroup") -> bool:
     """Whether there is nothing left to train; the first rank asks, and all know."""
     over = False
     if job.first:
@@ -195,7 +195,7 @@ def _is_over(config: "RunConfig", part: "Part", job: "Job") -> bool:
     return job.any(over)
 
 
-def _with_usable(part: "Part", checkpoints: Path, job: "Job") -> "Part":
+def _with_usable(part: "LearnerSpec", checkpoints: Path, job: "RankGroup") -> "LearnerSpec":
     """The part with its newest usable checkpoint, or without one where there is none.
 
     The first rank looks, and sets aside what cannot be used; the others look when that is done.
@@ -216,16 +216,16 @@ def _with_usable(part: "Part", checkpoints: Path, job: "Job") -> "Part":
 
 
 def _trainer(
-    config: "RunConfig", part: "Part", job: "Job", collective: bool, as_json: bool, feed: "Feed | None"
+    config: "RunConfig", part: "LearnerSpec", job: "RankGroup", collective: bool, as_json: bool, feed: "Feed | None"
 ) -> "Trainer":
     """The trainer of this process: a rank of the learner that the job is, or with `collective` a learner of its own."""
     from diloco.training.loop import Trainer
-    from diloco.training.part import Stopping
     from diloco.training.progress import make_progress
+    from diloco.training.spec import StopRequest
 
     progress = make_progress(sys.stderr if as_json else sys.stdout, config.train.log_every_s) if job.first else None
     if not collective:
-        stopping = Stopping()
+        stopping = StopRequest()
         attach = _connector(config, part, stopping) if part.role == "learner" else None
         return Trainer(config, part, attach=attach, progress=progress, job=job, stopping=stopping, feed=feed)
     if job.size != config.run.learners:
@@ -253,7 +253,7 @@ def _print(summary: "Summary", as_json: bool) -> None:
         typer.echo(f"{summary.name} trained {trained}{loss}{again}")
 
 
-def _connector(config: "RunConfig", part: "Part", stopping: "Stopping") -> "Attach":
+def _connector(config: "RunConfig", part: "LearnerSpec", stopping: "StopRequest") -> "Attach":
     """The function that connects a learner of this run to the syncer. `stopping`: ends its waiting."""
     syncer = config.syncer
 
@@ -298,7 +298,7 @@ def _connector(config: "RunConfig", part: "Part", stopping: "Stopping") -> "Atta
     return attach
 
 
-def _source(config: "RunConfig", part: "Part") -> str:
+def _source(config: "RunConfig", part: "LearnerSpec") -> str:
     """The source of the model that this part gives the run."""
     if part.resume_from is not None or config.warm_start.checkpoint is not None:
         return "checkpoint"

@@ -37,17 +37,17 @@ class Score:
             return cls(value, None, num, None, None)
         error = statistics.stdev(values) / math.sqrt(num)
         if all(each in (0.0, 1.0) for each in values):
-            return cls(value, error, num, *wilson(value, num))
+            return cls(value, error, num, *wilson_interval(value, num))
         return cls.with_error(value, error, num)
 
     @classmethod
     def with_error(cls, value: float, error: float | None, num: int) -> Score:
         """Of a mean whose standard error is known, with Student's interval."""
-        half = None if error is None else student(num - 1) * error if num > 1 else None
+        half = None if error is None else t_quantile(num - 1) * error if num > 1 else None
         return cls(value, error, num, None if half is None else value - half, None if half is None else value + half)
 
 
-def wilson(share: float, num: int) -> tuple[float, float]:
+def wilson_interval(share: float, num: int) -> tuple[float, float]:
     """The 95 % interval of a share of `num` documents (Wilson 1927)."""
     square = Z * Z / num
     centre = (share + square / 2) / (1 + square)
@@ -55,7 +55,7 @@ def wilson(share: float, num: int) -> tuple[float, float]:
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def student(freedom: int) -> float:
+def t_quantile(freedom: int) -> float:
     """Half of a 95 % interval ÷ the standard error, for so many degrees of freedom: Student's t by its expansion about
     the normal quantile, to 0.1 % from 6 degrees on (Abramowitz and Stegun 26.7.5); below, from a table."""
     if freedom in _FEW:

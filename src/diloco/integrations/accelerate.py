@@ -23,14 +23,13 @@ from torch import Tensor, nn
 from diloco.core.method import Method
 from diloco.errors import ConfigError
 from diloco.exchange.base import Exchange
-from diloco.integrations.needs import needs
-from diloco.integrations.prepared import Prepared, is_first_copy, refuse_fsdp1, require_part
-from diloco.integrations.schedules import forward
+from diloco.integrations.accelerator import PreparedOptimizer, is_first_copy, refuse_fsdp1, require_part
+from diloco.integrations.common import forward_schedule, required_library
 from diloco.learner import Learner
 from diloco.learner.roles import Buffers, Static
 from diloco.training.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 
-with needs("accelerate"):
+with required_library("accelerate"):
     from accelerate import Accelerator, DistributedType
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.scheduler import AcceleratedScheduler
@@ -81,7 +80,7 @@ class AcceleratedLearner(Learner):
             raise ConfigError(
                 "the optimizer was not prepared; give what accelerator.prepare(model, optimizer) returned."
             )
-        self._accelerator, self._prepared, self._scheduler = accelerator, Prepared(optimizer), scheduler
+        self._accelerator, self._prepared, self._scheduler = accelerator, PreparedOptimizer(optimizer), scheduler
         self._tokens = 0  # of the micro-batches since the last step of the optimizer
         self._is_first_copy = is_first_copy(accelerator.parallelism_config, accelerator.torch_device_mesh)
         super().__init__(
@@ -117,7 +116,7 @@ class AcceleratedLearner(Learner):
             if scheduler.step_with_optimizer and not scheduler.split_batches:
                 per_step = self._accelerator.num_processes
             scheduler = scheduler.scheduler
-        forward(scheduler, num_steps * per_step)
+        forward_schedule(scheduler, num_steps * per_step)
 
 
 class _Checkpoint:

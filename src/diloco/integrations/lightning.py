@@ -24,8 +24,7 @@ from diloco.errors import CheckpointError, ConfigError, DilocoError
 from diloco.exchange.base import Exchange
 from diloco.exchange.group import Group
 from diloco.exchange.island.rank_messages import collect
-from diloco.integrations.needs import needs
-from diloco.integrations.schedules import forward
+from diloco.integrations.common import forward_schedule, required_library
 from diloco.learner import Learner
 from diloco.learner.roles import Buffers, Static
 from diloco.training.checkpoint import from_bytes, to_bytes
@@ -34,7 +33,7 @@ try:
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.callbacks import Callback
 except ModuleNotFoundError:
-    with needs("pytorch_lightning", extra="lightning"):
+    with required_library("pytorch_lightning", extra="lightning"):
         from pytorch_lightning import LightningModule, Trainer  # type: ignore[assignment]
         from pytorch_lightning.callbacks import Callback  # type: ignore[assignment]
 
@@ -155,7 +154,7 @@ class DilocoCallback(Callback):
         if trainer.lightning_module.automatic_optimization:
             for each in trainer.lr_scheduler_configs:
                 if each.interval == "step":
-                    forward(each.scheduler, num_missed // each.frequency)
+                    forward_schedule(each.scheduler, num_missed // each.frequency)
         if self.learner.drained or 0 <= trainer.max_steps <= self.learner.steps:
             trainer.should_stop = self._is_over = True
 

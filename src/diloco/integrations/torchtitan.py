@@ -21,13 +21,12 @@ from diloco.core.names import tensor_names
 from diloco.errors import ConfigError
 from diloco.exchange.base import Exchange
 from diloco.exchange.remote import connect
-from diloco.integrations.needs import needs
-from diloco.integrations.schedules import forward
+from diloco.integrations.common import forward_schedule, required_library
 from diloco.learner import Learner
 from diloco.learner.roles import Buffers, Static
 from diloco.training.checkpoint import from_bytes, to_bytes
 
-with needs("torchtitan"):
+with required_library("torchtitan"):
     from torchtitan.config import Configurable
     from torchtitan.trainer import Trainer
 
@@ -160,7 +159,7 @@ class DilocoTrainer(Trainer):  # type: ignore[misc] # of a library without types
         assert self.learner is not None
         missed, self.step = self.learner.steps - self.step, self.learner.steps
         for scheduler in self.lr_schedulers:
-            forward(scheduler, missed)
+            forward_schedule(scheduler, missed)
 
     @property
     def _counts_tokens(self) -> bool:

@@ -25,14 +25,13 @@ from torch import Tensor, nn
 from diloco.core.method import Method
 from diloco.errors import CheckpointError, ConfigError
 from diloco.exchange.base import Exchange
-from diloco.integrations.needs import needs
-from diloco.integrations.prepared import Prepared, num_copies, refuse_fsdp1, require_part
-from diloco.integrations.schedules import forward
+from diloco.integrations.accelerator import PreparedOptimizer, num_copies, refuse_fsdp1, require_part
+from diloco.integrations.common import forward_schedule, required_library
 from diloco.learner import Learner
 from diloco.learner.roles import Buffers, Static
 from diloco.training.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 
-with needs("accelerate"), needs("transformers"):
+with required_library("accelerate"), required_library("transformers"):
     from accelerate.state import AcceleratorState
     from accelerate.utils import broadcast
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -86,7 +85,7 @@ class DilocoCallback(TrainerCallback):
         self.learner: Learner | None = None
         self._exchange, self._method, self._trains, self._overlap = exchange, method, trains, overlap
         self._buffers, self._static, self._rewarm_steps = buffers, static, rewarm_steps
-        self._optimizer: Prepared
+        self._optimizer: PreparedOptimizer
         self._life = secrets.randbits(62)  # names the checkpoints of this training; all ranks take rank 0's
         self._tokens = 0  # that the Trainer has counted before this step
         self._global_model = ExitStack()
@@ -113,7 +112,7 @@ class DilocoCallback(TrainerCallback):
         else:
             self._check_again(state, model, optimizer)
             behind = self.learner.steps
-        forward(given["lr_scheduler"], behind)
+        forward_schedule(given["lr_scheduler"], behind)
         _records(state)[DIRECTORY] = {"attributes": {"life": self._life}}
         self._is_over = self.learner.steps >= state.max_steps or self.learner.drained
         control.should_training_stop |= self._is_over
@@ -127,7 +126,7 @@ class DilocoCallback(TrainerCallback):
         if (other := _attached.get(model)) is not None and other is not self:
             raise ConfigError("two DilocoCallbacks were given for one model; give the Trainer one.")
         _attached[model] = self
-        self._optimizer = Prepared(optimizer)
+        self._optimizer = PreparedOptimizer(optimizer)
         learner = Learner(
             model, self._optimizer.inner, exchange=self._exchange,
             ranks=dist.group.WORLD if args.world_size > 1 else None,
@@ -176,7 +175,7 @@ class DilocoCallback(TrainerCallback):
         tokens //= num_copies(AcceleratorState().parallelism_config)  # the Trainer counts those of all ranks
         before = self.learner.steps
         self.learner.step(tokens=tokens if args.process_index == 0 and not self._optimizer.has_skipped else 0)
-        forward(given["lr_scheduler"], self.learner.steps - before - 1)  # it was evicted and has rejoined
+        forward_schedule(given["lr_scheduler"], self.learner.steps - before - 1)  # it was evicted and has rejoined
         if self.learner.steps >= state.max_steps or self.learner.drained:
             self._is_over = control.should_training_stop = True
             control.should_save |= args.save_strategy == SaveStrategy.STEPS

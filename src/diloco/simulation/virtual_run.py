@@ -33,12 +33,12 @@ from diloco.report.drawing import Kind, Span
 from diloco.simulation.scenario import Losses, Scenario, read_losses
 from diloco.syncer.journal import Journal
 from diloco.syncer.metrics import SyncerMetrics
-from diloco.training.alone import AnyLearner
 from diloco.training.checkpoint import latest_checkpoint
 from diloco.training.data.corpus import load_corpus
+from diloco.training.learners import AnyLearner
 from diloco.training.loop import CHECKPOINTS, Trainer
-from diloco.training.part import Clock, Part, SharedInputs, Summary
 from diloco.training.progress import ProgressDisplay
+from diloco.training.spec import Clock, LearnerSpec, SharedInputs, Summary
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ class _Simulation:
 
         checkpoints = self._directory / name / CHECKPOINTS
         resume_from = latest_checkpoint(checkpoints) if checkpoints.is_dir() else None
-        part = Part(name, "learner", shard=index, initialise=first, resume_from=resume_from)
+        part = LearnerSpec(name, "learner", shard=index, initialise=first, resume_from=resume_from)
         trainer = Trainer(
             config, part, attach, self._progress if first else None, clock=Clock(now_s, now_s, stepped_alone),
             shared=self._shared,

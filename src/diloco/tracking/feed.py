@@ -214,7 +214,7 @@ def open_feed(config: RunConfig, who: str, id_: str) -> Feed:
     return Feed(run, {name: made[name]() for name in table.trackers})
 
 
-def kept_id(folder: Path) -> str:
+def persistent_id(folder: Path) -> str:
     """The id of what a process of this folder logs, drawn once.
 
     Raises:

@@ -10,8 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from diloco.config import TrainTable
 from diloco.errors import ConfigError
-from diloco.training.evaluate import next_token_loss
-from diloco.training.job import synchronised
+from diloco.training.held_out import next_token_loss
+from diloco.training.rank_group import synchronised
 
 
 @contextmanager

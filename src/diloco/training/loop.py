@@ -11,21 +11,21 @@ from diloco import events as ev
 from diloco.config import RunConfig, dump_config
 from diloco.errors import AuthError, CheckpointError, ConfigError, StoppedError, StoreError, translated
 from diloco.tracking.feed import Feed
-from diloco.training.alone import AnyLearner
 from diloco.training.checkpoint import load_checkpoint, save_checkpoint
 from diloco.training.data.corpus import load_corpus
-from diloco.training.evaluate import Judge
-from diloco.training.island import Attach, Island
-from diloco.training.job import Job
+from diloco.training.held_out import HeldOutEvaluator
+from diloco.training.learners import AnyLearner
 from diloco.training.monitor import Monitor, holdings
 from diloco.training.optimizers import describe_optimizer
-from diloco.training.part import Clock, Part, Role, SharedInputs, Stopping, Summary
 from diloco.training.progress import ProgressDisplay
+from diloco.training.rank_group import RankGroup
 from diloco.training.reporter import Reporter
 from diloco.training.schedule import learning_rate
+from diloco.training.spec import Clock, LearnerSpec, Role, SharedInputs, StopRequest, Summary
+from diloco.training.state import Attach, TrainingState
 from diloco.whole_files import write_whole
 
-__all__ = ["CHECKPOINTS", "Attach", "Part", "Role", "Summary", "Together", "Trainer"]
+__all__ = ["CHECKPOINTS", "Attach", "LearnerSpec", "Role", "Summary", "Together", "Trainer"]
 
 CHECKPOINTS = "checkpoints"
 CONFIG = "run.toml"
@@ -43,7 +43,7 @@ class Together:
         data_parallel: makes the learner that exchanges gradients, for the warm start that they make together.
     """
 
-    everyone: Job
+    everyone: RankGroup
     data_parallel: Attach
 
 
@@ -63,14 +63,14 @@ class Trainer:
     def __init__(
         self,
         config: RunConfig,
-        part: Part,
+        part: LearnerSpec,
         attach: Attach | None = None,
         progress: ProgressDisplay | None = None,
-        job: Job | None = None,
+        job: RankGroup | None = None,
         together: Together | None = None,
         clock: Clock | None = None,
         shared: SharedInputs | None = None,
-        stopping: Stopping | None = None,
+        stopping: StopRequest | None = None,
         feed: Feed | None = None,
     ) -> None:
         self.config = config
@@ -78,10 +78,10 @@ class Trainer:
         self.directory = config.dir / part.name
         self._attach = attach
         self._together = together
-        self._job = job or Job()
+        self._job = job or RankGroup()
         self._everyone = self._job if together is None else together.everyone
         self._progress, self._feed = progress or ProgressDisplay(), feed
-        self._stopping = stopping or Stopping()
+        self._stopping = stopping or StopRequest()
         self._joined = self._has_begun = False
         self._save_again_at: int | None = None  # the step; on every rank the same
         self._check_batches()
@@ -92,8 +92,8 @@ class Trainer:
             )
         self._clock = clock or Clock()
         corpus = load_corpus(config.data) if shared is None else shared.corpus
-        self._island = Island(config, corpus, self._job, self._clock)
-        self._judge = Judge(self.model, corpus, config, None if shared is None else shared.losses)
+        self._island = TrainingState(config, corpus, self._job, self._clock)
+        self._judge = HeldOutEvaluator(self.model, corpus, config, None if shared is None else shared.losses)
 
     def _check_batches(self) -> None:
         """Check that every batch of this part divides equally over ranks and micro-batches."""

@@ -2,14 +2,14 @@
 
 from diloco import events as ev
 from diloco.config import RunConfig
-from diloco.training.alone import AnyLearner
-from diloco.training.evaluate import Judge
+from diloco.training.held_out import HeldOutEvaluator
 from diloco.training.inner import StepResult
-from diloco.training.island import Island
-from diloco.training.job import Job
-from diloco.training.part import Part, Summary
+from diloco.training.learners import AnyLearner
 from diloco.training.progress import StepStatus
+from diloco.training.rank_group import RankGroup
 from diloco.training.reporter import Reporter
+from diloco.training.spec import LearnerSpec, Summary
+from diloco.training.state import TrainingState
 
 Holdings = tuple[tuple[int, str], ...]
 """The version and digest of each fragment."""
@@ -24,7 +24,13 @@ class Monitor:
     """Reports on a part after every step. Every rank of a part has one, since some results are shared."""
 
     def __init__(
-        self, config: RunConfig, part: Part, island: Island, judge: Judge, job: Job, reporter: Reporter
+        self,
+        config: RunConfig,
+        part: LearnerSpec,
+        island: TrainingState,
+        judge: HeldOutEvaluator,
+        job: RankGroup,
+        reporter: Reporter,
     ) -> None:
         self._config = config
         self._part = part

@@ -78,7 +78,7 @@ def hidden_matrices(model: nn.Module) -> list[Parameter]:
     return [p for p in model.parameters() if p.requires_grad and p.ndim == 2 and id(p) not in outer]
 
 
-def untrained(model: nn.Module, patterns: Sequence[str]) -> list[Parameter]:
+def untrained_parameters(model: nn.Module, patterns: Sequence[str]) -> list[Parameter]:
     """The parameters that a learner leaves alone which trains those whose names match the patterns; none where there
     are no patterns.
 

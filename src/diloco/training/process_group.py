@@ -14,12 +14,12 @@ from diloco.core.presets import DataParallel
 from diloco.exchange.base import FlatModel, Overview, StartingState
 from diloco.exchange.collective import Collective
 from diloco.learner import Learner
-from diloco.training.alone import AnyLearner
-from diloco.training.job import Job
+from diloco.training.learners import AnyLearner
 from diloco.training.loop import Attach, Together
+from diloco.training.rank_group import RankGroup
 
 
-class Continued(Collective):
+class WarmStartedCollective(Collective):
     """A process group whose run has a beginning already: `step` inner steps and `tokens` tokens."""
 
     def __init__(self, process_group: dist.ProcessGroup | None = None, *, step: int, tokens: int) -> None:
@@ -54,12 +54,12 @@ def attach_over(
     """How one of the ranks becomes a learner by `method`; `trains` are name patterns of what it trains, none: all."""
 
     def attach(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, tokens: int) -> AnyLearner:
-        exchange = Continued(process_group, step=steps, tokens=tokens)
+        exchange = WarmStartedCollective(process_group, step=steps, tokens=tokens)
         return Learner(model, optimizer, method=method, exchange=exchange, trains=trains or None, overlap=overlap)
 
     return attach
 
 
-def together_over(process_group: dist.ProcessGroup, everyone: Job) -> Together:
+def together_over(process_group: dist.ProcessGroup, everyone: RankGroup) -> Together:
     """The warm start of such learners is data parallel, over the same group."""
     return Together(everyone, attach_over(process_group, DataParallel()))

@@ -82,7 +82,7 @@ class _Paced(ProgressDisplay):
         self._next = self._clock() + self._every_s
 
 
-class Plain(_Paced):
+class LineProgress(_Paced):
     """A line every so often, for logs and pipes. A line that a full disk refuses is missing there; training goes
     on."""
 
@@ -101,7 +101,7 @@ class Plain(_Paced):
             print(text, file=self._file, flush=True)
 
 
-class LiveLine(_Paced):
+class LiveProgress(_Paced):
     """One line that is redrawn in place, for a terminal."""
 
     def __init__(self, console: Console, every_s: float = 0.25, clock: Callable[[], float] = time.monotonic) -> None:
@@ -125,4 +125,4 @@ class LiveLine(_Paced):
 
 def make_progress(file: TextIO, every_s: float) -> ProgressDisplay:
     """A live line when `file` is a terminal, plain lines otherwise."""
-    return LiveLine(Console(file=file)) if file.isatty() else Plain(file, every_s)
+    return LiveProgress(Console(file=file)) if file.isatty() else LineProgress(file, every_s)

@@ -9,8 +9,8 @@ from diloco.event_log import EventLog
 from diloco.tracking.feed import Feed
 from diloco.tracking.values import Point, learner_values, trainer_point
 from diloco.training.checkpoint import UnusableCheckpoint
-from diloco.training.part import Clock
 from diloco.training.progress import ProgressDisplay, StepStatus
+from diloco.training.spec import Clock
 
 
 class Reporter:

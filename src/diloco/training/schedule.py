@@ -34,7 +34,7 @@ def learning_rate(config: RunConfig, step: int) -> float:
     return config.inner.lr * schedule_factor(config, step)
 
 
-class Budget:
+class TokenEstimate:
     """Estimates the tokens of the whole run now, from what was last heard of it and from what this learner did since.
 
     A learner hears of the run's tokens about once a second; until then it takes the others to go on at the pace that

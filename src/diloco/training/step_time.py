@@ -8,8 +8,8 @@ import torch
 
 from diloco.config import RunConfig
 from diloco.training.data.corpus import load_corpus
-from diloco.training.island import Island
-from diloco.training.job import Job
+from diloco.training.rank_group import RankGroup
+from diloco.training.state import TrainingState
 
 WARM_UP_STEPS = 3
 """Not timed: the first steps allocate, and choose kernels."""
@@ -37,13 +37,13 @@ class StepTime:
     num_layers: int
 
 
-def measure_step_time(config: RunConfig, shard: int, *, seconds: float, at_least: int = 10, job: Job) -> StepTime:
+def measure_step_time(config: RunConfig, shard: int, *, seconds: float, at_least: int = 10, job: RankGroup) -> StepTime:
     """Take inner steps as the learner of this shard would, for `seconds` and `at_least` so many.
 
     Every rank of a `job` calls it. Raises ConfigError when the run file cannot be trained here.
     """
     job.check_batch(config.learner_batch, config.train.accumulate)
-    island = Island(config, load_corpus(config.data), job)
+    island = TrainingState(config, load_corpus(config.data), job)
     island.narrow(shard, config.learner_batch)
     island.specialise()
     device = next(island.model.parameters()).device
@@ -63,7 +63,7 @@ def measure_step_time(config: RunConfig, shard: int, *, seconds: float, at_least
     )
 
 
-def _step_s(island: Island, device: torch.device) -> float:
+def _step_s(island: TrainingState, device: torch.device) -> float:
     started = time.perf_counter()
     island.take_step()
     if device.type == "cuda":

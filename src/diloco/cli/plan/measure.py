@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from diloco.exchange.probe import LinkSpeed
-    from diloco.training.job import Job
+    from diloco.training.rank_group import RankGroup
     from diloco.training.step_time import StepTime
 
 DIGITS = 4
@@ -64,10 +64,10 @@ def command(
     typer.echo(json.dumps(values) if as_json else _sentence(name, step, link))
 
 
-def _job(config: RunConfig) -> "AbstractContextManager[Job]":
-    from diloco.training.job import job_of_process
+def _job(config: RunConfig) -> "AbstractContextManager[RankGroup]":
+    from diloco.training.rank_group import ranks_of_process
 
-    return job_of_process(config.train.device)
+    return ranks_of_process(config.train.device)
 
 
 def _measure_link(config: RunConfig, name: str) -> "LinkSpeed":
@@ -77,7 +77,7 @@ def _measure_link(config: RunConfig, name: str) -> "LinkSpeed":
     return measure_link(it.address, run=run, learner=name, keys=it.keys, insecure=it.insecure)
 
 
-def _measure_step_time(config: RunConfig, shard: int, seconds: float, job: "Job") -> "StepTime":
+def _measure_step_time(config: RunConfig, shard: int, seconds: float, job: "RankGroup") -> "StepTime":
     import torch
 
     from diloco.training.step_time import measure_step_time

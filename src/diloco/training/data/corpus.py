@@ -19,9 +19,9 @@ from diloco.training.data.documents import Documents, FilePart, named_files, ope
 from diloco.training.data.reading import (
     BYTE_VOCABULARY,
     SEPARATOR,
-    Deal,
+    DocumentReader,
+    DocumentShard,
     Encoder,
-    Reader,
     held_out_end,
     load_tokenizer,
 )
@@ -67,7 +67,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class TextSource:
-    """The documents of a stream from `begin` on, as `Deal` counts, and how they become sequences."""
+    """The documents of a stream from `begin` on, as `DocumentShard` counts, and how they become sequences."""
 
     documents: Documents
     encoder: Encoder
@@ -145,7 +145,7 @@ def _texts(data: DataTable) -> Corpus:
     encoder, texts = Encoder(data.tokenizer), None
     if data.stream:
         end = (0, 0) if apart is not None else held_out_end(train, data.held_out_documents)
-        held_out = _encoded(encoder, train, Deal(end=end)) if apart is None else _encoded(encoder, apart)
+        held_out = _encoded(encoder, train, DocumentShard(end=end)) if apart is None else _encoded(encoder, apart)
         parts, texts = (Tokens([]), held_out), TextSource(train, encoder, end, data.shuffle_sequences)
     else:
         tokens = _encoded(encoder, train)
@@ -153,11 +153,13 @@ def _texts(data: DataTable) -> Corpus:
     return Corpus(*parts, encoder.vocab_size, encoder.tokenizer is None, encoder.tokenizer, texts)
 
 
-def _encoded(encoder: Encoder, documents: Documents, deal: Deal | None = None) -> Tokens:
+def _encoded(encoder: Encoder, documents: Documents, deal: DocumentShard | None = None) -> Tokens:
     """The tokens of documents; files that are their own tokens are mapped."""
     plain = [part for part in documents.parts if isinstance(part, FilePart) and part.is_plain]
     if deal is not None or encoder.tokenizer is not None or len(plain) < len(documents.parts):
-        return Tokens([encoder.encode(batch) for batch in Reader(documents, deal or Deal()).one_pass()])
+        return Tokens(
+            [encoder.encode(batch) for batch in DocumentReader(documents, deal or DocumentShard()).one_pass()]
+        )
     arrays: list[npt.NDArray[Any]] = []
     for part in plain:
         with part.reading():

@@ -182,7 +182,7 @@ Part = FilePart | DatasetPart
 
 @dataclass(frozen=True)
 class Documents:
-    """All parts. `by_parts`: learners are dealt whole parts where these divide over them (`reading.Deal`)."""
+    """All parts. `by_parts`: learners are dealt whole parts where these divide over them (`reading.DocumentShard`)."""
 
     parts: tuple[Part, ...]
     by_parts: bool = False

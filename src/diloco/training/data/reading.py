@@ -1,7 +1,7 @@
 """Documents that are dealt to learners, and their tokens.
 
-A `Reader` goes through the documents of one learner, pass after pass; an `Encoder` makes tokens of them, a batch of
-documents at a time.
+A `DocumentReader` goes through the documents of one learner, pass after pass; an `Encoder` makes tokens of them, a
+batch of documents at a time.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ SEPARATOR = b"\0"
 
 
 @dataclass(frozen=True)
-class Deal:
+class DocumentShard:
     """The documents that one learner of several reads, of those from `begin` until before `end`: (part, row).
 
     Row r of part p is dealt to shard (p + r) mod `num_shards`; with `by_parts`, part p to shard p mod `num_shards`.
@@ -52,10 +52,10 @@ class Deal:
         return (part, row) >= self.begin and (self.by_parts or (part + row) % self.num_shards == self.shard)
 
 
-_ALL = Deal()
+_ALL = DocumentShard()
 
 
-class Reader:
+class DocumentReader:
     """Reads the documents of a deal, pass after pass.
 
     Arguments:
@@ -66,7 +66,7 @@ class Reader:
     def __init__(
         self,
         documents: Documents,
-        deal: Deal = _ALL,
+        deal: DocumentShard = _ALL,
         seed: int | None = None,
         state: dict[str, Any] | None = None,
     ) -> None:
@@ -133,8 +133,9 @@ class Reader:
 
 
 def held_out_end(documents: Documents, num_held_out: int) -> tuple[int, int]:
-    """Where the first so many documents end, as `Deal` counts. Raises ConfigError when there are not more of them."""
-    reader, state = Reader(documents), {}
+    """Where the first so many documents end, as `DocumentShard` counts. Raises ConfigError when there are not more
+    of them."""
+    reader, state = DocumentReader(documents), {}
     for count in range(num_held_out + 1):
         state = reader.state_dict()
         if reader.next() is None:

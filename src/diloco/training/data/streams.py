@@ -9,10 +9,10 @@ paired comparisons see the same data.
 `LeasedStream` reads the windows that the syncer leases (`protocol.leases`): more, fewer or other learners neither skip
 a window nor repeat one.
 
-`TextStream` reads texts while training: neither they nor their tokens are kept, or written. Each shard reads its
-documents (`reading.Deal`) and draws from a buffer of windows: the next window that is read replaces the drawn one. At
-the end of a pass the buffer is emptied, and a rest of less than a window left out; so every pass draws every window
-once. A hash of seed, shard and number of the draw decides which window of the buffer is drawn.
+`TextStream` reads texts while training; neither the texts nor their tokens are kept in memory or written to disk. Each
+shard reads its documents (`reading.DocumentShard`) and draws from a shuffle buffer of windows: the next window that is
+read replaces the drawn one. At the end of a pass the buffer is emptied and a remainder shorter than a window is left
+out, so every pass draws every window once. A hash of seed, shard and number of the draw selects the window.
 """
 
 import hashlib
@@ -31,10 +31,10 @@ from diloco.learner.leased import LeasedUnits
 from diloco.protocol.leases import DataSet
 from diloco.protocol.units import permute, place_of_unit
 from diloco.training.data.corpus import Corpus, TextSource, Tokens
-from diloco.training.data.reading import Deal, Reader
+from diloco.training.data.reading import DocumentReader, DocumentShard
 
 
-class Batches:
+class BatchStream:
     """The cursor of a learner's batches: at every draw `batch` sequences from each of `shards`.
 
     Attributes:
@@ -105,7 +105,7 @@ class ShardedWindows:
         return permute(place * self.num_shards + shard % self.num_shards, self.num_windows, seed + b"deal")
 
 
-class Windows(Batches):
+class WindowStream(BatchStream):
     """Batches of windows of the training tokens."""
 
     def __init__(self, corpus: Corpus, length: int, shards: Sequence[int], batch: int, seed: int, deal: object) -> None:
@@ -125,7 +125,7 @@ class Windows(Batches):
         return batch
 
 
-class Stream(Windows):
+class Stream(WindowStream):
     """A learner's batches of fixed shards.
 
     Raises ConfigError when the data has fewer windows than shards, or when a token is not in the vocabulary.
@@ -140,14 +140,14 @@ class Stream(Windows):
             raise ConfigError(f"the data has {self._num_windows} sequences for {num_shards} learners; give more data")
 
     def next(self, rows: slice = slice(None)) -> Tensor:
-        """The next batch, as `Batches.next`."""
+        """The next batch, as `BatchStream.next`."""
         positions = range(self.position, self.position + self.batch)
         windows = [self._deal.window(shard, position) for shard in self.shards for position in positions]
         self.position += self.batch
         return self._read(windows[rows])
 
 
-class LeasedStream(Windows):
+class LeasedStream(WindowStream):
     """A learner's batches of leased windows.
 
     Before it leases, it reads the run's first windows, all by itself (the warm start).
@@ -180,7 +180,7 @@ class LeasedStream(Windows):
         return bool(self._next)
 
     def next(self, rows: slice = slice(None)) -> Tensor:
-        """The batch drawn, as `Batches.next`."""
+        """The batch drawn, as `BatchStream.next`."""
         windows = [place_of_unit(unit, self._num_windows, self._seed) for unit in self._next]
         self.position, self._next = self.position + self.batch, []
         if self._units is not None:
@@ -188,7 +188,7 @@ class LeasedStream(Windows):
         return self._read(windows[rows])
 
 
-class ShardTexts:
+class TextShard:
     """The sequences of one shard of a stream of texts, pass after pass.
 
     A `shard` of `num_shards` or more is the one of its remainder, with another order of the parts and other draws.
@@ -207,12 +207,14 @@ class ShardTexts:
         state: dict[str, Any] | None = None,
     ) -> None:
         documents, parts = source.documents, len(source.documents.parts)
-        deal = Deal(shard % num_shards, num_shards, documents.by_parts and parts % num_shards == 0, begin=source.begin)
+        deal = DocumentShard(
+            shard % num_shards, num_shards, documents.by_parts and parts % num_shards == 0, begin=source.begin
+        )
         self._encoder, self._length = source.encoder, length
         self._name = f"shard {shard} of {num_shards}"
         self._key = seed.to_bytes(8, "little") + b"draw" + shard.to_bytes(8, "little")
         order = seed + (shard // num_shards << 32)  # seeds are below 2**32
-        self._reader = Reader(documents, deal, order, None if state is None else state["reader"])
+        self._reader = DocumentReader(documents, deal, order, None if state is None else state["reader"])
         self._buffer = np.empty((source.shuffle_sequences, length + 1), dtype=np.int32)
         self._pending: npt.NDArray[np.int32] = np.empty(0, dtype=np.int32)
         self.num_drawn = self._num_buffered = 0
@@ -271,7 +273,7 @@ class ShardTexts:
         }
 
 
-class TextStream(Batches):
+class TextStream(BatchStream):
     """A learner's batches of texts that are read while training.
 
     A position beyond what was drawn is reached at the next draw, by reading up to there; an earlier one by reading from
@@ -282,7 +284,7 @@ class TextStream(Batches):
         self, source: TextSource, sequence_length: int, num_shards: int, shards: Sequence[int], batch: int, seed: int
     ) -> None:
         self._source, self._length, self._num_shards, self._seed = source, sequence_length, num_shards, seed
-        self._streams: dict[int, ShardTexts] = {}
+        self._streams: dict[int, TextShard] = {}
         identity = {
             "data": source.fingerprint(),
             "sequence_length": sequence_length,
@@ -293,18 +295,18 @@ class TextStream(Batches):
         super().__init__(shards, batch, identity)
 
     def select(self, shards: Sequence[int]) -> None:
-        """As `Batches.select`; the buffers of other shards are dropped."""
+        """As `BatchStream.select`; the buffers of other shards are dropped."""
         super().select(shards)
         self._streams = {shard: stream for shard, stream in self._streams.items() if shard in self.shards}
 
     def next(self, rows: slice = slice(None)) -> Tensor:
-        """The next batch, as `Batches.next`."""
+        """The next batch, as `BatchStream.next`."""
         streams = [self._at_position(shard) for shard in self.shards]
         drawn = np.stack([stream.draw() for stream in streams for _ in range(self.batch)])
         self.position += self.batch
         return torch.from_numpy(drawn[rows].astype(np.int64))
 
-    def _at_position(self, shard: int) -> ShardTexts:
+    def _at_position(self, shard: int) -> TextShard:
         stream = self._streams.get(shard)
         if stream is None or stream.num_drawn > self.position:
             stream = self._streams[shard] = self._open(shard)
@@ -312,15 +314,15 @@ class TextStream(Batches):
             stream.draw()
         return stream
 
-    def _open(self, shard: int, state: dict[str, Any] | None = None) -> ShardTexts:
-        return ShardTexts(self._source, self._length, shard, self._num_shards, self._seed, state)
+    def _open(self, shard: int, state: dict[str, Any] | None = None) -> TextShard:
+        return TextShard(self._source, self._length, shard, self._num_shards, self._seed, state)
 
     def state_dict(self) -> dict[str, Any]:
         """The cursor, and the state of each shard that was read."""
         return {**super().state_dict(), "streams": {str(m): stream.state_dict() for m, stream in self._streams.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """As `Batches.load_state_dict`."""
+        """As `BatchStream.load_state_dict`."""
         super().load_state_dict(state)
         saved = state["streams"]
         self._streams = {shard: self._open(shard, saved[str(shard)]) for shard in self.shards if str(shard) in saved}

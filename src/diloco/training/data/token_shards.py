@@ -27,7 +27,7 @@ from diloco.errors import ConfigError, StoreError, translated
 from diloco.escaping import MALFORMED
 from diloco.tables import Table, validate
 from diloco.training.data.documents import Documents, open_documents
-from diloco.training.data.reading import Deal, Encoder, Reader, held_out_end
+from diloco.training.data.reading import DocumentReader, DocumentShard, Encoder, held_out_end
 from diloco.whole_files import hidden_name, remove_leftovers, write_whole
 
 INDEX, UNFINISHED, TOKENIZER = "index.json", "unfinished.json", "tokenizer"
@@ -96,7 +96,7 @@ class _Shards(Table):
                 )
 
 
-class UnfinishedIndex(_Shards):
+class PartialIndex(_Shards):
     """The file in place of the index while shards are made. `cursors`: state of the reader of each begun part."""
 
     cursors: dict[PartName, Any]
@@ -198,9 +198,9 @@ def write_token_shards(
         return index
     if held_out is None:  # of a fraction of the tokens, a run holds out the last ones
         end = held_out_end(train, data.held_out_documents) if data.stream else (0, 0)
-        readings = {"held_out": (train, Deal(end=end)), "train": (train, Deal(begin=end))}
+        readings = {"held_out": (train, DocumentShard(end=end)), "train": (train, DocumentShard(begin=end))}
     else:
-        readings = {"held_out": (held_out, Deal()), "train": (train, Deal())}
+        readings = {"held_out": (held_out, DocumentShard()), "train": (train, DocumentShard())}
     with translated(OSError, StoreError, f"cannot write to {directory}", "free disk space or choose another directory"):
         directory.mkdir(parents=True, exist_ok=True)
         writer = _Writer(directory, encoder, made_from, shard_tokens, tell)
@@ -221,13 +221,13 @@ class _Writer:
         tell: Callable[[ShardProgress], None],
     ) -> None:
         self._directory, self._encoder, self._shard_tokens, self._tell = directory, encoder, shard_tokens, tell
-        self._unfinished = UnfinishedIndex(made_from=made_from, shards={part: [] for part in PARTS}, cursors={})
+        self._unfinished = PartialIndex(made_from=made_from, shards={part: [] for part in PARTS}, cursors={})
         path = directory / UNFINISHED
         for part in PARTS:
             remove_leftovers(directory, f"{part}-*")
         if path.exists():
             with translated(MALFORMED, StoreError, f"{path} cannot be read", "remove the directory"):
-                self._unfinished = validate(UnfinishedIndex, json.loads(path.read_bytes()), "its values")
+                self._unfinished = validate(PartialIndex, json.loads(path.read_bytes()), "its values")
             self._unfinished.check(path, made_from)
         elif not all(path.name.startswith(_PARTIAL) for path in directory.iterdir()):
             raise ConfigError(f"{directory} holds something else than token shards; choose another directory")
@@ -237,10 +237,10 @@ class _Writer:
         self._made = ShardProgress(num_documents, sum(shard.num_tokens for shard in whole), num_shards=len(whole))
         _write(path, self._unfinished)
 
-    def write_part(self, part: PartName, documents: Documents, deal: Deal) -> None:
+    def write_part(self, part: PartName, documents: Documents, deal: DocumentShard) -> None:
         """Make the shards of a part that are not there yet."""
         cursor = self._cursors.get(part)
-        reader = None if cursor == "done" else Reader(documents, deal, state=cursor)
+        reader = None if cursor == "done" else DocumentReader(documents, deal, state=cursor)
         while reader is not None:
             shard, is_over = self._write_shard(_shard_name(part, len(self._shards[part])), reader)
             if shard.num_tokens:
@@ -250,7 +250,7 @@ class _Writer:
             _write(self._directory / UNFINISHED, self._unfinished)
             reader = None if is_over else reader
 
-    def _write_shard(self, name: str, reader: Reader) -> tuple[TokenShard, bool]:
+    def _write_shard(self, name: str, reader: DocumentReader) -> tuple[TokenShard, bool]:
         """Write the next shard, but an empty one, and return whether there is nothing after it."""
         made = self._made
         tokens_before, documents_before = made.num_tokens, made.num_documents

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from diloco.errors import CheckpointError, ConfigError
-from diloco.integrations.needs import needs
+from diloco.integrations.common import required_library
 
-with needs("accelerate"):
+with required_library("accelerate"):
     from accelerate import ParallelismConfig
     from accelerate.optimizer import AcceleratedOptimizer
 
 
-class Prepared:
+class PreparedOptimizer:
     """A prepared optimizer.
 
     Arguments:

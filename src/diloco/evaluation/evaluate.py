@@ -12,14 +12,14 @@ from torch import Tensor
 
 from diloco.config import load_config
 from diloco.errors import ConfigError
+from diloco.evaluation.builtin_tasks import BUILTIN_TASKS, write_task_files
 from diloco.evaluation.exports import LONGEST, Export, context_of, held_out_loss, load_export, text_batches
 from diloco.evaluation.harness import Harness, require_harness
-from diloco.evaluation.own_tasks import OWN_TASKS, write_task_files
 from diloco.evaluation.scores import ExportScores, TaskResult
 from diloco.tables import read_text
 from diloco.training.data.corpus import Corpus, load_corpus
 from diloco.training.data.streams import held_out_batches
-from diloco.training.job import choose_device
+from diloco.training.rank_group import choose_device
 
 MAX_CLOZE_TOKENS = 1_000_000
 """Of held-out data, for the words that a cloze leaves out."""
@@ -85,7 +85,7 @@ def evaluate_exports(paths: Sequence[Path], wanted: EvaluationRequest) -> list[E
 def _harness(stack: ExitStack, wanted: EvaluationRequest, text: str | None, corpus: Corpus | None) -> Harness:
     """The tasks; the project's own among them are written to a directory that goes with the stack."""
     require_harness()
-    names = [name for name in OWN_TASKS if name in wanted.tasks]
+    names = [name for name in BUILTIN_TASKS if name in wanted.tasks]
     if "diloco_cloze" in names and corpus is not None:
         text = held_out_text(corpus)
     own = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="diloco-tasks-")))

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from diloco.config import RunConfig
-from diloco.training.alone import AnyLearner
 from diloco.training.data.corpus import Corpus
 from diloco.training.data.streams import held_out_batches
+from diloco.training.learners import AnyLearner
 
 BATCH = 32
 
@@ -91,7 +91,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
         model.train(training)
 
 
-class Judge:
+class HeldOutEvaluator:
     """Evaluates a learner's global model on the run's held-out sequences, and need not do so twice.
 
     Arguments:

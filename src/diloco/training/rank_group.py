@@ -22,7 +22,7 @@ TIMEOUT_S = 24 * 3600.0
 once."""
 
 
-class Job:
+class RankGroup:
     """Ranks that act together. Without a group this process is alone, and everything is local.
 
     Every method but `rows` and `synchronised` is called by all ranks in the same order.
@@ -133,17 +133,17 @@ def choose_device(name: str) -> torch.device:
 
 
 @contextmanager
-def job_of_process(device: str) -> Iterator[Job]:
+def ranks_of_process(device: str) -> Iterator[RankGroup]:
     """The ranks that torchrun started, on the devices of `train.device`; or this process alone."""
     if not started_by_torchrun():
-        yield Job()
+        yield RankGroup()
         return
     chosen = choose_device(device)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     dist.init_process_group("cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo")
     try:
-        job = Job(dist.group.WORLD)
+        job = RankGroup(dist.group.WORLD)
         try:
             yield job
         finally:

@@ -10,17 +10,17 @@ from torch import nn
 from diloco.config import RunConfig
 from diloco.errors import CheckpointError, ConfigError, LayoutError, translated
 from diloco.learner import Learner
-from diloco.training.alone import AloneLearner, AnyLearner
 from diloco.training.checkpoint import from_bytes, random_state, restore_random_state, to_bytes
 from diloco.training.data.corpus import Corpus
-from diloco.training.data.streams import Batches, LeasedStream, Stream, TextStream
+from diloco.training.data.streams import BatchStream, LeasedStream, Stream, TextStream
 from diloco.training.inner import InnerStep, StepResult
-from diloco.training.job import Job, choose_device
+from diloco.training.learners import AnyLearner, StandaloneLearner
 from diloco.training.model import build_model, load_state
-from diloco.training.optimizers import load_optimizer, make_optimizer, untrained
-from diloco.training.part import Clock
+from diloco.training.optimizers import load_optimizer, make_optimizer, untrained_parameters
 from diloco.training.pretrained import global_model
-from diloco.training.schedule import Budget, schedule_factor
+from diloco.training.rank_group import RankGroup, choose_device
+from diloco.training.schedule import TokenEstimate, schedule_factor
+from diloco.training.spec import Clock
 
 # Makes the learner that exchanges: (model, inner optimizer, steps already done, tokens that the run has trained).
 Attach = Callable[[nn.Module, torch.optim.Optimizer, int, int], AnyLearner]
@@ -29,7 +29,7 @@ LEASE_STEPS = 16
 """Inner steps that a lease of data lasts, where the run file says nothing."""
 
 
-class Island:
+class TrainingState:
     """Model, inner optimizer, data and learner of one part of a run.
 
     It begins as a model of its own, reading every shard at the full batch of the run; `narrow` and
@@ -40,7 +40,7 @@ class Island:
         num_steps, inner_s: steps taken by this process, and the time they took.
     """
 
-    def __init__(self, config: RunConfig, corpus: Corpus, job: Job, clock: Clock | None = None) -> None:
+    def __init__(self, config: RunConfig, corpus: Corpus, job: RankGroup, clock: Clock | None = None) -> None:
         self._config = config
         self._clock = clock or Clock()
         self._job = job
@@ -53,12 +53,12 @@ class Island:
         self.optimizer = make_optimizer(self.model, config)
         self._inner = InnerStep(self._trained, self.optimizer, config.train, device)
         self.stream = _stream(config, corpus)
-        self.learner: AnyLearner = AloneLearner(self.model, config.tokens_per_full_step)
+        self.learner: AnyLearner = StandaloneLearner(self.model, config.tokens_per_full_step)
         self.tokens = 0
         self.num_steps = 0
         self.inner_s = 0.0
         self._trained_here = 0
-        self._budget = Budget(0, 0)
+        self._budget = TokenEstimate(0, 0)
         self._beginning = (0, 0)  # step and tokens of the run when the learner took over
 
     # --- steps
@@ -87,7 +87,7 @@ class Island:
         self.tokens += tokens * self._job.size
         self._trained_here += tokens * self._job.size
         self.learner.step(tokens=tokens)
-        if isinstance(self.learner, AloneLearner):
+        if isinstance(self.learner, StandaloneLearner):
             self._clock.stepped_alone()
         self.inner_s += self._clock.seconds() - started
         self.num_steps += 1
@@ -106,7 +106,7 @@ class Island:
 
     def specialise(self) -> None:
         """Train only what the run file has this learner train."""
-        self._inner.leave_alone(untrained(self.model, self._config.train.trains))
+        self._inner.leave_alone(untrained_parameters(self.model, self._config.train.trains))
 
     def connect(self, attach: Attach) -> None:
         """Take part by another exchange from here on."""
@@ -124,7 +124,7 @@ class Island:
 
     def count_anew(self) -> None:
         """Restart the count of the run's tokens at what the learner hears now, which is exact."""
-        self._budget = Budget(self.tokens, self.learner.run_tokens)
+        self._budget = TokenEstimate(self.tokens, self.learner.run_tokens)
 
     def tokens_at(self, step: int) -> int:
         """Tokens of the run at the end of a warm start, exactly: what is heard of its last step comes with the next."""
@@ -196,7 +196,7 @@ class Island:
         return exact
 
 
-def _stream(config: RunConfig, corpus: Corpus) -> Batches:
+def _stream(config: RunConfig, corpus: Corpus) -> BatchStream:
     """The data of the whole run, at its full batch."""
     length, learners, seed = config.data.sequence_length, config.run.learners, config.run.seed
     shards = range(learners)

@@ -16,7 +16,7 @@ Role = Literal["learner", "baseline", "isolated"]
 
 
 @dataclass(frozen=True)
-class Part:
+class LearnerSpec:
     """The part of a run that this process plays.
 
     learner: trains its shard and exchanges; the one that initialises the run first makes the warm start.
@@ -60,7 +60,7 @@ class SharedInputs:
     losses: dict[Hashable, float] = field(default_factory=dict)
 
 
-class Stopping:
+class StopRequest:
     """Whether a part of a run is to stop. Signal handlers and any thread may call any method.
 
     Attributes:

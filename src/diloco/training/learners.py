@@ -10,7 +10,7 @@ from diloco.errors import CheckpointError
 from diloco.learner import Learner
 
 
-class AloneLearner:
+class StandaloneLearner:
     """A learner without an exchange: the data-parallel baseline in one process, the warm start, the isolated learner.
 
     Every step counts as `tokens_per_step` tokens of the run: what the baseline and the warm start train, and what the
@@ -64,5 +64,5 @@ class AloneLearner:
         """Do nothing: there is no exchange to leave."""
 
 
-AnyLearner = Learner | AloneLearner
+AnyLearner = Learner | StandaloneLearner
 """What the trainer trains with."""

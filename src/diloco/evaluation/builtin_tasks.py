@@ -16,7 +16,7 @@ from pathlib import Path
 
 from diloco.errors import ConfigError, StoreError, translated
 
-OWN_TASKS = ("diloco_arithmetic", "diloco_brackets", "diloco_cloze")
+BUILTIN_TASKS = ("diloco_arithmetic", "diloco_brackets", "diloco_cloze")
 NUM_DOCUMENTS = 500
 SEED = 0
 """Of the documents in the files: all models are asked the same."""
@@ -150,7 +150,7 @@ metadata:
 def write_task_files(
     directory: Path, names: Sequence[str], *, text: str | None = None, num: int = NUM_DOCUMENTS
 ) -> None:
-    """Write the files of some of `OWN_TASKS`. The same arguments write the same documents.
+    """Write the files of some of `BUILTIN_TASKS`. The same arguments write the same documents.
 
     Arguments:
         directory: made where there is none; lm-eval takes it as `include_path`. The YAML files name its place.

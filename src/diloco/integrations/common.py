@@ -1,0 +1,42 @@
+"""Shared by all integrations: the import of a library that may be absent, and a schedule that follows the run."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from diloco.errors import ConfigError
+
+
+@contextmanager
+def required_library(library: str, *, extra: str | None = None) -> Iterator[None]:
+    """A context that imports `library`.
+
+    Arguments:
+        extra: extra of this package that installs the library; None: the extra has the library's name.
+
+    Raises:
+        ConfigError: the library is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != library:
+            raise
+        raise ConfigError(
+            f"this integration needs {library}, which is not installed; pip install 'diloco[{extra or library}]'"
+        ) from error
+
+
+def forward_schedule(scheduler: object, num_steps: int) -> None:
+    """Advance a learning rate schedule by steps that the run took without this learner.
+
+    A schedule that follows a metric does not change.
+    """
+    if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+        for _ in range(num_steps):
+            scheduler.step()
