@@ -97,6 +97,19 @@ def refuses_methods_that_need_a_syncer(rank: int) -> dict[str, Any]:
     }
 
 
+def refuses_a_re_warm_up(rank: int) -> dict[str, Any]:
+    """All learners begin together, so none ever re-warms. To ask for none has its effect."""
+    method = diloco.DiLoCo(sync_every=2)
+    scenario = Scenario("", method.to_dict())
+    model = make_model(scenario, rank)
+    optimizer = make_optimizer(scenario, model)
+
+    def attach(rewarm_steps: int) -> None:
+        Learner(model, optimizer, method=method, exchange=Collective(), rewarm_steps=rewarm_steps).close()
+
+    return {"five": error_of(lambda: attach(5)), "none": error_of(lambda: attach(0))}
+
+
 def refuses_to_be_used_twice(rank: int) -> dict[str, Any]:
     trainer = Trainer(rank, diloco.DiLoCo(sync_every=2), steps=2)
 
@@ -207,7 +220,7 @@ def notices_a_killed_learner(rank: int) -> dict[str, Any]:
 
 LIVES = [
     counts_the_same_run_tokens_at_every_step, counts_the_same_run_tokens_with_overlaps_of_their_own, counts_bytes,
-    refuses_methods_that_need_a_syncer, refuses_to_be_used_twice,
+    refuses_methods_that_need_a_syncer, refuses_a_re_warm_up, refuses_to_be_used_twice,
     refuses_checkpoints_that_do_not_fit, trains_parts_of_many_tensors, notices_different_bits,
     notices_learners_out_of_step,
     notices_a_learner_that_stops_early, notices_a_silent_learner, finishes_what_others_wait_for,

@@ -110,6 +110,13 @@ def test_refuses_methods_that_need_a_syncer(world: dict[str, Facts]) -> None:
         assert "the quorum needs 4 learners and the process group has 3" in facts["quorum"][1]
 
 
+def test_refuses_a_re_warm_up_that_no_learner_takes(world: dict[str, Facts]) -> None:
+    for facts in world["refuses_a_re_warm_up"]:
+        assert facts["five"][0] == "ConfigError"
+        assert "rewarm_steps=5 has no effect over Collective" in facts["five"][1]
+        assert facts["none"] == []
+
+
 def test_refuses_to_be_used_twice(world: dict[str, Facts]) -> None:
     for facts in world["refuses_to_be_used_twice"]:
         assert facts["open"][0] == facts["closed"][0] == "ConfigError"

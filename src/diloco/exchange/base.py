@@ -158,6 +158,9 @@ class Exchange(ABC):
     leases = False
     """Whether there is a syncer that leases the units of the run's data (`ask`)."""
 
+    joins_late = True
+    """Whether a learner can join a run under way without a checkpoint."""
+
     remind_after_s = 10.0
     """How long a learner is blocked before it says on what, in a warning; again at doubled times."""
 

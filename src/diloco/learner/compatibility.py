@@ -27,6 +27,15 @@ def require_exchange(exchange: object) -> None:
         )
 
 
+def require_joiners(exchange: Exchange, rewarm_steps: int | None) -> None:
+    """Raise ConfigError for a re-warm-up that no learner of this exchange ever takes."""
+    if rewarm_steps and not exchange.joins_late:
+        raise ConfigError(
+            f"rewarm_steps={rewarm_steps} has no effect over {type(exchange).__name__}: all of its learners start a "
+            "run together or resume it, so none joins late and re-warms; leave rewarm_steps out."
+        )
+
+
 def check_compatible(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], method: Method, exchange: Exchange,
     gather: Gather | None,

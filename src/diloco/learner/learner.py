@@ -25,7 +25,7 @@ from diloco.core.method import Method
 from diloco.errors import ConfigError
 from diloco.exchange.base import Exchange, FlatModel, StartingState
 from diloco.exchange.island import Ranks
-from diloco.learner.compatibility import check_compatible, require_exchange
+from diloco.learner.compatibility import check_compatible, require_exchange, require_joiners
 from diloco.learner.driver import LearnerDriver
 from diloco.learner.frozen import exchanged_tensors
 from diloco.learner.island_model import described_by_all, static_of_all
@@ -102,7 +102,8 @@ class Learner:
     Raises:
         ConfigError: a combination that cannot work: FSDP parameters, private master weights, averaging parameters under
             a stateful optimizer, a method that differs from the run's, an exchange that belongs to another learner,
-            several ranks of which nothing says whether they are one learner; an optimizer that cannot be re-warmed.
+            several ranks of which nothing says whether they are one learner; an optimizer that cannot be re-warmed, or
+            `rewarm_steps` over an exchange that no learner joins late.
         LayoutError: the run holds another model, or training changes a buffer that is not exchanged.
         CheckpointError: `resume` belongs to another model or method.
 
@@ -164,6 +165,7 @@ class Learner:
             rewarm = Rewarm(self._optimizers, rewarm_steps)
             if island is not None:
                 island.require_same("rewarm_steps", rewarm_steps)
+            require_joiners(exchange, rewarm_steps)
             exchange.take()
             opened = self._exchange.open(self.layout, self.method, lambda: self._own_model(island), overlap=overlap)
             self._core = LearnerCore(Rules.of(own, len(self.layout.fragments)), opened.versions, step=opened.step)

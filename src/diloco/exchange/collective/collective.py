@@ -50,6 +50,8 @@ class Collective(Exchange):
         >>> learner = diloco.Learner(model, optimizer, method=diloco.DiLoCo(), exchange=diloco.Collective())
     """
 
+    joins_late = False
+
     def __init__(self, process_group: dist.ProcessGroup | None = None, *, timeout_s: float = 1800.0) -> None:
         require_process_group()
         self._process_group = process_group
