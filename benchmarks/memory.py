@@ -32,7 +32,7 @@ from diloco.errors import DilocoError
 from diloco.event_log import EventLog
 from diloco.exchange.wire.frames import bytes_of
 from diloco.protocol.contribution import Contribution
-from diloco.protocol.members import Deadlines
+from diloco.protocol.members import Claim, Deadlines
 from diloco.store.store import Store
 from diloco.syncer.hosting import HostedDriver, SyncerDriver
 from diloco.syncer.journal import Journal
@@ -124,7 +124,7 @@ def _initialise(driver: HostedDriver, layout: Layout) -> None:
 
 def _join(driver: HostedDriver, learner: str, layout: Layout) -> None:
     def event(it: SyncerDriver, done: Callable[[int], None]) -> None:
-        it.join(learner, layout, done)
+        it.join(Claim(learner), layout, done)
 
     driver.wait_for(event)
 

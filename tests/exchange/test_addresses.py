@@ -16,6 +16,7 @@ from diloco import errors
 from diloco.exchange.connection import Connection
 from diloco.exchange.dialling import Dialler
 from diloco.exchange.remote.viewing import fetch_model, fetch_status
+from diloco.protocol.members import Claim, Report
 
 
 def free_address() -> str:
@@ -62,7 +63,9 @@ def test_a_learner_that_was_given_up_joins_over_the_other_address(tmp_path: Path
         with living(exchange) as life:
             until(lambda: life.step > 5, "it does not train")
             process = syncer.driver.ask(lambda driver: driver.core.accounting.accounts["a"].process)
-            syncer.driver.ask(lambda driver: driver.leave("a", 1, lambda: None, tokens=0, process=process))
+            syncer.driver.ask(
+                lambda driver: driver.leave(Claim("a", 1, process=process), Report(tokens=0), lambda: None)
+            )
             first.close()
             until(lambda: status_of(syncer)["learners"].get("a", {}).get("incarnation") == 2, "it does not join again")
             step = life.step

@@ -29,9 +29,8 @@ from diloco.exchange.connection import Connection
 from diloco.exchange.dialling import Dialler
 from diloco.exchange.remote import Remote
 from diloco.exchange.remote.entry import Initial
-from diloco.protocol.members import Deadlines, Member
+from diloco.protocol.members import Deadlines, Member, Report
 from diloco.protocol.rounds.called import CalledSyncer
-from diloco.protocol.session.requests import Report
 
 PROMPT_S = 8.0
 """Closing may take a second to say goodbye; the rest is for a busy machine. A goodbye that waits takes ten seconds."""

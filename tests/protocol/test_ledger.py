@@ -19,7 +19,7 @@ from diloco.protocol.actions import Acknowledge, Action, Evict, MergeRound, Reco
 from diloco.protocol.contribution import KEPT, OUTLIER, Contribution, Verdict
 from diloco.protocol.in_flight import Ledger, Send, total
 from diloco.protocol.learner import LearnerCore
-from diloco.protocol.members import Deadlines
+from diloco.protocol.members import Deadlines, Report
 from diloco.protocol.rounds.base import Rules
 from diloco.protocol.syncer import SyncerCore
 
@@ -297,13 +297,12 @@ class Life:
     def beat(self, name: str) -> None:
         if (learner := self.learners.get(name)) is not None:
             is_blocked = learner.core.waiting() and learner.unsettled.keys() <= learner.acknowledged
-            self.act(
-                self.core.heartbeat(
-                    self.now, name, learner.incarnation, step=learner.core.step, steps=learner.core.steps,
-                    tokens=learner.core.tokens, step_s=0.1, waiting=bool(learner.core.waiting()),
-                    blocked_with=learner.core.received_versions if is_blocked else (), confirmed=learner.confirmed,
-                )
+            core, blocked_with = learner.core, learner.core.received_versions if is_blocked else ()
+            report = Report(
+                core.step, core.tokens, 0.1, bool(core.waiting()), steps=core.steps, blocked_with=blocked_with,
+                confirmed=learner.confirmed,
             )  # fmt: skip
+            self.act(self.core.heartbeat(self.now, name, learner.incarnation, report))
 
     def hear(self, name: str) -> None:
         """What stands; again and again."""

@@ -11,6 +11,7 @@ from diloco.core.quorum import AllLive, Called
 from diloco.protocol.actions import Acknowledge, Action, MergeRound, Publish, Reject
 from diloco.protocol.contribution import ABANDONED, DROPPED, MISSED, OUTLIER, Contribution, Verdict
 from diloco.protocol.learner import LearnerCore
+from diloco.protocol.members import Report
 from diloco.protocol.rounds.base import Rules
 from diloco.protocol.syncer import SyncerCore
 
@@ -206,7 +207,7 @@ def refusing(method: Method) -> SyncerCore:
     for learner in "ab":
         core.joined(0.0, learner, ready=True)
     for learner in "ab":
-        core.heartbeat(0.0, learner, 1, step=4, steps=4, tokens=40, step_s=1.0, waiting=False)
+        core.heartbeat(0.0, learner, 1, Report(step=4, steps=4, tokens=40, step_s=1.0))
     for learner in "ab":
         core.contributed(0.0, contribution(learner, 0))
     core.merged(0, ["b"])

@@ -22,12 +22,12 @@ from diloco.protocol.contribution import (
 )
 from diloco.protocol.leases import Ask, DataSet, Grant
 from diloco.protocol.lineage import Lineage
-from diloco.protocol.members import Deadlines
+from diloco.protocol.members import Deadlines, Report
 from diloco.protocol.session import requests
 from diloco.protocol.session.heartbeat import ANSWER_FLOOR_S, HEARTBEAT_S, SHORTEST_S
 from diloco.protocol.session.joining import AWAY_AFTER_S, GONE_TIMEOUT_S, LEAVE_TIMEOUT_S
 from diloco.protocol.session.lanes import FIRST_RETRY_S
-from diloco.protocol.session.requests import Identity, Report
+from diloco.protocol.session.requests import Identity
 from diloco.protocol.session.session_core import SessionCore
 from diloco.protocol.succession import Ballot, Proposal
 
@@ -398,10 +398,10 @@ def test_a_rejection_that_a_broken_stream_swallowed_is_heard_with_the_next_heart
     it.standing = replace(it.standing, verdicts=(Verdict(0, 1, OUTLIER, 0),))  # said, and lost with the connection
     it.fail(requests.Watch)
     it.until(requests.Beat)
-    assert it.beat().confirmed == (0, 0)
+    assert it.beat().report.confirmed == (0, 0)
     assert it.take(Rejection) == [Rejection(0, 1, OUTLIER)]
     it.until(requests.Beat)
-    assert it.beat().confirmed == (1, 0)
+    assert it.beat().report.confirmed == (1, 0)
 
 
 def test_an_older_standing_that_was_overtaken_is_not_news() -> None:
@@ -465,10 +465,10 @@ def test_confirmed_stops_at_the_first_contribution_without_a_verdict() -> None:
         it.push()
     it.notice(verdicts=(Verdict(0, 1, None, 1), Verdict(0, 3, OUTLIER, 1)))
     it.until(requests.Beat)
-    assert it.beat().confirmed == (1, 0)
+    assert it.beat().report.confirmed == (1, 0)
     it.notice(verdicts=(Verdict(0, 2, None, 2), Verdict(0, 3, OUTLIER, 1)))
     it.until(requests.Beat)
-    assert it.beat().confirmed == (3, 0)
+    assert it.beat().report.confirmed == (3, 0)
 
 
 def test_versions_are_fetched_until_the_newest_is_here() -> None:
@@ -707,7 +707,8 @@ def test_an_evicted_learner_joins_again_and_what_it_said_is_void(told_by: str) -
     it.offer(2, incarnation=1)
     it.standing = replace(it.standing, step=10, start_step=10, num_live=0)
     it.fetch(1, 0)
-    assert it.until(requests.Beat).report == Report(step=9, earlier_tokens=50), "also what it trained before it knew"
+    report = it.until(requests.Beat).report
+    assert report == Report(step=9, earlier_tokens=50, confirmed=(0, 0)), "also what it trained before it knew"
     it.beat()
     it.until(requests.Watch)
     it.welcome()
@@ -809,7 +810,7 @@ def test_a_finished_learner_comes_back_as_finished() -> None:
     it.do(it.core.evicted, it.open.pop(requests.Watch), "gone", replaced=False)
     it.join(2)
     it.fetch(0, 0)
-    assert it.until(requests.Beat).report == Report(step=9, finished=True, earlier_tokens=45)
+    assert it.until(requests.Beat).report == Report(step=9, finished=True, earlier_tokens=45, confirmed=(0, 0))
 
 
 def test_a_new_incarnation_says_what_the_process_has_trained_before_it() -> None:
@@ -927,9 +928,9 @@ def test_a_learner_is_blocked_once_its_contributions_are_acknowledged() -> None:
     it.offer(1)
     it.do(it.core.report, 1, blocked)
     it.until(requests.Beat)
-    assert it.beat().report == replace(blocked, blocked_with=())
+    assert it.beat().report == replace(blocked, blocked_with=(), confirmed=(0, 0))
     it.push()
-    assert it.until(requests.Beat).report == blocked
+    assert it.until(requests.Beat).report == replace(blocked, confirmed=(0, 0))
 
 
 def test_a_learner_has_finished_once_its_last_contribution_is_acknowledged() -> None:
@@ -939,7 +940,7 @@ def test_a_learner_has_finished_once_its_last_contribution_is_acknowledged() -> 
     it.offer(2)
     it.do(it.core.report, 1, Report(step=9, tokens=45, finished=True))
     it.until(requests.Beat)
-    assert it.beat().report == Report(step=9, tokens=45)
+    assert it.beat().report == Report(step=9, tokens=45, confirmed=(0, 0))
     it.push()
     it.until(requests.Beat)
     assert not it.beat().report.finished

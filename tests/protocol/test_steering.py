@@ -14,7 +14,7 @@ from diloco.core.presets import AsyncDiLoCo, DecoupledDiLoCo, DiLoCo
 from diloco.core.quorum import AllLive, Called, Pushed
 from diloco.errors import ConfigError, DrainedError
 from diloco.protocol.actions import Action, Evict, MergeRound, PersistRecord, Tell, WakeAt
-from diloco.protocol.members import Deadlines
+from diloco.protocol.members import Deadlines, Report
 from diloco.protocol.rounds.base import Rules
 from diloco.protocol.steering import Order, Pool
 from diloco.protocol.syncer import SyncerCore
@@ -102,7 +102,7 @@ def test_the_pool_and_an_operator_take_out_each_their_own() -> None:
         core.joined(0.0, learner)
     steer(core, "drain", "a")
     assert drained(core) == {"a"}
-    core.heartbeat(1.0, "b", 1, step=4, steps=4, tokens=4, step_s=1.0, waiting=False)
+    core.heartbeat(1.0, "b", 1, Report(step=4, steps=4, tokens=4, step_s=1.0))
     assert drained(core) == {"a", "c", "d"}
 
 
@@ -143,7 +143,7 @@ def test_no_learner_stalls_while_the_run_is_paused_and_each_has_its_deadline_aft
     deadlines = Deadlines(lost_floor_s=1e6, lost_cap_s=1e6, stalled_steps=1, stalled_floor_s=5.0, stalled_cap_s=5.0)
     core = SyncerCore(Rules.of(DiLoCo(sync_every=H), 1), [0], deadlines=deadlines)
     core.joined(0.0, "a")
-    core.heartbeat(0.0, "a", 1, step=1, steps=1, tokens=1, step_s=1.0, waiting=False)
+    core.heartbeat(0.0, "a", 1, Report(step=1, steps=1, tokens=1, step_s=1.0))
     steer(core, "pause", now=1.0)
     for at in (5.0, 10.0, 500.0):
         (wake,) = [each for each in core.tick(at) if isinstance(each, WakeAt)]
@@ -160,7 +160,7 @@ def test_a_lost_learner_is_evicted_while_the_run_is_paused() -> None:
 
 
 def called(core: SyncerCore, now: float, learner: str, step: int, waiting: bool = False) -> list[Action]:
-    return core.heartbeat(now, learner, 1, step=step, steps=step, tokens=step, step_s=1.0, waiting=waiting)
+    return core.heartbeat(now, learner, 1, Report(step=step, steps=step, tokens=step, step_s=1.0, waiting=waiting))
 
 
 def asynchronous(method: Method) -> tuple[Run, SyncerCore]:

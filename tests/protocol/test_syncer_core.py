@@ -24,7 +24,7 @@ from diloco.protocol.actions import (
     WakeAt,
 )
 from diloco.protocol.contribution import Contribution, Standing, Verdict
-from diloco.protocol.members import Deadlines
+from diloco.protocol.members import Deadlines, Report
 from diloco.protocol.rounds.base import Rules
 from diloco.protocol.syncer import SyncerCore
 
@@ -65,10 +65,9 @@ class Run:
         confirmed: tuple[int, ...] = (),
     ) -> list[Action]:
         versions = tuple(state.version for state in self.core.fragments)
-        return self.core.heartbeat(
-            now, learner, self.incarnation(learner), step=step, steps=step, tokens=tokens, step_s=step_s,
-            waiting=waiting, blocked_with=versions if waiting and not sending else (), confirmed=confirmed,
-        )  # fmt: skip
+        blocked_with = versions if waiting and not sending else ()
+        report = Report(step, tokens, step_s, waiting, steps=step, blocked_with=blocked_with, confirmed=confirmed)
+        return self.core.heartbeat(now, learner, self.incarnation(learner), report)
 
     def c(
         self, learner: str, round_: int, *, number: int | None = None, step: int = 0, fragment: int = 0,
@@ -186,7 +185,7 @@ def test_a_joiner_never_delays_an_open_round_and_is_included_when_in_time() -> N
 def test_a_learner_that_never_stepped_delays_nobody() -> None:
     run = Run("a")
     run.core.joined(0.5, "b")
-    run.core.heartbeat(0.9, "b", 1, step=0, steps=0, tokens=0, step_s=None, waiting=False)
+    run.core.heartbeat(0.9, "b", 1, Report(step=0, steps=0, tokens=0))
     assert kinds(run.send(1.0, "a", 0))[:2] == ["Acknowledge", "MergeRound"]
 
 
@@ -224,7 +223,7 @@ def rounds_of_one(how: str) -> Run:
     run.publish(1.0)
     run.beat(2.0, "b", step=20, tokens=200)
     if how == "finished":
-        run.core.heartbeat(2.0, "b", 1, step=20, steps=20, tokens=200, step_s=0.1, waiting=False, finished=True)
+        run.core.heartbeat(2.0, "b", 1, Report(step=20, steps=20, tokens=200, step_s=0.1, finished=True))
     elif how == "left":
         run.core.left(2.0, "b", 1, tokens=200)
     else:
@@ -424,9 +423,7 @@ def test_a_learner_that_has_not_the_newest_versions_is_not_blocked() -> None:
     run.send(1.0, "a", 0, fragment=0, step=5)
     run.send(1.0, "b", 0, fragment=1, step=10)
     run.beat(2.0, "a", step=5, tokens=100, waiting=True)
-    run.core.heartbeat(
-        2.0, "b", 1, step=10, steps=10, tokens=100, step_s=None, waiting=True, blocked_with=(0, -1)
-    )  # fmt: skip
+    run.core.heartbeat(2.0, "b", 1, Report(step=10, steps=10, tokens=100, waiting=True, blocked_with=(0, -1)))
     assert run.members(0) == {"a", "b"}
     assert "MergeRound" in kinds(run.beat(2.0, "b", step=10, tokens=100, waiting=True))
 
@@ -444,7 +441,7 @@ def test_a_heartbeat_from_before_the_first_step_of_an_incarnation_says_nothing_o
     """The learner had been further, in a run that has gone back; a contribution has overtaken the heartbeat."""
     run = Run("a", "b")
     run.send(2.0, "a", 0, step=3)
-    run.core.heartbeat(3.0, "a", 1, step=9, steps=0, tokens=0, step_s=None, waiting=False)
+    run.core.heartbeat(3.0, "a", 1, Report(step=9, steps=0, tokens=0))
     assert run.core.members["a"].step == 3
     run.beat(3.0, "a", step=4, tokens=100)
     assert run.core.members["a"].step == 4
@@ -554,11 +551,11 @@ def test_a_finished_learner_is_neither_waited_for_nor_stalled() -> None:
     assert run.reason(2.0) == "no contribution yet"
     run.send(2.0, "a", 1)
     assert run.reason(2.0).startswith("waiting for b")  # type: ignore[attr-defined]
-    actions = run.core.heartbeat(3.0, "b", 1, step=10, steps=10, tokens=100, step_s=0.1, waiting=False, finished=True)
+    actions = run.core.heartbeat(3.0, "b", 1, Report(step=10, steps=10, tokens=100, step_s=0.1, finished=True))
     assert [c.learner for c in only(MergeRound, actions).contributions] == ["a"]
     run.publish(3.5)
     for now in range(4, 400):
-        run.core.heartbeat(float(now), "b", 1, step=10, steps=10, tokens=100, step_s=0.1, waiting=False, finished=True)
+        run.core.heartbeat(float(now), "b", 1, Report(step=10, steps=10, tokens=100, step_s=0.1, finished=True))
         run.beat(float(now), "a", step=now, step_s=0.1)
         assert "Evict" not in kinds(run.core.tick(float(now)))
     assert not run.core.members["b"].healthy
@@ -683,10 +680,8 @@ def test_what_an_evicted_learner_has_trained_unheard_is_lost_and_counted_once() 
         return run.core.joined(1.0, "b", process=process)[0]
 
     def beat(tokens: int, earlier: int, step: int = 20) -> None:
-        run.core.heartbeat(
-            2.0, "b", run.incarnation("b"), step=step, steps=tokens // 10, tokens=tokens, step_s=None, waiting=False,
-            earlier_tokens=earlier,
-        )  # fmt: skip
+        report = Report(step, tokens, steps=tokens // 10, earlier_tokens=earlier)
+        run.core.heartbeat(2.0, "b", run.incarnation("b"), report)
 
     join(process=7)
     beat(100, earlier=0)
@@ -1030,7 +1025,7 @@ def test_tokens_are_reported_per_incarnation_and_never_shrink() -> None:
 def test_a_finished_learner_stays_finished_over_a_restart() -> None:
     """Rounds wait for members that may come back, and it would not contribute any more."""
     run = Run("a", "b")
-    run.core.heartbeat(1.0, "b", 1, step=10, steps=10, tokens=100, step_s=0.1, waiting=False, finished=True)
+    run.core.heartbeat(1.0, "b", 1, Report(step=10, steps=10, tokens=100, step_s=0.1, finished=True))
     run.restart(100.0, run.record(2.0))
     assert "MergeRound" in kinds(run.send(101.0, "a", 0))
     run.beat(102.0, "b", step=10, tokens=100)
@@ -1040,12 +1035,12 @@ def test_a_finished_learner_stays_finished_over_a_restart() -> None:
 def test_after_a_restart_a_round_waits_for_what_a_finished_learner_sends_again() -> None:
     run = Run("a", "b")
     run.send(1.0, "b", 0)
-    run.core.heartbeat(1.0, "b", 1, step=10, steps=10, tokens=100, step_s=0.1, waiting=False, finished=True)
+    run.core.heartbeat(1.0, "b", 1, Report(step=10, steps=10, tokens=100, step_s=0.1, finished=True))
     run.restart(100.0, run.record(2.0))
     assert "MergeRound" not in kinds(run.send(101.0, "a", 0))
     merge = only(MergeRound, run.send(102.0, "b", 0))
     assert [c.learner for c in merge.contributions] == ["a", "b"]
-    run.core.heartbeat(102.0, "b", 1, step=10, steps=10, tokens=100, step_s=0.1, waiting=False, finished=True)
+    run.core.heartbeat(102.0, "b", 1, Report(step=10, steps=10, tokens=100, step_s=0.1, finished=True))
     run.merged()
     run.restart(200.0, run.core.saved(storing=0))
     assert not run.core.members["b"].ready
@@ -1057,7 +1052,7 @@ def test_after_a_restart_no_round_waits_for_a_joiner_that_has_not_trained() -> N
     run.core.joined(1.0, "b")
     run.restart(100.0, run.record(2.0))
     assert "MergeRound" not in kinds(run.send(101.0, "a", 0))
-    merge = only(MergeRound, run.core.heartbeat(102.0, "b", 1, step=0, steps=0, tokens=0, step_s=None, waiting=False))
+    merge = only(MergeRound, run.core.heartbeat(102.0, "b", 1, Report(step=0, steps=0, tokens=0)))
     assert [c.learner for c in merge.contributions] == ["a"]
     run.publish(102.0)
     run.beat(103.0, "b", step=6, tokens=10)

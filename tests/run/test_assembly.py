@@ -10,6 +10,7 @@ from tests.run.toy import NUM_BYTES, Scene, contribution, scheduled, started
 
 from diloco.errors import BusyError, CorruptPayloadError, DilocoError, NonFiniteError, NoRoomError, PayloadError
 from diloco.protocol.contribution import Contribution
+from diloco.protocol.members import Claim, Report
 from diloco.run.memory import MemorySlot
 from diloco.run.uploads import Upload
 
@@ -120,7 +121,7 @@ def test_the_parts_of_an_incarnation_that_is_out_are_dropped(how: str) -> None:
     assert complete(scene, begin(scene, c, FIRST)) is None
     coming = begin(scene, c, SECOND)
     if how == "leave":
-        scene.driver.leave("a", 1, lambda: None, tokens=0)
+        scene.driver.leave(Claim("a", 1), Report(tokens=0), lambda: None)
     else:
         scene.join("a")
     scene.settle()

@@ -41,7 +41,7 @@ from diloco.errors import (
 )
 from diloco.protocol.contribution import MISSED, NOT_FINITE, OUT_OF_STEP
 from diloco.protocol.leases import Ask, DataSet
-from diloco.protocol.members import Deadlines
+from diloco.protocol.members import Claim, Deadlines, Report
 from diloco.run.memory import POINTS
 from diloco.run.ports import InitialModel, NullObserver
 from diloco.run.writes import RETRY_S
@@ -69,12 +69,12 @@ def test_a_version_is_visible_once_it_is_durable() -> None:
 
 def test_a_join_and_a_goodbye_are_answered_once_they_are_durable() -> None:
     scene, answers = started(), list[Any]()
-    scene.driver.join("a", LAYOUT, answers.append)
+    scene.driver.join(Claim("a"), LAYOUT, answers.append)
     scene.next("write")
     assert answers == []
     scene.next("written")
     assert answers == [1]
-    scene.driver.leave("a", 1, lambda: answers.append("gone"), tokens=0)
+    scene.driver.leave(Claim("a", 1), Report(tokens=0), lambda: answers.append("gone"))
     scene.next("write")
     assert answers == [1]
     scene.next("written")
@@ -95,11 +95,11 @@ def test_a_rejection_is_told_once_it_is_durable() -> None:
     assert scene.push(behind) is None
     assert scene.spool.held_bytes == 0
     for effect in ("write", "written"):
-        assert scene.driver.standing("c").verdicts == ()
+        assert scene.driver.core.standing("c").verdicts == ()
         scene.next(effect)
     assert [(it.number, it.reason) for it in line.heard[-1].verdicts] == [(1, OUT_OF_STEP)]
     scene.restart()
-    assert [(it.number, it.reason) for it in scene.driver.standing("c").verdicts] == [(1, OUT_OF_STEP)]
+    assert [(it.number, it.reason) for it in scene.driver.core.standing("c").verdicts] == [(1, OUT_OF_STEP)]
 
 
 def test_what_a_broken_connection_loses_is_said_on_the_next_one() -> None:
@@ -108,7 +108,7 @@ def test_what_a_broken_connection_loses_is_said_on_the_next_one() -> None:
     for learner in ("a", "b"):
         scene.push(contribution(learner))
     scene.settle()  # all of it went to a connection that was broken by then
-    scene.driver.disconnected("a", 1, broken)
+    scene.driver.disconnected(Claim("a", 1), broken)
     line = scene.listen("a")
     assert (line.heard[0].versions, [it.number for it in line.heard[0].verdicts]) == ((1, 0), [1])
     standing = scene.beat("a", 4, confirmed=(1, 0))
@@ -119,9 +119,9 @@ def test_a_new_connection_ends_the_one_before_and_survives_its_end() -> None:
     scene = started("a")
     old, new = scene.listen("a"), scene.listen("a")
     assert (old.has_ended, new.has_ended) == (True, False)
-    scene.driver.disconnected("a", 1, old)
+    scene.driver.disconnected(Claim("a", 1), old)
     assert scene.driver.status()["learners"]["a"]["live"]
-    scene.driver.disconnected("a", 1, new)
+    scene.driver.disconnected(Claim("a", 1), new)
     assert not scene.driver.status()["learners"]["a"]["live"]
 
 
@@ -133,7 +133,7 @@ def test_one_write_at_a_time_and_records_that_wait_become_one() -> None:
     answers: list[int] = []
     scene.next("close")
     for learner in ("c", "d", "e"):  # while the first version is written
-        scene.driver.join(learner, LAYOUT, answers.append)
+        scene.driver.join(Claim(learner), LAYOUT, answers.append)
     scene.next("close")
     assert [each[:2] for each in scene.todo] == [("write", 0)]
     assert scene.wake_at_s > scene.now  # for what waits, the end of the write is the event
@@ -268,7 +268,7 @@ def test_a_contribution_that_comes_while_its_round_is_closed_is_rejected_with_th
 def test_a_push_whose_incarnation_ends_while_it_is_checked_is_refused() -> None:
     scene, answers = started("a", "b"), list[Any]()
     scene.driver.complete_push(scene.begin(contribution("a")), answers.append)
-    scene.driver.join("a", LAYOUT, answers.append)
+    scene.driver.join(Claim("a"), LAYOUT, answers.append)
     scene.settle()
     assert isinstance(answers[0], StaleIncarnationError)
     assert answers[1] == 2
@@ -300,7 +300,7 @@ def test_a_learner_that_had_finished_before_a_restart_may_still_send_what_the_dr
     assert scene.push(contribution("a")) is None
     scene.settle()
     assert scene.driver.state.versions == (1, 0)
-    assert [(it.number, it.reason) for it in scene.driver.standing("a").verdicts] == [(1, None)]
+    assert [(it.number, it.reason) for it in scene.driver.core.standing("a").verdicts] == [(1, None)]
 
 
 # --- a disk that refuses ----------------------------------------------------------------------------------------------
@@ -339,7 +339,7 @@ def test_a_version_waits_for_a_disk_that_refuses_and_nothing_is_lost(point: str)
 def test_a_join_waits_for_a_disk_that_refuses() -> None:
     scene, answers = started("a"), list[int]()
     scene.refuse = lambda _: True
-    scene.driver.join("b", LAYOUT, answers.append)
+    scene.driver.join(Claim("b"), LAYOUT, answers.append)
     scene.settle()
     scene.wait(2 * RETRY_S)
     assert answers == []
@@ -354,7 +354,7 @@ def test_a_full_disk_that_takes_a_record_lets_a_learner_join() -> None:
     scene.refuse = lambda at: at == "written"
     for learner in ("a", "b"):
         scene.push(contribution(learner))
-    scene.driver.join("c", LAYOUT, answers.append)
+    scene.driver.join(Claim("c"), LAYOUT, answers.append)
     scene.settle()
     assert (answers, scene.driver.state.versions) == ([1], (0, 0))
     scene.restart()
@@ -364,12 +364,12 @@ def test_a_full_disk_that_takes_a_record_lets_a_learner_join() -> None:
 def test_a_join_that_was_to_be_durable_with_a_version_does_not_wait_for_it() -> None:
     """The version's record would have brought it, but the version does not fit."""
     scene, answers = started("a", "b"), list[int]()
-    scene.driver.join("c", LAYOUT, answers.append)  # its write is under way
+    scene.driver.join(Claim("c"), LAYOUT, answers.append)  # its write is under way
     for learner in ("a", "b"):
         scene.push(contribution(learner))
     assert scene.next() == "write"
     scene.next("close")
-    scene.driver.join("d", LAYOUT, answers.append)
+    scene.driver.join(Claim("d"), LAYOUT, answers.append)
     scene.refuse = lambda at: at == "written"
     scene.next("written")
     assert [each[:2] for each in scene.todo] == [("write", 0)]
@@ -464,12 +464,12 @@ def test_a_join_that_was_answered_survives_a_kill() -> None:
     scene = started("a")
     scene.restart()
     assert scene.beat("a", 2).versions == (0, 0)
-    scene.driver.join("b", LAYOUT, lambda _: None)
+    scene.driver.join(Claim("b"), LAYOUT, lambda _: None)
     scene.next("write")  # durable, and killed before it could be said
     scene.restart()
     assert scene.driver.core.members.keys() == {"a", "b"}
     assert scene.join("b") == 2  # its number is never given again
-    scene.driver.leave("a", 1, lambda: None, tokens=20)
+    scene.driver.leave(Claim("a", 1), Report(tokens=20), lambda: None)
     scene.settle()
     scene.restart()
     assert scene.driver.core.members.keys() == {"b"}
@@ -528,7 +528,7 @@ def test_only_a_run_with_a_model_can_be_joined_and_only_with_its_model() -> None
     scene.initialise()
     other = Layout((place(0, [TensorSpec("w0", (3,), "float32")]),), ())
     with pytest.raises(LayoutError, match="does not hold the run's model"):
-        scene.driver.join("a", other, lambda _: None)
+        scene.driver.join(Claim("a"), other, lambda _: None)
     unfit = Scene(diloco.StreamingDiLoCo(sync_every=4, overlap=1, offsets=[1, 2, 3]))
     with pytest.raises(LayoutError, match="cannot train"):
         unfit.initialise()
@@ -537,19 +537,21 @@ def test_only_a_run_with_a_model_can_be_joined_and_only_with_its_model() -> None
 def test_a_name_is_not_taken_back_from_a_newer_process() -> None:
     scene, answers = started(), list[int]()
     for process in (1, 2):
-        scene.driver.join("a", LAYOUT, answers.append, process=process)
+        scene.driver.join(Claim("a", process=process), LAYOUT, answers.append)
         scene.settle()
     with pytest.raises(StaleIncarnationError, match="another process"):
-        scene.driver.join("a", LAYOUT, answers.append, process=1, after=1)
+        scene.driver.join(Claim("a", incarnation=1, process=1), LAYOUT, answers.append)
     assert answers == [1, 2]
 
 
 def test_a_process_that_a_run_which_has_gone_back_does_not_know_joins_again() -> None:
     """It was incarnation 3, and the record that was repaired, or restored, knows an earlier process and 1."""
     scene, answers = started(), list[int]()
-    scene.driver.join("a", LAYOUT, answers.append, process=1)
-    scene.driver.join("a", LAYOUT, answers.append, process=3, after=3)
-    scene.driver.join("b", LAYOUT, answers.append, process=4, after=5)  # by a name that is not in the record
+    scene.driver.join(Claim("a", process=1), LAYOUT, answers.append)
+    scene.driver.join(Claim("a", incarnation=3, process=3), LAYOUT, answers.append)
+    scene.driver.join(
+        Claim("b", incarnation=5, process=4), LAYOUT, answers.append
+    )  # by a name that is not in the record
     scene.settle()
     scene.beat("a", 2, incarnation=4, earlier_tokens=70, process=3)
     assert answers == [1, 4, 6]
@@ -557,18 +559,18 @@ def test_a_process_that_a_run_which_has_gone_back_does_not_know_joins_again() ->
     assert (account.ledgers[0].trained, account.ledgers[0].lost) == (90, 70)
     for process, after in ((1, 1), (2, 2), (2, 3)):
         with pytest.raises(StaleIncarnationError, match="another process"):
-            scene.driver.join("a", LAYOUT, answers.append, process=process, after=after)
+            scene.driver.join(Claim("a", incarnation=after, process=process), LAYOUT, answers.append)
 
 
 ASK = Ask(1, 5, DataSet(40, 0, "d"))
 OF_A_PROCESS: dict[str, Callable[[Scene, int], object]] = {
     "beats": lambda scene, process: scene.beat("a", 2, incarnation=2, process=process),
-    "listens": lambda scene, process: scene.driver.connected("a", 2, Line(), process=process),
-    "leases": lambda scene, process: scene.driver.lease("a", 2, ASK, lambda _: None, process=process),
+    "listens": lambda scene, process: scene.driver.connected(Claim("a", 2, process=process), Line()),
+    "leases": lambda scene, process: scene.driver.lease(Claim("a", 2, process=process), ASK, lambda _: None),
     "pushes": lambda scene, process: scene.begin(contribution("a", incarnation=2), process=process),
-    "fetches": lambda scene, process: scene.driver.fetch(0, -1, "a", 2, process=process),
-    "fetches what is static": lambda scene, process: scene.driver.check("a", 2, process),
-    "leaves": lambda scene, process: scene.driver.leave("a", 2, lambda: None, tokens=0, process=process),
+    "fetches": lambda scene, process: scene.driver.fetch(0, -1, Claim("a", 2, process=process)),
+    "fetches what is static": lambda scene, process: scene.driver.core.check("a", 2, process),
+    "leaves": lambda scene, process: scene.driver.leave(Claim("a", 2, process=process), Report(tokens=0), lambda: None),
 }
 
 
@@ -576,7 +578,7 @@ OF_A_PROCESS: dict[str, Callable[[Scene, int], object]] = {
 def test_a_number_of_an_incarnation_is_of_one_process(does: str) -> None:
     """A run that has gone back gives 2 to process 3, and does not know that it was another one's."""
     scene = started("a")
-    scene.driver.join("a", LAYOUT, lambda _: None, process=3)
+    scene.driver.join(Claim("a", process=3), LAYOUT, lambda _: None)
     scene.settle()
     for process in (1, 0):
         with pytest.raises(StaleIncarnationError, match="incarnation 2 of learner 'a' is not part of the run"):
@@ -588,22 +590,22 @@ def test_a_number_of_an_incarnation_is_of_one_process(does: str) -> None:
 @pytest.mark.parametrize("after", [-1, 2**20 + 1])
 def test_an_incarnation_that_cannot_be_is_refused(after: int) -> None:
     with pytest.raises(PayloadError, match="'a' was never incarnation"):
-        started().driver.join("a", LAYOUT, lambda _: None, process=1, after=after)
+        started().driver.join(Claim("a", incarnation=after, process=1), LAYOUT, lambda _: None)
 
 
 @pytest.mark.parametrize("is_gone", [False, True], ids=["present", "gone"])
 def test_a_restarted_syncer_knows_the_newest_process_of_a_name(is_gone: bool) -> None:
     scene = started()
     for process in (1, 2**64 - 1):
-        scene.driver.join("a", LAYOUT, lambda _: None, process=process)
+        scene.driver.join(Claim("a", process=process), LAYOUT, lambda _: None)
     scene.settle()
     if is_gone:
-        scene.driver.leave("a", 2, lambda: None, tokens=0, process=2**64 - 1)
+        scene.driver.leave(Claim("a", 2, process=2**64 - 1), Report(tokens=0), lambda: None)
         scene.settle()
     scene.restart()
     with pytest.raises(StaleIncarnationError, match="another process"):
-        scene.driver.join("a", LAYOUT, lambda _: None, process=1, after=1)
-    scene.driver.join("a", LAYOUT, lambda _: None, process=2**64 - 1, after=2)
+        scene.driver.join(Claim("a", incarnation=1, process=1), LAYOUT, lambda _: None)
+    scene.driver.join(Claim("a", incarnation=2, process=2**64 - 1), LAYOUT, lambda _: None)
     scene.settle()
     assert scene.driver.core.accounting.accounts["a"].incarnation == 3
 
@@ -611,12 +613,14 @@ def test_a_restarted_syncer_knows_the_newest_process_of_a_name(is_gone: bool) ->
 def test_a_late_goodbye_is_answered_once_its_tokens_are_durable() -> None:
     scene, answers = started(), list[str]()
     for process in (7, 7):
-        scene.driver.join("a", LAYOUT, lambda _: None, process=process)
+        scene.driver.join(Claim("a", process=process), LAYOUT, lambda _: None)
         scene.settle()
     scene.beat("a", 1, incarnation=2, tokens=10, earlier_tokens=40, process=7)
     with pytest.raises(StaleIncarnationError):
-        scene.driver.leave("a", 1, lambda: None, tokens=30, process=7)
-    scene.driver.leave("a", 0, lambda: answers.append("gone"), tokens=0, earlier_tokens=50, process=7, step=12)
+        scene.driver.leave(Claim("a", 1, process=7), Report(tokens=30), lambda: None)
+    scene.driver.leave(
+        Claim("a", 0, process=7), Report(tokens=0, earlier_tokens=50, step=12), lambda: answers.append("gone")
+    )
     assert scene.driver.core.accounting.accounts["a"].ended_at == 12
     assert answers == []
     scene.settle()
@@ -625,7 +629,7 @@ def test_a_late_goodbye_is_answered_once_its_tokens_are_durable() -> None:
     [ledger, _] = scene.driver.core.accounting.accounts["a"].ledgers
     assert (ledger.trained, ledger.lost, ledger.pending) == (50, 50, 0)
     with pytest.raises(StaleIncarnationError, match="not known as learner"):
-        scene.driver.leave("a", 0, lambda: None, tokens=30, process=8)
+        scene.driver.leave(Claim("a", 0, process=8), Report(tokens=30), lambda: None)
 
 
 def test_a_goodbye_says_where_it_ends_since_heartbeats_may_be_from_before_a_restart() -> None:
@@ -636,7 +640,7 @@ def test_a_goodbye_says_where_it_ends_since_heartbeats_may_be_from_before_a_rest
     scene.restart()
     for learner in "ab":
         scene.push(contribution(learner))
-    scene.driver.leave("c", 1, lambda: None, tokens=110, step=11)
+    scene.driver.leave(Claim("c", 1), Report(tokens=110, step=11), lambda: None)
     scene.settle()
     assert scene.driver.state.versions == (1, 0)
 

@@ -14,6 +14,7 @@ from diloco.core.merges import Encoded
 from diloco.core.method import Method
 from diloco.errors import LayoutError
 from diloco.protocol.actions import MergeRound
+from diloco.protocol.members import Claim, Report
 from diloco.protocol.rounds.base import Rules
 from diloco.run.global_model import GlobalModel
 from diloco.run.ports import MergedRound
@@ -66,9 +67,9 @@ def test_updates_are_kept_for_the_longest_overlap_of_the_learners_that_are_there
         match round_:
             case 3:
                 scene.restart()
-                scene.driver.heartbeat("b", 1, step=0, steps=0, tokens=0, step_s=1.0, waiting=False)
+                scene.driver.heartbeat(Claim("b", 1), Report(step=0, steps=0, tokens=0, step_s=1.0))
             case 6:
-                scene.driver.leave("b", 1, lambda: None, tokens=0)
+                scene.driver.leave(Claim("b", 1), Report(tokens=0), lambda: None)
         scene.push(contribution("a", round_ + 1, round_=round_))
         scene.settle()
         newest = [base for base in (round_ - 1, round_) if base >= (3 if round_ >= 3 else 0)]

@@ -6,6 +6,7 @@ import pytest
 from tests.run.toy import Scene, contribution, scheduled, started
 
 from diloco.errors import DrainedError, NoRoomError
+from diloco.protocol.members import Claim, Report
 from diloco.protocol.steering import Pool
 
 UP, DOWN = Pool("ramp up", 2, 8), Pool("ramp down", 2, 8)
@@ -16,7 +17,7 @@ def run(pool: Pool, *learners: str) -> Scene:
 
 
 def drained(scene: Scene) -> dict[str, bool]:
-    return {learner: scene.driver.standing(learner).drained for learner in scene.driver.core.members}
+    return {learner: scene.driver.core.standing(learner).drained for learner in scene.driver.core.members}
 
 
 def test_a_learner_is_admitted_when_the_pool_has_grown() -> None:
@@ -39,7 +40,7 @@ def test_a_place_is_free_when_its_learner_has_finished_left_or_comes_back_itself
     assert scene.join("b") == 1
     with pytest.raises(NoRoomError):
         scene.join("c")
-    scene.driver.leave("b", 1, lambda: None, tokens=0)
+    scene.driver.leave(Claim("b", 1), Report(tokens=0), lambda: None)
     assert scene.join("c") == 1
 
 
@@ -88,5 +89,5 @@ def test_a_place_that_becomes_free_is_the_drained_learners_again() -> None:
     scene = run(DOWN, "a", "b")
     scene.beat("a", 4)
     assert drained(scene) == {"a": False, "b": True}
-    scene.driver.leave("a", 1, lambda: None, tokens=40)
+    scene.driver.leave(Claim("a", 1), Report(tokens=40), lambda: None)
     assert drained(scene) == {"b": False}

@@ -9,6 +9,7 @@ from tests.run.toy import NUM_BYTES, Scene, contribution, scheduled, started
 
 from diloco.errors import BusyError, DilocoError, NoRoomError
 from diloco.protocol.contribution import Contribution
+from diloco.protocol.members import Claim, Report
 from diloco.run.memory import MemorySlot
 from diloco.run.uploads import KEPT_S, Upload
 
@@ -82,7 +83,7 @@ def test_a_prefix_is_dropped(how: str) -> None:
     if how.startswith("cut"):
         stuck = scene.begin(c)
         if how == "cut after it left":
-            scene.driver.leave("a", 1, lambda: None, tokens=0)
+            scene.driver.leave(Claim("a", 1), Report(tokens=0), lambda: None)
         else:
             assert scene.push(c) is None
         scene.driver.cut_push(stuck, received=1)
@@ -91,7 +92,7 @@ def test_a_prefix_is_dropped(how: str) -> None:
         cut(scene, c)
         match how:
             case "leave":
-                scene.driver.leave("a", 1, lambda: None, tokens=0)
+                scene.driver.leave(Claim("a", 1), Report(tokens=0), lambda: None)
             case "replaced":
                 scene.join("a")
             case "late":
@@ -130,7 +131,7 @@ def test_the_part_of_an_incarnation_that_is_out_is_dropped() -> None:
     scene = started("a", "b")
     push = scene.driver.begin_push(contribution("a"), NUM_BYTES, boot=scene.driver.boot, span=(0, NUM_BYTES))
     scene.driver.cut_push(push, received=1)
-    scene.driver.leave("a", 1, lambda: None, tokens=0)
+    scene.driver.leave(Claim("a", 1), Report(tokens=0), lambda: None)
     assert scene.spool.held_bytes == 0
 
 

@@ -17,7 +17,7 @@ from diloco.core.update import Update
 from diloco.errors import DilocoError, NonFiniteError, PayloadError
 from diloco.protocol.actions import MergeRound
 from diloco.protocol.contribution import Contribution, Standing
-from diloco.protocol.members import Deadlines
+from diloco.protocol.members import Claim, Deadlines, Report
 from diloco.protocol.steering import Pool
 from diloco.run.driver import Driver
 from diloco.run.memory import MemorySlot, MemoryStore
@@ -198,27 +198,22 @@ class Scene:
     def join(self, learner: str, overlap: int | None = None) -> int:
         """A learner joins; returns its incarnation."""
         answers: list[int] = []
-        self.driver.join(learner, LAYOUT, answers.append, overlap=overlap)
+        self.driver.join(Claim(learner), LAYOUT, answers.append, overlap=overlap)
         self.settle()
         return answers[0]
 
     def listen(self, learner: str, incarnation: int = 1) -> Line:
         """A learner opens a connection."""
         line = Line()
-        self.driver.connected(learner, incarnation, line)
+        self.driver.connected(Claim(learner, incarnation), line)
         return line
 
     def beat(self, learner: str, step: int, incarnation: int = 1, **fields: Any) -> Standing:
-        """A sign of life, at ten tokens a step."""
-        values = {
-            "step": step,
-            "steps": step,
-            "tokens": 10 * step,
-            "step_s": 1.0,
-            "waiting": False,
-            "seen": self.driver.lineage,
-        }
-        return self.driver.heartbeat(learner, incarnation, **{**values, **fields})
+        """A heartbeat, at ten tokens a step. `fields`: of the claim and the report."""
+        claimed = {key: fields.pop(key) for key in ("process", "seen", "versions") if key in fields}
+        claim = Claim(learner, incarnation, **{"seen": self.driver.lineage, **claimed})
+        report = Report(**{"step": step, "steps": step, "tokens": 10 * step, "step_s": 1.0, **fields})
+        return self.driver.heartbeat(claim, report)
 
     def begin(self, c: Contribution, payload: int = 1, process: int = 0) -> Upload[MemorySlot]:
         """A push that has come up whole."""
@@ -286,7 +281,7 @@ class Player:
         if not self.is_part:
             if not self.is_joining:
                 self.is_joining = True
-                self.scene.driver.join(self.name, LAYOUT, self._joined)
+                self.scene.driver.join(Claim(self.name), LAYOUT, self._joined)
             return
         self._hear(self.line.heard[-1])
         for fragment in (0, 1):

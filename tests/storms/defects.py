@@ -22,6 +22,7 @@ from diloco.protocol.succession import Witness
 from diloco.protocol.syncer import SyncerCore
 from diloco.run import driver
 from diloco.run.driver import Driver
+from diloco.run.executor import ActionExecutor
 from diloco.run.global_model import GlobalModel
 
 Defect = Callable[[pytest.MonkeyPatch], None]
@@ -51,15 +52,14 @@ def sends_again_under_a_new_number(patch: pytest.MonkeyPatch) -> None:
 
 
 def mixes_payloads_up(patch: pytest.MonkeyPatch) -> None:
-    close = Driver._close
+    close = ActionExecutor._close
 
-    def swapped(self: Driver[Any, Any, Any], action: Any) -> None:
-        keys = action.contributions
-        slots = [self._slots[c] for c in keys]
-        self._slots.update(zip(keys, reversed(slots), strict=True))
+    def swapped(self: ActionExecutor[Any, Any, Any], action: Any) -> None:
+        keys, slots = action.contributions, self.uploads._slots
+        slots.update(zip(keys, reversed([slots[c] for c in keys]), strict=True))
         close(self, action)
 
-    patch.setattr(Driver, "_close", swapped)
+    patch.setattr(ActionExecutor, "_close", swapped)
 
 
 def keeps_what_was_cut(patch: pytest.MonkeyPatch) -> None:

@@ -22,8 +22,9 @@ from diloco.protocol.in_flight import Send
 from diloco.protocol.learner import LearnerCore
 from diloco.protocol.leases import Grant
 from diloco.protocol.lineage import Lineage
+from diloco.protocol.members import Report
 from diloco.protocol.session import requests
-from diloco.protocol.session.requests import Identity, Report, TellStart
+from diloco.protocol.session.requests import Identity, TellStart
 from diloco.protocol.session.session_core import SessionCore
 from diloco.run.ports import InitialModel
 

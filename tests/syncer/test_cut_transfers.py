@@ -86,7 +86,7 @@ def in_spite_of_cuts(transfer: Callable[[], T]) -> tuple[T, int]:
 
 def received(syncer: Syncer) -> torch.Tensor:
     """The one contribution that waits for its round."""
-    [slot] = syncer.driver.ask(lambda driver: list(driver._slots.values()))
+    [slot] = syncer.driver.ask(lambda driver: list(driver._uploads._slots.values()))
     return slot.tensor
 
 

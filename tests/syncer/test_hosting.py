@@ -29,7 +29,7 @@ from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import bytes_of
 from diloco.exchange.wire.rpc import path
 from diloco.protocol.contribution import Contribution
-from diloco.protocol.members import Deadlines
+from diloco.protocol.members import Claim, Deadlines, Report
 from diloco.store.store import Store
 from diloco.syncer.door.admission import LIMITS
 from diloco.syncer.hosting import HostedDriver, SyncerDriver
@@ -76,7 +76,7 @@ def initialise(driver: HostedDriver) -> None:
 
 def join(driver: HostedDriver, learner: str) -> int:
     def event(it: SyncerDriver, done: Callable[[int], None]) -> None:
-        it.join(learner, layout(), done)
+        it.join(Claim(learner), layout(), done)
 
     return driver.wait_for(event)
 
@@ -118,9 +118,9 @@ def test_a_slow_disk_holds_up_no_sign_of_life(tmp_path: Path) -> None:
         assert writing.wait(30)
         joining = pool.submit(join, driver, "c")
         until(lambda: "c" in driver.ask(lambda it: it.status())["learners"], "c does not join")
-        driver.ask(lambda it: it.heartbeat("b", 1, step=1, steps=1, tokens=5, step_s=0.1, waiting=False))
+        driver.ask(lambda it: it.heartbeat(Claim("b", 1), Report(step=1, steps=1, tokens=5, step_s=0.1)))
         gone = threading.Event()
-        driver.ask(lambda it: it.leave("b", 1, gone.set, tokens=5))
+        driver.ask(lambda it: it.leave(Claim("b", 1), Report(tokens=5), gone.set))
         assert driver.ask(lambda it: it.state.step) == 2
         assert not joining.done()  # it is told only when it would survive a crash
         assert not gone.is_set()

@@ -32,7 +32,8 @@ from diloco.exchange.lanes import CommandLanes
 from diloco.protocol.contribution import CallForWork, Contribution, Drained, Hold, Rejection, Standing
 from diloco.protocol.leases import Ask, Grant
 from diloco.protocol.lineage import Lineage
-from diloco.protocol.session.requests import Report, TellStart
+from diloco.protocol.members import Report
+from diloco.protocol.session.requests import TellStart
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ from diloco.exchange.virtual.run import RUN, VirtualRun, World
 from diloco.exchange.virtual.turns import Killed, StepSeconds, ThreadState
 from diloco.protocol.contribution import CallForWork, Contribution, Drained, Hold, Rejection
 from diloco.protocol.leases import Ask, Grant
-from diloco.protocol.session.requests import Fail, Identity, Report, TellStart
+from diloco.protocol.members import Report
+from diloco.protocol.session.requests import Fail, Identity, TellStart
 from diloco.protocol.session.session_core import SessionCore
 from diloco.protocol.steering import Pool
 from diloco.run.ports import InitialModel

@@ -25,7 +25,7 @@ from diloco.protocol.contribution import KEPT, CallForWork, Contribution, Draine
 from diloco.protocol.in_flight import Send
 from diloco.protocol.learner import LearnerCore
 from diloco.protocol.leases import Grant
-from diloco.protocol.session.requests import Evaluation, Report
+from diloco.protocol.members import Evaluation, Report
 from diloco.protocol.unit_queue import UnitQueue
 from diloco.protocol.units import Ranges
 

@@ -42,8 +42,8 @@ from diloco.learner.state_dict import learner_state, resume
 from diloco.learner.tensors import LearnerTensors, trained_tensors
 from diloco.protocol.learner import LearnerCore
 from diloco.protocol.leases import DataSet
+from diloco.protocol.members import Evaluation
 from diloco.protocol.rounds.base import Rules
-from diloco.protocol.session.requests import Evaluation
 
 log = logging.getLogger("diloco")
 

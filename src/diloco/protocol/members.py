@@ -1,4 +1,4 @@
-"""Membership of a run, as its syncer sees it, and the deadlines of its members."""
+"""Membership of a run: the claims and reports of learners, members as their syncer sees them, and their deadlines."""
 
 from __future__ import annotations
 
@@ -6,6 +6,78 @@ from dataclasses import dataclass
 
 from diloco.core.choices import positive
 from diloco.errors import ConfigError
+from diloco.protocol.lineage import Lineage
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The identity and knowledge that a learner claims with a request; the driver checks both before it acts.
+
+    Attributes:
+        incarnation: given by the syncer at each join; 0 before the first, and of a learner whose incarnations are out.
+        process: a random number of the learner's process. A run that was taken back to an older state may have given
+            the same incarnation to another process since.
+        seen: the syncer that the learner follows; None: none yet.
+        versions: by fragment, the newest that the learner has from there; empty: it does not say.
+    """
+
+    learner: str
+    incarnation: int = 0
+    process: int = 0
+    seen: Lineage | None = None
+    versions: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The global model's loss on held-out data.
+
+    Attributes:
+        loss: nats per token.
+        run_tokens: tokens trained by the run when it was evaluated, as the learner knew.
+    """
+
+    loss: float
+    run_tokens: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """The content of a heartbeat: the state of a learner, as it reports it.
+
+    Attributes:
+        step: inner steps taken, as the run counts them.
+        tokens: trained by this incarnation.
+        step_s: seconds of an inner step; None: not measured yet.
+        waiting: it is blocked on an answer.
+        finished: it takes no more steps.
+        steps: inner steps taken by this incarnation.
+        blocked_with: the newest versions that it had when it began to wait for others: it sends nothing before there is
+            another one. Empty: it does not wait for a version.
+        earlier_tokens: trained by earlier incarnations of this process.
+        training_loss: of the newest inner step that the learner logged, nats per token; None: it logs none.
+        evaluation: its newest; None: it has made none.
+        blocked_s: seconds in total that the training thread of this process has waited for answers.
+        confirmed: by fragment, the learner knows the verdicts on all its contributions up to this number.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    step_s: float | None = None
+    waiting: bool = False
+    finished: bool = False
+    steps: int = 0
+    blocked_with: tuple[int, ...] = ()
+    earlier_tokens: int = 0
+    training_loss: float | None = None
+    evaluation: Evaluation | None = None
+    blocked_s: float = 0.0
+    confirmed: tuple[int, ...] = ()
+
+    @property
+    def all_tokens(self) -> int:
+        """Trained by this process."""
+        return self.earlier_tokens + self.tokens
 
 
 @dataclass

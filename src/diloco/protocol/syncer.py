@@ -39,7 +39,7 @@ from diloco.protocol.contribution import OUTLIER, Contribution, Standing, Verdic
 from diloco.protocol.in_flight import require_whole_numbers
 from diloco.protocol.leases import Ask, Grant, Leases
 from diloco.protocol.leases import gone_back as leases_gone_back
-from diloco.protocol.members import Deadlines, Member
+from diloco.protocol.members import Deadlines, Member, Report
 from diloco.protocol.rounds import HALVES
 from diloco.protocol.rounds.base import ClosedRound, Decision, FragmentState, Rules
 from diloco.protocol.steering import Order, Pool, Steering
@@ -218,36 +218,22 @@ class SyncerCore:
                 "new one."
             )
 
-    def heartbeat(
-        self, now: float, learner: str, incarnation: int, *, step: int, steps: int, tokens: int, step_s: float | None,
-        waiting: bool, finished: bool = False, blocked_with: tuple[int, ...] = (),
-        confirmed: Sequence[int] = (), earlier_tokens: int = 0,
-    ) -> list[Action]:  # fmt: skip
-        """A heartbeat.
-
-        Arguments:
-            step: the inner step that the learner is at.
-            steps, tokens: taken and trained by this incarnation in all.
-            step_s: seconds that an inner step takes; None: not measured.
-            waiting: the learner is blocked on an answer.
-            finished: the learner takes no more steps.
-            blocked_with: as in `Member`.
-            confirmed: per fragment, it knows the verdicts of all its contributions up to this number.
-            earlier_tokens: trained by earlier incarnations of its process.
-        """
+    def heartbeat(self, now: float, learner: str, incarnation: int, report: Report) -> list[Action]:
+        """A heartbeat. `report`: as far as it holds at this syncer: one that lacks contributions of a learner must not
+        count it as finished or blocked."""
         self.check(learner, incarnation)
         member = self.members[learner]
-        member.waiting, member.step_s, was_ready = waiting, step_s or member.step_s, member.ready
-        has_gone_on = step < member.step  # a contribution of a later step has overtaken this
-        member.blocked_with = () if has_gone_on else blocked_with
-        look = self._alive(now, member, step, tokens, steps, earlier_tokens)
-        if finished:
+        member.waiting, member.step_s, was_ready = report.waiting, report.step_s or member.step_s, member.ready
+        has_gone_on = report.step < member.step  # a contribution of a later step has overtaken this
+        member.blocked_with = () if has_gone_on else report.blocked_with
+        look = self._alive(now, member, report.step, report.tokens, report.steps, report.earlier_tokens)
+        if report.finished:
             member.finished, member.ready = True, False
-            self.accounting.accounts[learner].ended_at = step
-        if tokens > 0:
+            self.accounting.accounts[learner].ended_at = report.step
+        if report.tokens > 0:
             member.trains(member.step)
-        if confirmed:
-            self.accounting.confirm(learner, confirmed)
+        if report.confirmed:
+            self.accounting.confirm(learner, report.confirmed)
         return self._look_again(now) if look or (was_ready and not member.ready) else self._wake(now)
 
     def disconnected(self, now: float, learner: str, incarnation: int) -> list[Action]:

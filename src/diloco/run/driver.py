@@ -1,4 +1,5 @@
-"""`Driver`: executes the actions of `SyncerCore`, for one run.
+"""`Driver`: the events of one run. It checks them, enters them into `SyncerCore`, and has the actions executed
+(`run.executor`).
 
     from learners        initialise · join · heartbeat · lease · leave · connected, disconnected · fetch
                          begin_push, then complete_push or cut_push
@@ -14,16 +15,14 @@ caller must ensure that one event is over before the next begins. Events that wa
 lease, leave, steer) are answered by a call of `done`.
 
 The life of a contribution: a push is begun, which makes room for it, and completed, which has its content checked;
-`SyncerCore` acknowledges or rejects it; its round is closed (`JobsPort.close`), made durable
-(`StorePort.publish`), and only then visible. A refused write is tried again after `writes.RETRY_S`. Until it
-succeeds the version is not visible, and contributions wait in the spool.
+`SyncerCore` acknowledges or rejects it; the executor closes its round, makes the new version durable, and publishes it.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, Generic
@@ -38,33 +37,22 @@ from diloco.errors import (
     StaleIncarnationError,
     StoreError,
 )
-from diloco.protocol.actions import (
-    Acknowledge,
-    Action,
-    Evict,
-    MergeRound,
-    PersistRecord,
-    Publish,
-    Reject,
-    Tell,
-    WakeAt,
-)  # fmt: skip
-from diloco.protocol.contribution import NOT_FINITE, Contribution, Standing
+from diloco.protocol.actions import Acknowledge, Action, Reject
+from diloco.protocol.contribution import Contribution, Standing
 from diloco.protocol.leases import Ask, Grant
 from diloco.protocol.lineage import Lineage, lost, refusal
-from diloco.protocol.members import Deadlines
+from diloco.protocol.members import Claim, Deadlines, Report
 from diloco.protocol.steering import Order, Pool
 from diloco.protocol.syncer import SyncerCore
 from diloco.run import validation as sense
 from diloco.run.assembly import Span
-from diloco.run.connections import Connections
+from diloco.run.executor import ActionExecutor
 from diloco.run.global_model import FragmentAnswer
-from diloco.run.ports import ConnectionPort, H, InitialModel, MergedRound, ModelLayout, P, Ports, RunMethod, S, SavedRun
+from diloco.run.ports import ConnectionPort, H, InitialModel, ModelLayout, P, Ports, RunMethod, S, SavedRun
 from diloco.run.recorded import event
 from diloco.run.run_state import RunState
-from diloco.run.status import RunStatus
-from diloco.run.uploads import Upload, Uploads
-from diloco.run.writes import Write, Writes, refusal_of
+from diloco.run.uploads import Upload
+from diloco.run.writes import refusal_of
 from diloco.watching import only_watching
 
 STOOD_STILL_S = 1.0
@@ -104,20 +92,12 @@ class Driver(Generic[H, S, P]):
         self.state: RunState[H, P] = RunState(run, method, deadlines or Deadlines(), pool)
         self._ports = ports
         self._clock, self._observer = ports.clock, only_watching(ports.observer)
-        self._connections = Connections()
-        self._writes: Writes[H, P] = Writes()
-        self._status = RunStatus()
-        self._slots: dict[Contribution, S] = {}
-        self._uploads: Uploads[S] = Uploads(ports.spool)
-        self._checked_parts = set[Contribution]()  # those put together whose content is being checked
+        self._executor = ActionExecutor(self.state, ports, self._observer)
+        self._uploads, self._writes = self._executor.uploads, self._executor.writes
+        self._connections, self._status = self._executor.connections, self._executor.status
+        self._checked_parts = set[Contribution]()  # contributions of several parts whose content is being checked
         self._beginnings: deque[tuple[InitialModel[H], Callable[[DilocoError | None], None]]] = deque()
-        self._num_closing = 0
-        self._num_standings = 0
-        self._heard_steps: dict[tuple[str, int], int] = {}  # by learner and incarnation: its own steps
-        self._wake_at_s = math.inf
         self._no_room: tuple[float, str] = (-math.inf, "")
-        self._data_news = (0, 0)  # passes done, and units that came back
-        self._is_stopping = False
         if saved is not None:
             self.state.restore(saved, self._clock.now_s())
             self._clock.wake_at(self._clock.now_s())
@@ -132,51 +112,29 @@ class Driver(Generic[H, S, P]):
     @property
     def num_live(self) -> int:
         """Learners that hold the model and listen, or train, and have not finished."""
-        members = list(self.core.members.values()) if self.state.is_initialised else []
-        trains, finished = {m.learner for m in members if m.ready}, {m.learner for m in members if m.finished}
-        return len((trains | self._connections.learners) - finished)
+        return self._executor.num_live if self.state.is_initialised else 0
 
     @property
     def is_busy(self) -> bool:
-        """Whether tensor work or a write is under way that does not wait for a disk that refused it."""
-        return self._num_closing > 0 or self._writes.are_moving or bool(self._beginnings)
+        """Whether tensor work is under way, or a write that does not wait for a disk that refused it."""
+        return self._executor.is_busy or bool(self._beginnings)
 
-    @event
-    def standing(self, learner: str) -> Standing:
-        """The standing of a member."""
-        return self._standing(learner, self.num_live)
-
-    def _standing(self, learner: str, num_live: int) -> Standing:
-        self._num_standings += 1
-        return replace(
-            self.core.standing(learner),
-            num_live=num_live,
-            run_tokens=self.state.run_tokens,
-            order=self._num_standings,
-        )
-
-    def fetch(
-        self, fragment: int, base: int, learner: str = "", incarnation: int = 0, *, versions: Sequence[int] = (),
-        seen: Lineage | None = None, process: int = 0,
-    ) -> FragmentAnswer[H, P]:  # fmt: skip
-        """The update that follows version `base`, or the newest whole fragment where that is not kept.
+    def fetch(self, fragment: int, base: int, claim: Claim | None = None) -> FragmentAnswer[H, P]:
+        """The update that follows version `base`, or the newest whole fragment if that update is not kept.
 
         Arguments:
-            learner, incarnation: for which it is; "": a viewer.
-            versions, seen, process: as in `heartbeat`.
+            claim: of the learner that fetches; None: a viewer does.
 
         Raises:
             LayoutError: no such fragment. NotInitialisedError: there is no model yet. StaleIncarnationError,
                 LineageError, UnknownRunError, PayloadError: as `connected`.
         """
-        if learner:
-            self._require_line(seen)
-            self.core.check(learner, incarnation, process)
-            sense.check_versions(learner, len(versions), len(self.state.versions))
-            self._require_line(seen, versions)
+        if claim is not None:
+            self._require_member(claim)
         fetched = self.state.model.fetch(fragment, base)
-        verdicts = self.core.verdicts(learner, fragment, fetched.update.version) if learner else ()
-        return replace(fetched, verdicts=verdicts)
+        if claim is None:
+            return fetched
+        return replace(fetched, verdicts=self.core.verdicts(claim.learner, fragment, fetched.update.version))
 
     def status(self) -> dict[str, Any]:
         """Plain values for `diloco status`."""
@@ -248,15 +206,14 @@ class Driver(Generic[H, S, P]):
 
     @event
     def join(
-        self, learner: str, layout: ModelLayout, done: Callable[[int], None], *, process: int = 0, after: int = 0,
-        ready: bool = False, overlap: int | None = None, tokens_per_step: int | None = None,
-        seen: Lineage | None = None,
+        self, claim: Claim, layout: ModelLayout, done: Callable[[int], None], *, ready: bool = False,
+        overlap: int | None = None, tokens_per_step: int | None = None,
     ) -> None:  # fmt: skip
         """A learner joins as a new incarnation. `done`: called with its number once that is durable.
 
         Arguments:
-            process, after, ready, overlap, tokens_per_step: as in `SyncerCore.joined`.
-            seen: what the learner has followed; None: nothing yet.
+            claim: its incarnation is the one of the same process that is out; 0: it had none.
+            ready, overlap, tokens_per_step: as in `SyncerCore.joined`.
 
         Raises:
             NotInitialisedError: there is no model yet. LayoutError: it holds another model.
@@ -266,174 +223,143 @@ class Driver(Generic[H, S, P]):
             ConfigError: the run's method gives learners no overlap of their own, or not this one.
             NoRoomError: the run's pool has no place for it now. DrainedError: nor will it have one.
         """
-        core = self.core
+        core, learner = self.core, claim.learner
         sense.check_name(learner)
         sense.check_step_size(learner, tokens_per_step)
-        sense.check_incarnation(learner, after, core.accounting.incarnation_of(learner))
-        self._require_line(seen)
+        sense.check_incarnation(learner, claim.incarnation, core.accounting.incarnation_of(learner))
+        self._require_followed(claim)
         if overlap is not None:
             self.state.method.with_own_overlap(overlap)
         if difference := layout.first_difference(self.state.model.layout):
             raise LayoutError(f"learner {learner!r} (here) does not hold the run's model (there): {difference}.")
         incarnation, actions = core.joined(
-            self._clock.now_s(), learner, process=process, after=after, ready=ready, overlap=overlap,
-            tokens_per_step=tokens_per_step,
+            self._clock.now_s(), learner, process=claim.process, after=claim.incarnation, ready=ready,
+            overlap=overlap, tokens_per_step=tokens_per_step,
         )  # fmt: skip
         self._observer.joined(learner, incarnation, core.step)
         self._writes.record(self._clock.now_s(), partial(done, incarnation))
-        self._execute(actions)
+        self._executor.execute(actions)
 
-    def check(self, learner: str, incarnation: int, process: int | None = None) -> None:
-        """As `SyncerCore.check`."""
-        self.core.check(learner, incarnation, process)
-
-    def _require_line(self, seen: Lineage | None, versions: Sequence[int] = ()) -> None:
-        """Check that a learner can follow this syncer, and that the versions that it holds are part of the run.
-
-        The first comes before all else: an older copy of the state does not say which incarnations are out.
+    def _require_followed(self, claim: Claim) -> None:
+        """Check that the learner can follow this syncer. This check precedes all others: an older copy of the state
+        does not know which incarnations are out.
 
         Raises:
-            LineageError, UnknownRunError: it cannot. StaleIncarnationError: they are not.
+            LineageError, UnknownRunError: as `protocol.lineage.refusal`.
         """
-        if seen is None:
-            return
-        if (error := refusal(seen, self.lineage)) is not None:
+        if (error := refusal(claim.seen, self.lineage)) is not None:
             raise error
-        if (gone := lost(self.state.epochs, seen.epoch, versions)) is not None:
-            fragment, version = gone
-            raise StaleIncarnationError(
-                f"the run went back to version {version} of fragment {fragment} after epoch {seen.epoch}, and version "
-                f"{versions[fragment]} is not part of it any more; join again to continue from the newest one."
-            )
+
+    def _require_member(self, claim: Claim) -> None:
+        """Check that the learner can follow this syncer, is a member, and has versions that are part of the run.
+
+        Raises:
+            LineageError, UnknownRunError: as `protocol.lineage.refusal`. StaleIncarnationError: its incarnation is
+                out, or a version is not part of the run any more. PayloadError: more versions than fragments.
+        """
+        self._require_followed(claim)
+        self.core.check(claim.learner, claim.incarnation, claim.process)
+        sense.check_versions(claim.learner, claim.versions, len(self.state.versions))
+        if claim.seen is None or (gone := lost(self.state.epochs, claim.seen.epoch, claim.versions)) is None:
+            return
+        fragment, version = gone
+        raise StaleIncarnationError(
+            f"the run went back to version {version} of fragment {fragment} after epoch {claim.seen.epoch}, and "
+            f"version {claim.versions[fragment]} is not part of it any more; join again to continue from the "
+            "newest one."
+        )
 
     @event
-    def heartbeat(
-        self, learner: str, incarnation: int, *, step: int, steps: int, tokens: int, step_s: float | None,
-        waiting: bool, finished: bool = False, blocked_with: Sequence[int] = (), versions: Sequence[int] = (),
-        confirmed: Sequence[int] = (), seen: Lineage | None = None, earlier_tokens: int = 0,
-        process: int = 0,
-    ) -> Standing:  # fmt: skip
+    def heartbeat(self, claim: Claim, report: Report) -> Standing:
         """A heartbeat; returns the learner's standing.
 
         Arguments:
-            process: whose incarnation it is, as it said when it joined.
-            versions: the newest that the learner has, by fragment.
-            seen: the syncer that it has them from, and that has all contributions of a learner that has `finished` or
-                is blocked: another one may lack some, so that the learner is neither. None: it follows none yet.
-            others: as in `SyncerCore.heartbeat`.
+            claim: a learner that has finished, or is blocked, is so only at the syncer that it follows, which has all
+                its contributions; another one may lack some.
 
         Raises:
-            StaleIncarnationError: the incarnation is out, or a version is not part of the run any more. PayloadError:
-                its numbers make no sense. LineageError, UnknownRunError: as `protocol.lineage.refusal`.
+            StaleIncarnationError, LineageError, UnknownRunError: as `connected`. PayloadError: its numbers make no
+                sense.
         """
-        core = self.core
-        self._require_line(seen)
-        core.check(learner, incarnation, process)
-        sense.check_heartbeat(
-            learner, step=step, steps=steps, tokens=tokens, step_s=step_s, num_versions=len(versions),
-            num_confirmed=len(confirmed), num_blocked=len(blocked_with),
-            num_fragments=len(self.state.versions), run_step=core.step,
-            tokens_per_step=core.members[learner].tokens_per_step, earlier_tokens=earlier_tokens,
-        )  # fmt: skip
-        self._require_line(seen, versions)
-        sense.check_forward(learner, steps, self._heard_steps.get((learner, incarnation), 0))
-        self._heard_steps[learner, incarnation] = steps
-        actions = core.heartbeat(
-            self._clock.now_s(), learner, incarnation, step=step, steps=steps, tokens=tokens, step_s=step_s,
-            waiting=waiting, finished=finished and seen == self.lineage,
-            blocked_with=tuple(blocked_with) if seen == self.lineage else (), confirmed=tuple(confirmed),
-            earlier_tokens=earlier_tokens,
-        )  # fmt: skip
-        self._status.heard(learner, incarnation, versions)
-        self._execute(actions)
-        return self.standing(learner)
+        core, learner = self.core, claim.learner
+        self._require_member(claim)
+        tokens_per_step = core.members[learner].tokens_per_step
+        sense.check_report(learner, report, len(self.state.versions), core.step, tokens_per_step)
+        sense.check_forward(learner, report.steps, self._status.steps_of(learner, claim.incarnation))
+        if claim.seen != self.lineage:
+            report = replace(report, finished=False, blocked_with=())
+        actions = core.heartbeat(self._clock.now_s(), learner, claim.incarnation, report)
+        self._status.heard(claim, report.steps)
+        self._executor.execute(actions)
+        return self._executor.standing(learner, self.num_live)
 
     @event
-    def leave(
-        self, learner: str, incarnation: int, done: Callable[[], None], *, tokens: int, step: int = 0,
-        earlier_tokens: int = 0, process: int = 0, seen: Lineage | None = None,
-    ) -> None:  # fmt: skip
+    def leave(self, claim: Claim, report: Report, done: Callable[[], None]) -> None:
         """A learner leaves. `done`: called once that is durable.
 
         Arguments:
-            incarnation: 0: all that its process knows of are out, and what is to be counted are its tokens.
-            tokens, earlier_tokens: trained by this incarnation, and by earlier ones of its process.
-            step: at which it ends, unless the syncer knows of a later one.
-            seen: what the learner follows. process: as in `heartbeat`.
+            claim: with incarnation 0, all incarnations that its process knows of are out, and only its tokens are to
+                be counted.
+            report: `step` is the one at which it ends, unless the syncer knows of a later one.
 
         Raises:
             StaleIncarnationError: the incarnation is out, or the process is not the newest of its name. PayloadError:
                 its numbers make no sense. LineageError, UnknownRunError: it has followed a later state.
         """
-        core, now_s = self.core, self._clock.now_s()
-        self._require_line(seen)
-        if incarnation:
-            core.check(learner, incarnation, process)
+        core, now_s, learner, step = self.core, self._clock.now_s(), claim.learner, report.step
+        self._require_followed(claim)
+        if claim.incarnation:
+            core.check(learner, claim.incarnation, claim.process)
         member = core.members.get(learner)
-        sense.check_step(learner, step, core.step)
-        for each in (tokens, earlier_tokens):
-            sense.check_tokens(learner, each, core.step, None if member is None else member.tokens_per_step)
-        if incarnation:
-            actions = core.left(now_s, learner, incarnation, step=step, tokens=tokens, earlier_tokens=earlier_tokens)
+        sense.check_goodbye(learner, report, core.step, None if member is None else member.tokens_per_step)
+        if claim.incarnation:
+            actions = core.left(
+                now_s, learner, claim.incarnation, step=step, tokens=report.tokens, earlier_tokens=report.earlier_tokens
+            )
         else:
-            actions = core.left_late(now_s, learner, process=process, step=step, tokens=earlier_tokens + tokens)
+            actions = core.left_late(now_s, learner, process=claim.process, step=step, tokens=report.all_tokens)
         if member is not None:
-            self._observer.left(learner, member.incarnation, tokens)
-            self._end(learner, member.incarnation)
+            self._observer.left(learner, member.incarnation, report.tokens)
+            self._executor.end(learner, member.incarnation)
         self._writes.record(now_s, done)
-        self._execute(actions)
+        self._executor.execute(actions)
 
     @event
-    def lease(
-        self, learner: str, incarnation: int, ask: Ask, done: Callable[[Grant], None], *, seen: Lineage | None = None,
-        process: int = 0,
-    ) -> None:  # fmt: skip
+    def lease(self, claim: Claim, ask: Ask, done: Callable[[Grant], None]) -> None:
         """A learner asks for units of the run's data. `done`: called with them once their lease is durable.
-
-        Arguments:
-            seen: what the learner follows. process: as in `heartbeat`.
 
         Raises:
             StaleIncarnationError: the incarnation is out. ConfigError: it has other data than the run.
             PayloadError: the request makes no sense. LineageError, UnknownRunError: it has followed a later state.
         """
-        self._require_line(seen)
-        self.core.check(learner, incarnation, process)
-        sense.check_ask(learner, ask)
+        self._require_member(claim)
+        sense.check_ask(claim.learner, ask)
         now_s, tokens_before = self._clock.now_s(), self.state.initial_tokens
-        grant, actions = self.core.lease(now_s, learner, incarnation, ask, tokens_before=tokens_before)
+        grant, actions = self.core.lease(now_s, claim.learner, claim.incarnation, ask, tokens_before=tokens_before)
         self._writes.record(now_s, partial(done, grant))
-        self._execute(actions)
+        self._executor.execute(actions)
 
     @event
-    def connected(
-        self, learner: str, incarnation: int, connection: ConnectionPort, *, versions: Sequence[int] = (),
-        seen: Lineage | None = None, process: int = 0,
-    ) -> None:  # fmt: skip
-        """A learner has opened a connection. Its standing is sent at once, and whenever it changes.
-
-        Learners that wait for others before they start are sent theirs too.
-
-        Arguments:
-            versions, seen, process: as in `heartbeat`.
+    def connected(self, claim: Claim, connection: ConnectionPort) -> None:
+        """A learner has opened a connection. Its standing is sent at once, and whenever it changes. Learners that wait
+        for others before they start are sent theirs too.
 
         Raises:
-            StaleIncarnationError, LineageError, UnknownRunError: as `heartbeat`. PayloadError: more versions than
-                fragments.
+            StaleIncarnationError: the incarnation is out, or a version is not part of the run any more.
+            LineageError, UnknownRunError: as `protocol.lineage.refusal`. PayloadError: more versions than fragments.
         """
-        self._require_line(seen)
-        self.core.check(learner, incarnation, process)
-        sense.check_versions(learner, len(versions), len(self.state.versions))
-        self._require_line(seen, versions)
-        self._connections.opened(learner, incarnation, connection)
-        connection.standing(self.standing(learner))
-        self._tell([it.learner for it in self.core.members.values() if it.learner != learner and it.tokens == 0])
+        self._require_member(claim)
+        self._connections.opened(claim.learner, claim.incarnation, connection)
+        connection.standing(self._executor.standing(claim.learner, self.num_live))
+        members = self.core.members.values()
+        self._executor.tell([it.learner for it in members if it.learner != claim.learner and it.tokens == 0])
 
     @event
-    def disconnected(self, learner: str, incarnation: int, connection: ConnectionPort) -> None:
+    def disconnected(self, claim: Claim, connection: ConnectionPort) -> None:
         """This connection broke."""
-        if self._connections.broke(learner, incarnation, connection):
-            self._execute(self.core.disconnected(self._clock.now_s(), learner, incarnation))
+        if self._connections.broke(claim.learner, claim.incarnation, connection):
+            now_s = self._clock.now_s()
+            self._executor.execute(self.core.disconnected(now_s, claim.learner, claim.incarnation))
 
     # --- contributions ------------------------------------------------------------------------------------------------
 
@@ -447,7 +373,7 @@ class Driver(Generic[H, S, P]):
             boot: the driver that it is meant for.
             span: the part of the payload that is uploaded; None: all of it. The contribution has arrived once all of
                 its parts have.
-            process: as in `heartbeat`.
+            process: as in `Claim`.
 
         Raises:
             RestartedError: another driver than this one, which may lack what that one had acknowledged.
@@ -533,10 +459,9 @@ class Driver(Generic[H, S, P]):
             self._uploads.release(push.slot)
             done(refusal)
             return
-        self._decided(actions[:1])
+        self._executor.decided(actions[:1])
         match actions[0]:
             case Acknowledge(duplicate=False):
-                self._slots[push.contribution] = push.slot
                 self._uploads.taken(push)
                 self._observer.contributed(push.contribution, push.num_bytes)
             case Reject() as reject:
@@ -544,67 +469,8 @@ class Driver(Generic[H, S, P]):
                 self._observer.rejected(reject)
             case _:
                 self._uploads.release(push.slot)
-        self._execute(actions[1:])
+        self._executor.execute(actions[1:])
         done(None)
-
-    # --- rounds -------------------------------------------------------------------------------------------------------
-
-    def _close(self, action: MergeRound) -> None:
-        if self._is_stopping:  # the driver that serves the run next gets these contributions again
-            return
-        self._num_closing += 1
-        slots = [self._slots.pop(c) for c in action.contributions]
-        model = self.state.model
-        bases = {c.learner: c.base for c in action.contributions}
-        if self.core.members.keys() <= bases.keys():  # every learner has the base of what it sent
-            model.drop_updates(action.fragment, min(bases.values()))
-        close = partial(self._ports.jobs.close, action, model.layout, model.held(action.fragment), slots)
-        self._ports.worker.submit("close", action.fragment, close, partial(self._closed, action, slots))
-
-    def _closed(self, action: MergeRound, slots: Sequence[S], merged: MergedRound[H, P] | PayloadError) -> None:
-        self._num_closing -= 1
-        for slot in slots:
-            self._ports.spool.release(slot)
-        now_s = self._clock.now_s()
-        if isinstance(merged, PayloadError):
-            self._observer.abandoned(action, merged)
-            self._execute(self.core.abandoned(now_s, action.fragment, NOT_FINITE))
-            return
-        self._observer.merged(merged)
-        self._status.merged(action, self.core)
-        self._writes.version(now_s, merged)
-        self.core.merged(action.fragment, merged.refused)
-        self._execute([])
-
-    def _write(self) -> None:
-        """Begin the next write that is due."""
-        if (write := self._writes.begin(self._clock.now_s())) is None:
-            return
-        store, merged = self._ports.store, write.merged
-        fragment = None if merged is None else merged.update.fragment
-        record = self.core.saved(storing=fragment)
-        persist = partial(store.save_record if merged is None else partial(store.publish, merged), record.values)
-        done = partial(self._written, write, record.serial)
-        self._ports.worker.submit("write", fragment, partial(refusal_of, persist), done)
-
-    def _written(self, write: Write[H, P], serial: int, error: StoreError | None) -> None:
-        now_s = self._clock.now_s()
-        if error is not None:
-            if not write.is_refused:
-                self._observer.waits_for_disk(str(write), error)
-            self._writes.refused(now_s, write)
-            self._execute([])
-            return
-        then = self._writes.ended(write)
-        if write.merged is None:
-            actions = self.core.recorded(now_s, serial)
-        else:
-            self.state.model.take(write.merged, self.core.intervals_in_flight)
-            self._observer.published(write.merged, len(self.core.members), now_s - write.wanted_at_s)
-            actions = self.core.stored(now_s, write.merged.update.fragment, serial)
-        self._execute(actions)
-        for each in then:
-            each()
 
     # --- an operator --------------------------------------------------------------------------------------------------
 
@@ -624,7 +490,7 @@ class Driver(Generic[H, S, P]):
         said, actions = self.core.steer(now_s, order, by)
         self._observer.steered(order, by, said)
         self._writes.record(now_s, partial(done, said))
-        self._execute(actions)
+        self._executor.execute(actions)
 
     # --- time ---------------------------------------------------------------------------------------------------------
 
@@ -635,7 +501,7 @@ class Driver(Generic[H, S, P]):
         Arguments:
             late_s: how much later than planned this is called; large if the whole process was suspended.
         """
-        self._wake_at_s = math.inf
+        self._executor.wake_at_s = math.inf
         if not self.state.is_initialised:
             return
         core = self.core
@@ -643,7 +509,7 @@ class Driver(Generic[H, S, P]):
             self._observer.stood_still(late_s)
             core.stood_still(late_s)
         self._uploads.tick(self._clock.now_s())
-        self._execute(core.tick(self._clock.now_s()))
+        self._executor.execute(core.tick(self._clock.now_s()))
         self._observer.stands(core)
 
     # --- the end ------------------------------------------------------------------------------------------------------
@@ -651,69 +517,9 @@ class Driver(Generic[H, S, P]):
     @event
     def stop(self) -> None:
         """Close no more rounds. Work under way continues until `is_busy` is false."""
-        self._is_stopping = True
+        self._executor.stop()
 
     @event
     def end(self) -> None:
         """End all connections; learners connect to the driver that serves the run next."""
         self._connections.end_all()
-
-    # --- actions ------------------------------------------------------------------------------------------------------
-
-    def _execute(self, actions: Sequence[Action]) -> None:
-        """Execute the actions of an event, and begin what else is due."""
-        told: set[str] = set()
-        self._decided(actions)
-        for action in actions:
-            match action:
-                case MergeRound():
-                    self._close(action)
-                case Reject(contribution=c):
-                    self._observer.rejected(action)
-                    if (slot := self._slots.pop(c, None)) is not None:
-                        self._ports.spool.release(slot)
-                case PersistRecord():
-                    self._writes.record(self._clock.now_s())
-                case Publish():
-                    told.update(self.core.members)
-                case Tell(learners=learners):
-                    told.update(learners)
-                case Evict():
-                    self._evict(action)
-                case WakeAt(at=at):
-                    self._wake_at_s = at
-                case Acknowledge():
-                    pass
-        self._write()
-        self._tell(told)
-        self._look_at_data()
-        self._clock.wake_at(min(self._wake_at_s, self._writes.next_s))
-
-    def _look_at_data(self) -> None:
-        leases = self.core.leases
-        news = leases.passes_done, leases.num_returned
-        if news != self._data_news:
-            self._data_news = news
-            self._observer.data_moved(leases)
-
-    def _decided(self, actions: Sequence[Action]) -> None:
-        if self._recorder is not None:
-            self._recorder.decided(actions)
-
-    def _evict(self, action: Evict) -> None:
-        self._observer.evicted(action)
-        if (connection := self._connections.of(action.learner, action.incarnation)) is not None:
-            connection.evicted(action.reason, replaced=action.replaced)
-        self._end(action.learner, action.incarnation)
-
-    def _end(self, learner: str, incarnation: int) -> None:
-        self._connections.end(learner, incarnation)
-        self._uploads.end(learner, incarnation)
-        self._heard_steps.pop((learner, incarnation), None)
-
-    def _tell(self, learners: Collection[str]) -> None:
-        num_live = self.num_live if learners else 0
-        for learner in sorted(learners):
-            member = self.core.members.get(learner)
-            if member is not None and (connection := self._connections.of(learner, member.incarnation)) is not None:
-                connection.standing(self._standing(learner, num_live))

@@ -10,6 +10,7 @@ from typing import Any
 from diloco.events import RECENT_MERGES
 from diloco.protocol.actions import MergeRound
 from diloco.protocol.in_flight import total
+from diloco.protocol.members import Claim
 from diloco.protocol.syncer import SyncerCore
 from diloco.run.global_model import GlobalModel
 
@@ -20,12 +21,14 @@ class _Seen:
 
     Attributes:
         versions: the ones it has.
+        steps: inner steps that it has taken.
         staleness: how many versions old its last merged work was.
         recent: of the last merges while it trained, whether each had its work.
     """
 
     incarnation: int
     versions: Sequence[int] = ()
+    steps: int = 0
     staleness: int | None = None
     recent: deque[bool] = field(default_factory=lambda: deque(maxlen=RECENT_MERGES))
 
@@ -50,9 +53,14 @@ class RunStatus:
     def __init__(self) -> None:
         self._seen: dict[str, _Seen] = {}
 
-    def heard(self, learner: str, incarnation: int, versions: Sequence[int]) -> None:
-        """A sign of life: the newest versions that it has."""
-        self._seen_of(learner, incarnation).versions = versions
+    def heard(self, claim: Claim, steps: int) -> None:
+        """A heartbeat was accepted. `steps`: inner steps that the incarnation has taken."""
+        seen = self._seen_of(claim.learner, claim.incarnation)
+        seen.versions, seen.steps = claim.versions, steps
+
+    def steps_of(self, learner: str, incarnation: int) -> int:
+        """Inner steps that an incarnation has taken, by its newest heartbeat."""
+        return self._seen_of(learner, incarnation).steps
 
     def merged(self, action: MergeRound, core: SyncerCore) -> None:
         """A round is closed."""

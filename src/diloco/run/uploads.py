@@ -119,7 +119,7 @@ class Upload(Generic[S]):
 
 
 class Uploads(Generic[S]):
-    """All that are open, and what was cut off.
+    """The payloads of contributions, from the beginning of their uploads until their rounds are closed.
 
     Attributes:
         assemblies: contributions that are being put together.
@@ -131,6 +131,7 @@ class Uploads(Generic[S]):
         self._prefixes: Prefixes[S] = Prefixes(self.release)
         self._open_bytes = Counter[tuple[str, int]]()
         self._owners: dict[int, tuple[tuple[str, int], int]] = {}  # of slots, by identity, and their bytes
+        self._slots: dict[Contribution, S] = {}  # of accepted contributions
 
     def begin(
         self, c: Contribution, num_bytes: int, span: Span | None, model_bytes: int, *, is_here: bool
@@ -188,9 +189,19 @@ class Uploads(Generic[S]):
             self.release(upload.slot)
 
     def taken(self, upload: Upload[S]) -> None:
-        """The contribution is accepted: its slot belongs to the round."""
+        """The contribution is accepted, and its payload waits for its round."""
         self._forget(upload.slot)
+        self._slots[upload.contribution] = upload.slot
         self._prefixes.settled(upload.contribution)
+
+    def take(self, c: Contribution) -> S:
+        """The payload of an accepted contribution, whose round is closed now. The caller releases its slot."""
+        return self._slots.pop(c)
+
+    def drop(self, c: Contribution) -> None:
+        """The contribution is rejected."""
+        if (slot := self._slots.pop(c, None)) is not None:
+            self._spool.release(slot)
 
     def release(self, slot: S) -> None:
         """Nothing more comes into this slot."""

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from typing import Any, get_args
 
 from diloco.errors import CorruptPayloadError, LayoutError, PayloadError
 from diloco.protocol.contribution import OVERLAP, Contribution
 from diloco.protocol.leases import Ask
+from diloco.protocol.members import Report
 from diloco.protocol.steering import OF_A_LEARNER, Order, What
 from diloco.protocol.succession import Word
 from diloco.protocol.units import Ranges, is_set
@@ -98,38 +100,53 @@ def check_step_size(learner: str, tokens_per_step: int | None) -> None:
     _within(learner, "tokens in an inner step", tokens_per_step or 0, MAX_TOKENS)
 
 
-def check_heartbeat(
-    learner: str, *, step: int, steps: int, tokens: int, step_s: float | None, num_versions: int,
-    num_confirmed: int, num_blocked: int, num_fragments: int, run_step: int, tokens_per_step: int | None,
-    earlier_tokens: int = 0,
+def check_report(
+    learner: str, report: Report, num_fragments: int, run_step: int, tokens_per_step: int | None
 ) -> None:  # fmt: skip
-    """`run_step`: the highest inner step known. Versions newer than the run's are those of a syncer that was put back
-    to an earlier state; they are shown and no more. `tokens_per_step`: as the learner declared; None: it did not."""
-    check_step(learner, step, run_step)
-    _within(learner, "inner steps of its own", steps, step)
-    _within(learner, "trained tokens", tokens, MAX_TOKENS)
-    _within_steps(learner, tokens, steps, tokens_per_step)
-    check_tokens(learner, earlier_tokens, run_step, tokens_per_step)
+    """Check a heartbeat.
+
+    Arguments:
+        run_step: the highest inner step known.
+        tokens_per_step: the step size that the learner declared; None: it declared none.
+    """
+    check_step(learner, report.step, run_step)
+    _within(learner, "inner steps of its own", report.steps, report.step)
+    _within(learner, "trained tokens", report.tokens, MAX_TOKENS)
+    _within_steps(learner, report.tokens, report.steps, tokens_per_step)
+    _check_tokens(learner, report.earlier_tokens, run_step, tokens_per_step)
+    step_s = report.step_s
     if step_s is not None and not (math.isfinite(step_s) and 0 <= step_s <= MAX_STEP_S):
         raise PayloadError(f"{learner!r} says that an inner step takes {step_s} s, which is no duration of a step.")
-    check_versions(learner, num_versions, num_fragments)
-    if num_blocked:
-        check_versions(learner, num_blocked, num_fragments)
-    if num_confirmed not in (0, num_fragments):
+    check_versions(learner, report.blocked_with, num_fragments)
+    if len(report.confirmed) not in (0, num_fragments):
         raise PayloadError(
-            f"{learner!r} confirms contributions to {num_confirmed} fragments, and the run has {num_fragments}; "
-            "confirm all or none."
+            f"{learner!r} confirms contributions to {len(report.confirmed)} fragments, and the run has "
+            f"{num_fragments}; confirm all or none."
         )
+    _check_blocked(learner, report)
 
 
-def check_blocked(learner: str, blocked_s: float) -> None:
-    """Check the seconds that a process of a learner says it was blocked."""
-    if not 0 <= blocked_s <= MAX_BLOCKED_S:  # nor NaN
-        raise PayloadError(f"{learner!r} was blocked for {blocked_s} s; say 0 to {MAX_BLOCKED_S:g} seconds.")
+def check_goodbye(learner: str, report: Report, run_step: int, tokens_per_step: int | None) -> None:
+    """Check the report of a learner that leaves. The number of its steps may not be known. Arguments as in
+    `check_report`."""
+    check_step(learner, report.step, run_step)
+    for tokens in (report.tokens, report.earlier_tokens):
+        _check_tokens(learner, tokens, run_step, tokens_per_step)
+    _check_blocked(learner, report)
+
+
+def _check_blocked(learner: str, report: Report) -> None:
+    if not 0 <= report.blocked_s <= MAX_BLOCKED_S:  # nor NaN
+        raise PayloadError(f"{learner!r} was blocked for {report.blocked_s} s; say 0 to {MAX_BLOCKED_S:g} seconds.")
+
+
+def _check_tokens(learner: str, tokens: int, run_step: int, tokens_per_step: int | None) -> None:
+    _within(learner, "trained tokens", tokens, MAX_TOKENS)
+    _within_steps(learner, tokens, run_step + MAX_AHEAD, tokens_per_step)
 
 
 def check_step(learner: str, step: int, run_step: int) -> None:
-    """Check an inner step. `run_step`: as in `check_heartbeat`."""
+    """Check an inner step. `run_step`: as in `check_report`."""
     _within(learner, "inner steps", step, run_step + MAX_AHEAD)
 
 
@@ -146,15 +163,16 @@ def check_forward(learner: str, steps: int, before: int) -> None:
         )
 
 
-def check_versions(learner: str, num_versions: int, num_fragments: int) -> None:
-    """Check that a learner has versions of no more fragments than there are."""
-    if num_versions > num_fragments:
-        raise PayloadError(f"{learner!r} has versions of {num_versions} fragments, and the run has {num_fragments}.")
+def check_versions(learner: str, versions: Sequence[int], num_fragments: int) -> None:
+    """Check that a learner names versions of no more fragments than there are. Versions newer than the run's are those
+    of a syncer that was taken back to an earlier state; they are shown and no more."""
+    if len(versions) > num_fragments:
+        raise PayloadError(f"{learner!r} has versions of {len(versions)} fragments, and the run has {num_fragments}.")
 
 
 def check_contribution(c: Contribution, run_step: int, tokens_per_step: int | None) -> None:
     """Check a contribution by itself; `SyncerCore` checks its round and base. `tokens_per_step`: as in
-    `check_heartbeat`."""
+    `check_report`."""
     if c.number < 1:
         raise PayloadError(
             f"{c.learner!r} numbers a contribution {c.number}; number those to each fragment 1, 2, 3, ..."
@@ -228,12 +246,6 @@ def check_span(c: Contribution, span: tuple[int, int], num_bytes: int) -> None:
             f"bytes {span[0]} to {span[1]} are no part of a contribution to fragment {c.fragment} of {num_bytes} "
             "bytes; send those of the rank's shard."
         )
-
-
-def check_tokens(learner: str, tokens: int, run_step: int, tokens_per_step: int | None) -> None:
-    """Check the tokens of a goodbye, or of earlier incarnations. Of how many steps they are may not be known."""
-    _within(learner, "trained tokens", tokens, MAX_TOKENS)
-    _within_steps(learner, tokens, run_step + MAX_AHEAD, tokens_per_step)
 
 
 def check_initial(model: InitialModel[Any]) -> None:

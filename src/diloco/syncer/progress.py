@@ -11,7 +11,7 @@ from typing import Any
 
 from diloco import events
 from diloco.event_log import EventLog
-from diloco.exchange.wire import syncer_pb2 as pb
+from diloco.protocol.members import Claim, Report
 from diloco.run.status import state_of
 from diloco.syncer.metrics import RunSample, SyncerMetrics
 
@@ -45,16 +45,16 @@ class ProgressLog:
         self._blocked_s: dict[str, float] = {}
         self._newest: events.Progress | None = None
 
-    def heard(self, request: pb.HeartbeatRequest | pb.LeaveRequest) -> None:
-        """A heartbeat or a goodbye was taken: keep the losses that it tells of."""
-        learner = request.learner
+    def heard(self, claim: Claim, report: Report) -> None:
+        """A heartbeat or a goodbye was accepted: keep the losses that it reports."""
+        learner = claim.learner
         with self._lock:
-            self._was_blocked(learner, request.process, request.blocked_s)
-            if request.HasField("training_loss"):
-                self._losses[learner] = request.training_loss
-            if not request.HasField("evaluation"):
+            self._was_blocked(learner, claim.process, report.blocked_s)
+            if report.training_loss is not None:
+                self._losses[learner] = report.training_loss
+            if report.evaluation is None:
                 return
-            found = (request.evaluation.run_tokens, request.evaluation.loss)
+            found = (report.evaluation.run_tokens, report.evaluation.loss)
             if self._evaluated.get(learner) == found:
                 return
             self._evaluated[learner] = found

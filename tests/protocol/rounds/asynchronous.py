@@ -12,6 +12,7 @@ from diloco.core.presets import DecoupledDiLoCo
 from diloco.core.quorum import Quorum
 from diloco.protocol.actions import Acknowledge, Action, MergeRound, PersistRecord, WakeAt
 from diloco.protocol.contribution import Contribution
+from diloco.protocol.members import Report
 from diloco.protocol.rounds.base import Rules
 from diloco.protocol.syncer import SyncerCore
 
@@ -48,9 +49,7 @@ class Run:
             for learner in learners:
                 self.steps[learner] += 1
                 step = self.steps[learner]
-                actions = self.core.heartbeat(
-                    self.now, learner, 1, step=step, steps=step, tokens=step, step_s=step_s, waiting=False
-                )
+                actions = self.core.heartbeat(self.now, learner, 1, Report(step, step, step_s, steps=step))
         return self._settled(actions)
 
     def contribution(self, learner: str, base: int | None = None) -> Contribution:

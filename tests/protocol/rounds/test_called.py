@@ -10,6 +10,7 @@ from diloco.core.quorum import QUORUMS, Called
 from diloco.errors import ConfigError
 from diloco.protocol.actions import Acknowledge, MergeRound, Publish, Reject, Tell, WakeAt
 from diloco.protocol.contribution import Contribution, Verdict
+from diloco.protocol.members import Report
 from diloco.protocol.rounds.called import CalledSyncer, Pace
 
 NO_GRACE = Called(at_least=1, grace=0.0)
@@ -216,7 +217,7 @@ def test_a_quorum_that_a_departure_makes_opens_the_grace_window_then() -> None:
     assert first is not None
     assert first.reason == "2 of 3 have contributed; c may still"
     run.core.joined(5.0, "e")  # not ready: it is not needed for K
-    actions = run.core.heartbeat(6.0, "c", 1, step=4, steps=4, tokens=4, step_s=1.0, waiting=False, finished=True)
+    actions = run.core.heartbeat(6.0, "c", 1, Report(step=4, steps=4, tokens=4, step_s=1.0, finished=True))
     [merge] = [action for action in actions if isinstance(action, MergeRound)]
     assert contributors(merge) == ["a", "b"]
 
@@ -409,7 +410,7 @@ def test_a_learner_that_has_just_joined_counts_with_its_steps_since() -> None:
     run.close("a")
     run.core.joined(run.now, "c")
     run.steps["c"], run.sent["c"] = 4, 4
-    run.core.heartbeat(run.now, "c", 1, step=6, steps=2, tokens=2, step_s=1.0, waiting=False)
+    run.core.heartbeat(run.now, "c", 1, Report(step=6, steps=2, tokens=2, step_s=1.0))
     run.step("ab", 5)
     [_, merge] = run.send("a")
     assert isinstance(merge, MergeRound)
@@ -439,13 +440,12 @@ def test_the_run_clock_counts_no_steps_from_before_a_learner_joined() -> None:
     for learner in "de":
         run.core.joined(run.now, learner)
     assert clock.clock == 3.0
-    finished = {"step": 900, "steps": 0, "tokens": 0, "step_s": None, "waiting": False, "finished": True}
-    run.core.heartbeat(run.now, "e", 1, **finished)
-    run.core.heartbeat(run.now, "c", 1, step=4, steps=1, tokens=1, step_s=1.0, waiting=False)
+    run.core.heartbeat(run.now, "e", 1, Report(step=900, finished=True))
+    run.core.heartbeat(run.now, "c", 1, Report(step=4, steps=1, tokens=1, step_s=1.0))
     assert clock.clock == pytest.approx(3 + 1 / 3)
-    run.core.heartbeat(run.now, "d", 1, step=502, steps=2, tokens=2, step_s=1.0, waiting=False)
+    run.core.heartbeat(run.now, "d", 1, Report(step=502, steps=2, tokens=2, step_s=1.0))
     assert clock.clock == pytest.approx(3 + 1 / 3 + 2 / 4)
-    run.core.heartbeat(run.now, "d", 1, step=503, steps=3, tokens=3, step_s=1.0, waiting=False)
+    run.core.heartbeat(run.now, "d", 1, Report(step=503, steps=3, tokens=3, step_s=1.0))
     assert clock.clock == pytest.approx(3 + 1 / 3 + 2 / 4 + 1 / 4)
 
 
@@ -455,7 +455,7 @@ def test_a_restarted_syncer_counts_the_steps_of_a_learner_that_its_record_knows_
     run.core = restarted(run.core, run.core.saved(), 0.0)
     rounds = run.core.rounds
     assert isinstance(rounds, CalledSyncer)
-    run.core.heartbeat(0.0, "a", 1, step=103 if is_ahead else 3, steps=3, tokens=3, step_s=1.0, waiting=False)
+    run.core.heartbeat(0.0, "a", 1, Report(step=103 if is_ahead else 3, steps=3, tokens=3, step_s=1.0))
     assert rounds.clock == 3.0
 
 

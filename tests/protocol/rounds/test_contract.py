@@ -19,6 +19,7 @@ from diloco.protocol.actions import Acknowledge
 from diloco.protocol.contribution import KEPT, Contribution
 from diloco.protocol.in_flight import Send
 from diloco.protocol.learner import LearnerCore
+from diloco.protocol.members import Report
 from diloco.protocol.rounds.base import Rules
 from diloco.protocol.syncer import SyncerCore
 
@@ -49,10 +50,8 @@ class Pair:
             pace = self.core.standing(name).sync_every
             for send in learner.stepped(10, sync_every=pace):
                 self.contribute(name, send)
-            self.core.heartbeat(
-                self.now, name, 1, step=learner.step, steps=learner.steps, tokens=learner.tokens, step_s=1.0,
-                waiting=bool(learner.waiting()),
-            )  # fmt: skip
+            report = Report(learner.step, learner.tokens, 1.0, bool(learner.waiting()), steps=learner.steps)
+            self.core.heartbeat(self.now, name, 1, report)
         for name, learner in self.learners.items():
             for fragment, version in self.core.standing(name).calls:
                 if (send := learner.called(fragment, version)) is not None:

@@ -43,7 +43,7 @@ from diloco.exchange.lanes import CommandLane, CommandLanes
 from diloco.protocol.contribution import Contribution
 from diloco.protocol.leases import Ask
 from diloco.protocol.lineage import Lineage
-from diloco.protocol.session.requests import Report
+from diloco.protocol.members import Report
 
 T = TypeVar("T")
 

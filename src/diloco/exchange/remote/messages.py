@@ -14,6 +14,7 @@ from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.protocol.contribution import Contribution, Standing, Verdict
 from diloco.protocol.leases import Grant
 from diloco.protocol.lineage import Lineage
+from diloco.protocol.members import Evaluation
 from diloco.protocol.session import requests
 from diloco.protocol.succession import Ballot, Proposal
 from diloco.protocol.units import Ranges
@@ -81,7 +82,7 @@ def heartbeat_request(beat: requests.Beat) -> pb.HeartbeatRequest:
         finished=report.finished,
         blocked_with=report.blocked_with,
         versions=[max(version, 0) for version in beat.versions],
-        confirmed=beat.confirmed,
+        confirmed=report.confirmed,
         seen=lineage_message(beat.seen),
         process=who.process,
         promised=_ballot_message(beat.promised),
@@ -92,7 +93,7 @@ def heartbeat_request(beat: requests.Beat) -> pb.HeartbeatRequest:
     )
 
 
-def _evaluation_message(evaluation: requests.Evaluation | None) -> pb.Evaluation | None:
+def _evaluation_message(evaluation: Evaluation | None) -> pb.Evaluation | None:
     return None if evaluation is None else pb.Evaluation(**asdict(evaluation))
 
 

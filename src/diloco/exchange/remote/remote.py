@@ -36,8 +36,9 @@ from diloco.exchange.remote.transfers import Receiver, Sender, num_bytes_of
 from diloco.protocol.contribution import Contribution
 from diloco.protocol.leases import Ask
 from diloco.protocol.lineage import Lineage
+from diloco.protocol.members import Report
 from diloco.protocol.session.joining import LEAVE_TIMEOUT_S
-from diloco.protocol.session.requests import Identity, Report
+from diloco.protocol.session.requests import Identity
 from diloco.protocol.session.session_core import SessionCore
 
 STOPPED_TIMEOUT_S = 0.2

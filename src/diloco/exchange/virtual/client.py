@@ -20,6 +20,7 @@ from diloco.exchange.virtual.syncer import Replicas, SimulatedDriver, SyncerProc
 from diloco.protocol.contribution import CallForWork, Contribution, Drained, Hold, Rejection, Standing
 from diloco.protocol.leases import Ask, Grant
 from diloco.protocol.lineage import Lineage
+from diloco.protocol.members import Report
 from diloco.protocol.session import requests
 from diloco.protocol.session.session_core import SessionCore
 from diloco.protocol.succession import Word, elector
@@ -126,7 +127,7 @@ class SessionClient:
         """Ask for units of data."""
         self._do(self.core.asked(self._now, incarnation, ask))
 
-    def report(self, incarnation: int, report: requests.Report) -> None:
+    def report(self, incarnation: int, report: Report) -> None:
         """What the learner says of itself from now on."""
         self._do(self.core.report(self._now, incarnation, report))
 
@@ -224,45 +225,30 @@ class SessionClient:
             case requests.Join(who=who, seen=seen):
                 ready, self._ready = self._ready and not who.incarnation, False  # one that has to ask again comes late
                 driver.join(
-                    who.learner,
+                    who.claim(seen),
                     self._layout,
                     lambda incarnation: reply((driver.lineage, incarnation)),
-                    process=who.process,
-                    after=who.incarnation,
                     ready=ready,
                     overlap=self._overlap,
-                    seen=seen,
                 )
             case requests.Fetch(who=who, fragment=None):
-                driver.check(who.learner, who.incarnation, who.process)
+                driver.core.check(who.learner, who.incarnation, who.process)
                 reply((driver.lineage, driver.state.model.static), len(driver.state.model.static))
             case requests.Fetch(who=who, fragment=int(fragment), base=base):
-                fetched = driver.fetch(
-                    fragment, base, who.learner, who.incarnation, seen=call.seen, versions=call.versions,
-                    process=who.process,
-                )  # fmt: skip
+                fetched = driver.fetch(fragment, base, who.claim(call.seen, call.versions))
                 reply((driver.lineage, fetched), self._replicas.num_bytes(fetched))
             case requests.Watch(who=who):
                 stream = _Stream(self, self._wire, open_, driver.lineage)
-                driver.connected(
-                    who.learner, who.incarnation, stream, versions=call.versions, seen=call.seen, process=who.process
-                )
-                self._wire.on_break(call, lambda: driver.disconnected(who.learner, who.incarnation, stream))
+                claim = who.claim(call.seen, call.versions)
+                driver.connected(claim, stream)
+                self._wire.on_break(call, lambda: driver.disconnected(claim, stream))
             case requests.Beat(who=who, report=report):
-                standing = driver.heartbeat(
-                    who.learner, who.incarnation, step=report.step, steps=report.steps, tokens=report.tokens,
-                    step_s=report.step_s, waiting=report.waiting, finished=report.finished,
-                    blocked_with=report.blocked_with, versions=call.versions, confirmed=call.confirmed, seen=call.seen,
-                    earlier_tokens=report.earlier_tokens, process=who.process,
-                )  # fmt: skip
+                standing = driver.heartbeat(who.claim(call.seen, call.versions), report)
                 reply((driver.lineage, standing, proposal))
             case requests.Lease(who=who, ask=ask):
-                driver.lease(who.learner, who.incarnation, ask, reply, seen=call.seen, process=who.process)
+                driver.lease(who.claim(call.seen), ask, reply)
             case requests.Leave(who=who, report=report):
-                driver.leave(
-                    who.learner, who.incarnation, reply, step=report.step, tokens=report.tokens,
-                    earlier_tokens=report.earlier_tokens, process=who.process, seen=call.seen,
-                )  # fmt: skip
+                driver.leave(who.claim(call.seen), report, reply)
 
     def _push(self, open_: _Open, call: requests.Push) -> None:
         """Its header goes before its payload; what is cut in between never becomes complete."""

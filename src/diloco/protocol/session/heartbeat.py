@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from diloco.protocol.members import Report
 from diloco.protocol.session.lanes import StallTimeout
-from diloco.protocol.session.requests import Report
 
 HEARTBEAT_S = 0.5
 """Between two heartbeats; a learner's first inner step is reported at once."""

@@ -6,6 +6,7 @@ fetched fragments under (fragment, version).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -13,6 +14,7 @@ from diloco.errors import DilocoError
 from diloco.protocol.contribution import CallForWork, Contribution, Drained, Hold, Rejection
 from diloco.protocol.leases import Ask, Grant
 from diloco.protocol.lineage import Lineage
+from diloco.protocol.members import Claim, Report
 from diloco.protocol.succession import Ballot, Word
 
 
@@ -31,55 +33,9 @@ class Identity:
     process: int
     incarnation: int = 0
 
-
-@dataclass(frozen=True)
-class Evaluation:
-    """The global model's loss on held-out data.
-
-    Attributes:
-        loss: nats per token.
-        run_tokens: tokens trained by the run when it was evaluated, as the learner knew.
-    """
-
-    loss: float
-    run_tokens: int
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a learner says of itself in its heartbeats.
-
-    Attributes:
-        step: inner steps taken, as the run counts them.
-        tokens: trained by this incarnation.
-        step_s: seconds of an inner step; None: not measured yet.
-        waiting: it is blocked on an answer.
-        finished: it takes no more steps.
-        steps: inner steps taken by this incarnation.
-        blocked_with: the newest versions that it had when it began to wait for others: it sends nothing before there is
-            another one. Empty: it does not wait for a version.
-        earlier_tokens: trained by earlier incarnations of this process.
-        training_loss: of the newest inner step that the learner told of, nats per token; None: it tells none.
-        evaluation: the newest that it has made; None: it has made none.
-        blocked_s: that the training thread of this process has waited for answers, in all.
-    """
-
-    step: int = 0
-    tokens: int = 0
-    step_s: float | None = None
-    waiting: bool = False
-    finished: bool = False
-    steps: int = 0
-    blocked_with: tuple[int, ...] = ()
-    earlier_tokens: int = 0
-    training_loss: float | None = None
-    evaluation: Evaluation | None = None
-    blocked_s: float = 0.0
-
-    @property
-    def all_tokens(self) -> int:
-        """Trained by this process."""
-        return self.earlier_tokens + self.tokens
+    def claim(self, seen: Lineage | None, versions: Sequence[int] = ()) -> Claim:
+        """This learner's claim, as a syncer's driver checks it."""
+        return Claim(self.learner, self.incarnation, self.process, seen, tuple(versions))
 
 
 # --- requests to the syncer: each ends in exactly one event, its own or `failed` --------------------------------------
@@ -169,7 +125,6 @@ class Beat:
     Attributes:
         seen: the syncer followed so far. It has all contributions of a finished learner.
         versions: of each fragment, the newest that this learner has.
-        confirmed: by fragment, the verdicts on all contributions up to this number are known.
     """
 
     lane: ClassVar[LaneName] = "control"
@@ -180,7 +135,6 @@ class Beat:
     report: Report
     seen: Lineage | None
     versions: tuple[int, ...]
-    confirmed: tuple[int, ...]
     promised: Ballot | None
 
 

@@ -44,11 +44,12 @@ from diloco.errors import (
 from diloco.protocol.contribution import CallForWork, Contribution, Drained, Hold, Rejection, Standing, Verdict
 from diloco.protocol.leases import Ask, Grant
 from diloco.protocol.lineage import Lineage
+from diloco.protocol.members import Report
 from diloco.protocol.session import requests
 from diloco.protocol.session.heartbeat import HEARTBEAT_S, SHORTEST_S, Heartbeat
 from diloco.protocol.session.joining import LEAVE_TIMEOUT_S, Departure, Entrance, Votes
 from diloco.protocol.session.lanes import Lane, Lanes
-from diloco.protocol.session.requests import Identity, Report, SessionAction
+from diloco.protocol.session.requests import Identity, SessionAction
 from diloco.protocol.session.transfers import NOTHING, ModelCache, Outbox
 from diloco.protocol.succession import Proposal, Witness, Word, elector
 
@@ -554,9 +555,8 @@ class SessionCore:
         if not self._is_member or now < self._heartbeat.due_at:
             return None
         self._heartbeat.began(now)
-        versions, confirmed = tuple(self._cache.held), self._outbox.confirmed
         return requests.Beat(
-            self.who, connection, self._heartbeat.timeout_s, self._report, self.seen, versions, confirmed,
+            self.who, connection, self._heartbeat.timeout_s, self._report, self.seen, tuple(self._cache.held),
             self._witness.promised,
         )  # fmt: skip
 
@@ -569,7 +569,7 @@ class SessionCore:
     def _report(self) -> Report:
         """The content of a heartbeat. A learner has finished, or is blocked, once the syncer has all its contributions:
         a round would be closed without one that is in flight."""
-        report = self._heartbeat.report
+        report = replace(self._heartbeat.report, confirmed=self._outbox.confirmed)
         is_sending = self.seen is not None and self._outbox.next(self.seen.boot) is not None
         return replace(report, finished=False, blocked_with=()) if is_sending else report
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import cast
 
 from diloco.core.fragments import Layout
@@ -13,9 +14,9 @@ from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.protocol.contribution import Contribution, Standing, Verdict
 from diloco.protocol.leases import Ask, DataSet, Grant
 from diloco.protocol.lineage import Lineage
+from diloco.protocol.members import Claim, Evaluation, Report
 from diloco.protocol.steering import Order, What
 from diloco.protocol.units import Ranges
-from diloco.run.validation import check_blocked
 
 
 def contribution_of(header: pb.PushHeader) -> Contribution:
@@ -28,9 +29,29 @@ def contribution_of(header: pb.PushHeader) -> Contribution:
     )  # fmt: skip
 
 
-def check_told(request: pb.HeartbeatRequest | pb.LeaveRequest) -> None:
-    """Check what a learner tells those who watch. Raises PayloadError."""
-    check_blocked(request.learner, request.blocked_s)
+def claim_of(
+    request: pb.HeartbeatRequest | pb.LeaseRequest | pb.LeaveRequest | pb.WatchRequest | pb.PullRequest,
+) -> Claim:
+    """The claim of the learner that calls."""
+    versions = () if isinstance(request, pb.LeaseRequest | pb.LeaveRequest) else tuple(request.versions)
+    return Claim(request.learner, request.incarnation, request.process, seen_of(request), versions)
+
+
+def report_of(request: pb.HeartbeatRequest | pb.LeaveRequest) -> Report:
+    """The content of a heartbeat, or the part of it that a goodbye has."""
+    evaluation = request.evaluation
+    report = Report(
+        step=request.step, tokens=request.tokens, earlier_tokens=request.earlier_tokens,
+        training_loss=request.training_loss if request.HasField("training_loss") else None,
+        evaluation=Evaluation(evaluation.loss, evaluation.run_tokens) if request.HasField("evaluation") else None,
+        blocked_s=request.blocked_s,
+    )  # fmt: skip
+    if isinstance(request, pb.LeaveRequest):
+        return report
+    return replace(
+        report, step_s=request.step_s or None, waiting=request.waiting, finished=request.finished, steps=request.steps,
+        blocked_with=tuple(request.blocked_with), confirmed=tuple(request.confirmed),
+    )  # fmt: skip
 
 
 def lineage_message(lineage: Lineage) -> pb.Lineage:

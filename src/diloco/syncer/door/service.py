@@ -35,6 +35,7 @@ from diloco.exchange.wire.outgoing import Acknowledged
 from diloco.exchange.wire.rpc import MAX_CONTROL_BYTES, MAX_MESSAGE_BYTES, abort
 from diloco.protocol.contribution import Contribution
 from diloco.protocol.leases import Grant
+from diloco.protocol.members import Claim, Report
 from diloco.run import validation as sense
 from diloco.run.run_state import require_run
 from diloco.run.uploads import Upload
@@ -45,12 +46,13 @@ from diloco.syncer.door.initialising import Initialising, until_done
 from diloco.syncer.door.messages import (
     WatchStream,
     ask_of,
-    check_told,
+    claim_of,
     contribution_of,
     layout_of,
     lease_reply,
     lineage_message,
     order_of,
+    report_of,
     seen_of,
     standing_message,
     verdict_message,
@@ -106,7 +108,7 @@ class Service:
         lost_floor_s: float,
         resumed: Callable[[str, str, int], None],
         status_extra: Callable[[], dict[str, Any]],
-        heard: Callable[[pb.HeartbeatRequest | pb.LeaveRequest], None],
+        heard: Callable[[Claim, Report], None],
         page_url: Callable[[Caller], str],
     ) -> None:
         self._run, self._method, self._host, self._pair = run, method, host, pair
@@ -174,9 +176,9 @@ class Service:
                 done(pb.JoinReply(incarnation=incarnation, lineage=lineage_message(driver.lineage)))
 
             overlap = request.overlap if request.HasField("overlap") else None
+            claim = Claim(request.learner, request.after, request.process, seen_of(request))
             driver.join(
-                request.learner, layout, joined, process=request.process, after=request.after, overlap=overlap,
-                tokens_per_step=request.tokens_per_step or None, seen=seen_of(request),
+                claim, layout, joined, overlap=overlap, tokens_per_step=request.tokens_per_step or None
             )  # fmt: skip
 
         reply = self._driver.wait_for(join, context)
@@ -187,46 +189,36 @@ class Service:
         self, caller: Caller, request: pb.HeartbeatRequest, context: grpc.ServicerContext
     ) -> pb.HeartbeatReply:
         self._admit(context, caller, request.run, "learner", request.learner, "control")
-        check_told(request)
+        claim, report = claim_of(request), report_of(request)
         proposal = self._pair.beaten(request)
 
         def reply(driver: SyncerDriver) -> pb.HeartbeatReply:
-            standing = driver.heartbeat(
-                request.learner, request.incarnation, step=request.step, steps=request.steps, tokens=request.tokens,
-                step_s=request.step_s or None, waiting=request.waiting, finished=request.finished,
-                blocked_with=tuple(request.blocked_with), versions=tuple(request.versions),
-                confirmed=tuple(request.confirmed), seen=seen_of(request), earlier_tokens=request.earlier_tokens,
-                process=request.process,
-            )  # fmt: skip
+            standing = driver.heartbeat(claim, report)
             lineage = lineage_message(driver.lineage)
             return pb.HeartbeatReply(lineage=lineage, standing=standing_message(standing), proposal=proposal)
 
         answer = self._driver.ask(reply)
-        self._heard(request)
+        self._heard(claim, report)
         return answer
 
     def lease(self, caller: Caller, request: pb.LeaseRequest, context: grpc.ServicerContext) -> pb.LeaseReply:
         self._admit(context, caller, request.run, "learner", request.learner, "control")
-        ask, seen = ask_of(request), seen_of(request)
+        claim, ask = claim_of(request), ask_of(request)
 
         def lease(driver: SyncerDriver, done: Callable[[Grant], None]) -> None:
-            driver.lease(request.learner, request.incarnation, ask, done, seen=seen, process=request.process)
+            driver.lease(claim, ask, done)
 
         return lease_reply(self._driver.wait_for(lease, context))
 
     def leave(self, caller: Caller, request: pb.LeaveRequest, context: grpc.ServicerContext) -> pb.LeaveReply:
         self._admit(context, caller, request.run, "learner", request.learner, "control")
-        check_told(request)
+        claim, report = claim_of(request), report_of(request)
 
         def leave(driver: SyncerDriver, done: Callable[[pb.LeaveReply], None]) -> None:
-            driver.leave(
-                request.learner, request.incarnation, lambda: done(pb.LeaveReply()), tokens=request.tokens,
-                step=request.step, earlier_tokens=request.earlier_tokens, process=request.process,
-                seen=seen_of(request),
-            )  # fmt: skip
+            driver.leave(claim, report, lambda: done(pb.LeaveReply()))
 
         reply = self._driver.wait_for(leave, context)
-        self._heard(request)
+        self._heard(claim, report)
         return reply
 
     def status(self, caller: Caller, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.StatusReply:
@@ -263,20 +255,15 @@ class Service:
 
     def watch(self, caller: Caller, request: pb.WatchRequest, context: grpc.ServicerContext) -> Iterator[pb.Notice]:
         self._admit(context, caller, request.run, "learner", request.learner, "control")
-        learner, incarnation = request.learner, request.incarnation
+        claim = claim_of(request)
         stream = WatchStream(self._driver.ask(lambda driver: driver.lineage))
-        seen, versions = seen_of(request), tuple(request.versions)
-        self._driver.ask(
-            lambda driver: driver.connected(
-                learner, incarnation, stream, versions=versions, seen=seen, process=request.process
-            )
-        )
+        self._driver.ask(lambda driver: driver.connected(claim, stream))
         if not context.add_callback(stream.end):  # the connection is gone already
             stream.end()
         try:
             yield from stream.notices()
         finally:
-            self._driver.ask(lambda driver: driver.disconnected(learner, incarnation, stream))
+            self._driver.ask(lambda driver: driver.disconnected(claim, stream))
 
     # --- bulk ---------------------------------------------------------------------------------------------------------
 
@@ -349,22 +336,16 @@ class Service:
     ) -> Iterator[bytes]:
         kind = "joins" if request.joining or not request.learner else "updates"
         self._admit(context, caller, request.run, "learner" if request.learner else "viewer", request.learner, kind)
-        learner, incarnation = request.learner, request.incarnation
+        claim = claim_of(request) if request.learner else None
         lineage = lineage_message(self._driver.ask(lambda driver: driver.lineage))
         if request.WhichOneof("part") == "static":
-            if learner:
-                self._driver.ask(lambda driver: driver.check(learner, incarnation, request.process))
+            if claim is not None:
+                self._driver.ask(lambda driver: driver.core.check(claim.learner, claim.incarnation, claim.process))
             static = memoryview(self._driver.ask(lambda driver: driver.state.model.static))
             header = pb.PullHeader(lossless=True, num_bytes=len(static), lineage=lineage)
             yield from self._send(request, kind, header, [static], stream, context)
             return
-        seen, versions = seen_of(request), tuple(request.versions)
-        process = request.process
-        fetched = self._driver.ask(
-            lambda driver: driver.fetch(
-                request.fragment, request.base, learner, incarnation, seen=seen, versions=versions, process=process
-            )
-        )
+        fetched = self._driver.ask(lambda driver: driver.fetch(request.fragment, request.base, claim))
         update, held, outer = fetched.update, fetched.held, memoryview(b"")
         num_elements = held.theta.numel()
         segments = _segments(request, num_elements)

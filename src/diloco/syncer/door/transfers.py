@@ -99,7 +99,7 @@ class Transfers:
             if it.incarnation is None:
                 continue
             try:
-                self._host().ask(lambda driver, it=it: driver.check(it.learner, it.incarnation))  # type: ignore[misc]
+                self._host().ask(lambda driver, it=it: driver.core.check(it.learner, it.incarnation))  # type: ignore[misc]
             except DilocoError as error:
                 log.info("ended a transfer of %s: %s", it.learner, error)
                 it.context.cancel()

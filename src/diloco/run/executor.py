@@ -1,0 +1,197 @@
+"""`ActionExecutor`: executes the actions of `SyncerCore`. A closed round is merged (`JobsPort.close`), its version is
+made durable with the run's record (`StorePort.publish`), and only then it is visible and learners are notified.
+
+A refused write is tried again after `writes.RETRY_S`. Until it succeeds the version is not visible, and contributions
+wait in the spool.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Generic
+
+from diloco.errors import PayloadError, StoreError
+from diloco.protocol.actions import Action, Evict, MergeRound, PersistRecord, Publish, Reject, Tell, WakeAt
+from diloco.protocol.contribution import NOT_FINITE, Standing
+from diloco.run.connections import Connections
+from diloco.run.ports import H, MergedRound, Observer, P, Ports, S
+from diloco.run.run_state import RunState
+from diloco.run.status import RunStatus
+from diloco.run.uploads import Uploads
+from diloco.run.writes import Write, Writes, refusal_of
+
+
+class ActionExecutor(Generic[H, S, P]):
+    """Executes the actions of one run.
+
+    Arguments:
+        state: the run; actions are executed once it has a model.
+        ports: its world.
+        observer: that of the ports, with its errors contained.
+
+    Attributes:
+        uploads: the payloads of contributions, until their rounds are closed.
+        writes: the queue of writes.
+        connections: of learners.
+        status: facts for `diloco status`.
+        wake_at_s: the time at which `SyncerCore` asked to be woken.
+    """
+
+    def __init__(self, state: RunState[H, P], ports: Ports[H, S, P], observer: Observer) -> None:
+        self.uploads: Uploads[S] = Uploads(ports.spool)
+        self.writes: Writes[H, P] = Writes()
+        self.connections = Connections()
+        self.status = RunStatus()
+        self.wake_at_s = math.inf
+        self._state, self._ports, self._observer, self._clock = state, ports, observer, ports.clock
+        self._num_closing = 0
+        self._num_standings = 0
+        self._data_news = (0, 0)  # passes done, and units that were returned
+        self._is_stopping = False
+
+    def execute(self, actions: Sequence[Action]) -> None:
+        """Execute the actions of an event, and begin the next write that is due."""
+        told: set[str] = set()
+        self.decided(actions)
+        for action in actions:
+            match action:
+                case MergeRound():
+                    self._close(action)
+                case Reject(contribution=c):
+                    self._observer.rejected(action)
+                    self.uploads.drop(c)
+                case PersistRecord():
+                    self.writes.record(self._clock.now_s())
+                case Publish():
+                    told.update(self._state.core.members)
+                case Tell(learners=learners):
+                    told.update(learners)
+                case Evict():
+                    self._evict(action)
+                case WakeAt(at=at):
+                    self.wake_at_s = at
+        self._write()
+        self.tell(told)
+        self._look_at_data()
+        self._clock.wake_at(min(self.wake_at_s, self.writes.next_s))
+
+    def decided(self, actions: Sequence[Action]) -> None:
+        """Journal the actions that are executed."""
+        if self._ports.recorder is not None:
+            self._ports.recorder.decided(actions)
+
+    def stop(self) -> None:
+        """Close no more rounds: the driver that serves the run next gets their contributions again."""
+        self._is_stopping = True
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a round is being closed, or a write is under way that does not wait for a disk that refused it."""
+        return self._num_closing > 0 or self.writes.are_moving
+
+    # --- rounds -------------------------------------------------------------------------------------------------------
+
+    def _close(self, action: MergeRound) -> None:
+        if self._is_stopping:
+            return
+        self._num_closing += 1
+        slots = [self.uploads.take(c) for c in action.contributions]
+        model = self._state.model
+        bases = {c.learner: c.base for c in action.contributions}
+        if self._state.core.members.keys() <= bases.keys():  # every learner has the base of its contribution
+            model.drop_updates(action.fragment, min(bases.values()))
+        close = partial(self._ports.jobs.close, action, model.layout, model.held(action.fragment), slots)
+        self._ports.worker.submit("close", action.fragment, close, partial(self._closed, action, slots))
+
+    def _closed(self, action: MergeRound, slots: Sequence[S], merged: MergedRound[H, P] | PayloadError) -> None:
+        self._num_closing -= 1
+        for slot in slots:
+            self._ports.spool.release(slot)
+        now_s, core = self._clock.now_s(), self._state.core
+        if isinstance(merged, PayloadError):
+            self._observer.abandoned(action, merged)
+            self.execute(core.abandoned(now_s, action.fragment, NOT_FINITE))
+            return
+        self._observer.merged(merged)
+        self.status.merged(action, core)
+        self.writes.version(now_s, merged)
+        core.merged(action.fragment, merged.refused)
+        self.execute([])
+
+    # --- writes -------------------------------------------------------------------------------------------------------
+
+    def _write(self) -> None:
+        """Begin the next write that is due."""
+        if (write := self.writes.begin(self._clock.now_s())) is None:
+            return
+        store, merged = self._ports.store, write.merged
+        fragment = None if merged is None else merged.update.fragment
+        record = self._state.core.saved(storing=fragment)
+        persist = partial(store.save_record if merged is None else partial(store.publish, merged), record.values)
+        done = partial(self._written, write, record.serial)
+        self._ports.worker.submit("write", fragment, partial(refusal_of, persist), done)
+
+    def _written(self, write: Write[H, P], serial: int, error: StoreError | None) -> None:
+        now_s, core = self._clock.now_s(), self._state.core
+        if error is not None:
+            if not write.is_refused:
+                self._observer.waits_for_disk(str(write), error)
+            self.writes.refused(now_s, write)
+            self.execute([])
+            return
+        then = self.writes.ended(write)
+        if write.merged is None:
+            actions = core.recorded(now_s, serial)
+        else:
+            self._state.model.take(write.merged, core.intervals_in_flight)
+            self._observer.published(write.merged, len(core.members), now_s - write.wanted_at_s)
+            actions = core.stored(now_s, write.merged.update.fragment, serial)
+        self.execute(actions)
+        for each in then:
+            each()
+
+    # --- learners -----------------------------------------------------------------------------------------------------
+
+    @property
+    def num_live(self) -> int:
+        """Learners that hold the model and listen, or train, and have not finished."""
+        members = list(self._state.core.members.values())
+        trains, finished = {m.learner for m in members if m.ready}, {m.learner for m in members if m.finished}
+        return len((trains | self.connections.learners) - finished)
+
+    def standing(self, learner: str, num_live: int) -> Standing:
+        """The standing of a member, as it is sent."""
+        self._num_standings += 1
+        return replace(
+            self._state.core.standing(learner), num_live=num_live, run_tokens=self._state.run_tokens,
+            order=self._num_standings,
+        )  # fmt: skip
+
+    def tell(self, learners: Collection[str]) -> None:
+        """Send those of these learners that are connected their standing."""
+        num_live = self.num_live if learners else 0
+        for learner in sorted(learners):
+            member = self._state.core.members.get(learner)
+            if member is not None and (connection := self.connections.of(learner, member.incarnation)) is not None:
+                connection.standing(self.standing(learner, num_live))
+
+    def end(self, learner: str, incarnation: int) -> None:
+        """The incarnation is out: end its connection, and drop the payloads that it was uploading."""
+        self.connections.end(learner, incarnation)
+        self.uploads.end(learner, incarnation)
+
+    def _evict(self, action: Evict) -> None:
+        self._observer.evicted(action)
+        if (connection := self.connections.of(action.learner, action.incarnation)) is not None:
+            connection.evicted(action.reason, replaced=action.replaced)
+        self.end(action.learner, action.incarnation)
+
+    def _look_at_data(self) -> None:
+        leases = self._state.core.leases
+        news = leases.passes_done, leases.num_returned
+        if news != self._data_news:
+            self._data_news = news
+            self._observer.data_moved(leases)
