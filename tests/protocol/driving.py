@@ -8,9 +8,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 from diloco.core.layout import Layout
-from diloco.protocol.actions import Action, Record
+from diloco.protocol.actions import Action
 from diloco.protocol.contribution import Verdict
 from diloco.protocol.in_flight import Ledger
+from diloco.protocol.records import Record
 from diloco.protocol.syncer import SyncerCore
 from diloco.run.global_model import GlobalModel
 from diloco.run.status import RunStatus

@@ -15,11 +15,12 @@ from tests.protocol.driving import restarted
 
 from diloco.core.quorum import QUORUMS, Quorum
 from diloco.core.schedule import Schedule
-from diloco.protocol.actions import Acknowledge, Action, Evict, MergeRound, Record, Reject
+from diloco.protocol.actions import Acknowledge, Action, Evict, MergeRound, Reject
 from diloco.protocol.contribution import KEPT, OUTLIER, Contribution, Verdict
 from diloco.protocol.in_flight import Ledger, Send, total
 from diloco.protocol.learner import LearnerCore
 from diloco.protocol.members import Deadlines, Report
+from diloco.protocol.records import Record
 from diloco.protocol.rounds.base import Rules
 from diloco.protocol.syncer import SyncerCore
 

@@ -18,13 +18,13 @@ from diloco.protocol.actions import (
     Evict,
     MergeRound,
     Publish,
-    Record,
     Reject,
     Tell,
     WakeAt,
 )
 from diloco.protocol.contribution import Contribution, Standing, Verdict
 from diloco.protocol.members import Deadlines, Report
+from diloco.protocol.records import Record
 from diloco.protocol.rounds.base import Rules
 from diloco.protocol.syncer import SyncerCore
 

@@ -20,7 +20,7 @@ from diloco.core.global_fragment import GlobalFragment
 from diloco.protocol.accounting import Key
 from diloco.protocol.learner import LearnerCore
 from diloco.protocol.lineage import Epoch
-from diloco.protocol.syncer import gone_back, without_members
+from diloco.protocol.records import gone_back, without_members
 from diloco.run.ports import SavedRun
 from diloco.store.store import KEPT_VERSIONS
 

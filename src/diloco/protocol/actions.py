@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from diloco.protocol.contribution import Contribution
 
@@ -90,16 +88,3 @@ class WakeAt:
 
 
 Action = Acknowledge | Reject | MergeRound | PersistRecord | Publish | Tell | Evict | WakeAt
-
-
-@dataclass(frozen=True)
-class Record:
-    """The durable state of a run besides its tensors.
-
-    Attributes:
-        serial: ascending. What a record holds is durable once it, or a later one, is stored.
-        values: plain values (JSON).
-    """
-
-    serial: int
-    values: Mapping[str, Any]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from diloco.core.choices import positive
 from diloco.errors import ConfigError
@@ -115,6 +117,29 @@ class Member:
     finished: bool = False
     ready_step: int = 0
     tokens: int = 0
+
+    def saved(self, *, sends_again: bool) -> dict[str, Any]:
+        """This member in a record, as plain values. `sends_again`: it will send an open contribution again, so a
+        restarted syncer must wait for it even if it has finished."""
+        return {
+            "step": self.step,
+            "tokens": self.tokens,
+            "overlap": self.overlap,
+            "tokens_per_step": self.tokens_per_step,
+            "step_s": self.step_s,
+            "ready": self.ready and not self.presumed,
+            "finished": self.finished and not sends_again,
+        }
+
+    @classmethod
+    def restored(cls, learner: str, incarnation: int, saved: Mapping[str, Any], now: float) -> Member:
+        """A member of a record, which has until its deadline to reconnect."""
+        is_finished = saved["finished"]
+        return cls(
+            learner, incarnation, saved["step"], now, now, saved["overlap"], saved["tokens_per_step"], saved["step_s"],
+            connected=False, ready=not is_finished, finished=is_finished, tokens=saved["tokens"],
+            presumed=not is_finished and not saved["ready"],  # it may have begun to train since the record
+        )  # fmt: skip
 
     @property
     def healthy(self) -> bool:

@@ -30,16 +30,14 @@ from diloco.protocol.actions import (
     MergeRound,
     PersistRecord,
     Publish,
-    Record,
     Reject,
     Tell,
     WakeAt,
 )
 from diloco.protocol.contribution import OUTLIER, Contribution, Standing, Verdict
-from diloco.protocol.in_flight import require_whole_numbers
 from diloco.protocol.leases import Ask, Grant, Leases
-from diloco.protocol.leases import gone_back as leases_gone_back
 from diloco.protocol.members import Deadlines, Member, Report
+from diloco.protocol.records import Record
 from diloco.protocol.rounds import HALVES
 from diloco.protocol.rounds.base import ClosedRound, Decision, FragmentState, Rules
 from diloco.protocol.steering import Order, Pool, Steering
@@ -110,17 +108,9 @@ class SyncerCore:
         left_open = [c for key, c in self.accounting.open.items() if key not in confirmed]
         sends_again = {key_of(c)[:2] for c in left_open}
         members = {
-            member.learner: {
-                "step": member.step,
-                "tokens": member.tokens,
-                "overlap": member.overlap,
-                "tokens_per_step": member.tokens_per_step,
-                "step_s": member.step_s,
-                "ready": member.ready and not member.presumed,
-                "finished": member.finished and (member.learner, member.incarnation) not in sends_again,
-                "rounds": self.rounds.saved_of(member.learner),
-            }
-            for member in self.members.values()
+            learner: member.saved(sends_again=(learner, member.incarnation) in sends_again)
+            | {"rounds": self.rounds.saved_of(learner)}
+            for learner, member in self.members.items()
         }
         values = {
             "step": self.step,
@@ -140,14 +130,8 @@ class SyncerCore:
             state.step = step
         self.accounting.restore(values["accounts"], values["members"])
         for learner, saved in values["members"].items():
-            is_finished = saved["finished"]
-            presumed = not is_finished and not saved["ready"]  # it may have begun to train since the record
             incarnation = self.accounting.accounts[learner].incarnation
-            self.members[learner] = Member(
-                learner, incarnation, saved["step"], now, now, saved["overlap"],
-                tokens_per_step=saved["tokens_per_step"], step_s=saved["step_s"], connected=False,
-                ready=not is_finished, presumed=presumed, finished=is_finished, tokens=saved["tokens"],
-            )  # fmt: skip
+            self.members[learner] = Member.restored(learner, incarnation, saved, now)
             self.rounds.restore_of(learner, saved["rounds"])
         self.leases.restore(values.get("leases"), {(it.learner, it.incarnation) for it in self.members.values()})
         self.rounds.restore(values["rounds"])
@@ -574,38 +558,3 @@ class SyncerCore:
         num_new = member.heard(now, step, tokens, steps)
         self.step = max(self.step, member.step)
         return self.rounds.heard(member, num_new)
-
-
-def without_members(record: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A record (`SyncerCore.saved`) whose learners are gone: what they had pending is lost, and they join again."""
-    return {**record, "members": {}}
-
-
-def gone_back(record: Mapping[str, Any], versions: Sequence[int]) -> Mapping[str, Any]:
-    """As `without_members`, where a repair has gone back to these versions of the fragments: the units of data in later
-    ones come back."""
-    return {**without_members(record), "leases": leases_gone_back(record["leases"], versions)}
-
-
-def rewound(
-    record: Mapping[str, Any], learner: str, saved: Mapping[str, Any], *, with_run: bool
-) -> Mapping[str, Any]:  # fmt: skip
-    """A record (`SyncerCore.saved`) in which a member is as its checkpoint (`SyncerCore.saved_of`) says.
-
-    `with_run`: the clock and the rounds of the run too.
-
-    Raises:
-        ValueError, TypeError or LookupError: what is saved is none.
-    """
-    require_whole_numbers(saved["step"], *saved["fragment_steps"])
-    for trained, merged, lost, by_reason in saved["ledgers"]:
-        require_whole_numbers(trained, merged, lost, *map(abs, by_reason.values()))
-    member = {**record["members"][learner], "step": saved["step"], "rounds": saved["own_rounds"]}
-    account = {**record["accounts"][learner], "ledgers": saved["ledgers"]}
-    run = {key: saved[key] for key in ("step", "fragment_steps", "rounds")} if with_run else {}
-    return {
-        **record,
-        **run,
-        "members": {**record["members"], learner: member},
-        "accounts": {**record["accounts"], learner: account},
-    }

@@ -33,7 +33,7 @@ from diloco.errors import ConfigError, DilocoError, NotInitialisedError, StoreEr
 from diloco.escaping import MALFORMED
 from diloco.event_log import EventLog
 from diloco.protocol.lineage import Epoch
-from diloco.protocol.syncer import without_members
+from diloco.protocol.records import without_members
 from diloco.store.durable import ignore_point, sync_directory
 from diloco.store.files import TensorFiles, is_file_name
 from diloco.store.inspection import inspected

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from diloco.errors import StoreError
 from diloco.protocol.lineage import Epoch
-from diloco.protocol.syncer import gone_back
+from diloco.protocol.records import gone_back
 from diloco.store.durable import ignore_point, lock_directory, sync_directory
 from diloco.store.files import TensorFiles, set_aside
 from diloco.store.inspection import NO_STATIC, DirectoryState, inspect, inspected

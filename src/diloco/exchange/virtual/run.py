@@ -17,9 +17,9 @@ from diloco.exchange.virtual.delivery import Delivery, Fault, Faults, Links
 from diloco.exchange.virtual.syncer import OneSyncer, Replicas, SimulatedDriver, SyncerProcess, VirtualSyncer
 from diloco.exchange.virtual.turns import StepSeconds, VirtualTime, Watch
 from diloco.protocol.members import Deadlines
+from diloco.protocol.records import rewound
 from diloco.protocol.session import requests
 from diloco.protocol.steering import Pool
-from diloco.protocol.syncer import rewound
 from diloco.run.ports import NullObserver, Observer
 
 RUN = "local"

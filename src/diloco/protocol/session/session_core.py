@@ -24,7 +24,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Literal
 
 from diloco.errors import (
     AlreadyInitialisedError,
@@ -46,86 +45,19 @@ from diloco.protocol.leases import Ask, Grant
 from diloco.protocol.lineage import Lineage
 from diloco.protocol.members import Report
 from diloco.protocol.session import requests
-from diloco.protocol.session.heartbeat import HEARTBEAT_S, SHORTEST_S, Heartbeat
-from diloco.protocol.session.joining import LEAVE_TIMEOUT_S, Departure, Entrance, Votes
-from diloco.protocol.session.lanes import Lane, Lanes
-from diloco.protocol.session.requests import Identity, SessionAction
+from diloco.protocol.session.joining import LEAVE_TIMEOUT_S
+from diloco.protocol.session.lanes import Lane
+from diloco.protocol.session.requests import Identity
+from diloco.protocol.session.session_state import Actions, SessionState
 from diloco.protocol.session.transfers import NOTHING, ModelCache, Outbox
-from diloco.protocol.succession import Proposal, Witness, Word, elector
-
-LEASE_TIMEOUT_S = 30.0
-"""For units of data. A connection that has died is found by the heartbeats over it, which end its other calls."""
+from diloco.protocol.succession import Proposal, Witness
 
 ASK_AGAIN_S = 0.3
 """Poll interval while waiting for the run's initial model."""
 
-SessionPhase = Literal[
-    "entering", "joining", "fetching", "starting", "running", "leaving", "drained", "parting", "over"
-]  # fmt: skip
-Actions = list[SessionAction]
 
-
-class SessionCore:
-    """One learner in one run.
-
-    Arguments:
-        who: without an incarnation.
-        num_fragments: of the model.
-        at_least: learners that must be there before this one starts.
-        reports_every_step: the syncer has to hear of every inner step at once.
-        heartbeat_s: between two heartbeats while nothing changes; infinite where no message is ever lost.
-        shortest_s: between any two heartbeats.
-        initialises: this learner gives the run its model.
-        join_timeout_s: how long to wait for a syncer, and for the run to have a model; None: as long as it takes.
-        num_addresses: of syncers, which are tried in turn.
-        seen: the syncer that a checkpoint has followed, which the learner goes on from; None: there is none.
-
-    Attributes:
-        who: the newest incarnation.
-        phase: see above.
-        standing: the last one received; None: none yet.
-        wake_at: call `tick` at this time, unless another event comes before.
-    """
-
-    def __init__(
-        self,
-        who: Identity,
-        num_fragments: int,
-        *,
-        at_least: int = 1,
-        reports_every_step: bool = False,
-        heartbeat_s: float = HEARTBEAT_S,
-        shortest_s: float = SHORTEST_S,
-        initialises: bool = False,
-        join_timeout_s: float | None = None,
-        num_addresses: int = 1,
-        seen: Lineage | None = None,
-    ) -> None:
-        self.who = who
-        self.phase: SessionPhase = "entering"
-        self.standing: Standing | None = None
-        self.wake_at = math.inf
-        self._num_fragments, self._at_least = num_fragments, at_least
-        self._entrance = Entrance(who.run, initialises=initialises, timeout_s=join_timeout_s)
-        self._is_alone = num_addresses == 1
-        self._looks_around = False  # for the syncer that serves the run, before it joins
-        self._lanes, self._departure = Lanes(num_addresses), Departure()
-        self._heartbeat = Heartbeat(reports_every_step=reports_every_step, every_s=heartbeat_s, shortest_s=shortest_s)
-        self._outbox, self._cache = Outbox(num_fragments), ModelCache(num_fragments)
-        self._ask: Ask | None = None  # that is not answered
-        self._welcome: Standing | None = None  # of the stream of notices that is open
-        self._has_started = self._has_lost_join = False
-        self._reason: str | None = None  # why the incarnation before was evicted
-        self._started_in: Lineage | None = None
-        self._is_held = False  # as the learner was told
-        self._said = set[str]()
-        self._witness, self._votes = Witness(seen), Votes()
-        self._followed_at = -math.inf  # when the syncer that is followed was heard last
-
-    @property
-    def seen(self) -> Lineage | None:
-        """The syncer that this learner follows; None: none has been heard yet."""
-        return self._witness.seen
+class SessionCore(SessionState):
+    """One learner in one run: the events of its session."""
 
     # --- the learner, and time ----------------------------------------------------------------------------------------
 
@@ -248,12 +180,6 @@ class SessionCore:
             *self._tell(standing),
         ]
 
-    @property
-    def _has_run_gone_back(self) -> bool:
-        """Whether the run may be at an earlier step than when this learner started: in a later epoch than that."""
-        before, now = self._started_in, self.seen
-        return before is not None and now is not None and before.epoch < now.epoch
-
     def _join_again(self, now: float, reason: str) -> Actions:
         """This incarnation is out, and what it sent is void."""
         if self.phase == "leaving":
@@ -309,11 +235,6 @@ class SessionCore:
         return [grant, *self._go_on(now)]
 
     # --- what the syncer says -----------------------------------------------------------------------------------------
-
-    @property
-    def is_away(self) -> bool:
-        """Whether a request is being repeated because the syncer was not reached."""
-        return self._lanes.is_away
 
     def beaten(
         self, now: float, beat: requests.Beat, lineage: Lineage, standing: Standing, proposal: Proposal | None = None
@@ -514,152 +435,3 @@ class SessionCore:
     def _fail(self, lane: Lane, error: DilocoError) -> Actions:
         lane.is_stopped = True
         return [requests.Fail(error)]
-
-    # --- what is done next --------------------------------------------------------------------------------------------
-
-    def _go_on(self, now: float) -> Actions:
-        """Begin the requests that there are to make."""
-        lanes, actions = self._lanes, list[SessionAction]()
-        self.wake_at = math.inf
-        if self.phase in ("drained", "parting", "over"):
-            return actions
-        if self.phase == "entering" and self._entrance.step == "join":
-            self.phase = "joining"
-        nexts = (
-            self._control_request, self._watch_request, self._receive_request, self._send_request, self._data_request
-        )  # fmt: skip
-        for lane, next_request in zip(lanes.all, nexts, strict=True):
-            if lane.is_free(now) and (request := next_request(now)) is not None:
-                lane.is_busy = True
-                actions.append(request)
-        if self.phase == "leaving":
-            actions += self._part(now)
-        if self.phase != "parting":
-            is_free = not lanes.control.is_busy and not lanes.control.is_stopped
-            beats_at = self._votes.joins_at if self._joins_again else math.inf
-            votes_at, beats_at = self._votes.due_at, self._heartbeat.due_at if self._is_member else beats_at
-            due_at = beats_at if self._votes.connection is None else votes_at
-            control_at = max(due_at, lanes.control.ready_at) if is_free else math.inf
-            self.wake_at = min(lanes.next_at(now), self._departure.next_at, control_at)
-        return actions
-
-    def _control_request(self, now: float) -> requests.Request | None:
-        connection = self._lanes.connection.number
-        if self._votes.connection is not None and self.seen is not None:
-            return self._vote(now, self.seen) if now >= self._votes.due_at else None
-        if self._looks_around or (self.phase == "entering" and self._entrance.step == "ask"):
-            return requests.Describe(connection)
-        if self._joins_again and self.seen is not None and now >= self._votes.joins_at:
-            is_asked = self._votes.has_asked
-            return self._vote(now, self.seen) if is_asked else requests.Describe(connection)
-        if not self._is_member or now < self._heartbeat.due_at:
-            return None
-        self._heartbeat.began(now)
-        return requests.Beat(
-            self.who, connection, self._heartbeat.timeout_s, self._report, self.seen, tuple(self._cache.held),
-            self._witness.promised,
-        )  # fmt: skip
-
-    def _vote(self, now: float, seen: Lineage) -> requests.Vote:
-        voter = elector(self.who.learner, self.who.process)
-        word = Word(voter, seen, self._witness.promised, now - self._followed_at)
-        return requests.Vote(self.who, self._lanes.connection.number, self._heartbeat.timeout_s, word)
-
-    @property
-    def _report(self) -> Report:
-        """The content of a heartbeat. A learner has finished, or is blocked, once the syncer has all its contributions:
-        a round would be closed without one that is in flight."""
-        report = replace(self._heartbeat.report, confirmed=self._outbox.confirmed)
-        is_sending = self.seen is not None and self._outbox.next(self.seen.boot) is not None
-        return replace(report, finished=False, blocked_with=()) if is_sending else report
-
-    def _watch_request(self, now: float) -> requests.Request | None:
-        """A learner that listens counts as live: it does so once it has a model, and over a connection that works."""
-        connection = self._lanes.connection
-        if self.phase not in ("starting", "running", "leaving") or not connection.is_answered:
-            return None
-        return requests.Watch(self.who, connection.number, self.seen, tuple(self._cache.held))
-
-    def _receive_request(self, now: float) -> requests.Request | None:
-        match self.phase:
-            case "entering" if self._entrance.step == "initialise":
-                return requests.Initialise(self.who)
-            case "joining":
-                return requests.Join(self.who, seen=self.seen)
-            case "fetching" | "starting" | "running":
-                fetch = self._cache.next(self.who)
-                versions = tuple(self._cache.held)
-                return None if fetch is None else replace(fetch, seen=self.seen, versions=versions)
-        return None
-
-    def _send_request(self, now: float) -> requests.Request | None:
-        if not self._has_voice or self.seen is None:
-            return None
-        c = self._outbox.next(self.seen.boot)
-        return None if c is None else requests.Push(self.who, c, self.seen.boot)
-
-    def _data_request(self, now: float) -> requests.Request | None:
-        if self.phase != "running" or self._ask is None:
-            return None
-        return requests.Lease(self.who, self._lanes.connection.number, LEASE_TIMEOUT_S, self._ask, self.seen)
-
-    def _is_sending(self, now: float) -> bool:
-        """Whether a contribution is not acknowledged yet."""
-        send = self._lanes.send
-        return not send.is_stopped and (send.is_busy or self._send_request(now) is not None)
-
-    def _part(self, now: float) -> Actions:
-        """Leave once all is acknowledged, or there is no time left, or the syncer does not answer."""
-        departure, is_sending = self._departure, self._is_sending(now)
-        # One heartbeat may be late. Where there is work to send, it is what tells whether the syncer is there.
-        is_gone = departure.is_silent(now) or (self._lanes.send if is_sending else self._lanes).is_away
-        if is_sending and not is_gone and not departure.is_late(now):
-            return []
-        leave = self._goodbye(self.who, departure.gone_timeout_s if is_gone else departure.timeout_s(now))
-        text = f"{self.who.learner} leaves while a contribution is still in flight"
-        return [requests.Warn(text), leave] if is_sending else [leave]
-
-    def _say_late(self, now: float) -> Actions:
-        """Leave, as no incarnation: the newest is out, and may have trained more than it had said by then."""
-        if self._heartbeat.report.all_tokens == 0:
-            return self._over()
-        departure = self._departure
-        timeout_s = departure.gone_timeout_s if self._lanes.is_away else departure.timeout_s(now)
-        return [self._goodbye(replace(self.who, incarnation=0), timeout_s)]
-
-    def _goodbye(self, who: Identity, timeout_s: float) -> requests.Leave:
-        self.phase, self.wake_at = "parting", math.inf
-        return requests.Leave(who, self._lanes.connection.number, timeout_s, self._heartbeat.report, self.seen)
-
-    def _over(self) -> Actions:
-        self.phase, self.wake_at = "over", math.inf
-        return [requests.Close()]
-
-    # --- helpers ------------------------------------------------------------------------------------------------------
-
-    @property
-    def _is_member(self) -> bool:
-        """Whether the newest incarnation is part of the run, as far as is known."""
-        return self.phase in ("fetching", "starting", "running", "leaving")
-
-    @property
-    def _joins_again(self) -> bool:
-        """Whether it has followed a syncer, and is not part of the run."""
-        return self.phase == "joining" and self.seen is not None and not self._is_alone
-
-    @property
-    def _has_voice(self) -> bool:
-        return self.phase in ("running", "leaving")
-
-    def _is_current(self, who: Identity) -> bool:
-        return self._is_member and who == self.who
-
-    def _speaks(self, incarnation: int) -> bool:
-        """Whether the learner has started as this incarnation, which is not out."""
-        return self._has_voice and incarnation == self.who.incarnation
-
-    def _warn_once(self, what: str, text: str) -> Actions:
-        if what in self._said:
-            return []
-        self._said.add(what)
-        return [requests.Warn(text)]

@@ -1,0 +1,60 @@
+"""The records of a run: its durable state besides the tensors, as `SyncerCore.saved` takes it, and the changes that
+backups, repairs and checkpoints make to one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from diloco.protocol import leases
+from diloco.protocol.in_flight import require_whole_numbers
+
+
+@dataclass(frozen=True)
+class Record:
+    """The durable state of a run besides its tensors.
+
+    Attributes:
+        serial: ascending. What a record holds is durable once it, or a later one, is stored.
+        values: plain values (JSON).
+    """
+
+    serial: int
+    values: Mapping[str, Any]
+
+
+def without_members(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A record (`SyncerCore.saved`) whose learners are gone: what they had pending is lost, and they join again."""
+    return {**record, "members": {}}
+
+
+def gone_back(record: Mapping[str, Any], versions: Sequence[int]) -> Mapping[str, Any]:
+    """As `without_members`, where a repair has gone back to these versions of the fragments: the units of data in later
+    ones come back."""
+    return {**without_members(record), "leases": leases.gone_back(record["leases"], versions)}
+
+
+def rewound(
+    record: Mapping[str, Any], learner: str, saved: Mapping[str, Any], *, with_run: bool
+) -> Mapping[str, Any]:  # fmt: skip
+    """A record (`SyncerCore.saved`) in which a member is as its checkpoint (`SyncerCore.saved_of`) says.
+
+    `with_run`: the clock and the rounds of the run too.
+
+    Raises:
+        ValueError, TypeError or LookupError: what is saved is none.
+    """
+    require_whole_numbers(saved["step"], *saved["fragment_steps"])
+    for trained, merged, lost, by_reason in saved["ledgers"]:
+        require_whole_numbers(trained, merged, lost, *map(abs, by_reason.values()))
+    member = {**record["members"][learner], "step": saved["step"], "rounds": saved["own_rounds"]}
+    account = {**record["accounts"][learner], "ledgers": saved["ledgers"]}
+    run = {key: saved[key] for key in ("step", "fragment_steps", "rounds")} if with_run else {}
+    return {
+        **record,
+        **run,
+        "members": {**record["members"], learner: member},
+        "accounts": {**record["accounts"], learner: account},
+    }
