@@ -23,17 +23,7 @@ from typing import Any
 from diloco.core.weights import merge_weights, weights_of
 from diloco.errors import DrainedError, NoRoomError, StaleIncarnationError, VersionError
 from diloco.protocol.accounting import Accounting, key_of
-from diloco.protocol.actions import (
-    Acknowledge,
-    Action,
-    Evict,
-    MergeRound,
-    PersistRecord,
-    Publish,
-    Reject,
-    Tell,
-    WakeAt,
-)
+from diloco.protocol.actions import Acknowledge, Action, Evict, MergeRound, PersistRecord, Publish, Reject, Tell, WakeAt
 from diloco.protocol.contribution import OUTLIER, Contribution, Standing, Verdict
 from diloco.protocol.leases import Ask, Grant, Leases
 from diloco.protocol.members import Deadlines, Member, Report
@@ -313,10 +303,6 @@ class SyncerCore:
             return [self._reject(c, reason), *self._look_again(now)]
         self.accounting.acknowledge(c)
         return [Acknowledge(c, duplicate=False), *self._look_again(now)]
-
-    def is_known(self, c: Contribution) -> bool:
-        """Whether a contribution of a member is open, or has a verdict."""
-        return self.accounting.is_known(c)
 
     def merged(self, fragment: int, refused: Sequence[str] = ()) -> None:
         """The driver has merged the fragment's closed round, and makes the new version durable next.

@@ -392,7 +392,7 @@ class Driver(Generic[H, S, P]):
         self.state.model.held(c.fragment)
         fragment = self.state.model.layout.fragments[c.fragment]
         sense.check_size(c, num_bytes, self._ports.jobs.contribution_bytes(fragment.numel), len(fragment.tensors))
-        is_here = c in self._checked_parts or self.core.is_known(c)
+        is_here = c in self._checked_parts or self.core.accounting.is_known(c)
         model_bytes = sum(self._ports.jobs.contribution_bytes(each.numel) for each in self.state.model.layout.fragments)
         try:
             return self._uploads.begin(c, num_bytes, span, model_bytes, is_here=is_here)
@@ -419,7 +419,7 @@ class Driver(Generic[H, S, P]):
     def _is_wanted(self, c: Contribution) -> bool:
         """Whether a contribution that is not here may still come."""
         member = self.core.members.get(c.learner)
-        return member is not None and member.incarnation == c.incarnation and not self.core.is_known(c)
+        return member is not None and member.incarnation == c.incarnation and not self.core.accounting.is_known(c)
 
     def _sent_back(self, c: Contribution, no_room: NoRoomError) -> None:
         now_s = self._clock.now_s()

@@ -34,8 +34,7 @@ log = logging.getLogger("diloco")
 News = requests.TellStart | Arrived | CallForWork | Rejection | Grant | Drained | Hold | requests.Fail
 """What a learner is told."""
 
-_TIMED = (requests.Beat, requests.Vote, requests.Lease, requests.Leave)
-_CONTROL = (*_TIMED, requests.Describe, requests.Watch)
+_CONTROL = (requests.TimedCall, requests.Describe, requests.Watch)
 
 Reply = Callable[..., None]
 """Called with the answer to a request, or with a DilocoError; then with the bytes of it, where those are not few."""
@@ -185,7 +184,7 @@ class SessionClient:
         self._clock.wake_at(math.inf if self.is_closed else min(timeout_s, self.core.wake_at))
 
     def _call(self, call: requests.Request) -> None:
-        timeout_s = call.timeout_s if isinstance(call, _TIMED) else math.inf
+        timeout_s = call.timeout_s if isinstance(call, requests.TimedCall) else math.inf
         open_ = _Open(call, self._now + timeout_s)
         self._open.append(open_)
         match call:

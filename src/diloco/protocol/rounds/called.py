@@ -20,8 +20,8 @@ from diloco.protocol.contribution import LATE, VERSION, Contribution
 from diloco.protocol.in_flight import FragmentWork, InFlight
 from diloco.protocol.members import Member
 from diloco.protocol.rounds import late_contributions as late
-from diloco.protocol.rounds.base import ClosedRound, Decision, LearnerRounds, Rules, RunView, SyncerRounds
-from diloco.protocol.rounds.late_contributions import OpenRound
+from diloco.protocol.rounds.base import ClosedRound, Decision, LearnerRounds, Rules, RunView
+from diloco.protocol.rounds.late_contributions import LateRounds, OpenRound
 
 EMA = 0.2
 """Weight of the newest measurement in the moving averages that size the grace window."""
@@ -86,7 +86,7 @@ class _Turns:
     call: _Call | None = None
 
 
-class CalledSyncer(SyncerRounds):
+class CalledSyncer(LateRounds):
     """The syncer's half.
 
     Attributes:
@@ -95,13 +95,13 @@ class CalledSyncer(SyncerRounds):
     """
 
     def __init__(self, quorum: Called, run: RunView) -> None:
-        self._quorum, self._run = quorum, run
+        super().__init__(run)
+        self._quorum = quorum
         self.clock = float(run.step)
         self.pace = Pace()
         self._fragments = [_Turns(self._next_turn(f)) for f in range(len(run.fragments))]
         self._called = set[int]()
         """The fragments whose call is open."""
-        self._last = late.LastContributions(len(run.fragments))
 
     def _next_turn(self, fragment: int) -> int:
         """The first step of the schedule after the clock, allowing for rounding."""
@@ -201,12 +201,6 @@ class CalledSyncer(SyncerRounds):
                 self.pace.measured(step_s=median(step_times))
         return True
 
-    def joined(self, learner: str) -> None:
-        self._last.joined(learner, self._run.step)
-
-    def removed(self, learner: str) -> None:
-        self._last.removed(learner)
-
     def calls(self, learner: str) -> tuple[tuple[int, int], ...]:
         return tuple(
             (fragment, self._run.fragments[fragment].version)
@@ -235,12 +229,6 @@ class CalledSyncer(SyncerRounds):
         self.clock, self.pace = values["clock"], Pace(**values["pace"])
         for turns, turn in zip(self._fragments, values["turns"], strict=True):
             turns.turn = turn
-
-    def saved_of(self, learner: str) -> dict[str, Any]:
-        return self._last.saved_of(learner)
-
-    def restore_of(self, learner: str, values: Mapping[str, Any]) -> None:
-        self._last.restore_of(learner, values)
 
 
 class CalledLearner(LearnerRounds):

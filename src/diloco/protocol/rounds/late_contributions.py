@@ -15,7 +15,7 @@ from diloco.core.weights import weights_of
 from diloco.protocol.contribution import Contribution
 from diloco.protocol.in_flight import FragmentWork, require_whole_numbers
 from diloco.protocol.members import Member
-from diloco.protocol.rounds.base import ClosedRound, Decision, RunView
+from diloco.protocol.rounds.base import ClosedRound, Decision, RunView, SyncerRounds
 
 
 @dataclass
@@ -142,6 +142,26 @@ class LastContributions:
         """Continue from `saved_of`."""
         require_whole_numbers(*(number for each in values["last"] for number in each))
         self._last[learner] = [LastSent(*each) for each in values["last"]]
+
+
+class LateRounds(SyncerRounds):
+    """What the syncer's halves of called and pushed rounds keep of each learner."""
+
+    def __init__(self, run: RunView) -> None:
+        self._run = run
+        self._last = LastContributions(len(run.fragments))
+
+    def joined(self, learner: str) -> None:
+        self._last.joined(learner, self._run.step)
+
+    def removed(self, learner: str) -> None:
+        self._last.removed(learner)
+
+    def saved_of(self, learner: str) -> dict[str, Any]:
+        return self._last.saved_of(learner)
+
+    def restore_of(self, learner: str, values: Mapping[str, Any]) -> None:
+        self._last.restore_of(learner, values)
 
 
 def scale(

@@ -16,17 +16,17 @@ from diloco.protocol.contribution import LATE, VERSION, Contribution
 from diloco.protocol.in_flight import FragmentWork, InFlight
 from diloco.protocol.members import Member
 from diloco.protocol.rounds import late_contributions as late
-from diloco.protocol.rounds.base import ClosedRound, Decision, LearnerRounds, Rules, RunView, SyncerRounds
-from diloco.protocol.rounds.late_contributions import OpenRound
+from diloco.protocol.rounds.base import ClosedRound, Decision, LearnerRounds, Rules, RunView
+from diloco.protocol.rounds.late_contributions import LateRounds, OpenRound
 
 
-class PushedSyncer(SyncerRounds):
+class PushedSyncer(LateRounds):
     """The syncer's half."""
 
     def __init__(self, quorum: Pushed, run: RunView) -> None:
-        self._quorum, self._run = quorum, run
+        super().__init__(run)
+        self._quorum = quorum
         self._rounds: list[dict[int, OpenRound]] = [{} for _ in run.fragments]  # by the version they start from
-        self._last = late.LastContributions(len(run.fragments))
 
     def admit(self, now: float, c: Contribution) -> str | None:
         state, rounds = self._run.fragments[c.fragment], self._rounds[c.fragment]
@@ -92,12 +92,6 @@ class PushedSyncer(SyncerRounds):
         round_ = self._open(fragment)
         return (sorted(round_.newest), late.ready(self._run)) if round_ else ((), ())
 
-    def joined(self, learner: str) -> None:
-        self._last.joined(learner, self._run.step)
-
-    def removed(self, learner: str) -> None:
-        self._last.removed(learner)
-
     def sync_every(self, learner: str) -> int | None:
         """⌊v/v_max · H⌋ by measured speed, where the steps are dynamic."""
         if not self._quorum.dynamic_steps:
@@ -108,12 +102,6 @@ class PushedSyncer(SyncerRounds):
         if member is None or not member.step_s:
             return every
         return max(1, int(min(step_times) / member.step_s * every))
-
-    def saved_of(self, learner: str) -> dict[str, Any]:
-        return self._last.saved_of(learner)
-
-    def restore_of(self, learner: str, values: Mapping[str, Any]) -> None:
-        self._last.restore_of(learner, values)
 
     def _open(self, fragment: int) -> OpenRound | None:
         """The open round that follows the fragment's version."""

@@ -41,14 +41,7 @@ from diloco.protocol.contribution import (
 )
 from diloco.protocol.in_flight import FragmentWork, InFlight
 from diloco.protocol.members import Member
-from diloco.protocol.rounds.base import (
-    ClosedRound,
-    Decision,
-    LearnerRounds,
-    Rules,
-    RunView,
-    SyncerRounds,
-)
+from diloco.protocol.rounds.base import ClosedRound, Decision, LearnerRounds, Rules, RunView, SyncerRounds
 
 
 def decide(

@@ -118,7 +118,16 @@ class Watch:
 
 
 @dataclass(frozen=True)
-class Beat:
+class TimedCall:
+    """A request over a control connection: it fails after `timeout_s` without an answer."""
+
+    who: Identity
+    connection: int
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class Beat(TimedCall):
     """Send a heartbeat over this control connection; then call `beaten`, or `failed` after `timeout_s` without an
     answer.
 
@@ -129,9 +138,6 @@ class Beat:
 
     lane: ClassVar[LaneName] = "control"
 
-    who: Identity
-    connection: int
-    timeout_s: float
     report: Report
     seen: Lineage | None
     versions: tuple[int, ...]
@@ -139,7 +145,7 @@ class Beat:
 
 
 @dataclass(frozen=True)
-class Vote:
+class Vote(TimedCall):
     """Tell a syncer that does not serve the run now what was followed and promised, over this control connection; then
     call `voted`, or `failed`.
 
@@ -149,9 +155,6 @@ class Vote:
 
     lane: ClassVar[LaneName] = "control"
 
-    who: Identity
-    connection: int
-    timeout_s: float
     word: Word
 
 
@@ -167,21 +170,18 @@ class Push:
 
 
 @dataclass(frozen=True)
-class Lease:
+class Lease(TimedCall):
     """Ask over this control connection for units of data; then call `leased`, or `failed` after `timeout_s` without an
     answer."""
 
     lane: ClassVar[LaneName] = "data"
 
-    who: Identity
-    connection: int
-    timeout_s: float
     ask: Ask
     seen: Lineage | None
 
 
 @dataclass(frozen=True)
-class Leave:
+class Leave(TimedCall):
     """Say goodbye over this control connection; then call `left`, or `failed` after `timeout_s` without an answer.
 
     Attributes:
@@ -191,9 +191,6 @@ class Leave:
 
     lane: ClassVar[LaneName] = "leave"
 
-    who: Identity
-    connection: int
-    timeout_s: float
     report: Report
     seen: Lineage | None
 
