@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import diloco
-from diloco.core import held
+from diloco.core.global_fragment import close
 from diloco.exchange.wire.outgoing import OutgoingUpload
 from diloco.learner.error_feedback import ErrorFeedback
 from diloco.protocol.session.session_core import SessionCore
@@ -32,7 +32,7 @@ from diloco.store.store import Store
 from diloco.syncer.door.messages import WatchStream
 from diloco.syncer.server import Options, Syncer
 
-MOST_FILES, MOST_FUNCTIONS = 30, 10
+MOST_FILES, MOST_FUNCTIONS = 22, 57
 
 WAYPOINTS = (
     SessionCore.offered,  # the training thread offers the contribution
@@ -42,7 +42,7 @@ WAYPOINTS = (
     Driver.complete_push,  # all of it has arrived
     TensorJobs.check,  # another thread checks it
     SyncerCore.contributed,  # it is accepted, and its round closed
-    held.close,  # another thread merges the round
+    close,  # another thread merges the round
     SyncerCore.merged,
     Store.publish,  # another thread makes the new version durable
     SyncerCore.stored,  # the version is published

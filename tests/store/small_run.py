@@ -16,6 +16,7 @@ from diloco.core.layout import Layout, TensorSpec, digest, place
 from diloco.core.update import Update
 from diloco.protocol.actions import MergeRound
 from diloco.protocol.contribution import Contribution
+from diloco.protocol.members import Report
 from diloco.protocol.rounds.base import Rules
 from diloco.protocol.syncer import SyncerCore
 from diloco.run.ports import InitialModel, MergedRound
@@ -81,7 +82,7 @@ def record_at(step: int) -> dict[str, object]:
     """As a run's with a learner that has trained."""
     core = SyncerCore(Rules.of(METHOD, 2), [0, 0])
     core.joined(0.0, "site-a")
-    core.heartbeat(0.0, "site-a", 1, step=step, steps=step, tokens=5 * step, step_s=1.0, waiting=False)
+    core.heartbeat(0.0, "site-a", 1, Report(step=step, steps=step, tokens=5 * step, step_s=1.0))
     return dict(core.saved().values)
 
 

@@ -17,7 +17,7 @@ from tests.storms.world import Storm
 
 from diloco.run.driver import Driver
 from diloco.run.journal.replay import Findings
-from diloco.run.recorded import is_event
+from diloco.run.ports import is_event
 
 NUM_SEEDS, PER_TEST = 90, 30
 

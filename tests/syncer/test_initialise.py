@@ -15,7 +15,7 @@ from tests.syncer.runs import RUN, Net, Raw, is_initialised, layout, method, sta
 import diloco
 from diloco.core.fragments import Layout, make_layout
 from diloco.errors import DilocoError
-from diloco.syncer.door.initialising import while_waiting
+from diloco.syncer.hosting import while_waiting
 
 
 class CutOnce:

@@ -48,11 +48,21 @@ from diloco.run import validation as sense
 from diloco.run.assembly import Span
 from diloco.run.executor import ActionExecutor
 from diloco.run.global_model import FragmentAnswer
-from diloco.run.ports import ConnectionPort, H, InitialModel, ModelLayout, P, Ports, RunMethod, S, SavedRun
-from diloco.run.recorded import event
+from diloco.run.ports import (
+    ConnectionPort,
+    H,
+    InitialModel,
+    ModelLayout,
+    P,
+    Ports,
+    RunMethod,
+    S,
+    SavedRun,
+    event,
+    refusal_of,
+)
 from diloco.run.run_state import RunState
 from diloco.run.uploads import Upload
-from diloco.run.writes import refusal_of
 from diloco.watching import only_watching
 
 STOOD_STILL_S = 1.0

@@ -17,11 +17,11 @@ from diloco.errors import PayloadError, StoreError
 from diloco.protocol.actions import Action, Evict, MergeRound, PersistRecord, Publish, Reject, Tell, WakeAt
 from diloco.protocol.contribution import NOT_FINITE, Standing
 from diloco.run.connections import Connections
-from diloco.run.ports import H, MergedRound, Observer, P, Ports, S
+from diloco.run.ports import H, MergedRound, Observer, P, Ports, S, refusal_of
 from diloco.run.run_state import RunState
 from diloco.run.status import RunStatus
 from diloco.run.uploads import Uploads
-from diloco.run.writes import Write, Writes, refusal_of
+from diloco.run.writes import Write, Writes
 
 
 class ActionExecutor(Generic[H, S, P]):

@@ -7,9 +7,11 @@ Jobs and the store block. The worker does what they are asked for asynchronously
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, Protocol, TypeVar, cast
 
 from diloco.core.update import Update
 from diloco.errors import NoRoomError, PayloadError, StoreError
@@ -235,6 +237,15 @@ class StorePort(Protocol[H, P]):
         """A record alone; the versions stay."""
 
 
+def refusal_of(write: Callable[[], None]) -> StoreError | None:
+    """Write to a store. Returns the error if the disk has refused."""
+    try:
+        write()
+    except StoreError as error:
+        return error
+    return None
+
+
 Work = Literal["check", "close", "write"]
 T = TypeVar("T")
 
@@ -306,6 +317,44 @@ class RecorderPort(Protocol):
 
     def decided(self, actions: Sequence[Action]) -> None:
         """The driver executes these actions within the event that is under way."""
+
+
+D = TypeVar("D")
+Q = ParamSpec("Q")
+R = TypeVar("R")
+
+_MARK = "is_event"
+
+
+def event(method: Callable[Concatenate[D, Q], R]) -> Callable[Concatenate[D, Q], R]:
+    """Mark a method of a driver that changes it: a recorder journals its calls with time and arguments.
+
+    Every public method of `Driver` is marked, or changes nothing. The driver has its recorder as `_recorder`, once it
+    was given its ports.
+    """
+    signature = inspect.signature(method)
+    gives_ports = "ports" in signature.parameters
+
+    @functools.wraps(method)
+    def happens(self: D, *args: Q.args, **kwargs: Q.kwargs) -> R:
+        recorder = None if gives_ports else getattr(self, "_recorder")  # noqa: B009
+        if recorder is None and not gives_ports:
+            return method(self, *args, **kwargs)
+        arguments: dict[str, Any] = dict(signature.bind(self, *args, **kwargs).arguments)
+        del arguments["self"]
+        recorder = arguments["ports"].recorder if gives_ports else recorder
+        if recorder is None:
+            return method(self, *args, **kwargs)
+        answer: R = recorder.event(method.__name__, functools.partial(method, self), arguments)
+        return answer
+
+    setattr(happens, _MARK, True)
+    return cast("Callable[Concatenate[D, Q], R]", happens)
+
+
+def is_event(method: object) -> bool:
+    """Whether a method is marked."""
+    return getattr(method, _MARK, False) is True
 
 
 class NullObserver(Observer):

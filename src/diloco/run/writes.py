@@ -11,22 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic
 
-from diloco.errors import StoreError
 from diloco.run.ports import H, MergedRound, P
 
 RETRY_S = 2.0
 """Between two tries of a write that the disk refuses."""
 
 Then = Callable[[], None]
-
-
-def refusal_of(write: Callable[[], None]) -> StoreError | None:
-    """Write. Returns the error if the disk has refused."""
-    try:
-        write()
-    except StoreError as error:
-        return error
-    return None
 
 
 @dataclass(eq=False)

@@ -9,7 +9,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -164,6 +164,17 @@ class _Clock:
         self._ticker.wake_at(at_s)
 
 
+SAY_EVERY_S = 0.5
+"""Between two replies about an upload that has arrived and is not answered yet."""
+
+
+def while_waiting(answer: Future[Any]) -> Iterator[None]:
+    """Yield at once, and every `SAY_EVERY_S` until there is an answer."""
+    yield
+    while not wait([answer], SAY_EVERY_S).done:
+        yield
+
+
 class HostedDriver:
     """One run in this process. Any thread may call any method.
 
@@ -262,6 +273,16 @@ class HostedDriver:
             if context is not None and not context.add_callback(partial(_fail, future)):
                 _fail(future)
             return future.result()
+
+    def until_done(
+        self, event: Callable[[SyncerDriver, Callable[[DilocoError | None], None]], None]
+    ) -> Iterator[None]:  # fmt: skip
+        """Yield every `SAY_EVERY_S` until an event is answered. Raises the answer if it is a refusal."""
+        with self.asking(event) as answer:
+            yield from while_waiting(answer)
+            refusal = answer.result()
+        if refusal is not None:
+            raise refusal
 
     @contextmanager
     def asking(self, event: Callable[[SyncerDriver, Callable[[T], None]], None]) -> Iterator[Future[T]]:

@@ -35,8 +35,7 @@ from diloco.run.journal.replay_ports import (
 )
 from diloco.run.journal.serialization import PlainReader
 from diloco.run.memory import MemorySlot
-from diloco.run.ports import NullObserver, Ports
-from diloco.run.recorded import is_event
+from diloco.run.ports import NullObserver, Ports, is_event
 
 _FAILS = (DilocoError, AssertionError, *MALFORMED)
 """What an event of a driver may end in that has come into a state in which it never was."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
-from typing import Any
 
 import grpc
 import torch
@@ -16,7 +15,7 @@ import torch
 from diloco.core.fragments import Layout
 from diloco.core.global_fragment import GlobalFragment
 from diloco.core.memory import room
-from diloco.errors import BusyError, CorruptPayloadError, DilocoError, LayoutError, StoreError
+from diloco.errors import BusyError, CorruptPayloadError, LayoutError, StoreError
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import tensor_of, tensors_of
 from diloco.protocol.lineage import Lineage
@@ -26,30 +25,8 @@ from diloco.syncer.door.audit import Audit
 from diloco.syncer.door.messages import layout_of, seen_of
 from diloco.syncer.door.receiving import IncomingModel
 from diloco.syncer.door.transfers import Transfers
-from diloco.syncer.hosting import HostedDriver, SyncerDriver
+from diloco.syncer.hosting import HostedDriver, SyncerDriver, while_waiting
 from diloco.syncer.keys.callers import Caller
-
-SAY_EVERY_S = 0.5
-"""Between two words on an upload that is here and not answered yet."""
-
-
-def while_waiting(answer: Future[Any]) -> Iterator[None]:
-    """Gives at once, and now and then until there is an answer."""
-    yield
-    while not wait([answer], SAY_EVERY_S).done:
-        yield
-
-
-def until_done(
-    hosted: HostedDriver, event: Callable[[SyncerDriver, Callable[[DilocoError | None], None]], None]
-) -> Iterator[None]:  # fmt: skip
-    """Gives now and then until an event is answered. Raises the answer, if it is a refusal."""
-    with hosted.asking(event) as answer:
-        yield from while_waiting(answer)
-        refusal = answer.result()
-    if refusal is not None:
-        raise refusal
-
 
 MAX_STATIC_ELEMENT_BYTES, MAX_STATIC_HEADER_BYTES = 16, 4096
 """What a tensor that training leaves alone takes, by element, and besides."""
@@ -100,10 +77,8 @@ class Initialising:
             yield from (pb.InitialiseReply(received=all_here) for _ in while_waiting(making))
             model = making.result()
 
-        def initialise(driver: SyncerDriver, done: Callable[[DilocoError | None], None]) -> None:
-            driver.initialise(model, done)
-
-        yield from (pb.InitialiseReply(received=all_here) for _ in until_done(self._host(), initialise))
+        waiting = self._host().until_done(lambda driver, done: driver.initialise(model, done))
+        yield from (pb.InitialiseReply(received=all_here) for _ in waiting)
 
     def _initial_model(
         self, header: pb.InitialiseHeader, layout: Layout, seen: Lineage | None, buffer: memoryview

@@ -42,7 +42,7 @@ from diloco.run.uploads import Upload
 from diloco.syncer.door.admission import Admission, Call, Kind, Shares
 from diloco.syncer.door.audit import Audit
 from diloco.syncer.door.call_deadlines import CallDeadlines
-from diloco.syncer.door.initialising import Initialising, until_done
+from diloco.syncer.door.initialising import Initialising
 from diloco.syncer.door.messages import (
     WatchStream,
     ask_of,
@@ -139,7 +139,7 @@ class Service:
                 "OpenPage": ("control", self._unary("OpenPage", self.open_page, pb.OpenPageRequest)),
                 "Leave": ("writes", self._unary("Leave", self.leave, pb.LeaveRequest, "writes")),
                 "Status": ("control", self._unary("Status", self.status, pb.StatusRequest)),
-                "Watch": ("watches", self._answered("Watch", "watches", self.watch, pb.WatchRequest)),
+                "Watch": ("watches", self._both("Watch", self.watch, pb.WatchRequest, "watches", MAX_CONTROL_BYTES)),
                 "Pull": ("transfers", self._both("Pull", self.pull, pb.PullRequest)),
                 "Initialise": ("transfers", self._both("Initialise", self.initialise, pb.InitialiseHeader)),
                 "Push": ("transfers", self._both("Push", self.push, pb.PushHeader)),
@@ -253,7 +253,9 @@ class Service:
         self._admit(context, caller, request.run, "viewer", "", "control")
         return pb.OpenPageReply(url=self._page_url(caller))
 
-    def watch(self, caller: Caller, request: pb.WatchRequest, context: grpc.ServicerContext) -> Iterator[pb.Notice]:
+    def watch(
+        self, caller: Caller, request: pb.WatchRequest, _: Iterator[bytes], context: grpc.ServicerContext
+    ) -> Iterator[pb.Notice]:
         self._admit(context, caller, request.run, "learner", request.learner, "control")
         claim = claim_of(request)
         stream = WatchStream(self._driver.ask(lambda driver: driver.lineage))
@@ -281,13 +283,10 @@ class Service:
         what = "Push", header.fragment, header.number, header.start, header.stop
         with self._transfers.open(header.learner, header.incarnation, what, context):
             push = yield from self._receive(contribution, header, stream)
-
-        def complete(driver: SyncerDriver, done: Callable[[DilocoError | None], None]) -> None:
-            driver.complete_push(push, done)
-
         start, stop = push.room
         all_here = pb.Received(num_bytes=stop - start, all=True)
-        yield from (pb.PushReply(received=all_here) for _ in until_done(self._driver, complete))
+        waiting = self._driver.until_done(lambda driver, done: driver.complete_push(push, done))
+        yield from (pb.PushReply(received=all_here) for _ in waiting)
         yield pb.PushReply()
 
     def _receive(
@@ -295,13 +294,11 @@ class Service:
     ) -> Generator[pb.PushReply, None, Upload[Slot]]:
         """Take in the payload of a contribution, all that is not here yet."""
         span = (header.start, header.stop) if header.stop else None
-
-        def begin(driver: SyncerDriver) -> Upload[Slot]:
-            return driver.begin_push(
+        push = self._driver.ask(
+            lambda driver: driver.begin_push(
                 contribution, header.num_bytes, boot=header.boot, span=span, process=header.process
             )
-
-        push = self._driver.ask(begin)
+        )
         start, stop = push.room
         no_room, is_complete, filled = None, False, 0
         try:
@@ -428,30 +425,18 @@ class Service:
 
         return call
 
-    def _answered(
-        self, name: str, kind: Kind, handler: Callable[[Caller, M, grpc.ServicerContext], Replies], request: type[M]
-    ) -> Call:
-        """One request, answered by a stream."""
-
-        def call(stream: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-            with self._known(name, kind, context) as caller, self._calls.open(name, caller, context):
-                found = read_header(self._messages(stream, caller, context), request, MAX_CONTROL_BYTES)
-                replies = self._serialized(handler(caller, found, context), context)
-                yield from self._deadlines.replies(replies, caller.name, context)
-
-        return call
-
     def _both(
         self, name: str, handler: Callable[[Caller, M, Iterator[bytes], grpc.ServicerContext], Replies],
-        header: type[M], kind: Kind = "transfers",
+        header: type[M], kind: Kind = "transfers", most_bytes: int = MAX_MESSAGE_BYTES,
     ) -> Call:  # fmt: skip
-        """A stream that begins with a header, answered by another."""
+        """A stream that begins with a header of at most so many bytes, answered by another stream."""
 
         def call(stream: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
             single = kind == "standby"
             with self._known(name, kind, context) as caller, self._calls.open(name, caller, context, single=single):
                 messages = self._messages(stream, caller, context)
-                replies = self._serialized(handler(caller, read_header(messages, header), messages, context), context)
+                found = read_header(messages, header, most_bytes)
+                replies = self._serialized(handler(caller, found, messages, context), context)
                 yield from self._deadlines.replies(replies, caller.name, context)
 
         return call
