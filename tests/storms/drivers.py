@@ -4,6 +4,7 @@ checks it."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from tests.run.memory import Later, LaterWorker
 from tests.storms.accounts import Accounts
@@ -19,11 +20,11 @@ from diloco.exchange.virtual.client import SessionClient
 from diloco.protocol.accounting import Key
 from diloco.protocol.actions import MergeRound
 from diloco.protocol.contribution import Contribution, Standing, Verdict
-from diloco.protocol.lineage import Lineage
+from diloco.protocol.members import Claim, Report
 from diloco.run.driver import Driver
 from diloco.run.global_model import FragmentAnswer
 from diloco.run.memory import MemorySlot, MemoryStore
-from diloco.run.ports import InitialModel, Json, MergedRound, RunMethod, SavedRun, T, Work
+from diloco.run.ports import ConnectionPort, InitialModel, Json, MergedRound, RunMethod, SavedRun, T, Work
 from diloco.run.tensor_jobs import TensorJobs, TensorSlot
 
 
@@ -33,27 +34,37 @@ class StormDriver(Driver[GlobalFragment, MemorySlot, Tensor]):
     ledger: Ledger
     accounts: Accounts
 
-    def standing(self, learner: str) -> Standing:
-        standing = super().standing(learner)
-        self._told(learner, standing.verdicts)
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        close = self._executor._close
+
+        def closing(action: MergeRound) -> None:
+            absent = sorted(action.members.difference(c.learner for c in action.contributions))
+            tokens = [self.core.pending_tokens(learner, action.fragment) for learner in absent]
+            self.accounts.scaled(self.state.method, action, tokens)
+            close(action)
+
+        self._executor._close = closing  # type: ignore[method-assign]
+
+    def heartbeat(self, claim: Claim, report: Report) -> Standing:
+        standing = super().heartbeat(claim, report)
+        self._told(claim.learner, standing.verdicts)
         return standing
 
+    def connected(self, claim: Claim, connection: ConnectionPort) -> None:
+        super().connected(claim, connection)
+        self._told(claim.learner, self.core.standing(claim.learner).verdicts)
+
     def fetch(
-        self, fragment: int, base: int, learner: str = "", incarnation: int = 0, *, versions: Sequence[int] = (),
-        seen: Lineage | None = None, process: int = 0,
+        self, fragment: int, base: int, claim: Claim | None = None
     ) -> FragmentAnswer[GlobalFragment, Tensor]:  # fmt: skip
-        fetched = super().fetch(fragment, base, learner, incarnation, versions=versions, seen=seen, process=process)
-        overlap, schedule = self.core.members[learner].overlap, self.core.rules.schedule
+        assert claim is not None
+        fetched = super().fetch(fragment, base, claim)
+        overlap, schedule = self.core.members[claim.learner].overlap, self.core.rules.schedule
         in_flight = schedule.intervals_in_flight if overlap is None else schedule.intervals_in(overlap)
         self.ledger.fetched(fragment, base, fetched, num_due=1 + in_flight)
-        self._told(learner, fetched.verdicts)
+        self._told(claim.learner, fetched.verdicts)
         return fetched
-
-    def _close(self, action: MergeRound) -> None:
-        absent = sorted(action.members.difference(c.learner for c in action.contributions))
-        tokens = [self.core.pending_tokens(learner, action.fragment) for learner in absent]
-        self.accounts.scaled(self.state.method, action, tokens)
-        super()._close(action)
 
     def _told(self, learner: str, verdicts: Sequence[Verdict]) -> None:
         incarnation = self.core.members[learner].incarnation

@@ -1,4 +1,4 @@
-"""When a learner's heartbeats are due, their content, and the timeout of their answers."""
+"""The heartbeats of a learner: their content, when they are due, and the timeout of their answers."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ SHORTEST_S = 0.05
 """The shortest time between two heartbeats, even if the learner takes steps faster."""
 
 ANSWER_FLOOR_S, ANSWER_CAP_S = 1.2, 30.0
-"""How long an answer may take before the control connection is dialled anew. With the time between two heartbeats it is
-well within what a syncer gives a learner to come back whose connection broke (`Deadlines.reconnect_floor_s`): it may
-have broken at the syncer's end only. A link on which answers take long gets more time for them, and notices later."""
+"""How long an answer may take before the control connection is dialled again. Together with the time between two
+heartbeats it is well within the syncer's deadline for a broken connection (`Deadlines.reconnect_floor_s`), which may be
+broken at the syncer's end only. On a link with slow answers the timeout grows, and a failure is noticed later."""
 
 
 class Heartbeat:
     """The heartbeats of one learner, one at a time.
 
     Arguments:
-        reports_every_step: the syncer has to hear of every inner step at once.
+        reports_every_step: every inner step is reported at once.
         every_s: between two heartbeats while nothing changes.
         shortest_s: between any two heartbeats.
 
     Attributes:
-        report: what the next one says.
+        report: the content of the next heartbeat.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Heartbeat:
         self._due_at = math.inf
 
     def reported(self, report: Report) -> None:
-        """The content of the next heartbeats."""
+        """Set the content of the next heartbeats."""
         is_first = self.report.tokens == 0 and report.tokens > 0
         waits_or_waited = report.waiting or self.report.waiting
         has_worked = (report.step, report.tokens) > (self.report.step, self.report.tokens)
@@ -54,7 +54,7 @@ class Heartbeat:
         self.report = replace(report, earlier_tokens=max(report.earlier_tokens, self.report.earlier_tokens))
 
     def trained_earlier(self, tokens: int) -> None:
-        """Incarnations before the newest, which has trained nothing, have trained `tokens` in all."""
+        """Incarnations before the newest have trained `tokens` in all; the newest has trained nothing yet."""
         self.report = replace(self.report, earlier_tokens=max(tokens, self.report.earlier_tokens))
 
     def start_over(self) -> None:
@@ -69,22 +69,22 @@ class Heartbeat:
         )
 
     def urge(self) -> None:
-        """The next one is due as soon as it may be."""
+        """The next heartbeat is due as soon as `shortest_s` allows."""
         self._due_at = -math.inf
 
     def plan(self, now: float, *, starting: bool = False) -> None:
-        """The next one is due after the usual time, if it is not before."""
+        """The next heartbeat is due after the usual time, unless it is due earlier."""
         is_sooner = starting and self._every_s < math.inf
         self._due_at = min(self._due_at, now + (STARTING_HEARTBEAT_S if is_sooner else self._every_s))
 
     def leave(self, now: float) -> None:
-        """The learner leaves: until it has, it hears every so often that the syncer is there."""
+        """The learner leaves: until it has left, regular heartbeats show whether the syncer answers."""
         self._every_s = min(self._every_s, HEARTBEAT_S)
         self.plan(now)
 
     @property
     def due_at(self) -> float:
-        """When the next one is due; infinite while one is under way."""
+        """When the next heartbeat is due; infinite while one is under way."""
         return max(self._due_at, self._began_at + self._shortest_s)
 
     @property
@@ -93,9 +93,9 @@ class Heartbeat:
         return self._answer_time.limit_s
 
     def began(self, now: float) -> None:
-        """One goes out."""
+        """A heartbeat is sent."""
         self._began_at, self._due_at = now, math.inf
 
     def ended(self, now: float) -> None:
-        """It was answered, or failed."""
+        """The heartbeat was answered, or has failed."""
         self._answer_time.waited(now - self._began_at)

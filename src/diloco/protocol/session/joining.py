@@ -1,5 +1,5 @@
-"""The ends of a session: before joining, wait for the run's model or upload it; at last, wait for the syncer; and vote
-at one that follows another.
+"""The beginning and end of a session, and votes: wait for the run's model or upload it before joining; wait for
+acknowledgements before leaving; vote at a syncer that does not serve the run.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from typing import Literal
 from diloco.errors import AlreadyInitialisedError, DilocoError, NotInitialisedError
 
 LEAVE_TIMEOUT_S = 10.0
-"""How long a leaving learner waits for a syncer that answers, to acknowledge its contributions and its goodbye."""
+"""How long a leaving learner waits until a syncer that answers has acknowledged its contributions and its goodbye."""
 
 GONE_TIMEOUT_S = 1.0
-"""How long it waits for a syncer that does not answer, at most."""
+"""How long a leaving learner waits for a syncer that does not answer, at most."""
 
 AWAY_AFTER_S = 4.0
 """After this long without a message the syncer counts as not answering."""
@@ -30,7 +30,7 @@ class Entrance:
         timeout_s: how long to wait for a syncer, and for the run to have a model; None: as long as it takes.
 
     Attributes:
-        step: what comes next.
+        step: the next request.
     """
 
     def __init__(self, run: str, *, initialises: bool, timeout_s: float | None) -> None:
@@ -40,15 +40,15 @@ class Entrance:
         self._may_have_uploaded = False
 
     def begin(self, now: float) -> None:
-        """The waiting begins."""
+        """The timeout begins."""
         self._began_at = now
 
     def is_late(self, now: float) -> bool:
-        """Whether it has taken too long."""
+        """Whether the timeout has passed."""
         return self._timeout_s is not None and now - self._began_at > self._timeout_s
 
     def described(self, now: float, *, has_model: bool) -> DilocoError | None:
-        """The syncer said whether the run has a model. Returns the error if the learner cannot join."""
+        """The syncer told whether the run has a model. Returns the error if the learner cannot join."""
         if has_model and self._initialises and not self._may_have_uploaded:
             return AlreadyInitialisedError(
                 f"run {self._run!r} has a model already and keeps it; join it without initialising it."
@@ -68,17 +68,17 @@ class Entrance:
         self.step = "join"
 
     def lost(self) -> None:
-        """The syncer was lost during the upload: it may have the model, and only its answer did not arrive."""
+        """The connection was lost during the upload: the syncer may have the model, without its answer arriving."""
         self.step, self._may_have_uploaded = "ask", True
 
     def refused(self) -> bool:
-        """The run has a model already; returns whether it may be one that this learner uploaded before."""
+        """The run has a model already; returns whether this learner may have uploaded it before."""
         self.step = "join"
         return self._may_have_uploaded
 
 
 class Departure:
-    """The deadlines of a learner that leaves. Without `begin` it stays.
+    """The deadlines of a learner that leaves; it stays until `begin` is called.
 
     Attributes:
         gone_timeout_s: the timeout of the goodbye to a syncer that does not answer.
@@ -89,7 +89,7 @@ class Departure:
         self.gone_timeout_s = GONE_TIMEOUT_S
 
     def begin(self, now: float, timeout_s: float) -> None:
-        """The learner wants to leave, within this time if the syncer answers."""
+        """The learner begins to leave, within this time if the syncer answers."""
         self._leave_by = now + timeout_s
         self.gone_timeout_s = min(GONE_TIMEOUT_S, timeout_s)
 
@@ -111,30 +111,31 @@ class Departure:
 
     @property
     def next_at(self) -> float:
-        """When to look again; infinite for a learner that stays."""
+        """The next of these deadlines; infinite for a learner that stays."""
         return min(self._leave_by, self._heard_at + AWAY_AFTER_S) if self._leave_by < math.inf else math.inf
 
 
 VOTE_EVERY_S = 0.5
-"""Between two votes at one syncer."""
+"""Time between two votes at one syncer."""
 
 NUM_VOTES = 4
-"""At one syncer, before the next address is tried again."""
+"""Votes at one syncer before the next address is tried."""
 
 SHORTLY_S = 2.0
-"""For which the learner goes back to the other address after one vote: that syncer is being started again, perhaps."""
+"""If the followed syncer was silent for less than this, a learner returns to its address after one vote: that syncer
+may be restarting."""
 
 
 class Votes:
-    """When to vote, and where.
+    """When and where to vote.
 
     Attributes:
-        connection: the control connection to the syncer that does not serve the run; None: there is none.
+        connection: the control connection to a syncer that does not serve the run; None: there is none.
         due_at: when the next vote is due.
-        joins_at: the same for a learner that is to join again at a syncer that serves the run: this one may need the
-            votes first, and answers no request to join before.
-        has_asked: whether that one has said which syncer it is, since the vote before.
-        is_refused: the syncer that hears the votes serves the run, and this learner cannot follow it, as it is told.
+        joins_at: the same for a learner that joins again at a syncer that serves the run: it may need votes before it
+            answers requests to join.
+        has_asked: whether that syncer has told its lineage since the last vote.
+        is_refused: the syncer that receives the votes serves the run, but this learner cannot follow it now.
     """
 
     def __init__(self) -> None:
@@ -145,21 +146,21 @@ class Votes:
         self._num_left = 0
 
     def begin(self, now: float, connection: int, silent_s: float, *, is_refused: bool = False) -> None:
-        """A syncer says that it does not serve the run. `silent_s`: since the one that is followed was heard."""
+        """A syncer does not serve the run. `silent_s`: since the last message of the followed syncer."""
         self.connection, self.due_at, self.is_refused = connection, now, is_refused
         self._num_left = NUM_VOTES if silent_s >= SHORTLY_S and not is_refused else 1
 
     def joining(self, now: float, *, promised: bool) -> None:
-        """A vote of a learner that is to join again was answered. `promised`: with a promise that is to be told."""
+        """A vote of a learner that joins again was answered. `promised`: it gave a promise, which must be sent."""
         self.has_asked = False
         self.joins_at = now if promised else now + VOTE_EVERY_S
 
     def said(self, now: float) -> bool:
-        """A vote was answered; returns whether that was the last one here."""
+        """A vote was answered; returns whether it was the last one at this syncer."""
         self._num_left -= 1
         self.due_at = now + VOTE_EVERY_S
         return self._num_left <= 0
 
     def end(self) -> None:
-        """No more votes here."""
+        """End the votes at this syncer."""
         self.connection, self.due_at = None, math.inf

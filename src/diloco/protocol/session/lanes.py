@@ -14,17 +14,18 @@ STALL_FACTOR = 8.0
 """The limit of a stall timeout is this multiple of the longest recent pause."""
 
 STALL_DECAY = 0.9
-"""What a long pause counts for after each later one."""
+"""The weight that a long pause loses with each later pause."""
 
 
 Repeated = UnreachableError | NoRoomError | LineageError | AuthError
-"""After these a request is repeated; after the last one where another syncer than the one that is followed refuses."""
+"""Errors after which a request is repeated; after `AuthError` only if it came from another syncer than the one that is
+followed."""
 
 
 class StallTimeout:
     """A measured stall timeout: a multiple of the longest recent pause.
 
-    A pause that ran into the limit counts too, so that a link which has become much slower is given more and more time.
+    A pause that ran into the limit counts too, so the limit grows on a link that has become much slower.
 
     Arguments:
         floor_s: the limit before anything is known, and the lowest.
@@ -45,8 +46,8 @@ class StallTimeout:
         self._longest_s = max(pause_s, STALL_DECAY * self._longest_s)
 
     def waited(self, pause_s: float) -> None:
-        """As `paused`, of one connection among many: one that died does not make a link slow, so that the next limit is
-        at most twice this one."""
+        """As `paused`, for one of several connections: a dead connection does not mean a slow link, so the next limit
+        is at most twice this one."""
         self.paused(min(pause_s, 2 * self.limit_s / STALL_FACTOR))
 
 
@@ -56,8 +57,8 @@ class Lane:
     Attributes:
         is_busy: a request is under way.
         is_away: the last request did not reach the syncer.
-        is_stopped: no request follows.
-        ready_at: the next request waits until then.
+        is_stopped: no more requests are made.
+        ready_at: the time before which no request is made.
     """
 
     def __init__(self) -> None:
@@ -76,7 +77,7 @@ class Lane:
         self.reset()
 
     def reset(self) -> None:
-        """The syncer is there: the next request waits for nothing."""
+        """The syncer has answered: the next request is made at once."""
         self.ready_at, self._pause_s, self.is_away = -math.inf, FIRST_RETRY_S, False
         self._said.clear()
 
@@ -85,7 +86,7 @@ class Lane:
         self.ready_at, self._pause_s = now + self._pause_s, min(2 * self._pause_s, LAST_RETRY_S)
 
     def failed(self, now: float, error: Repeated) -> str | None:
-        """The request is repeated; returns what to warn of, once for each kind of error."""
+        """The request will be repeated; returns a warning, once for each kind of error."""
         self.is_away = not isinstance(error, NoRoomError)
         self.pause(now)
         if type(error) in self._said:
@@ -102,19 +103,19 @@ class Lane:
 
 
 class ControlConnection:
-    """Which connection heartbeats and notices go over. They are numbered; each is dialled once, when it is first used.
+    """The connection for heartbeats and notices. Connections are numbered; each is dialled once, at its first use.
 
-    A connection over which an answer did not come is not used again. The last one that carried an answer stays open
-    until the new one has carried one: hanging up would look like death to a syncer that is only slow to answer.
+    A connection on which an answer did not arrive in time is not used again. The last one that carried an answer stays
+    open until a new one has carried an answer: closing it would look like a failure to a syncer that is only slow.
 
-    Connections go to the run's addresses in turn, and all other requests to the address of the last one that carried an
-    answer.
+    Connections are dialled to the run's addresses in turn. All other requests use the address of the last connection
+    that carried an answer.
 
     Arguments:
         num_addresses: of syncers.
 
     Attributes:
-        number: of the one to use.
+        number: of the current connection.
     """
 
     def __init__(self, num_addresses: int) -> None:
@@ -125,22 +126,22 @@ class ControlConnection:
 
     @property
     def is_answered(self) -> bool:
-        """Whether the one to use has carried an answer."""
+        """Whether the current connection has carried an answer."""
         return self._answered == self.number
 
     def is_followed(self, connection: int) -> bool:
-        """Whether it goes to the address of the syncer that has answered last."""
+        """Whether a connection is to the address of the syncer that answered last."""
         return address_of(connection, self._num_addresses) == self._dialled
 
     def failed(self, connection: int) -> list[requests.HangUp]:
-        """A request over it failed."""
+        """A request over this connection failed."""
         if connection != self.number:
             return []
         self.number += 1
         return [requests.HangUp(connection)] if connection != self._answered else []
 
     def answered(self, connection: int) -> list[requests.HangUp | requests.Dial]:
-        """A request over it was answered."""
+        """A request over this connection was answered."""
         if connection != self.number or self.is_answered:
             return []
         actions = list[requests.HangUp | requests.Dial]()
@@ -154,12 +155,12 @@ class ControlConnection:
 
 
 def address_of(connection: int, num_addresses: int) -> int:
-    """Which of the addresses a control connection goes to."""
+    """The index of the address that a control connection is dialled to."""
     return (connection - 1) % num_addresses
 
 
 class Lanes:
-    """All requests of a session: one lane for each kind, and the control connection that some of them share."""
+    """The lanes of a session, and the control connection that some of them share."""
 
     def __init__(self, num_addresses: int) -> None:
         self.control, self.watch, self.receive, self.send, self.data = Lane(), Lane(), Lane(), Lane(), Lane()
@@ -185,7 +186,7 @@ class Lanes:
     def failed(self, now: float, request: requests.Request, error: Repeated) -> list[requests.SessionAction]:
         """A request is to be repeated."""
         text = self.of(request).failed(now, error)
-        # A stream of notices breaks with its connection, of which the heartbeats say enough.
+        # A stream of notices fails with its connection, and heartbeats over the same one warn already.
         actions = list[requests.SessionAction]()
         if text is not None and not isinstance(request, requests.Watch):
             actions.append(requests.Warn(text))

@@ -1,7 +1,7 @@
-"""What a learner's end of a syncer is to do, as plain values: requests to the syncer, and news for the learner.
+"""The actions of `SessionCore`, as plain values: requests to the syncer, and news for the learner.
 
-Tensors stay with the executor. It keeps payloads under (incarnation, fragment, number) of their contribution, and
-fetched fragments under (fragment, version).
+Tensors stay with the program that executes them. It keeps payloads by (incarnation, fragment, number) of their
+contribution, and fetched fragments by (fragment, version).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from diloco.protocol.succession import Ballot, Word
 
 @dataclass(frozen=True)
 class Identity:
-    """Which learner speaks, as every request names it.
+    """The learner that makes a request.
 
     Attributes:
         run, learner: names.
-        process: a random number of the learner's process; tells it from another one with the same name.
+        process: a random number that distinguishes the learner's process from others with the same name.
         incarnation: given by the syncer at each join; 0 before the first.
     """
 
@@ -46,7 +46,7 @@ LaneName = Literal["control", "watch", "receive", "send", "data", "leave"]
 
 @dataclass(frozen=True)
 class Describe:
-    """Ask over this control connection whether the run has a model; then call `described`."""
+    """Ask, over this control connection, whether the run has a model; then call `described`."""
 
     lane: ClassVar[LaneName] = "control"
 
@@ -67,7 +67,7 @@ class Join:
     """Ask for a new incarnation; then call `joined`.
 
     Attributes:
-        who: the incarnation that is out, which must not replace another process; 0: there was none.
+        who: with the last incarnation of this process, which must not replace another process; 0: it had none.
         seen: the syncer followed so far; None: none yet.
     """
 
@@ -82,9 +82,9 @@ class Fetch:
     """Fetch what follows version `base` of a fragment, decode and verify it; then call `fetched`.
 
     Attributes:
-        fragment: None: the tensors that training leaves alone.
+        fragment: None: the frozen tensors and buffers.
         base: the version held; −1: none, fetch the whole fragment.
-        joining: the learner is not part of the run yet.
+        joining: the learner is not a member of the run yet.
         seen: the syncer followed so far.
         versions: held of each fragment.
     """
@@ -132,7 +132,7 @@ class Beat(TimedCall):
     answer.
 
     Attributes:
-        seen: the syncer followed so far. It has all contributions of a finished learner.
+        seen: the syncer followed so far, which has all contributions of a finished learner.
         versions: of each fragment, the newest that this learner has.
     """
 
@@ -146,7 +146,7 @@ class Beat(TimedCall):
 
 @dataclass(frozen=True)
 class Vote(TimedCall):
-    """Tell a syncer that does not serve the run now what was followed and promised, over this control connection; then
+    """Send a vote (which syncer was followed, and what was promised) to a syncer that does not serve the run now; then
     call `voted`, or `failed`.
 
     Attributes:
@@ -160,7 +160,7 @@ class Vote(TimedCall):
 
 @dataclass(frozen=True)
 class Push:
-    """Upload a contribution, which is meant for this process of the syncer; then call `pushed`."""
+    """Upload a contribution, addressed to this process of the syncer; then call `pushed`."""
 
     lane: ClassVar[LaneName] = "send"
 
@@ -185,7 +185,7 @@ class Leave(TimedCall):
     """Say goodbye over this control connection; then call `left`, or `failed` after `timeout_s` without an answer.
 
     Attributes:
-        report: as in a heartbeat; what the learner logged last may have been in none.
+        report: as in a heartbeat; no heartbeat may have carried the newest logged values.
         seen: the syncer followed so far.
     """
 
@@ -200,21 +200,21 @@ class Leave(TimedCall):
 
 @dataclass(frozen=True)
 class HangUp:
-    """Close a control connection; what is open on it fails."""
+    """Close a control connection; its open requests fail."""
 
     connection: int
 
 
 @dataclass(frozen=True)
 class Dial:
-    """Make all requests other than control ones to the syncer at this address from here on."""
+    """From now on, make all requests other than control requests to the syncer at this address."""
 
     address: int
 
 
 @dataclass(frozen=True)
 class Drop:
-    """Forget the payload of a contribution: it will not be sent again."""
+    """Drop the payload of a contribution: it will not be sent again."""
 
     contribution: Contribution
 
@@ -236,8 +236,8 @@ class Close:
 
 @dataclass(frozen=True)
 class TellStart:
-    """The learner starts as this incarnation, from the fragments as they are held now; unread news of an earlier one is
-    void.
+    """The learner starts as this incarnation, from the fragments that are held now; unread news of an earlier
+    incarnation is void.
 
     Attributes:
         step: the inner step to start from.
@@ -258,8 +258,8 @@ class TellStart:
 
 @dataclass(frozen=True)
 class TellArrival:
-    """A version is here. `merged`: the learner's contributions up to this number are in it or an earlier one, unless
-    rejected."""
+    """A version was received. `merged`: the learner's contributions up to this number are in it or an earlier version,
+    unless they were rejected."""
 
     fragment: int
     version: int
@@ -268,7 +268,7 @@ class TellArrival:
 
 @dataclass(frozen=True)
 class Fail:
-    """What was asked cannot be had: raise this in the learner."""
+    """A request cannot succeed: raise this error in the learner."""
 
     error: DilocoError
 

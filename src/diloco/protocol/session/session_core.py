@@ -7,15 +7,14 @@
     answers   requests to make and news for the learner: `protocol.session.requests`
 
     entering → joining → fetching → starting → running → leaving → parting → over
-    an evicted learner goes back to joining; where the pool has no place for it any more, it is drained, until it leaves
+    an evicted learner returns to joining; if the pool has no place for it any more, it is drained until it leaves
 
-Requests belong to lanes (control, watch, receive, send, data), and each lane has at most one under way. What is done
-next follows from what is known: the phase, the versions held and published, the contributions without a verdict, and
-which process of the syncer acknowledged them. A message that is lost or heard twice therefore changes nothing: the
-syncer says all that stands (`Standing`) on every connection and in every heartbeat. A syncer that serves an older state
-of the run than one before is not followed (`protocol.lineage`).
+An event changes the state of the session (`session.session_state`), and the next requests follow from that state. The
+syncer sends its whole `Standing` on every connection and with every heartbeat, so a message that is lost or received
+twice changes nothing. A syncer that serves an older state of the run than an earlier one is not followed
+(`protocol.lineage`).
 
-No tensor, clock, socket or thread is in here; `exchange.remote` drives it with threads, and virtual time with a
+This module uses no tensor, clock, socket or thread; `exchange.remote` drives it with threads, and virtual time with a
 simulated network.
 """
 
@@ -57,12 +56,12 @@ ASK_AGAIN_S = 0.3
 
 
 class SessionCore(SessionState):
-    """One learner in one run: the events of its session."""
+    """The events of one learner's session with the syncer of one run."""
 
     # --- the learner, and time ----------------------------------------------------------------------------------------
 
     def begin(self, now: float) -> Actions:
-        """The learner begins to enter the run."""
+        """Begin to enter the run."""
         self._entrance.begin(now)
         return self._go_on(now)
 
@@ -74,14 +73,14 @@ class SessionCore(SessionState):
         return self._go_on(now)
 
     def asked(self, now: float, incarnation: int, ask: Ask) -> Actions:
-        """The learner wants units of data, one request at a time. It is ignored if the incarnation was evicted."""
+        """The learner asks for units of data, one request at a time. Ignored if the incarnation was evicted."""
         if not self._speaks(incarnation):
             return []
         self._ask = ask
         return self._go_on(now)
 
     def report(self, now: float, incarnation: int, report: Report) -> Actions:
-        """The content of the next heartbeats. Of one that was evicted, they only say what it has trained."""
+        """Set the content of the next heartbeats. Of an evicted incarnation, only its trained tokens count."""
         if not self._speaks(incarnation):
             self._heartbeat.trained_earlier(report.all_tokens)
             return []
@@ -94,8 +93,8 @@ class SessionCore(SessionState):
         self._witness = Witness()
 
     def leave(self, now: float, *, timeout_s: float = LEAVE_TIMEOUT_S) -> Actions:
-        """The learner takes no more steps and wants to leave; all ends with `Close`. `timeout_s`: how long it waits for
-        a syncer that answers, until that has its contributions, and as long again at most for its goodbye."""
+        """The learner takes no more steps and leaves; the last action is `Close`. `timeout_s`: how long it waits
+        until a syncer that answers has its contributions, and at most as long again for the answer to its goodbye."""
         if not self._is_member:
             if self.phase in ("joining", "drained"):
                 self._departure.begin(now, timeout_s)
@@ -115,7 +114,7 @@ class SessionCore(SessionState):
     def described(
         self, now: float, describe: requests.Describe, lineage: Lineage, *, initialised: bool
     ) -> Actions:  # fmt: skip
-        """Whether the run has a model."""
+        """The syncer has told whether the run has a model."""
         if (error := self._witness.refusal(lineage)) is not None:
             if self._joins_again and self._votes.connection is None:
                 self._votes.begin(now, describe.connection, 0.0, is_refused=True)
@@ -126,7 +125,7 @@ class SessionCore(SessionState):
         self._looks_around = False
         self._departure.heard(now)
         if self.phase != "entering":
-            if self._joins_again:  # it holds nothing that another syncer may lack
+            if self._joins_again:  # it has no contribution that another syncer may lack
                 self._follow(now, lineage)
                 self._votes.has_asked = True
             return actions + self._go_on(now)
@@ -139,7 +138,7 @@ class SessionCore(SessionState):
         return actions + self._go_on(now)
 
     def initialised(self, now: float) -> Actions:
-        """The run has this learner's model."""
+        """The run was initialised with this learner's model."""
         self._lanes.receive.ended()
         self._entrance.uploaded()
         return self._go_on(now)
@@ -157,10 +156,10 @@ class SessionCore(SessionState):
         return self._go_on(now)
 
     def _start(self) -> Actions:
-        """Start once the syncer counts on the learner and enough learners are there.
+        """Start once the syncer counts the learner as live and enough learners are live.
 
-        The learner starts from where it was welcome: by the time that it hears of the others, they may have begun. One
-        that a round of others waits for starts at once: those that have finished since do not come back.
+        The learner starts from the step of its welcome: by the time that it hears of the others, they may have begun. A
+        learner that an open round waits for starts at once, since learners that have finished do not return.
         """
         welcome, standing = self._welcome, self.standing
         if self.phase != "starting" or welcome is None or standing is None:
@@ -169,7 +168,7 @@ class SessionCore(SessionState):
         is_missed = is_awaited and standing.num_live > 1
         at_least = standing.at_least or self._at_least
         if not self._has_started and standing.num_live < at_least and not is_missed:
-            text = f"{standing.num_live} of at least {at_least} learners are here; waiting for the others"
+            text = f"{standing.num_live} of at least {at_least} learners are live; waiting for the others"
             return self._warn_once("quorum", text)
         reason = self._reason if self._has_started else None
         self.phase, self._has_started = "running", True
@@ -181,7 +180,7 @@ class SessionCore(SessionState):
         ]
 
     def _join_again(self, now: float, reason: str) -> Actions:
-        """This incarnation is out, and what it sent is void."""
+        """This incarnation was evicted, and its contributions are void."""
         if self.phase == "leaving":
             return self._say_late(now)
         self.phase, self._reason = "joining", reason
@@ -194,14 +193,13 @@ class SessionCore(SessionState):
     # --- the model and the contributions ------------------------------------------------------------------------------
 
     def distrusts(self, lineage: Lineage) -> DilocoError | None:
-        """Why a part that was fetched from this syncer must not be taken: the fetch has failed with this. None: the
-        learner follows that syncer."""
+        """The error if the learner must not use a part fetched from this syncer; None: it follows that syncer."""
         return self._witness.refusal(lineage)
 
     def fetched(
         self, now: float, fetch: requests.Fetch, lineage: Lineage, version: int, verdicts: Iterable[Verdict] = ()
     ) -> Actions:  # fmt: skip
-        """A part is here at this version, decoded and verified, from a syncer that is not distrusted; with it came
+        """A part was received at this version, decoded and verified, from a syncer that is not distrusted, with
         verdicts on contributions to it."""
         self._lanes.receive.ended()
         if not self._is_current(fetch.who):
@@ -218,7 +216,7 @@ class SessionCore(SessionState):
         return actions + self._go_on(now)
 
     def pushed(self, now: float, push: requests.Push) -> Actions:
-        """The process of the syncer that a contribution was meant for has its bytes."""
+        """A contribution was acknowledged by the process of the syncer that it was addressed to."""
         self._lanes.send.ended()
         if self._is_current(push.who):
             self._outbox.acknowledged(push.contribution, push.boot)
@@ -234,15 +232,15 @@ class SessionCore(SessionState):
         self._ask = None
         return [grant, *self._go_on(now)]
 
-    # --- what the syncer says -----------------------------------------------------------------------------------------
+    # --- answers and notices of the syncer ----------------------------------------------------------------------------
 
     def beaten(
         self, now: float, beat: requests.Beat, lineage: Lineage, standing: Standing, proposal: Proposal | None = None
     ) -> Actions:  # fmt: skip
-        """A heartbeat was answered, by this syncer, which may ask for a promise.
+        """A heartbeat was answered by this syncer, which may ask for a promise.
 
-        One that cannot be followed may ask too: with its next epoch it can be, where another one has been promised this
-        one or a later one, and has not come to serve it.
+        A syncer that cannot be followed now may ask too: its next epoch can be followed if another syncer was promised
+        the current or a later epoch and did not begin to serve it.
         """
         error = self._witness.refusal(lineage)
         if error is not None and not self._promises(proposal, is_silent=True):
@@ -257,7 +255,7 @@ class SessionCore(SessionState):
         return [*self._lanes.answered(beat), *self._hear(now, beat.who, lineage, standing)]
 
     def voted(self, now: float, vote: requests.Vote, *, serves: bool, proposal: Proposal | None) -> Actions:
-        """A syncer that did not serve the run has heard the vote. `serves`: it does now."""
+        """A syncer that did not serve the run has received the vote. `serves`: it serves the run now."""
         self._lanes.control.is_busy = False
         if serves and not self._votes.is_refused:
             self._votes.end()
@@ -273,12 +271,12 @@ class SessionCore(SessionState):
         return self._go_on(now)
 
     def _promises(self, proposal: Proposal | None, *, is_silent: bool) -> bool:
-        """Whether a promise is given now, of which the syncer is to hear at once."""
+        """Whether a new promise is given, which the syncer must be told at once."""
         before = self._witness.promised
         return proposal is not None and self._witness.asked(proposal, is_silent=is_silent) and before != proposal.ballot
 
     def welcomed(self, now: float, watch: requests.Watch, lineage: Lineage, standing: Standing) -> Actions:
-        """The first notice of a stream: from here on the syncer counts on the learner."""
+        """The first notice of a stream: from now on the syncer counts the learner as live."""
         if self._witness.refusal(lineage) is not None:
             return [*self._lanes.connection.failed(watch.connection)]
         self._lanes.watch.reset()
@@ -287,14 +285,14 @@ class SessionCore(SessionState):
         return self._hear(now, watch.who, lineage, standing)
 
     def heard(self, now: float, watch: requests.Watch, lineage: Lineage, standing: Standing) -> Actions:
-        """A later notice of a stream, of the syncer that has opened it: what stands has changed."""
+        """A later notice of a stream, from the syncer that opened it: the standing has changed."""
         return self._hear(now, watch.who, lineage, standing) if self._witness.refusal(lineage) is None else []
 
     def evicted(self, now: float, watch: requests.Watch, reason: str, *, replaced: bool) -> Actions:
-        """The syncer has evicted this incarnation. `replaced`: a newer one has its place.
+        """The syncer has evicted this incarnation. `replaced`: a newer incarnation took its place.
 
-        That is another process's, unless a request to join that failed on the way has arrived late. Then the learner
-        asks to join again, which the syncer grants to the same process only.
+        The newer one belongs to another process, unless an earlier join request of this process was lost to it but
+        reached the syncer. In that case the learner joins again, which the syncer grants to the same process only.
         """
         if not self._is_current(watch.who):
             return []
@@ -332,14 +330,14 @@ class SessionCore(SessionState):
         return actions + self._go_on(now)
 
     def _follow(self, now: float, lineage: Lineage) -> None:
-        """A syncer that was started after the one before may lack what that one has acknowledged."""
+        """Follow a syncer; one that was started later may lack contributions that an earlier one acknowledged."""
         self._followed_at = now
         if lineage == self.seen:
             return
         self._witness.follow(lineage)
         self.standing = None
         self._lanes.send.reset()
-        if self._heartbeat.report.finished:  # the heartbeat before was not meant for this process
+        if self._heartbeat.report.finished:  # the last heartbeat was addressed to another process
             self._heartbeat.urge()
 
     def _take(self, verdicts: Iterable[Verdict]) -> Actions:
@@ -351,7 +349,7 @@ class SessionCore(SessionState):
         return actions
 
     def _tell(self, standing: Standing) -> Actions:
-        """What the learner is to do."""
+        """The new calls for the learner, and whether it is to pause."""
         calls = [CallForWork(fragment, version) for fragment, version in self._cache.called(standing.calls)]
         was_held, self._is_held = self._is_held, standing.paused
         return [*calls, Hold(standing.paused)] if was_held != standing.paused else [*calls]
@@ -359,10 +357,10 @@ class SessionCore(SessionState):
     # --- failures -----------------------------------------------------------------------------------------------------
 
     def failed(self, now: float, request: requests.Request, error: DilocoError) -> Actions:
-        """A request has failed: it is repeated, this incarnation is out, or the learner fails."""
+        """A request has failed: it is repeated, this incarnation is evicted, or the learner fails."""
         if isinstance(request, requests.Leave):
             if isinstance(error, StaleIncarnationError) and request.who.incarnation:
-                return self._say_late(now)  # it had not heard of its eviction
+                return self._say_late(now)  # the notice of its eviction was lost
             return [requests.Warn(f"{self.who.learner} left without the syncer's answer: {error}"), *self._over()]
         if self.phase == "drained":
             return []
@@ -381,7 +379,7 @@ class SessionCore(SessionState):
                 return self._fail(lane, error)
             case requests.Describe() | requests.Beat(), StandbyError() if (
                 self.seen is not None and request.connection == self._lanes.connection.number
-            ):  # one that is to join again has a vote, too
+            ):  # a learner that is about to join again votes too
                 connection = request.connection
                 self._votes.begin(now, connection, now - self._followed_at)
                 lane.is_away = True
@@ -393,10 +391,10 @@ class SessionCore(SessionState):
                 requests.Describe() | requests.Beat() | requests.Vote() | requests.Watch() | requests.Lease(),
                 AuthError(),
             ) if not self._lanes.connection.is_followed(request.connection):
-                self._votes.end()  # another syncer refuses; the one that is followed may be back
+                self._votes.end()  # another syncer refuses the learner; the followed one may be back
                 return self._lanes.failed(now, request, error)
             case _, UnreachableError() | NoRoomError() | LineageError():
-                if isinstance(error, UnreachableError):  # it may have reached the syncer all the same
+                if isinstance(error, UnreachableError):  # the request may have reached the syncer
                     if isinstance(request, requests.Initialise):
                         self._entrance.lost()
                     self._has_lost_join |= isinstance(request, requests.Join)
@@ -419,7 +417,7 @@ class SessionCore(SessionState):
                     self._cache.distrust(fragment)
                 return [requests.Warn(f"{error}; fetching it whole")]
             case requests.Fetch(base=base), VersionError() if base == NOTHING and not isinstance(error, DigestError):
-                lane.pause(now)  # the ranks of this learner were sent different versions: one was published in between
+                lane.pause(now)  # ranks of this learner received different versions: one was published in between
                 return []
             case (
                 requests.Fetch() | requests.Watch() | requests.Beat() | requests.Push() | requests.Lease(),
@@ -429,7 +427,7 @@ class SessionCore(SessionState):
         return self._fail(lane, error)
 
     def _gives_up(self, now: float) -> bool:
-        """Whether it has taken too long to become part of the run."""
+        """Whether the time to join the run is over."""
         return not self._has_started and self._entrance.is_late(now)
 
     def _fail(self, lane: Lane, error: DilocoError) -> Actions:

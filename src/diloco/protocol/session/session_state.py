@@ -36,22 +36,22 @@ class SessionState:
     """The state of one learner in one run.
 
     Arguments:
-        who: without an incarnation.
+        who: this learner, without an incarnation.
         num_fragments: of the model.
-        at_least: learners that must be there before this one starts.
-        reports_every_step: the syncer has to hear of every inner step at once.
+        at_least: live learners that the run needs before this one starts.
+        reports_every_step: every inner step is reported to the syncer at once.
         heartbeat_s: between two heartbeats while nothing changes; infinite where no message is ever lost.
         shortest_s: between any two heartbeats.
         initialises: this learner gives the run its model.
         join_timeout_s: how long to wait for a syncer, and for the run to have a model; None: as long as it takes.
         num_addresses: of syncers, which are tried in turn.
-        seen: the syncer that a checkpoint has followed, which the learner goes on from; None: there is none.
+        seen: the syncer that the learner's checkpoint has followed; None: it has no checkpoint.
 
     Attributes:
         who: the newest incarnation.
-        phase: see above.
-        standing: the last one received; None: none yet.
-        wake_at: call `tick` at this time, unless another event comes before.
+        phase: as in `session.session_core`.
+        standing: the newest received; None: none yet.
+        wake_at: call `tick` at this time, unless another event precedes it.
     """
 
     def __init__(
@@ -75,16 +75,16 @@ class SessionState:
         self._num_fragments, self._at_least = num_fragments, at_least
         self._entrance = Entrance(who.run, initialises=initialises, timeout_s=join_timeout_s)
         self._is_alone = num_addresses == 1
-        self._looks_around = False  # for the syncer that serves the run, before it joins
+        self._looks_around = False  # it asks the addresses which syncer serves the run, before it joins
         self._lanes, self._departure = Lanes(num_addresses), Departure()
         self._heartbeat = Heartbeat(reports_every_step=reports_every_step, every_s=heartbeat_s, shortest_s=shortest_s)
         self._outbox, self._cache = Outbox(num_fragments), ModelCache(num_fragments)
-        self._ask: Ask | None = None  # that is not answered
-        self._welcome: Standing | None = None  # of the stream of notices that is open
+        self._ask: Ask | None = None  # a request for units that is not answered
+        self._welcome: Standing | None = None  # the first notice of the open stream
         self._has_started = self._has_lost_join = False
         self._reason: str | None = None  # why the incarnation before was evicted
         self._started_in: Lineage | None = None
-        self._is_held = False  # as the learner was told
+        self._is_held = False  # whether the learner was told to pause
         self._said = set[str]()
         self._witness, self._votes = Witness(seen), Votes()
         self._followed_at = -math.inf  # when the syncer that is followed was heard last
@@ -101,12 +101,12 @@ class SessionState:
 
     @property
     def _is_member(self) -> bool:
-        """Whether the newest incarnation is part of the run, as far as is known."""
+        """Whether the newest incarnation is a member of the run, as far as is known."""
         return self.phase in ("fetching", "starting", "running", "leaving")
 
     @property
     def _joins_again(self) -> bool:
-        """Whether it has followed a syncer, and is not part of the run."""
+        """Whether the learner has followed one of several syncers, and is not a member now."""
         return self.phase == "joining" and self.seen is not None and not self._is_alone
 
     @property
@@ -117,7 +117,7 @@ class SessionState:
         return self._is_member and who == self.who
 
     def _speaks(self, incarnation: int) -> bool:
-        """Whether the learner has started as this incarnation, which is not out."""
+        """Whether the learner has started as this incarnation, and it is not evicted."""
         return self._has_voice and incarnation == self.who.incarnation
 
     def _warn_once(self, what: str, text: str) -> Actions:
@@ -135,7 +135,7 @@ class SessionState:
     # --- the next requests --------------------------------------------------------------------------------------------
 
     def _go_on(self, now: float) -> Actions:
-        """Begin the requests that there are to make."""
+        """The requests that are due, one per free lane; sets `wake_at`."""
         lanes, actions = self._lanes, list[SessionAction]()
         self.wake_at = math.inf
         if self.phase in ("drained", "parting", "over"):
@@ -184,14 +184,15 @@ class SessionState:
 
     @property
     def _report(self) -> Report:
-        """The content of a heartbeat. A learner has finished, or is blocked, once the syncer has all its contributions:
-        a round would be closed without one that is in flight."""
+        """The content of a heartbeat. A learner reports that it has finished, or is blocked, only once the syncer has
+        all its contributions: otherwise a round would be closed without those in flight."""
         report = replace(self._heartbeat.report, confirmed=self._outbox.confirmed)
         is_sending = self.seen is not None and self._outbox.next(self.seen.boot) is not None
         return replace(report, finished=False, blocked_with=()) if is_sending else report
 
     def _watch_request(self, now: float) -> requests.Request | None:
-        """A learner that listens counts as live: it does so once it has a model, and over a connection that works."""
+        """A learner with an open stream counts as live, so it opens one once it has a model, and over a connection that
+        has carried an answer."""
         connection = self._lanes.connection
         if self.phase not in ("starting", "running", "leaving") or not connection.is_answered:
             return None
@@ -226,9 +227,9 @@ class SessionState:
         return not send.is_stopped and (send.is_busy or self._send_request(now) is not None)
 
     def _part(self, now: float) -> Actions:
-        """Leave once all is acknowledged, or there is no time left, or the syncer does not answer."""
+        """Leave once all contributions are acknowledged, the time is over, or the syncer does not answer."""
         departure, is_sending = self._departure, self._is_sending(now)
-        # One heartbeat may be late. Where there is work to send, it is what tells whether the syncer is there.
+        # A single heartbeat may be late. While contributions are sent, their answers show whether the syncer answers.
         is_gone = departure.is_silent(now) or (self._lanes.send if is_sending else self._lanes).is_away
         if is_sending and not is_gone and not departure.is_late(now):
             return []
@@ -237,7 +238,7 @@ class SessionState:
         return [requests.Warn(text), leave] if is_sending else [leave]
 
     def _say_late(self, now: float) -> Actions:
-        """Leave, as no incarnation: the newest is out, and may have trained more than it had said by then."""
+        """Leave without an incarnation: the newest was evicted, and may have trained more than it had reported."""
         if self._heartbeat.report.all_tokens == 0:
             return self._over()
         departure = self._departure

@@ -1,4 +1,4 @@
-"""What is on its way: a learner's contributions until their verdicts, and the versions that it holds and fetches.
+"""Transfers of a session: a learner's contributions until their verdicts, and the versions that it holds and fetches.
 
 A restarted syncer may lack contributions that the process before it acknowledged. So all contributions without a
 verdict are sent once to each new process, in ascending order of their numbers. Verdicts are durable: a contribution
@@ -16,7 +16,7 @@ from diloco.protocol.session.requests import Fetch, Identity
 
 @dataclass
 class _Offer:
-    """`boot`: the process of the syncer that has acknowledged it; None: none has."""
+    """An offered contribution. `boot`: the process of the syncer that acknowledged it; None: none has."""
 
     contribution: Contribution
     boot: int | None = None
@@ -36,16 +36,16 @@ class Outbox:
         self._offers[c.fragment, c.number] = _Offer(c)
 
     def next(self, boot: int) -> Contribution | None:
-        """The first one that this process of the syncer has not acknowledged; None: it has all."""
+        """The first contribution that this process of the syncer has not acknowledged; None: it has all."""
         return next((offer.contribution for offer in self._offers.values() if offer.boot != boot), None)
 
     def acknowledged(self, c: Contribution, boot: int) -> None:
-        """This process of the syncer has it."""
+        """This process of the syncer has acknowledged a contribution."""
         if (offer := self._offers.get((c.fragment, c.number))) is not None:
             offer.boot = boot
 
     def take(self, verdicts: Iterable[Verdict]) -> list[tuple[Verdict, Contribution]]:
-        """Take in verdicts. Returns the new ones, by fragment and number, each with its contribution."""
+        """Record verdicts. Returns the new ones, by fragment and number, each with its contribution."""
         news = []
         for verdict in sorted(verdicts, key=lambda each: (each.fragment, each.number)):
             offer = self._offers.pop((verdict.fragment, verdict.number), None)
@@ -65,8 +65,7 @@ class Outbox:
         return tuple(confirmed)
 
     def merged_in(self, fragment: int, version: int) -> int:
-        """The highest number that is merged in this version or an earlier one, as far as is known; 0: none is. Versions
-        only ascend."""
+        """The highest number known to be merged in this version or an earlier one; 0: none is. Versions only ascend."""
         merged = self._merged[fragment]
         highest = max(number for at, number in merged if at <= version)
         self._merged[fragment] = [(0, highest), *((at, number) for at, number in merged if at > version)]
@@ -74,7 +73,7 @@ class Outbox:
 
     @property
     def contributions(self) -> tuple[Contribution, ...]:
-        """Those without a verdict."""
+        """The contributions without a verdict."""
         return tuple(offer.contribution for offer in self._offers.values())
 
 
@@ -83,7 +82,7 @@ NOTHING = -1
 
 
 class ModelCache:
-    """A learner's cache of the global model: its versions only, the executor holds the tensors.
+    """The versions in a learner's cache of the global model; the tensors are elsewhere.
 
     Attributes:
         held: the version of each fragment that is fetched.
@@ -99,7 +98,7 @@ class ModelCache:
 
     @property
     def is_complete(self) -> bool:
-        """Whether there is a whole model."""
+        """Whether the whole model is fetched."""
         return self._has_static and NOTHING not in self.held
 
     def published(self, versions: Sequence[int]) -> None:
@@ -111,13 +110,13 @@ class ModelCache:
                     self._behind.append(fragment)
 
     def called(self, calls: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Take in the open calls, as (fragment, version). Returns the new ones that are for the newest version."""
+        """Record the open calls, as (fragment, version). Returns the new ones for the newest version."""
         news = [(f, v) for f, v in calls if (f, v) not in self._calls and v >= self._published[f]]
         self._calls = set(calls)
         return news
 
     def next(self, who: Identity) -> Fetch | None:
-        """The next fetch; None: the newest published versions are fetched."""
+        """The next fetch; None: all newest published versions are fetched."""
         if NOTHING in self.held:
             return Fetch(who, self.held.index(NOTHING), NOTHING, joining=True)
         if not self._has_static:
@@ -144,5 +143,5 @@ class ModelCache:
         self.held = list(versions)
 
     def distrust(self, fragment: int) -> None:
-        """The update led to other bits than the published ones: fetch the fragment whole."""
+        """The update gave other bits than the published ones: fetch the whole fragment."""
         self._whole.add(fragment)
