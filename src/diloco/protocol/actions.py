@@ -11,7 +11,7 @@ from diloco.protocol.contribution import Contribution
 class Acknowledge:
     """Acknowledge a contribution and keep its payload: the syncer is responsible for it now.
 
-    `duplicate`: it is open already, or has a verdict; drop this copy.
+    `duplicate`: it is already open, or has a verdict; drop this copy.
     """
 
     contribution: Contribution
@@ -20,7 +20,7 @@ class Acknowledge:
 
 @dataclass(frozen=True)
 class Reject:
-    """Drop a contribution's payload: it will not be merged. Its learner gets the verdict once that is durable."""
+    """Drop a contribution's payload: it will not be merged. Its learner is sent the verdict once that is durable."""
 
     contribution: Contribution
     reason: str
@@ -31,12 +31,12 @@ class MergeRound:
     """Close the round: merge these contributions and take the outer step; then call `merged`, or `abandoned`. After
     `merged`, make the new version durable together with the record `saved(storing=fragment)`, and call `stored`.
 
-    Contributions come in learner-id order; a learner may have several, the late ones first, which are added up.
+    Contributions are in learner-id order. Several contributions of one learner, the late ones first, are added up.
 
     Attributes:
         weights: one per learner.
         scale: multiplies the merged outer gradient.
-        members: the learners that the round had.
+        members: the learners of the round.
         reason: why the round is closed now, in one sentence.
     """
 
@@ -51,12 +51,12 @@ class MergeRound:
 
 @dataclass(frozen=True)
 class PersistRecord:
-    """Make a record durable soon: take `saved()`, then call `recorded`. The record of a stored version serves too."""
+    """Make a record durable soon: take `saved()`, then call `recorded`. The record of a stored version suffices."""
 
 
 @dataclass(frozen=True)
 class Publish:
-    """The version is durable: show it to all learners, and send each its standing."""
+    """The version is durable: make it visible, and send each learner its standing."""
 
     fragment: int
     version: int
@@ -72,7 +72,7 @@ class Tell:
 
 @dataclass(frozen=True)
 class Evict:
-    """Tell this incarnation that it is evicted. `replaced`: a newer one took its place, so it must not rejoin."""
+    """Notify this incarnation of its eviction. `replaced`: a newer one took its place, so it must not rejoin."""
 
     learner: str
     incarnation: int

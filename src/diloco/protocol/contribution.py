@@ -1,7 +1,7 @@
 """Contributions, verdicts and calls, as the state machines see them: plain values, without the tensors.
 
-Each contribution has a number, ascending per incarnation and fragment. Verdicts name it, and a retransmission is
-recognised by it. A syncer sends a learner's whole `Standing` on every connection and with every heartbeat. So the next
+Each contribution has a number, ascending per incarnation and fragment. Verdicts name it, and retransmissions are
+recognised by it. A syncer sends a learner's whole `Standing` on every connection and with every heartbeat, so the next
 message repairs a lost one, and a message that arrives twice changes nothing.
 """
 
@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 from diloco.protocol.units import Ranges
 
-# Why a contribution is sent back: the work stays with the learner, pending, and goes with its next contribution.
+# Reasons for which the work of a rejected contribution stays pending, and is part of its learner's next contribution.
 OUT_OF_STEP = "out of step"
-"""Its learner is a round behind: it was sent no later than the contributions to the round before."""
+"""Its learner is a round behind: it was sent at or before the step of the previous round."""
 DROPPED = "dropped"
 """`AllLive(drop=…)` leaves it out."""
 ABANDONED = "abandoned"
@@ -21,23 +21,23 @@ ABANDONED = "abandoned"
 
 KEPT = (OUT_OF_STEP, DROPPED, ABANDONED)
 
-# Why a learner discards tokens by itself.
+# The reason for which a learner discards tokens by itself.
 OVERLAP = "overlap"
 """Trained between a send and the adoption that overwrote it."""
 
-# Why a contribution is discarded.
+# Reasons for which a contribution is discarded.
 MISSED = "missed"
-"""Its round is closed. The learner still gets the round's version."""
+"""Its round is closed. The learner still receives the round's version."""
 TWICE = "twice in one round"
-"""The round has a contribution of an earlier incarnation. The learner still gets the round's version."""
+"""The round has a contribution of an earlier incarnation. The learner still receives the round's version."""
 LATE = "late"
 """It was measured from an older version than the one it would be merged into, and the quorum's `late` is "drop"."""
 VERSION = "version"
-"""Its round or base is not one that a learner can have."""
+"""No learner can have its round or base."""
 OUTLIER = "outlier"
 """The method's screen refused its norm."""
 NOT_FINITE = "not finite"
-"""Its round's merge has no finite result, or that of a round before it."""
+"""The merge of its round, or of an earlier round, has no finite result."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class Contribution:
         learner, incarnation: the learner that measured it.
         fragment: index of the fragment.
         number: 1, 2, 3, … of this incarnation and fragment, in the order sent.
-        round: the merge it is meant for; round r takes version r to version r + 1.
-        base: the version the displacement was measured from. Less than `round` where an overlap of a whole interval has
-            the answer to the previous round still on its way.
+        round: the merge that it is intended for; round r takes version r to version r + 1.
+        base: the version that the displacement was measured from. It is less than `round` if, by an overlap of a whole
+            interval, the answer of the previous round is still outstanding.
         tokens, steps: work in it, since the learner's previous contribution of this fragment.
         trained: tokens this incarnation has trained in all, when it was sent.
         discarded: tokens of this fragment that adoption has overwritten since the previous contribution, by reason.
@@ -100,7 +100,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Rejection:
-    """A contribution of this learner's will not be merged."""
+    """A contribution of this learner will not be merged."""
 
     fragment: int
     number: int
@@ -117,36 +117,35 @@ class CallForWork:
 
 @dataclass(frozen=True)
 class Drained:
-    """This learner was evicted, and the run has no place for it any more: what it had sent is void, and it takes no
-    more steps."""
+    """This learner was evicted, and the run has no place for it any more: its contributions in flight are void, and it
+    takes no more steps."""
 
 
 @dataclass(frozen=True)
 class Hold:
-    """The run is paused, so that this learner is to take no steps; `is_paused` false: it goes on."""
+    """The run is paused and the learner takes no steps; `is_paused` false: the run continues."""
 
     is_paused: bool
 
 
 @dataclass(frozen=True)
 class Standing:
-    """All that one learner must know of the run. Receiving it again changes nothing.
+    """The whole state of the run for one learner. Receiving it again changes nothing.
 
     Attributes:
         step: the highest inner step known of any learner.
         start_step: the inner step that the learner starts from if it has not trained yet; less than `step` where a
             round waits for its send after that step.
         run_tokens: tokens trained by the whole run.
-        num_live: learners that take part.
+        num_live: live learners.
         sync_every: inner steps between two pushes of this learner; None: the method's H.
         versions: of each fragment, published.
         calls: (fragment, version) of the calls for work that it has not answered.
         verdicts: those of its incarnation that it has not confirmed, by fragment and number.
-        drained: the run has no place for it any more (`protocol.steering`, `protocol.steering`): it sends its last
-            work, and leaves.
-        order: ascending for one process of the syncer: of two that overtook each other on the way, the higher is true.
-        paused: no round is merged, and learners are to take no steps.
-        at_least: the fewest learners that a round is merged with, where an operator has set it; 0: as the method says.
+        drained: the run has no place for it any more (`protocol.steering`): it sends its last work, and leaves.
+        order: ascending for one process of the syncer: of two that overtook each other, the higher is the newer.
+        paused: no round is merged, and learners take no steps.
+        at_least: the fewest learners that a round is merged with, if an operator has set it; 0: as in the method.
     """
 
     step: int

@@ -1,4 +1,4 @@
-"""One fragment as one learner sees it: work that is pending, contributions in flight, and where its tokens went.
+"""One learner's state of one fragment: pending work, contributions in flight, and the ledger of tokens.
 
 `protocol.learner` decides when each of these methods is called.
 """
@@ -17,8 +17,7 @@ from diloco.protocol.units import Ranges, as_lists, common, ranges_of, union
 class Ledger:
     """One learner's tokens for one fragment.
 
-    trained = pending + merged + Σ discarded + lost, always: pending is what the other three leave, and none may exceed
-    trained.
+    Always trained = pending + merged + Σ discarded + lost: pending is the rest, and no sum may exceed trained.
     """
 
     trained: int = 0
@@ -32,7 +31,7 @@ class Ledger:
         return self.trained - self.merged - self.lost - sum(self.discarded.values())
 
     def discard(self, tokens: int, reason: str) -> None:
-        """Count tokens whose work was given up; a negative number takes that back."""
+        """Count tokens whose work was discarded; a negative number undoes that."""
         total = self.discarded.pop(reason, 0) + tokens
         if total:
             self.discarded[reason] = total
@@ -42,7 +41,7 @@ class Ledger:
         self.lost += self.pending
 
     def as_dict(self) -> dict[str, int | dict[str, int]]:
-        """Plain values, with pending."""
+        """Plain values, with the pending tokens."""
         return {"trained": self.trained, "pending": self.pending, "merged": self.merged, "lost": self.lost,
                 "discarded": dict(self.discarded)}  # fmt: skip
 
@@ -61,14 +60,15 @@ def total(ledgers: Iterable[Ledger]) -> Ledger:
 
 @dataclass
 class InFlight:
-    """A contribution that was sent and is not complete: its version is not adopted, nor was it removed as rejected.
+    """A contribution that was sent and is not complete: its version is not adopted, and it was not removed by a
+    rejection.
 
     Attributes:
         number, round, base, tokens, steps: as in `Contribution`; number 0: of an earlier incarnation.
         apply_at: the inner step after which its answer is due.
         listed: a received version contains it.
         is_rejected: it was rejected, and the learner still waits for its round's version.
-        kept: it was rejected as dropped, and its work stays in the learner's parameters.
+        kept: it was rejected as `DROPPED`, and its work stays in the learner's parameters.
         units: as in `Contribution`.
     """
 
@@ -86,9 +86,9 @@ class InFlight:
 
 @dataclass(frozen=True)
 class Send:
-    """Measure `fragment` now and offer it to merge `round`; the displacement is taken from version `base`.
+    """Measure the displacement of `fragment` from version `base` now, and offer it to merge `round`.
 
-    `discarded`: tokens given up by adoption since the previous send, by reason. `units`, `overwritten`: as in
+    `discarded`: tokens discarded by adoption since the previous send, by reason. `units`, `overwritten`: as in
     `Contribution`.
     """
 
@@ -108,14 +108,14 @@ class FragmentWork:
     """One learner's work on a fragment.
 
     Attributes:
-        version: the one adopted.
+        version: the adopted version.
         number: of the newest contribution; 0: none was sent.
-        received: versions that are here and not adopted.
+        received: versions that were received and are not adopted.
         in_flight: contributions, oldest first.
         pending_tokens, pending_steps: work that was not sent.
         overwritten_tokens: discarded by adoption and not yet reported.
-        ledger: where the tokens of this incarnation went.
-        pending_units, overwritten_units: of leased data (`protocol.leases`), what the same tokens were trained on.
+        ledger: of this incarnation's tokens.
+        pending_units, overwritten_units: the units of leased data (`protocol.leases`) of the same tokens.
     """
 
     version: int
@@ -130,7 +130,7 @@ class FragmentWork:
     overwritten_units: Ranges = ()
 
     def stepped(self, tokens: int, units: Ranges = ()) -> None:
-        """One more inner step of work on it."""
+        """An inner step of work on the fragment."""
         self.pending_tokens += tokens
         if units:
             self.pending_units = union(self.pending_units, units)
@@ -155,14 +155,14 @@ class FragmentWork:
         )  # fmt: skip
 
     def take_back(self, flight: InFlight) -> None:
-        """Its work is pending again."""
+        """The work of a contribution is pending again."""
         self.pending_tokens += flight.tokens
         self.pending_steps += flight.steps
         self.pending_units = union(self.pending_units, flight.units)
 
     def arrived(self, version: int, merged: int) -> tuple[InFlight, ...]:
-        """A version has arrived; contributions up to number `merged` are in it or an earlier one, unless they were
-        rejected. Returns the contributions in flight that are newly known to be merged."""
+        """A version was received; contributions up to number `merged` are in it or an earlier one, unless rejected.
+        Returns the contributions in flight that are newly known to be merged."""
         if version <= self.version:
             return ()
         self.received.add(version)
@@ -185,9 +185,9 @@ class FragmentWork:
         self.pending_units = ()
 
     def forget(self, *, keep_work: bool) -> bool:
-        """Drop the contributions in flight that are not listed. Returns whether there was any.
+        """Drop the contributions in flight that no received version lists. Returns whether there were any.
 
-        `keep_work`: their work is pending again. Otherwise all work so far is lost.
+        `keep_work`: their work is pending again; otherwise all work so far is lost.
         """
         void = [flight for flight in self.in_flight if not flight.listed]
         self.in_flight = [flight for flight in self.in_flight if flight.listed]
@@ -205,12 +205,12 @@ class FragmentWork:
         return bool(self.pending_units or self.overwritten_units)
 
     def keep_units(self, units: Ranges) -> None:
-        """Of its units, only these are leased to the learner."""
+        """Keep only those units that are still leased to the learner."""
         self.pending_units = common(self.pending_units, units)
         self.overwritten_units = common(self.overwritten_units, units)
 
     def forget_tokens(self) -> None:
-        """Start a new incarnation that keeps the work: numbers begin anew, and tokens so far are forgotten."""
+        """Start a new incarnation that keeps the work: numbers start from 1, and tokens from 0."""
         self.number = 0
         self.pending_tokens = self.overwritten_tokens = 0
         self.ledger = Ledger()
@@ -218,7 +218,7 @@ class FragmentWork:
             flight.number = flight.tokens = 0
 
     def lose(self) -> None:
-        """The learner is out of the run for good: contributions in flight are void, and pending tokens are lost."""
+        """The learner is evicted for good: contributions in flight are void, and pending tokens are lost."""
         self.in_flight = []
         self.pending_tokens = self.pending_steps = self.overwritten_tokens = 0
         self.pending_units = self.overwritten_units = ()
@@ -232,7 +232,7 @@ class FragmentWork:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """What `as_dict` gave. Raises ValueError, TypeError or LookupError for anything else."""
+        """From the values of `as_dict`. Raises ValueError, TypeError or LookupError for any others."""
         ledger = Ledger(**{**values["ledger"], "discarded": dict(values["ledger"]["discarded"])})
         flights = [InFlight(**{**flight, "units": ranges_of(flight["units"])}) for flight in values["in_flight"]]
         units = {key: ranges_of(values[key]) for key in ("pending_units", "overwritten_units")}

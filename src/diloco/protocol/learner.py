@@ -1,4 +1,4 @@
-"""What a learner does when: sans-I/O bookkeeping of one learner's fragments, versions and tokens.
+"""`LearnerCore`: sans-I/O bookkeeping of one learner's fragments, versions and tokens.
 
     events:   stepped · called · received · rejected · adopted · rejoined
     answers:  which fragments to send · which answers to wait for · which versions to adopt
@@ -7,13 +7,13 @@ One boundary after every inner step:
 
     sends = core.stepped(tokens)          measure and offer these displacements; sends come before applications
     send = core.called(f, v)              the same for a fragment that the syncer calls
-    while core.waiting(): …               feed `received` and `rejected` until no due answer is missing
+    while core.waiting(): …               enter `received` and `rejected` until no due answer is missing
     for f, v in core.adoptions(): …       load version v of fragment f, then core.adopted(f, v)
 
-The method says how rounds are called (`protocol.rounds`). The learner's half of that decides when a fragment is sent
+The method determines how rounds are called: the learner's half in `protocol.rounds` decides when a fragment is sent,
 and which version is adopted when.
 
-No tensor, clock, socket or thread is in here; `diloco.Learner` drives it.
+This module uses no tensor, clock, socket or thread; `diloco.Learner` drives it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class LearnerCore:
     Attributes:
         tokens: trained by this incarnation.
         earlier_tokens: trained by earlier incarnations of this process.
-        fragments: per fragment, pending work, contributions in flight and where the tokens went.
+        fragments: per fragment, pending work, contributions in flight and the ledger of tokens.
     """
 
     def __init__(self, rules: Rules, versions: Sequence[int], *, step: int = 0) -> None:
@@ -51,7 +51,8 @@ class LearnerCore:
     def _begin(self, versions: Sequence[int], step: int) -> None:
         self.step = self._start_step = step
         self.tokens = 0
-        self._is_unsure, self._calls = False, dict[int, int]()  # which units are leased; by fragment, calls until then
+        self._is_unsure = False  # whether the units of a checkpoint are leased to this incarnation
+        self._calls = dict[int, int]()  # by fragment, the calls that wait for that
         self.fragments, rules = [FragmentWork(version) for version in versions], self.rules
         self._rounds = HALVES[type(rules.quorum)].learner(rules.quorum, rules, self.fragments, step)
 
@@ -72,16 +73,16 @@ class LearnerCore:
 
     @property
     def newest(self) -> tuple[int, ...]:
-        """By fragment, the version that counts as the global model here: the adopted one, or a newer received one."""
+        """By fragment, the version that counts as the global model: the adopted one, or a newer received one."""
         return tuple(self._rounds.newest(fragment) for fragment in range(len(self.fragments)))
 
     # --- out ----------------------------------------------------------------------------------------------------------
 
     def stepped(self, tokens: int, *, units: Ranges = (), sync_every: int | None = None) -> tuple[Send, ...]:
-        """One more inner step on `tokens` tokens; returns the fragments to send after it.
+        """An inner step on `tokens` tokens; returns the fragments to send after it.
 
-        `units`: the leased units of data that they are (`protocol.leases`).
-        `sync_every`: inner steps from this learner's push to its next, where it has a pace of its own; None: the
+        `units`: the leased units of data of these tokens (`protocol.leases`).
+        `sync_every`: inner steps from this learner's push to its next, if it has a pace of its own; None: the
             schedule's H.
         """
         self.step += 1
@@ -94,8 +95,8 @@ class LearnerCore:
     def called(self, fragment: int, version: int) -> Send | None:
         """The syncer calls for a contribution to a fragment, which is at this version.
 
-        Returns None if none can be sent now: the work stays pending. Work on units of a checkpoint, of which it is not
-        known yet which are leased to this incarnation, is sent by `keep_units`.
+        Returns None if none can be sent now: the work stays pending. While it is unknown which units of a checkpoint
+        are leased to this incarnation, the answer to the call waits for `keep_units`.
         """
         if self._is_unsure and self.fragments[fragment].has_units:
             self._calls[fragment] = version
@@ -119,7 +120,7 @@ class LearnerCore:
     # --- in -----------------------------------------------------------------------------------------------------------
 
     def received(self, fragment: int, version: int, merged: int) -> tuple[InFlight, ...]:
-        """A published version has arrived and is decoded.
+        """A published version was received and decoded.
 
         `merged`: this learner's contributions up to this number are in this version or an earlier one, unless they were
         rejected; 0: none is. Returns the contributions in flight that are newly known to be merged.
@@ -130,9 +131,9 @@ class LearnerCore:
         return listed
 
     def rejected(self, fragment: int, number: int, reason: str) -> InFlight | None:
-        """A contribution was rejected: its tokens are discarded, or pending again where the reason is one of `KEPT`.
+        """A contribution was rejected: its tokens are discarded, or pending again if the reason is one of `KEPT`.
 
-        Returns the contribution, or None if it was not in flight any more.
+        Returns the contribution, or None if it is no longer in flight.
         """
         work = self.fragments[fragment]
         flight = next((each for each in work.in_flight if each.number == number and not each.listed), None)
@@ -148,11 +149,12 @@ class LearnerCore:
         return flight
 
     def waiting(self) -> tuple[tuple[int, int], ...]:
-        """(fragment, version) of every answer that is due, has not arrived and blocks the learner."""
+        """(fragment, version) of every answer that is due, not received, and blocks the learner."""
         return self._rounds.waiting(self.step)
 
     def answers_on_their_way(self) -> tuple[tuple[int, int], ...]:
-        """(fragment, version) of the answers to contributions in flight, where the version is known beforehand."""
+        """(fragment, version) of the answers to contributions in flight, as far as the versions are known
+        beforehand."""
         return tuple(
             (fragment, version)
             for fragment, work in enumerate(self.fragments)
@@ -166,7 +168,7 @@ class LearnerCore:
         return tuple((fragment, version) for fragment, version in versions if version is not None)
 
     def keeps_own(self, fragment: int, version: int) -> bool:
-        """Whether adopting this version leaves the learner's parameters alone and only moves its anchor."""
+        """Whether adopting this version changes only the learner's anchor, not its parameters."""
         return self._rounds.keeps_own(fragment, version)
 
     def adopted(self, fragment: int, version: int) -> tuple[InFlight, ...]:
@@ -199,7 +201,7 @@ class LearnerCore:
         self._begin(versions, step if awaited else max(step, self.step))
 
     def drained(self) -> None:
-        """The learner was evicted for good: it waits for no answer, and what is not merged is lost."""
+        """The learner was evicted for good: it waits for no answer, and its unmerged work is lost."""
         for work in self.fragments:
             work.lose()
 
@@ -209,11 +211,11 @@ class LearnerCore:
         return {"step": self.step, "tokens": self.tokens, "fragments": fragments, "rounds": self._rounds.state_dict()}
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Check what `load_state_dict` is given.
+        """Check a state before `load_state_dict`.
 
         Raises:
             CheckpointError: the state is of a model cut into another number of fragments.
-            ValueError, TypeError or LookupError: it is none.
+            ValueError, TypeError or LookupError: it is no state of a learner.
         """
         if len(state["fragments"]) != len(self.fragments):
             raise CheckpointError(
@@ -232,7 +234,7 @@ class LearnerCore:
             _require_alike(state["rounds"][name], values)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`. Raises as `check_state_dict`, and then nothing has changed."""
+        """Continue from `state_dict`. Raises as `check_state_dict`, before anything is changed."""
         self.check_state_dict(state)
         self.step = self._start_step = state["step"]
         self.tokens = state["tokens"]
@@ -251,8 +253,8 @@ class LearnerCore:
         return any(work.has_units for work in self.fragments)
 
     def keep_units(self, units: Ranges) -> tuple[Send, ...]:
-        """Of the units without a contribution, only these are leased to this incarnation. Returns the answers to calls
-        that have waited for that."""
+        """Keep only those units, among those that were not sent, that are leased to this incarnation. Returns the
+        answers to calls that waited for that."""
         for work in self.fragments:
             work.keep_units(units)
         calls, self._is_unsure, self._calls = self._calls, False, {}
@@ -263,7 +265,7 @@ class LearnerCore:
         """After `load_state_dict`: drop the contributions in flight that no received version lists, unless their
         answers are in the checkpoint.
 
-        `keep_work`: no syncer has them, so their work is pending again. Otherwise it is lost with the old incarnation.
+        `keep_work`: no syncer has them, so their work is pending again; otherwise it is lost with the old incarnation.
         Returns the fragments that had any.
         """
         return tuple(
@@ -274,9 +276,9 @@ class LearnerCore:
         )
 
     def take_back(self) -> tuple[tuple[int, int], ...]:
-        """The learner is stopped while it waits: the work of contributions whose answers are known beforehand, and are
-        not here, is pending again. Where the syncer merges one all the same, the run goes on without this incarnation,
-        and the next one adopts what it is then. Returns (fragment, number) of each."""
+        """The learner is stopped while it waits: the work of contributions is pending again if the versions of their
+        answers are known beforehand and not received. If the syncer still merges one, the run continues without this
+        incarnation, and the next one adopts the newest version. Returns (fragment, number) of each."""
         taken = []
         for fragment, work in enumerate(self.fragments):
             for flight in list(work.in_flight):
@@ -301,7 +303,7 @@ class LearnerCore:
 
 
 def _require_alike(found: Sequence[object], own: Sequence[object]) -> None:
-    """One value of the kind for each fragment, None and a number being of one kind."""
+    """Check for one value of the same type per fragment; None and a number count as one type."""
     if len(found) != len(own):
         raise ValueError(f"rounds with {len(found)} values, not {len(own)}")
     for each, like in zip(found, own, strict=True):

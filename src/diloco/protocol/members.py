@@ -84,19 +84,19 @@ class Report:
 
 @dataclass
 class Member:
-    """A learner that takes part: it joined, and neither left nor was evicted.
+    """A learner that joined and neither left nor was evicted.
 
     Attributes:
         overlap: τ, inner steps between its sends and applications; None: the method's.
         tokens_per_step: the most that it trains in an inner step, as it declared; None: it did not.
-        waiting: it is blocked on an answer, as far as is known.
-        blocked_with: the versions that it had when it began to wait for another one, with no contribution on its way.
-            Empty: it has not said so since its last contribution.
-        broken_at: when its connection broke; None: it is connected, or was heard since.
+        waiting: by its last report, it is blocked on an answer.
+        blocked_with: the versions that it had when it began to wait for another one, with no contribution in flight.
+            Empty: it has not reported so since its last contribution.
+        broken_at: when its connection broke; None: it is connected, or a message has arrived since.
         ready: it has trained since it joined, and has not finished. A member that is not ready delays no round.
         finished: it takes no more steps. It is never ready again, and never stalled.
-        presumed: the syncer was started again, so the member counts as ready until its first message tells.
-        ready_step: the inner step known when it became ready; rounds sent at or before it do not wait for it.
+        presumed: the syncer was restarted; the member counts as ready until its first message.
+        ready_step: the inner step known when it became ready; rounds sent at or before that step do not wait for it.
         tokens: trained by this incarnation.
     """
 
@@ -149,9 +149,9 @@ class Member:
     def heard(self, now: float, step: int, tokens: int, steps: int) -> int:
         """A message from the member, which is at this step. Returns the number of new steps.
 
-        `tokens`, `steps`: trained and taken by this incarnation. Steps before those are of no interest: the member was
-        welcomed at another step than it joined at, or has trained elsewhere; also in a message from before its first
-        step that arrives after a later one.
+        `tokens`, `steps`: trained and taken by this incarnation. Steps before these do not count: the member may have
+        started from another step than it joined at, or have trained elsewhere. The same holds for a message from before
+        its first step that arrives late.
         """
         self.seen_at, self.connected, self.broken_at = now, True, None
         if self.presumed:
@@ -166,7 +166,7 @@ class Member:
         return new
 
     def trains(self, step: int) -> None:
-        """The member has work that began after this step: rounds wait for it from now on, unless it has finished."""
+        """The member has work since this step: rounds wait for it from now on, unless it has finished."""
         if not self.ready and not self.finished:
             self.ready, self.ready_step = True, step
 
@@ -176,11 +176,11 @@ class Deadlines:
     """When a silent learner is evicted: a multiple of its own measured step time, within a floor and a cap.
 
     Attributes:
-        lost_steps, lost_floor_s, lost_cap_s: nothing was heard of it (no heartbeat) for this many of its steps.
-        reconnect_steps, reconnect_floor_s: its connection has broken, as it does when the process dies, and it did not
-            come back for this many of its steps; never more than silence gives it.
-        stalled_steps, stalled_floor_s, stalled_cap_s: heartbeats arrive, but no step was taken, and it does not wait
-            for an answer.
+        lost_steps, lost_floor_s, lost_cap_s: no message arrived (no heartbeat) for this many of its steps.
+        reconnect_steps, reconnect_floor_s: its connection broke, as it does when the process dies, and it did not
+            reconnect for this many of its steps; at most the deadline of silence.
+        stalled_steps, stalled_floor_s, stalled_cap_s: heartbeats arrive, but no step was taken, although it does not
+            wait for an answer.
     """
 
     lost_steps: float = 20.0
@@ -208,7 +208,8 @@ class Deadlines:
         return min(self.lost_cap_s, max(self.lost_floor_s, self.lost_steps * (step_s or 0.0)))
 
     def reconnect_after_s(self, step_s: float | None) -> float:
-        """Seconds that a learner with this step time has to come back after its connection broke."""
+        """Seconds after which a learner with this step time is lost if its connection broke and it did not
+        reconnect."""
         return min(self.lost_after_s(step_s), max(self.reconnect_floor_s, self.reconnect_steps * (step_s or 0.0)))
 
     def stalled_after_s(self, step_s: float | None) -> float:
@@ -220,7 +221,7 @@ class Deadlines:
         )
 
     def ends_at(self, member: Member) -> float:
-        """When a member is evicted if no message of it arrives before."""
+        """When a member is evicted unless a message from it arrives before."""
         ends = [member.seen_at + self.lost_after_s(member.step_s)]
         if member.broken_at is not None:
             ends.append(member.broken_at + self.reconnect_after_s(member.step_s))
@@ -229,7 +230,7 @@ class Deadlines:
         return min(ends)
 
     def passed(self, now: float, member: Member) -> str | None:
-        """Why a member is to be evicted now; None: it is not."""
+        """The reason to evict a member now; None: there is none."""
         if now < self.ends_at(member):
             return None
         if member.broken_at is not None and now - member.broken_at >= self.reconnect_after_s(member.step_s):

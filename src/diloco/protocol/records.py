@@ -26,25 +26,25 @@ class Record:
 
 
 def without_members(record: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A record (`SyncerCore.saved`) whose learners are gone: what they had pending is lost, and they join again."""
+    """A record without its members: their pending tokens are lost, and they join again."""
     return {**record, "members": {}}
 
 
 def gone_back(record: Mapping[str, Any], versions: Sequence[int]) -> Mapping[str, Any]:
-    """As `without_members`, where a repair has gone back to these versions of the fragments: the units of data in later
-    ones come back."""
+    """As `without_members`, after a repair that went back to these versions of the fragments: units of data merged in
+    later versions are returned."""
     return {**without_members(record), "leases": leases.gone_back(record["leases"], versions)}
 
 
 def rewound(
     record: Mapping[str, Any], learner: str, saved: Mapping[str, Any], *, with_run: bool
 ) -> Mapping[str, Any]:  # fmt: skip
-    """A record (`SyncerCore.saved`) in which a member is as its checkpoint (`SyncerCore.saved_of`) says.
+    """A record with the state of a member from its checkpoint (`SyncerCore.saved_of`).
 
-    `with_run`: the clock and the rounds of the run too.
+    `with_run`: also take the clock and the rounds of the run from there.
 
     Raises:
-        ValueError, TypeError or LookupError: what is saved is none.
+        ValueError, TypeError or LookupError: `saved` is no such state.
     """
     require_whole_numbers(saved["step"], *saved["fragment_steps"])
     for trained, merged, lost, by_reason in saved["ledgers"]:

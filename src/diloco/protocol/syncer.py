@@ -5,13 +5,13 @@
               of the driver: merged · abandoned · stored · recorded · tick
     actions   Acknowledge · Reject · MergeRound · PersistRecord · Publish · Tell · Evict · WakeAt
 
-Every event comes with the time, and returns actions (`protocol.actions`) for the driver to execute. The method says how
-rounds are called (`protocol.rounds`): the syncer's half of that decides which round a contribution goes into, and when
-a round is closed. The rest is the same for all methods and is here. A closed round is merged, its result is stored, and
-only then it is published. A contribution is open until it has a verdict, and a verdict is sent once it is durable
+Every event is given the time, and returns actions (`protocol.actions`) for the driver to execute. The method determines
+how rounds are called: the syncer's half in `protocol.rounds` assigns contributions to rounds and decides when a round
+is closed. This module holds what all methods share. A closed round is merged, its result is stored, and only then it is
+published. A contribution is open until it has a verdict, and a verdict is sent once it is durable
 (`protocol.accounting`).
 
-No tensor, clock, socket or thread is in here.
+This module uses no tensor, clock, socket or thread.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class SyncerCore:
         pool: how many learners may train; None: as many as join.
 
     Attributes:
-        members: learners that take part, by id, in the order in which they joined.
+        members: by learner id, in the order in which they joined.
         fragments: the rounds' phases, by fragment.
         accounting: tokens and verdicts of all learners, present and past.
         leases: of the units of the run's data.
-        steering: what stands of an operator's orders.
+        steering: the operator's orders that are in force.
         rounds: the syncer's half of the method's way of calling rounds.
         step: the highest inner step known.
     """
@@ -74,13 +74,13 @@ class SyncerCore:
     # --- saving -------------------------------------------------------------------------------------------------------
 
     def saved(self, storing: int | None = None) -> Record:
-        """The record that must be durable besides the tensors.
+        """The state that must be durable besides the tensors.
 
-        `storing`: the fragment whose new version is stored with it; the record is as of that version's publication.
+        `storing`: the fragment whose new version is stored with the record, which counts that version as published.
 
-        Open rounds are not in it: their contributions are sent again, and rounds wait for those of learners that have
-        finished. Take a record only when the one before is durable, or was refused by the disk: records are stored in
-        order.
+        A record has no open rounds: their contributions are sent again, and rounds wait for the contributions of
+        learners that have finished. Take a record only when the one before is durable, or was refused by the disk:
+        records are stored in order.
         """
         self._serial += 1
         self._wants_record = False
@@ -114,7 +114,7 @@ class SyncerCore:
         return Record(self._serial, values)
 
     def restore(self, now: float, values: Mapping[str, Any]) -> None:
-        """Continue from a record. Members have until their deadline to come back, and rounds wait for them."""
+        """Continue from a record. Members have until their deadline to reconnect, and rounds wait for them."""
         self.step = values["step"]
         for state, step in zip(self.fragments, values["fragment_steps"], strict=True):
             state.step = step
@@ -128,7 +128,7 @@ class SyncerCore:
         self.steering, self._paused_at = Steering.restored(values["steering"]), now
 
     def saved_of(self, learner: str) -> dict[str, Any]:
-        """What a member's own checkpoint has of the run, as plain values (JSON); `rewound` goes back to it."""
+        """The state of the run for a member's own checkpoint, as plain values (JSON); `records.rewound` restores it."""
         return {
             "step": self.members[learner].step,
             "fragment_steps": [state.step for state in self.fragments],
@@ -147,17 +147,17 @@ class SyncerCore:
         """A learner joins as a new incarnation; returns its number. An older live incarnation is replaced.
 
         Arguments:
-            process: whose it is.
-            after: the incarnation of the same process that is out; 0: it had none. A run that has gone back to an older
-                state may know of none so late.
+            process: the learner's process.
+            after: the last incarnation of the same process; 0: it had none. A run that was taken back to an older state
+                may not have known it.
             ready: rounds wait for it from the start (fixed membership), not only once it has trained.
             overlap: the learner's own τ; None: the method's.
-            tokens_per_step: the most that it trains in an inner step; None: it does not say.
+            tokens_per_step: the most that it trains in an inner step; None: not declared.
 
         Raises:
-            StaleIncarnationError: it joins again, but a newer process has its place.
-            NoRoomError: the pool has no place for it now. DrainedError: nor will it have one, or an operator has taken
-                it out.
+            StaleIncarnationError: it joins again, but a newer process has taken its name.
+            NoRoomError: the pool has no place for it now. DrainedError: the pool will have none, or an operator has
+                drained or evicted it.
         """
         if after and not self.accounting.is_newest(learner, process, after):
             raise StaleIncarnationError(
@@ -178,8 +178,8 @@ class SyncerCore:
         return incarnation, actions + self._look_again(now)
 
     def check(self, learner: str, incarnation: int, process: int | None = None) -> None:
-        """Check that this incarnation is a member. `process`: whose it is; None: that was checked before. In a run that
-        has gone back, another process may have been given the same number since.
+        """Check that this incarnation is a member. `process`: the learner's process; None: it was checked before. In a
+        run that was taken back, another process may have been given the same number since.
 
         Raises:
             StaleIncarnationError: it was evicted or replaced.
@@ -193,12 +193,12 @@ class SyncerCore:
             )
 
     def heartbeat(self, now: float, learner: str, incarnation: int, report: Report) -> list[Action]:
-        """A heartbeat. `report`: as far as it holds at this syncer: one that lacks contributions of a learner must not
-        count it as finished or blocked."""
+        """A heartbeat. `report`: must not say that the learner has finished, or is blocked, at a syncer that may lack
+        contributions of it."""
         self.check(learner, incarnation)
         member = self.members[learner]
         member.waiting, member.step_s, was_ready = report.waiting, report.step_s or member.step_s, member.ready
-        has_gone_on = report.step < member.step  # a contribution of a later step has overtaken this
+        has_gone_on = report.step < member.step  # a contribution of a later step has overtaken this heartbeat
         member.blocked_with = () if has_gone_on else report.blocked_with
         look = self._alive(now, member, report.step, report.tokens, report.steps, report.earlier_tokens)
         if report.finished:
@@ -211,8 +211,8 @@ class SyncerCore:
         return self._look_again(now) if look or (was_ready and not member.ready) else self._wake(now)
 
     def disconnected(self, now: float, learner: str, incarnation: int) -> list[Action]:
-        """A learner's connection broke; the learner has until its reconnect deadline to come back, or until the end of
-        its silence, if that is sooner."""
+        """A learner's connection broke; the learner is evicted at its reconnect deadline, or at that of silence if it
+        is sooner."""
         member = self.members.get(learner)
         if member is None or member.incarnation != incarnation:
             return []
@@ -223,7 +223,7 @@ class SyncerCore:
         self, now: float, learner: str, incarnation: int, *, tokens: int, step: int = 0, earlier_tokens: int = 0
     ) -> list[Action]:  # fmt: skip
         """A learner leaves. Its acknowledged contributions stay; its pending tokens are lost. `step`: at which it ends,
-        since its last heartbeat may be from before a restart. Tokens as in `heartbeat`."""
+        since its last heartbeat may be from before a restart. Tokens as in `Report`."""
         self.check(learner, incarnation)
         member = self.members[learner]
         self._alive(now, member, max(step, member.step), tokens, 0, earlier_tokens)
@@ -233,12 +233,11 @@ class SyncerCore:
         return self._look_again(now)
 
     def left_late(self, now: float, learner: str, *, process: int, tokens: int, step: int = 0) -> list[Action]:
-        """A learner's process leaves that knows of no incarnation of its own which is not out: an eviction may not have
-        been durable, or the answer to a request to join is on its way. `step`: as in `left`. `tokens`: trained by it
-        in all.
+        """A process leaves that knows of no live incarnation of its own: an eviction may not have been durable, or the
+        answer to a join request was lost. `step`: as in `left`. `tokens`: trained by the process in all.
 
         Raises:
-            StaleIncarnationError: another process is known by its name, or none.
+            StaleIncarnationError: another process has the learner's name, or none.
         """
         account = self.accounting.accounts.get(learner)
         if account is None or account.process != process:
@@ -261,7 +260,8 @@ class SyncerCore:
         return actions + self._look_again(now)
 
     def stood_still(self, seconds: float) -> None:
-        """The syncer process did not run for this long: move all deadlines, since messages of that time are unread."""
+        """The syncer process was suspended for this long: move all deadlines, since messages of that time are
+        unread."""
         for member in self.members.values():
             member.seen_at += seconds
             member.progressed_at += seconds
@@ -276,13 +276,13 @@ class SyncerCore:
     # --- contributions ------------------------------------------------------------------------------------------------
 
     def contributed(self, now: float, c: Contribution) -> list[Action]:
-        """A complete, valid contribution has arrived; the first action answers it.
+        """A complete, valid contribution was received; the first action answers it.
 
         Raises:
             StaleIncarnationError: from an incarnation that was evicted or replaced.
             VersionError: there is no such fragment.
             ConfigError: its weight cannot be computed (tokens without steps).
-            PayloadError: its tokens, or its units of data, are accounted for already or not its own.
+            PayloadError: its tokens, or its units of data, are already accounted for, or are not the learner's.
         """
         self.check(c.learner, c.incarnation)
         if not 0 <= c.fragment < len(self.fragments):
@@ -305,9 +305,9 @@ class SyncerCore:
         return [Acknowledge(c, duplicate=False), *self._look_again(now)]
 
     def merged(self, fragment: int, refused: Sequence[str] = ()) -> None:
-        """The driver has merged the fragment's closed round, and makes the new version durable next.
+        """The fragment's closed round is merged, and its version will be made durable.
 
-        `refused`: learners whose contributions the method's screen left out.
+        `refused`: learners whose contributions the method's screen refused.
         """
         state = self.fragments[fragment]
         assert state.closing is not None
@@ -316,8 +316,8 @@ class SyncerCore:
         state.closing, state.phase = replace(state.closing, contributions=kept, refused=outliers), "storing"
 
     def abandoned(self, now: float, fragment: int, reason: str) -> list[Action]:
-        """The closed round has no finite result: keep the version, and reject its contributions, those left out of it
-        and those based on it."""
+        """The closed round has no finite result: keep the version, and reject the round's contributions, those left out
+        of it, and those based on it."""
         state = self.fragments[fragment]
         assert state.closing is not None
         closed, state.closing, state.phase = state.closing, None, "open"
@@ -350,10 +350,10 @@ class SyncerCore:
     # --- an operator --------------------------------------------------------------------------------------------------
 
     def steer(self, now: float, order: Order, by: str) -> tuple[str, list[Action]]:
-        """An operator's order, given `by` them; returns what is done in a sentence. It holds once a record is durable.
+        """An order of the operator `by`; returns its effect in a sentence. It is in force once a record is durable.
 
         Raises:
-            ConfigError: it cannot be carried out.
+            ConfigError: the order cannot be executed.
         """
         was_paused = self.steering.paused is not None
         present = [learner for learner in self._training if not self.steering.takes_out(learner)]
@@ -371,15 +371,15 @@ class SyncerCore:
         return said, [*actions, Tell(tuple(sorted(self.members))), *self._look_again(now)]
 
     def _resume(self, now: float) -> None:
-        """Go on after a pause, which no round and no learner has had the time of."""
+        """Resume after a pause; its time counts for no round and no learner."""
         self.rounds.stood_still(now - self._paused_at)
         for member in self.members.values():  # their next heartbeats say whether they wait for an answer
             member.progressed_at, member.waiting, member.blocked_with = now, False, ()
 
     @property
     def at_least(self) -> int:
-        """K, the fewest learners that a round is merged with: the method's, or an operator's. In a run that is ended,
-        what learners send last waits for no others."""
+        """K, the fewest learners that a round is merged with: the operator's, or the method's; 1 once an operator has
+        ended the run, so that last contributions wait for no other learner."""
         if self.steering.ended is not None:
             return 1
         return self.rules.quorum.at_least if self.steering.at_least is None else self.steering.at_least
@@ -389,7 +389,7 @@ class SyncerCore:
     def lease(
         self, now: float, learner: str, incarnation: int, ask: Ask, *, tokens_before: int = 0
     ) -> tuple[Grant, list[Action]]:  # fmt: skip
-        """A learner asks for units of the run's data. The answer is to be sent once a record with it is durable.
+        """A learner asks for units of the run's data. Send the answer once a record with it is durable.
 
         Raises:
             StaleIncarnationError: the incarnation was evicted or replaced.
@@ -400,7 +400,7 @@ class SyncerCore:
         self._wants_record = True
         return grant, self._wake(now)
 
-    # --- what stands --------------------------------------------------------------------------------------------------
+    # --- the state of a run -------------------------------------------------------------------------------------------
 
     def standing(self, learner: str) -> Standing:
         """The standing of a member."""
@@ -417,19 +417,19 @@ class SyncerCore:
         return tuple(each for each in verdicts if each.fragment == fragment and each.version <= version)
 
     def start_step(self, learner: str) -> int:
-        """The inner step at which a new learner starts: the run's, or less where a round lacks learners."""
+        """The inner step at which a new learner starts: the run's, or an earlier one if a round lacks learners."""
         start = self.rounds.start_step(learner) if self.members[learner].tokens == 0 else None
         return self.step if start is None else start
 
     @property
     def intervals_in_flight(self) -> int:
-        """How many answers to a fragment may be on their way to a member when it sends, by the method or its own τ."""
+        """The most answers of a fragment that may be outstanding when a member sends, by the method or its own τ."""
         schedule = self.rules.schedule
         own = [schedule.intervals_in(each.overlap) for each in self.members.values() if each.overlap is not None]
         return max(schedule.intervals_in_flight, *own, 0)
 
     def decision(self, now: float, fragment: int) -> Decision | None:
-        """Whether the fragment's open round is to be merged, and if not, why; None: no round is open."""
+        """Whether to merge the fragment's open round, and why; None: no round is open."""
         if self.fragments[fragment].phase != "open":
             return None
         decision, paused = self.rounds.decision(now, fragment), self.steering.paused
@@ -440,7 +440,7 @@ class SyncerCore:
         return self.accounting.accounts[learner].ledgers[fragment].pending
 
     def ended(self, step: int) -> set[str]:
-        """Learners that finished or left at this inner step or a later one: they will not contribute to its rounds."""
+        """Learners that finished or left at this inner step or later: they contribute to no round of that step."""
         accounts = self.accounting.accounts.items()
         return {learner for learner, account in accounts if account.ended_at is not None and account.ended_at >= step}
 
@@ -460,7 +460,7 @@ class SyncerCore:
 
     @property
     def drained(self) -> Sequence[str]:
-        """The newest members, which the pool has no place for, and those that an operator has taken out."""
+        """The newest members, if the pool has no place for them, and those that an operator has drained."""
         if self.pool is None and not self.steering.takes_out_any:
             return ()
         training = self._training
@@ -469,7 +469,7 @@ class SyncerCore:
 
     @property
     def _training(self) -> list[str]:
-        """Members that have not finished, oldest first: the pool's places are theirs in this order."""
+        """Members that have not finished, oldest first: the pool's places are assigned in this order."""
         return [learner for learner, member in self.members.items() if not member.finished]
 
     # --- helpers ------------------------------------------------------------------------------------------------------
@@ -507,14 +507,14 @@ class SyncerCore:
         )
 
     def _wake(self, now: float) -> list[Action]:
-        """Ask for a record if one is needed, and for a wake-up at the next deadline or end of a grace window."""
+        """Request a record if one is needed, and a wake-up at the next deadline or end of a grace window."""
         times = [self.deadlines.ends_at(member) for member in self.members.values()]
         times += self.rounds.ends(now)
         record: list[Action] = [PersistRecord()] if self._wants_record or self.accounting.needs_record else []
         return [*record, *([WakeAt(min(times))] if times else [])]
 
     def _rejected_with(self, fragment: int, closed: ClosedRound) -> list[tuple[Contribution, str]]:
-        """The contributions that are rejected once a closed round's version is stored, with the reasons."""
+        """The contributions to reject once a closed round's version is stored, with the reasons."""
         return [*((c, OUTLIER) for c in closed.refused), *self.rounds.left_out(fragment)]
 
     def _reject(self, c: Contribution, reason: str) -> Reject:
@@ -539,8 +539,8 @@ class SyncerCore:
     def _alive(
         self, now: float, member: Member, step: int, tokens: int, steps: int, earlier_tokens: int = 0
     ) -> bool:  # fmt: skip
-        """Take in a member's progress; returns whether it may change a round."""
-        self.accounting.trained(member.learner, tokens, earlier_tokens)  # may refuse, before a number is counted
+        """Record a member's progress; returns whether it may change a round."""
+        self.accounting.trained(member.learner, tokens, earlier_tokens)  # it may refuse, before a number is counted
         num_new = member.heard(now, step, tokens, steps)
         self.step = max(self.step, member.step)
         return self.rounds.heard(member, num_new)

@@ -1,11 +1,11 @@
-"""How rounds are called: the two halves of each way inside the state machines. Its value is in `core.quorum`.
+"""The interfaces of rounds: a way of calling rounds is a value in `core.quorum` and two halves.
 
     SyncerRounds    the syncer's half: assigns contributions to rounds, and decides when a round is closed
     LearnerRounds   the learner's half: what to send, what to wait for, what to adopt
 
-`SyncerCore` and `LearnerCore` hold what all kinds of rounds share, and name none of them. Each half holds the state
-that only it needs, and returns it as plain values for saving. A new kind of rounds is a value in `core.quorum`,
-one file with these two classes, and one line in `protocol.rounds`.
+`SyncerCore` and `LearnerCore` hold what all ways share, and name none of them. Each half holds its own state, and
+returns it as plain values for saving. A new way of calling rounds is a value in `core.quorum`, one file with these two
+classes, and one line in `protocol.rounds`.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class Decision:
 
     Attributes:
         merge: learner ids whose contributions are merged now, in merge order; None while waiting.
-        wait_until: when the next learner that the round waits for would be evicted, or the grace window ends, in
-            seconds of the caller's clock; None: no deadline.
+        wait_until: when the first missing learner is evicted, or the grace window ends, in seconds of the caller's
+            clock; None: no deadline.
         reason: one sentence for `diloco status`.
     """
 
@@ -111,9 +111,9 @@ class ClosedRound:
         number: the version that it starts from.
         contributions: in merge order: by learner, and the late ones of a learner before its newest.
         step: the earliest inner step after which one of them was sent.
-        members: the learners that the round had.
-        closed_at: when, in seconds.
-        refused: contributions that the method's screen has left out, once it is merged.
+        members: the learners of the round.
+        closed_at: when it was closed, in seconds.
+        refused: contributions that the method's screen has refused, once the round is merged.
     """
 
     number: int
@@ -126,13 +126,13 @@ class ClosedRound:
 
 @dataclass
 class FragmentState:
-    """One fragment as the syncer sees it.
+    """One fragment at the syncer.
 
     Attributes:
-        version: published.
-        step: the inner step of the round that the version came from.
-        phase: of the round that follows the version: "open", "merging" (tensor work under way) or "storing".
-        closing: that round, once it is closed.
+        version: the published version.
+        step: the inner step of the round that produced it.
+        phase: of the next round: "open", "merging" (tensor work under way) or "storing".
+        closing: the next round, once it is closed.
     """
 
     version: int
@@ -142,7 +142,7 @@ class FragmentState:
 
 
 class RunView(Protocol):
-    """What the syncer's half sees of `SyncerCore`."""
+    """The part of `SyncerCore` that the syncer's half reads."""
 
     rules: Rules
     deadlines: Deadlines
@@ -152,10 +152,10 @@ class RunView(Protocol):
 
     @property
     def at_least(self) -> int:
-        """K: the quorum's, unless an operator has set another one."""
+        """K: of the quorum, unless an operator has set another."""
 
     def pending_tokens(self, learner: str, fragment: int) -> int:
-        """Tokens whose work on a fragment is on its way into the global model."""
+        """Tokens whose work on a fragment is neither merged, discarded nor lost."""
 
     def ended(self, step: int) -> set[str]:
         """Learners that finished or left at this inner step or a later one."""
@@ -166,7 +166,7 @@ class SyncerRounds(ABC):
 
     @abstractmethod
     def admit(self, now: float, c: Contribution) -> str | None:
-        """Put a new contribution into a round. Returns the reason if it is rejected, else None."""
+        """Assign a new contribution to a round. Returns the reason if it is rejected, else None."""
 
     @abstractmethod
     def update(self, now: float) -> set[str]:
@@ -178,24 +178,24 @@ class SyncerRounds(ABC):
 
     @abstractmethod
     def decision(self, now: float, fragment: int) -> Decision | None:
-        """What to do with the open round that follows the fragment's version; None: there is none."""
+        """The decision on the open round that follows the fragment's version; None: there is none."""
 
     @abstractmethod
     def close(self, now: float, fragment: int) -> ClosedRound:
-        """Close the open round of a fragment, after `decision` told to merge it."""
+        """Close the open round of a fragment, after `decision` has called for its merge."""
 
     @abstractmethod
     def stored(self, now: float, fragment: int, closed: ClosedRound) -> None:
         """The closed round's version is durable."""
 
     def left_out(self, fragment: int) -> Sequence[tuple[Contribution, str]]:
-        """(contribution, reason) of those to reject once the version of the fragment's closed round is stored."""
+        """(contribution, reason) of those to reject once the fragment's closed round is stored."""
         return ()
 
     @abstractmethod
     def abandoned(self, fragment: int, closed: ClosedRound) -> Sequence[tuple[Contribution, str]]:
-        """The closed round has no result; the fragment keeps its version. Returns (contribution, reason) of the others
-        to reject."""
+        """The closed round has no result; the fragment keeps its version. Returns (contribution, reason) of other
+        contributions to reject."""
 
     @abstractmethod
     def roster(self, fragment: int) -> tuple[Sequence[str], Sequence[str]]:
@@ -216,7 +216,7 @@ class SyncerRounds(ABC):
         """The learner left or was evicted."""
 
     def start_step(self, learner: str) -> int | None:
-        """The inner step at which a learner starts that has not trained yet; None: the run's."""
+        """The inner step at which a learner that has not trained yet starts; None: the run's."""
         return None
 
     def sync_every(self, learner: str) -> int | None:
@@ -228,15 +228,15 @@ class SyncerRounds(ABC):
         return ()
 
     def lacks_learners(self, fragment: int) -> int | None:
-        """The number of contributors, where the fragment's open round has too few and waits for no member."""
+        """The number of contributors, if the fragment's open round has too few and waits for no member; else None."""
         return None
 
     def ends(self, now: float) -> Sequence[float]:
-        """Times at which open rounds must be decided again even without an event, in seconds."""
+        """Times, in seconds, at which open rounds must be decided again even without an event."""
         return ()
 
     def stood_still(self, seconds: float) -> None:  # noqa: B027
-        """The syncer process did not run for this long: times that are measured from begin later."""
+        """The syncer process was suspended for this long: move the times from which durations are measured."""
 
     def saved(self, storing: int | None) -> dict[str, Any]:
         """State as plain values (JSON), without members (`saved_of`) and open rounds (their contributions are sent
@@ -267,11 +267,11 @@ class LearnerRounds(ABC):
 
     @abstractmethod
     def waiting(self, step: int) -> tuple[tuple[int, int], ...]:
-        """(fragment, version) of every answer that is due, has not arrived and blocks the learner."""
+        """(fragment, version) of every answer that is due, not received, and blocks the learner."""
 
     @abstractmethod
     def adoption(self, fragment: int, step: int) -> int | None:
-        """Which received version to adopt after inner step `step`; None: none."""
+        """The received version to adopt after inner step `step`; None: none."""
 
     @abstractmethod
     def completes(self, flight: InFlight, version: int) -> bool:
@@ -292,18 +292,18 @@ class LearnerRounds(ABC):
         return False
 
     def keeps_own(self, fragment: int, version: int) -> bool:
-        """Whether adopting this version leaves the learner's parameters alone."""
+        """Whether adopting this version leaves the learner's parameters unchanged."""
         return False
 
     def adopted(self, fragment: int, step: int, *, overwritten: bool) -> None:  # noqa: B027
-        """A version was adopted. `overwritten`: that discarded the work since the send."""
+        """A version was adopted. `overwritten`: the adoption discarded the work since the send."""
 
     def newest(self, fragment: int) -> int:
-        """The newest version that counts as the global fragment here."""
+        """The newest version that counts as the global fragment."""
         return self.fragments[fragment].version
 
     def answer_to(self, flight: InFlight) -> int | None:
-        """The version that answers a contribution in flight; None: it is not known beforehand."""
+        """The version that will answer a contribution in flight; None: not known beforehand."""
         return None
 
     def state_dict(self) -> dict[str, Any]:

@@ -27,7 +27,7 @@ EMA = 0.2
 """Weight of the newest measurement in the moving averages that size the grace window."""
 
 ROUNDING = 1e-6
-"""Steps ÷ learners, summed up, may stay below a whole number by rounding."""
+"""The sum of steps ÷ learners may be below a whole number by rounding."""
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Pace:
     def measured(
         self, *, step_s: float | None = None, quorum_s: float | None = None, sync_s: float | None = None
     ) -> None:
-        """Take new measurements in."""
+        """Update the averages with new measurements."""
         for name, value in (("step_s", step_s), ("quorum_s", quorum_s), ("sync_s", sync_s)):
             if value is not None:
                 old = getattr(self, name)
@@ -62,7 +62,7 @@ class Pace:
 
 @dataclass
 class _Call:
-    """An open call. `enough_at`: when the K-th answer came."""
+    """An open call. `enough_at`: when the K-th answer arrived."""
 
     opened_at: float
     enough_at: float | None = None
@@ -75,9 +75,8 @@ class _Turns:
     Attributes:
         turn: the run clock at which the fragment is called next.
         begun: the turn of the round under way, from its call until its version is published; None: none is under way.
-        open: the round that follows the version; while that is merged or stored, late contributions to the one after
-            it.
-        call: the open one.
+        open: the round that follows the version; while that round is merged or stored, the round after it.
+        call: the open call.
     """
 
     turn: int
@@ -91,7 +90,7 @@ class CalledSyncer(LateRounds):
 
     Attributes:
         clock: inner steps that an average live learner has taken.
-        pace: what sizes the grace window.
+        pace: the measurements that size the grace window.
     """
 
     def __init__(self, quorum: Called, run: RunView) -> None:
@@ -104,7 +103,7 @@ class CalledSyncer(LateRounds):
         """The fragments whose call is open."""
 
     def _next_turn(self, fragment: int) -> int:
-        """The first step of the schedule after the clock, allowing for rounding."""
+        """The fragment's next step of the schedule after the clock, allowing for rounding."""
         return self._run.rules.schedule.next_send(fragment, self.clock + ROUNDING)
 
     def admit(self, now: float, c: Contribution) -> str | None:
@@ -122,7 +121,7 @@ class CalledSyncer(LateRounds):
         return None
 
     def update(self, now: float) -> set[str]:
-        """Call the fragments whose turn it is, and note which calls have enough answers."""
+        """Call the fragments that are due, and record which calls have enough answers."""
         ready = late.ready(self._run)
         due = [fragment for fragment, turns in enumerate(self._fragments) if self.clock > turns.turn - ROUNDING]
         to_call = [f for f in due if ready and f not in self._called and self._run.fragments[f].phase == "open"]
@@ -139,7 +138,7 @@ class CalledSyncer(LateRounds):
         return set(self._run.members) if to_call else set()
 
     def _call(self, now: float, fragment: int) -> None:
-        """Open a call; late work on this very version answers it."""
+        """Open a call; late contributions measured from this version answer it."""
         turns, version = self._fragments[fragment], self._run.fragments[fragment].version
         turns.open = turns.open or OpenRound(self._run.step)
         turns.open.fresh = {c.learner for c in turns.open.newest.values() if c.base == version}
@@ -232,13 +231,13 @@ class CalledSyncer(LateRounds):
 
 
 class CalledLearner(LearnerRounds):
-    """The learner's half: every version is adopted at the boundary after it has come."""
+    """The learner's half: every version is adopted at the first boundary after it was received."""
 
     def __init__(self, quorum: Called, rules: Rules, fragments: Sequence[FragmentWork], step: int) -> None:
         self.fragments = fragments
         self._sends_late = quorum.late == "merge"
         self._asked: list[int | None] = [None] * len(fragments)
-        """By fragment, the version of a call that could not be answered when it came; None: there is none."""
+        """By fragment, the version of a call that could not be answered when it arrived; None: there is none."""
 
     def due(self, step: int) -> Sequence[int]:
         return [
@@ -255,8 +254,8 @@ class CalledLearner(LearnerRounds):
         self._asked[fragment] = None
 
     def called(self, fragment: int, version: int) -> bool:
-        """A call may arrive before the learner has work, or, where late work is dropped, before its version. Then it is
-        answered after a later step."""
+        """A call may arrive before the learner has work or, if late work is dropped, before its version. It is answered
+        after a later step then."""
         work = self.fragments[fragment]
         if work.pending_steps > 0 and self._can_answer(work, version):
             return True
@@ -265,8 +264,8 @@ class CalledLearner(LearnerRounds):
         return False
 
     def _can_answer(self, work: FragmentWork, version: int) -> bool:
-        """Whether the adopted version is not answered yet, and its work may be merged into the round that is called at
-        `version`."""
+        """Whether no contribution was measured from the adopted version yet, and one may be merged into the round that
+        is called at `version`."""
         return not late.is_answered(work) and (self._sends_late or version <= work.version)
 
     def waiting(self, step: int) -> tuple[tuple[int, int], ...]:

@@ -1,8 +1,8 @@
-"""What called and pushed rounds share: late contributions, and the contributing part of the live weight.
+"""The common part of called and pushed rounds: late contributions, and the contributing part of the live weight.
 
-Learners do not block on these rounds. A contribution names the version that it was measured from, and goes into the
-round that is open when it arrives. Several contributions of one learner to a round are added up: displacements, tokens
-and steps.
+Learners do not block on these rounds. A contribution names the version that it was measured from, and joins the round
+that is open when it arrives. Several contributions of one learner to a round are added up: displacements, tokens and
+steps.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class OpenRound:
         step: the earliest inner step after which one of them was sent.
         newest: the newest contribution of each learner.
         earlier: older contributions of learners that have a newer one in the round.
-        fresh: learners that answered the round's call, or pushed since the round before was closed.
+        fresh: learners that answered the round's call, or pushed since the previous round was closed.
     """
 
     step: int
@@ -35,7 +35,7 @@ class OpenRound:
     fresh: set[str] = field(default_factory=set)
 
     def take(self, c: Contribution) -> None:
-        """Add a contribution. Retransmissions may come in any order."""
+        """Add a contribution. Retransmissions may arrive in any order."""
         known = [self.newest[c.learner]] if c.learner in self.newest else []
         *older, self.newest[c.learner] = sorted((*known, c), key=_when_sent)
         self.earlier += older
@@ -58,7 +58,7 @@ def ready(run: RunView) -> list[str]:
 
 
 def num_needed(at_least: int, members: Collection[str]) -> int:
-    """How many learners a round needs: K, or all where fewer are live."""
+    """The number of learners that a round needs: K, or all if fewer are live."""
     return min(at_least, max(1, len(members)))
 
 
@@ -73,8 +73,8 @@ def decide(
         contributed: learners with work in the round, late work included.
         fresh: those of them that answered this round's call, or pushed since it opened.
         members: live learners that train.
-        at_least: K; fewer where fewer are live.
-        enough_at: when the K-th fresh contribution came; None: it has not.
+        at_least: K; fewer are enough if fewer are live.
+        enough_at: when the K-th fresh contribution arrived; None: not yet.
         grace_s: how long the round stays open after that.
     """
     needed = num_needed(at_least, members)
@@ -97,8 +97,8 @@ def decide(
 
 @dataclass(frozen=True)
 class LastSent:
-    """A learner's last contribution of a fragment: the inner step after which it was sent (of a learner that has sent
-    none: at which it joined), and the work in it."""
+    """A learner's last contribution of a fragment: the inner step after which it was sent (the one at which the learner
+    joined, if it has sent none), and the work in it."""
 
     step: int
     tokens: int = 0
@@ -121,13 +121,13 @@ class LastContributions:
         del self._last[learner]
 
     def sent(self, c: Contribution) -> None:
-        """A contribution was acknowledged. Retransmissions may come in any order."""
+        """A contribution was acknowledged. Retransmissions may arrive in any order."""
         if c.step < self.of(c.learner, c.fragment).step:
             return
         self._last[c.learner][c.fragment] = LastSent(c.step, c.tokens, max(1, c.steps))
 
     def of(self, learner: str, fragment: int) -> LastSent:
-        """The last one."""
+        """The learner's last contribution of the fragment."""
         return self._last[learner][fragment]
 
     def steps_since(self, member: Member, fragment: int) -> int:
@@ -145,7 +145,7 @@ class LastContributions:
 
 
 class LateRounds(SyncerRounds):
-    """What the syncer's halves of called and pushed rounds keep of each learner."""
+    """The base of the syncer's halves of called and pushed rounds, with the last contribution of each learner."""
 
     def __init__(self, run: RunView) -> None:
         self._run = run

@@ -2,8 +2,8 @@
 
     Asynchronous local SGD, arXiv 2401.09135
 
-Where the outer optimizer takes outer gradients one at a time (Delayed Nesterov), each push has its own round and its
-own version. A learner adopts the newest version once a version contains its last push.
+If the outer optimizer takes outer gradients one at a time (Delayed Nesterov), each push has its own round and version.
+A learner adopts the newest version once a version contains its last push.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class PushedSyncer(LateRounds):
         return late.decide(now, round_.newest, round_.fresh, members, self._run.at_least, enough_at=now, grace_s=0.0)
 
     def _is_circle(self, members: Sequence[str]) -> bool:
-        """Whether all learners are blocked, each on a round that lacks learners: none of them can push again.
-        Learners come into it that wait for their answers and push several fragments, each at its own pace or from
-        its own start."""
+        """Whether all learners are blocked, each on a round that lacks learners, so that none of them can push again.
+        This happens to learners that wait for answers and push several fragments, each at its own pace or from its own
+        start."""
         pushed = {learner for rounds in self._rounds for round_ in rounds.values() for learner in round_.newest}
         return bool(members) and all(learner in pushed and self._run.members[learner].waiting for learner in members)
 
@@ -84,7 +84,7 @@ class PushedSyncer(LateRounds):
         pass
 
     def abandoned(self, fragment: int, closed: ClosedRound) -> Sequence[tuple[Contribution, str]]:
-        later = self._rounds[fragment]  # each moves to the number before
+        later = self._rounds[fragment]  # each takes the number before its own
         self._rounds[fragment] = {number - 1: round_ for number, round_ in later.items()}
         return ()
 
@@ -93,7 +93,7 @@ class PushedSyncer(LateRounds):
         return (sorted(round_.newest), late.ready(self._run)) if round_ else ((), ())
 
     def sync_every(self, learner: str) -> int | None:
-        """⌊v/v_max · H⌋ by measured speed, where the steps are dynamic."""
+        """⌊v/v_max · H⌋ by measured speed, if the steps are dynamic."""
         if not self._quorum.dynamic_steps:
             return None
         every = self._run.rules.schedule.sync_every_at(self._run.step + 1)
@@ -125,8 +125,8 @@ class PushedLearner(LearnerRounds):
         return [fragment for fragment, at in enumerate(self._push_at) if at <= step]
 
     def next_round(self, fragment: int) -> int | None:
-        """The adopted version, unless a push that was measured from it is still unanswered. Where late pushes are
-        dropped, a newer version that may be adopted is adopted first."""
+        """The adopted version, unless a push that was measured from it is unanswered. If late pushes are dropped, a
+        newer version that may be adopted is adopted first."""
         work = self.fragments[fragment]
         is_late = self._answered[fragment] and bool(work.received) and not self._sends_late
         return None if is_late or late.is_answered(work) else work.version
@@ -159,13 +159,13 @@ class PushedLearner(LearnerRounds):
         return False
 
     def adopted(self, fragment: int, step: int, *, overwritten: bool) -> None:
-        """Restart the push interval where adoption discards the work; else the next push would contain little."""
+        """Restart the push interval if adoption discards the work; otherwise the next push would contain little."""
         self._answered[fragment] = False
         if overwritten:
             self._push_at[fragment] = step + self._push_every[fragment]
 
     def newest(self, fragment: int) -> int:
-        """Received versions that wait for the answer to this learner's push count too."""
+        """Received versions whose adoption waits for the answer to this learner's push count too."""
         work = self.fragments[fragment]
         return max(work.received, default=work.version)
 

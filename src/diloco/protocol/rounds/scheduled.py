@@ -9,16 +9,16 @@ Learners block on the rounds they contributed to, so rounds of several fragments
 cycle. All learners send the fragments in the order of the inner steps. But a learner that joins may be behind the
 others, or ahead of them:
 
-    behind: it contributes after a step after which the others contributed to the round before. The contribution is
-            rejected as out of step, its work stays pending, and the learner goes on to the step of the others.
+    behind: it contributes at a step at which the others contributed to the previous round. The contribution is rejected
+            as out of step, its work stays pending, and the learner continues to the step of the others.
     ahead: it passed the step of a round before it counted as training. That round does not wait for it.
 
-Learners that joined at other steps, or that a restarted syncer knows no position of, may still end in a cycle. Then all
-learners are blocked with nothing on its way, and a round stops waiting for those that are blocked in a round of its
-step or a later one: they have sent all that they send before it. One round at least is of that kind: around a cycle,
-steps cannot only descend.
+Learners that joined at other steps, or whose position a restarted syncer does not know, may still form a cycle. All
+learners are then blocked with nothing in flight, and a round stops waiting for learners that are blocked in a round of
+the same or a later step: they have sent all that precedes it. At least one such round exists, since steps cannot only
+descend around a cycle.
 
-A round that has fewer than `at_least` members waits for a joiner, which therefore starts before that round's step.
+A round with fewer than `at_least` members waits for a joiner, which therefore starts before that round's step.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ def decide(
     at_least: int = 1,
     ended: Collection[str] = (),
 ) -> Decision:
-    """Merge a scheduled round, or say which learners it waits for.
+    """Decide a scheduled round: merge it, or name the learners that it waits for.
 
     Arguments:
         now: seconds of the caller's clock.
         contributed: learners whose contribution to the round was acknowledged.
-        members: learners the round waits for; evicted and departed ones have been taken out.
-        deadlines: for each live learner, when it is evicted if nothing more is heard of it.
+        members: learners that the round waits for, without those evicted or departed.
+        deadlines: for each live learner, when it is evicted if no more messages arrive.
         at_least: the fewest learners to merge.
         ended: learners without a contribution that count for `at_least`.
 
     Returns:
-        A `Decision`; contributions are merged in learner-id order whatever order they came in.
+        A `Decision`; contributions are merged in learner-id order, whatever the order of their arrival.
     """
     missing = sorted(set(members) - set(contributed))
     if missing:
@@ -88,8 +88,8 @@ class _Round:
     Attributes:
         step: the earliest inner step after which one of its contributions was sent.
         members: the learners that it waits for.
-        left_out: contributions that its version will not have, with the reason. They are rejected once the version is
-            stored: after a crash before that, the round opens again and waits for them.
+        left_out: contributions that its version will not contain, with the reasons. They are rejected once the version
+            is stored: after an earlier crash the round opens again and waits for them.
     """
 
     step: int
@@ -114,7 +114,7 @@ class ScheduledSyncer(SyncerRounds):
             return self._too_late(c)
         if c.round == state.version:
             after_step: float = state.step
-        else:  # to a round after the one that is open, by a learner that had to contribute to the one before first
+        else:  # to a round after the open one, by a learner that must have contributed to the previous round
             after_step = rounds[c.round - 1].step if c.round - 1 in rounds else math.inf
         if c.step <= after_step:
             return OUT_OF_STEP
@@ -127,20 +127,21 @@ class ScheduledSyncer(SyncerRounds):
         return None
 
     def _intervals_in_flight(self, learner: str) -> int:
-        """How many answers may be outstanding when the learner sends, by its own τ if it has one (arXiv 2501.18512)."""
+        """The most answers that may be outstanding when the learner sends, by its own τ if it has one (arXiv
+        2501.18512)."""
         schedule, overlap = self._run.rules.schedule, self._run.members[learner].overlap
         return schedule.intervals_in_flight if overlap is None else schedule.intervals_in(overlap)
 
     def _too_late(self, c: Contribution) -> str | None:
-        """A contribution to a closed round. It is missed where it would have been dropped, too: its learner may have
-        adopted the round's version by now, and discarded the work."""
+        """A contribution to a closed round is `MISSED`, also if it would have been dropped: its learner may have
+        adopted the round's version already, and discarded the work."""
         if c.round < self._run.fragments[c.fragment].version:
             return MISSED
         self._rounds[c.fragment][c.round].left_out.append((c, MISSED))
         return None
 
     def update(self, now: float) -> set[str]:
-        """Remove members that left, were evicted or cannot come any more from every open round."""
+        """Remove from every open round members that left, were evicted or cannot contribute to it any more."""
         for state, rounds in zip(self._run.fragments, self._rounds, strict=True):
             for number, round_ in rounds.items():
                 if number == state.version and state.phase != "open":
@@ -151,16 +152,16 @@ class ScheduledSyncer(SyncerRounds):
         return set()
 
     def _belongs(self, learner: str, round_: _Round) -> bool:
-        """Whether the round still waits for a member. A broken connection does not matter: the learner may come back
-        with its work until its deadline."""
+        """Whether the round still waits for a member. A broken connection does not matter: the learner may reconnect
+        until its deadline, and still has its work."""
         member = self._run.members.get(learner)
         if member is None or learner in round_.contributions:
             return member is not None
         return member.ready and member.ready_step < round_.step and not self._is_in_circle(member, round_)
 
     def _is_in_circle(self, member: Member, round_: _Round) -> bool:
-        """Whether all learners are blocked, and this one in a round that cannot close before `round_` does: a round
-        that lacks learners, or that it contributed to at the step of `round_` or later."""
+        """Whether all learners are blocked, and this one on a round that cannot close before `round_`: a round that
+        lacks learners, or to which it contributed at the step of `round_` or later."""
         if not self._are_all_blocked:
             return False
         for fragment in range(len(self._rounds)):
@@ -173,7 +174,7 @@ class ScheduledSyncer(SyncerRounds):
 
     @property
     def _are_all_blocked(self) -> bool:
-        """Whether all learners are blocked at the versions that there are, none of which is about to change."""
+        """Whether all learners are blocked at the published versions, none of which is about to change."""
         states = self._run.fragments
         versions = tuple(state.version for state in states)
         return all(state.phase == "open" for state in states) and all(
@@ -194,7 +195,7 @@ class ScheduledSyncer(SyncerRounds):
         """`AllLive(drop=…)` rejects contributions here, but never so many that fewer than K remain.
 
         They are not rejected on arrival: if the other learners left before they contributed, no contribution would
-        close the round. A contribution of a learner that is gone is kept, since its work cannot be given back.
+        close the round. A contribution of a departed learner is kept, since its work cannot become pending again.
         """
         number = self._run.fragments[fragment].version
         round_ = self._rounds[fragment][number]
@@ -210,8 +211,8 @@ class ScheduledSyncer(SyncerRounds):
         del self._rounds[fragment][closed.number]
 
     def abandoned(self, fragment: int, closed: ClosedRound) -> Sequence[tuple[Contribution, str]]:
-        """Contributions to later rounds of the fragment assume this one's result, so they are rejected too. The work of
-        those left out stays with their learners, which contribute to the round again."""
+        """Contributions to later rounds of the fragment assume this round's result, so they are rejected too. The work
+        of those left out stays pending, and their learners contribute to the round again."""
         rounds, self._rounds[fragment] = self._rounds[fragment], {}
         left_out = [(c, ABANDONED) for c, _ in rounds.pop(closed.number).left_out]
         later = [[*round_.contributions.values(), *(c for c, _ in round_.left_out)] for round_ in rounds.values()]
@@ -228,11 +229,11 @@ class ScheduledSyncer(SyncerRounds):
         return member.waiting or member.finished
 
     def start_step(self, learner: str) -> int | None:
-        """The run's step, or the send before the earliest round that would not have its `at_least`.
+        """The run's step, or the send before the earliest round that would not reach its `at_least`.
 
-        The joiner's first send is then to that round. After a later send it would stay a round ahead, and at the end of
-        training the others would wait in a round that no learner joins. Learners that are disconnected, or have not
-        trained since they joined, are not counted on (after a restart rounds wait for them all the same).
+        The joiner's first send then belongs to that round. After a later one it would stay a round ahead, and at the
+        end of training the others would wait in a round that no learner joins. Learners that are disconnected, or have
+        not trained since they joined, are not expected to contribute (after a restart rounds still wait for them).
         """
         run, at_least = self._run, self._run.at_least
         if at_least == 1:
@@ -246,7 +247,7 @@ class ScheduledSyncer(SyncerRounds):
             step = rounds[state.version].step if is_closing else state.step
             while True:
                 round_ = rounds.get(number)
-                if round_ is None:  # a contribution may be on its way
+                if round_ is None:  # a contribution may be in flight
                     step, present = schedule.next_send(fragment, step), connected
                 else:
                     step, present = round_.step, round_.contributions.keys() | (round_.members & connected)
@@ -268,7 +269,7 @@ class ScheduledSyncer(SyncerRounds):
         return is_complete and len(round_.contributions) + len(self._ended(round_)) < self._run.at_least
 
     def _ended(self, round_: _Round) -> set[str]:
-        """Learners that count for a round's `at_least` without a contribution, where it has too few contributions."""
+        """Learners that count for a round's `at_least` without a contribution, if it has too few contributions."""
         if len(round_.contributions) >= self._run.at_least:
             return set()
         ended = self._run.ended(round_.step)
@@ -310,8 +311,8 @@ class ScheduledLearner(LearnerRounds):
 
     def adoption(self, fragment: int, step: int) -> int | None:
         """With a contribution in flight, adopt exactly the version of its round, when it is due. With none in flight (a
-        joiner, a rejected contribution) adopt the newest version; so too where the due version was skipped: a newer one
-        has arrived, of a round that had no contribution of this learner."""
+        joiner, a rejected contribution) adopt the newest version; so too if the due version was skipped: a newer one
+        was received, of a round without a contribution of this learner."""
         work = self.fragments[fragment]
         due, newest = self._due(work, step), max(work.received, default=None)
         if due is not None and due in work.received:
@@ -323,7 +324,7 @@ class ScheduledLearner(LearnerRounds):
         return flight.round < version
 
     def rejected(self, fragment: int, flight: InFlight, reason: str) -> bool:
-        """Where the round goes on without the contribution, the learner waits for its version: running ahead, it would
+        """If the round continues without the contribution, the learner waits for its version: without waiting it would
         be late again."""
         if reason not in (DROPPED, MISSED, TWICE, OUTLIER):
             return False
@@ -331,7 +332,7 @@ class ScheduledLearner(LearnerRounds):
         return True
 
     def keeps_own(self, fragment: int, version: int) -> bool:
-        """After a dropped contribution the learner keeps its parameters, and only its anchor moves."""
+        """After a dropped contribution the learner keeps its parameters, and only its anchor changes."""
         return any(flight.kept and flight.round + 1 == version for flight in self.fragments[fragment].in_flight)
 
     def answer_to(self, flight: InFlight) -> int | None:
