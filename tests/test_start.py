@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from benchmarks.processes import until
 
 from diloco import events as ev
