@@ -25,6 +25,7 @@ def transfer_rows() -> list[dict[str, Any]]:
     return transfer.measure(num_bytes=1 << 20, rounds=1, merge_elements=100_000)
 
 
+@pytest.mark.slow
 def test_every_transfer_has_a_row(transfer_rows: list[dict[str, Any]]) -> None:
     names = [row["name"] for row in transfer_rows]
     assert names[:4] == ["push, TLS", "pull, TLS", "push, plain", "pull, plain"]
@@ -37,6 +38,7 @@ def test_every_transfer_has_a_row(transfer_rows: list[dict[str, Any]]) -> None:
     assert [row["name"] for row in transfer_rows if row["target"]] == ["push, TLS"]
 
 
+@pytest.mark.slow
 def test_the_table_shows_every_row_with_its_verdict(transfer_rows: list[dict[str, Any]]) -> None:
     step = {"name": "a step", "ratio": 1.2, "low": 1.1, "high": 1.3, "bare_step_s": 0.05, "target": 1.1, "met": False}
     codec = {"name": "e3m0 decode", "gb_per_s": 4.2, "ratio": 0.5, "target": 0.4, "met": True}
@@ -64,6 +66,7 @@ def test_a_syncers_peak_memory_is_measured_in_a_process_of_its_own() -> None:
     assert row["met"] == (row["value"] <= row["target"])
 
 
+@pytest.mark.slow
 def test_a_round_over_torchft_is_timed_beside_one_over_a_fixed_group() -> None:
     pytest.importorskip("torchft")
     row = rounds.row_of("e3m0", rounds.measure("e3m0", rounds=2))

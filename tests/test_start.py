@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from benchmarks.processes import until
 
 from diloco import events as ev
@@ -25,6 +26,7 @@ def test_the_page_shows_the_files() -> None:
     assert all((START / name).read_text() in blocks for name in ("first.py", "learner.py", "run.toml"))
 
 
+@pytest.mark.slow
 def test_the_ten_lines_train_the_same_model_on_all_learners() -> None:
     done = subprocess.run([sys.executable, START / "first.py"], capture_output=True, text=True, timeout=100, check=True)
     weights, same = done.stdout.splitlines()

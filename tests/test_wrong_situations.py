@@ -29,6 +29,7 @@ from diloco.syncer.keys.keyring import Keyring
 
 DAY, NAMES = dt.timedelta(days=1), [("site-a", "learner"), ("site-b", "learner"), ("site-c", "learner")]
 PYTHON_WORDS = re.compile(r"Traceback|\w+=(…|True|False|None)|Errno|grpc|E\d{4} |I\d{4} ")
+pytestmark = pytest.mark.slow  # each command imports what a user's does
 PAGE = ROOT / "docs" / "wrong-situations.md"
 
 

@@ -194,6 +194,7 @@ def test_what_cannot_be_evaluated_is_said(
     assert "cannot load the export" in refused(capsys, tmp_path, "--text", folder / "text.txt")
 
 
+@pytest.mark.slow
 def test_an_unknown_task_is_named_with_the_nearest_known_one(folder: Path) -> None:
     with pytest.raises(ConfigError, match='has no task helaswag; did you mean "hellaswag"'):
         Harness(["helaswag"])

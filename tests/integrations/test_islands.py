@@ -13,7 +13,7 @@ from tests.integrations.harness import SAVE_EVERY, Example, assert_same, end_all
 from diloco.event_log import read_events
 from diloco.events import Joined, Left
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 SHARDING = ("torch.distributed.checkpoint", "torch.distributed.fsdp")
 ACCELERATE = Example(
@@ -27,12 +27,12 @@ TRANSFORMERS = Example(
 
 
 @pytest.mark.parametrize(("example", "how"), [
-    pytest.param(ACCELERATE, (), marks=pytest.mark.slow),
-    pytest.param(ACCELERATE, ("--fsdp", "FULL_STATE_DICT"), marks=pytest.mark.slow),
+    (ACCELERATE, ()),
+    (ACCELERATE, ("--fsdp", "FULL_STATE_DICT")),
     (ACCELERATE, ("--fsdp", "SHARDED_STATE_DICT")),
     (TRANSFORMERS, ()),
     (TRANSFORMERS, ("--fsdp", "FULL_STATE_DICT")),
-    pytest.param(TRANSFORMERS, ("--fsdp", "SHARDED_STATE_DICT"), marks=pytest.mark.slow),
+    (TRANSFORMERS, ("--fsdp", "SHARDED_STATE_DICT")),
 ])  # fmt: skip
 def test_two_ranks_are_one_learner_and_resume_exactly(example: Example, how: tuple[str, ...], tmp_path: Path) -> None:
     finals = []
@@ -62,7 +62,7 @@ def test_two_ranks_are_one_learner_and_resume_exactly(example: Example, how: tup
 
 @pytest.mark.parametrize("flags", [
     ("bf16", "tied"),
-    pytest.param(("lora",), marks=pytest.mark.slow),
+    ("lora",),
 ])  # fmt: skip
 def test_what_a_trainer_is_used_with_when_it_shards(flags: tuple[str, ...], tmp_path: Path) -> None:
     """Both learners save the same model: the best one, or adapters on a frozen base. It is evaluated after training."""

@@ -350,7 +350,7 @@ KINDS = {
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
-    "kind", [pytest.param(each, marks=[pytest.mark.slow] if each == "fsdp-one-file" else []) for each in KINDS]
+    "kind", [pytest.param(each, marks=[pytest.mark.slow] if each != "fsdp" else []) for each in KINDS]
 )
 def test_ranks_are_one_learner_and_resume_together(kind: str, tmp_path: Path) -> None:
     """Two ranks and a single process train one run, and validate its model. All are killed and resumed, with as many
@@ -377,6 +377,7 @@ def test_ranks_are_one_learner_and_resume_together(kind: str, tmp_path: Path) ->
     assert tokens == {"learner-0": batches * STEPS * 5, "learner-1": STEPS * 5}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_sharded_job_that_was_killed_returns(tmp_path: Path) -> None:
     """From its checkpoint, when the run has gone on."""

@@ -24,6 +24,7 @@ except diloco.errors.ConfigError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("module", "absent"), [
     ("accelerate", ["accelerate"]),
     ("transformers", ["transformers"]),

@@ -76,12 +76,10 @@ def assert_agree(directory: Path, syncer: Syncer) -> None:
         assert_same(model_of(directory / f"learner-{index}"), fetch_model(syncer.address, run=RUN))
 
 
-SLOW = ("trl",)
-"""Their trainers are those of another stack; the adapter's test below runs by default."""
-
 PARAMETERS = [
-    pytest.param(each, id=each.name, marks=[pytest.mark.slow] if each.name in SLOW else []) for each in EXAMPLES
+    pytest.param(each, id=each.name, marks=[pytest.mark.slow] if each.name != "plain" else []) for each in EXAMPLES
 ]
+"""The default suite has one stack; the adapters of the others are tested beside this file, in one process."""
 
 
 @pytest.fixture(scope="module", params=PARAMETERS)
@@ -139,6 +137,7 @@ def test_a_killed_learner_returns(example: Example, resume: bool, tmp_path: Path
         assert_agree(tmp_path, syncer)
 
 
+@pytest.mark.slow
 def test_an_adapter_of_peft_is_what_travels(tmp_path: Path) -> None:
     """With `static="digest"` the base model stays where it is; the adapters agree to the bit."""
     example = next(each for each in EXAMPLES if each.name == "trl")

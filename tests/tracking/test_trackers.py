@@ -83,6 +83,7 @@ def printed(*command: str, **environment: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the library's own
 def test_tensorboard(tmp_path: Path) -> None:
     needs("tensorboard")
@@ -113,6 +114,7 @@ def wandb_records(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
+@pytest.mark.slow
 def test_wandb_offline(tmp_path: Path) -> None:
     needs("wandb")
     logged("WeightsAndBiases", tmp_path, mode="offline")

@@ -253,8 +253,9 @@ def rank_of(torchrun: int, rank: int) -> int:
     return next(pid for pid, environment in environments.items() if f"RANK={rank}".encode() in environment)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("to", [pytest.param("torchrun", marks=pytest.mark.slow), "rank 1"])
+@pytest.mark.parametrize("to", ["torchrun", "rank 1"])
 def test_a_signal_ends_blocked_ranks(to: str, tiny: Tiny, tmp_path: Path) -> None:
     """Only one of them may hear it: torch blocks that one until rank 0 has been asked."""
     with serve(tiny(SCHEDULED), tmp_path / "state") as syncer:

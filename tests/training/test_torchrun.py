@@ -76,6 +76,7 @@ def assert_same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:
         assert torch.equal(a[name], b[name]), name
 
 
+@pytest.mark.slow
 def test_two_ranks_take_the_steps_of_one_are_stopped_together_and_resumed_by_one(tiny: Tiny, tmp_path: Path) -> None:
     # Two micro-batches of one rank are the halves that two ranks take, and the mean of two is exact in binary.
     whole = Trainer(
@@ -183,6 +184,7 @@ def by_hand(config: RunConfig, steps: int) -> dict[str, Tensor]:
     return phase(method_from_table(config.method), range(7, steps + 1))
 
 
+@pytest.mark.slow
 def test_ranks_that_are_learners_warm_up_in_data_parallel(tiny: Tiny, tmp_path: Path) -> None:
     overrides = ("warm_start.steps=6", "checkpoint.every_steps=6", "checkpoint.keep=9", DILOCO_6)
     config = tiny(*overrides)

@@ -30,6 +30,7 @@ def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)  # three processes begin by importing torch
 @pytest.mark.filterwarnings("ignore")  # TensorBoard's own
 def test_a_run_is_tracked_at_both_ends(tiny: Callable[..., RunConfig], tmp_path: Path) -> None:
