@@ -30,8 +30,8 @@ from diloco import Method
 from diloco.exchange.base import Exchange
 from diloco.exchange.local import Local, Lost, run_virtual
 from diloco.exchange.virtual.run import VirtualRun
-from diloco.exchange.virtual.run import World as VirtualWorld
-from diloco.planning.network import Network, Route
+from diloco.planning.network import Network
+from diloco.planning.network import Path as Way
 from diloco.syncer.server import Options, Syncer
 
 TIMEOUT_S = 240.0
@@ -78,10 +78,8 @@ def _over_links(*, alike: bool) -> RunLearners:
         paths = [Route((f"up-{i}", "line"), (f"down-{i}",), 0.1 * speed[i]) for i in range(LEARNERS)]
         names = [f"learner-{index:03d}" for index in range(LEARNERS)]
         network = Network(links | {"line": 2e4}, paths)
-        world = VirtualWorld(
-            names, lambda index, step: 0.1 + 0.02 * ((speed[index] + step) % 3), [0.0] * LEARNERS, network
-        )
-        return [result for result in run_virtual(life, VirtualRun(world)) if not isinstance(result, Lost)]
+        run = VirtualRun(names, lambda index, step: 0.1 + 0.02 * ((speed[index] + step) % 3), [0.0] * LEARNERS, network)
+        return [result for result in run_virtual(life, run) if not isinstance(result, Lost)]
 
     return run_learners
 

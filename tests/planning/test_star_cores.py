@@ -13,10 +13,10 @@ import diloco
 from diloco.core.method import Method
 from diloco.core.quorum import Called
 from diloco.exchange.local import Local, run_virtual
-from diloco.exchange.virtual.run import VirtualRun, World
-from diloco.planning.discrete_events import ExchangePlan
-from diloco.planning.prediction import predict, star_network
-from diloco.planning.simulated_rounds import CalledRounds
+from diloco.exchange.virtual.run import VirtualRun
+from diloco.planning.star import predict, star_network
+from diloco.planning.star_rounds import CalledRounds
+from diloco.planning.stations import ExchangePlan
 
 WIDTH, LAYERS = 10, 4
 BYTES = 4.0 * WIDTH * WIDTH
@@ -51,8 +51,8 @@ def seen(method: Method, step_s: Sequence[float], bit_per_s: float, syncer_bit_p
 
     names = [f"learner-{i}" for i in range(len(step_s))]
     network = star_network(len(names), bit_per_s, bit_per_s, syncer_bit_per_s=syncer_bit_per_s)
-    world = World(names, lambda index, _: step_s[index], [0.0] * len(names), network)
-    results: list[Any] = run_virtual(live, VirtualRun(world))
+    run = VirtualRun(names, lambda index, _: step_s[index], [0.0] * len(names), network)
+    results: list[Any] = run_virtual(live, run)
     return results
 
 

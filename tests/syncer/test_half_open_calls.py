@@ -64,7 +64,7 @@ def swallow_at_length(link: Link) -> None:
 
 
 def status(syncers: Dialler) -> None:
-    syncers.call("control", "Status", pb.StatusRequest(run=RUN), pb.StatusReply)
+    syncers.current.call("control", "Status", pb.StatusRequest(run=RUN), pb.StatusReply)
 
 
 def join(syncers: Dialler) -> None:

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
-
-from google.protobuf.message import Message
+from collections.abc import Sequence
 
 from diloco.errors import AuthError, StandbyError, UnreachableError
 from diloco.exchange.connection import Connection
 from diloco.exchange.key_pair import AnyKeys
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.address import split_addresses
-from diloco.exchange.wire.incoming import Download
 from diloco.protocol.session.lanes import address_of
-
-R = TypeVar("R", bound=Message)
 
 BULK = ("contributions", "updates", "joins")
 """Channels of requests that go to the syncer that serves the run."""
@@ -78,36 +72,10 @@ class Dialler:
     def _place_of(self, address: int) -> int:
         return (self._first + address) % self.num_addresses
 
-    def call(self, channel: str, method: str, request: Message, kind: type[R]) -> R:
-        """As `Connection.call`."""
-        return self.current.call(channel, method, request, kind)
-
-    def upload(
-        self,
-        channel: str,
-        method: str,
-        stream: Iterator[bytes],
-        kind: type[R],
-        *,
-        heard: Callable[[pb.Received], None] = lambda _: None,
-    ) -> R:
-        """As `Connection.upload`."""
-        return self.current.upload(channel, method, stream, kind, heard=heard)
-
-    def pull(
-        self, channel: str, request: pb.PullRequest, download: Download | None = None
-    ) -> tuple[pb.PullHeader, memoryview]:
-        """As `Connection.pull`."""
-        return self.current.pull(channel, request, download)
-
     def expect_answers_within(self, floor_s: float) -> None:
         """As `Connection.expect_answers_within`."""
         for connection in self._connections:
             connection.expect_answers_within(floor_s)
-
-    def close_channel(self, channel: str) -> None:
-        """Hang up one channel to the address that requests go to."""
-        self.current.close_channel(channel)
 
     def close(self) -> None:
         """Hang up. Idempotent."""
@@ -137,7 +105,7 @@ def found(syncers: Dialler, run: str) -> pb.DescribeReply:
     failures = list[tuple[int, UnreachableError | AuthError]]()
     for _ in range(syncers.num_addresses):
         try:
-            description = syncers.call("control", "Describe", pb.DescribeRequest(run=run), pb.DescribeReply)
+            description = syncers.current.call("control", "Describe", pb.DescribeRequest(run=run), pb.DescribeReply)
             syncers.expect_answers_within(description.lost_floor_s)
             return description
         except (UnreachableError, AuthError) as error:

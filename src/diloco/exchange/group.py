@@ -15,7 +15,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import accumulate
@@ -92,6 +92,18 @@ class Group:
     def gather(self, part: Tensor, sizes_bytes: Sequence[int], what: str) -> Tensor:
         """Every rank's `part` (uint8, of the size that `sizes_bytes` says for the rank), joined in rank order."""
         return self._exchange([part] * self.size, sizes_bytes, what)
+
+    def collect(self, part: Tensor, sizes_bytes: Sequence[int], what: str) -> Tensor:
+        """On rank 0 every rank's `part` (uint8, of these sizes), joined in rank order; on other ranks nothing."""
+        send = [part.numel() if rank == 0 else 0 for rank in range(self.size)]
+        return self.all_to_all(part, send, sizes_bytes if self.rank == 0 else [0] * self.size, what)
+
+    def scatter(self, whole: Tensor | None, sizes_bytes: Sequence[int], what: str) -> Tensor:
+        """This rank's part (uint8, of the size that `sizes_bytes` gives for it) of what rank 0 holds; None on the other
+        ranks."""
+        send = torch.empty(0, dtype=torch.uint8) if whole is None else whole
+        receive = [sizes_bytes[self.rank] if rank == 0 else 0 for rank in range(self.size)]
+        return self.all_to_all(send, [0] * self.size if whole is None else sizes_bytes, receive, what)
 
     def gather_frames(self, values: dict[str, Any], what: str) -> list[dict[str, Any]]:
         """Every rank's small message (plain values whose JSON fits into FRAME_BYTES), in rank order."""
@@ -250,6 +262,19 @@ def read_frame(frame: Tensor) -> dict[str, Any]:
     return values
 
 
+def attempt(work: Callable[[], Any]) -> tuple[Any, DilocoError | None]:
+    """Return the result, or the error, which the other ranks must receive before it is raised."""
+    try:
+        return work(), None
+    except DilocoError as error:
+        return None, error
+
+
+def error_values(error: DilocoError | None, most: int | None = None) -> list[str] | None:
+    """An error as plain values, from which `error_of` makes it again; `most`: characters of its text."""
+    return None if error is None else [type(error).__name__, str(error)[:most]]
+
+
 def error_of(name: str, text: str) -> DilocoError:
     """An error of this package by the name of its class, as another rank told it."""
     kind, text = getattr(errors, name, None), printable(text).strip() or "it says no more"
@@ -286,3 +311,55 @@ def split(joined: Tensor, sizes_bytes: Sequence[int]) -> list[Tensor]:
     parts = joined.split(list(sizes_bytes))
     starts = accumulate(sizes_bytes, initial=0)
     return [part if start % 8 == 0 else part.clone() for part, start in zip(parts, starts, strict=False)]
+
+
+# --- between devices --------------------------------------------------------------------------------------------------
+
+
+class DeviceGroup:
+    """`Group.all_to_all` for tensors on a device. All ranks of `ranks` must call it in the same order."""
+
+    def __init__(self, ranks: dist.ProcessGroup) -> None:
+        self._ranks = ranks
+
+    def all_to_all(self, send: Tensor, send_bytes: Sequence[int], receive_bytes: Sequence[int], what: str) -> Tensor:
+        """`send` (uint8) is cut into one part per rank; returns the parts from all ranks, in rank order.
+
+        Raises ExchangeError where the process group says that another rank is gone. NCCL says so late, or ends the
+        process, as in the training's own collectives.
+        """
+        received = torch.empty(sum(receive_bytes), dtype=torch.uint8, device=send.device)
+        try:
+            dist.all_to_all_single(received, send, list(receive_bytes), list(send_bytes), group=self._ranks)
+        except RuntimeError as error:
+            raise ExchangeError(
+                f"{what} did not get through between the devices of this learner's ranks; start all ranks again from a "
+                f"checkpoint ({reason_of(error)})."
+            ) from error
+        return received
+
+
+def device_group(ranks: dist.ProcessGroup | DeviceMesh, device: torch.device) -> DeviceGroup | None:
+    """What crosses between devices like this one; None: it is the CPU, or the ranks have no NCCL group for them all."""
+    if device.type == "cpu":
+        return None
+    members = ranks_in(ranks)
+    candidates = [ranks] if isinstance(ranks, dist.ProcessGroup) else _groups_of(ranks)
+    for group in candidates:
+        if ranks_in(group) == members and f"{device.type}:nccl" in dist.get_backend_config(group):
+            return DeviceGroup(group)
+    return None
+
+
+def device_of(tensors: Mapping[str, Tensor]) -> torch.device:
+    """Where a rank's tensors of the model are; where it takes part, if it holds none."""
+    found = next((each.device for each in tensors.values()), None)
+    if found is not None:
+        return found
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
+    world = dist.group.WORLD
+    assert world is not None
+    return [world] if mesh.ndim > 1 else [mesh.get_group(), world]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from diloco.errors import BusyError, DilocoError, ExchangeError, NoRoomError, UnreachableError
-from diloco.exchange.group import Group, error_of, to_bytes, to_tensor
+from diloco.exchange.group import Group, error_of, error_values, to_bytes, to_tensor
 
 log = logging.getLogger("diloco")
 
@@ -90,8 +90,7 @@ class CommandLane:
         except Exception as error:  # no memory, or a defect: the other ranks must not wait for what will never come
             log.exception("rank %d of this learner failed", self.group.rank)
             own = ExchangeError(f"rank {self.group.rank} of this learner failed: {type(error).__name__}: {error}")
-        told = None if own is None else [type(own).__name__, str(own)]
-        answers = self.group.gather_values([said, told], "how a command went")
+        answers = self.group.gather_values([said, error_values(own)], "how a command went")
         failed = {rank: error for rank, (_, error) in enumerate(answers) if error is not None}
         if not failed:
             try:
@@ -145,8 +144,6 @@ class ShardTransfer(RankTask):
         return self._shard.numel()
 
     def settle(self, said: Sequence[Any], group: Group) -> None:
-        sends = group.rank == self._owner
-        send = [said[self._owner] if sends and rank == 0 else 0 for rank in range(group.size)]
-        receive = [said[self._owner] if group.rank == 0 and rank == self._owner else 0 for rank in range(group.size)]
-        shard = self._shard if sends else torch.empty(0, dtype=torch.uint8)
-        self.received = group.all_to_all(shard, send, receive, "a shard of this learner's model")
+        sizes = [num_bytes if rank == self._owner else 0 for rank, num_bytes in enumerate(said)]
+        shard = self._shard if group.rank == self._owner else self._shard[:0]
+        self.received = group.collect(shard, sizes, "a shard of this learner's model")

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from safetensors.torch import load, save
@@ -19,7 +20,7 @@ from diloco.errors import CheckpointError, ConfigError, DilocoError
 from diloco.exchange.base import Arrived, Event, Exchange, FlatModel, Overview, Rejoined, StartingState, required_method
 from diloco.exchange.virtual.client import News, SessionClient
 from diloco.exchange.virtual.delivery import Alarm
-from diloco.exchange.virtual.run import RUN, VirtualRun, World
+from diloco.exchange.virtual.run import RUN, VirtualRun
 from diloco.exchange.virtual.turns import Killed, StepSeconds, ThreadState
 from diloco.protocol.contribution import CallForWork, Contribution, Drained, Hold, Rejection
 from diloco.protocol.leases import Ask, Grant
@@ -63,8 +64,8 @@ def run_local(
     if learners < 1:
         raise ConfigError(f"learners={learners}; a run needs at least one.")
     names = [f"learner-{index:03d}" for index in range(learners)]
-    world = World(names, _step_seconds(step_s, learners), _starts(starts_s, learners), pool=pool)
-    ended = run_virtual(fn, VirtualRun(world))
+    run = VirtualRun(names, _step_seconds(step_s, learners), _starts(starts_s, learners), pool=pool)
+    ended = run_virtual(fn, run)
     return [result for result in ended if not isinstance(result, Lost)]
 
 
@@ -99,26 +100,19 @@ def run_virtual(fn: Callable[[int, Local], T], run: VirtualRun) -> list[T | Lost
 
 
 def _life(run: VirtualRun, index: int, fn: Callable[[int, Local], T]) -> T | Lost:
-    """Of one learner, from its start, and again whenever it is back."""
-    try:
-        run.time.begin(index)
-        return _attend(run, index, fn)
-    except Killed:
-        pass
-    while (back_s := run.back_s[index]) is not None:
+    """One learner's lives: from its start, and again after each time that it was killed and comes back."""
+    begin: Callable[[], None] = partial(run.time.begin, index)
+    while True:
         try:
-            run.time.rest(index, back_s)
-            return _attend(run, index, fn)
+            begin()
+            exchange = Local(run, index)
+            result = fn(index, exchange)
+            exchange.close()
+            return result
         except Killed:
-            pass
-    return Lost()
-
-
-def _attend(run: VirtualRun, index: int, fn: Callable[[int, Local], T]) -> T:
-    exchange = Local(run, index)
-    result = fn(index, exchange)
-    exchange.close()
-    return result
+            if (back_s := run.back_s[index]) is None:
+                return Lost()
+            begin = partial(run.time.rest, index, back_s)
 
 
 def _starts(starts_s: Sequence[float] | None, learners: int) -> tuple[float, ...]:
@@ -158,8 +152,7 @@ class Local(Exchange):
         self._inbox: deque[Event] = deque()
         self._failure: DilocoError | None = None
         self._incarnation = 0  # that the learner has started as
-        self._is_over = False
-        run.ends[index] = self
+        run.exchanges[index] = self
 
     @property
     def now_s(self) -> float:
@@ -185,7 +178,7 @@ class Local(Exchange):
     ) -> StartingState:
         run, name = self._run, self._name
         syncer = run.serve(name, method, layout)
-        initialises = run.initialises(self._index, self)
+        initialises = run.initialises(self._index, may_initialise=self.initialises)
         core = SessionCore(
             Identity(RUN, name, run.next_process()), len(layout.fragments), at_least=method.quorum.at_least,
             reports_every_step=True, initialises=initialises, heartbeat_s=math.inf, shortest_s=0.0,
@@ -204,7 +197,7 @@ class Local(Exchange):
             return Alarm(run.delivery, ring, self._index)
 
         self._client = SessionClient(
-            core, run.wire(self._index), clock, layout, run.replicas, initial=initial_model,
+            core, run.wires[self._index], clock, layout, run.replicas, initial=initial_model,
             ready=run.is_founder(self._index), overlap=overlap, on_news=self._news,
         )  # fmt: skip
         self._client.begin()
@@ -333,9 +326,10 @@ class Local(Exchange):
 
     def close(self) -> None:
         if self._client is not None and not self._is_over:
-            self._is_over = True
+            self._run.exchanges[self._index] = None
             self._client.leave()
 
-    def killed(self) -> None:
-        """As `LearnerEnd`."""
-        self._is_over = True
+    @property
+    def _is_over(self) -> bool:
+        """Whether this exchange was closed, or its learner was killed."""
+        return self._run.exchanges[self._index] is not self

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,9 +10,10 @@ import torch
 from diloco.core.fragments import Layout
 from diloco.core.memory import new_vector
 from diloco.core.method import Method
-from diloco.errors import ConfigError, DigestError, DilocoError, ExchangeError, LayoutError
+from diloco.errors import ConfigError, DilocoError, ExchangeError, LayoutError
 from diloco.exchange.base import FlatModel
-from diloco.exchange.group import FRAME_BYTES, TEXT_CHARACTERS, Group, error_of
+from diloco.exchange.group import FRAME_BYTES, TEXT_CHARACTERS, Group, error_of, error_values
+from diloco.exchange.peers import require_no_syncer
 
 
 def agree(
@@ -30,8 +31,8 @@ def agree(
         ExchangeError: the ranks do different things, or one is gone.
         DilocoError: of the kind that a rank has met; names the rank.
     """
-    told = None if error is None else [type(error).__name__, str(error)[:TEXT_CHARACTERS]]
-    frames = group.gather_frames({"doing": doing, "said": said, "error": told}, doing)
+    failure = error_values(error, TEXT_CHARACTERS)
+    frames = group.gather_frames({"doing": doing, "said": said, "error": failure}, doing)
     num_bytes["control"] += 2 * FRAME_BYTES * (group.size - 1)
     for rank, frame in enumerate(frames):
         if frame["error"] is not None:
@@ -44,24 +45,6 @@ def agree(
                 "take the same steps and load the same checkpoint."
             )
     return [frame["said"] for frame in frames]
-
-
-def attempt(work: Callable[[], Any]) -> tuple[Any, DilocoError | None]:
-    """Return a result, or the error that must be sent to the other ranks before it is raised."""
-    try:
-        return work(), None
-    except DilocoError as error:
-        return None, error
-
-
-def require_same_digest(fragment: int, version: int, digests: Sequence[str]) -> None:
-    """Raise DigestError unless all ranks hold the same bits of a version."""
-    for rank, theirs in enumerate(digests):
-        if theirs != digests[0]:
-            raise DigestError(
-                f"{name_of(0)} and {name_of(rank)} hold version {version} of fragment {fragment} with different bits "
-                f"(digests {digests[0][:12]} and {theirs[:12]}); start all learners again from one checkpoint."
-            )
 
 
 def name_of(rank: int) -> str:
@@ -90,10 +73,7 @@ def compare(group: Group, layout: Layout, method: Method, overlap: int | None) -
             raise ConfigError(f"{name_of(0)} and {name_of(rank)} use different methods: {difference}.")
         if difference := layouts[0].first_difference(layouts[rank]):
             raise LayoutError(f"{name_of(0)} and {name_of(rank)} do not hold the same model: {difference}.")
-    if not method.wait:
-        raise ConfigError("wait=False needs a syncer that merges without a late learner; use wait=True over a group.")
-    if (why := method.quorum.needs_syncer) is not None:
-        raise ConfigError(why)
+    require_no_syncer(method)
     if method.quorum.at_least > group.size:
         raise ConfigError(
             f"the quorum needs {method.quorum.at_least} learners and the process group has {group.size}; lower "

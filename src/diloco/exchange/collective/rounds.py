@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -12,14 +13,13 @@ from diloco.core.global_fragment import apply_update, close
 from diloco.core.method import Method
 from diloco.core.shards import Shards
 from diloco.core.update import Update
-from diloco.core.weights import merge_weights
 from diloco.errors import DilocoError
 from diloco.exchange.base import Arrived, Event
-from diloco.exchange.collective.joining import agree, attempt, name_of, require_same_digest
+from diloco.exchange.collective.joining import agree, name_of
 from diloco.exchange.collective.shards import HeldShard
-from diloco.exchange.group import FRAME_BYTES, Group, split
+from diloco.exchange.group import FRAME_BYTES, Group, attempt, split
+from diloco.exchange.peers import merge_inputs, require_same_digest
 from diloco.protocol.contribution import OUTLIER, Contribution, Rejection
-from diloco.run.tensor_jobs import encoded_of
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,8 @@ class ShardedRounds:
         place = f"of fragment {c.fragment} in round {c.round}"
         encoded, error = attempt(payload)
         contributions = self._greet(c, held, place, error)
-        weights = merge_weights(
-            self._method.weight, [each.tokens for each in contributions], [each.steps for each in contributions],
-            [each.round - each.base for each in contributions],
-        )  # fmt: skip
         parts = self._scatter(held.shards, encoded, f"the contribution {place}")
-        mine = encoded_of(contributions, weights, parts, c.round, held.tensors)
+        mine = merge_inputs(self._method, contributions, parts, c.round, held.tensors)
         closed, error = attempt(lambda: close(self._method, held.own, mine, held.places))
         said = {"refused": [] if closed is None else list(closed.refused)}
         told = agree(self._group, self._num_bytes, f"the merge {place}", said, error)
@@ -71,7 +67,7 @@ class ShardedRounds:
         advanced = apply_update(self._method, held.whole, closed.update, answer, held.all_places, verify=False)
         update = replace(_without(closed.update, refused), digest=advanced.held.digest)
         results = agree(self._group, self._num_bytes, f"the result {place}", {"digest": update.digest})
-        require_same_digest(c.fragment, update.version, [frame["digest"] for frame in results])
+        require_same_digest(c.fragment, update.version, _digests(results))
         held.take(advanced.held, closed.held)
         new, mean = advanced.held.bare, advanced.mean
         events: tuple[Event, ...] = (Arrived(update, new, c.number, mean),)
@@ -87,7 +83,7 @@ class ShardedRounds:
         said = {"base": c.base, "tokens": c.tokens, "steps": c.steps, "trained": c.trained, "digest": held.whole.digest,
                 "part": c.tensors is not None}  # fmt: skip
         frames = agree(self._group, self._num_bytes, f"the contribution {place}", said, error)
-        require_same_digest(c.fragment, held.whole.version, [frame["digest"] for frame in frames])
+        require_same_digest(c.fragment, held.whole.version, _digests(frames))
         tensors = self._trained_tensors(c, place) if any(frame["part"] for frame in frames) else [None] * len(frames)
         return [
             Contribution(name_of(rank), 1, c.fragment, c.number, c.round, frame["base"], frame["tokens"],
@@ -116,6 +112,11 @@ class ShardedRounds:
         joined = self._group.gather(part, sizes, what)
         self._num_bytes["updates"] += part.numel() * (self._group.size - 1) + sum(sizes) - part.numel()
         return joined
+
+
+def _digests(frames: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """The digest that each learner told of a version."""
+    return {name_of(rank): frame["digest"] for rank, frame in enumerate(frames)}
 
 
 def _without(update: Update, refused: Collection[str]) -> Update:

@@ -18,8 +18,8 @@ from diloco.core.merges import shard_of
 from diloco.core.method import Method
 from diloco.core.shards import Shards
 from diloco.errors import CheckpointError
-from diloco.exchange.collective.joining import agree, attempt, name_of
-from diloco.exchange.group import Group, as_bytes
+from diloco.exchange.collective.joining import agree, name_of
+from diloco.exchange.group import Group, as_bytes, attempt
 
 
 @dataclass

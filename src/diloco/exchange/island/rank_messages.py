@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ class Message:
     def of(cls, value: Any = None, error: DilocoError | None = None, *, fetched: bool = False) -> Message:
         """Of plain values, events, and what is in them. `fetched`: each rank has its shards of the versions."""
         told: list[MessageTensor] = []
-        said = _out(_referring(value) if fetched else value, told, None)
+        said = _out(value, told, None, fetched=fetched)
         specs = [
             [list(each.tensor.shape), str(each.tensor.dtype).removeprefix("torch."), each.fragment] for each in told
         ]
@@ -87,11 +87,13 @@ def share(
             tensor = torch.empty(shape, dtype=dtype) if mine is None else mine
             group.broadcast(tensor, what)
         else:
-            tensor = scatter(group, mine, shards[fragment], what)
+            sizes = [4 * (run.stop - run.start) for run in map(shards[fragment].elements, range(group.size))]
+            part = None if mine is None else as_bytes(mine)
+            tensor = group.scatter(part, sizes, what).view(torch.float32)
         tensors.append(tensor)
     if first and fetched is not None:
         return message.value
-    return _resolved(value_of(said, tensors), fetched)
+    return value_of(said, tensors, fetched)
 
 
 Spec = tuple[list[int], torch.dtype, int | None]
@@ -122,121 +124,89 @@ def _spec(shape: Any, name: Any, fragment: Any) -> Spec:
     return shape, dtype, fragment
 
 
-def value_of(said: Any, tensors: Sequence[Tensor]) -> Any:
-    """The value of a message, with its tensors.
+def value_of(said: Any, tensors: Sequence[Tensor], fetched: Fetched | None = None) -> Any:
+    """The value of a message, with its tensors and, where each rank has fetched its own, with this rank's shards.
 
     Raises:
         ExchangeError: it is none that this version knows.
     """
     with translated(MALFORMED, ExchangeError, "rank 0 tells what is not understood here", SAME_VERSION):
-        return _in(said, tensors)
-
-
-def scatter(group: Group, whole: Tensor | None, shards: Shards, what: str) -> Tensor:
-    """This rank's shard of an fp32 vector that rank 0 has."""
-    sizes = [4 * (run.stop - run.start) for run in map(shards.elements, range(group.size))]
-    send = torch.empty(0, dtype=torch.uint8) if whole is None else as_bytes(whole)
-    receive = [sizes[group.rank] if rank == 0 else 0 for rank in range(group.size)]
-    return group.all_to_all(send, [0] * group.size if whole is None else sizes, receive, what).view(torch.float32)
-
-
-def collect(group: Group, part: Tensor, sizes_bytes: Sequence[int], what: str) -> Tensor:
-    """On rank 0 every rank's part (uint8, of these sizes), joined in rank order; elsewhere nothing."""
-    send = [part.numel() if rank == 0 else 0 for rank in range(group.size)]
-    return group.all_to_all(part, send, sizes_bytes if group.rank == 0 else [0] * group.size, what)
+        return _in(said, tensors, fetched)
 
 
 @dataclass(frozen=True)
-class _Version:
-    """Stands for a version that each rank has fetched its shard of."""
+class _FetchedVersion:
+    """In place of a version of which each rank has fetched its shard; `incarnation` starts from it."""
 
     fragment: int
     version: int
+    incarnation: int
 
 
 @dataclass(frozen=True)
-class _Arrival:
-    """Stands for the arrival of such a version."""
+class _FetchedArrival:
+    """In place of the arrival of such a version."""
 
     update: Update
     merged: int
 
 
-def _referring(value: Any) -> Any:
-    """Events with references in place of the shards of rank 0."""
-    match value:
-        case list() | tuple():
-            return [_referring(each) for each in value]
-        case Arrived():
-            return _Arrival(value.update, value.merged)
-        case StartingState():
-            versions: Any = tuple(_Version(held.fragment, held.version) for held in value.fragments)
-            return replace(value, fragments=versions)
-        case Rejoined():
-            return replace(value, opened=_referring(value.opened))
-    return value
+def _out(value: Any, told: list[MessageTensor], fragment: int | None, *, fetched: bool = False) -> Any:
+    """A value as plain values of JSON. Its tensors are appended to `told`, and their indices replace them.
 
-
-def _resolved(value: Any, fetched: Fetched | None) -> Any:
-    """Events with this rank's shards in place of references."""
-    if fetched is None:
-        return value
-    match value:
-        case tuple():
-            return tuple(_resolved(each, fetched) for each in value)
-        case _Arrival(update=update, merged=merged):
-            return Arrived.of(update, fetched(update.fragment, update.version, None), merged)
-        case StartingState():
-            shards = [fetched(each.fragment, each.version, value.incarnation).held for each in value.fragments]
-            return replace(value, fragments=tuple(shards))
-        case Rejoined():
-            return replace(value, opened=_resolved(value.opened, fetched))
-    return value
-
-
-def _out(value: Any, told: list[MessageTensor], fragment: int | None) -> Any:
-    """A value as JSON can say it; its tensors are appended to `told`, and their places stand for them.
-
-    `fragment`: whose the tensors in it are, if any.
+    Arguments:
+        fragment: to which the tensors in the value belong; None: to none.
+        fetched: as in `Message.of`.
     """
     match value:
         case Tensor():
             told.append(MessageTensor(value, fragment if value.dim() else None))
             return {"tensor": len(told) - 1}
         case Mapping():
-            return {"mapping": {key: _out(each, told, fragment) for key, each in value.items()}}
+            return {"mapping": {key: _out(each, told, fragment, fetched=fetched) for key, each in value.items()}}
         case tuple() | list():
-            return [_out(each, told, fragment) for each in value]
+            return [_out(each, told, fragment, fetched=fetched) for each in value]
         case None | bool() | int() | float() | str():
             return value
         case GlobalFragment():
             fragment = value.fragment
+        case Arrived() if fetched:
+            value = _FetchedArrival(value.update, value.merged)
         case Arrived():
             fragment = value.update.fragment
+        case StartingState() if fetched:
+            versions = [_FetchedVersion(it.fragment, it.version, value.incarnation) for it in value.fragments]
+            return {"StartingState": _out({**vars(value), "fragments": versions}, told, None)["mapping"]}
     name = type(value).__name__
     assert name in _KINDS
-    return {name: {key: _out(each, told, fragment) for key, each in vars(value).items()}}
+    return {name: {key: _out(each, told, fragment, fetched=fetched) for key, each in vars(value).items()}}
 
 
-def _in(said: Any, tensors: Sequence[Tensor]) -> Any:
-    """What `_out` was given."""
+def _in(said: Any, tensors: Sequence[Tensor], fetched: Fetched | None = None) -> Any:
+    """The value that `_out` was given."""
     match said:
         case {"tensor": place}:
             return tensors[place]
         case {"mapping": values}:
-            return {key: _in(each, tensors) for key, each in values.items()}
+            return {key: _in(each, tensors, fetched) for key, each in values.items()}
         case list():
-            return tuple(_in(each, tensors) for each in said)
+            return tuple(_in(each, tensors, fetched) for each in said)
         case dict():
             [(name, values)] = said.items()
-            return _KINDS[name](**{key: _in(each, tensors) for key, each in values.items()})
+            value = _KINDS[name](**{key: _in(each, tensors, fetched) for key, each in values.items()})
+            if fetched is not None and isinstance(value, _FetchedVersion):
+                return fetched(value.fragment, value.version, value.incarnation).held
+            if fetched is not None and isinstance(value, _FetchedArrival):
+                update = value.update
+                return Arrived.of(update, fetched(update.fragment, update.version, None), value.merged)
+            return value
     return said
 
 
 _KINDS = {
     kind.__name__: kind
     for kind in (
-        *(Arrived, CallForWork, Rejection, Rejoined, Grant, Drained, Hold, Interrupted, StartingState, GlobalFragment),
-        *(Update, _Version, _Arrival),
+        *(Arrived, CallForWork, Rejection, Rejoined, Grant, Drained, Hold, Interrupted, StartingState, HeldFragment),
+        *(Update, _FetchedVersion, _FetchedArrival),
     )
 }

@@ -37,8 +37,8 @@ from diloco.exchange.base import (
     StartingState,
     wrong_rank,
 )
-from diloco.exchange.group import TEXT_CHARACTERS, Group, as_bytes, error_of
-from diloco.exchange.island.rank_messages import Fetched, Message, collect, share
+from diloco.exchange.group import TEXT_CHARACTERS, Group, as_bytes, attempt, error_of, error_values
+from diloco.exchange.island.rank_messages import Fetched, Message, share
 from diloco.exchange.lanes import CommandLane, CommandLanes
 from diloco.protocol.contribution import Contribution
 from diloco.protocol.leases import Ask
@@ -113,13 +113,8 @@ class Ranks(Exchange):
         Raises:
             DilocoError: this rank's own, or else that of the first rank that has one.
         """
-        made, own = None, None
-        try:
-            made = make()
-        except DilocoError as error:
-            own = error
-        told = self.group.gather_values(None if own is None else [type(own).__name__, str(own)], what)
-        for rank, refusal in enumerate(told):
+        made, own = attempt(make)
+        for rank, refusal in enumerate(self.group.gather_values(error_values(own), what)):
             if refusal is not None:
                 raise own or error_of(refusal[0], f"rank {rank} of this learner: {refusal[1]}")
         return cast("T", made)
@@ -164,7 +159,7 @@ class Ranks(Exchange):
         fragments = []
         for index, (part, shards) in enumerate(zip(mine.fragments, self._shards, strict=True)):
             sizes = [4 * (run.stop - run.start) for run in map(shards.elements, range(self.group.size))]
-            joined = collect(self.group, as_bytes(part), sizes, f"fragment {index} of this learner's model")
+            joined = self.group.collect(as_bytes(part), sizes, f"fragment {index} of this learner's model")
             fragments.append(joined.view(torch.float32))
         return FlatModel(tuple(fragments), mine.static)
 
@@ -208,16 +203,12 @@ class Ranks(Exchange):
 
     def _joined(self, c: Contribution, payload: Callable[[], Tensor]) -> Tensor:
         """On rank 0 the payload of a contribution, from every rank's shard of it, which each rank encodes."""
-        what, part, error = f"the contribution of fragment {c.fragment}", torch.empty(0, dtype=torch.uint8), None
-        try:
-            part = payload()
-        except DilocoError as refused:
-            error = refused
-        told = None if error is None else [type(error).__name__, str(error)[:TEXT_CHARACTERS]]
-        for frame in self._background[0].gather_frames({"error": told}, what):
+        what, group = f"the contribution of fragment {c.fragment}", self._background[0]
+        part, error = attempt(payload)
+        for frame in group.gather_frames({"error": error_values(error, TEXT_CHARACTERS)}, what):
             if frame["error"] is not None:
                 raise error_of(*frame["error"]) from error
-        return collect(self._background[0], part, self._shards[c.fragment].sizes_bytes(self._codec), what)
+        return group.collect(part, self._shards[c.fragment].sizes_bytes(self._codec), what)
 
     def poll(self) -> Sequence[Event]:
         interrupted: list[Event] = []
@@ -230,9 +221,7 @@ class Ranks(Exchange):
         if num_bytes == 0:
             return interrupted
         message, self._message, self._news = self._message, Message(), []
-        events: Sequence[Event] = share(
-            self.group, message, num_bytes, self._shards, "the news", self._failure, self._fetched
-        )
+        events: Sequence[Event] = self._share(message, num_bytes, "the news", self._failure)
         return [*events, *interrupted]
 
     def ask(self, ask: Ask) -> None:

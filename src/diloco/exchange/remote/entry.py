@@ -53,7 +53,7 @@ def describe(dialler: Dialler, run: str, timeout_s: float | None) -> pb.Describe
     last_round: deque[DilocoError] = deque(maxlen=dialler.num_addresses)
     while True:
         try:
-            reply = dialler.call("control", "Describe", pb.DescribeRequest(run=run), pb.DescribeReply)
+            reply = dialler.current.call("control", "Describe", pb.DescribeRequest(run=run), pb.DescribeReply)
             dialler.expect_answers_within(reply.lost_floor_s)
             dialler.start_here()
             return reply
@@ -118,7 +118,9 @@ class Entry:
         self._has_uploaded = True
         with OutgoingUpload(header, lambda: self._parts(model, static)) as upload:
             try:
-                self._dialler.upload("joins", "Initialise", upload.messages(), pb.InitialiseReply, heard=upload.heard)
+                self._dialler.current.upload(
+                    "joins", "Initialise", upload.messages(), pb.InitialiseReply, heard=upload.heard
+                )
             finally:
                 self.resumed_bytes += upload.resumed_bytes
         self.num_bytes, self._model = sum(sizes), None
@@ -135,7 +137,7 @@ class Entry:
             tokens_per_step=self._tokens_per_step or 0,
             seen=lineage_message(call.seen),
         )
-        return self._dialler.call("joins", "Join", request, pb.JoinReply)
+        return self._dialler.current.call("joins", "Join", request, pb.JoinReply)
 
 
 def model_parts(model: FlatModel, static: memoryview) -> Iterator[memoryview]:

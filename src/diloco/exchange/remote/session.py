@@ -161,7 +161,7 @@ class Session:
                 self._lanes[action.lane].put(action)
 
     def _tell_start(self, start: requests.TellStart) -> None:
-        self._dialler.close_channel("joins")
+        self._dialler.current.close_channel("joins")
         opened = StartingState.of(start, self.receiver.fragments, self.receiver.static)
         self.inbox.clear()
         if start.reason is None:

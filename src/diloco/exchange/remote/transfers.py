@@ -132,7 +132,9 @@ class Sender:
             payload.boot, self.num_bytes = header.boot, self.num_bytes + encoded.numel()
         with OutgoingUpload(header, lambda: [bytes_of(encoded)]) as upload:
             try:
-                self._dialler.upload("contributions", "Push", upload.messages(), pb.PushReply, heard=upload.heard)
+                self._dialler.current.upload(
+                    "contributions", "Push", upload.messages(), pb.PushReply, heard=upload.heard
+                )
             finally:
                 self.resumed_bytes += upload.resumed_bytes
         payload.arrived_at = header.boot
@@ -228,7 +230,7 @@ class Receiver:
             self._download = Incoming(request)
         before = self._download.resumed_bytes
         try:
-            answer = self._dialler.pull(channel, request, self._download)
+            answer = self._dialler.current.pull(channel, request, self._download)
         finally:
             self.resumed_bytes += self._download.resumed_bytes - before
         self._download = None

@@ -35,12 +35,12 @@ def fetch_model(
         layout = layout_of(description)
         model: dict[str, Tensor] = {}
         for fragment in layout.fragments:
-            header, buffer = syncers.pull("joins", pb.PullRequest(run=run, fragment=fragment.index, base=-1))
+            header, buffer = syncers.current.pull("joins", pb.PullRequest(run=run, fragment=fragment.index, base=-1))
             theta = whole_of(header, buffer, fragment.numel).held.theta
             for name, value in scatter(fragment, theta).items():
                 spec = next(place.spec for place in fragment.tensors if place.spec.name == name)
                 model[name] = value.to(getattr(torch, spec.dtype))
-        _, static = syncers.pull("joins", pb.PullRequest(run=run, static=True, base=-1))
+        _, static = syncers.current.pull("joins", pb.PullRequest(run=run, static=True, base=-1))
         return {**model, **tensors_of(static, "the static tensors")}
 
 
@@ -53,6 +53,6 @@ def fetch_status(
         if syncers.num_addresses > 1:
             with suppress(StandbyError):
                 found(syncers, run)
-        reply = syncers.call("control", "Status", pb.StatusRequest(run=run), pb.StatusReply)
+        reply = syncers.current.call("control", "Status", pb.StatusRequest(run=run), pb.StatusReply)
         status: dict[str, object] = read_json(reply.status, "the syncer's status", PayloadError, OTHER_VERSION)
         return status

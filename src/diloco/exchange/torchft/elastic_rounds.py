@@ -16,14 +16,13 @@ from diloco.core.fragments import Layout
 from diloco.core.global_fragment import close, published_mean
 from diloco.core.layout import SAME_MODEL
 from diloco.core.method import Method
-from diloco.core.weights import merge_weights
-from diloco.errors import ConfigError, DigestError, ExchangeError, LayoutError
+from diloco.errors import ConfigError, ExchangeError, LayoutError
 from diloco.exchange.base import Arrived, Event
 from diloco.exchange.group import Group, split
+from diloco.exchange.peers import merge_inputs, require_same_digest
 from diloco.exchange.torchft.quorum import HEARTBEAT_S, QuorumClient
 from diloco.exchange.torchft.run_copy import Copy, RoundResult, adopt_first, heal
 from diloco.protocol.contribution import MISSED, OUTLIER, Contribution, Rejection
-from diloco.run.tensor_jobs import encoded_of
 
 log = logging.getLogger("diloco")
 
@@ -171,19 +170,15 @@ class ElasticRounds:
         parts = split(group.gather(encoded, sizes, place), sizes)
         self._num_bytes["contributions"] += sum(sizes) + encoded.numel() * (len(sizes) - 2)
         contributions, payloads = _brought(fragment, round_, frames, parts)
-        weights = merge_weights(
-            self._method.weight, [each.tokens for each in contributions], [each.steps for each in contributions],
-            [each.round - each.base for each in contributions],
-        )  # fmt: skip
-        brought = encoded_of(contributions, weights, payloads, round_)
+        brought = merge_inputs(self._method, contributions, payloads, round_)
         closed = close(self._method, held, brought, self._layout.fragments[fragment].tensors)
-        update, digest = closed.update, closed.held.digest
-        for frame in group.gather_frames({"digest": digest}, f"the result of {place}"):
-            if frame["digest"] != digest:
-                raise DigestError(
-                    f"learners hold version {update.version} of fragment {fragment} with different bits (digests "
-                    f"{digest[:12]} and {frame['digest'][:12]}); start them again from one checkpoint."
-                )
+        update = closed.update
+        results = group.gather_frames({"digest": closed.held.digest}, f"the result of {place}")
+        require_same_digest(
+            fragment,
+            update.version,
+            {frame["replica"]: each["digest"] for frame, each in zip(frames, results, strict=True)},
+        )
         before = self._copy.results.get(fragment)
         merged = {} if before is None else dict(before.merged_rounds)
         merged |= dict.fromkeys(update.contributors, round_)

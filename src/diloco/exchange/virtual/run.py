@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -31,64 +31,43 @@ BROKEN_CONNECTIONS_ONLY = Deadlines(
 there is something to say, and nothing of that is lost."""
 
 
-@dataclass(frozen=True)
-class World:
-    """What the learners of a run in virtual time live in.
+class VirtualRun:
+    """The syncer and the network of one run, in the process of its learners.
 
-    Attributes:
+    Arguments:
         names: of the learners; merges go in the order of names.
         step_s: seconds that an inner step takes.
         starts_s: when each learner starts. The first one's parameters initialise the run.
         links: the network between learners and syncer; None: everything arrives at once.
-        faults: which learners are killed, and when; a syncer gives up those that do not come back
+        faults: which learners are killed, and when. The syncer evicts those that do not come back
             (`Deadlines.reconnect_steps`).
-        observer: is told what the syncer does.
-        watch: is told what takes time.
+        observer: receives the syncer's events.
+        watch: is called for each step and transfer.
         pool: how many learners may train; None: as many as start.
-    """
-
-    names: Sequence[str]
-    step_s: StepSeconds
-    starts_s: Sequence[float]
-    links: Links | None = None
-    faults: Sequence[Fault] = ()
-    observer: Observer = field(default_factory=NullObserver)
-    watch: Watch = lambda *_: None
-    pool: Pool | None = None
-
-
-class LearnerEnd(Protocol):
-    """A learner's exchange, while the learner is alive."""
-
-    initialises: bool
-
-    def killed(self) -> None:
-        """Its process is gone."""
-
-
-class VirtualRun:
-    """A run's syncer and network, in the process of its learners. For one run.
 
     Attributes:
-        time: which learner goes on when; `time.now` is the time.
+        time: the scheduler of the learners' threads; `time.now` is the virtual time.
         delivery: the network.
-        back_s: of each learner that was killed, when it is back; None: never.
-        ends: each learner's exchange, while the learner is alive.
-        initialiser: the learner that is giving the run its model.
+        back_s: when each learner that was killed starts again; None: never.
+        exchanges: the open exchange of each learner; None: it was closed, or its learner was killed.
+        initialiser: the learner that is uploading the run's first model.
         has_trained: whether any learner has taken a step in the run.
     """
 
-    def __init__(self, world: World) -> None:
-        self.names, self.starts_s = tuple(world.names), world.starts_s
+    def __init__(
+        self, names: Sequence[str], step_s: StepSeconds, starts_s: Sequence[float], links: Links | None = None,
+        faults: Sequence[Fault] = (), observer: Observer | None = None, watch: Watch = lambda *_: None,
+        pool: Pool | None = None,
+    ) -> None:  # fmt: skip
+        self.names, self.starts_s = tuple(names), starts_s
         self.back_s: list[float | None] = [None] * len(self.names)
-        self.ends: list[LearnerEnd | None] = [None] * len(self.names)
+        self.exchanges: list[object | None] = [None] * len(self.names)
         self.initialiser: int | None = None
         self.has_trained = False
-        self.delivery = Delivery(world.links, lambda: self.time.now, world.watch)
-        sources = (self.delivery, Faults(world.faults, self._kill))
-        self.time = VirtualTime(world.starts_s, world.step_s, sources, world.watch)
-        self._observer, self._pool = world.observer, world.pool
-        self._wires = [RunWire(self, index) for index in range(len(self.names))]
+        self.delivery = Delivery(links, lambda: self.time.now, watch)
+        self.time = VirtualTime(starts_s, step_s, (self.delivery, Faults(faults, self._kill)), watch)
+        self._observer, self._pool = observer or NullObserver(), pool  # type: ignore[abstract] # its methods do nothing
+        self.wires = [RunWire(self, index) for index in range(len(self.names))]
         self._awaiting: set[int] = set()  # learners that wait for the run to have a model
         self._began_s = math.inf
         self._num_processes = 0
@@ -127,10 +106,10 @@ class VirtualRun:
         """Whether learners can join."""
         return self.driver is not None and self.driver.state.is_initialised
 
-    def initialises(self, index: int, end: LearnerEnd) -> bool:
-        """Whether the run begins with this learner's model. Blocks until it does, or has begun."""
+    def initialises(self, index: int, *, may_initialise: bool) -> bool:
+        """Block until the run has a model (False), or until this learner is to initialise it (True)."""
         while not self.has_model:
-            if self.initialiser is None and end.initialises:
+            if self.initialiser is None and may_initialise:
                 self.initialiser = index
                 return True
             self._awaiting.add(index)
@@ -154,10 +133,6 @@ class VirtualRun:
         """Names a learner's process."""
         self._num_processes += 1
         return self._num_processes
-
-    def wire(self, index: int) -> RunWire:
-        """A learner's connections."""
-        return self._wires[index]
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -192,15 +167,13 @@ class VirtualRun:
     def _kill(self, fault: Fault) -> None:
         """A learner is killed, which breaks its connections; the syncer gives it up after a while, unless it is back by
         then."""
-        index, end = fault.learner, self.ends[fault.learner]
+        index = fault.learner
         self.time.kill(index)
         self.back_s[index] = fault.back_s
-        self.ends[index] = None
+        self.exchanges[index] = None
         self._awaiting.discard(index)
         self.delivery.forget(index)
-        if end is not None:
-            end.killed()
-        self._wires[index].broke()
+        self.wires[index].broke()
         if self.initialiser == index:
             self.initialiser = None
             self.look_again()

@@ -119,12 +119,7 @@ class Replicas:
         self._method, self._layout = method, layout
         self._results: dict[int, OrderedDict[tuple[int, str, int, str], AppliedUpdate]] = {}
 
-    @property
-    def hold_outer_states(self) -> bool:
-        """Whether learners take the outer steps themselves."""
-        return self._method.outer_at == "learners"
-
-    def fetched(self, held: GlobalFragment | None, fetched: FragmentAnswer[GlobalFragment, Tensor]) -> AppliedUpdate:
+    def fetched(self, held: HeldFragment | None, fetched: FragmentAnswer[HeldFragment, Tensor]) -> Advanced:
         """The version that an update leads to from the one that a learner holds; None: it holds none.
 
         Raises:
@@ -146,7 +141,7 @@ class Replicas:
 
     def as_learners_hold(self, held: GlobalFragment) -> GlobalFragment:
         """Without what only the syncer needs."""
-        outer_state = held.outer_state if self.hold_outer_states else {}
+        outer_state = held.outer_state if self._method.outer_at == "learners" else {}
         return replace(held, outer_state=outer_state, residual=None)
 
     def num_bytes(self, fetched: FragmentAnswer[GlobalFragment, Tensor]) -> int:
