@@ -30,7 +30,7 @@ from diloco.exchange.remote.messages import (
     vote_request,
     watch_request,
 )
-from diloco.exchange.remote.transfers import FetchResult, Receiver, Sender, num_bytes_of
+from diloco.exchange.remote.transfers import FetchResult, Receiver, Sender, key_of, num_bytes_of
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.protocol.contribution import CallForWork, Drained, Hold, Rejection
 from diloco.protocol.leases import Grant
@@ -140,7 +140,7 @@ class Session:
             case requests.Dial(address=address):
                 self._dialler.dial(address)
             case requests.Drop(contribution=c):
-                self.sender.drop(c)
+                self.sender.drop(key_of(c))
             case requests.Warn(text=text):
                 log.warning(text)
             case requests.Close():

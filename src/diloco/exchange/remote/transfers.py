@@ -79,12 +79,8 @@ class Sender:
             self._payloads[key_of(c)] = Payload(payload)
             self._changed.notify_all()
 
-    def drop(self, c: Contribution) -> None:
-        """It will not be sent again."""
-        self.forget(key_of(c))
-
-    def forget(self, key: Key) -> None:
-        """As `drop`."""
+    def drop(self, key: Key) -> None:
+        """Forget a payload, which will not be sent again."""
         with self._changed:
             self._payloads.pop(key, None)
 
