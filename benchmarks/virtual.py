@@ -18,7 +18,7 @@ import diloco
 from diloco.core.method import Method
 from diloco.exchange.local import Local, run_virtual
 from diloco.exchange.virtual.run import VirtualRun
-from diloco.planning.network import Network, Path
+from diloco.planning.network import Network, Route
 
 NUM_LEARNERS = 64
 NUM_STEPS = 30

@@ -20,8 +20,7 @@ import diloco
 from diloco.exchange.local import Local, run_virtual
 from diloco.exchange.virtual.delivery import Fault
 from diloco.exchange.virtual.run import VirtualRun
-from diloco.planning.network import Network
-from diloco.planning.network import Path as Way
+from diloco.planning.network import Network, Route
 from diloco.protocol.actions import Evict
 from diloco.protocol.contribution import Contribution
 from diloco.run.ports import MergedRound, NullObserver

@@ -19,7 +19,7 @@ from diloco.core.reference import Event, Reference, scheduled
 from diloco.errors import ConfigError
 from diloco.exchange.local import Local, run_virtual
 from diloco.exchange.virtual.run import VirtualRun
-from diloco.planning.network import Network, Path
+from diloco.planning.network import Network, Route
 from diloco.protocol.contribution import Contribution
 from diloco.run.ports import MergedRound, NullObserver
 

@@ -17,7 +17,7 @@ from diloco.errors import ConfigError, DrainedError
 from diloco.exchange.local import Local, Lost, run_virtual
 from diloco.exchange.virtual.delivery import Fault
 from diloco.exchange.virtual.run import VirtualRun
-from diloco.planning.network import Network, Path
+from diloco.planning.network import Network, Route
 from diloco.protocol.steering import Pool, PoolSchedule
 from diloco.run.ports import NullObserver
 

@@ -30,8 +30,7 @@ from diloco import Method
 from diloco.exchange.base import Exchange
 from diloco.exchange.local import Local, Lost, run_virtual
 from diloco.exchange.virtual.run import VirtualRun
-from diloco.planning.network import Network
-from diloco.planning.network import Path as Way
+from diloco.planning.network import Network, Route
 from diloco.syncer.server import Options, Syncer
 
 TIMEOUT_S = 240.0

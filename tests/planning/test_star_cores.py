@@ -14,9 +14,9 @@ from diloco.core.method import Method
 from diloco.core.quorum import Called
 from diloco.exchange.local import Local, run_virtual
 from diloco.exchange.virtual.run import VirtualRun
-from diloco.planning.star import predict, star_network
-from diloco.planning.star_rounds import CalledRounds
-from diloco.planning.stations import ExchangePlan
+from diloco.planning.discrete_events import ExchangePlan
+from diloco.planning.prediction import predict, star_network
+from diloco.planning.simulated_rounds import CalledRounds
 
 WIDTH, LAYERS = 10, 4
 BYTES = 4.0 * WIDTH * WIDTH

@@ -23,8 +23,7 @@ from diloco.core.method import Method
 from diloco.errors import CheckpointError, ConfigError, DilocoError
 from diloco.exchange.base import Exchange
 from diloco.exchange.group import Group
-from diloco.integrations.needs import needs
-from diloco.integrations.schedules import forward
+from diloco.integrations.common import forward_schedule, required_library
 from diloco.learner import Learner
 from diloco.learner.roles import Buffers, Static
 from diloco.training.checkpoint import from_bytes, to_bytes

@@ -25,8 +25,8 @@ from diloco.core.method import Method
 from diloco.errors import ConfigError
 from diloco.exchange.base import Exchange, FlatModel, StartingState
 from diloco.exchange.island import Ranks
-from diloco.learner.boundary import Boundary
 from diloco.learner.compatibility import check_compatible, require_exchange, require_joiners
+from diloco.learner.driver import LearnerDriver
 from diloco.learner.frozen import exchanged_tensors
 from diloco.learner.island_model import described_by_all, static_of_all
 from diloco.learner.leased import LeasedUnits

@@ -206,7 +206,7 @@ def _in(said: Any, tensors: Sequence[Tensor], fetched: Fetched | None = None) ->
 _KINDS = {
     kind.__name__: kind
     for kind in (
-        *(Arrived, CallForWork, Rejection, Rejoined, Grant, Drained, Hold, Interrupted, StartingState, HeldFragment),
+        *(Arrived, CallForWork, Rejection, Rejoined, Grant, Drained, Hold, Interrupted, StartingState, GlobalFragment),
         *(Update, _FetchedVersion, _FetchedArrival),
     )
 }

@@ -98,7 +98,7 @@ class FetchedShards:
             self._is_over = True
             self._changed.notify_all()
 
-    def take(self, fragment: int, version: int, incarnation: int | None) -> Advanced:
+    def take(self, fragment: int, version: int, incarnation: int | None) -> AppliedUpdate:
         """Return a version that all ranks have fetched; blocks until this rank has put it. Earlier versions of the
         fragment, and those of earlier incarnations, are dropped.
 

@@ -119,7 +119,7 @@ class Replicas:
         self._method, self._layout = method, layout
         self._results: dict[int, OrderedDict[tuple[int, str, int, str], AppliedUpdate]] = {}
 
-    def fetched(self, held: HeldFragment | None, fetched: FragmentAnswer[HeldFragment, Tensor]) -> Advanced:
+    def fetched(self, held: GlobalFragment | None, fetched: FragmentAnswer[GlobalFragment, Tensor]) -> AppliedUpdate:
         """The version that an update leads to from the one that a learner holds; None: it holds none.
 
         Raises:
