@@ -326,7 +326,7 @@ def test_a_learner_that_was_cut_off_when_the_pool_shrank_ends_as_one_that_is_dra
         with diloco.Learner(model, optimizer, method=method, exchange=exchange) as learner:
             while learner.steps < 40 and not learner.drained:
                 if (index, learner.steps) == (1, 10):
-                    run.wires[1].broke()
+                    run.wires[1].break_all()
                 learner.step(tokens=10)
             if index == 1:
                 with pytest.raises(ConfigError, match="has finished"):

@@ -89,7 +89,7 @@ def _local(scenario: Scenario, run_learners: RunLearners) -> list[Result]:
     for part in range(scenario.parts):
 
         def life(index: int, exchange: Local, part: int = part) -> Result:
-            return live(scenario, part, index, exchange, carried[index], lambda: exchange.rest(STAYS_S))
+            return live(scenario, part, index, exchange, carried[index], lambda: exchange.sleep(STAYS_S))
 
         try:
             results = run_learners(life)

@@ -41,7 +41,7 @@ def seen(method: Method, step_s: Sequence[float], bit_per_s: float, syncer_bit_p
         model = Model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with diloco.Learner(model, optimizer, method=method, exchange=exchange) as learner:
-            exchange.rest(BEGIN_S - exchange.now_s)
+            exchange.sleep(BEGIN_S - exchange.now_s)
             for _ in range(STEPS):
                 for parameter in model.parameters():
                     parameter.grad = torch.ones_like(parameter)

@@ -218,7 +218,7 @@ class _Simulation:
 
         def stepped_alone() -> None:
             began_s = exchange.now_s
-            exchange.rest(self._warm_step_s(index, next(steps_alone)))
+            exchange.sleep(self._warm_step_s(index, next(steps_alone)))
             self._watch("compute", index, began_s, exchange.now_s)
 
         checkpoints = self._directory / name / CHECKPOINTS

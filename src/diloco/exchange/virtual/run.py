@@ -1,4 +1,4 @@
-"""A run in one process and in virtual time, without its learners: what they live in, and their syncer."""
+"""A run in one process and in virtual time: its syncer, its network and its scheduler, without the learners."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ RUN = "local"
 BROKEN_CONNECTIONS_ONLY = Deadlines(
     lost_floor_s=math.inf, lost_cap_s=math.inf, stalled_floor_s=math.inf, stalled_cap_s=math.inf
 )
-"""A learner is given up some time after its connection has broken. Its silence means nothing: it says something when
-there is something to say, and nothing of that is lost."""
+"""A learner is evicted some time after its connection has broken, and never for its silence: messages are not lost
+here, and a learner sends one only when its state changes."""
 
 
 class VirtualRun:
@@ -77,7 +77,7 @@ class VirtualRun:
     # --- the syncer ---------------------------------------------------------------------------------------------------
 
     def serve(self, learner: str, method: Method, layout: Layout) -> VirtualSyncer:
-        """The run's syncer, by the method of the learner that comes first.
+        """The run's syncer, which has the method of the first learner that joins.
 
         Raises:
             ConfigError: this learner has another method, or the pool is at times too small for a round.
@@ -98,7 +98,7 @@ class VirtualRun:
 
     @property
     def driver(self) -> SimulatedDriver | None:
-        """Serves the run, once a learner has come; may have no model yet."""
+        """The driver of the run; None before the first learner joins. The run may have no model yet."""
         return None if self._syncer is None else self._syncer.driver
 
     @property
@@ -116,29 +116,29 @@ class VirtualRun:
             self.time.wait(index)
         return False
 
-    def look_again(self) -> None:
-        """The run may have got its model, or have lost the learner that was giving it one."""
+    def wake_waiting(self) -> None:
+        """Wake learners that wait for the model: the run has one, or its initialiser was killed."""
         if self.has_model:
             self._began_s = min(self._began_s, self.time.now)
-        self.time.news |= self._awaiting
+        self.time.notified |= self._awaiting
         self._awaiting.clear()
 
     def is_founder(self, index: int) -> bool:
-        """Whether a learner was there when the run began: rounds wait for it from the start. (Learners in step would
-        merge a round after their first step without those whose first report comes a moment later; over a network
-        `at_least` prevents that.)"""
+        """Whether a learner had started when the run was initialised: rounds wait for it from the start. (Otherwise
+        learners in lock step would merge a round after their first step without those that report a moment later; over
+        a network `at_least` prevents that.)"""
         return self.starts_s[index] <= self._began_s and self.back_s[index] is None
 
     def next_process(self) -> int:
-        """Names a learner's process."""
+        """The number of a learner's new process."""
         self._num_processes += 1
         return self._num_processes
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def restore(self, name: str, state: Mapping[str, Any]) -> Sequence[GlobalFragment]:
-        """Go on from here with what a learner's checkpoint says of it, and before any learner has trained with the
-        model and rounds that the checkpoint says (`Local.state_dict`). Returns the run's fragments."""
+        """Restore a learner's accounts from its checkpoint (`Local.state_dict`), and, before any learner has
+        trained, the model and the rounds of the run. Returns the run's fragments."""
         assert self._syncer is not None
         core, model = self._syncer.driver.core, self._syncer.driver.state.model
         saved = self._syncer.store.load()
@@ -152,8 +152,8 @@ class VirtualRun:
         self._syncer.restart(replace(saved, fragments=fragments, contributors=contributors, record=record))
         return fragments
 
-    def stands_at(self, state: Mapping[str, Any]) -> bool:
-        """Whether the run's model is a checkpoint's, in version and bits."""
+    def matches(self, state: Mapping[str, Any]) -> bool:
+        """Whether the run's model has the versions and bits of a checkpoint."""
         assert self.driver is not None
         held = [self.driver.state.model.held(f) for f in range(len(self.driver.state.versions))]
         saved = [state["fragments"][str(f)] for f in range(len(held))]
@@ -165,24 +165,23 @@ class VirtualRun:
     # --- faults, and the end ------------------------------------------------------------------------------------------
 
     def _kill(self, fault: Fault) -> None:
-        """A learner is killed, which breaks its connections; the syncer gives it up after a while, unless it is back by
-        then."""
+        """Kill a learner, which breaks its connections; the syncer evicts it after a while unless it has returned."""
         index = fault.learner
         self.time.kill(index)
         self.back_s[index] = fault.back_s
         self.exchanges[index] = None
         self._awaiting.discard(index)
-        self.delivery.forget(index)
-        self.wires[index].broke()
+        self.delivery.drop(index)
+        self.wires[index].break_all()
         if self.initialiser == index:
             self.initialiser = None
-            self.look_again()
+            self.wake_waiting()
 
     def finish(self) -> None:
-        """All learners are done: what they sent last still arrives."""
+        """Deliver the last messages, after all learners have ended."""
         while self.delivery.next_s < math.inf:
             self.time.now = max(self.time.now, self.delivery.next_s)
-            self.delivery.happen(self.time.now)
+            self.delivery.fire(self.time.now)
 
 
 def _held(own: GlobalFragment, saved: Mapping[str, Any]) -> GlobalFragment:
@@ -211,11 +210,11 @@ class RunWire:
             assert self._run.driver is not None
             arrive(OneSyncer(self._run.driver))
 
-        self._run.delivery.carry(self._index, "up", num_bytes, arrives)
+        self._run.delivery.send(self._index, "up", num_bytes, arrives)
 
     def down(self, call: requests.Request, num_bytes: int, arrive: Callable[[], None]) -> None:
         """As `Wire`."""
-        self._run.delivery.carry(self._index, "down", num_bytes, arrive)
+        self._run.delivery.send(self._index, "down", num_bytes, arrive)
 
     def on_break(self, call: requests.Request, broken: Callable[[], None]) -> None:
         """As `Wire`."""
@@ -223,23 +222,23 @@ class RunWire:
 
     def dial(self, address: int) -> None:
         """As `Wire`."""
-        raise AssertionError(f"a run in one process has one syncer, and address {address} is of another one")
+        raise AssertionError(f"a run in one process has one syncer, and address {address} is another's")
 
     def hang_up(self, connection: int) -> None:
         """As `Wire`."""
         for call in [
             each for each in self._broken if isinstance(each, requests.Watch) and each.connection == connection
         ]:
-            self._run.delivery.carry(self._index, "up", 0, self._broken.pop(call))
+            self._run.delivery.send(self._index, "up", 0, self._broken.pop(call))
 
     def ended(self, call: requests.Request) -> None:
-        """As `Wire`. Other learners hear that the run has begun when its initialiser does."""
+        """As `Wire`. Other learners learn with the initialiser that the run has a model."""
         self._broken.pop(call, None)
         if isinstance(call, requests.Initialise):
-            self._run.look_again()
+            self._run.wake_waiting()
 
-    def broke(self) -> None:
-        """All connections are gone, and the syncer knows at once."""
+    def break_all(self) -> None:
+        """Break all connections; the syncer notices at once."""
         broken, self._broken = list(self._broken.values()), {}
         for each in broken:
             each()
