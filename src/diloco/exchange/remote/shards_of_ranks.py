@@ -26,7 +26,7 @@ from diloco.exchange.dialling import Dialler
 from diloco.exchange.group import Group, as_bytes
 from diloco.exchange.lanes import Command, CommandLane, CommandLanes, RankTask
 from diloco.exchange.remote.messages import pull_request, push_header
-from diloco.exchange.remote.transfers import FetchResult, Key, Receiver, Sender, key_of
+from diloco.exchange.remote.transfers import FetchResult, Key, Receiver, Sender, key_of, num_bytes_of
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import bytes_of
 from diloco.protocol.session import requests
@@ -225,6 +225,16 @@ class Follower:
     def _take(self, incarnation: int, fetched: FetchResult) -> None:
         self.receiver.take(fetched)
         self.fetched.put(incarnation, fetched)
+
+    @property
+    def num_bytes(self) -> dict[str, int]:
+        """Payload bytes by kind, sent and received."""
+        return num_bytes_of(self.sender, self.receiver)
+
+    @property
+    def resumed_bytes(self) -> int:
+        """Payload bytes that resumed transfers did not send again."""
+        return self.sender.resumed_bytes + self.receiver.resumed_bytes
 
     def close(self, timeout_s: float) -> None:
         """Follow rank 0 until it has left the run, for which it has this time; hang up if it takes longer."""
