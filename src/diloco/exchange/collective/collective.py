@@ -31,12 +31,12 @@ class Collective(PeerExchange):
     offers, which the schedule makes the same on every rank. Rank 0's model initialises the run.
 
     Arguments:
-        process_group: whose ranks learn together; None: all ranks.
-        timeout_s: how long a learner waits for the slowest of the others before it takes them for lost.
+        process_group: whose ranks are the learners; None: all ranks.
+        timeout_s: how long a learner waits for the slowest of the others before it treats them as lost.
 
     Raises:
         ConfigError: torch.distributed is not initialised.
-        ExchangeError: (from any method but `close`) a learner is gone or silent; names what did not get through.
+        ExchangeError: (from any method but `close`) a learner is lost or silent; names the operation that failed.
 
     Example:
         >>> torch.distributed.init_process_group("gloo")
@@ -94,9 +94,9 @@ class Collective(PeerExchange):
         return finished.events
 
     def boundary(self) -> bool:
-        # All ranks have waited for what was sent as many boundaries ago as the longest of their overlaps has. Counting
-        # only that keeps the number the same on every rank, so that all of them stop after the same step when they
-        # train up to a number of tokens.
+        # All ranks have waited for the contributions that are at least as old, in boundaries, as the longest of their
+        # overlaps. Only these are counted, so that every rank has the same count, and all of them stop after the same
+        # step when they train up to a number of tokens.
         while self._heard and self._heard[0][0] + self._longest_overlap <= self._boundaries:
             self._run_tokens = self._heard.popleft()[1]
         self._boundaries += 1
@@ -107,7 +107,8 @@ class Collective(PeerExchange):
         return Overview(self._group.size, self._run_tokens)
 
     def close(self) -> None:
-        """Finish what is on its way (another rank may wait for it), then leave. Never raises what `poll` would."""
+        """Finish the rounds in flight, for which other ranks may wait, then leave. Never raises the errors of
+        `poll`."""
         if not self._is_open:
             return
         self._is_open = False
@@ -116,7 +117,7 @@ class Collective(PeerExchange):
 
     def _submit(self, job: Callable[[], Any]) -> Future[Any]:
         def run() -> Any:
-            if self._has_failed:  # the ranks may be at different places now
+            if self._has_failed:  # the ranks may have diverged
                 raise ExchangeError("an earlier exchange failed, so this one was not tried.")
             self._has_failed = True
             result = job()
@@ -128,7 +129,7 @@ class Collective(PeerExchange):
     # --- state --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's shards, outer state and error feedback. Waits for what is sent."""
+        """Return this rank's shards, outer state and error feedback. Waits for the rounds in flight."""
         wait(self._offers)
         return {
             **state_of(self._group, self._fragments),
@@ -140,7 +141,8 @@ class Collective(PeerExchange):
         """Continue from `state_dict`; every rank loads its own, at the same time.
 
         Raises:
-            CheckpointError: of another world size, rank or model, or the ranks' checkpoints are of different moments.
+            CheckpointError: it is of another world size, rank or model, or the ranks' checkpoints are of different
+                steps.
         """
         self._submit(lambda: self._load(state)).result()
         return True

@@ -22,14 +22,14 @@ def agree(
     """Exchange a small message with all ranks. An error of one rank is raised on all of them.
 
     Arguments:
-        num_bytes: bytes by kind; those that cross are added under "control".
-        doing: what this rank is doing, for error messages.
+        num_bytes: bytes by kind; the bytes sent and received are added under "control".
+        doing: this rank's operation, for error messages.
         said: plain values that fit into a frame.
         error: this rank's failure; None: it did not fail.
 
     Raises:
-        ExchangeError: the ranks do different things, or one is gone.
-        DilocoError: of the kind that a rank has met; names the rank.
+        ExchangeError: the ranks are at different operations, or a rank is lost.
+        DilocoError: the error of a rank, with its class; names the rank.
     """
     failure = error_values(error, TEXT_CHARACTERS)
     frames = group.gather_frames({"doing": doing, "said": said, "error": failure}, doing)
@@ -48,7 +48,7 @@ def agree(
 
 
 def name_of(rank: int) -> str:
-    """The learner that a rank is."""
+    """The name of the learner of a rank."""
     return f"learner-{rank:03d}"
 
 
@@ -58,7 +58,7 @@ def compare(group: Group, layout: Layout, method: Method, overlap: int | None) -
     `overlap`: this rank's own τ; None: the method's. Returns the longest overlap of all ranks.
 
     Raises:
-        ConfigError: the methods differ, or a process group cannot run the method.
+        ConfigError: the methods differ, or the method does not run over a process group.
         LayoutError: the models differ; names the first tensor that differs.
     """
     said = {
@@ -86,7 +86,7 @@ def compare(group: Group, layout: Layout, method: Method, overlap: int | None) -
 def broadcast(group: Group, num_bytes: dict[str, int], layout: Layout, initial: Callable[[], FlatModel]) -> FlatModel:
     """Rank 0's model, `initial()` there, on every rank.
 
-    `num_bytes`: bytes by kind; those that cross are added under "joins".
+    `num_bytes`: bytes by kind; the bytes sent and received are added under "joins".
     """
     if group.rank == 0:
         model = initial()

@@ -1,4 +1,4 @@
-"""A rank's part in a round: from its own displacement to the new version that all ranks hold."""
+"""A rank's part of a round: from its own displacement to the new version on all ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from diloco.protocol.contribution import OUTLIER, Contribution, Rejection
 
 @dataclass(frozen=True)
 class Round:
-    """A finished round: the learner's events, and the tokens of all learners when they sent their contributions."""
+    """A finished round: the learner's events, and the tokens that all learners had trained when they contributed."""
 
     events: tuple[Event, ...]
     run_tokens: int
@@ -36,8 +36,8 @@ class ShardedRounds:
     Arguments:
         group: the ranks.
         method: of the run.
-        fragments: what this rank keeps of each; advanced by every round.
-        num_bytes: bytes by kind; what crosses is added.
+        fragments: this rank's state of each; advanced by every round.
+        num_bytes: bytes by kind; the bytes sent and received are added.
     """
 
     def __init__(self, group: Group, method: Method, fragments: Sequence[HeldShard], num_bytes: dict[str, int]) -> None:
@@ -46,11 +46,11 @@ class ShardedRounds:
         self._num_bytes = num_bytes
 
     def make(self, c: Contribution, payload: Callable[[], Tensor]) -> Round:
-        """Run one round of a fragment, from this rank's displacement to the version that all ranks hold.
+        """Run one round of a fragment.
 
         Raises:
-            ExchangeError: a rank is gone or silent, or is at another point of the run.
-            DigestError: the ranks hold different bits.
+            ExchangeError: a rank is lost or silent, or is at another point of the run.
+            DigestError: the ranks have different bits.
             DilocoError: the error of any rank, raised on all ranks.
         """
         held = self._fragments[c.fragment]
@@ -76,9 +76,9 @@ class ShardedRounds:
         return Round(events, sum(each.trained for each in contributions))
 
     def _greet(self, c: Contribution, held: HeldShard, place: str, error: DilocoError | None) -> list[Contribution]:
-        """Return every rank's contribution, after checking that all hold the same version.
+        """Return every rank's contribution, after checking that all ranks have the same version.
 
-        `error`: why this rank could not encode; None: it could.
+        `error`: this rank's error in encoding; None: it had none.
         """
         said = {"base": c.base, "tokens": c.tokens, "steps": c.steps, "trained": c.trained, "digest": held.whole.digest,
                 "part": c.tensors is not None}  # fmt: skip
@@ -92,7 +92,7 @@ class ShardedRounds:
         ]  # fmt: skip
 
     def _trained_tensors(self, c: Contribution, place: str) -> list[tuple[int, ...] | None]:
-        """Which tensors every rank trains, of any number."""
+        """The indices of the tensors that each rank trains."""
         told = self._group.gather_values(c.tensors, f"the tensors that are trained {place}")
         sizes = [len(json.dumps(each)) + FRAME_BYTES for each in told]
         self._num_bytes["control"] += sizes[self._group.rank] * (self._group.size - 2) + sum(sizes)
@@ -107,7 +107,7 @@ class ShardedRounds:
         return split(received, [own_bytes] * self._group.size)
 
     def _gather(self, shards: Shards, part: Tensor, what: str) -> Tensor:
-        """The whole answer from every rank's part of it."""
+        """The whole answer, joined from every rank's part."""
         sizes = shards.sizes_bytes(self._method.down)
         joined = self._group.gather(part, sizes, what)
         self._num_bytes["updates"] += part.numel() * (self._group.size - 1) + sum(sizes) - part.numel()
@@ -115,12 +115,12 @@ class ShardedRounds:
 
 
 def _digests(frames: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """The digest that each learner told of a version."""
+    """Each learner's digest of a version."""
     return {name_of(rank): frame["digest"] for rank, frame in enumerate(frames)}
 
 
 def _without(update: Update, refused: Collection[str]) -> Update:
-    """Leave out the learners that the owner of another shard has refused."""
+    """Remove the learners that the owner of any shard has refused."""
     kept = [pair for pair in zip(update.contributors, update.weights, strict=True) if pair[0] not in refused]
     learners, weights = tuple(learner for learner, _ in kept), tuple(weight for _, weight in kept)
     return replace(update, contributors=learners, weights=weights)

@@ -1,4 +1,4 @@
-"""A member's part in a round, repeated with new quorums until the fragment has the version that it waits for."""
+"""A member's part of a round, repeated with new quorums until the fragment has the awaited version."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ class ElasticRounds:
 
     Arguments:
         replica: this member's name.
-        quorum: its place among the members.
+        quorum: its client of the lighthouse.
         copy: its copy of the run.
         layout, method: of the run, the same on every member.
         timeout_s: how long it retries.
-        num_bytes: bytes by kind; what crosses is added.
+        num_bytes: bytes by kind; the bytes sent and received are added.
 
     Raises:
         LayoutError, ConfigError: (both methods) a member has another model or method.
-        ExchangeError: (both methods) nothing was finished within `timeout_s`.
+        ExchangeError: (both methods) no round was finished within `timeout_s`.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class ElasticRounds:
         self._failed = 0  # attempts in a row
 
     def join(self) -> None:
-        """Join the members that start now, or a run that is under way."""
+        """Join a run that starts now or is under way."""
         started = time.monotonic()
         while True:
             try:
@@ -70,7 +70,7 @@ class ElasticRounds:
         while True:
             try:
                 frames = self._meet(c, encoded)
-                # merged now, or before by those who had everything, or without this learner
+                # merged now, or earlier by members with all contributions, or without this learner
                 if self._copy.fragments[c.fragment].version > c.round:
                     return self._events(c)
                 if sum(frame["wants"] is not None for frame in frames) < self._method.quorum.at_least:
@@ -81,7 +81,7 @@ class ElasticRounds:
     def _events(self, c: Contribution) -> tuple[Event, ...]:
         held, result = self._copy.fragments[c.fragment], self._copy.results[c.fragment]
         is_merged = result.merged_rounds.get(self._replica, -1) >= c.round
-        merged = c.number if is_merged else c.number - 1  # those before it were told of, in order
+        merged = c.number if is_merged else c.number - 1  # the earlier ones had events of their own
         starts_again = self._method.outer_at == "learners" and result.mean is None
         arrived = Arrived(
             result.update, replace(held, residual=None) if starts_again else held.bare, merged, result.mean
@@ -121,7 +121,7 @@ class ElasticRounds:
         self._failed += 1
 
     def _greet(self, group: Group, c: Contribution | None) -> list[dict[str, Any]]:
-        """Exchange what each member has and wants; returns that in rank order.
+        """Exchange the members' versions and the rounds that they want to merge; returns them in rank order.
 
         Raises:
             LayoutError, ConfigError: a member has another model or method.
@@ -148,9 +148,9 @@ class ElasticRounds:
             raise LayoutError(f"{self._replica} and {replica} do not hold the same model: {difference}.")
 
     def _merge_wanted(self, group: Group, frames: Sequence[dict[str, Any]], encoded: Tensor) -> None:
-        """Merge, if all members with a contribution want the same round. All members decide alike, and all exchange.
+        """Merge if all members with a contribution want the same round. All members decide alike.
 
-        If they do not, a member was a round behind. It is healed now, and asks for the next round in the next quorum.
+        If they do not, a member was a round behind. It is healed now, and wants the next round in the next quorum.
         """
         wanted = {tuple(frame["wants"][:2]) for frame in frames if frame["wants"] is not None}
         num_wanting = sum(frame["wants"] is not None for frame in frames)
@@ -190,7 +190,7 @@ class ElasticRounds:
 def _brought(
     fragment: int, round_: int, frames: Sequence[dict[str, Any]], parts: Sequence[Tensor]
 ) -> tuple[list[Contribution], list[Tensor]]:
-    """Contributions and payloads of the members that have one, in the order of the replica names."""
+    """The members' contributions and payloads, in the order of the replica names."""
     brought = []
     for frame, part in zip(frames, parts, strict=True):
         if frame["wants"] is not None:

@@ -27,10 +27,10 @@ class TorchFT(PeerExchange):
     Arguments:
         replica: this learner's name, unique and the same after a restart. Contributions are merged in the order of the
             names.
-        lighthouse: address of the `torchft_lighthouse`, "http://host:port". Its `min_replicas` is how many learners a
-            run starts with.
-        host: name or address under which the other learners reach this machine.
-        timeout_s: how long a learner waits for the slowest of the others before it takes them for lost.
+        lighthouse: address of the `torchft_lighthouse`, "http://host:port". A run starts with as many learners as its
+            `min_replicas`.
+        host: name or address at which the other learners reach this machine.
+        timeout_s: how long a learner waits for the slowest of the others before it treats them as lost.
 
     Raises:
         ConfigError: torchft is not installed (`pip install "diloco[torchft]"`), or a method that needs a syncer.
@@ -78,7 +78,8 @@ class TorchFT(PeerExchange):
         return Overview() if group is None else Overview(group.size)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return fragments, outer state and error feedback, the same on every member. Waits for what is sent."""
+        """Return fragments, outer state and error feedback, the same on every member. Waits for the rounds in
+        flight."""
         wait(self._offers)
         return {"run": to_tensor(self._copy.as_bytes()), "step": self._copy.step}
 
