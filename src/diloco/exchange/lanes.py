@@ -106,11 +106,6 @@ class CommandLanes:
     receive: CommandLane
 
     @property
-    def rank(self) -> int:
-        """This rank."""
-        return self.send.group.rank
-
-    @property
-    def num_ranks(self) -> int:
-        """Of this learner."""
-        return self.send.group.size
+    def group(self) -> Group:
+        """The ranks of the learner, as connected by one of the lanes."""
+        return self.send.group

@@ -265,7 +265,7 @@ class Remote(ShardedExchange):
         self._is_interrupted = True
         if self._session is not None:
             self._session.inbox.interrupt()
-        elif self._lanes is None or self._lanes.rank == 0:  # the other ranks of a learner wait for rank 0
+        elif self._lanes is None or self._lanes.group.rank == 0:  # the other ranks of a learner wait for rank 0
             self._dialler.close()
 
     @contextmanager

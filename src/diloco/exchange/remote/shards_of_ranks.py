@@ -248,15 +248,16 @@ class Follower:
 def divided(layout: Layout, method: Method, lanes: CommandLanes) -> tuple[list[tuple[slice, int]], list[Segments]]:
     """For every fragment: the bytes of a contribution that this rank sends and the size of them all; and the segments
     of a version that it fetches."""
-    shards = dealt((fragment.numel for fragment in layout.fragments), lanes.num_ranks)
-    spans = [(each.payload(method.up, lanes.rank), method.up.encoded_bytes(each.num_elements)) for each in shards]
-    return spans, [each.segments(lanes.rank) for each in shards]
+    rank = lanes.group.rank
+    shards = dealt((fragment.numel for fragment in layout.fragments), lanes.group.size)
+    spans = [(each.payload(method.up, rank), method.up.encoded_bytes(each.num_elements)) for each in shards]
+    return spans, [each.segments(rank) for each in shards]
 
 
 def sharded_parts(model: FlatModel, static: memoryview, lanes: CommandLanes) -> Iterator[memoryview]:
     """On rank 0: the model that initialises a run, shard by shard, then its static tensors."""
     for index, own in enumerate(model.fragments):
-        for owner in range(lanes.num_ranks):
+        for owner in range(lanes.group.size):
             task = _collect_task(lanes.receive.group, as_bytes(own), owner)
             yield bytes_of(lanes.receive.lead({"model": [index, owner]}, task))
     yield static

@@ -172,6 +172,7 @@ class Receiver:
     Attributes:
         num_bytes: bytes received as a joiner, and as a member of the run.
         resumed_bytes: bytes that resumed downloads did not fetch again.
+        static: the tensors that training does not change.
     """
 
     def __init__(
@@ -182,7 +183,7 @@ class Receiver:
         self._download: Incoming | None = None  # the one that was cut off
         self.resumed_bytes = 0
         self._newest: dict[int, GlobalFragment] = {}
-        self._static: Mapping[str, Tensor] = {}
+        self.static: Mapping[str, Tensor] = {}
 
     def fetch(self, call: requests.Fetch) -> FetchResult:
         """Fetch a part of the model.
@@ -236,7 +237,7 @@ class Receiver:
     def take(self, download: FetchResult) -> None:
         """Keep a result as the newest."""
         if download.advanced is None:
-            self._static = download.static
+            self.static = download.static
         else:
             self._newest[download.update.fragment] = download.advanced.held
 
@@ -244,11 +245,6 @@ class Receiver:
     def fragments(self) -> tuple[GlobalFragment, ...]:
         """The newest global model."""
         return tuple(self._newest[fragment.index] for fragment in self._layout.fragments)
-
-    @property
-    def static(self) -> Mapping[str, Tensor]:
-        """The tensors that training does not change."""
-        return self._static
 
 
 def whole_of(header: pb.PullHeader, buffer: memoryview, num_elements: int, *, verify: bool = True) -> AppliedUpdate:
