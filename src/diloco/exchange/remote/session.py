@@ -1,4 +1,4 @@
-"""Threads around `SessionCore`: one for each lane of requests, and one for time."""
+"""Threads around `SessionCore`: one for each lane of requests, and one for its clock."""
 
 from __future__ import annotations
 
@@ -43,27 +43,27 @@ from diloco.protocol.session.session_core import SessionCore
 log = logging.getLogger("diloco")
 
 Input = Callable[[float], Sequence[SessionAction]]
-"""An event of `SessionCore`, all but the time given."""
+"""An event of `SessionCore` as a function of the time."""
 
 R = TypeVar("R", bound=Message)
 RequestQueue = queue.SimpleQueue[requests.Request | None]
-"""Requests to make, in order; None ends it."""
+"""Requests to make, in order; None ends the queue."""
 
 
 class Session:
-    """Makes the requests of `SessionCore`, and takes its news to the training thread.
+    """Makes the requests of `SessionCore`, and passes its events to the training thread.
 
-    Events enter the state machine one at a time, under a lock, and what it answers is carried out before the next one.
+    Events enter the state machine one at a time, under a lock, and its actions are executed before the next event.
     Threads are daemons: they do not keep the process alive.
 
     Arguments:
-        core: decides.
+        core: the state machine.
         entry, sender, receiver: make the requests to join, to push, and to fetch.
 
     Attributes:
-        inbox: the news.
-        sender: has the payloads of contributions.
-        receiver: has the newest global fragments.
+        inbox: the events for the training thread.
+        sender: the payloads of contributions.
+        receiver: the newest global fragments.
     """
 
     def __init__(self, core: SessionCore, dialler: Dialler, entry: Entry, sender: Sender, receiver: Receiver) -> None:
@@ -77,7 +77,7 @@ class Session:
         self._threads: list[threading.Thread] = []
 
     def begin(self) -> None:
-        """The learner wants to be part of the run."""
+        """Start to join the run."""
         for name, lane in self._lanes.items():
             if name != "leave":  # the thread that closes makes that request
                 self._start(f"diloco-{name}", partial(self._run, lane))
@@ -85,13 +85,13 @@ class Session:
         self.enter(self.core.begin)
 
     def enter(self, event: Input) -> None:
-        """One event of the state machine, now; carries out its answer. Any thread."""
+        """Pass an event to the state machine, and execute its actions. Any thread may call this."""
         with self._changed:
             if self._is_over:
                 return
             wake_at = self.core.wake_at
             for action in event(time.monotonic()):
-                self._carry_out(action)
+                self._execute(action)
             if self.core.wake_at != wake_at:
                 self._changed.notify_all()
 
@@ -103,14 +103,15 @@ class Session:
 
     @property
     def resumed_bytes(self) -> int:
-        """Payload bytes that did not cross the link again after a cut."""
+        """Payload bytes that resumed transfers did not send again."""
         return self.sender.resumed_bytes + self.receiver.resumed_bytes + self._entry.resumed_bytes
 
     def close(self, timeout_s: float = LEAVE_TIMEOUT_S) -> None:
-        """Leave the run, as far as the syncer answers in time, and end the threads.
+        """Leave the run, if the syncer answers in time, and end the threads.
 
         Arguments:
-            timeout_s: how long to wait until it has all contributions; for the goodbye it has as long again at most.
+            timeout_s: how long to wait until the syncer has all contributions, and again at most for its answer to the
+                request to leave.
         """
         self.enter(partial(self.core.leave, timeout_s=timeout_s))
         give_up_at = time.monotonic() + timeout_s + min(timeout_s, GONE_TIMEOUT_S)
@@ -131,9 +132,9 @@ class Session:
         for thread in self._threads:
             thread.join()
 
-    # --- what is to be done -------------------------------------------------------------------------------------------
+    # --- actions ------------------------------------------------------------------------------------------------------
 
-    def _carry_out(self, action: SessionAction) -> None:
+    def _execute(self, action: SessionAction) -> None:
         match action:
             case requests.HangUp(connection=number):
                 self._dialler.control(number).close_channel(_control(number))
@@ -176,7 +177,7 @@ class Session:
             self._make(call)
 
     def _make(self, call: requests.Request) -> None:
-        """Make a request, and enter how it ended."""
+        """Make a request, and pass its result or error to the state machine."""
         try:
             event = self._made(call)
         except DilocoError as error:
@@ -249,7 +250,7 @@ class Session:
         return self.core.fetched(now, fetch, fetched.lineage, fetched.update.version, fetched.verdicts)
 
     def _listen(self, watch: requests.Watch) -> None:
-        """Take in the notices of a stream, until it ends."""
+        """Receive the notices of a stream until it ends."""
         core, lineage = self.core, Lineage("", 0, 0)
         for notice in self._dialler.control(watch.connection).watch(_control(watch.connection), watch_request(watch)):
             match notice.WhichOneof("what"):
@@ -267,7 +268,7 @@ class Session:
     # --- threads ------------------------------------------------------------------------------------------------------
 
     def _wake(self) -> None:
-        """Time passes."""
+        """Call the state machine at the times that it has set."""
         with self._changed:
             while not self._is_over:
                 left_s = self.core.wake_at - time.monotonic()
@@ -280,7 +281,7 @@ class Session:
         def guarded() -> None:
             try:
                 body()
-            except BaseException as error:  # a defect: the training thread must not wait for what will never come
+            except BaseException as error:  # a defect: the training thread must not wait without end
                 self.inbox.fail(error)
                 raise
 
