@@ -119,7 +119,7 @@ class Overview:
         run_tokens: tokens trained by the whole run; None: they are not counted.
         sync_every: where learners push at a pace of their own, inner steps to this one's next push; None: the method's
             H.
-        drained: the pool has shrunk, and this learner is to leave.
+        drained: the run has no place for this learner any more; it must finish and leave.
     """
 
     num_live: int = 1
