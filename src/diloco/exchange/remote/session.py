@@ -17,19 +17,9 @@ from diloco.errors import DilocoError, ExchangeError
 from diloco.escaping import MAX_REASON, printable
 from diloco.exchange.base import Arrived, Rejoined, StartingState
 from diloco.exchange.dialling import Dialler
+from diloco.exchange.remote import messages
 from diloco.exchange.remote.entry import Entry
 from diloco.exchange.remote.inbox import Inbox
-from diloco.exchange.remote.messages import (
-    grant_of,
-    heartbeat_request,
-    lease_request,
-    leave_request,
-    lineage_of,
-    proposal_of,
-    standing_of,
-    vote_request,
-    watch_request,
-)
 from diloco.exchange.remote.transfers import FetchResult, Receiver, Sender, key_of, num_bytes_of
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.protocol.contribution import CallForWork, Drained, Hold, Rejection
@@ -46,6 +36,9 @@ Input = Callable[[float], Sequence[SessionAction]]
 """An event of `SessionCore` as a function of the time."""
 
 R = TypeVar("R", bound=Message)
+UnaryCall = requests.Describe | requests.Beat | requests.Vote | requests.Lease | requests.Leave
+"""A request with one answer on a control connection."""
+
 RequestQueue = queue.SimpleQueue[requests.Request | None]
 """Requests to make, in order; None ends the queue."""
 
@@ -188,56 +181,40 @@ class Session:
         core = self.core
         match call:
             case requests.Describe():
-                description = pb.DescribeRequest(run=core.who.run)
-                described = self._ask(call, "Describe", description, pb.DescribeReply)
-                return partial(
-                    core.described,
-                    describe=call,
-                    lineage=lineage_of(described.lineage),
-                    initialised=described.initialised,
-                )
+                description = self._ask(call, "Describe", pb.DescribeRequest(run=core.who.run), pb.DescribeReply)
+                lineage = messages.lineage_of(description.lineage)
+                return partial(core.described, describe=call, lineage=lineage, initialised=description.initialised)
             case requests.Initialise():
                 self._entry.initialise(call)
                 return core.initialised
             case requests.Join():
                 joined = self._entry.join(call)
-                return partial(
-                    core.joined, join=call, lineage=lineage_of(joined.lineage), incarnation=joined.incarnation
-                )
+                lineage = messages.lineage_of(joined.lineage)
+                return partial(core.joined, join=call, lineage=lineage, incarnation=joined.incarnation)
             case requests.Fetch():
                 return partial(self._fetched, fetch=call, fetched=self.receiver.fetch(call))
             case requests.Push():
                 self.sender.push(call)
                 return partial(core.pushed, push=call)
             case requests.Beat():
-                beaten = self._ask(call, "Heartbeat", heartbeat_request(call), pb.HeartbeatReply)
-                return partial(
-                    core.beaten,
-                    beat=call,
-                    lineage=lineage_of(beaten.lineage),
-                    standing=standing_of(beaten.standing),
-                    proposal=proposal_of(beaten),
-                )
+                beaten = self._ask(call, "Heartbeat", messages.heartbeat_request(call), pb.HeartbeatReply)
+                lineage, standing = messages.lineage_of(beaten.lineage), messages.standing_of(beaten.standing)
+                proposal = messages.proposal_of(beaten)
+                return partial(core.beaten, beat=call, lineage=lineage, standing=standing, proposal=proposal)
             case requests.Vote():
-                voted = self._ask(call, "Vote", vote_request(call), pb.VoteReply)
-                return partial(core.voted, vote=call, serves=voted.serves, proposal=proposal_of(voted))
+                voted = self._ask(call, "Vote", messages.vote_request(call), pb.VoteReply)
+                return partial(core.voted, vote=call, serves=voted.serves, proposal=messages.proposal_of(voted))
             case requests.Lease():
-                leased = self._ask(call, "Lease", lease_request(call), pb.LeaseReply)
-                return partial(core.leased, lease=call, grant=grant_of(call.ask.number, leased))
+                leased = self._ask(call, "Lease", messages.lease_request(call), pb.LeaseReply)
+                return partial(core.leased, lease=call, grant=messages.grant_of(call.ask.number, leased))
             case requests.Watch():
                 self._listen(call)
                 return partial(core.ended, watch=call)
             case requests.Leave():
-                self._ask(call, "Leave", leave_request(call), pb.LeaveReply)
+                self._ask(call, "Leave", messages.leave_request(call), pb.LeaveReply)
                 return core.left
 
-    def _ask(
-        self,
-        call: requests.Describe | requests.Beat | requests.Vote | requests.Lease | requests.Leave,
-        method: str,
-        request: Message,
-        kind: type[R],
-    ) -> R:
+    def _ask(self, call: UnaryCall, method: str, request: Message, kind: type[R]) -> R:
         connection, channel = self._dialler.control(call.connection), _control(call.connection)
         timeout_s = None if isinstance(call, requests.Describe) else call.timeout_s
         return connection.call(channel, method, request, kind, timeout_s=timeout_s)
@@ -252,13 +229,15 @@ class Session:
     def _listen(self, watch: requests.Watch) -> None:
         """Receive the notices of a stream until it ends."""
         core, lineage = self.core, Lineage("", 0, 0)
-        for notice in self._dialler.control(watch.connection).watch(_control(watch.connection), watch_request(watch)):
+        connection, channel = self._dialler.control(watch.connection), _control(watch.connection)
+        for notice in connection.watch(channel, messages.watch_request(watch)):
             match notice.WhichOneof("what"):
                 case "welcome":
-                    lineage, standing = lineage_of(notice.welcome.lineage), standing_of(notice.welcome.standing)
+                    welcome = notice.welcome
+                    lineage, standing = messages.lineage_of(welcome.lineage), messages.standing_of(welcome.standing)
                     self.enter(partial(core.welcomed, watch=watch, lineage=lineage, standing=standing))
                 case "standing":
-                    standing = standing_of(notice.standing)
+                    standing = messages.standing_of(notice.standing)
                     self.enter(partial(core.heard, watch=watch, lineage=lineage, standing=standing))
                 case "evicted":
                     evicted = notice.evicted
