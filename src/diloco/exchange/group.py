@@ -317,7 +317,11 @@ def split(joined: Tensor, sizes_bytes: Sequence[int]) -> list[Tensor]:
 
 
 class DeviceGroup:
-    """`Group.all_to_all` for tensors on a device. All ranks of `ranks` must call it in the same order."""
+    """`Group.all_to_all` for tensors on a device, over the ranks' own process group, by NCCL.
+
+    Only the training thread may call it, between two steps and in the same order on every rank, as with the collectives
+    of the training.
+    """
 
     def __init__(self, ranks: dist.ProcessGroup) -> None:
         self._ranks = ranks

@@ -192,9 +192,7 @@ class Local(Exchange):
                 step=self.initial_step, tokens=self.initial_tokens,
             )  # fmt: skip
 
-        def clock(ring: Callable[[], None]) -> Alarm:
-            return Alarm(run.delivery, ring, self._index)
-
+        clock = partial(Alarm, run.delivery, learner=self._index)
         self._client = SessionClient(
             core, run.wires[self._index], clock, layout, run.replicas, initial=initial_model,
             ready=run.is_founder(self._index), overlap=overlap, on_news=self._news,
