@@ -233,7 +233,7 @@ class Exchange(ABC):
         """The learner has started over after `Rejoined`: from now on it reports as this incarnation. Until then it
         reports as the evicted one, also if that event was polled and waits for other ranks."""
 
-    def stepped(self) -> None:  # noqa: B027  (only virtual time has to be told)
+    def stepped(self) -> None:  # noqa: B027  (only virtual time needs it)
         """The learner has computed an inner step and is at its boundary; in virtual time, blocks until the step has
         ended."""
 
@@ -311,7 +311,7 @@ class Exchange(ABC):
 class ShardedExchange(Exchange):
     """An exchange in which every rank of a learner sends and receives its own shard of each fragment.
 
-    `divide` comes before `open`, which rank 0 calls, and `follow`, which the other ranks call in its place.
+    Every rank calls `divide` first; then rank 0 calls `open`, and the other ranks call `follow` instead.
     """
 
     @abstractmethod

@@ -219,7 +219,7 @@ class Group:
 
     def _lost(self, what: str, reason: str, ranks: Collection[int] = ()) -> str:
         """The error text for lost peers. `ranks`: the lost ones, if they are known."""
-        who = gone([f"rank {rank}" for rank in ranks], "another rank", self._timeout_s)
+        who = unresponsive([f"rank {rank}" for rank in ranks], "another rank", self._timeout_s)
         return (
             f"{what} did not get through, because {who}; a process group has fixed membership, so start all ranks "
             f"again from a checkpoint ({reason})."
@@ -244,7 +244,7 @@ def require_process_group() -> None:
         )
 
 
-def gone(names: Sequence[str], other: str, timeout_s: float) -> str:
+def unresponsive(names: Sequence[str], other: str, timeout_s: float) -> str:
     """The first part of a sentence about learners that did not answer; `other`: if no name is known."""
     verb = "are" if len(names) > 1 else "is"
     return f"{' and '.join(names) or other} {verb} gone or silent for more than {timeout_s:g} s"
@@ -277,7 +277,7 @@ def error_values(error: DilocoError | None, most: int | None = None) -> list[str
 
 def error_of(name: str, text: str) -> DilocoError:
     """The error of this package with this class name and text, as another rank sent it."""
-    kind, text = getattr(errors, name, None), printable(text).strip() or "it says no more"
+    kind, text = getattr(errors, name, None), printable(text).strip() or "it gives no reason"
     if isinstance(kind, type) and issubclass(kind, DilocoError):
         return kind(text)
     return ExchangeError(f"{printable(name)}: {text}")

@@ -162,7 +162,7 @@ def read_key_pair(directory: Path) -> KeyPair:
 
 
 def key_line(pair: KeyPair) -> str:
-    """Keys, as `read_key_pair` gives them, as a line."""
+    """Keys as a line. `pair`: as `read_key_pair` returns it."""
     key = serialization.load_pem_private_key(pair.key, password=None)
     certificates = [x509.load_pem_x509_certificate(pair.cert), *x509.load_pem_x509_certificates(pair.ca)]
     parts = [key.private_bytes(_DER, *_PLAIN), *(each.public_bytes(_DER) for each in certificates)]
@@ -185,14 +185,14 @@ def parse_key_line(line: str, where: str = "the line of keys") -> KeyPair:
         data = base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
     except binascii.Error:  # no bytes have so many characters
         data = b""
-    said = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "big")
-    if len(data) != said + _CHECK_BYTES:
-        whole = len(KEY_LINE) + (4 * (said + _CHECK_BYTES) + 2) // 3
+    end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "big")
+    if len(data) != end + _CHECK_BYTES:
+        whole = len(KEY_LINE) + (4 * (end + _CHECK_BYTES) + 2) // 3
         raise ConfigError(f"{where} has {len(KEY_LINE) + len(text)} characters, and by its beginning {whole}; {again}")
-    if data[said:] != _checksum(data[:said]):
-        raise ConfigError(f"{where} was changed on its way (its checksum does not match); {again}")
+    if data[end:] != _checksum(data[:end]):
+        raise ConfigError(f"{where} was changed in transit (its checksum does not match); {again}")
     parts, at = list[bytes](), _LENGTH_BYTES
-    while at < said:
+    while at < end:
         begins = at + _LENGTH_BYTES
         at = begins + int.from_bytes(data[at:begins], "big")
         parts.append(data[begins:at])

@@ -1,7 +1,7 @@
 """Commands of rank 0 to all ranks of its learner, executed beside the training thread, one at a time in each lane.
 
 Rank 0 leads: it broadcasts a command, every rank executes its part, and all of them gather the outcomes. So either all
-ranks have executed a command, or none of them goes on from it.
+ranks have executed a command, or none of them continues from it.
 """
 
 from __future__ import annotations

@@ -17,14 +17,14 @@ from diloco.exchange.peers import require_no_syncer
 
 
 def agree(
-    group: Group, num_bytes: dict[str, int], doing: str, said: dict[str, Any], error: DilocoError | None = None
+    group: Group, num_bytes: dict[str, int], doing: str, values: dict[str, Any], error: DilocoError | None = None
 ) -> list[dict[str, Any]]:
     """Exchange a small message with all ranks. An error of one rank is raised on all of them.
 
     Arguments:
         num_bytes: bytes by kind; the bytes sent and received are added under "control".
         doing: this rank's operation, for error messages.
-        said: plain values that fit into a frame.
+        values: plain values that fit into a frame.
         error: this rank's failure; None: it did not fail.
 
     Raises:
@@ -32,7 +32,7 @@ def agree(
         DilocoError: the error of a rank, with its class; names the rank.
     """
     failure = error_values(error, TEXT_CHARACTERS)
-    frames = group.gather_frames({"doing": doing, "said": said, "error": failure}, doing)
+    frames = group.gather_frames({"doing": doing, "said": values, "error": failure}, doing)
     num_bytes["control"] += 2 * FRAME_BYTES * (group.size - 1)
     for rank, frame in enumerate(frames):
         if frame["error"] is not None:
@@ -61,11 +61,11 @@ def compare(group: Group, layout: Layout, method: Method, overlap: int | None) -
         ConfigError: the methods differ, or the method does not run over a process group.
         LayoutError: the models differ; names the first tensor that differs.
     """
-    said = {
+    mine = {
         "method": method.to_dict(), "layout": layout.to_dict(),
         "overlap": method.overlap if overlap is None else overlap,
     }  # fmt: skip
-    theirs = group.gather_values(said, "opening the run")
+    theirs = group.gather_values(mine, "opening the run")
     methods = [Method.from_dict(each["method"]) for each in theirs]
     layouts = [Layout.from_dict(each["layout"]) for each in theirs]
     for rank in range(1, group.size):

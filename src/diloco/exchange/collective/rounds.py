@@ -60,9 +60,9 @@ class ShardedRounds:
         parts = self._scatter(held.shards, encoded, f"the contribution {place}")
         mine = merge_inputs(self._method, contributions, parts, c.round, held.tensors)
         closed, error = attempt(lambda: close(self._method, held.own, mine, held.places))
-        said = {"refused": [] if closed is None else list(closed.refused)}
-        told = agree(self._group, self._num_bytes, f"the merge {place}", said, error)
-        refused = {learner for frame in told for learner in frame["refused"]}
+        outcome = {"refused": [] if closed is None else list(closed.refused)}
+        outcomes = agree(self._group, self._num_bytes, f"the merge {place}", outcome, error)
+        refused = {learner for frame in outcomes for learner in frame["refused"]}
         answer = self._gather(held.shards, closed.payload, f"the merge {place}")
         advanced = apply_update(self._method, held.whole, closed.update, answer, held.all_places, verify=False)
         update = replace(_without(closed.update, refused), digest=advanced.held.digest)
@@ -80,9 +80,11 @@ class ShardedRounds:
 
         `error`: this rank's error in encoding; None: it had none.
         """
-        said = {"base": c.base, "tokens": c.tokens, "steps": c.steps, "trained": c.trained, "digest": held.whole.digest,
-                "part": c.tensors is not None}  # fmt: skip
-        frames = agree(self._group, self._num_bytes, f"the contribution {place}", said, error)
+        values = {
+            "base": c.base, "tokens": c.tokens, "steps": c.steps, "trained": c.trained, "digest": held.whole.digest,
+            "part": c.tensors is not None,
+        }  # fmt: skip
+        frames = agree(self._group, self._num_bytes, f"the contribution {place}", values, error)
         require_same_digest(c.fragment, held.whole.version, _digests(frames))
         tensors = self._trained_tensors(c, place) if any(frame["part"] for frame in frames) else [None] * len(frames)
         return [
@@ -93,10 +95,10 @@ class ShardedRounds:
 
     def _trained_tensors(self, c: Contribution, place: str) -> list[tuple[int, ...] | None]:
         """The indices of the tensors that each rank trains."""
-        told = self._group.gather_values(c.tensors, f"the tensors that are trained {place}")
-        sizes = [len(json.dumps(each)) + FRAME_BYTES for each in told]
+        trained = self._group.gather_values(c.tensors, f"the tensors that are trained {place}")
+        sizes = [len(json.dumps(each)) + FRAME_BYTES for each in trained]
         self._num_bytes["control"] += sizes[self._group.rank] * (self._group.size - 2) + sum(sizes)
-        return [None if each is None else tuple(each) for each in told]
+        return [None if each is None else tuple(each) for each in trained]
 
     def _scatter(self, shards: Shards, payload: Tensor, what: str) -> list[Tensor]:
         """Send part r of the payload to rank r; return the parts of this rank's shard from all ranks."""

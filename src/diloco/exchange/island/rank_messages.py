@@ -181,17 +181,17 @@ def _out(value: Any, into: list[MessageTensor], fragment: int | None, *, fetched
     return {name: {key: _out(each, into, fragment, fetched=fetched) for key, each in vars(value).items()}}
 
 
-def _in(said: Any, tensors: Sequence[Tensor], fetched: Fetched | None = None) -> Any:
+def _in(plain: Any, tensors: Sequence[Tensor], fetched: Fetched | None = None) -> Any:
     """The value that `_out` was given."""
-    match said:
+    match plain:
         case {"tensor": place}:
             return tensors[place]
         case {"mapping": values}:
             return {key: _in(each, tensors, fetched) for key, each in values.items()}
         case list():
-            return tuple(_in(each, tensors, fetched) for each in said)
+            return tuple(_in(each, tensors, fetched) for each in plain)
         case dict():
-            [(name, values)] = said.items()
+            [(name, values)] = plain.items()
             value = _KINDS[name](**{key: _in(each, tensors, fetched) for key, each in values.items()})
             if fetched is not None and isinstance(value, _FetchedVersion):
                 return fetched(value.fragment, value.version, value.incarnation).held
@@ -199,7 +199,7 @@ def _in(said: Any, tensors: Sequence[Tensor], fetched: Fetched | None = None) ->
                 update = value.update
                 return Arrived.of(update, fetched(update.fragment, update.version, None), value.merged)
             return value
-    return said
+    return plain
 
 
 _KINDS = {

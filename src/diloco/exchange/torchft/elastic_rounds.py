@@ -169,9 +169,9 @@ class ElasticRounds:
         sizes = [0 if frame["wants"] is None else num_bytes for frame in frames]
         parts = split(group.gather(encoded, sizes, place), sizes)
         self._num_bytes["contributions"] += sum(sizes) + encoded.numel() * (len(sizes) - 2)
-        contributions, payloads = _brought(fragment, round_, frames, parts)
-        brought = merge_inputs(self._method, contributions, payloads, round_)
-        closed = close(self._method, held, brought, self._layout.fragments[fragment].tensors)
+        contributions, payloads = _contributions(fragment, round_, frames, parts)
+        inputs = merge_inputs(self._method, contributions, payloads, round_)
+        closed = close(self._method, held, inputs, self._layout.fragments[fragment].tensors)
         update = closed.update
         results = group.gather_frames({"digest": closed.held.digest}, f"the result of {place}")
         require_same_digest(
@@ -187,11 +187,11 @@ class ElasticRounds:
         self._copy.results[fragment] = RoundResult(update, merged, closed.refused, mean)
 
 
-def _brought(
+def _contributions(
     fragment: int, round_: int, frames: Sequence[dict[str, Any]], parts: Sequence[Tensor]
 ) -> tuple[list[Contribution], list[Tensor]]:
     """The members' contributions and payloads, in the order of the replica names."""
-    brought = []
+    pairs = []
     for frame, part in zip(frames, parts, strict=True):
         if frame["wants"] is not None:
             _, _, number, base, tokens, steps, step, tensors = frame["wants"]
@@ -199,6 +199,6 @@ def _brought(
                 frame["replica"], 1, fragment, number, round_, base, tokens, steps, step=step,
                 tensors=None if tensors is None else tuple(tensors),
             )  # fmt: skip
-            brought.append((contribution, part))
-    brought.sort(key=lambda each: each[0].learner)
-    return [contribution for contribution, _ in brought], [payload for _, payload in brought]
+            pairs.append((contribution, part))
+    pairs.sort(key=lambda each: each[0].learner)
+    return [contribution for contribution, _ in pairs], [payload for _, payload in pairs]

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from diloco.errors import ConfigError, ExchangeError
-from diloco.exchange.group import Group, gone, reason_of
+from diloco.exchange.group import Group, reason_of, unresponsive
 
 HEARTBEAT_S = 0.5
 
@@ -96,7 +96,7 @@ class QuorumClient:
         while not self.closing.is_set():
             try:
                 client.heartbeat(self._replica)
-            except (RuntimeError, TimeoutError):  # the next quorum says what is wrong
+            except (RuntimeError, TimeoutError):  # the next quorum request raises it
                 self.closing.wait(HEARTBEAT_S)
             self.closing.wait(HEARTBEAT_S)
 
@@ -113,5 +113,5 @@ class QuorumGroup(Group):
 
     def _lost(self, what: str, reason: str, ranks: Collection[int] = ()) -> str:
         """As in `Group`, without the advice to start all ranks again: the next quorum excludes lost members."""
-        who = gone([self._replicas[rank] for rank in ranks], "another learner", self._timeout_s)
+        who = unresponsive([self._replicas[rank] for rank in ranks], "another learner", self._timeout_s)
         return f"{what} did not get through, because {who} ({reason})."

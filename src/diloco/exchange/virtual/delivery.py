@@ -171,8 +171,8 @@ class Fault:
         back_s = self.at_s if self.back_s is None else self.back_s
         if not 0 <= self.at_s <= back_s < math.inf:
             raise ConfigError(
-                f"learner {self.learner} is killed at {self.at_s!r} s and back at {self.back_s!r} s; it comes back "
-                "later, or never (None)."
+                f"learner {self.learner} is killed at {self.at_s!r} s and starts again at {self.back_s!r} s; let it "
+                "start later, or never (None)."
             )
 
 

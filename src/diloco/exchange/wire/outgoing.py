@@ -79,7 +79,7 @@ class OutgoingUpload(SendPace):
                 yield from self._resumed(self._header)
             else:
                 yield from streamed(self._header, self._parts(), self)
-        except UnreachableError:  # the call is over, and says why
+        except UnreachableError:  # the call is over, and raises the reason
             return
 
     def _resumed(self, header: Message) -> Iterator[bytes]:
