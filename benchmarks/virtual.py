@@ -17,7 +17,7 @@ from torch import nn
 import diloco
 from diloco.core.method import Method
 from diloco.exchange.local import Local, run_virtual
-from diloco.exchange.virtual.run import VirtualRun, World
+from diloco.exchange.virtual.run import VirtualRun
 from diloco.planning.network import Network, Route
 
 NUM_LEARNERS = 64
@@ -103,6 +103,6 @@ def _simulated(method: Method) -> float:
     paths = [Route((f"up-{i}", "syncer"), (f"down-{i}", "syncer"), 0.02) for i in range(NUM_LEARNERS)]
     names = [f"learner-{index:02d}" for index in range(NUM_LEARNERS)]
     speeds = [1.0 + index / NUM_LEARNERS for index in range(NUM_LEARNERS)]
-    world = World(names, lambda index, _: speeds[index], [0.0] * NUM_LEARNERS, Network(links, paths))
-    run_virtual(life, VirtualRun(world))
+    run = VirtualRun(names, lambda index, _: speeds[index], [0.0] * NUM_LEARNERS, Network(links, paths))
+    run_virtual(life, run)
     return max(times) - min(times)

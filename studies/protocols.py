@@ -19,7 +19,7 @@ from torch import nn
 import diloco
 from diloco.exchange.local import Local, run_virtual
 from diloco.exchange.virtual.delivery import Fault
-from diloco.exchange.virtual.run import VirtualRun, World
+from diloco.exchange.virtual.run import VirtualRun
 from diloco.planning.network import Network, Route
 from diloco.protocol.actions import Evict
 from diloco.protocol.contribution import Contribution
@@ -139,7 +139,7 @@ def play(case: Case) -> Trace:
     quorum = case.method.quorum
     observer = Recording(found, names, quorum.at_least if isinstance(quorum, diloco.Called) else None)
     run = observer.run = VirtualRun(
-        World(names, lambda index, _: case.step_s[index], starts_s, network, case.faults, observer, watch)
+        names, lambda index, _: case.step_s[index], starts_s, network, case.faults, observer, watch
     )
 
     def life(index: int, exchange: Local) -> None:

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 import diloco
 from diloco.core.fragments import make_layout
 from diloco.errors import ExchangeError
-from diloco.exchange.device_group import DeviceGroup
-from diloco.exchange.group import Group
+from diloco.exchange.group import DeviceGroup, Group
 from diloco.learner.partition import Divided, divided
 from diloco.learner.pieces import Box, Piece
 

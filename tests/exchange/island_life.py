@@ -248,22 +248,20 @@ def live(
         return Result(own | swapped, facts)
 
 
-class RunsOutOfMemory(RankTask):
-    """Fails on the last rank, by what is no error of this package's."""
-
-    def work(self) -> None:
-        if dist.get_rank() == dist.get_world_size() - 1:
-            raise MemoryError("no room")
+def run_out_of_memory() -> None:
+    """On the last rank, by what is no error of this package's."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        raise MemoryError("no room")
 
 
 def require_that_a_failure_is_told() -> None:
     lane = CommandLane(Group(None, timeout_s=60))
     if dist.get_rank() > 0:
-        lane.follow(lambda _: RunsOutOfMemory())
+        lane.follow(lambda _: RankTask(run_out_of_memory))
         return
     last = dist.get_world_size() - 1
     with pytest.raises(ExchangeError, match=f"rank {last} of this learner failed: MemoryError: no room"):
-        lane.lead({}, RunsOutOfMemory())
+        lane.lead({}, RankTask(run_out_of_memory))
     lane.end()
 
 

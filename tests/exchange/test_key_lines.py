@@ -74,7 +74,7 @@ def test_a_damaged_line_is_one_sentence_without_the_secret(keys: Path) -> None:
         (line[:9], "has 9 characters"),
         ("diloco1.", "has 8 characters"),
         (line + "AAAA", "characters, and by its beginning"),
-        (f"diloco1.{body[:99]}{other}{body[100:]}", "was changed on its way"),
+        (f"diloco1.{body[:99]}{other}{body[100:]}", "was changed in transit"),
         (f"diloco1.{body[:99]}%{body[100:]}", "has '%' as its character 108"),
         (body, "names no directory and does not begin with diloco1"),
         (line[300:], "names no directory and does not begin with diloco1"),

@@ -18,7 +18,7 @@ from diloco.core.presets import PRESETS
 from diloco.core.reference import Event, Reference, scheduled
 from diloco.errors import ConfigError
 from diloco.exchange.local import Local, run_virtual
-from diloco.exchange.virtual.run import VirtualRun, World
+from diloco.exchange.virtual.run import VirtualRun
 from diloco.planning.network import Network, Route
 from diloco.protocol.contribution import Contribution
 from diloco.run.ports import MergedRound, NullObserver
@@ -75,8 +75,8 @@ def lived(scenario: Scenario) -> tuple[list[Event], list[dict[str, Tensor]]]:
 
     network = Network({"line": 1e7}, [Route(("line",), ("line",), 0.05)] * LEARNERS)
     names = [f"learner-{m}" for m in range(LEARNERS)]
-    world = World(names, lambda m, _: SPEEDS[m], [0.0] * LEARNERS, network, observer=Told(events))
-    return events, [result for result in run_virtual(life, VirtualRun(world)) if isinstance(result, dict)]
+    run = VirtualRun(names, lambda m, _: SPEEDS[m], [0.0] * LEARNERS, network, observer=Told(events))
+    return events, [result for result in run_virtual(life, run) if isinstance(result, dict)]
 
 
 METHODS = {

@@ -16,7 +16,7 @@ from diloco.core.quorum import Called
 from diloco.errors import ConfigError, DrainedError
 from diloco.exchange.local import Local, Lost, run_virtual
 from diloco.exchange.virtual.delivery import Fault
-from diloco.exchange.virtual.run import VirtualRun, World
+from diloco.exchange.virtual.run import VirtualRun
 from diloco.planning.network import Network, Route
 from diloco.protocol.steering import Pool, PoolSchedule
 from diloco.run.ports import NullObserver
@@ -68,7 +68,7 @@ def world(
     links = {f"{way}-{i}": speed for i, speed in enumerate(speeds) for way in ("up", "down")}
     network = Network(links, [Route((f"up-{i}",), (f"down-{i}",), latency_s) for i in range(learners)])
     names = [f"learner-{i}" for i in range(learners)]
-    return VirtualRun(World(names, lambda *_: step_s, [0.0] * learners, network, faults))
+    return VirtualRun(names, lambda *_: step_s, [0.0] * learners, network, faults)
 
 
 MODEL_BITS = 4 * 8 * NUM_PARAMETERS
@@ -153,7 +153,7 @@ def test_a_learner_knows_of_the_run_what_the_syncer_told_it_last() -> None:
                 told.append((exchange.now_s, exchange.overview.num_live, exchange.overview.run_tokens))
         return told
 
-    first, second = run_virtual(live, VirtualRun(World(["a", "b"], lambda *_: 1.0, [0.0, 3.0], network)))
+    first, second = run_virtual(live, VirtualRun(["a", "b"], lambda *_: 1.0, [0.0, 3.0], network))
     assert first == [
         (4.0, 1, 0), (5.0, 1, 10), (6.0, 1, 20), (8.5, 2, 60),
         (9.5, 2, 60), (10.5, 2, 70), (11.5, 2, 90), (13.5, 2, 140),
@@ -270,7 +270,7 @@ def test_an_old_state_does_not_take_a_run_back_that_others_train(name: str) -> N
     saved: dict[int, Any] = {}
     run_virtual(resuming(LIVE[name], 25, Taken(), saved), world())
     taken = Taken()
-    late = VirtualRun(World(["learner-0", "learner-1"], lambda *_: 1.0, [0.0, 3.5]))
+    late = VirtualRun(["learner-0", "learner-1"], lambda *_: 1.0, [0.0, 3.5])
     first, second = run_virtual(resuming(LIVE[name], 45, taken, {1: saved[1]}), late)
     assert not isinstance(first, Lost)
     assert not isinstance(second, Lost)
@@ -285,7 +285,7 @@ def test_a_late_learner_brings_its_books_to_a_run_that_its_checkpoint_is_of(name
     saved: dict[int, Any] = {}
     before, taken = Taken(), Taken()
     run_virtual(resuming(LIVE[name], 14, before, saved), world())
-    late = VirtualRun(World(["learner-0", "learner-1"], lambda *_: 1.0, [0.0, 3.5]))
+    late = VirtualRun(["learner-0", "learner-1"], lambda *_: 1.0, [0.0, 3.5])
     first, second = run_virtual(resuming(LIVE[name], 45, taken, saved), late)
     assert taken.exact == [True, True]
     assert not isinstance(first, Lost)
@@ -306,9 +306,7 @@ class BrokenObserver(NullObserver):
 def test_an_observer_that_fails_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
     method = diloco.DiLoCo(sync_every=4, **FP32)
     names = ["learner-0", "learner-1"]
-    seen = run_virtual(
-        life(method, 20), VirtualRun(World(names, lambda *_: 1.0, [0.0, 0.0], observer=BrokenObserver()))
-    )
+    seen = run_virtual(life(method, 20), VirtualRun(names, lambda *_: 1.0, [0.0, 0.0], observer=BrokenObserver()))
     assert [each.metrics["versions"] for each in seen if isinstance(each, Seen)] == [[5], [5]]
     assert caplog.text.count("BrokenObserver.published failed") == 1
 
@@ -320,7 +318,7 @@ def test_a_learner_that_was_cut_off_when_the_pool_shrank_ends_as_one_that_is_dra
     """Its eleventh step takes so long that it is evicted, and the other is past the middle of the run when it ends."""
     method = diloco.DiLoCo(sync_every=4, **FP32)
     names = ["learner-0", "learner-1"]
-    run = VirtualRun(World(names, lambda i, step: 20.0 if (i, step) == (1, 10) else 1.0, [0.0, 0.0], pool=POOL))
+    run = VirtualRun(names, lambda i, step: 20.0 if (i, step) == (1, 10) else 1.0, [0.0, 0.0], pool=POOL)
 
     def live(index: int, exchange: Local) -> tuple[int, list[Any]]:
         model = torch.nn.Linear(NUM_PARAMETERS, 1, bias=False)
@@ -328,7 +326,7 @@ def test_a_learner_that_was_cut_off_when_the_pool_shrank_ends_as_one_that_is_dra
         with diloco.Learner(model, optimizer, method=method, exchange=exchange) as learner:
             while learner.steps < 40 and not learner.drained:
                 if (index, learner.steps) == (1, 10):
-                    run.wire(1).broke()
+                    run.wires[1].break_all()
                 learner.step(tokens=10)
             if index == 1:
                 with pytest.raises(ConfigError, match="has finished"):
@@ -346,7 +344,7 @@ def test_a_learner_that_was_cut_off_when_the_pool_shrank_ends_as_one_that_is_dra
 
 def test_a_learner_that_comes_back_when_the_pool_has_shrunk_fails() -> None:
     method = diloco.DiLoCo(sync_every=4, **FP32)
-    run = VirtualRun(World(["first", "second"], lambda *_: 1.0, [0.0, 0.0], faults=[Fault(1, 10.5, 30.5)], pool=POOL))
+    run = VirtualRun(["first", "second"], lambda *_: 1.0, [0.0, 0.0], faults=[Fault(1, 10.5, 30.5)], pool=POOL)
     with pytest.raises(DrainedError, match="taken by first; it has shrunk, so train without second"):
         run_virtual(life(method, 40), run)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from diloco.exchange.wire.frames import FEWEST_BYTES, QUEUE_S, SHORTEST_CHUNK_BYTES, Window
-from diloco.exchange.wire.incoming import CHUNKS_UNSAID
+from diloco.exchange.wire.incoming import MAX_UNACKNOWLEDGED
 
 MBIT = 1e6 / 8
 
@@ -55,7 +55,7 @@ def test_a_transfer_fills_its_link_and_little_of_the_buffers(mbit_s: int, latenc
 def test_a_receiver_that_speaks_of_few_chunks_never_stops_the_sender() -> None:
     """What it has not spoken of may be more than the window, where that has become small."""
     window = Window()
-    carry(window, 200_000_000, 1000 * MBIT, 0.01, chunks_unsaid=CHUNKS_UNSAID)
+    carry(window, 200_000_000, 1000 * MBIT, 0.01, chunks_unsaid=MAX_UNACKNOWLEDGED)
     for minute in range(1, 31):  # the link becomes slow
         assert window.in_flight_bytes == 0
         while window.has_room:

@@ -30,7 +30,6 @@ from diloco import Method
 from diloco.exchange.base import Exchange
 from diloco.exchange.local import Local, Lost, run_virtual
 from diloco.exchange.virtual.run import VirtualRun
-from diloco.exchange.virtual.run import World as VirtualWorld
 from diloco.planning.network import Network, Route
 from diloco.syncer.server import Options, Syncer
 
@@ -78,10 +77,8 @@ def _over_links(*, alike: bool) -> RunLearners:
         paths = [Route((f"up-{i}", "line"), (f"down-{i}",), 0.1 * speed[i]) for i in range(LEARNERS)]
         names = [f"learner-{index:03d}" for index in range(LEARNERS)]
         network = Network(links | {"line": 2e4}, paths)
-        world = VirtualWorld(
-            names, lambda index, step: 0.1 + 0.02 * ((speed[index] + step) % 3), [0.0] * LEARNERS, network
-        )
-        return [result for result in run_virtual(life, VirtualRun(world)) if not isinstance(result, Lost)]
+        run = VirtualRun(names, lambda index, step: 0.1 + 0.02 * ((speed[index] + step) % 3), [0.0] * LEARNERS, network)
+        return [result for result in run_virtual(life, run) if not isinstance(result, Lost)]
 
     return run_learners
 
@@ -92,7 +89,7 @@ def _local(scenario: Scenario, run_learners: RunLearners) -> list[Result]:
     for part in range(scenario.parts):
 
         def life(index: int, exchange: Local, part: int = part) -> Result:
-            return live(scenario, part, index, exchange, carried[index], lambda: exchange.rest(STAYS_S))
+            return live(scenario, part, index, exchange, carried[index], lambda: exchange.sleep(STAYS_S))
 
         try:
             results = run_learners(life)

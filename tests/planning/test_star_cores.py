@@ -13,7 +13,7 @@ import diloco
 from diloco.core.method import Method
 from diloco.core.quorum import Called
 from diloco.exchange.local import Local, run_virtual
-from diloco.exchange.virtual.run import VirtualRun, World
+from diloco.exchange.virtual.run import VirtualRun
 from diloco.planning.discrete_events import ExchangePlan
 from diloco.planning.prediction import predict, star_network
 from diloco.planning.simulated_rounds import CalledRounds
@@ -41,7 +41,7 @@ def seen(method: Method, step_s: Sequence[float], bit_per_s: float, syncer_bit_p
         model = Model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with diloco.Learner(model, optimizer, method=method, exchange=exchange) as learner:
-            exchange.rest(BEGIN_S - exchange.now_s)
+            exchange.sleep(BEGIN_S - exchange.now_s)
             for _ in range(STEPS):
                 for parameter in model.parameters():
                     parameter.grad = torch.ones_like(parameter)
@@ -51,8 +51,8 @@ def seen(method: Method, step_s: Sequence[float], bit_per_s: float, syncer_bit_p
 
     names = [f"learner-{i}" for i in range(len(step_s))]
     network = star_network(len(names), bit_per_s, bit_per_s, syncer_bit_per_s=syncer_bit_per_s)
-    world = World(names, lambda index, _: step_s[index], [0.0] * len(names), network)
-    results: list[Any] = run_virtual(live, VirtualRun(world))
+    run = VirtualRun(names, lambda index, _: step_s[index], [0.0] * len(names), network)
+    results: list[Any] = run_virtual(live, run)
     return results
 
 

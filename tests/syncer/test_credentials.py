@@ -209,7 +209,7 @@ def test_a_syncer_with_the_keys_of_another_authority_ends_its_learners(
     tmp_path: Path, both_keys: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not at once: something else may answer in its place for a while."""
-    monkeypatch.setattr(connection, "LOOK_EVERY_S", 0.2)
+    monkeypatch.setattr(connection, "DIAGNOSE_EVERY_S", 0.2)
     with at_one_port(tmp_path) as (serve, _):
         address = serve("keys").address
         exchange = diloco.connect(address, run=RUN, keys=tmp_path / "keys" / "site-a", initialise=True)
@@ -237,7 +237,7 @@ def test_an_address_that_refuses_does_not_end_a_learner_that_another_one_serves(
     keys = tmp_path / "keys" / "site-a"
     options = Options("127.0.0.1:0", tmp_path / "other-state", keys=tmp_path / "other" / "syncer")
     with Syncer(RUN, method(), options) as stranger, at_one_port(tmp_path) as (serve, stop):
-        monkeypatch.setattr(connection, "LOOK_EVERY_S", 0.2)
+        monkeypatch.setattr(connection, "DIAGNOSE_EVERY_S", 0.2)
         good = serve("keys").address
         addresses = f"{stranger.address},{good}"
         exchange = diloco.connect(addresses, run=RUN, keys=keys, initialise=True)

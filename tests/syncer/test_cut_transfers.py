@@ -29,7 +29,7 @@ from diloco.exchange.dialling import Dialler
 from diloco.exchange.remote.entry import Entry, Initial, describe, model_parts
 from diloco.exchange.remote.transfers import Payload, Receiver, Sender
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import CHUNKS_UNSAID, FIRST_BYTES, bytes_of, frames
+from diloco.exchange.wire.frames import FIRST_BYTES, MAX_UNACKNOWLEDGED, bytes_of, frames
 from diloco.exchange.wire.incoming import start_of
 from diloco.protocol.members import Deadlines
 from diloco.protocol.session import requests
@@ -169,7 +169,7 @@ def test_another_model_does_not_go_on_with_what_is_here_of_one(tmp_path: Path) -
         messages, taken = frames(header, *parts, memoryview(save({}))), threading.Event()
 
         def first_chunks() -> Iterator[bytes]:
-            yield from itertools.islice(messages, 1 + CHUNKS_UNSAID)
+            yield from itertools.islice(messages, 1 + MAX_UNACKNOWLEDGED)
             taken.wait()
 
         def hear(received: pb.Received) -> None:
@@ -305,7 +305,7 @@ def cut_short(raw: Raw, payload: torch.Tensor) -> None:
     taken = threading.Event()
 
     def stream() -> Iterator[bytes]:
-        yield from itertools.islice(messages, 1 + CHUNKS_UNSAID)
+        yield from itertools.islice(messages, 1 + MAX_UNACKNOWLEDGED)
         taken.wait()
 
     def hear(received: pb.Received) -> None:

@@ -29,7 +29,7 @@ from diloco.exchange.dialling import Dialler, found
 from diloco.exchange.probe import probe
 from diloco.exchange.remote.entry import Entry, describe, model_parts
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import CHUNKS_UNSAID, FIRST_BYTES, bytes_of, frames, read_header
+from diloco.exchange.wire.frames import FIRST_BYTES, MAX_UNACKNOWLEDGED, bytes_of, frames, read_header
 from diloco.protocol.members import Deadlines
 from diloco.protocol.session import requests
 from diloco.protocol.session.requests import Identity
@@ -64,7 +64,7 @@ def swallow_at_length(link: Link) -> None:
 
 
 def status(syncers: Dialler) -> None:
-    syncers.call("control", "Status", pb.StatusRequest(run=RUN), pb.StatusReply)
+    syncers.current.call("control", "Status", pb.StatusRequest(run=RUN), pb.StatusReply)
 
 
 def join(syncers: Dialler) -> None:
@@ -302,16 +302,16 @@ def test_what_came_of_the_initial_model_waits_as_long_as_what_came_of_a_contribu
     now = [0.0]
     incoming = IncomingModel(clock=lambda: now[0])
     header = pb.InitialiseHeader(run=RUN, learner="a", part_bytes=[1 << 24])
-    kept_bytes = cut_short(incoming, header, CHUNKS_UNSAID)[-1]
+    kept_bytes = cut_short(incoming, header, MAX_UNACKNOWLEDGED)[-1]
     assert incoming.kept_bytes == 1 << 24
     now[0] = KEPT_S - 1.0
     incoming.look()
     header.resumes = True
-    assert cut_short(incoming, header, CHUNKS_UNSAID)[0] == kept_bytes
+    assert cut_short(incoming, header, MAX_UNACKNOWLEDGED)[0] == kept_bytes
     now[0] += KEPT_S
     incoming.look()
     assert incoming.kept_bytes == 0
-    assert cut_short(incoming, header, CHUNKS_UNSAID)[0] == 0
+    assert cut_short(incoming, header, MAX_UNACKNOWLEDGED)[0] == 0
 
 
 def test_a_syncer_releases_what_came_of_a_model_that_does_not_go_on(tmp_path: Path) -> None:

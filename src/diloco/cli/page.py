@@ -28,7 +28,7 @@ def command(
     where = reach(run_file, address, run, keys, insecure)
     with closing(where.dial()) as syncers:
         found(syncers, where.run)
-        url = syncers.call("control", "OpenPage", pb.OpenPageRequest(run=where.run), pb.OpenPageReply).url
+        url = syncers.current.call("control", "OpenPage", pb.OpenPageRequest(run=where.run), pb.OpenPageReply).url
     if as_json:
         typer.echo(json.dumps({"url": url}))
         return

@@ -1,11 +1,11 @@
 """How contributions reach the other learners: one protocol, in one process, over a process group or over the internet.
 
     method(given)            the run's method
-    open(layout, …)          join the run with this model; what all learners start from
+    open(layout, …)          join the run with this model; returns the state that the learner starts from
     offer(contribution, …)   send a contribution; returns at once
-    poll()                   what has happened since the last poll
-    wait()                   block until `poll` has something new
-    boundary()               this boundary's work is done; whether there may be more of it at this very moment
+    poll()                   the events since the last poll
+    wait()                   block until `poll` has an event
+    boundary()               the learner has handled its events; returns whether more follow at the same boundary
     close()
 
 An exchange owns its threads and its copy of the newest global fragments. It encodes, sends, receives and decodes on its
@@ -38,8 +38,8 @@ from diloco.protocol.session.requests import TellStart
 
 @dataclass(frozen=True)
 class FlatModel:
-    """A learner's own model: one flat fp32 host vector per fragment, and the tensors that training leaves alone. In a
-    learner of several ranks the vectors are this rank's shards."""
+    """A learner's own model: one flat fp32 host vector per fragment, and the tensors that training does not change. In
+    a learner of several ranks the vectors are this rank's shards."""
 
     fragments: tuple[Tensor, ...]
     static: Mapping[str, Tensor]
@@ -47,14 +47,14 @@ class FlatModel:
 
 @dataclass(frozen=True)
 class StartingState:
-    """What a learner starts from.
+    """The state of the run that a learner starts from.
 
     Attributes:
-        learner, incarnation: who it is in the run.
+        learner, incarnation: the learner's name and incarnation in the run.
         step: the inner step to start from (the run's, for a late joiner).
-        awaited: a round waits for this learner's send after that step, however many steps it has behind it.
+        awaited: a round waits for this learner's send after that step, however many steps it has taken itself.
         fragments: the global model; with outer states where the outer optimizer is on the learners.
-        static: the tensors that training leaves alone.
+        static: the tensors that training does not change.
         run_tokens: tokens trained by the run so far.
     """
 
@@ -68,13 +68,13 @@ class StartingState:
 
     @classmethod
     def of(cls, start: TellStart, fragments: Sequence[GlobalFragment], static: Mapping[str, Tensor]) -> Self:
-        """A start as a session tells it, with what was fetched for it."""
+        """A session's start, with the model that was fetched for it."""
         who = start.who
         return cls(who.learner, who.incarnation, start.step, tuple(fragments), static, start.run_tokens, start.awaited)
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """Of each fragment."""
+        """The version of each fragment."""
         return tuple(held.version for held in self.fragments)
 
 
@@ -83,12 +83,12 @@ class Arrived:
     """A published version, decoded and verified; its tensors are flat fp32 on the host and never changed again.
 
     Attributes:
-        update: what was published.
+        update: the published update.
         held: the new version, bare, with one exception: where the outer optimizer is on the learners, a version that
-            came whole, without its mean, has its outer state.
-        merged: this learner's contributions up to this number are in this version or an earlier one, unless they were
-            rejected; 0: none is.
-        mean: the merged outer gradient that led to it, where the outer optimizer is on the learners.
+            was fetched whole, without its mean, has its outer state.
+        merged: this learner's contributions up to this number are merged in this version or an earlier one, unless
+            they were rejected; 0: none is merged.
+        mean: the merged outer gradient of this version, where the outer optimizer is on the learners.
     """
 
     update: Update
@@ -98,14 +98,14 @@ class Arrived:
 
     @classmethod
     def of(cls, update: Update, advanced: AppliedUpdate, merged: int) -> Self:
-        """What an update has led to."""
+        """The arrival of an update that was applied."""
         held = advanced.held if advanced.mean is None else advanced.held.bare
         return cls(update, held, merged, advanced.mean)
 
 
 @dataclass(frozen=True)
 class Rejoined:
-    """This learner was evicted and has rejoined: it starts from `opened`, and what it had sent is void."""
+    """This learner was evicted and has rejoined: it starts from `opened`, and its earlier contributions are void."""
 
     opened: StartingState
     reason: str
@@ -113,14 +113,14 @@ class Rejoined:
 
 @dataclass(frozen=True)
 class Overview:
-    """The run as a learner last heard of it.
+    """The state of the run in the newest message that a learner has received.
 
     Attributes:
         num_live: learners that take part.
         run_tokens: tokens trained by the whole run; None: they are not counted.
         sync_every: where learners push at a pace of their own, inner steps to this one's next push; None: the method's
             H.
-        drained: the run has no place for this learner any more.
+        drained: the run has no place for this learner any more; it must finish and leave.
     """
 
     num_live: int = 1
@@ -130,7 +130,7 @@ class Overview:
 
     @classmethod
     def of(cls, standing: Standing | None) -> Overview:
-        """As a syncer told it; None: nothing yet."""
+        """From a syncer's message; None: none was received."""
         if standing is None:
             return cls(run_tokens=0)
         return cls(standing.num_live, standing.run_tokens, standing.sync_every, standing.drained)
@@ -144,14 +144,14 @@ Call = Literal[
 
 @dataclass(frozen=True)
 class Interrupted:
-    """The learner is to wait no longer (`Exchange.interrupt`)."""
+    """The learner must stop waiting (`Exchange.interrupt`)."""
 
 
 Event = Arrived | CallForWork | Rejection | Rejoined | Grant | Drained | Hold | Interrupted
 
 
 class Exchange(ABC):
-    """The seam between a learner and the others. One exchange belongs to one learner."""
+    """The interface between one learner and the others of its run."""
 
     gradients = True
     """Whether gradients can be exchanged (`Method.exchanged == "gradients"`) besides outer gradients."""
@@ -163,7 +163,7 @@ class Exchange(ABC):
     """Whether a learner can join a run under way without a checkpoint."""
 
     remind_after_s = 10.0
-    """How long a learner is blocked before it says on what, in a warning; again at doubled times."""
+    """Seconds that a learner is blocked before it warns, with the reason; it warns again at doubled times."""
 
     dials_out = False
     """Whether each process that opens it becomes a learner, whatever torch.distributed it is part of."""
@@ -171,10 +171,10 @@ class Exchange(ABC):
     _is_taken = False
 
     def take(self) -> None:
-        """A learner takes this exchange, before it opens it.
+        """Mark this exchange as one learner's, before `open`.
 
         Raises:
-            ConfigError: another learner has taken it.
+            ConfigError: it is another learner's.
         """
         if self._is_taken:
             raise ConfigError("this exchange belongs to another Learner already; make a new one for every learner.")
@@ -185,75 +185,76 @@ class Exchange(ABC):
         """The run's method.
 
         Raises:
-            ConfigError: none was given and the run brings none, or the two differ (says in what).
+            ConfigError: none was given and the run has none, or the two differ (names the difference).
         """
 
     @abstractmethod
     def open(
         self, layout: Layout, method: Method, initial: Callable[[], FlatModel], *, overlap: int | None = None
     ) -> StartingState:
-        """Join.
+        """Join the run.
 
         Arguments:
-            initial: gives this learner's own model, and is called only where this learner initialises the run.
+            initial: returns this learner's own model; called only if this learner initialises the run.
             overlap: this learner's own τ; None: the method's.
 
         Raises:
-            LayoutError: the others hold another model; names the first tensor that differs.
+            LayoutError: the other learners have another model; names the first tensor that differs.
         """
 
     @abstractmethod
     def offer(self, contribution: Contribution, payload: Callable[[], Tensor]) -> None:
         """Send a contribution; never blocks on the network.
 
-        `payload()` gives the encoded bytes (uint8). It is called at most once, and in the order of the offers.
+        `payload()` returns the encoded bytes (uint8). It is called at most once, and in the order of the offers.
         """
 
     def ask(self, ask: Ask) -> None:
-        """Ask for units of the run's data, one request at a time; returns at once. The answer, a `Grant`, comes with
-        `poll`; or `Rejoined`, and the request is void."""
+        """Request units of the run's data, one request at a time; returns at once. `poll` returns the answer, a
+        `Grant`, or `Rejoined`, which voids the request."""
         raise NotImplementedError(f"{type(self).__name__} leases no data: {ask}")
 
     @abstractmethod
     def poll(self) -> Sequence[Event]:
-        """Everything that happened since the last poll, in order. Raises what a background thread failed with."""
+        """The events since the last poll, in order. Raises the error of a background thread."""
 
     @abstractmethod
     def wait(self, timeout_s: float) -> None:
-        """Block until `poll` has something new, or `timeout_s` have passed."""
+        """Block until `poll` has an event, or `timeout_s` have passed."""
 
     def interrupt(self, after_s: float) -> None:  # noqa: B027  (others wait in torch, or in virtual time)
         """End all waiting after this time, from any thread or a signal handler: joining raises StoppedError, and a
-        learner that has joined hears `Interrupted`. From then on `close` says goodbye in a moment or not at all."""
+        learner that has joined receives `Interrupted`. `close` then leaves the run within less than a second, or
+        without the syncer's answer."""
 
     def report(self, report: Report) -> None:  # noqa: B027  (an exchange without heartbeats has nothing to do)
         """The learner's newest state, for heartbeats; never blocks."""
 
     def rejoined(self, incarnation: int) -> None:  # noqa: B027  (an exchange without a syncer evicts nobody)
-        """The learner has started over, as `Rejoined` said: what it reports from now on is of this incarnation. Before,
-        it is of the one that was evicted, also where that event was polled and waits for other ranks."""
+        """The learner has started over after `Rejoined`: from now on it reports as this incarnation. Until then it
+        reports as the evicted one, also if that event was polled and waits for other ranks."""
 
-    def stepped(self) -> None:  # noqa: B027  (only virtual time has to be told)
-        """The learner has computed an inner step and comes to its boundary; in virtual time, blocks until the step has
+    def stepped(self) -> None:  # noqa: B027  (only virtual time needs it)
+        """The learner has computed an inner step and is at its boundary; in virtual time, blocks until the step has
         ended."""
 
     def boundary(self) -> bool:
-        """The learner has handled its events. Returns whether there are more at this same boundary: then poll again."""
+        """The learner has handled its events. Returns whether more follow at this boundary: then poll again."""
         return False
 
     @property
     def now_s(self) -> float:
-        """The time that steps and waiting are measured in, in seconds from an arbitrary beginning."""
+        """The clock of steps and of waiting, in seconds since an arbitrary moment."""
         return time.monotonic()
 
     @property
     def overview(self) -> Overview:
-        """The run as last heard."""
+        """The newest overview of the run."""
         return Overview()
 
     @property
     def obstacles(self) -> str:
-        """What may keep an answer from coming, in words, as far as this exchange knows."""
+        """Possible reasons why an answer is missing, as a phrase for warnings."""
         return f"{self.overview.num_live} learner(s) take part"
 
     def sum_tokens(self, tokens: int) -> int:
@@ -261,12 +262,12 @@ class Exchange(ABC):
         return tokens
 
     def meet(self, call: Call) -> None:  # noqa: B027  (one rank waits for no other)
-        """All ranks of this learner come here before they do together what this call of theirs needs. Raises
-        ConfigError on all of them if others call something else."""
+        """A barrier of this learner's ranks before the collective part of a call. Raises ConfigError on all of them if
+        the ranks make different calls."""
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Which rank of its learner this process is, and of how many."""
+        """This process's rank in its learner, and the number of ranks."""
         return 0, 1
 
     @property
@@ -277,16 +278,16 @@ class Exchange(ABC):
 
     @property
     def resumed_bytes(self) -> int:
-        """Bytes of transfers that were cut off and did not have to cross the link again."""
+        """Bytes that resumed transfers did not send again."""
         return 0
 
     @property
     def lineage(self) -> Lineage | None:
-        """The syncer that this process follows; None: there is none, or another rank does."""
+        """The lineage of the syncer that this process follows; None: it follows none."""
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """State that lives with this exchange and not elsewhere: tensors and plain values, possibly nested in dicts."""
+        """The state that only this exchange has: tensors and plain values, possibly nested in dicts."""
         return {}
 
     def require_rank(self, saved: Sequence[int], step: int) -> None:
@@ -295,8 +296,8 @@ class Exchange(ABC):
             raise CheckpointError(wrong_rank(saved, self.rank))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Continue from `state_dict`. Returns False, with nothing loaded, where the others train already and the run is
-        not where the state says."""
+        """Continue from `state_dict`. Returns False and loads nothing if the other learners have trained on and the run
+        is not at the saved versions."""
         if state:
             raise ConfigError(
                 "this checkpoint was written over another kind of exchange; resume it over the same kind."
@@ -305,13 +306,13 @@ class Exchange(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Say goodbye and release threads and connections. Idempotent."""
+        """Leave the run and release threads and connections. Idempotent."""
 
 
 class ShardedExchange(Exchange):
     """An exchange in which every rank of a learner sends and receives its own shard of each fragment.
 
-    `divide` comes before `open`, which rank 0 calls, and `follow`, which the other ranks call in its place.
+    Every rank calls `divide` first; then rank 0 calls `open`, and the other ranks call `follow` instead.
     """
 
     @abstractmethod
@@ -320,18 +321,18 @@ class ShardedExchange(Exchange):
 
     @abstractmethod
     def follow(self, layout: Layout, method: Method, initial: Callable[[], FlatModel]) -> None:
-        """Do from now on what rank 0 has all ranks do. `initial` is called as on rank 0."""
+        """On other ranks than 0: execute rank 0's commands from now on. `initial` is called as on rank 0."""
 
     @abstractmethod
     def fetched(self, fragment: int, version: int, incarnation: int | None = None) -> AppliedUpdate:
-        """This rank's shard of a version that all ranks have fetched; asked for once, in the order of the news.
+        """Take this rank's shard of a version that all ranks have fetched; once, in the order of the events.
 
-        `incarnation`: which starts from it; None: the one that has started last received it.
+        `incarnation`: the one that starts from it; None: the one that started last received it.
         """
 
 
 def wrong_rank(saved: Sequence[int], here: tuple[int, int]) -> str:
-    """What to say of a checkpoint of another rank."""
+    """The error text for a checkpoint of another rank."""
     return (
         f"the checkpoint is of rank {saved[0]} of {saved[1]} of its learner, and this is rank {here[0]} of {here[1]}; "
         "give every rank its own, as many as before."
@@ -339,7 +340,7 @@ def wrong_rank(saved: Sequence[int], here: tuple[int, int]) -> str:
 
 
 def required_method(given: Method | None) -> Method:
-    """For exchanges whose run brings no method of its own."""
+    """The given method, for exchanges whose run has no method of its own. Raises ConfigError: none was given."""
     if given is None:
-        raise ConfigError("no method was given and this exchange brings none; pass method=diloco.DiLoCo(…) to Learner.")
+        raise ConfigError("no method was given and this exchange has none; pass method=diloco.DiLoCo(…) to Learner.")
     return given

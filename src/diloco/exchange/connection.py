@@ -26,35 +26,35 @@ from diloco.protocol.session.lanes import StallTimeout
 R = TypeVar("R", bound=Message)
 
 STALL_FLOOR_S, STALL_CAP_S = Deadlines().lost_floor_s, 3600.0
-"""The stall timeout of a transfer before anything is known of the run, and at most: as long as a silent learner has,
-which a syncer says of its run (`expect_answers_within`)."""
+"""The stall timeout of a transfer before the run's is known, and its maximum. The run's is that of a silent learner,
+which the syncer sends (`expect_answers_within`)."""
 
 ANSWER_CAP_S = 30.0
-"""The most that an answer to a call may take; the least is the stall timeout's."""
+"""The maximum of the timeout for answers; its minimum is the stall timeout's."""
 
-LOOK_EVERY_S = 10.0
-"""Between two looks at why the syncer is not reached."""
+DIAGNOSE_EVERY_S = 10.0
+"""Minimum interval between two diagnoses of why the syncer is not reached."""
 
 REFUSED_S = 60.0
-"""A syncer that has answered before may be refused by TLS, or refuse, for so long: a network on the way may answer in
-its place for a while."""
+"""How long TLS may fail against a syncer that has answered before, until this is final: for a while, a network on
+the way may answer in its place."""
 
 
 class Watchdog:
-    """Cancels a call that stands still for longer than its stall timeout; a context manager around the call.
+    """Cancels a call in which nothing moves for longer than its stall timeout; a context manager around the call.
 
     Only one call at a time uses a stall timeout.
 
     Arguments:
         call: has `cancel()`, which wakes the thread that waits for the call.
-        timeout: of the channel that the call runs over.
+        timeout: that of the call's channel.
 
     Attributes:
-        stood_still_s: how long the call stood still when it was cancelled; None: it was not.
+        stalled_s: how long the call had stalled when it was cancelled; None: it was not cancelled.
     """
 
     def __init__(self, call: Any, timeout: StallTimeout) -> None:
-        self.stood_still_s: float | None = None
+        self.stalled_s: float | None = None
         self._call = call
         self._timeout = timeout
         self._moved_at = time.monotonic()
@@ -62,7 +62,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="diloco-watchdog", daemon=True)
 
     def moved(self) -> None:
-        """Some bytes have arrived."""
+        """Record that bytes have arrived."""
         now = time.monotonic()
         self._timeout.paused(now - self._moved_at)
         self._moved_at = now
@@ -74,15 +74,15 @@ class Watchdog:
     def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join()
-        if self.stood_still_s is not None:
-            self._timeout.paused(self.stood_still_s)
+        if self.stalled_s is not None:
+            self._timeout.paused(self.stalled_s)
 
     def _watch(self) -> None:
         while True:
             paused_s = time.monotonic() - self._moved_at
             left_s = self._timeout.limit_s - paused_s
             if left_s <= 0:
-                self.stood_still_s = paused_s
+                self.stalled_s = paused_s
                 self._call.cancel()
                 return
             if self._over.wait(left_s):
@@ -93,14 +93,14 @@ class Connection:
     """Channels to one syncer, one TCP connection each, made when first used.
 
     Bulk transfers have channels of their own ("contributions", "updates", "joins"), so that they cannot starve the
-    heartbeats. A transfer that stands still, and a call that is not answered, is cut off after a stall timeout that is
-    measured, and its channel is closed: the next call dials anew.
+    heartbeats. A transfer that stalls, or a call without an answer, is cancelled after a measured stall timeout, and
+    its channel is closed: the next call dials anew.
 
     Arguments:
-        address: "host:port"; a learner only ever dials out, to this one address.
+        address: "host:port"; a learner only dials out, to this one address.
         keys, insecure: as `Credentials`.
-        stall_floor_s: the stall timeout before anything is known of the link, seconds, also where the run's is longer;
-            None: the run's, once it is known.
+        stall_floor_s: the stall timeout before the link was measured, seconds, also if the run's is longer; None: the
+            run's, once it is known.
 
     Attributes:
         closing: set once the connection is being closed.
@@ -117,9 +117,9 @@ class Connection:
         self.address = address
         self._credentials = Credentials(address, keys=keys, insecure=insecure)
         self._has_answered = False
-        self._looked_at = -math.inf
-        self._seen: FailureReason | None = None  # why the syncer is not reached, when that was looked at last
-        self._refused_at: float | None = None  # by TLS, for the first time since an answer
+        self._diagnosed_at = -math.inf
+        self._seen: FailureReason | None = None  # the newest diagnosis of why the syncer is not reached
+        self._refused_at: float | None = None  # the first refusal by TLS since the last answer
         self._channels: dict[str, grpc.Channel] = {}
         self._lock = threading.Lock()
         self._longest_floor_s = math.inf if stall_floor_s is None else stall_floor_s
@@ -131,7 +131,7 @@ class Connection:
         self.closing = threading.Event()
 
     def expect_answers_within(self, floor_s: float) -> None:
-        """Give up a call in which nothing moves for so long, unless such pauses are usual on its link."""
+        """Set the stall timeout of calls; it grows on a link where longer pauses are usual."""
         self._stall_floor_s = min(self._longest_floor_s, floor_s)
         for timeout in (self._answers, *list(self._timeouts.values())):
             timeout.floor_s = self._stall_floor_s
@@ -148,7 +148,7 @@ class Connection:
                 channel is closed.
 
         Raises:
-            DilocoError: what the syncer answered, as its own class; UnreachableError where it did not answer.
+            DilocoError: the error that the syncer answered, with its class; UnreachableError: it did not answer.
         """
         with self._mapping(), self._answering(channel, method, timeout_s) as limit_s:
             stub = self._channel(channel).unary_unary(path(method), _serialize, kind.FromString)
@@ -157,7 +157,7 @@ class Connection:
 
     @contextmanager
     def _answering(self, channel: str, method: str, timeout_s: float | None) -> Iterator[float]:
-        """Gives how long a call's answer may take, inside of which it is waited for."""
+        """Around one call: yields the timeout of its answer, and measures how long the answer takes."""
         if timeout_s is not None:
             yield timeout_s
             return
@@ -185,8 +185,8 @@ class Connection:
     ) -> R:
         """Send a stream of frames; returns the reply. Raises as `call`.
 
-        The syncer says on the way how much has arrived, in replies with `received`; those are what moves here, and
-        `heard` is called with them.
+        The syncer acknowledges bytes in replies with `received`, which keep the call from stalling; `heard` is called
+        with each.
         """
         with self._mapping():
             stub = self._channel(channel).stream_stream(path(method), None, kind.FromString)
@@ -206,18 +206,18 @@ class Connection:
         """Fetch one part of the model. Raises as `call`, and CorruptPayloadError for damaged bytes.
 
         Arguments:
-            download: of the same part, with what an earlier call has brought of it; it keeps what this one brings.
+            download: of the same part, with the bytes of earlier calls; it keeps those of this one.
         """
         download = download or Download(request)
         download.ask(request)
-        said: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        said.put(_serialize(request))
+        sent: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        sent.put(_serialize(request))
         try:
-            with self.stream(channel, "Pull", iter(said.get, None)) as (replies, moved):
-                for _ in download.read(replies, said):
+            with self.stream(channel, "Pull", iter(sent.get, None)) as (replies, moved):
+                for _ in download.read(replies, sent):
                     moved()
         finally:
-            said.put(None)
+            sent.put(None)
         assert download.header is not None
         return download.header, download.buffer
 
@@ -225,21 +225,21 @@ class Connection:
     def stream(
         self, channel: str, method: str, messages: Iterator[bytes]
     ) -> Iterator[tuple[Iterator[bytes], Callable[[], None]]]:
-        """A call in which both ends send messages. Gives those of the syncer, and a function to call whenever one has
-        moved. Raises as `call`."""
+        """A call in which both ends send messages. Yields the syncer's messages, and a function to call after each.
+        Raises as `call`."""
         with self._mapping():
             call: Any = self._channel(channel).stream_stream(path(method), None, None)(messages)
             with self._watching(call, channel) as watchdog:
                 yield call, watchdog.moved
 
     def watch(self, channel: str, request: pb.WatchRequest) -> Iterator[pb.Notice]:
-        """Notices until the syncer ends them or the connection breaks. Raises as `call`."""
+        """The syncer's notices, until the syncer ends the call or the connection breaks. Raises as `call`."""
         with self._mapping():
             stub = self._channel(channel).unary_stream(path("Watch"), _serialize, pb.Notice.FromString)
             yield from stub(request)
 
     def follow(self, channel: str, messages: Iterator[bytes]) -> Generator[bytes, None, None]:
-        """What a first syncer sends to this standby, which sends these messages. Raises as `call`."""
+        """The messages of the serving syncer to this standby, which sends `messages`. Raises as `call`."""
         with self.stream(channel, "Follow", messages) as (replies, moved):
             for message in replies:
                 moved()
@@ -252,17 +252,17 @@ class Connection:
             with watchdog:
                 yield watchdog
         except grpc.RpcError as error:
-            if watchdog.stood_still_s is None:
+            if watchdog.stalled_s is None:
                 raise
             self.close_channel(channel)
             raise UnreachableError(
-                f"nothing has moved between here and the syncer at {self.address} for {watchdog.stood_still_s:.1f} s; "
+                f"nothing has moved between here and the syncer at {self.address} for {watchdog.stalled_s:.1f} s; "
                 "is the link up?"
             ) from error
 
     @contextmanager
     def _mapping(self) -> Iterator[None]:
-        """Errors of gRPC become this package's."""
+        """Translate errors of gRPC into this package's."""
         try:
             yield
             self._has_answered, self._refused_at, self._seen = True, None, None
@@ -276,21 +276,21 @@ class Connection:
             if isinstance(mapped, AuthError) and self._credentials.have_changed():
                 self._hang_up()
                 raise UnreachableError(f"{mapped} The keys here are newer: dialling again with them.") from error
-            raise mapped from None  # all that the syncer says is in it
-        except ValueError as error:  # what gRPC says of a channel that another thread has closed
+            raise mapped from None  # it has the syncer's whole message
+        except ValueError as error:  # gRPC's error for a channel that another thread has closed
             raise UnreachableError(f"the connection to {self.address} was closed: {error}") from error
 
     def _reason(self) -> DilocoError | None:
-        """Why the syncer is not reached; looked at now and then, and otherwise as it was seen last. A refusal ends the
-        caller: at once where the syncer has never answered, and else if it lasts."""
+        """Why the syncer is not reached, by the newest diagnosis. A refusal is final (AuthError) at once if the
+        syncer has never answered, and otherwise if it lasts."""
         with self._lock:
             now = time.monotonic()
             if self.closing.is_set():
                 return None
-            if now - self._looked_at < LOOK_EVERY_S:
+            if now - self._diagnosed_at < DIAGNOSE_EVERY_S:
                 seen = self._seen
                 return None if seen is None or seen.is_refusal else UnreachableError(seen.text)
-            self._looked_at = now
+            self._diagnosed_at = now
         reason = self._seen = self._credentials.reason()
         if reason is None or not reason.is_refusal:
             self._refused_at = None

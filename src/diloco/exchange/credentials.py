@@ -1,6 +1,6 @@
-"""What a caller shows to a syncer, which syncers it trusts, and why one is not reached.
+"""A caller's credentials at a syncer, and the diagnosis of why a syncer is not reached.
 
-gRPC says only that a connection failed; `find_reason` looks by a connection of its own.
+gRPC reports only that a connection failed; `find_reason` makes a connection of its own to find out why.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from diloco.exchange.wire.address import is_local, socket_path, split_address
 
 log = logging.getLogger("diloco")
 
-LOOK_AGAIN_S = 0.5
-"""The pause before a second look at why a syncer refuses."""
+CONFIRM_AFTER_S = 0.5
+"""The pause before the second diagnosis of a refusal."""
 
 TIMEOUT_S = 2.0
-"""How long each step of a look takes at most."""
+"""The timeout of each step of a diagnosis."""
 
 WRONG_HOST = frozenset((62, 64))
 EXPIRED, NOT_YET_VALID = 10, 9
-"""OpenSSL's numbers of why a certificate is not accepted (X509_V_ERR_…)."""
+"""OpenSSL's error numbers for a rejected certificate (X509_V_ERR_…)."""
 
 
 @dataclass(frozen=True)
 class FailureReason:
-    """A sentence with what to do. `is_refusal`: the two ends do not accept each other, so waiting does not help."""
+    """A sentence with the reason and advice. `is_refusal`: one end rejects the other, so waiting does not help."""
 
     text: str
     is_refusal: bool = False
@@ -43,7 +43,7 @@ class FailureReason:
 
 @dataclass(frozen=True)
 class DialSettings:
-    """How a caller dials a syncer. `pair`: the keys that it shows, None: it speaks plain text; `where` names them."""
+    """How a caller dials a syncer. `pair`: its keys, which `where` names; None: it uses plain text."""
 
     address: str
     pair: KeyPair | None
@@ -51,11 +51,11 @@ class DialSettings:
 
 
 class Credentials:
-    """Of one caller at one syncer. Any thread may call any method.
+    """The credentials of one caller at one syncer. Any thread may call any method.
 
     Arguments:
         address: of the syncer.
-        keys: a directory or line of `diloco keys`; None: what DILOCO_KEYS holds. A directory is read again for every
+        keys: a directory or line of `diloco keys`; None: the value of DILOCO_KEYS. A directory is read again for every
             connection, so that a new certificate needs no restart.
         insecure: no TLS beyond this machine, on purpose.
 
@@ -75,7 +75,7 @@ class Credentials:
         self._pair = None if self._keys is None else self._keys.read()
 
     def for_channel(self) -> grpc.ChannelCredentials | None:
-        """Those of a new connection; None: it is plain text.
+        """The credentials of a new connection; None: it is plain text.
 
         Raises:
             AuthError: the certificate is not valid now.
@@ -88,7 +88,7 @@ class Credentials:
         return grpc.ssl_channel_credentials(pair.ca, pair.key, pair.cert)
 
     def have_changed(self) -> bool:
-        """Whether the directory holds another certificate than the newest connection shows."""
+        """Whether the directory has another certificate than the newest connection uses."""
         return self._newest() != self._pair
 
     def _newest(self) -> KeyPair | None:
@@ -96,24 +96,24 @@ class Credentials:
             return None
         try:
             return self._keys.read()
-        except ConfigError as error:  # it is being copied, or was damaged since
-            log.warning("the keys that were read before are used: %s", error)
+        except ConfigError as error:  # it is being copied, or was damaged
+            log.warning("the keys that were read earlier stay in use: %s", error)
             return self._pair
 
     def reason(self) -> FailureReason | None:
-        """Why the syncer is not reached, as `find_reason`. A refusal is looked at twice: a syncer that is being stopped
-        may look the same once."""
+        """Why the syncer is not reached, as `find_reason`. A refusal is confirmed by a second diagnosis: once, a syncer
+        that is being stopped may look the same."""
         where = "" if self._keys is None else self._keys.where
         way = DialSettings(self._address, self._newest(), where)
         reason = find_reason(way)
         if reason is not None and reason.is_refusal:
-            time.sleep(LOOK_AGAIN_S)
+            time.sleep(CONFIRM_AFTER_S)
             reason = find_reason(way)
         return reason
 
 
 def find_reason(way: DialSettings) -> FailureReason | None:
-    """Why calls to a syncer fail; None: for no reason that a look can see. Blocks for a few seconds at most."""
+    """Why calls to a syncer fail; None: the diagnosis finds no reason. Blocks for a few seconds at most."""
     if socket_path(way.address) is not None:
         return _of_socket(way)
     host, port = split_address(way.address)
@@ -147,7 +147,7 @@ def _of_socket(way: DialSettings) -> FailureReason | None:
 
 
 def _of_plain_text(way: DialSettings, plain: socket.socket) -> FailureReason | None:
-    """Whether what answers wants TLS: it then goes on with a handshake."""
+    """Check whether the server requires TLS, in which case it answers a handshake."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
@@ -164,8 +164,8 @@ def _of_plain_text(way: DialSettings, plain: socket.socket) -> FailureReason | N
 
 
 def _of_tls(way: DialSettings, pair: KeyPair, plain: socket.socket, host: str) -> FailureReason | None:
-    """What a handshake comes to. In TLS 1.3 the client's certificate is judged after the client's part of it: a
-    syncer that refuses hangs up where it would send its settings."""
+    """Check the outcome of a handshake. In TLS 1.3 the server verifies the client's certificate after the client's part
+    of the handshake: a syncer that refuses hangs up instead of sending its HTTP/2 settings."""
     try:
         context = _context(pair)
         secure = context.wrap_socket(plain, server_hostname=host)
@@ -173,7 +173,7 @@ def _of_tls(way: DialSettings, pair: KeyPair, plain: socket.socket, host: str) -
         return FailureReason(_distrust(way, pair, host, error), is_refusal=True)
     except ssl.SSLError as error:
         if error.reason == "WRONG_VERSION_NUMBER":
-            said = f"what answers at {way.address} does not speak TLS, for which {way.where} was given"
+            said = f"the server at {way.address} does not speak TLS, for which {way.where} was given"
             advice = "start the syncer with keys, or give none here if it is meant to have none"
             return FailureReason(f"{said}; {advice}.", is_refusal=True)
         return None
@@ -227,7 +227,7 @@ def _distrust(way: DialSettings, pair: KeyPair, host: str, error: ssl.SSLCertVer
 
 
 def _shown_by(way: DialSettings, pair: KeyPair, host: str) -> bytes | None:
-    """The certificate (PEM) that the syncer shows, whatever it is worth."""
+    """The syncer's certificate (PEM), unverified."""
     context = _context(pair)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     with suppress(OSError, ValueError), socket.create_connection(split_address(way.address), TIMEOUT_S) as plain:

@@ -1,30 +1,24 @@
-"""The addresses of a run: one of a syncer that serves it, and others of syncers that follow and may take it over."""
+"""The addresses of a run: that of the syncer that serves it, and those of standbys, which may take the run over."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
-
-from google.protobuf.message import Message
+from collections.abc import Sequence
 
 from diloco.errors import AuthError, StandbyError, UnreachableError
 from diloco.exchange.connection import Connection
 from diloco.exchange.key_pair import AnyKeys
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.address import split_addresses
-from diloco.exchange.wire.incoming import Download
 from diloco.protocol.session.lanes import address_of
-
-R = TypeVar("R", bound=Message)
 
 BULK = ("contributions", "updates", "joins")
 """Channels of requests that go to the syncer that serves the run."""
 
 
 class Dialler:
-    """Requests to whichever of a run's syncers serves it: all go to one address, which `dial` and `next` change. Any
-    thread may call any method.
+    """The connections to a run's syncers. All requests go to one address, which `dial` and `next` change. Any thread
+    may call any method.
 
     Control connections are numbered and go to the addresses in turn: see `control`.
 
@@ -32,7 +26,7 @@ class Dialler:
         connections: one to each address.
 
     Attributes:
-        place: of the address that requests go to, among the connections.
+        place: index of the connection that requests go to.
         closing: set once the connections are being closed.
     """
 
@@ -44,28 +38,28 @@ class Dialler:
 
     @property
     def num_addresses(self) -> int:
-        """Of syncers."""
+        """The number of syncers."""
         return len(self._connections)
 
     @property
     def current(self) -> Connection:
-        """To the address that requests go to."""
+        """The connection that requests go to."""
         return self._connections[self.place]
 
     def control(self, number: int) -> Connection:
-        """Which connection has the control channel with this number."""
+        """The connection of the control channel with this number."""
         return self._connections[self._place_of(address_of(number, self.num_addresses))]
 
     def start_here(self) -> None:
-        """The address that requests go to is number 0 from here on."""
+        """Number the addresses anew: the current one becomes number 0."""
         self._first = self.place
 
     def dial(self, address: int) -> None:
-        """Requests go to the address with this number from here on; those under way at another one fail."""
+        """Send requests to the address with this number from now on; those in flight at another address fail."""
         self.move(self._place_of(address))
 
     def next(self) -> None:
-        """Requests go to the next address from here on."""
+        """Send requests to the next address from now on."""
         self.move((self.place + 1) % self.num_addresses)
 
     def move(self, place: int) -> None:
@@ -78,36 +72,10 @@ class Dialler:
     def _place_of(self, address: int) -> int:
         return (self._first + address) % self.num_addresses
 
-    def call(self, channel: str, method: str, request: Message, kind: type[R]) -> R:
-        """As `Connection.call`."""
-        return self.current.call(channel, method, request, kind)
-
-    def upload(
-        self,
-        channel: str,
-        method: str,
-        stream: Iterator[bytes],
-        kind: type[R],
-        *,
-        heard: Callable[[pb.Received], None] = lambda _: None,
-    ) -> R:
-        """As `Connection.upload`."""
-        return self.current.upload(channel, method, stream, kind, heard=heard)
-
-    def pull(
-        self, channel: str, request: pb.PullRequest, download: Download | None = None
-    ) -> tuple[pb.PullHeader, memoryview]:
-        """As `Connection.pull`."""
-        return self.current.pull(channel, request, download)
-
     def expect_answers_within(self, floor_s: float) -> None:
         """As `Connection.expect_answers_within`."""
         for connection in self._connections:
             connection.expect_answers_within(floor_s)
-
-    def close_channel(self, channel: str) -> None:
-        """Hang up one channel to the address that requests go to."""
-        self.current.close_channel(channel)
 
     def close(self) -> None:
         """Hang up. Idempotent."""
@@ -117,33 +85,33 @@ class Dialler:
 
 
 def dialler(addresses: str, *, keys: AnyKeys | None, insecure: bool) -> Dialler:
-    """To "host:port", or to several addresses with commas between them.
+    """A dialler to "host:port", or to several addresses with commas between them.
 
     Raises:
-        ConfigError: an address or a combination that cannot be, or keys that cannot be used.
+        ConfigError: an invalid address or combination, or keys that cannot be used.
     """
     each = split_addresses(addresses)
     return Dialler([Connection(address, keys=keys, insecure=insecure) for address in each])
 
 
 def found(syncers: Dialler, run: str) -> pb.DescribeReply:
-    """What the syncer that serves a run says of it; requests go to it from here on.
+    """Find the syncer that serves a run, and send requests to it from now on. Returns its description of the run.
 
     Raises:
-        AuthError: none serves the run for this caller, and one refuses it.
-        StandbyError: none serves the run; requests go to one that answers.
-        UnreachableError: none answers. Others as `Connection.call`.
+        AuthError: no syncer serves the run to this caller, and one refuses it.
+        StandbyError: no syncer serves the run; requests go to one that answers.
+        UnreachableError: no syncer answers. Others as `Connection.call`.
     """
     failures = list[tuple[int, UnreachableError | AuthError]]()
     for _ in range(syncers.num_addresses):
         try:
-            description = syncers.call("control", "Describe", pb.DescribeRequest(run=run), pb.DescribeReply)
+            description = syncers.current.call("control", "Describe", pb.DescribeRequest(run=run), pb.DescribeReply)
             syncers.expect_answers_within(description.lost_floor_s)
             return description
         except (UnreachableError, AuthError) as error:
             failures.append((syncers.place, error))
         syncers.next()
-    telling = [each for kind in (AuthError, StandbyError) for each in failures if isinstance(each[1], kind)]
-    place, failure = telling[0] if telling else failures[-1]
+    informative = [each for kind in (AuthError, StandbyError) for each in failures if isinstance(each[1], kind)]
+    place, failure = informative[0] if informative else failures[-1]
     syncers.move(place)
     raise failure

@@ -1,15 +1,16 @@
-"""One holder's keys: its certificate, the key of that, and the authorities of the run that it trusts.
+"""One holder's keys: its certificate, its private key, and the authorities of the run that it trusts.
 
-`diloco keys` gives them in two forms. A directory is read again for every connection, so that new keys need no restart:
+`diloco keys` writes them in two forms. A directory is read again for every connection, so that new keys need no
+restart:
 
-    ca.pem      who signed the certificates of the run; two authorities while one replaces the other
-    cert.pem    this holder's
-    key.pem     its secret
+    ca.pem      the authority that signed the run's certificates; two authorities while one replaces the other
+    cert.pem    this holder's certificate
+    key.pem     its private key
 
-A line, for an environment variable or a secret store, holds the same and never changes. It is "diloco1." and, in
+A line, for an environment variable or a secret store, has the same content and never changes. It is "diloco1." and, in
 URL-safe base64 without padding: the length of what follows (2 bytes, big-endian), the key (PKCS #8), the certificate
 and the authorities, in DER and each after its length (2 bytes), and the first 8 bytes of the SHA-256 of all that. Equal
-keys give equal lines. A line is a secret: no error, log or file of this package repeats one.
+keys give equal lines. A line is a secret: no error, log or file of this package contains one.
 """
 
 from __future__ import annotations
@@ -39,18 +40,18 @@ SCHEME = "diloco"
 CA, CERT, KEY = "ca.pem", "cert.pem", "key.pem"
 
 VARIABLE = "DILOCO_KEYS"
-"""The environment variable that holds keys, in either form, for where no argument gives them."""
+"""The environment variable with keys, in either form, which are used if no argument gives any."""
 
 _LENGTH_BYTES, _CHECK_BYTES = 2, 8
 _PEM, _DER = serialization.Encoding.PEM, serialization.Encoding.DER
 _PLAIN = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
 _NO_PATH = re.compile(r"[\w.~-]{80,}")
-"""What is too long for the name of a directory of keys, and may be a part of a line."""
+"""A text that is too long for the name of a directory, and may be a part of a line."""
 
 
 @dataclass(frozen=True)
 class KeyPair:
-    """PEM texts."""
+    """Authorities, certificate and private key, as PEM texts."""
 
     ca: bytes
     cert: bytes
@@ -62,14 +63,14 @@ class Keys:
 
     Arguments:
         given: the directory, or the line.
-        name: what was given, for errors.
+        name: the name of the argument or variable, for errors.
 
     Attributes:
-        directory: that of the keys; None: a line holds them.
-        where: the keys in words, without a secret: the directory, or the name of the line.
+        directory: the directory; None: a line was given.
+        where: the keys' source for messages, without a secret: the directory, or the name of the line.
 
     Raises:
-        ConfigError: neither a directory nor a line, or a damaged line.
+        ConfigError: `given` is neither a directory nor a line, or is a damaged line.
     """
 
     def __init__(self, given: str | Path, name: str = "keys") -> None:
@@ -90,7 +91,7 @@ class Keys:
             self.directory, self.where = Path(given), text
 
     def read(self) -> KeyPair:
-        """The keys as they are now.
+        """Read the keys; those of a directory may have changed.
 
         Raises:
             ConfigError: as `read_key_pair`.
@@ -111,12 +112,12 @@ class Keys:
 
 
 AnyKeys = str | Path | Keys
-"""A directory of keys, a line of keys, or either as found."""
+"""A directory of keys, a line of keys, or either as `Keys`."""
 
 
 def find_keys(given: AnyKeys | None, address: str, *, insecure: bool) -> Keys | None:
-    """The keys to use at an address (or several, with commas between them): those given, or else those that the
-    environment variable DILOCO_KEYS holds; None: plain text.
+    """The keys to use at an address (or several, with commas between them): those given, or else those in the
+    environment variable DILOCO_KEYS; None: plain text.
 
     The variable is not read with `insecure`, nor for a unix socket, which speaks no TLS.
 
@@ -137,8 +138,8 @@ def read_key_pair(directory: Path) -> KeyPair:
     """The keys of a directory.
 
     Raises:
-        ConfigError: one cannot be read, other users of this machine may read the secret, or they do not belong
-            together.
+        ConfigError: a file cannot be read, other users of this machine may read the private key, or the files do not
+            belong together.
     """
     key = read_secret(directory / KEY, "key")
     with translated(OSError, ConfigError, f"cannot read the keys in {directory}", "copy all of the directory"):
@@ -161,7 +162,7 @@ def read_key_pair(directory: Path) -> KeyPair:
 
 
 def key_line(pair: KeyPair) -> str:
-    """Keys, as `read_key_pair` gives them, as a line."""
+    """Keys as a line. `pair`: as `read_key_pair` returns it."""
     key = serialization.load_pem_private_key(pair.key, password=None)
     certificates = [x509.load_pem_x509_certificate(pair.cert), *x509.load_pem_x509_certificates(pair.ca)]
     parts = [key.private_bytes(_DER, *_PLAIN), *(each.public_bytes(_DER) for each in certificates)]
@@ -174,7 +175,7 @@ def parse_key_line(line: str, where: str = "the line of keys") -> KeyPair:
     """The keys of a line; spaces and line breaks in it are ignored. `where`: names the line in errors.
 
     Raises:
-        ConfigError: it is cut, was changed, or holds no keys that belong together. The text repeats nothing of it.
+        ConfigError: the line is truncated, was changed, or its keys do not belong together. The text has no part of it.
     """
     again = "copy it whole, as `diloco keys add` printed it."
     text = "".join(line.split()).removeprefix(KEY_LINE)
@@ -184,14 +185,14 @@ def parse_key_line(line: str, where: str = "the line of keys") -> KeyPair:
         data = base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
     except binascii.Error:  # no bytes have so many characters
         data = b""
-    said = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "big")
-    if len(data) != said + _CHECK_BYTES:
-        whole = len(KEY_LINE) + (4 * (said + _CHECK_BYTES) + 2) // 3
+    end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "big")
+    if len(data) != end + _CHECK_BYTES:
+        whole = len(KEY_LINE) + (4 * (end + _CHECK_BYTES) + 2) // 3
         raise ConfigError(f"{where} has {len(KEY_LINE) + len(text)} characters, and by its beginning {whole}; {again}")
-    if data[said:] != _checksum(data[:said]):
-        raise ConfigError(f"{where} was changed on its way (its checksum does not match); {again}")
+    if data[end:] != _checksum(data[:end]):
+        raise ConfigError(f"{where} was changed in transit (its checksum does not match); {again}")
     parts, at = list[bytes](), _LENGTH_BYTES
-    while at < said:
+    while at < end:
         begins = at + _LENGTH_BYTES
         at = begins + int.from_bytes(data[at:begins], "big")
         parts.append(data[begins:at])
@@ -226,33 +227,31 @@ def has_signed(authority: x509.Certificate, certificate: x509.Certificate) -> bo
 
 
 def names_on(certificate: x509.Certificate) -> tuple[str, str, str] | None:
-    """The run, role and name of the holder of a certificate; None: it says none."""
-    try:
-        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except x509.ExtensionNotFound:
-        return None
-    for uri in names.get_values_for_type(x509.UniformResourceIdentifier):
-        scheme, _, path = uri.partition(":")
+    """The run, role and name of the holder of a certificate; None: the certificate has none."""
+    for uri in _alternative_names(certificate):
+        scheme, _, path = str(uri.value).partition(":")
         parts = [urllib.parse.unquote(part) for part in path.split("/")]
-        if scheme == SCHEME and len(parts) == 3:
+        if isinstance(uri, x509.UniformResourceIdentifier) and scheme == SCHEME and len(parts) == 3:
             run, role, name = parts
             return run, role, name
     return None
 
 
 def hosts_of(cert: bytes) -> list[str]:
-    """The hosts for which a syncer may show a certificate (PEM)."""
+    """The hosts that a syncer's certificate (PEM) is for."""
+    names = _alternative_names(x509.load_pem_x509_certificate(cert))
+    return [str(name.value) for name in names if not isinstance(name, x509.UniformResourceIdentifier)]
+
+
+def _alternative_names(certificate: x509.Certificate) -> list[x509.GeneralName]:
     try:
-        found = (
-            x509.load_pem_x509_certificate(cert).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-        )
+        return list(certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value)
     except x509.ExtensionNotFound:
         return []
-    return [str(name.value) for name in found if not isinstance(name, x509.UniformResourceIdentifier)]
 
 
 def learner_of(pair: KeyPair) -> str | None:
-    """The learner that keys are for; None: they are for another role."""
+    """The name of the learner whose keys these are; None: they are for another role."""
     names = names_on(x509.load_pem_x509_certificate(pair.cert))
     return names[2] if names is not None and names[1] == "learner" else None
 

@@ -1,7 +1,7 @@
-"""What rank 0 has the other ranks of its learner do, beside the training thread: one thing at a time in each lane.
+"""Commands of rank 0 to all ranks of its learner, executed beside the training thread, one at a time in each lane.
 
-Rank 0 leads: it tells a command, every rank does its part of it, and all hear how it went on each of them. So either
-all ranks have done it, or none goes on with it.
+Rank 0 leads: it broadcasts a command, every rank executes its part, and all of them gather the outcomes. So either all
+ranks have executed a command, or none of them continues from it.
 """
 
 from __future__ import annotations
@@ -9,144 +9,103 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from diloco.errors import BusyError, DilocoError, ExchangeError, NoRoomError, UnreachableError
-from diloco.exchange.group import Group, error_of, to_bytes, to_tensor
+from diloco.exchange.group import Group, attempt, error_of, error_values, to_bytes, to_tensor
 
 log = logging.getLogger("diloco")
 
 Command = Mapping[str, Any]
 """Plain values."""
 
+RETRIED = (UnreachableError.__name__, NoRoomError.__name__, BusyError.__name__)
+"""Errors after which rank 0 repeats a command. Of the errors of several ranks, another kind takes precedence."""
 
-class RankTask(ABC):
-    """One rank's part of a command."""
 
-    @abstractmethod
-    def work(self) -> Any:
-        """Do it; returns plain values for all ranks. Raises DilocoError for all of them."""
+@dataclass(frozen=True)
+class RankTask:
+    """One rank's part of a command.
 
-    def settle(self, said: Sequence[Any], group: Group) -> None:  # noqa: B027  (most have nothing more to do)
-        """All ranks have done their part, and said this. Raises the same DilocoError on every rank, or none."""
+    Attributes:
+        work: executes it, and returns plain values for all ranks. Raises DilocoError for all of them.
+        settle: is called after every rank's `work`, with what each of them returned; its result is that of the command
+            on this rank. Raises the same DilocoError on every rank, or on none.
+    """
+
+    work: Callable[[], Any]
+    settle: Callable[[Sequence[Any]], Any] = lambda _: None
 
 
 class CommandLane:
-    """Commands one after the other. `group`: connects the ranks; nothing else uses it."""
+    """Commands one after the other. `group` connects the ranks, for this lane only."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
         self._lock = threading.Lock()
 
-    def lead(self, command: Command, job: RankTask) -> None:
-        """On rank 0: a command for all ranks, this one too.
+    def lead(self, command: Command, task: RankTask) -> Any:
+        """On rank 0: have all ranks execute a command; `task` is this rank's part. Returns what it settles to.
 
         Raises:
-            ExchangeError: a rank is gone. DilocoError: what a rank has met.
+            ExchangeError: a rank is lost. DilocoError: the error of any rank.
         """
         with self._lock:
-            self._tell(json.dumps(command).encode())
-            error = self._execute(job)
+            self._broadcast(json.dumps(command).encode())
+            result, error = self._execute(task)
         if error is not None:
             raise error
+        return result
 
     def end(self) -> None:
         """On rank 0: no command follows."""
         with self._lock:
-            self._tell(b"")
+            self._broadcast(b"")
 
-    def follow(self, job_of: Callable[[Command], RankTask]) -> None:
-        """On the other ranks: execute what rank 0 tells, to the end. Errors are rank 0's to handle.
+    def follow(self, task_of: Callable[[Command], RankTask]) -> None:
+        """On the other ranks: execute rank 0's commands until there are no more. Rank 0 handles their errors.
 
         Raises:
-            ExchangeError: a rank is gone.
+            ExchangeError: a rank is lost.
         """
-        while raw := self._hear():
-            self._execute(job_of(json.loads(raw)))
+        while raw := self._broadcast():
+            self._execute(task_of(json.loads(raw)))
 
-    def _tell(self, raw: bytes) -> None:
-        self.group.sum([len(raw)], "a command")
-        if raw:
-            self.group.broadcast(to_tensor(raw), "a command")
+    def _broadcast(self, raw: bytes = b"") -> bytes:
+        """Rank 0's `raw`, on every rank."""
+        [num_bytes] = self.group.sum([len(raw)], "a command")
+        message = to_tensor(raw) if raw else torch.empty(num_bytes, dtype=torch.uint8)
+        self.group.broadcast(message, "a command")
+        return to_bytes(message)
 
-    def _hear(self) -> bytes:
-        [num_bytes] = self.group.sum([0], "a command")
-        raw = torch.empty(num_bytes, dtype=torch.uint8)
-        self.group.broadcast(raw, "a command")
-        return to_bytes(raw)
-
-    def _execute(self, job: RankTask) -> DilocoError | None:
-        said, own = None, None
+    def _execute(self, task: RankTask) -> tuple[Any, DilocoError | None]:
         try:
-            said = job.work()
-        except DilocoError as error:
-            own = error
-        except Exception as error:  # no memory, or a defect: the other ranks must not wait for what will never come
+            value, own = attempt(task.work)
+        except Exception as error:  # out of memory, or a defect: the other ranks must not wait for this one
             log.exception("rank %d of this learner failed", self.group.rank)
+            value = None
             own = ExchangeError(f"rank {self.group.rank} of this learner failed: {type(error).__name__}: {error}")
-        told = None if own is None else [type(own).__name__, str(own)]
-        answers = self.group.gather_values([said, told], "how a command went")
+        answers = self.group.gather_values([value, error_values(own)], "the outcome of a command")
         failed = {rank: error for rank, (_, error) in enumerate(answers) if error is not None}
         if not failed:
-            try:
-                job.settle([said for said, _ in answers], self.group)
-            except DilocoError as error:
-                return error
-            return None
-        final = [rank for rank, (name, _) in failed.items() if name not in _TRIED_AGAIN]
+            return attempt(lambda: task.settle([value for value, _ in answers]))
+        final = [rank for rank, (name, _) in failed.items() if name not in RETRIED]
         rank = (final or list(failed))[0]
-        return own if own is not None and rank == self.group.rank else error_of(*failed[rank])
-
-
-_TRIED_AGAIN = (UnreachableError.__name__, NoRoomError.__name__, BusyError.__name__)
-"""Of several ranks' errors, others say more."""
+        return None, own if own is not None and rank == self.group.rank else error_of(*failed[rank])
 
 
 @dataclass(frozen=True)
 class CommandLanes:
-    """Of one rank: what it sends, and what it receives."""
+    """The two lanes of a rank: for contributions that it sends, and for versions that it receives."""
 
     send: CommandLane
     receive: CommandLane
 
     @property
-    def rank(self) -> int:
-        """This rank."""
-        return self.send.group.rank
-
-    @property
-    def num_ranks(self) -> int:
-        """Of this learner."""
-        return self.send.group.size
-
-
-class ShardTransfer(RankTask):
-    """Bring one rank's shard to rank 0.
-
-    Arguments:
-        shard: this rank's, uint8.
-        owner: the rank whose shard is brought.
-
-    Attributes:
-        received: on rank 0, the shard.
-    """
-
-    def __init__(self, shard: Tensor, owner: int) -> None:
-        self._shard, self._owner = shard, owner
-        self.received = torch.empty(0, dtype=torch.uint8)
-
-    def work(self) -> int:
-        return self._shard.numel()
-
-    def settle(self, said: Sequence[Any], group: Group) -> None:
-        sends = group.rank == self._owner
-        send = [said[self._owner] if sends and rank == 0 else 0 for rank in range(group.size)]
-        receive = [said[self._owner] if group.rank == 0 and rank == self._owner else 0 for rank in range(group.size)]
-        shard = self._shard if sends else torch.empty(0, dtype=torch.uint8)
-        self.received = group.all_to_all(shard, send, receive, "a shard of this learner's model")
+    def group(self) -> Group:
+        """The ranks of the learner, as connected by one of the lanes."""
+        return self.send.group

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from safetensors.torch import load, save
@@ -19,7 +20,7 @@ from diloco.errors import CheckpointError, ConfigError, DilocoError
 from diloco.exchange.base import Arrived, Event, Exchange, FlatModel, Overview, Rejoined, StartingState, required_method
 from diloco.exchange.virtual.client import News, SessionClient
 from diloco.exchange.virtual.delivery import Alarm
-from diloco.exchange.virtual.run import RUN, VirtualRun, World
+from diloco.exchange.virtual.run import RUN, VirtualRun
 from diloco.exchange.virtual.turns import Killed, StepSeconds, ThreadState
 from diloco.protocol.contribution import CallForWork, Contribution, Drained, Hold, Rejection
 from diloco.protocol.leases import Ask, Grant
@@ -38,25 +39,24 @@ def run_local(
 ) -> list[T]:  # fmt: skip
     """Run `fn(index, exchange)` for each learner in this process and return the results in learner order.
 
-    Every learner has a thread of its own but only one runs at a time; what happens when follows from virtual time, in
-    which inner steps take the seconds given and everything else takes none. Each learner starts from the caller's
-    random state (torch, `random`, and numpy where it is imported), which is put back afterwards. The parameters of the
-    learner that starts first initialise the run.
+    Every learner has a thread of its own, and one thread runs at a time, in an order that follows from virtual time:
+    inner steps take the seconds given and everything else takes none. Each learner starts from the caller's random
+    state (torch, `random`, and numpy if it is imported), which is restored afterwards. The parameters of the learner
+    that starts first initialise the run.
 
     Arguments:
-        fn: one learner's whole life: builds a model and an optimizer, attaches `diloco.Learner(…, exchange=exchange)`,
-            trains.
+        fn: builds a model and an optimizer, attaches `diloco.Learner(…, exchange=exchange)` and trains.
         learners: M ≥ 1.
         step_s: seconds of virtual time that an inner step takes: one number, one for each learner, or a function of the
             learner's index and its number of steps so far. `exchange.now_s` is the time.
-        starts_s: when each learner starts; default: all at 0. One that starts later joins the run as it is then.
-        pool: how many of them may train at a time; None: all. One that the pool has no place for asks again about once
-            a second of virtual time; one that it drains has `learner.drained` and is to finish; one that comes when it
-            has shrunk fails (`DrainedError`).
+        starts_s: when each learner starts; default: all at 0. A learner that starts later joins the run under way.
+        pool: how many of them may train at a time; None: all. A learner without a place in the pool asks again about
+            once a second of virtual time; a drained one has `learner.drained` and must finish; one that joins after the
+            pool has shrunk fails (`DrainedError`).
 
     Raises:
         ConfigError: impossible numbers, or a pool that is at times too small for a round.
-        Exception: the first that any learner raised; the others are stopped, one after the other.
+        Exception: the first error of any learner; the others are stopped, one after the other.
 
     Example:
         >>> results = diloco.run_local(train, learners=4)
@@ -64,34 +64,34 @@ def run_local(
     if learners < 1:
         raise ConfigError(f"learners={learners}; a run needs at least one.")
     names = [f"learner-{index:03d}" for index in range(learners)]
-    world = World(names, _step_seconds(step_s, learners), _starts(starts_s, learners), pool=pool)
-    ended = run_virtual(fn, VirtualRun(world))
+    run = VirtualRun(names, _step_seconds(step_s, learners), _starts(starts_s, learners), pool=pool)
+    ended = run_virtual(fn, run)
     return [result for result in ended if not isinstance(result, Lost)]
 
 
 class Lost:
-    """Stands for the result of a learner that was killed and did not come back."""
+    """The result of a learner that was killed and not started again."""
 
 
 def run_virtual(fn: Callable[[int, Local], T], run: VirtualRun) -> list[T | Lost]:
-    """`run_local` in a world with a network and faults. A learner that comes back calls `fn` again.
+    """`run_local` with a network and faults. `fn` is called again for a learner that starts again.
 
     Raises:
         As `run_local`.
     """
     before = ThreadState.capture()
 
-    def life(index: int) -> T | Lost:
+    def thread(index: int) -> T | Lost:
         finished = False
         try:
-            result = _life(run, index, fn)
+            result = _run_learner(run, index, fn)
             finished = True
             return result
         finally:
-            run.time.retire(index, failed=not finished)
+            run.time.end(index, failed=not finished)
 
     with ThreadPoolExecutor(len(run.names), thread_name_prefix="learner") as pool:
-        futures = [pool.submit(life, index) for index in range(len(run.names))]
+        futures = [pool.submit(thread, index) for index in range(len(run.names))]
     before.restore()
     if run.time.failed is not None:
         futures[run.time.failed].result()
@@ -99,27 +99,20 @@ def run_virtual(fn: Callable[[int, Local], T], run: VirtualRun) -> list[T | Lost
     return [future.result() for future in futures]
 
 
-def _life(run: VirtualRun, index: int, fn: Callable[[int, Local], T]) -> T | Lost:
-    """Of one learner, from its start, and again whenever it is back."""
-    try:
-        run.time.begin(index)
-        return _attend(run, index, fn)
-    except Killed:
-        pass
-    while (back_s := run.back_s[index]) is not None:
+def _run_learner(run: VirtualRun, index: int, fn: Callable[[int, Local], T]) -> T | Lost:
+    """Run a learner from its start, and again each time that it starts after a kill."""
+    begin: Callable[[], None] = partial(run.time.wait_for_start, index)
+    while True:
         try:
-            run.time.rest(index, back_s)
-            return _attend(run, index, fn)
+            begin()
+            exchange = Local(run, index)
+            result = fn(index, exchange)
+            exchange.close()
+            return result
         except Killed:
-            pass
-    return Lost()
-
-
-def _attend(run: VirtualRun, index: int, fn: Callable[[int, Local], T]) -> T:
-    exchange = Local(run, index)
-    result = fn(index, exchange)
-    exchange.close()
-    return result
+            if (back_s := run.back_s[index]) is None:
+                return Lost()
+            begin = partial(run.time.sleep, index, back_s)
 
 
 def _starts(starts_s: Sequence[float] | None, learners: int) -> tuple[float, ...]:
@@ -142,13 +135,13 @@ class Local(Exchange):
     """One learner's end of a run in one process; `run_local` makes them.
 
     Attributes:
-        initialises: whether its model may become the run's; one that may not waits until there is a run. To be set
-            before it joins.
-        initial_step, initial_tokens: what the learner that initialises the run has behind it; likewise.
+        initialises: whether its model may initialise the run; otherwise the learner waits until the run has a model.
+            Set it before the learner joins.
+        initial_step, initial_tokens: inner steps and tokens of the model that initialises the run; likewise.
     """
 
     leases = True
-    remind_after_s = math.inf  # that learners wait for each other is what virtual time is for
+    remind_after_s = math.inf  # in virtual time learners wait for each other all the time
 
     def __init__(self, run: VirtualRun, index: int) -> None:
         self._run, self._index, self._name = run, index, run.names[index]
@@ -158,9 +151,8 @@ class Local(Exchange):
         self._opened: StartingState | None = None
         self._inbox: deque[Event] = deque()
         self._failure: DilocoError | None = None
-        self._incarnation = 0  # that the learner has started as
-        self._is_over = False
-        run.ends[index] = self
+        self._incarnation = 0  # as which the learner reports
+        run.exchanges[index] = self
 
     @property
     def now_s(self) -> float:
@@ -172,9 +164,9 @@ class Local(Exchange):
         """Whether the run has a model."""
         return self._run.has_model
 
-    def rest(self, seconds: float) -> None:
+    def sleep(self, seconds: float) -> None:
         """Let virtual time pass: before joining, or before leaving."""
-        self._run.time.rest(self._index, self.now_s + seconds)
+        self._run.time.sleep(self._index, self.now_s + seconds)
 
     # --- joining ------------------------------------------------------------------------------------------------------
 
@@ -186,7 +178,7 @@ class Local(Exchange):
     ) -> StartingState:
         run, name = self._run, self._name
         syncer = run.serve(name, method, layout)
-        initialises = run.initialises(self._index, self)
+        initialises = run.initialises(self._index, may_initialise=self.initialises)
         core = SessionCore(
             Identity(RUN, name, run.next_process()), len(layout.fragments), at_least=method.quorum.at_least,
             reports_every_step=True, initialises=initialises, heartbeat_s=math.inf, shortest_s=0.0,
@@ -201,11 +193,9 @@ class Local(Exchange):
                 step=self.initial_step, tokens=self.initial_tokens,
             )  # fmt: skip
 
-        def clock(ring: Callable[[], None]) -> Alarm:
-            return Alarm(run.delivery, ring, self._index)
-
+        clock = partial(Alarm, run.delivery, learner=self._index)
         self._client = SessionClient(
-            core, run.wire(self._index), clock, layout, run.replicas, initial=initial_model,
+            core, run.wires[self._index], clock, layout, run.replicas, initial=initial_model,
             ready=run.is_founder(self._index), overlap=overlap, on_news=self._news,
         )  # fmt: skip
         self._client.begin()
@@ -216,7 +206,7 @@ class Local(Exchange):
         return self._opened
 
     def _news(self, news: News) -> None:
-        """What the state machine tells this learner."""
+        """Receive a message of the state machine for this learner."""
         if self._is_over:
             return
         match news:
@@ -231,7 +221,7 @@ class Local(Exchange):
                 self._failure = error
             case Arrived() | CallForWork() | Rejection() | Grant() | Drained() | Hold():
                 self._inbox.append(news)
-        self._run.time.news.add(self._index)
+        self._run.time.notified.add(self._index)
 
     def _opened_by(self, start: TellStart) -> StartingState:
         client = self._joined
@@ -259,7 +249,7 @@ class Local(Exchange):
         self._raise_failure()
         events = tuple(self._inbox)
         self._inbox.clear()
-        self._run.time.news.discard(self._index)
+        self._run.time.notified.discard(self._index)
         return events
 
     def rejoined(self, incarnation: int) -> None:
@@ -278,12 +268,12 @@ class Local(Exchange):
         self._run.has_trained = True
 
     def boundary(self) -> bool:
-        return self._run.time.linger(self._index)
+        return self._run.time.wait_within_instant(self._index)
 
     @property
     def overview(self) -> Overview:
-        """As the syncer told it last. Where everything arrives at once, the run's tokens are those of this moment,
-        though they are told with heartbeats only: a budget of them ends learners in lock step after the same step."""
+        """The syncer's newest message. Without a network, the run's tokens are the current ones, not those of the last
+        heartbeat: a budget of tokens then ends learners in lock step after the same step."""
         overview = Overview.of(None if self._client is None else self._client.core.standing)
         driver = self._run.driver
         if driver is None or self._run.delivery.takes_time:
@@ -297,9 +287,9 @@ class Local(Exchange):
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The global model as it stands, and what the syncer knows of this learner. Where the schedule calls rounds,
-        all that was sent is in it; where not, what is in flight or in an open round is not, and its learner counts that
-        work as pending again. Empty for a learner that was drained after an eviction."""
+        """The global model, and the syncer's accounts of this learner. Where the schedule calls rounds, all
+        contributions are part of it; elsewhere, contributions in flight or in an open round are not, and their learner
+        counts that work as pending again. Empty for a learner that was drained after an eviction."""
         driver, name = self._run.driver, self._name
         assert driver is not None
         if name not in driver.core.members:
@@ -309,9 +299,9 @@ class Local(Exchange):
         return {"fragments": fragments, "core": driver.core.saved_of(name)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Before any learner has trained, the run goes back to the state. Later its model and clock are the others' as
-        well, and stay: a learner that is new to the run brings its own ledger to it, if the run's model is the state's.
-        One that comes back has its ledger there already.
+        """Before any learner has trained, the run goes back to the state. Later the run's model and clock stay: a
+        learner that is new to the run adds its own ledger, if the run's model is that of the state. The ledger of a
+        learner that starts again is in the run already.
 
         Raises:
             CheckpointError: the checkpoint is of a run with leased data.
@@ -320,7 +310,7 @@ class Local(Exchange):
         assert run.driver is not None
         account = run.driver.core.accounting.accounts[name]
         comes_back = account.incarnation > 1 and account.ledgers[0].trained > 0
-        if not state or comes_back or (run.has_trained and not run.stands_at(state)):
+        if not state or comes_back or (run.has_trained and not run.matches(state)):
             return False
         if state["core"]["has_leases"]:
             raise CheckpointError(
@@ -334,9 +324,10 @@ class Local(Exchange):
 
     def close(self) -> None:
         if self._client is not None and not self._is_over:
-            self._is_over = True
+            self._run.exchanges[self._index] = None
             self._client.leave()
 
-    def killed(self) -> None:
-        """As `LearnerEnd`."""
-        self._is_over = True
+    @property
+    def _is_over(self) -> bool:
+        """Whether this exchange was closed, or its learner was killed."""
+        return self._run.exchanges[self._index] is not self

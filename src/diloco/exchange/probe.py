@@ -1,7 +1,7 @@
-"""Link probes: bytes that only measure the link to a running syncer, sent, answered and timed.
+"""Link probes: random bytes that measure the link to a running syncer.
 
-A learner sends as many random bytes as it announces, the syncer times what arrives and sends back as many as were asked
-for. `measure_link` makes probes over the connection that an exchange uses: rate up, rate down and latency.
+A learner sends as many random bytes as it announces; the syncer times their arrival and sends the requested number
+back. `measure_link` sends probes over the connection that an exchange uses: rate up, rate down and latency.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from diloco.exchange.wire.frames import LONGEST_CHUNK_BYTES, read_header
 from diloco.exchange.wire.incoming import ArrivalReports
 
 MAX_PROBE_BYTES = 1 << 28
-"""What one probe carries each way at most: a fifth of a second at 10 Gbit/s."""
+"""Maximum bytes of one probe, each way: a fifth of a second at 10 Gbit/s."""
 
 FIRST_BYTES = 1 << 16
 GROWTH = 16
-"""A probe is at most so many times as large as the one before: an early estimate may be far too high."""
+"""Maximum ratio of a probe's size to the size before: an early estimate may be far too high."""
 NUM_PINGS = 10
 
 CHANNEL = "probes"
 
 _MIN_CHUNKS = 16
 _SKIPPED = 0.25
-"""Share of the bytes, the first ones, that is not timed: a connection finds its speed, and a link gives away what it
-had saved up."""
+"""Share of the bytes, from the first one, that is not timed: a connection ramps up, and a shaped link lets a burst
+pass."""
 
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """What was measured.
+    """A measured link.
 
     Attributes:
-        up_bit_per_s, down_bit_per_s: of payload, as contributions and updates get it; headers of TCP, IP and below not
+        up_bit_per_s, down_bit_per_s: of payload, as for contributions and updates; headers of TCP, IP and below are not
             counted.
-        latency_s: half of the shortest time that an empty call took there and back.
+        latency_s: half of the shortest round trip of an empty call.
         num_bytes: bytes that the measurement sent and received.
     """
 
@@ -65,8 +65,8 @@ def measure_link(
     link lowers the result.
 
     Raises:
-        ExchangeError: no syncer answers. AuthError: the keys may not train as `learner`. RunError: another link is
-            being measured.
+        ExchangeError: no syncer answers. AuthError: the keys do not permit training as `learner`. RunError: another
+            link is being measured.
     """
     num_bytes = 0
 
@@ -101,8 +101,8 @@ def measure_link(
 def rate_bit_per_s(probe: Callable[[int], tuple[int, float]], seconds: float, repeats: int) -> float:
     """The median rate of `repeats` probes of a size that takes at least `seconds`.
 
-    `probe` takes a size in bytes and gives bytes and the seconds that they took. The size grows by what the last one
-    lets expect. Raises RunError where even the largest takes no time.
+    `probe` takes a size in bytes and returns bytes and the seconds that they took. The size grows by the estimate of
+    the last probe. Raises RunError if even the largest takes no time.
     """
     size = FIRST_BYTES
     while True:
@@ -121,8 +121,8 @@ def rate_bit_per_s(probe: Callable[[int], tuple[int, float]], seconds: float, re
 
 
 def probe(connection: Connection, header: pb.ProbeHeader) -> tuple[pb.ProbeReply, StreamTiming]:
-    """Send and fetch what the header announces; the syncer's reply, and how the bytes down came. Raises as
-    `Connection.call`, and CorruptPayloadError for another number of bytes."""
+    """Send and receive the bytes that the header announces. Returns the syncer's reply, and the timing of the received
+    bytes. Raises as `Connection.call`, and CorruptPayloadError for another number of bytes."""
     sent = chain([header.SerializeToString()], noise(header.up_bytes))
     timing = StreamTiming()
     with connection.stream(CHANNEL, "Probe", sent) as (replies, moved):
@@ -135,10 +135,10 @@ def probe(connection: Connection, header: pb.ProbeHeader) -> tuple[pb.ProbeReply
 
 
 def answer_probe(header: pb.ProbeHeader, stream: Iterator[bytes]) -> Iterator[bytes]:
-    """The syncer's end: the messages that answer a probe whose bytes come by `stream`.
+    """The syncer's end: the messages that answer a probe whose bytes arrive by `stream`.
 
     Raises:
-        ConfigError: it asks for more than one probe may carry. CorruptPayloadError: another number of bytes came.
+        ConfigError: the probe is larger than MAX_PROBE_BYTES. CorruptPayloadError: another number of bytes arrived.
     """
     most = max(header.up_bytes, header.down_bytes)
     if most > MAX_PROBE_BYTES:
@@ -152,7 +152,7 @@ def answer_probe(header: pb.ProbeHeader, stream: Iterator[bytes]) -> Iterator[by
 
 
 def noise(num_bytes: int) -> Iterator[bytes]:
-    """Random bytes, which no link can compress, in chunks like those of a transfer but never a few large ones."""
+    """Random bytes, which no link can compress, in chunks of at most a transfer's size, and at least _MIN_CHUNKS."""
     chunk_bytes = max(1, min(LONGEST_CHUNK_BYTES, num_bytes // _MIN_CHUNKS))
     chunk = os.urandom(chunk_bytes)
     for start in range(0, num_bytes, chunk_bytes):
@@ -161,7 +161,7 @@ def noise(num_bytes: int) -> Iterator[bytes]:
 
 @dataclass
 class StreamTiming:
-    """How many bytes of a stream came after its beginning, and in how many seconds."""
+    """The bytes of a stream after its untimed beginning, and the seconds in which they arrived."""
 
     num_bytes: int = 0
     seconds: float = 0.0
@@ -169,10 +169,10 @@ class StreamTiming:
     def take(
         self, stream: Iterator[bytes], num_bytes: int, clock: Callable[[], float] = time.monotonic
     ) -> Iterator[int]:
-        """Drop the `num_bytes` of a stream as they arrive, to its end; gives after each chunk how many have arrived.
+        """Time the `num_bytes` of a stream as they arrive, and drop them; yields the bytes arrived after each chunk.
 
         Raises:
-            CorruptPayloadError: another number of bytes came.
+            CorruptPayloadError: another number of bytes arrived.
         """
         arrived = counted_from = 0
         began_s = now_s = 0.0

@@ -23,7 +23,6 @@ from diloco.core.method import Method
 from diloco.errors import CheckpointError, ConfigError, DilocoError
 from diloco.exchange.base import Exchange
 from diloco.exchange.group import Group
-from diloco.exchange.island.rank_messages import collect
 from diloco.integrations.common import forward_schedule, required_library
 from diloco.learner import Learner
 from diloco.learner.roles import Buffers, Static
@@ -272,7 +271,7 @@ def _gathered(state: dict[str, Any]) -> list[Any]:
     group, mine = Group(None, timeout_s=_GATHER_TIMEOUT_S), to_bytes(state)
     try:
         sizes = group.gather_values(mine.numel(), "the sizes of what ranks save")
-        joined = collect(group, mine, sizes, "what ranks save")
+        joined = group.collect(mine, sizes, "what ranks save")
     finally:
         group.disconnect()
     return [from_bytes(raw) for raw in joined.split(sizes)] if group.rank == 0 else []

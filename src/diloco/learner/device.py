@@ -19,7 +19,7 @@ from diloco.core.codecs import SEGMENT_ELEMENTS, Codec, compress
 from diloco.core.fragments import Layout
 from diloco.core.layout import Placement
 from diloco.core.memory import new_vector
-from diloco.exchange.device_group import device_of
+from diloco.exchange.group import device_of
 from diloco.learner.partition import Partition
 
 RUN_ELEMENTS = 256 * SEGMENT_ELEMENTS

@@ -24,8 +24,7 @@ from diloco.core.memory import new_vector
 from diloco.core.merges import shard_of
 from diloco.core.shards import dealt
 from diloco.errors import LayoutError
-from diloco.exchange.device_group import device_group, device_of
-from diloco.exchange.group import Group
+from diloco.exchange.group import Group, device_group, device_of
 from diloco.learner.pieces import Box, Gather, Piece, cut
 
 AllToAll = Callable[[Tensor, Sequence[int], Sequence[int], str], Tensor]

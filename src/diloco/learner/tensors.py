@@ -18,7 +18,7 @@ from diloco.core.method import Method
 from diloco.core.names import canonical_key, named_buffers, named_parameters
 from diloco.errors import CheckpointError, ConfigError
 from diloco.exchange.base import FlatModel
-from diloco.exchange.device_group import device_of
+from diloco.exchange.group import device_of
 from diloco.learner.device import DeviceUploads, Snapshots
 from diloco.learner.frozen import FrozenState, averaged_names, exchanged_tensors
 from diloco.learner.models import Registered

@@ -25,7 +25,7 @@ from diloco.core.presets import method_from_table
 from diloco.errors import ConfigError, DrainedError, ExchangeError
 from diloco.event_log import EventLog
 from diloco.exchange.local import Local, Lost, run_virtual
-from diloco.exchange.virtual.run import VirtualRun, World
+from diloco.exchange.virtual.run import VirtualRun
 from diloco.learner import Learner
 from diloco.planning.recorded_run import SIMULATED
 from diloco.protocol.steering import Pool
@@ -166,16 +166,14 @@ class _Simulation:
         with EventLog(path, "syncer", clock=lambda: self._run.time.now) as log:
             journal = Journal(log, SyncerMetrics(run))
             self._run = VirtualRun(
-                World(
-                    self._names,
-                    self._scenario.step_s,
-                    starts_s,
-                    self._scenario.network,
-                    self._scenario.faults,
-                    journal,
-                    self._watch,
-                    Pool.of(self._configs[0].pool_values),
-                )
+                self._names,
+                self._scenario.step_s,
+                starts_s,
+                self._scenario.network,
+                self._scenario.faults,
+                journal,
+                self._watch,
+                Pool.of(self._configs[0].pool_values),
             )
             log.append(events.SyncerStarted(run=run, address=SIMULATED, method=self._method.to_dict()))
             ended = self._lives()
@@ -220,7 +218,7 @@ class _Simulation:
 
         def stepped_alone() -> None:
             began_s = exchange.now_s
-            exchange.rest(self._warm_step_s(index, next(steps_alone)))
+            exchange.sleep(self._warm_step_s(index, next(steps_alone)))
             self._watch("compute", index, began_s, exchange.now_s)
 
         checkpoints = self._directory / name / CHECKPOINTS

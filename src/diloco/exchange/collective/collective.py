@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from concurrent.futures import Future, wait
+from contextlib import ExitStack
 from typing import Any
 
 import torch.distributed as dist
@@ -14,36 +14,29 @@ from torch import Tensor
 from diloco.core.fragments import Layout
 from diloco.core.method import Method
 from diloco.core.shards import dealt
-from diloco.errors import ConfigError, ExchangeError
-from diloco.exchange.base import Event, Exchange, FlatModel, Overview, StartingState, required_method
+from diloco.errors import ExchangeError
+from diloco.exchange.base import Event, FlatModel, Overview, StartingState
 from diloco.exchange.collective.joining import broadcast, compare, name_of
 from diloco.exchange.collective.rounds import Round, ShardedRounds
 from diloco.exchange.collective.shards import HeldShard, first_held, restore, state_of
 from diloco.exchange.group import Group, require_process_group
+from diloco.exchange.peers import PeerExchange
 from diloco.protocol.contribution import Contribution
 
 
-@dataclass
-class _Offer:
-    """A contribution on its way, and how many boundaries this learner had behind it when it was offered."""
-
-    result: Future[Round]
-    boundaries: int
-
-
-class Collective(Exchange):
+class Collective(PeerExchange):
     """An exchange over a `torch.distributed` process group, of any backend: each of its ranks is one learner.
 
     All communication runs on one background thread over connections of its own (`exchange.group`), in the order of the
     offers, which the schedule makes the same on every rank. Rank 0's model initialises the run.
 
     Arguments:
-        process_group: whose ranks learn together; None: all ranks.
-        timeout_s: how long a learner waits for the slowest of the others before it takes them for lost.
+        process_group: whose ranks are the learners; None: all ranks.
+        timeout_s: how long a learner waits for the slowest of the others before it treats them as lost.
 
     Raises:
         ConfigError: torch.distributed is not initialised.
-        ExchangeError: (from any method but `close`) a learner is gone or silent; names what did not get through.
+        ExchangeError: (from any method but `close`) a learner is lost or silent; names the operation that failed.
 
     Example:
         >>> torch.distributed.init_process_group("gloo")
@@ -54,50 +47,38 @@ class Collective(Exchange):
 
     def __init__(self, process_group: dist.ProcessGroup | None = None, *, timeout_s: float = 1800.0) -> None:
         require_process_group()
+        super().__init__(timeout_s, "diloco-collective")
         self._process_group = process_group
-        self._timeout_s = timeout_s
         self._group: Group
         self._method: Method
         self._fragments: list[HeldShard] = []
         self._rounds: ShardedRounds
-        self._worker: ThreadPoolExecutor | None = None
-        self._closed = False
-        self._failed = False
-        self._offers: deque[_Offer] = deque()
-        self._heard: deque[tuple[int, int]] = deque()  # boundaries at the offer, run tokens at the offer
+        self._is_open = self._has_failed = False
+        self._offered_at: deque[int] = deque()  # boundaries behind this learner at each of the offers
+        self._heard: deque[tuple[int, int]] = deque()  # boundaries and run tokens at an offer that was answered
         self._boundaries = 0
         self._longest_overlap = 0
         self._run_tokens = 0
-        self._num_bytes = {"contributions": 0, "updates": 0, "joins": 0, "control": 0}
 
     # --- joining ------------------------------------------------------------------------------------------------------
-
-    def method(self, given: Method | None) -> Method:
-        return required_method(given)
 
     def open(
         self, layout: Layout, method: Method, initial: Callable[[], FlatModel], *, overlap: int | None = None
     ) -> StartingState:
-        if self._closed or self._worker is not None:
-            raise ConfigError("this exchange was used already; make a new Collective for every Learner.")
         self._group = Group(self._process_group, timeout_s=self._timeout_s)
         self._method = method
-        joined = False
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._group.disconnect)
             self._longest_overlap = compare(self._group, layout, method, overlap)
             model = broadcast(self._group, self._num_bytes, layout, initial)
-            joined = True
-        finally:
-            if not joined:
-                self._closed = True
-                self._group.disconnect()
+            undo.pop_all()
+        self._is_open = True
         shards = dealt((fragment.numel for fragment in layout.fragments), self._group.size)
         self._fragments = [
             first_held(method, fragment, theta, each, self._group.rank)
             for fragment, theta, each in zip(layout.fragments, model.fragments, shards, strict=True)
         ]
         self._rounds = ShardedRounds(self._group, method, self._fragments, self._num_bytes)
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="diloco-collective")
         return StartingState(
             name_of(self._group.rank), 1, 0, tuple(held.whole for held in self._fragments), model.static
         )
@@ -105,27 +86,17 @@ class Collective(Exchange):
     # --- the training thread ------------------------------------------------------------------------------------------
 
     def offer(self, contribution: Contribution, payload: Callable[[], Tensor]) -> None:
-        self._offers.append(_Offer(self._submit(lambda: self._rounds.make(contribution, payload)), self._boundaries))
+        self._offers.append(self._submit(lambda: self._rounds.make(contribution, payload)))
+        self._offered_at.append(self._boundaries)
 
-    def poll(self) -> Sequence[Event]:
-        events: list[Event] = []
-        while self._offers and self._offers[0].result.done():
-            round_ = self._offers[0].result.result()  # a failed one stays and is raised again
-            self._heard.append((self._offers.popleft().boundaries, round_.run_tokens))
-            events.extend(round_.events)
-        return events
-
-    def wait(self, timeout_s: float) -> None:
-        if not self._offers:
-            raise ExchangeError(
-                "nothing is on its way, so nothing can arrive; a learner waits only for what it has sent."
-            )
-        wait([self._offers[0].result], timeout_s)
+    def _events_of(self, finished: Round) -> Sequence[Event]:
+        self._heard.append((self._offered_at.popleft(), finished.run_tokens))
+        return finished.events
 
     def boundary(self) -> bool:
-        # All ranks have waited for what was sent as many boundaries ago as the longest of their overlaps has. Counting
-        # only that keeps the number the same on every rank, so that all of them stop after the same step when they
-        # train up to a number of tokens.
+        # All ranks have waited for the contributions that are at least as old, in boundaries, as the longest of their
+        # overlaps. Only these are counted, so that every rank has the same count, and all of them stop after the same
+        # step when they train up to a number of tokens.
         while self._heard and self._heard[0][0] + self._longest_overlap <= self._boundaries:
             self._run_tokens = self._heard.popleft()[1]
         self._boundaries += 1
@@ -135,29 +106,22 @@ class Collective(Exchange):
     def overview(self) -> Overview:
         return Overview(self._group.size, self._run_tokens)
 
-    @property
-    def num_bytes(self) -> Mapping[str, int]:
-        return dict(self._num_bytes)
-
     def close(self) -> None:
-        """Finish what is on its way (another rank may wait for it), then leave. Never raises what `poll` would."""
-        if self._closed:
+        """Finish the rounds in flight, for which other ranks may wait, then leave. Never raises the errors of
+        `poll`."""
+        if not self._is_open:
             return
-        self._closed = True
-        if self._worker is not None:
-            self._worker.shutdown(wait=True)
-            self._group.disconnect()
+        self._is_open = False
+        self._worker.shutdown(wait=True)
+        self._group.disconnect()
 
     def _submit(self, job: Callable[[], Any]) -> Future[Any]:
-        if self._worker is None or self._closed:
-            raise ConfigError("this exchange is not open; attach it to a Learner first.")
-
         def run() -> Any:
-            if self._failed:  # the ranks may be at different places now
+            if self._has_failed:  # the ranks may have diverged
                 raise ExchangeError("an earlier exchange failed, so this one was not tried.")
-            self._failed = True
+            self._has_failed = True
             result = job()
-            self._failed = False
+            self._has_failed = False
             return result
 
         return self._worker.submit(run)
@@ -165,8 +129,8 @@ class Collective(Exchange):
     # --- state --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's shards, outer state and error feedback. Waits for what is sent."""
-        wait([offer.result for offer in self._offers])
+        """Return this rank's shards, outer state and error feedback. Waits for the rounds in flight."""
+        wait(self._offers)
         return {
             **state_of(self._group, self._fragments),
             "run_tokens": self._run_tokens,
@@ -177,7 +141,8 @@ class Collective(Exchange):
         """Continue from `state_dict`; every rank loads its own, at the same time.
 
         Raises:
-            CheckpointError: of another world size, rank or model, or the ranks' checkpoints are of different moments.
+            CheckpointError: it is of another world size, rank or model, or the ranks' checkpoints are of different
+                steps.
         """
         self._submit(lambda: self._load(state)).result()
         return True

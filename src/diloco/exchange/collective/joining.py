@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,28 +10,29 @@ import torch
 from diloco.core.fragments import Layout
 from diloco.core.memory import new_vector
 from diloco.core.method import Method
-from diloco.errors import ConfigError, DigestError, DilocoError, ExchangeError, LayoutError
+from diloco.errors import ConfigError, DilocoError, ExchangeError, LayoutError
 from diloco.exchange.base import FlatModel
-from diloco.exchange.group import FRAME_BYTES, TEXT_CHARACTERS, Group, error_of
+from diloco.exchange.group import FRAME_BYTES, TEXT_CHARACTERS, Group, error_of, error_values
+from diloco.exchange.peers import require_no_syncer
 
 
 def agree(
-    group: Group, num_bytes: dict[str, int], doing: str, said: dict[str, Any], error: DilocoError | None = None
+    group: Group, num_bytes: dict[str, int], doing: str, values: dict[str, Any], error: DilocoError | None = None
 ) -> list[dict[str, Any]]:
     """Exchange a small message with all ranks. An error of one rank is raised on all of them.
 
     Arguments:
-        num_bytes: bytes by kind; those that cross are added under "control".
-        doing: what this rank is doing, for error messages.
-        said: plain values that fit into a frame.
+        num_bytes: bytes by kind; the bytes sent and received are added under "control".
+        doing: this rank's operation, for error messages.
+        values: plain values that fit into a frame.
         error: this rank's failure; None: it did not fail.
 
     Raises:
-        ExchangeError: the ranks do different things, or one is gone.
-        DilocoError: of the kind that a rank has met; names the rank.
+        ExchangeError: the ranks are at different operations, or a rank is lost.
+        DilocoError: the error of a rank, with its class; names the rank.
     """
-    told = None if error is None else [type(error).__name__, str(error)[:TEXT_CHARACTERS]]
-    frames = group.gather_frames({"doing": doing, "said": said, "error": told}, doing)
+    failure = error_values(error, TEXT_CHARACTERS)
+    frames = group.gather_frames({"doing": doing, "said": values, "error": failure}, doing)
     num_bytes["control"] += 2 * FRAME_BYTES * (group.size - 1)
     for rank, frame in enumerate(frames):
         if frame["error"] is not None:
@@ -46,26 +47,8 @@ def agree(
     return [frame["said"] for frame in frames]
 
 
-def attempt(work: Callable[[], Any]) -> tuple[Any, DilocoError | None]:
-    """Return a result, or the error that must be sent to the other ranks before it is raised."""
-    try:
-        return work(), None
-    except DilocoError as error:
-        return None, error
-
-
-def require_same_digest(fragment: int, version: int, digests: Sequence[str]) -> None:
-    """Raise DigestError unless all ranks hold the same bits of a version."""
-    for rank, theirs in enumerate(digests):
-        if theirs != digests[0]:
-            raise DigestError(
-                f"{name_of(0)} and {name_of(rank)} hold version {version} of fragment {fragment} with different bits "
-                f"(digests {digests[0][:12]} and {theirs[:12]}); start all learners again from one checkpoint."
-            )
-
-
 def name_of(rank: int) -> str:
-    """The learner that a rank is."""
+    """The name of the learner of a rank."""
     return f"learner-{rank:03d}"
 
 
@@ -75,14 +58,14 @@ def compare(group: Group, layout: Layout, method: Method, overlap: int | None) -
     `overlap`: this rank's own τ; None: the method's. Returns the longest overlap of all ranks.
 
     Raises:
-        ConfigError: the methods differ, or a process group cannot run the method.
+        ConfigError: the methods differ, or the method does not run over a process group.
         LayoutError: the models differ; names the first tensor that differs.
     """
-    said = {
+    mine = {
         "method": method.to_dict(), "layout": layout.to_dict(),
         "overlap": method.overlap if overlap is None else overlap,
     }  # fmt: skip
-    theirs = group.gather_values(said, "opening the run")
+    theirs = group.gather_values(mine, "opening the run")
     methods = [Method.from_dict(each["method"]) for each in theirs]
     layouts = [Layout.from_dict(each["layout"]) for each in theirs]
     for rank in range(1, group.size):
@@ -90,10 +73,7 @@ def compare(group: Group, layout: Layout, method: Method, overlap: int | None) -
             raise ConfigError(f"{name_of(0)} and {name_of(rank)} use different methods: {difference}.")
         if difference := layouts[0].first_difference(layouts[rank]):
             raise LayoutError(f"{name_of(0)} and {name_of(rank)} do not hold the same model: {difference}.")
-    if not method.wait:
-        raise ConfigError("wait=False needs a syncer that merges without a late learner; use wait=True over a group.")
-    if (why := method.quorum.needs_syncer) is not None:
-        raise ConfigError(why)
+    require_no_syncer(method)
     if method.quorum.at_least > group.size:
         raise ConfigError(
             f"the quorum needs {method.quorum.at_least} learners and the process group has {group.size}; lower "
@@ -106,7 +86,7 @@ def compare(group: Group, layout: Layout, method: Method, overlap: int | None) -
 def broadcast(group: Group, num_bytes: dict[str, int], layout: Layout, initial: Callable[[], FlatModel]) -> FlatModel:
     """Rank 0's model, `initial()` there, on every rank.
 
-    `num_bytes`: bytes by kind; those that cross are added under "joins".
+    `num_bytes`: bytes by kind; the bytes sent and received are added under "joins".
     """
     if group.rank == 0:
         model = initial()

@@ -1,10 +1,11 @@
-"""A rank's part in a round: from its own displacement to the new version that all ranks hold."""
+"""A rank's part of a round: from its own displacement to the new version on all ranks."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -12,19 +13,18 @@ from diloco.core.global_fragment import apply_update, close
 from diloco.core.method import Method
 from diloco.core.shards import Shards
 from diloco.core.update import Update
-from diloco.core.weights import merge_weights
 from diloco.errors import DilocoError
 from diloco.exchange.base import Arrived, Event
-from diloco.exchange.collective.joining import agree, attempt, name_of, require_same_digest
+from diloco.exchange.collective.joining import agree, name_of
 from diloco.exchange.collective.shards import HeldShard
-from diloco.exchange.group import FRAME_BYTES, Group, split
+from diloco.exchange.group import FRAME_BYTES, Group, attempt, split
+from diloco.exchange.peers import merge_inputs, require_same_digest
 from diloco.protocol.contribution import OUTLIER, Contribution, Rejection
-from diloco.run.tensor_jobs import encoded_of
 
 
 @dataclass(frozen=True)
 class Round:
-    """A finished round: the learner's events, and the tokens of all learners when they sent their contributions."""
+    """A finished round: the learner's events, and the tokens that all learners had trained when they contributed."""
 
     events: tuple[Event, ...]
     run_tokens: int
@@ -36,8 +36,8 @@ class ShardedRounds:
     Arguments:
         group: the ranks.
         method: of the run.
-        fragments: what this rank keeps of each; advanced by every round.
-        num_bytes: bytes by kind; what crosses is added.
+        fragments: this rank's state of each; advanced by every round.
+        num_bytes: bytes by kind; the bytes sent and received are added.
     """
 
     def __init__(self, group: Group, method: Method, fragments: Sequence[HeldShard], num_bytes: dict[str, int]) -> None:
@@ -46,32 +46,28 @@ class ShardedRounds:
         self._num_bytes = num_bytes
 
     def make(self, c: Contribution, payload: Callable[[], Tensor]) -> Round:
-        """Run one round of a fragment, from this rank's displacement to the version that all ranks hold.
+        """Run one round of a fragment.
 
         Raises:
-            ExchangeError: a rank is gone or silent, or is at another point of the run.
-            DigestError: the ranks hold different bits.
+            ExchangeError: a rank is lost or silent, or is at another point of the run.
+            DigestError: the ranks have different bits.
             DilocoError: the error of any rank, raised on all ranks.
         """
         held = self._fragments[c.fragment]
         place = f"of fragment {c.fragment} in round {c.round}"
         encoded, error = attempt(payload)
         contributions = self._greet(c, held, place, error)
-        weights = merge_weights(
-            self._method.weight, [each.tokens for each in contributions], [each.steps for each in contributions],
-            [each.round - each.base for each in contributions],
-        )  # fmt: skip
         parts = self._scatter(held.shards, encoded, f"the contribution {place}")
-        mine = encoded_of(contributions, weights, parts, c.round, held.tensors)
+        mine = merge_inputs(self._method, contributions, parts, c.round, held.tensors)
         closed, error = attempt(lambda: close(self._method, held.own, mine, held.places))
-        said = {"refused": [] if closed is None else list(closed.refused)}
-        told = agree(self._group, self._num_bytes, f"the merge {place}", said, error)
-        refused = {learner for frame in told for learner in frame["refused"]}
+        outcome = {"refused": [] if closed is None else list(closed.refused)}
+        outcomes = agree(self._group, self._num_bytes, f"the merge {place}", outcome, error)
+        refused = {learner for frame in outcomes for learner in frame["refused"]}
         answer = self._gather(held.shards, closed.payload, f"the merge {place}")
         advanced = apply_update(self._method, held.whole, closed.update, answer, held.all_places, verify=False)
         update = replace(_without(closed.update, refused), digest=advanced.held.digest)
         results = agree(self._group, self._num_bytes, f"the result {place}", {"digest": update.digest})
-        require_same_digest(c.fragment, update.version, [frame["digest"] for frame in results])
+        require_same_digest(c.fragment, update.version, _digests(results))
         held.take(advanced.held, closed.held)
         new, mean = advanced.held.bare, advanced.mean
         events: tuple[Event, ...] = (Arrived(update, new, c.number, mean),)
@@ -80,14 +76,16 @@ class ShardedRounds:
         return Round(events, sum(each.trained for each in contributions))
 
     def _greet(self, c: Contribution, held: HeldShard, place: str, error: DilocoError | None) -> list[Contribution]:
-        """Return every rank's contribution, after checking that all hold the same version.
+        """Return every rank's contribution, after checking that all ranks have the same version.
 
-        `error`: why this rank could not encode; None: it could.
+        `error`: this rank's error in encoding; None: it had none.
         """
-        said = {"base": c.base, "tokens": c.tokens, "steps": c.steps, "trained": c.trained, "digest": held.whole.digest,
-                "part": c.tensors is not None}  # fmt: skip
-        frames = agree(self._group, self._num_bytes, f"the contribution {place}", said, error)
-        require_same_digest(c.fragment, held.whole.version, [frame["digest"] for frame in frames])
+        values = {
+            "base": c.base, "tokens": c.tokens, "steps": c.steps, "trained": c.trained, "digest": held.whole.digest,
+            "part": c.tensors is not None,
+        }  # fmt: skip
+        frames = agree(self._group, self._num_bytes, f"the contribution {place}", values, error)
+        require_same_digest(c.fragment, held.whole.version, _digests(frames))
         tensors = self._trained_tensors(c, place) if any(frame["part"] for frame in frames) else [None] * len(frames)
         return [
             Contribution(name_of(rank), 1, c.fragment, c.number, c.round, frame["base"], frame["tokens"],
@@ -96,11 +94,11 @@ class ShardedRounds:
         ]  # fmt: skip
 
     def _trained_tensors(self, c: Contribution, place: str) -> list[tuple[int, ...] | None]:
-        """Which tensors every rank trains, of any number."""
-        told = self._group.gather_values(c.tensors, f"the tensors that are trained {place}")
-        sizes = [len(json.dumps(each)) + FRAME_BYTES for each in told]
+        """The indices of the tensors that each rank trains."""
+        trained = self._group.gather_values(c.tensors, f"the tensors that are trained {place}")
+        sizes = [len(json.dumps(each)) + FRAME_BYTES for each in trained]
         self._num_bytes["control"] += sizes[self._group.rank] * (self._group.size - 2) + sum(sizes)
-        return [None if each is None else tuple(each) for each in told]
+        return [None if each is None else tuple(each) for each in trained]
 
     def _scatter(self, shards: Shards, payload: Tensor, what: str) -> list[Tensor]:
         """Send part r of the payload to rank r; return the parts of this rank's shard from all ranks."""
@@ -111,15 +109,20 @@ class ShardedRounds:
         return split(received, [own_bytes] * self._group.size)
 
     def _gather(self, shards: Shards, part: Tensor, what: str) -> Tensor:
-        """The whole answer from every rank's part of it."""
+        """The whole answer, joined from every rank's part."""
         sizes = shards.sizes_bytes(self._method.down)
         joined = self._group.gather(part, sizes, what)
         self._num_bytes["updates"] += part.numel() * (self._group.size - 1) + sum(sizes) - part.numel()
         return joined
 
 
+def _digests(frames: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Each learner's digest of a version."""
+    return {name_of(rank): frame["digest"] for rank, frame in enumerate(frames)}
+
+
 def _without(update: Update, refused: Collection[str]) -> Update:
-    """Leave out the learners that the owner of another shard has refused."""
+    """Remove the learners that the owner of any shard has refused."""
     kept = [pair for pair in zip(update.contributors, update.weights, strict=True) if pair[0] not in refused]
     learners, weights = tuple(learner for learner, _ in kept), tuple(weight for _, weight in kept)
     return replace(update, contributors=learners, weights=weights)

@@ -1,4 +1,4 @@
-"""What a rank keeps of a fragment: all of it as a learner, and its shard as the shard's syncer."""
+"""A rank's state of a fragment: the whole of it as a learner, and its shard as the shard's syncer."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from diloco.core.merges import shard_of
 from diloco.core.method import Method
 from diloco.core.shards import Shards
 from diloco.errors import CheckpointError
-from diloco.exchange.collective.joining import agree, attempt, name_of
-from diloco.exchange.group import Group, as_bytes
+from diloco.exchange.collective.joining import agree, name_of
+from diloco.exchange.group import Group, as_bytes, attempt
 
 
 @dataclass
 class HeldShard:
-    """What this rank keeps of a fragment.
+    """This rank's state of a fragment.
 
     Attributes:
-        elements: of its shard.
-        places, tensors: of its shard, as `shard_of` gives them.
+        elements: those of its shard.
+        places, tensors: those of its shard, as `shard_of` returns them.
         all_places: the tensors of the whole fragment.
-        whole: as a learner; with an outer state where the outer optimizer is on the learners.
-        own: its shard, as the shard's syncer. `own.theta` is a view of `whole.theta` from the first round on.
+        whole: the learner's; with an outer state if the outer optimizer is on the learners.
+        own: the syncer's, of the shard. `own.theta` is a view of `whole.theta` from the first round on.
     """
 
     shards: Shards
@@ -43,12 +43,12 @@ class HeldShard:
     own: GlobalFragment
 
     def take(self, whole: GlobalFragment, own: GlobalFragment) -> None:
-        """A new version."""
+        """Store a new version."""
         self.whole, self.own = whole, replace(own, theta=whole.theta[self.elements])
 
 
 def first_held(method: Method, fragment: Fragment, theta: Tensor, shards: Shards, rank: int) -> HeldShard:
-    """What `rank` keeps of a fragment at version 0, `theta`. `shards`: of the fragment, unless one rank owns it."""
+    """The state of `rank` for a fragment at version 0, `theta`. `shards`: of the fragment, unless one rank owns it."""
     if method.needs_whole_fragments:
         shards = replace(shards, owner=fragment.index % shards.num_shards)
     elements = shards.elements(rank)
@@ -60,7 +60,7 @@ def first_held(method: Method, fragment: Fragment, theta: Tensor, shards: Shards
 
 
 def state_of(group: Group, fragments: Sequence[HeldShard]) -> dict[str, Any]:
-    """Tensors and plain values, and which rank's they are."""
+    """The state of a rank as tensors and plain values, with the rank."""
     saved = {}
     for index, held in enumerate(fragments):
         outer_state = held.whole.outer_state or held.own.outer_state
@@ -71,12 +71,12 @@ def state_of(group: Group, fragments: Sequence[HeldShard]) -> dict[str, Any]:
 def restore(
     group: Group, method: Method, fragments: Sequence[HeldShard], state: Mapping[str, Any], num_bytes: dict[str, int]
 ) -> None:
-    """Restore the fragments from what `state_of` returned. All ranks call it, and gather each other's shards.
+    """Restore the fragments from the result of `state_of`. All ranks call it, and gather each other's shards.
 
-    `num_bytes`: bytes by kind; those that cross are added under "joins".
+    `num_bytes`: bytes by kind; the bytes sent and received are added under "joins".
 
     Raises:
-        CheckpointError: of another world size, rank or model, or the ranks' checkpoints are of different moments.
+        CheckpointError: it is of another world size, rank or model, or the ranks' checkpoints are of different steps.
     """
     doing = "the loading of a checkpoint"
     _, error = attempt(lambda: _check(group, fragments, state))
@@ -86,8 +86,8 @@ def restore(
     for rank, theirs in enumerate(moments):
         if theirs != moments[0]:
             raise CheckpointError(
-                f"the checkpoints of {name_of(0)} and {name_of(rank)} were not taken after the same step; load a pair "
-                "that was."
+                f"the checkpoints of {name_of(0)} and {name_of(rank)} were not taken after the same step; load "
+                "checkpoints of one step."
             )
     for index, held in enumerate(fragments):
         saved = state["fragments"][str(index)]

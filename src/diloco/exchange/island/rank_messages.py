@@ -1,10 +1,11 @@
-"""What rank 0 tells the other ranks: JSON of plain values, and tensors, of which each rank gets all or its shard."""
+"""Messages of rank 0 to the other ranks: plain values as JSON, and tensors, of which each rank gets all or its
+shard."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from diloco.core.update import Update
 from diloco.errors import DilocoError, ExchangeError, translated
 from diloco.escaping import MALFORMED, read_json
 from diloco.exchange.base import Arrived, Interrupted, Rejoined, StartingState
-from diloco.exchange.group import SAME_VERSION, Group, as_bytes, error_of, to_bytes, to_tensor
+from diloco.exchange.group import SAME_VERSION, Group, as_bytes, error_of, error_values, to_bytes, to_tensor
 from diloco.protocol.contribution import CallForWork, Drained, Hold, Rejection
 from diloco.protocol.leases import Grant
 
@@ -26,7 +27,7 @@ Fetched = Callable[[int, int, int | None], AppliedUpdate]
 
 @dataclass(frozen=True)
 class MessageTensor:
-    """A tensor of a message. `fragment`: each rank gets its shard of it, which is a vector of this fragment; None: each
+    """A tensor of a message. `fragment`: it is a vector of this fragment, of which each rank gets its shard; None: each
     rank gets all of it."""
 
     tensor: Tensor
@@ -35,63 +36,63 @@ class MessageTensor:
 
 @dataclass(frozen=True)
 class Message:
-    """JSON with plain values, an error or the shapes of the tensors that follow it; empty: there is nothing to say.
+    """JSON with plain values, an error and the shapes of the tensors that follow it; empty: there is no message.
 
     Attributes:
-        value: what it says, where each rank has its shards of the versions in it.
+        tensors: those that follow it.
+        value: the value itself, if each rank has its shards of the versions in it.
     """
 
     raw: bytes = b""
-    told: tuple[MessageTensor, ...] = ()
+    tensors: tuple[MessageTensor, ...] = ()
     value: Any = None
 
     @classmethod
     def of(cls, value: Any = None, error: DilocoError | None = None, *, fetched: bool = False) -> Message:
-        """Of plain values, events, and what is in them. `fetched`: each rank has its shards of the versions."""
-        told: list[MessageTensor] = []
-        said = _out(_referring(value) if fetched else value, told, None)
+        """A message with a value of plain values and events, or with an error. `fetched`: each rank has its shards of
+        the versions in it."""
+        tensors: list[MessageTensor] = []
+        plain = _out(value, tensors, None, fetched=fetched)
         specs = [
-            [list(each.tensor.shape), str(each.tensor.dtype).removeprefix("torch."), each.fragment] for each in told
+            [list(each.tensor.shape), str(each.tensor.dtype).removeprefix("torch."), each.fragment] for each in tensors
         ]
-        named = None if error is None else [type(error).__name__, str(error)]
-        return cls(
-            json.dumps({"said": said, "error": named, "tensors": specs}).encode(),
-            tuple(told),
-            value if fetched else None,
-        )
+        raw = json.dumps({"said": plain, "error": error_values(error), "tensors": specs}).encode()
+        return cls(raw, tuple(tensors), value if fetched else None)
 
 
 def share(
     group: Group, message: Message, num_bytes: int, shards: Sequence[Shards], what: str, failure: DilocoError | None,
     fetched: Fetched | None = None,
 ) -> Any:  # fmt: skip
-    """Rank 0's message, of a size that all ranks know, on every rank: the value, or the error in it, raised.
+    """Broadcast rank 0's message, whose size all ranks know. Returns its value on every rank, or raises its error.
 
     Arguments:
-        message: on rank 0; not read elsewhere.
+        message: on rank 0; not read on other ranks.
         shards: of every fragment.
         failure: the error itself, on rank 0.
-        fetched: gives this rank's shard of a version of a fragment; None: rank 0 sends it.
+        fetched: returns this rank's shard of a version of a fragment; None: rank 0 sends it.
     """
     first = group.rank == 0
     raw = to_tensor(message.raw) if first else torch.empty(num_bytes, dtype=torch.uint8)
     group.broadcast(raw, what)
     try:
-        said, specs = read_message(to_bytes(raw))
+        plain, specs = read_message(to_bytes(raw))
     except DilocoError as error:
         raise failure or error from None
     tensors = []
     for index, (shape, dtype, fragment) in enumerate(specs):
-        mine = message.told[index].tensor.contiguous() if first else None
+        mine = message.tensors[index].tensor.contiguous() if first else None
         if fragment is None:
             tensor = torch.empty(shape, dtype=dtype) if mine is None else mine
             group.broadcast(tensor, what)
         else:
-            tensor = scatter(group, mine, shards[fragment], what)
+            sizes = [4 * (run.stop - run.start) for run in map(shards[fragment].elements, range(group.size))]
+            part = None if mine is None else as_bytes(mine)
+            tensor = group.scatter(part, sizes, what).view(torch.float32)
         tensors.append(tensor)
     if first and fetched is not None:
         return message.value
-    return _resolved(value_of(said, tensors), fetched)
+    return value_of(plain, tensors, fetched)
 
 
 Spec = tuple[list[int], torch.dtype, int | None]
@@ -99,144 +100,112 @@ Spec = tuple[list[int], torch.dtype, int | None]
 
 
 def read_message(raw: bytes) -> tuple[Any, list[Spec]]:
-    """What a message says, with places instead of tensors, and the tensors that follow it.
+    """The plain value of a message, with indices in place of tensors, and the specs of the tensors that follow it.
 
     Raises:
-        DilocoError: the error in it. ExchangeError: it is no message.
+        DilocoError: the error in it. ExchangeError: it is not a message.
     """
-    values = read_json(raw, "what rank 0 tells", ExchangeError, SAME_VERSION)
+    values = read_json(raw, "the message of rank 0", ExchangeError, SAME_VERSION)
     match values:
         case {"error": [str(name), str(text)]}:
             raise error_of(name, text)
-        case {"said": said, "error": None, "tensors": list(told)}:
-            with translated(MALFORMED, ExchangeError, "rank 0 tells of tensors that there are not", SAME_VERSION):
-                return said, [_spec(*each) for each in told]
-    raise ExchangeError(f"what rank 0 tells is no message; {SAME_VERSION}.")
+        case {"said": plain, "error": None, "tensors": list(specs)}:
+            with translated(MALFORMED, ExchangeError, "the message of rank 0 has a malformed tensor", SAME_VERSION):
+                return plain, [_spec(*each) for each in specs]
+    raise ExchangeError(f"the message of rank 0 is malformed; {SAME_VERSION}.")
 
 
 def _spec(shape: Any, name: Any, fragment: Any) -> Spec:
     dtype = getattr(torch, name)
     is_shape = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
     if not is_shape or not isinstance(dtype, torch.dtype) or not (fragment is None or type(fragment) is int):
-        raise ValueError(f"{[shape, name, fragment]} is no tensor")
+        raise ValueError(f"{[shape, name, fragment]} does not describe a tensor")
     return shape, dtype, fragment
 
 
-def value_of(said: Any, tensors: Sequence[Tensor]) -> Any:
-    """The value of a message, with its tensors.
+def value_of(plain: Any, tensors: Sequence[Tensor], fetched: Fetched | None = None) -> Any:
+    """The value of a message, with its tensors and, where each rank has fetched its own, with this rank's shards.
 
     Raises:
-        ExchangeError: it is none that this version knows.
+        ExchangeError: this version does not know the value.
     """
-    with translated(MALFORMED, ExchangeError, "rank 0 tells what is not understood here", SAME_VERSION):
-        return _in(said, tensors)
-
-
-def scatter(group: Group, whole: Tensor | None, shards: Shards, what: str) -> Tensor:
-    """This rank's shard of an fp32 vector that rank 0 has."""
-    sizes = [4 * (run.stop - run.start) for run in map(shards.elements, range(group.size))]
-    send = torch.empty(0, dtype=torch.uint8) if whole is None else as_bytes(whole)
-    receive = [sizes[group.rank] if rank == 0 else 0 for rank in range(group.size)]
-    return group.all_to_all(send, [0] * group.size if whole is None else sizes, receive, what).view(torch.float32)
-
-
-def collect(group: Group, part: Tensor, sizes_bytes: Sequence[int], what: str) -> Tensor:
-    """On rank 0 every rank's part (uint8, of these sizes), joined in rank order; elsewhere nothing."""
-    send = [part.numel() if rank == 0 else 0 for rank in range(group.size)]
-    return group.all_to_all(part, send, sizes_bytes if group.rank == 0 else [0] * group.size, what)
+    with translated(MALFORMED, ExchangeError, "the message of rank 0 has an unknown value", SAME_VERSION):
+        return _in(plain, tensors, fetched)
 
 
 @dataclass(frozen=True)
-class _Version:
-    """Stands for a version that each rank has fetched its shard of."""
+class _FetchedVersion:
+    """In place of a version of which each rank has fetched its shard; `incarnation` starts from it."""
 
     fragment: int
     version: int
+    incarnation: int
 
 
 @dataclass(frozen=True)
-class _Arrival:
-    """Stands for the arrival of such a version."""
+class _FetchedArrival:
+    """In place of the arrival of such a version."""
 
     update: Update
     merged: int
 
 
-def _referring(value: Any) -> Any:
-    """Events with references in place of the shards of rank 0."""
-    match value:
-        case list() | tuple():
-            return [_referring(each) for each in value]
-        case Arrived():
-            return _Arrival(value.update, value.merged)
-        case StartingState():
-            versions: Any = tuple(_Version(held.fragment, held.version) for held in value.fragments)
-            return replace(value, fragments=versions)
-        case Rejoined():
-            return replace(value, opened=_referring(value.opened))
-    return value
+def _out(value: Any, into: list[MessageTensor], fragment: int | None, *, fetched: bool = False) -> Any:
+    """A value as plain values of JSON. Its tensors are appended to `into`, and their indices replace them.
 
-
-def _resolved(value: Any, fetched: Fetched | None) -> Any:
-    """Events with this rank's shards in place of references."""
-    if fetched is None:
-        return value
-    match value:
-        case tuple():
-            return tuple(_resolved(each, fetched) for each in value)
-        case _Arrival(update=update, merged=merged):
-            return Arrived.of(update, fetched(update.fragment, update.version, None), merged)
-        case StartingState():
-            shards = [fetched(each.fragment, each.version, value.incarnation).held for each in value.fragments]
-            return replace(value, fragments=tuple(shards))
-        case Rejoined():
-            return replace(value, opened=_resolved(value.opened, fetched))
-    return value
-
-
-def _out(value: Any, told: list[MessageTensor], fragment: int | None) -> Any:
-    """A value as JSON can say it; its tensors are appended to `told`, and their places stand for them.
-
-    `fragment`: whose the tensors in it are, if any.
+    Arguments:
+        fragment: to which the tensors in the value belong; None: to none.
+        fetched: as in `Message.of`.
     """
     match value:
         case Tensor():
-            told.append(MessageTensor(value, fragment if value.dim() else None))
-            return {"tensor": len(told) - 1}
+            into.append(MessageTensor(value, fragment if value.dim() else None))
+            return {"tensor": len(into) - 1}
         case Mapping():
-            return {"mapping": {key: _out(each, told, fragment) for key, each in value.items()}}
+            return {"mapping": {key: _out(each, into, fragment, fetched=fetched) for key, each in value.items()}}
         case tuple() | list():
-            return [_out(each, told, fragment) for each in value]
+            return [_out(each, into, fragment, fetched=fetched) for each in value]
         case None | bool() | int() | float() | str():
             return value
         case GlobalFragment():
             fragment = value.fragment
+        case Arrived() if fetched:
+            value = _FetchedArrival(value.update, value.merged)
         case Arrived():
             fragment = value.update.fragment
+        case StartingState() if fetched:
+            versions = [_FetchedVersion(it.fragment, it.version, value.incarnation) for it in value.fragments]
+            return {"StartingState": _out({**vars(value), "fragments": versions}, into, None)["mapping"]}
     name = type(value).__name__
     assert name in _KINDS
-    return {name: {key: _out(each, told, fragment) for key, each in vars(value).items()}}
+    return {name: {key: _out(each, into, fragment, fetched=fetched) for key, each in vars(value).items()}}
 
 
-def _in(said: Any, tensors: Sequence[Tensor]) -> Any:
-    """What `_out` was given."""
-    match said:
+def _in(plain: Any, tensors: Sequence[Tensor], fetched: Fetched | None = None) -> Any:
+    """The value that `_out` was given."""
+    match plain:
         case {"tensor": place}:
             return tensors[place]
         case {"mapping": values}:
-            return {key: _in(each, tensors) for key, each in values.items()}
+            return {key: _in(each, tensors, fetched) for key, each in values.items()}
         case list():
-            return tuple(_in(each, tensors) for each in said)
+            return tuple(_in(each, tensors, fetched) for each in plain)
         case dict():
-            [(name, values)] = said.items()
-            return _KINDS[name](**{key: _in(each, tensors) for key, each in values.items()})
-    return said
+            [(name, values)] = plain.items()
+            value = _KINDS[name](**{key: _in(each, tensors, fetched) for key, each in values.items()})
+            if fetched is not None and isinstance(value, _FetchedVersion):
+                return fetched(value.fragment, value.version, value.incarnation).held
+            if fetched is not None and isinstance(value, _FetchedArrival):
+                update = value.update
+                return Arrived.of(update, fetched(update.fragment, update.version, None), value.merged)
+            return value
+    return plain
 
 
 _KINDS = {
     kind.__name__: kind
     for kind in (
         *(Arrived, CallForWork, Rejection, Rejoined, Grant, Drained, Hold, Interrupted, StartingState, GlobalFragment),
-        *(Update, _Version, _Arrival),
+        *(Update, _FetchedVersion, _FetchedArrival),
     )
 }

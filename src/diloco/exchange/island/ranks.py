@@ -1,10 +1,10 @@
 """A job of several ranks as one learner: rank 0 exchanges, and all ranks do the same at the same boundary.
 
 Every rank runs the same `Learner` on the same `LearnerCore`, each with its shard of every fragment (`core.shards`): it
-keeps that shard's anchor, encodes it, and adopts it. Only rank 0 touches the wrapped exchange. It gets the encoded
-shards from the others on a thread of its own, and what it hears is broadcast, events and errors alike, as JSON and
-tensors. A step without news costs one all-reduce of a few numbers: the step's tokens, the size of the news, the tokens
-of the whole run, the number of live learners, this one's pace, whether it is drained, and what each rank calls.
+keeps that shard's anchor, encodes it, and adopts it. Only rank 0 uses the wrapped exchange. It collects the other
+ranks' encoded shards on a background thread, and broadcasts its events and errors as JSON and tensors. A step without
+events costs one all-reduce of a few numbers: the step's tokens, the size of the events, the tokens of the whole run,
+the number of live learners, this one's sync interval, whether it is drained, and the call of each rank.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from diloco.exchange.base import (
     StartingState,
     wrong_rank,
 )
-from diloco.exchange.group import TEXT_CHARACTERS, Group, as_bytes, error_of
-from diloco.exchange.island.rank_messages import Fetched, Message, collect, share
+from diloco.exchange.group import TEXT_CHARACTERS, Group, as_bytes, attempt, error_of, error_values
+from diloco.exchange.island.rank_messages import Fetched, Message, share
 from diloco.exchange.lanes import CommandLane, CommandLanes
 from diloco.protocol.contribution import Contribution
 from diloco.protocol.leases import Ask
@@ -51,31 +51,31 @@ TIMEOUT_S = 24 * 3600.0
 """How long ranks wait for rank 0, which may itself wait for the slowest learner. A dead rank is noticed at once.
 """
 
-LOOK_EVERY_S = 0.2
-"""Between two looks of waiting ranks at each other: another one than rank 0 may have been told to stop."""
+CHECK_EVERY_S = 0.2
+"""Interval at which waiting ranks exchange messages: another rank than 0 may have been interrupted."""
 
 CALLS: tuple[Call, ...] = get_args(Call)
 
 NUM_SUMS = 6
 """Numbers that are summed over the ranks at a step."""
 
-_ASKED = -1
-"""The size of a message in place of one: rank 0 asks for every rank's shard of the model."""
+_WANTS_SHARDS = -1
+"""In place of a message's size: rank 0 requests every rank's shard of the model."""
 
 
 class Ranks(Exchange):
     """Makes the ranks of a process group one learner of `exchange`, which only rank 0 uses. `Learner` adds it.
 
     Arguments:
-        exchange: on every rank one that was made in the same way; those of other ranks than 0 are never opened.
+        exchange: constructed in the same way on every rank; only rank 0's is opened.
         ranks: the ranks of the job.
 
     Attributes:
         group: connects the ranks, for the training thread.
 
     Raises:
-        Whatever the wrapped exchange raises on rank 0, on every rank.
-        ExchangeError: a rank of this learner is gone.
+        The errors of rank 0's exchange, on every rank.
+        ExchangeError: a rank of this learner is lost.
     """
 
     def __init__(self, exchange: Exchange, ranks: dist.ProcessGroup | DeviceMesh) -> None:
@@ -91,11 +91,11 @@ class Ranks(Exchange):
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="diloco-ranks")
         self._shards: tuple[Shards, ...] = ()
         self._codec: Codec
-        self._news: list[Event] = []
+        self._events: list[Event] = []
         self._failure: DilocoError | None = None
-        self._message = Message()  # the news as they will be broadcast
-        self._announced: int | None = None  # size of the message, where all ranks know it already
-        self._is_interrupted = False  # this rank is
+        self._message = Message()  # the events, as the next poll broadcasts them
+        self._announced: int | None = None  # size of the message, if all ranks know it already
+        self._is_interrupted = False  # this rank
         self._overview = Overview()
         self._closed = False
 
@@ -108,27 +108,22 @@ class Ranks(Exchange):
         return self.group.rank, self.group.size
 
     def each(self, what: str, make: Callable[[], T]) -> T:
-        """What each rank makes for itself; if one of them cannot, its error on every rank.
+        """The result of `make` on this rank; an error of one rank is raised on every rank.
 
         Raises:
-            DilocoError: this rank's own, or else that of the first rank that has one.
+            DilocoError: this rank's own error, or else that of the first rank with one.
         """
-        made, own = None, None
-        try:
-            made = make()
-        except DilocoError as error:
-            own = error
-        told = self.group.gather_values(None if own is None else [type(own).__name__, str(own)], what)
-        for rank, refusal in enumerate(told):
+        made, own = attempt(make)
+        for rank, refusal in enumerate(self.group.gather_values(error_values(own), what)):
             if refusal is not None:
                 raise own or error_of(refusal[0], f"rank {rank} of this learner: {refusal[1]}")
         return cast("T", made)
 
     def require_same(self, what: str, given: object) -> None:
-        """Raises the same error on every rank, if one was given something else than rank 0."""
-        told = self.group.gather_values(given, f"the {what} given to each rank")
-        for rank, values in enumerate(told):
-            if values != told[0]:
+        """Raise the same error on every rank if one of them was given another value than rank 0."""
+        given_to = self.group.gather_values(given, f"the {what} given to each rank")
+        for rank, values in enumerate(given_to):
+            if values != given_to[0]:
                 raise ConfigError(
                     f"rank {rank} of this learner was given another {what} than rank 0; give all the same."
                 )
@@ -147,7 +142,7 @@ class Ranks(Exchange):
         self._codec = method.up
 
         def whole() -> FlatModel:
-            self.group.sum([_ASKED], "the run's model")
+            self.group.sum([_WANTS_SHARDS], "the run's model")
             return self._whole(initial())
 
         def join() -> StartingState:
@@ -155,23 +150,23 @@ class Ranks(Exchange):
 
         if self._sharded is not None and not self._first:
             self._sharded.follow(layout, method, initial)
-        opened: StartingState = self._decide("the run's model", join, asked=lambda: self._whole(initial()))
+        opened: StartingState = self._decide("the run's model", join, assist=lambda: self._whole(initial()))
         self._overview = replace(self._overview, run_tokens=opened.run_tokens)
         return opened
 
     def _whole(self, mine: FlatModel) -> FlatModel:
-        """On rank 0 the whole model, from every rank's shards."""
+        """On rank 0 the whole model, joined from every rank's shards."""
         fragments = []
         for index, (part, shards) in enumerate(zip(mine.fragments, self._shards, strict=True)):
             sizes = [4 * (run.stop - run.start) for run in map(shards.elements, range(self.group.size))]
-            joined = collect(self.group, as_bytes(part), sizes, f"fragment {index} of this learner's model")
+            joined = self.group.collect(as_bytes(part), sizes, f"fragment {index} of this learner's model")
             fragments.append(joined.view(torch.float32))
         return FlatModel(tuple(fragments), mine.static)
 
     # --- one boundary -------------------------------------------------------------------------------------------------
 
     def sum_tokens(self, tokens: int) -> int:
-        self._collect_news()
+        self._collect_events()
         it = self._exchange.overview if self._first else Overview(num_live=0)
         run_tokens_plus_1 = 0 if it.run_tokens is None else it.run_tokens + 1
         numbers = [tokens, len(self._message.raw), run_tokens_plus_1, it.num_live, it.sync_every or 0, int(it.drained)]
@@ -184,14 +179,14 @@ class Ranks(Exchange):
         self._meet(call, [0] * NUM_SUMS)
 
     def _meet(self, call: Call, numbers: list[int]) -> list[int]:
-        """The sum over ranks of each number, if all of them call the same."""
+        """The sum over ranks of each number. Raises ConfigError if the ranks make different calls."""
         calls = [int(call == each) for each in CALLS]
         sums = self.group.sum([*numbers, *calls], f"learner.{call}()", remind_after_s=self.remind_after_s)
         called = {each: num for each, num in zip(CALLS, sums[NUM_SUMS:], strict=True) if num}
         if len(called) > 1:
-            told = " and ".join(f"{each}() on {num}" for each, num in called.items())
+            counts = " and ".join(f"{each}() on {num}" for each, num in called.items())
             raise ConfigError(
-                f"the {self.group.size} ranks of this learner called different methods at the same point, {told} of "
+                f"the {self.group.size} ranks of this learner called different methods at the same point, {counts} of "
                 "them, and each rank has a part of the learner; call all of these on every rank, in the same order."
             )
         return sums[:NUM_SUMS]
@@ -207,40 +202,34 @@ class Ranks(Exchange):
         self._on_first(lambda: self._exchange.offer(contribution, joined.result))
 
     def _joined(self, c: Contribution, payload: Callable[[], Tensor]) -> Tensor:
-        """On rank 0 the payload of a contribution, from every rank's shard of it, which each rank encodes."""
-        what, part, error = f"the contribution of fragment {c.fragment}", torch.empty(0, dtype=torch.uint8), None
-        try:
-            part = payload()
-        except DilocoError as refused:
-            error = refused
-        told = None if error is None else [type(error).__name__, str(error)[:TEXT_CHARACTERS]]
-        for frame in self._background[0].gather_frames({"error": told}, what):
+        """On rank 0 the payload of a contribution, joined from the shards that each rank encodes."""
+        what, group = f"the contribution of fragment {c.fragment}", self._background[0]
+        part, error = attempt(payload)
+        for frame in group.gather_frames({"error": error_values(error, TEXT_CHARACTERS)}, what):
             if frame["error"] is not None:
                 raise error_of(*frame["error"]) from error
-        return collect(self._background[0], part, self._shards[c.fragment].sizes_bytes(self._codec), what)
+        return group.collect(part, self._shards[c.fragment].sizes_bytes(self._codec), what)
 
     def poll(self) -> Sequence[Event]:
         interrupted: list[Event] = []
         if self._announced is None:
-            self._collect_news()
+            self._collect_events()
             sizes = [len(self._message.raw), int(self._is_interrupted)]
-            self._announced, num_interrupted = self.group.sum(sizes, "the size of the news")
+            self._announced, num_interrupted = self.group.sum(sizes, "the size of the events")
             interrupted = [Interrupted()] if num_interrupted else []
         num_bytes, self._announced = self._announced, None
         if num_bytes == 0:
             return interrupted
-        message, self._message, self._news = self._message, Message(), []
-        events: Sequence[Event] = share(
-            self.group, message, num_bytes, self._shards, "the news", self._failure, self._fetched
-        )
+        message, self._message, self._events = self._message, Message(), []
+        events: Sequence[Event] = self._share(message, num_bytes, "the events", self._failure)
         return [*events, *interrupted]
 
     def ask(self, ask: Ask) -> None:
         self._on_first(lambda: self._exchange.ask(ask))
 
     def wait(self, timeout_s: float) -> None:
-        if not self._news:  # the other ranks wait in the next poll
-            self._on_first(lambda: self._exchange.wait(min(timeout_s, LOOK_EVERY_S)))
+        if not self._events:  # the other ranks wait in the next poll
+            self._on_first(lambda: self._exchange.wait(min(timeout_s, CHECK_EVERY_S)))
 
     def interrupt(self, after_s: float) -> None:
         if self._first:
@@ -263,7 +252,7 @@ class Ranks(Exchange):
         self._on_first(self._exchange.stepped)
 
     def boundary(self) -> bool:
-        self._on_first(self._exchange.boundary)  # news of this very moment can wait for the next boundary
+        self._on_first(self._exchange.boundary)  # further events wait for the next boundary
         return False
 
     @property
@@ -289,18 +278,18 @@ class Ranks(Exchange):
     # --- state --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped exchange's, on rank 0; every rank calls it and saves what it gets."""
+        """The wrapped exchange's state on rank 0; every rank calls it and saves the result."""
         state = self._exchange.state_dict() if self._first else {}
         [empty] = self.group.sum([int(self._first and not state)], "whether the exchange has state")
         return state if self._first or empty else {"rank": self.group.rank}
 
     def require_rank(self, saved: Sequence[int], step: int) -> None:
-        """Raises the same error on every rank, if the checkpoint of one does not fit."""
-        told = self.group.gather_values([list(saved), step], "the ranks of the checkpoints")
-        for rank, (theirs, _) in enumerate(told):
+        """Raise the same error on every rank if the checkpoint of one does not fit."""
+        checkpoints = self.group.gather_values([list(saved), step], "the ranks of the checkpoints")
+        for rank, (theirs, _) in enumerate(checkpoints):
             if tuple(theirs) != (rank, self.group.size):
                 raise CheckpointError(wrong_rank(theirs, (rank, self.group.size)))
-        if len(steps := sorted({each for _, each in told})) > 1:
+        if len(steps := sorted({each for _, each in checkpoints})) > 1:
             raise CheckpointError(
                 f"the checkpoints of this learner's ranks are of steps {steps}; give every rank its own of one step."
             )
@@ -311,12 +300,12 @@ class Ranks(Exchange):
                 "loaded": self._exchange.load_state_dict(state), "run_tokens": self._exchange.overview.run_tokens
             }  # fmt: skip
 
-        said = self._decide("the loading of a checkpoint", load)
-        self._overview = replace(self._overview, run_tokens=said["run_tokens"])
-        return bool(said["loaded"])
+        result = self._decide("the loading of a checkpoint", load)
+        self._overview = replace(self._overview, run_tokens=result["run_tokens"])
+        return bool(result["loaded"])
 
     def disconnect(self) -> None:
-        """Leave the other ranks, which hear of it, without having joined the run."""
+        """Disconnect from the other ranks, whose next operation fails, without having joined the run."""
         for group in (self.group, *self._background):
             group.disconnect()
 
@@ -325,7 +314,7 @@ class Ranks(Exchange):
         if self._closed:
             return
         self._closed = True
-        self.group.disconnect()  # a rank that trains on hears of it
+        self.group.disconnect()  # a rank that trains on gets an error
         try:
             if self._first or self._sharded is not None:
                 self._exchange.close()
@@ -336,25 +325,25 @@ class Ranks(Exchange):
     # --- rank 0 and the others ----------------------------------------------------------------------------------------
 
     def _on_first(self, call: Callable[[], object]) -> None:
-        """Rank 0 alone makes the call; an error is raised by the next poll, on every rank."""
+        """Make a call on rank 0 only; the next poll raises its error, on every rank."""
         if self._first and self._failure is None:
             try:
                 call()
             except DilocoError as error:
                 self._failure = error
 
-    def _collect_news(self) -> None:
-        """Rank 0 asks the exchange for what has happened, and puts it into a message for all."""
-        self._on_first(lambda: self._news.extend(self._exchange.poll()))
+    def _collect_events(self) -> None:
+        """On rank 0: poll the exchange, and put its events into a message for all ranks."""
+        self._on_first(lambda: self._events.extend(self._exchange.poll()))
         if self._failure is not None:
             self._message = Message.of(error=self._failure)
-        elif self._news:
-            self._message = Message.of(self._news, fetched=self._fetched is not None)
+        elif self._events:
+            self._message = Message.of(self._events, fetched=self._fetched is not None)
 
-    def _decide(self, what: str, decide: Callable[[], Any], asked: Callable[[], object] = lambda: None) -> Any:
-        """What rank 0 decides, or the error that it meets, on every rank.
+    def _decide(self, what: str, decide: Callable[[], Any], assist: Callable[[], object] = lambda: None) -> Any:
+        """The result of `decide` on rank 0, or its error, on every rank.
 
-        `asked`: what the other ranks do when rank 0 asks for their part in it.
+        `assist`: is called on the other ranks whenever rank 0 requests their shards for it.
         """
         message, failure = Message(), None
         if self._first:
@@ -362,8 +351,8 @@ class Ranks(Exchange):
                 message = Message.of(decide(), fetched=self._fetched is not None)
             except DilocoError as error:
                 message, failure = Message.of(error=error), error
-        while (num_bytes := self.group.sum([len(message.raw)], what)[0]) == _ASKED:
-            asked()
+        while (num_bytes := self.group.sum([len(message.raw)], what)[0]) == _WANTS_SHARDS:
+            assist()
         return self._share(message, num_bytes, what, failure)
 
     def _share(self, message: Message, num_bytes: int, what: str, failure: DilocoError | None) -> Any:

@@ -1,4 +1,4 @@
-"""Becoming part of a run: what its method is, giving it its model, and a new incarnation."""
+"""The requests before a learner trains: describe the run, initialise it, and join it."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ log = logging.getLogger("diloco")
 
 @dataclass(frozen=True)
 class Initial:
-    """What an initialising learner says of its model.
+    """The origin of the model that initialises a run.
 
     Attributes:
-        step, tokens: inner steps and tokens it was trained on before the run.
-        source: where it came from, for people.
-        seen: what its checkpoint had followed; None: it is of no run.
+        step, tokens: inner steps and tokens that it was trained on before the run.
+        source: a description for people.
+        seen: the lineage that its checkpoint followed; None: it belongs to no run.
     """
 
     step: int
@@ -43,17 +43,17 @@ class Initial:
 
 
 def describe(dialler: Dialler, run: str, timeout_s: float | None) -> pb.DescribeReply:
-    """The run as a syncer that serves it describes it, once one answers; its address is the first one from here on.
+    """Wait for a syncer that serves the run, and return its description of it; its address becomes number 0.
 
     Raises:
-        UnreachableError: none did within `timeout_s` (None: as long as it takes), or the connection is being closed.
-        AuthError: every syncer that does not follow another one refuses this learner.
+        UnreachableError: none answered within `timeout_s` (None: no limit), or the connection is being closed.
+        AuthError: every syncer refuses this learner, apart from standbys.
     """
     lane, began_at = Lane(), time.monotonic()
     last_round: deque[DilocoError] = deque(maxlen=dialler.num_addresses)
     while True:
         try:
-            reply = dialler.call("control", "Describe", pb.DescribeRequest(run=run), pb.DescribeReply)
+            reply = dialler.current.call("control", "Describe", pb.DescribeRequest(run=run), pb.DescribeReply)
             dialler.expect_answers_within(reply.lost_floor_s)
             dialler.start_here()
             return reply
@@ -75,16 +75,16 @@ class Entry:
     """Initialises a run, and joins it.
 
     Arguments:
-        initial: set for the learner that gives the run its model.
+        initial: of the model, in the learner that initialises the run; else None.
         model: that model; its fragments may be this rank's shards.
-        parts: with a model, gives its bytes, fragment by fragment, and then those of the static tensors, which it is
-            given.
+        parts: returns the bytes of the model, fragment by fragment, and then those of its static tensors, which are
+            its second argument.
         overlap: the learner's own τ; None: the method's.
-        tokens_per_step: as `connect` was given.
+        tokens_per_step: as in `connect`.
 
     Attributes:
-        num_bytes: sent.
-        resumed_bytes: of the model that were not sent again after a cut.
+        num_bytes: bytes sent.
+        resumed_bytes: bytes of the model that a resumed upload did not send again.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Entry:
         self._overlap, self._tokens_per_step = overlap, tokens_per_step
 
     def initialise(self, call: requests.Initialise) -> None:
-        """Give the run its model. Raises as `Connection.upload`, and AlreadyInitialisedError."""
+        """Upload the run's first model. Raises as `Connection.upload`, and AlreadyInitialisedError."""
         assert self._initial is not None
         model = self._model
         assert model is not None
@@ -118,13 +118,15 @@ class Entry:
         self._has_uploaded = True
         with OutgoingUpload(header, lambda: self._parts(model, static)) as upload:
             try:
-                self._dialler.upload("joins", "Initialise", upload.messages(), pb.InitialiseReply, heard=upload.heard)
+                self._dialler.current.upload(
+                    "joins", "Initialise", upload.messages(), pb.InitialiseReply, heard=upload.heard
+                )
             finally:
                 self.resumed_bytes += upload.resumed_bytes
         self.num_bytes, self._model = sum(sizes), None
 
     def join(self, call: requests.Join) -> pb.JoinReply:
-        """A new incarnation. Raises as `Connection.call`, and StaleIncarnationError, LayoutError."""
+        """Join as a new incarnation. Raises as `Connection.call`, and StaleIncarnationError, LayoutError."""
         request = pb.JoinRequest(
             run=call.who.run,
             learner=call.who.learner,
@@ -135,11 +137,11 @@ class Entry:
             tokens_per_step=self._tokens_per_step or 0,
             seen=lineage_message(call.seen),
         )
-        return self._dialler.call("joins", "Join", request, pb.JoinReply)
+        return self._dialler.current.call("joins", "Join", request, pb.JoinReply)
 
 
 def model_parts(model: FlatModel, static: memoryview) -> Iterator[memoryview]:
-    """The model that initialises a run, where this process holds all of it."""
+    """The bytes of a model that this process holds whole."""
     for theta in model.fragments:
         yield bytes_of(theta)
     yield static

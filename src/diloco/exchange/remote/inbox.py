@@ -1,4 +1,4 @@
-"""News for the training thread, and the error that ends it."""
+"""Events for the training thread, and the error that ends it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 from diloco.errors import StoppedError
 from diloco.exchange.base import Event, Interrupted, StartingState
+
+STOPPED = "this learner was told to stop before it had joined the run."
 
 
 class Inbox:
@@ -21,13 +23,13 @@ class Inbox:
         self._failure: BaseException | None = None
 
     def put(self, event: Event) -> None:
-        """Add a piece of news."""
+        """Add an event."""
         with self._changed:
             self._events.append(event)
             self._changed.notify_all()
 
     def clear(self) -> None:
-        """Drop unread news."""
+        """Drop unread events."""
         with self._changed:
             self._events.clear()
 
@@ -38,11 +40,11 @@ class Inbox:
             self._changed.notify_all()
 
     def interrupt(self) -> None:
-        """The learner is to wait no longer, be it for its start or for news."""
+        """End the learner's waiting for its start or for events."""
         if self._has_started:
             self.put(Interrupted())
         else:
-            self.fail(StoppedError("this learner was told to stop before it had joined the run."))
+            self.fail(StoppedError(STOPPED))
 
     def fail(self, error: BaseException) -> None:
         """Record the first failure; later reads and waits raise it."""
@@ -61,7 +63,7 @@ class Inbox:
         return opened
 
     def take(self) -> Sequence[Event]:
-        """Everything put since the last time. Raises the recorded failure."""
+        """The events since the last call. Raises the recorded failure."""
         with self._changed:
             self._raise()
             events = tuple(self._events)
@@ -69,7 +71,7 @@ class Inbox:
             return events
 
     def wait(self, timeout_s: float) -> None:
-        """Block until `take` has something to say, or `timeout_s` have passed."""
+        """Block until `take` has an event or an error, or `timeout_s` have passed."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._events) or self._failure is not None, timeout_s)
 

@@ -1,4 +1,4 @@
-"""Values of the state machines as messages of the wire, and back: a learner's end."""
+"""A learner's conversion between values of the state machines and messages of the wire."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OTHER_VERSION = "is the syncer of another version?"
 
 
 def push_header(push: requests.Push) -> pb.PushHeader:
-    """What goes before the payload of a contribution, without the payload's size."""
+    """The header of a contribution's payload, without the payload's size."""
     c: Contribution = push.contribution
     return pb.PushHeader(
         run=push.who.run,
@@ -48,7 +48,7 @@ def push_header(push: requests.Push) -> pb.PushHeader:
 
 
 def pull_request(fetch: requests.Fetch) -> pb.PullRequest:
-    """What asks for a part of the model."""
+    """The request for a part of the model."""
     who = fetch.who
     request = pb.PullRequest(
         run=who.run,
@@ -68,7 +68,7 @@ def pull_request(fetch: requests.Fetch) -> pb.PullRequest:
 
 
 def heartbeat_request(beat: requests.Beat) -> pb.HeartbeatRequest:
-    """A heartbeat."""
+    """The request of a heartbeat."""
     who, report = beat.who, beat.report
     return pb.HeartbeatRequest(
         run=who.run,
@@ -98,7 +98,7 @@ def _evaluation_message(evaluation: Evaluation | None) -> pb.Evaluation | None:
 
 
 def vote_request(vote: requests.Vote) -> pb.VoteRequest:
-    """What is said to a syncer that does not serve the run."""
+    """The word of a learner to a syncer that does not serve the run."""
     who, word = vote.who, vote.word
     return pb.VoteRequest(
         run=who.run,
@@ -111,7 +111,7 @@ def vote_request(vote: requests.Vote) -> pb.VoteRequest:
 
 
 def proposal_of(reply: pb.HeartbeatReply | pb.VoteReply) -> Proposal | None:
-    """What the syncer asks to be promised."""
+    """The ballot that the syncer proposes, if any."""
     if not reply.HasField("proposal"):
         return None
     asked = reply.proposal
@@ -123,7 +123,7 @@ def _ballot_message(ballot: Ballot | None) -> pb.Ballot | None:
 
 
 def lease_request(lease: requests.Lease) -> pb.LeaseRequest:
-    """What asks for units of data."""
+    """The request for units of data."""
     who, ask = lease.who, lease.ask
     return pb.LeaseRequest(
         run=who.run,
@@ -142,7 +142,7 @@ def lease_request(lease: requests.Lease) -> pb.LeaseRequest:
 
 
 def grant_of(number: int, reply: pb.LeaseReply) -> Grant:
-    """The answer to the request with this number."""
+    """The grant for the request with this number."""
     units, claimed = (tuple((it.first, it.stop) for it in each) for each in (reply.units, reply.claimed))
     return Grant(number, units, claimed)
 
@@ -152,7 +152,7 @@ def _units(units: Ranges) -> list[pb.Units]:
 
 
 def watch_request(watch: requests.Watch) -> pb.WatchRequest:
-    """What opens a stream of notices."""
+    """The request for a stream of notices."""
     who = watch.who
     return pb.WatchRequest(
         run=who.run,
@@ -165,31 +165,31 @@ def watch_request(watch: requests.Watch) -> pb.WatchRequest:
 
 
 def lineage_message(seen: Lineage | None) -> pb.Lineage | None:
-    """What a learner has followed."""
+    """The lineage that a learner has followed."""
     return None if seen is None else pb.Lineage(run_id=seen.run_id, epoch=seen.epoch, boot=seen.boot)
 
 
 def method_of(description: pb.DescribeReply) -> Method:
-    """The run's method. Raises PayloadError: the syncer describes none that this version knows."""
+    """The run's method. Raises PayloadError: this version does not know the described method."""
     values = read_json(description.method, "the method of the run", PayloadError, OTHER_VERSION)
     with translated((ConfigError, *MALFORMED), PayloadError, "the method of the run cannot be read", OTHER_VERSION):
         return Method.from_dict(values)
 
 
 def layout_of(description: pb.DescribeReply) -> Layout:
-    """How the run cuts its model. Raises PayloadError: the syncer describes no layout."""
+    """The layout of the run's model. Raises PayloadError: the description has no valid layout."""
     values = read_json(description.layout, "the layout of the run", PayloadError, OTHER_VERSION)
     with translated((LayoutError, *MALFORMED), PayloadError, "the layout of the run cannot be read", OTHER_VERSION):
         return Layout.from_dict(values)
 
 
 def lineage_of(message: pb.Lineage) -> Lineage:
-    """What a syncer serves."""
+    """The lineage that a syncer serves."""
     return Lineage(message.run_id, message.epoch, message.boot)
 
 
 def leave_request(leave: requests.Leave) -> pb.LeaveRequest:
-    """Goodbye."""
+    """The request to leave the run."""
     who, report = leave.who, leave.report
     return pb.LeaveRequest(
         run=who.run,
@@ -207,7 +207,7 @@ def leave_request(leave: requests.Leave) -> pb.LeaveRequest:
 
 
 def standing_of(message: pb.Standing) -> Standing:
-    """What stands for a learner."""
+    """The syncer's state as it concerns a learner."""
     return Standing(
         message.step,
         message.start_step,
@@ -225,7 +225,7 @@ def standing_of(message: pb.Standing) -> Standing:
 
 
 def verdicts_of(messages: Iterable[pb.Verdict]) -> tuple[Verdict, ...]:
-    """What became of contributions."""
+    """The verdicts on contributions."""
     return tuple(Verdict(each.fragment, each.number, _reason(each), each.version) for each in messages)
 
 

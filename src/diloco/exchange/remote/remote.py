@@ -1,9 +1,9 @@
 """A learner's exchange with a syncer over the internet.
 
-The learner dials out only: to one address and one port, or to two where a second syncer follows the first. Losing the
-syncer is not an error: every request is repeated until the syncer is back, and contributions without a verdict are sent
-again. An evicted learner joins as a new incarnation and starts from the newest model. `protocol.session` decides all of
-this; background threads make the requests (`session`), so that the training thread waits for none.
+The learner only dials out: to one address and one port, or to two if the run has a standby. Losing the syncer is not
+an error: every request is repeated until the syncer is back, and contributions without a verdict are sent again. An
+evicted learner joins as a new incarnation and starts from the newest model. `protocol.session` decides all of this;
+background threads make the requests (`session`), so that the training thread never waits for one.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from diloco.exchange.dialling import Dialler, dialler
 from diloco.exchange.key_pair import find_keys, learner_of
 from diloco.exchange.lanes import CommandLanes
 from diloco.exchange.remote.entry import Entry, Initial, describe, model_parts
+from diloco.exchange.remote.inbox import STOPPED
 from diloco.exchange.remote.messages import method_of
 from diloco.exchange.remote.session import Session
 from diloco.exchange.remote.shards_of_ranks import Follower, LeadingReceiver, LeadingSender, divided, sharded_parts
-from diloco.exchange.remote.transfers import Receiver, Sender, num_bytes_of
+from diloco.exchange.remote.transfers import Receiver, Sender
 from diloco.protocol.contribution import Contribution
 from diloco.protocol.leases import Ask
 from diloco.protocol.lineage import Lineage
@@ -42,8 +43,8 @@ from diloco.protocol.session.requests import Identity
 from diloco.protocol.session.session_core import SessionCore
 
 STOPPED_TIMEOUT_S = 0.2
-"""How long a learner that was told to stop waits until the syncer has all of its contributions, and then for an answer
-to its goodbye: with the time that it waits before (`interrupt`) and the end of a process, less than a second."""
+"""How long an interrupted learner waits until the syncer has all of its contributions, and then for the answer to its
+`Leave`: with the delay of `interrupt` and the end of a process, less than a second."""
 
 
 def connect(
@@ -64,31 +65,29 @@ def connect(
     """An exchange with the syncer of a run. Nothing is dialled before a `Learner` takes it.
 
     Arguments:
-        address: "host:port" of the syncer; where another one follows it, both, with a comma between them;
-            the ranks of an island give them in the same order.
-        run: the run's name; a syncer that serves another refuses.
+        address: "host:port" of the syncer; if the run has a standby, both addresses, with a comma between them; the
+            ranks of an island give them in the same order.
+        run: the run's name; a syncer of another run refuses the learner.
         learner: this learner's id, unique in the run and the same after a restart: letters, digits, dots, dashes and
-            underscores; default: the one that `keys` are for, or else the host's name. A certificate is for one of
-            them.
-        keys: what `diloco keys add` made for this learner: the directory with its certificate, the key of that and the
-            run's authority, or the line "diloco1.…" with the same. None: what the environment variable DILOCO_KEYS
-            holds, in either form; without it, plain text to a syncer on this machine, or with `insecure`.
+            underscores; default: the name in `keys`, or else the host's name. A certificate is for one learner.
+        keys: this learner's keys from `diloco keys add`: the directory with its certificate, its private key and the
+            run's authority, or the line "diloco1.…" with the same content. None: the value of the environment variable
+            DILOCO_KEYS, in either form; without it, plain text to a syncer on this machine, or with `insecure`.
         insecure: plain text to another machine, on purpose.
-        initialise: give the run this learner's model. Exactly one learner does so, once.
+        initialise: initialise the run with this learner's model. Exactly one learner does so, once.
         initial_step: inner steps that the model was trained for before (a warm start).
         initial_tokens: the tokens of those steps.
-        source: for people: where that model came from.
-        lineage: of the checkpoint that this learner goes on from ("lineage" of `Learner.state_dict`). A syncer that
-            serves an older copy of the run's state is not followed: the learner says so in a warning, and waits for the
-            newest. With `initialise`, for a run whose syncer has lost its state: the run goes on from that model under
-            its old id, so that the other learners follow. None: it follows any syncer of the run, or begins a new one.
-        join_timeout_s: how long to wait for a syncer to answer, and for the run to have a model; None: as long as it
-            takes.
-        tokens_per_step: the most that this learner trains in an inner step, over all of its ranks: the syncer refuses
-            a message that says more, with a sentence. None: only a bound beyond any training holds.
+        source: a description of that model's origin, for people.
+        lineage: of the checkpoint that this learner resumes ("lineage" of `Learner.state_dict`). The learner does not
+            follow a syncer that serves an older copy of the run's state: it warns, and waits for the newest. With
+            `initialise`, for a run whose syncer has lost its state: the run continues from that model under its old
+            id, so that the other learners follow. None: it follows any syncer of the run, or begins a new run.
+        join_timeout_s: how long to wait for a syncer to answer, and for the run to have a model; None: without limit.
+        tokens_per_step: the maximum that this learner trains in an inner step, over all of its ranks: the syncer
+            refuses a message with more tokens, with the reason. None: only the syncer's own bound holds.
 
     Raises:
-        ConfigError: an address or a combination that cannot be, or keys that cannot be used.
+        ConfigError: an invalid address or combination, or keys that cannot be used.
     """
     if tokens_per_step is not None:
         whole_number("tokens_per_step", tokens_per_step, 1)
@@ -127,12 +126,12 @@ class Remote(ShardedExchange):
     ) -> None:
         self._tokens_per_step = tokens_per_step
         self._dialler, self._initial, self._join_timeout_s = dialler, initial, join_timeout_s
-        self._seen = seen  # by the checkpoint
+        self._seen = seen  # the lineage in the checkpoint
         self._who = Identity(run, learner, process=secrets.randbits(64))
-        self._incarnation = 0  # as which the training thread speaks
+        self._incarnation = 0  # as which the training thread reports
         self._session: Session | None = None
-        self._lanes: CommandLanes | None = None  # of one of several ranks
-        self._follower: Follower | None = None  # of another rank than the first
+        self._lanes: CommandLanes | None = None  # of a learner of several ranks
+        self._follower: Follower | None = None  # on other ranks than 0
         self._closing = threading.Lock()
         self._closed = self._is_interrupted = False
 
@@ -175,7 +174,7 @@ class Remote(ShardedExchange):
         self._session = Session(core, dialler, entry, sender, receiver)
         self._session.begin()
         with ExitStack() as undo:
-            if lanes is None:  # else the other ranks hear of it first
+            if lanes is None:  # else the caller closes, after the other ranks have the error
                 undo.callback(self.close)
             with self._stoppable():
                 opened = self._session.inbox.wait_for_start()
@@ -240,20 +239,20 @@ class Remote(ShardedExchange):
 
     @property
     def num_bytes(self) -> Mapping[str, int]:
-        if self._follower is not None:
-            return num_bytes_of(self._follower.sender, self._follower.receiver)
-        return self._opened.num_bytes
+        return self._transfers.num_bytes
 
     @property
     def resumed_bytes(self) -> int:
-        if self._follower is not None:
-            return self._follower.sender.resumed_bytes + self._follower.receiver.resumed_bytes
-        return self._opened.resumed_bytes
+        return self._transfers.resumed_bytes
+
+    @property
+    def _transfers(self) -> Follower | Session:
+        return self._follower or self._opened
 
     @property
     def _opened(self) -> Session:
         if self._session is None:
-            raise ExchangeError("this exchange takes part in no run yet; give it to a Learner first.")
+            raise ExchangeError("this exchange has not joined a run yet; give it to a Learner first.")
         return self._session
 
     # --- being stopped ------------------------------------------------------------------------------------------------
@@ -267,18 +266,18 @@ class Remote(ShardedExchange):
         self._is_interrupted = True
         if self._session is not None:
             self._session.inbox.interrupt()
-        elif self._lanes is None or self._lanes.rank == 0:  # the other ranks of a learner wait for rank 0
+        elif self._lanes is None or self._lanes.group.rank == 0:  # the other ranks of a learner wait for rank 0
             self._dialler.close()
 
     @contextmanager
     def _stoppable(self) -> Iterator[None]:
-        """What a closed connection raises inside is the interruption that has closed it."""
+        """Translate the error of a connection that `interrupt` has closed."""
         try:
             yield
         except ExchangeError as error:
             if not self._is_interrupted:
                 raise
-            raise StoppedError("this learner was told to stop before it had joined the run.") from error
+            raise StoppedError(STOPPED) from error
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -292,11 +291,7 @@ class Remote(ShardedExchange):
             self._follower.close(timeout_s)
         if self._session is not None:
             self._session.close(timeout_s)
-            self._end_lanes()
+            for lane in (self._lanes.send, self._lanes.receive) if self._lanes is not None else ():
+                with suppress(ExchangeError):  # the other ranks are lost
+                    lane.end()
         self._dialler.close()
-
-    def _end_lanes(self) -> None:
-        """The other ranks have nothing more to do."""
-        for lane in (self._lanes.send, self._lanes.receive) if self._lanes is not None else ():
-            with suppress(ExchangeError):  # they are gone
-                lane.end()

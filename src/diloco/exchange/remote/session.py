@@ -1,4 +1,4 @@
-"""Threads around `SessionCore`: one for each lane of requests, and one for time."""
+"""Threads around `SessionCore`: one for each lane of requests, and one for its clock."""
 
 from __future__ import annotations
 
@@ -17,20 +17,10 @@ from diloco.errors import DilocoError, ExchangeError
 from diloco.escaping import MAX_REASON, printable
 from diloco.exchange.base import Arrived, Rejoined, StartingState
 from diloco.exchange.dialling import Dialler
+from diloco.exchange.remote import messages
 from diloco.exchange.remote.entry import Entry
 from diloco.exchange.remote.inbox import Inbox
-from diloco.exchange.remote.messages import (
-    grant_of,
-    heartbeat_request,
-    lease_request,
-    leave_request,
-    lineage_of,
-    proposal_of,
-    standing_of,
-    vote_request,
-    watch_request,
-)
-from diloco.exchange.remote.transfers import FetchResult, Receiver, Sender, num_bytes_of
+from diloco.exchange.remote.transfers import FetchResult, Receiver, Sender, key_of, num_bytes_of
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.protocol.contribution import CallForWork, Drained, Hold, Rejection
 from diloco.protocol.leases import Grant
@@ -43,27 +33,30 @@ from diloco.protocol.session.session_core import SessionCore
 log = logging.getLogger("diloco")
 
 Input = Callable[[float], Sequence[SessionAction]]
-"""An event of `SessionCore`, all but the time given."""
+"""An event of `SessionCore` as a function of the time."""
 
 R = TypeVar("R", bound=Message)
+UnaryCall = requests.Describe | requests.Beat | requests.Vote | requests.Lease | requests.Leave
+"""A request with one answer on a control connection."""
+
 RequestQueue = queue.SimpleQueue[requests.Request | None]
-"""Requests to make, in order; None ends it."""
+"""Requests to make, in order; None ends the queue."""
 
 
 class Session:
-    """Makes the requests of `SessionCore`, and takes its news to the training thread.
+    """Makes the requests of `SessionCore`, and passes its events to the training thread.
 
-    Events enter the state machine one at a time, under a lock, and what it answers is carried out before the next one.
+    Events enter the state machine one at a time, under a lock, and its actions are executed before the next event.
     Threads are daemons: they do not keep the process alive.
 
     Arguments:
-        core: decides.
+        core: the state machine.
         entry, sender, receiver: make the requests to join, to push, and to fetch.
 
     Attributes:
-        inbox: the news.
-        sender: has the payloads of contributions.
-        receiver: has the newest global fragments.
+        inbox: the events for the training thread.
+        sender: the payloads of contributions.
+        receiver: the newest global fragments.
     """
 
     def __init__(self, core: SessionCore, dialler: Dialler, entry: Entry, sender: Sender, receiver: Receiver) -> None:
@@ -77,7 +70,7 @@ class Session:
         self._threads: list[threading.Thread] = []
 
     def begin(self) -> None:
-        """The learner wants to be part of the run."""
+        """Start to join the run."""
         for name, lane in self._lanes.items():
             if name != "leave":  # the thread that closes makes that request
                 self._start(f"diloco-{name}", partial(self._run, lane))
@@ -85,13 +78,13 @@ class Session:
         self.enter(self.core.begin)
 
     def enter(self, event: Input) -> None:
-        """One event of the state machine, now; carries out its answer. Any thread."""
+        """Pass an event to the state machine, and execute its actions. Any thread may call this."""
         with self._changed:
             if self._is_over:
                 return
             wake_at = self.core.wake_at
             for action in event(time.monotonic()):
-                self._carry_out(action)
+                self._execute(action)
             if self.core.wake_at != wake_at:
                 self._changed.notify_all()
 
@@ -103,14 +96,15 @@ class Session:
 
     @property
     def resumed_bytes(self) -> int:
-        """Payload bytes that did not cross the link again after a cut."""
+        """Payload bytes that resumed transfers did not send again."""
         return self.sender.resumed_bytes + self.receiver.resumed_bytes + self._entry.resumed_bytes
 
     def close(self, timeout_s: float = LEAVE_TIMEOUT_S) -> None:
-        """Leave the run, as far as the syncer answers in time, and end the threads.
+        """Leave the run, if the syncer answers in time, and end the threads.
 
         Arguments:
-            timeout_s: how long to wait until it has all contributions; for the goodbye it has as long again at most.
+            timeout_s: how long to wait until the syncer has all contributions, and again at most for its answer to the
+                request to leave.
         """
         self.enter(partial(self.core.leave, timeout_s=timeout_s))
         give_up_at = time.monotonic() + timeout_s + min(timeout_s, GONE_TIMEOUT_S)
@@ -131,16 +125,16 @@ class Session:
         for thread in self._threads:
             thread.join()
 
-    # --- what is to be done -------------------------------------------------------------------------------------------
+    # --- actions ------------------------------------------------------------------------------------------------------
 
-    def _carry_out(self, action: SessionAction) -> None:
+    def _execute(self, action: SessionAction) -> None:
         match action:
             case requests.HangUp(connection=number):
                 self._dialler.control(number).close_channel(_control(number))
             case requests.Dial(address=address):
                 self._dialler.dial(address)
             case requests.Drop(contribution=c):
-                self.sender.drop(c)
+                self.sender.drop(key_of(c))
             case requests.Warn(text=text):
                 log.warning(text)
             case requests.Close():
@@ -161,7 +155,7 @@ class Session:
                 self._lanes[action.lane].put(action)
 
     def _tell_start(self, start: requests.TellStart) -> None:
-        self._dialler.close_channel("joins")
+        self._dialler.current.close_channel("joins")
         opened = StartingState.of(start, self.receiver.fragments, self.receiver.static)
         self.inbox.clear()
         if start.reason is None:
@@ -176,7 +170,7 @@ class Session:
             self._make(call)
 
     def _make(self, call: requests.Request) -> None:
-        """Make a request, and enter how it ended."""
+        """Make a request, and pass its result or error to the state machine."""
         try:
             event = self._made(call)
         except DilocoError as error:
@@ -187,56 +181,40 @@ class Session:
         core = self.core
         match call:
             case requests.Describe():
-                description = pb.DescribeRequest(run=core.who.run)
-                described = self._ask(call, "Describe", description, pb.DescribeReply)
-                return partial(
-                    core.described,
-                    describe=call,
-                    lineage=lineage_of(described.lineage),
-                    initialised=described.initialised,
-                )
+                description = self._ask(call, "Describe", pb.DescribeRequest(run=core.who.run), pb.DescribeReply)
+                lineage = messages.lineage_of(description.lineage)
+                return partial(core.described, describe=call, lineage=lineage, initialised=description.initialised)
             case requests.Initialise():
                 self._entry.initialise(call)
                 return core.initialised
             case requests.Join():
                 joined = self._entry.join(call)
-                return partial(
-                    core.joined, join=call, lineage=lineage_of(joined.lineage), incarnation=joined.incarnation
-                )
+                lineage = messages.lineage_of(joined.lineage)
+                return partial(core.joined, join=call, lineage=lineage, incarnation=joined.incarnation)
             case requests.Fetch():
                 return partial(self._fetched, fetch=call, fetched=self.receiver.fetch(call))
             case requests.Push():
                 self.sender.push(call)
                 return partial(core.pushed, push=call)
             case requests.Beat():
-                beaten = self._ask(call, "Heartbeat", heartbeat_request(call), pb.HeartbeatReply)
-                return partial(
-                    core.beaten,
-                    beat=call,
-                    lineage=lineage_of(beaten.lineage),
-                    standing=standing_of(beaten.standing),
-                    proposal=proposal_of(beaten),
-                )
+                beaten = self._ask(call, "Heartbeat", messages.heartbeat_request(call), pb.HeartbeatReply)
+                lineage, standing = messages.lineage_of(beaten.lineage), messages.standing_of(beaten.standing)
+                proposal = messages.proposal_of(beaten)
+                return partial(core.beaten, beat=call, lineage=lineage, standing=standing, proposal=proposal)
             case requests.Vote():
-                voted = self._ask(call, "Vote", vote_request(call), pb.VoteReply)
-                return partial(core.voted, vote=call, serves=voted.serves, proposal=proposal_of(voted))
+                voted = self._ask(call, "Vote", messages.vote_request(call), pb.VoteReply)
+                return partial(core.voted, vote=call, serves=voted.serves, proposal=messages.proposal_of(voted))
             case requests.Lease():
-                leased = self._ask(call, "Lease", lease_request(call), pb.LeaseReply)
-                return partial(core.leased, lease=call, grant=grant_of(call.ask.number, leased))
+                leased = self._ask(call, "Lease", messages.lease_request(call), pb.LeaseReply)
+                return partial(core.leased, lease=call, grant=messages.grant_of(call.ask.number, leased))
             case requests.Watch():
                 self._listen(call)
                 return partial(core.ended, watch=call)
             case requests.Leave():
-                self._ask(call, "Leave", leave_request(call), pb.LeaveReply)
+                self._ask(call, "Leave", messages.leave_request(call), pb.LeaveReply)
                 return core.left
 
-    def _ask(
-        self,
-        call: requests.Describe | requests.Beat | requests.Vote | requests.Lease | requests.Leave,
-        method: str,
-        request: Message,
-        kind: type[R],
-    ) -> R:
+    def _ask(self, call: UnaryCall, method: str, request: Message, kind: type[R]) -> R:
         connection, channel = self._dialler.control(call.connection), _control(call.connection)
         timeout_s = None if isinstance(call, requests.Describe) else call.timeout_s
         return connection.call(channel, method, request, kind, timeout_s=timeout_s)
@@ -249,15 +227,17 @@ class Session:
         return self.core.fetched(now, fetch, fetched.lineage, fetched.update.version, fetched.verdicts)
 
     def _listen(self, watch: requests.Watch) -> None:
-        """Take in the notices of a stream, until it ends."""
+        """Receive the notices of a stream until it ends."""
         core, lineage = self.core, Lineage("", 0, 0)
-        for notice in self._dialler.control(watch.connection).watch(_control(watch.connection), watch_request(watch)):
+        connection, channel = self._dialler.control(watch.connection), _control(watch.connection)
+        for notice in connection.watch(channel, messages.watch_request(watch)):
             match notice.WhichOneof("what"):
                 case "welcome":
-                    lineage, standing = lineage_of(notice.welcome.lineage), standing_of(notice.welcome.standing)
+                    welcome = notice.welcome
+                    lineage, standing = messages.lineage_of(welcome.lineage), messages.standing_of(welcome.standing)
                     self.enter(partial(core.welcomed, watch=watch, lineage=lineage, standing=standing))
                 case "standing":
-                    standing = standing_of(notice.standing)
+                    standing = messages.standing_of(notice.standing)
                     self.enter(partial(core.heard, watch=watch, lineage=lineage, standing=standing))
                 case "evicted":
                     evicted = notice.evicted
@@ -267,7 +247,7 @@ class Session:
     # --- threads ------------------------------------------------------------------------------------------------------
 
     def _wake(self) -> None:
-        """Time passes."""
+        """Call the state machine at the times that it has set."""
         with self._changed:
             while not self._is_over:
                 left_s = self.core.wake_at - time.monotonic()
@@ -280,7 +260,7 @@ class Session:
         def guarded() -> None:
             try:
                 body()
-            except BaseException as error:  # a defect: the training thread must not wait for what will never come
+            except BaseException as error:  # a defect: the training thread must not wait without end
                 self.inbox.fail(error)
                 raise
 

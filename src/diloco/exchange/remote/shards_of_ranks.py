@@ -1,8 +1,8 @@
 """The ranks of a learner over a syncer: each sends and receives its shard of every fragment, over its own connection.
 
-Rank 0 has the session. What the session asks of `Sender` and `Receiver`, rank 0 has all ranks do (`Leading…`), and the
-other ranks do it as they are told (`Follower`). A contribution has arrived once all shards have; a version is held once
-the digests of all shards make up the one that was published.
+Rank 0 has the session. Its `Sender` and `Receiver` (`Leading…`) have all ranks execute the session's requests, and the
+other ranks follow (`Follower`). A contribution has arrived once all its shards have. A version is adopted once the
+digests of all its shards give the digest that was published.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from diloco.core.fragments import Layout
 from diloco.core.global_fragment import AppliedUpdate, require_digest
 from diloco.core.layout import digest_of_segments
@@ -22,56 +24,58 @@ from diloco.errors import DilocoError, ExchangeError, NoRoomError, UnreachableEr
 from diloco.exchange.base import FlatModel
 from diloco.exchange.dialling import Dialler
 from diloco.exchange.group import Group, as_bytes
-from diloco.exchange.lanes import Command, CommandLane, CommandLanes, RankTask, ShardTransfer
+from diloco.exchange.lanes import Command, CommandLane, CommandLanes, RankTask
 from diloco.exchange.remote.messages import pull_request, push_header
-from diloco.exchange.remote.transfers import FetchResult, Key, Payload, Receiver, Sender, key_of
+from diloco.exchange.remote.transfers import FetchResult, Key, Receiver, Sender, key_of, num_bytes_of
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import bytes_of
-from diloco.protocol.contribution import Contribution
 from diloco.protocol.session import requests
 from diloco.protocol.session.joining import GONE_TIMEOUT_S
 
 
-class _Upload(RankTask):
-    """This rank's shard of a contribution. `payload`: None: the training thread may have yet to offer it."""
+def _fetch_task(receiver: Receiver, request: pb.PullRequest, take: Callable[[FetchResult], None]) -> RankTask:
+    """Fetch this rank's shard of a version; it settles to the result, after `take` of it, if all ranks have fetched
+    the same version."""
+    fetched: list[FetchResult] = []
 
-    def __init__(self, sender: Sender, header: pb.PushHeader, payload: Payload | None, *, again: bool) -> None:
-        self._sender, self._header, self._payload, self._again = sender, header, payload, again
-
-    def work(self) -> None:
-        header = self._header
-        payload = self._payload or self._sender.awaited((header.incarnation, header.fragment, header.number))
-        self._sender.upload(header, payload, again=self._again)
-
-
-class _Fetch(RankTask):
-    """This rank's shard of a version. `download`: what was fetched, if all ranks have the same version."""
-
-    def __init__(self, receiver: Receiver, request: pb.PullRequest) -> None:
-        self._receiver, self._request = receiver, request
-        self.download: FetchResult
-
-    def work(self) -> list[Any]:
-        self.download = self._receiver.pull(self._request)
-        update, advanced = self.download.update, self.download.advanced
+    def fetch() -> list[Any]:
+        result = receiver.pull(request)
+        fetched.append(result)
+        update, advanced = result.update, result.advanced
         assert advanced is not None
         return [update.base, update.version, update.lossless, advanced.segments.hex()]
 
-    def settle(self, said: Sequence[Any], group: Group) -> None:
-        for rank, (*version, _) in enumerate(said):
-            if version != said[0][:-1]:
+    def settle(values: Sequence[Any]) -> FetchResult:
+        for rank, (*version, _) in enumerate(values):
+            if version != values[0][:-1]:
                 raise VersionError(
-                    f"rank 0 was sent version {said[0][1]} of fragment {self._request.fragment} and rank {rank} "
-                    f"version {version[1]}; fetch it again."
+                    f"rank 0 was sent version {values[0][1]} of fragment {request.fragment} and rank {rank} version "
+                    f"{version[1]}; fetch it again."
                 )
-        require_digest(self.download.update, digest_of_segments(b"".join(bytes.fromhex(each[-1]) for each in said)))
+        [result] = fetched
+        require_digest(result.update, digest_of_segments(b"".join(bytes.fromhex(each[-1]) for each in values)))
+        take(result)
+        return result
+
+    return RankTask(fetch, settle)
+
+
+def _collect_task(group: Group, shard: Tensor, owner: int) -> RankTask:
+    """Bring the `owner`'s shard (uint8) to rank 0, where it settles to that."""
+
+    def settle(nums_bytes: Sequence[int]) -> Tensor:
+        sizes = [num_bytes if rank == owner else 0 for rank, num_bytes in enumerate(nums_bytes)]
+        part = shard if group.rank == owner else shard[:0]
+        return group.collect(part, sizes, "a shard of this learner's model")
+
+    return RankTask(shard.numel, settle)
 
 
 class FetchedShards:
-    """The shards of versions that were fetched and that the training thread has not taken in yet.
+    """Shards of versions that were fetched, until the training thread takes them.
 
-    An incarnation fetches a version once. The next one may fetch the same version again, before the training thread has
-    heard of either.
+    An incarnation fetches a version once. The next incarnation may fetch the same version again before the training
+    thread has taken either.
     """
 
     def __init__(self) -> None:
@@ -80,9 +84,9 @@ class FetchedShards:
         self._changed = threading.Condition()
         self._is_over = False
 
-    def put(self, incarnation: int, download: FetchResult) -> None:
-        """A version is here, fetched as this incarnation."""
-        update, advanced = download.update, download.advanced
+    def put(self, incarnation: int, fetched: FetchResult) -> None:
+        """Add a version that was fetched by this incarnation."""
+        update, advanced = fetched.update, fetched.advanced
         assert advanced is not None
         with self._changed:
             self._by_version[incarnation, update.fragment, update.version] = advanced
@@ -95,21 +99,21 @@ class FetchedShards:
             self._changed.notify_all()
 
     def take(self, fragment: int, version: int, incarnation: int | None) -> AppliedUpdate:
-        """A version that all ranks have, which this one may be about to put; earlier ones, and what earlier
-        incarnations have fetched, are not asked for any more.
+        """Return a version that all ranks have fetched; blocks until this rank has put it. Earlier versions of the
+        fragment, and those of earlier incarnations, are dropped.
 
         Arguments:
-            incarnation: which starts from it; None: the one that has started last received it.
+            incarnation: the one that starts from it; None: the one that started last received it.
 
         Raises:
-            ExchangeError: rank 0 is gone.
+            ExchangeError: rank 0 is lost.
         """
         with self._changed:
             self._incarnation = incarnation or self._incarnation
             wanted = self._incarnation, fragment, version
             self._changed.wait_for(lambda: wanted in self._by_version or self._is_over)
             if wanted not in self._by_version:
-                raise ExchangeError("rank 0 of this learner is gone; start all of its ranks again.")
+                raise ExchangeError("rank 0 of this learner is lost; start all of its ranks again.")
             found = self._by_version.pop(wanted)
             self._by_version = {
                 key: each for key, each in self._by_version.items()
@@ -119,39 +123,39 @@ class FetchedShards:
 
 
 class LeadingSender(Sender):
-    """On rank 0: sends the shards of all ranks."""
+    """On rank 0: has all ranks send their shards."""
 
     def __init__(self, dialler: Dialler, spans: Sequence[tuple[slice, int]], lane: CommandLane) -> None:
         super().__init__(dialler, spans)
         self._lane = lane
         self._dropped: list[Key] = []
-        self._refused = False
+        self._was_refused = False
 
-    def drop(self, c: Contribution) -> None:
-        super().drop(c)
-        self._dropped.append(key_of(c))
+    def drop(self, key: Key) -> None:
+        super().drop(key)
+        self._dropped.append(key)
 
     def push(self, call: requests.Push) -> None:
         header = push_header(call)
         if (payload := self.kept(key_of(call.contribution))) is None:
             return
+        again, self._was_refused = self._was_refused, False
         dropped, self._dropped = self._dropped, []
         command = {
             "push": header.SerializeToString().hex(),
             "at": self._dialler.place,
             "dropped": dropped,
-            "again": self._refused,
+            "again": again,
         }
-        again, self._refused = self._refused, False
         try:
-            self._lane.lead(command, _Upload(self, header, payload, again=again))
+            self._lane.lead(command, RankTask(lambda: self.upload(header, payload, again=again)))
         except DilocoError as error:
-            self._refused = not isinstance(error, UnreachableError | NoRoomError)
+            self._was_refused = not isinstance(error, UnreachableError | NoRoomError)
             raise
 
 
 class LeadingReceiver(Receiver):
-    """On rank 0: fetches the shards of all ranks."""
+    """On rank 0: has all ranks fetch their shards."""
 
     def __init__(
         self, dialler: Dialler, layout: Layout, method: Method, shards: Sequence[Segments], lane: CommandLane
@@ -163,20 +167,21 @@ class LeadingReceiver(Receiver):
         request = pull_request(call)
         if request.static:
             return self.pull(request)
-        job = _Fetch(self, request)
-        self._lane.lead({"pull": request.SerializeToString().hex(), "at": self._dialler.place}, job)
-        return job.download
+        command = {"pull": request.SerializeToString().hex(), "at": self._dialler.place}
+        result: FetchResult = self._lane.lead(command, _fetch_task(self, request, lambda _: None))
+        return result
 
 
 class Follower:
-    """On the other ranks: does what rank 0 tells, on a thread for each lane.
+    """On the other ranks: executes rank 0's commands, on a thread for each lane.
 
     Arguments:
         model: this rank's shards of the model that initialises the run; None: another learner does.
 
     Attributes:
-        sender: has this rank's shards of contributions.
-        fetched: versions that are here.
+        sender: this rank's shards of contributions.
+        receiver: this rank's shards of the newest global fragments.
+        fetched: versions that the training thread has yet to take.
     """
 
     def __init__(
@@ -185,38 +190,54 @@ class Follower:
         spans, shards = divided(layout, method, lanes)
         self.sender, self.fetched = Sender(dialler, spans), FetchedShards()
         self.receiver = Receiver(dialler, layout, method, shards)
-        self._dialler, self._model = dialler, model
+        self._dialler, self._group, self._model = dialler, lanes.receive.group, model
         self._threads = [
-            threading.Thread(target=partial(self._follow, lane, job_of), name=f"diloco-follow-{name}", daemon=True)
-            for name, lane, job_of in (("send", lanes.send, self._sends), ("receive", lanes.receive, self._receives))
+            threading.Thread(target=partial(self._follow, lane, task_of), name=f"diloco-follow-{name}", daemon=True)
+            for name, lane, task_of in (("send", lanes.send, self._send), ("receive", lanes.receive, self._receive))
         ]
         for thread in self._threads:
             thread.start()
 
-    def _follow(self, lane: CommandLane, job_of: Callable[[Command], RankTask]) -> None:
+    def _follow(self, lane: CommandLane, task_of: Callable[[Command], RankTask]) -> None:
         try:
-            lane.follow(job_of)
-        except ExchangeError:  # rank 0 is gone: the training thread finds out at its next boundary
+            lane.follow(task_of)
+        except ExchangeError:  # rank 0 is lost: the training thread finds out at its next boundary
             self.fetched.close()
 
-    def _sends(self, command: Command) -> RankTask:
+    def _send(self, command: Command) -> RankTask:
         self._dialler.move(command["at"])
         for key in command["dropped"]:
-            self.sender.forget(tuple(key))
+            self.sender.drop(tuple(key))
         header = pb.PushHeader.FromString(bytes.fromhex(command["push"]))
-        return _Upload(self.sender, header, None, again=command["again"])
+        key = header.incarnation, header.fragment, header.number
+        return RankTask(lambda: self.sender.upload(header, self.sender.awaited(key), again=command["again"]))
 
-    def _receives(self, command: Command) -> RankTask:
+    def _receive(self, command: Command) -> RankTask:
         if "model" in command:
             assert self._model is not None
             fragment, owner = command["model"]
-            return ShardTransfer(as_bytes(self._model.fragments[fragment]), owner)
-        self._model = None  # the run has it
+            return _collect_task(self._group, as_bytes(self._model.fragments[fragment]), owner)
+        self._model = None  # the run has been initialised
         self._dialler.move(command["at"])
-        return _Follow(self, pb.PullRequest.FromString(bytes.fromhex(command["pull"])))
+        request = pb.PullRequest.FromString(bytes.fromhex(command["pull"]))
+        return _fetch_task(self.receiver, request, partial(self._take, request.incarnation))
+
+    def _take(self, incarnation: int, fetched: FetchResult) -> None:
+        self.receiver.take(fetched)
+        self.fetched.put(incarnation, fetched)
+
+    @property
+    def num_bytes(self) -> dict[str, int]:
+        """Payload bytes by kind, sent and received."""
+        return num_bytes_of(self.sender, self.receiver)
+
+    @property
+    def resumed_bytes(self) -> int:
+        """Payload bytes that resumed transfers did not send again."""
+        return self.sender.resumed_bytes + self.receiver.resumed_bytes
 
     def close(self, timeout_s: float) -> None:
-        """Follow rank 0 to its end of the run, for which it has this time; hang up if it takes longer than it can."""
+        """Follow rank 0 until it has left the run, for which it has this time; hang up if it takes longer."""
         self.sender.close()  # the training thread offers nothing more
         give_up_at = time.monotonic() + timeout_s + 2 * GONE_TIMEOUT_S
         for thread in self._threads:
@@ -224,31 +245,19 @@ class Follower:
         self._dialler.close()
 
 
-class _Follow(_Fetch):
-    """Another rank than 0 takes in what it has fetched once all ranks have."""
-
-    def __init__(self, follower: Follower, request: pb.PullRequest) -> None:
-        super().__init__(follower.receiver, request)
-        self._follower = follower
-
-    def settle(self, said: Sequence[Any], group: Group) -> None:
-        super().settle(said, group)
-        self._follower.receiver.take(self.download)
-        self._follower.fetched.put(self._request.incarnation, self.download)
-
-
 def divided(layout: Layout, method: Method, lanes: CommandLanes) -> tuple[list[tuple[slice, int]], list[Segments]]:
-    """Of every fragment, the bytes of a contribution that this rank sends, with its size, and what it fetches."""
-    shards = dealt((fragment.numel for fragment in layout.fragments), lanes.num_ranks)
-    spans = [(each.payload(method.up, lanes.rank), method.up.encoded_bytes(each.num_elements)) for each in shards]
-    return spans, [each.segments(lanes.rank) for each in shards]
+    """For every fragment: the bytes of a contribution that this rank sends and the size of them all; and the segments
+    of a version that it fetches."""
+    rank = lanes.group.rank
+    shards = dealt((fragment.numel for fragment in layout.fragments), lanes.group.size)
+    spans = [(each.payload(method.up, rank), method.up.encoded_bytes(each.num_elements)) for each in shards]
+    return spans, [each.segments(rank) for each in shards]
 
 
 def sharded_parts(model: FlatModel, static: memoryview, lanes: CommandLanes) -> Iterator[memoryview]:
-    """On rank 0: the whole model that initialises a run, shard by shard, then its static tensors."""
+    """On rank 0: the model that initialises a run, shard by shard, then its static tensors."""
     for index, own in enumerate(model.fragments):
-        for owner in range(lanes.num_ranks):
-            transfer = ShardTransfer(as_bytes(own), owner)
-            lanes.receive.lead({"model": [index, owner]}, transfer)
-            yield bytes_of(transfer.received)
+        for owner in range(lanes.group.size):
+            task = _collect_task(lanes.receive.group, as_bytes(own), owner)
+            yield bytes_of(lanes.receive.lead({"model": [index, owner]}, task))
     yield static

@@ -1,4 +1,4 @@
-"""What goes up and down in bulk: contributions, encoded when they are first sent; versions, decoded and verified."""
+"""Bulk transfers: contributions, encoded when they are first sent; versions, decoded and verified."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from diloco.protocol.session import requests
 
 
 class Payload:
-    """Of a contribution, or this rank's part of one.
+    """The payload of a contribution, or this rank's part of it.
 
     Attributes:
-        boot: the process of the syncer that it was sent to last.
-        arrived_at: the process that has acknowledged it.
+        boot: the syncer's process that it was sent to last.
+        arrived_at: the syncer's process that has acknowledged it.
     """
 
     def __init__(self, encode: Callable[[], Tensor]) -> None:
@@ -43,7 +43,7 @@ class Payload:
         self.arrived_at: int | None = None
 
     def bytes(self) -> Tensor:
-        """Encoded when first asked for."""
+        """The encoded bytes; the first call encodes them."""
         if self._bytes is None:
             assert self._encode is not None
             self._bytes, self._encode = self._encode(), None
@@ -58,12 +58,12 @@ class Sender:
     """The payloads of contributions that may have to be sent.
 
     Arguments:
-        spans: of every fragment the bytes of a payload that this rank sends, and the size of the whole payload; None:
-            it sends all of it.
+        spans: for every fragment the bytes of a payload that this rank sends, and the size of the whole payload; None:
+            it sends whole payloads.
 
     Attributes:
-        num_bytes: sent; a payload counts once for each process of the syncer.
-        resumed_bytes: that were not sent again after a cut.
+        num_bytes: bytes sent; a payload counts once for each process of the syncer.
+        resumed_bytes: bytes that resumed uploads did not send again.
     """
 
     def __init__(self, dialler: Dialler, spans: Sequence[tuple[slice, int]] | None = None) -> None:
@@ -74,32 +74,28 @@ class Sender:
         self._is_over = False
 
     def keep(self, c: Contribution, payload: Callable[[], Tensor]) -> None:
-        """A new contribution."""
+        """Add the payload of a new contribution."""
         with self._changed:
             self._payloads[key_of(c)] = Payload(payload)
             self._changed.notify_all()
 
-    def drop(self, c: Contribution) -> None:
-        """It will not be sent again."""
-        self.forget(key_of(c))
-
-    def forget(self, key: Key) -> None:
-        """As `drop`."""
+    def drop(self, key: Key) -> None:
+        """Forget a payload, which will not be sent again."""
         with self._changed:
             self._payloads.pop(key, None)
 
     def push(self, call: requests.Push) -> None:
-        """Upload a contribution, unless it was dropped meanwhile. Raises as `Connection.upload`."""
+        """Upload a contribution, unless it was dropped. Raises as `Connection.upload`."""
         if (payload := self.kept(key_of(call.contribution))) is not None:
             self.upload(push_header(call), payload)
 
     def kept(self, key: Key) -> Payload | None:
-        """What was offered, and not dropped."""
+        """The payload; None: it was dropped."""
         with self._changed:
             return self._payloads.get(key)
 
     def awaited(self, key: Key) -> Payload:
-        """What the training thread has offered or is about to offer. Raises ExchangeError: the exchange is being
+        """The payload; blocks until the training thread has offered it. Raises ExchangeError: the exchange is being
         closed."""
         with self._changed:
             self._changed.wait_for(lambda: key in self._payloads or self._is_over)
@@ -108,10 +104,10 @@ class Sender:
             return self._payloads[key]
 
     def upload(self, header: pb.PushHeader, payload: Payload, *, again: bool = False) -> None:
-        """Upload what this process sends of a contribution, which may have been dropped meanwhile.
+        """Upload this process's part of a contribution, also if it was dropped meanwhile.
 
         Arguments:
-            again: also if this process of the syncer has acknowledged it.
+            again: upload it also if this process of the syncer has acknowledged it.
 
         Raises:
             As `Connection.upload`.
@@ -128,24 +124,26 @@ class Sender:
                 return
         if payload.boot == header.boot:
             header.resumes = True
-        else:  # Counted before it goes out: its version may be here, and the run over, before the acknowledgement is.
+        else:  # Counted before it is sent: its version may arrive, and the run end, before the acknowledgement does.
             payload.boot, self.num_bytes = header.boot, self.num_bytes + encoded.numel()
         with OutgoingUpload(header, lambda: [bytes_of(encoded)]) as upload:
             try:
-                self._dialler.upload("contributions", "Push", upload.messages(), pb.PushReply, heard=upload.heard)
+                self._dialler.current.upload(
+                    "contributions", "Push", upload.messages(), pb.PushReply, heard=upload.heard
+                )
             finally:
                 self.resumed_bytes += upload.resumed_bytes
         payload.arrived_at = header.boot
 
     def close(self) -> None:
-        """Wait for no contribution any more."""
+        """End all waiting for payloads."""
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
 
 
 def key_of(c: Contribution) -> Key:
-    """What a contribution is found by."""
+    """The key of a contribution's payload."""
     return c.incarnation, c.fragment, c.number
 
 
@@ -154,8 +152,8 @@ def key_of(c: Contribution) -> Key:
 
 @dataclass(frozen=True)
 class FetchResult:
-    """What a fetch has brought: a fragment's new version, or the static tensors (`advanced` None). `lineage`: of the
-    syncer that it came from."""
+    """The result of a fetch: a fragment's new version, or the static tensors (`advanced` is None). `lineage`: of the
+    syncer that sent it."""
 
     lineage: Lineage
     update: Update
@@ -165,14 +163,16 @@ class FetchResult:
 
 
 class Receiver:
-    """The newest global fragments, and how to get newer ones. `fetch` runs on one thread; the caller guards the rest.
+    """The newest global fragments, and the requests for newer ones. `fetch` runs on one thread; the caller guards the
+    rest.
 
     Arguments:
-        shards: of every fragment what this rank fetches; None: it fetches all of it.
+        shards: for every fragment the segments that this rank fetches; None: it fetches whole fragments.
 
     Attributes:
-        num_bytes: received as a joiner, and as a member of the run.
-        resumed_bytes: that were not fetched again after a cut.
+        num_bytes: bytes received as a joiner, and as a member of the run.
+        resumed_bytes: bytes that resumed downloads did not fetch again.
+        static: the tensors that training does not change.
     """
 
     def __init__(
@@ -180,23 +180,22 @@ class Receiver:
     ) -> None:
         self.num_bytes = {"joins": 0, "updates": 0}
         self._dialler, self._layout, self._method, self._shards = dialler, layout, method, shards
-        self._download: Incoming | None = None  # that was cut off
+        self._download: Incoming | None = None  # the one that was cut off
         self.resumed_bytes = 0
         self._newest: dict[int, GlobalFragment] = {}
-        self._static: Mapping[str, Tensor] = {}
+        self.static: Mapping[str, Tensor] = {}
 
     def fetch(self, call: requests.Fetch) -> FetchResult:
         """Fetch a part of the model.
 
         Raises:
-            VersionError, CorruptPayloadError, DigestError: it is not what the syncer published, or leads from another
+            VersionError, CorruptPayloadError, DigestError: it is not what the syncer published, or its base is another
                 version. Others as `Connection.pull`.
         """
         return self.pull(pull_request(call))
 
     def pull(self, request: pb.PullRequest) -> FetchResult:
-        """As `fetch`. Of a shard nothing is known to be what the syncer published before the digests of all shards are
-        put together."""
+        """As `fetch`. A shard is not verified: only the digests of all shards together give the published digest."""
         channel, shards = "joins" if request.joining else "updates", self._shards
         is_shard = shards is not None and not request.static
         if shards is not None and is_shard:
@@ -217,43 +216,39 @@ class Receiver:
         else:
             if (held := self._newest.get(fragment.index)) is None:
                 raise VersionError(
-                    f"the syncer sent a change to fragment {fragment.index}, of which nothing is held; fetch all of it."
+                    f"the syncer sent a change to fragment {fragment.index}, of which this learner has no version; "
+                    "fetch the whole fragment."
                 )
             advanced = apply_update(self._method, held, update, tensor_of(buffer), places, verify=not is_shard)
         return FetchResult(lineage, update, verdicts, advanced, {})
 
     def _pull(self, channel: str, request: pb.PullRequest) -> tuple[pb.PullHeader, memoryview]:
-        """A part of the model; after a cut, the same part goes on where it was."""
+        """Download a part of the model; after a cut, the download of the same part is resumed."""
         if self._download is None or not self._download.is_for(request):
             self._download = Incoming(request)
         before = self._download.resumed_bytes
         try:
-            answer = self._dialler.pull(channel, request, self._download)
+            answer = self._dialler.current.pull(channel, request, self._download)
         finally:
             self.resumed_bytes += self._download.resumed_bytes - before
         self._download = None
         return answer
 
     def take(self, download: FetchResult) -> None:
-        """Hold what was fetched."""
+        """Keep a result as the newest."""
         if download.advanced is None:
-            self._static = download.static
+            self.static = download.static
         else:
             self._newest[download.update.fragment] = download.advanced.held
 
     @property
     def fragments(self) -> tuple[GlobalFragment, ...]:
-        """The global model, as it is held."""
+        """The newest global model."""
         return tuple(self._newest[fragment.index] for fragment in self._layout.fragments)
-
-    @property
-    def static(self) -> Mapping[str, Tensor]:
-        """The tensors that training leaves alone."""
-        return self._static
 
 
 def whole_of(header: pb.PullHeader, buffer: memoryview, num_elements: int, *, verify: bool = True) -> AppliedUpdate:
-    """A version that was sent losslessly, in the memory of the buffer; with its outer state, where that was sent too.
+    """A version that was sent losslessly, in the memory of the buffer; with its outer state, if that was sent too.
 
     Arguments:
         verify: as in `apply_update`.

@@ -1,4 +1,4 @@
-"""What a viewer may ask of a syncer: the newest model, and how the run goes."""
+"""The requests of viewers: the newest model, and the status of the run."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from diloco.exchange.wire.frames import tensors_of
 def fetch_model(
     address: str, *, run: str, keys: AnyKeys | None = None, insecure: bool = False
 ) -> dict[str, Tensor]:  # fmt: skip
-    """The run's newest global model: name to tensor in the parameters' dtypes, frozen ones and buffers too, but for a
-    base that every learner brings. For viewers.
+    """The run's newest global model, for viewers: name to tensor in the parameters' dtypes, with frozen parameters and
+    buffers, but without a base that every learner has itself.
 
     Raises:
-        ExchangeError: no syncer answers. NotInitialisedError: there is no model yet. AuthError: the keys
-            may not read.
+        ExchangeError: no syncer answers. NotInitialisedError: the run has no model yet. AuthError: the keys do not
+            permit reading.
     """
     with closing(dialler(address, keys=keys, insecure=insecure)) as syncers:
         description = found(syncers, run)
@@ -35,24 +35,24 @@ def fetch_model(
         layout = layout_of(description)
         model: dict[str, Tensor] = {}
         for fragment in layout.fragments:
-            header, buffer = syncers.pull("joins", pb.PullRequest(run=run, fragment=fragment.index, base=-1))
+            header, buffer = syncers.current.pull("joins", pb.PullRequest(run=run, fragment=fragment.index, base=-1))
             theta = whole_of(header, buffer, fragment.numel).held.theta
             for name, value in scatter(fragment, theta).items():
                 spec = next(place.spec for place in fragment.tensors if place.spec.name == name)
                 model[name] = value.to(getattr(torch, spec.dtype))
-        _, static = syncers.pull("joins", pb.PullRequest(run=run, static=True, base=-1))
+        _, static = syncers.current.pull("joins", pb.PullRequest(run=run, static=True, base=-1))
         return {**model, **tensors_of(static, "the static tensors")}
 
 
 def fetch_status(
     address: str, *, run: str, keys: AnyKeys | None = None, insecure: bool = False
 ) -> dict[str, object]:  # fmt: skip
-    """What the syncer that serves a run knows of it, as plain values; where none of several does, what the first that
-    answers knows. For viewers. Raises as `fetch_model`."""
+    """The status of a run as plain values, for viewers: from the syncer that serves it, or else from the first of
+    several that answers. Raises as `fetch_model`."""
     with closing(dialler(address, keys=keys, insecure=insecure)) as syncers:
         if syncers.num_addresses > 1:
             with suppress(StandbyError):
                 found(syncers, run)
-        reply = syncers.call("control", "Status", pb.StatusRequest(run=run), pb.StatusReply)
+        reply = syncers.current.call("control", "Status", pb.StatusRequest(run=run), pb.StatusReply)
         status: dict[str, object] = read_json(reply.status, "the syncer's status", PayloadError, OTHER_VERSION)
         return status

@@ -1,4 +1,4 @@
-"""A member's part in a round, repeated with new quorums until the fragment has the version that it waits for."""
+"""A member's part of a round, repeated with new quorums until the fragment has the awaited version."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from diloco.core.fragments import Layout
 from diloco.core.global_fragment import close, published_mean
 from diloco.core.layout import SAME_MODEL
 from diloco.core.method import Method
-from diloco.core.weights import merge_weights
-from diloco.errors import ConfigError, DigestError, ExchangeError, LayoutError
+from diloco.errors import ConfigError, ExchangeError, LayoutError
 from diloco.exchange.base import Arrived, Event
 from diloco.exchange.group import Group, split
+from diloco.exchange.peers import merge_inputs, require_same_digest
 from diloco.exchange.torchft.quorum import HEARTBEAT_S, QuorumClient
 from diloco.exchange.torchft.run_copy import Copy, RoundResult, adopt_first, heal
 from diloco.protocol.contribution import MISSED, OUTLIER, Contribution, Rejection
-from diloco.run.tensor_jobs import encoded_of
 
 log = logging.getLogger("diloco")
 
@@ -33,15 +32,15 @@ class ElasticRounds:
 
     Arguments:
         replica: this member's name.
-        quorum: its place among the members.
+        quorum: its client of the lighthouse.
         copy: its copy of the run.
         layout, method: of the run, the same on every member.
         timeout_s: how long it retries.
-        num_bytes: bytes by kind; what crosses is added.
+        num_bytes: bytes by kind; the bytes sent and received are added.
 
     Raises:
         LayoutError, ConfigError: (both methods) a member has another model or method.
-        ExchangeError: (both methods) nothing was finished within `timeout_s`.
+        ExchangeError: (both methods) no round was finished within `timeout_s`.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class ElasticRounds:
         self._failed = 0  # attempts in a row
 
     def join(self) -> None:
-        """Join the members that start now, or a run that is under way."""
+        """Join a run that starts now or is under way."""
         started = time.monotonic()
         while True:
             try:
@@ -71,7 +70,7 @@ class ElasticRounds:
         while True:
             try:
                 frames = self._meet(c, encoded)
-                # merged now, or before by those who had everything, or without this learner
+                # merged now, or earlier by members with all contributions, or without this learner
                 if self._copy.fragments[c.fragment].version > c.round:
                     return self._events(c)
                 if sum(frame["wants"] is not None for frame in frames) < self._method.quorum.at_least:
@@ -82,7 +81,7 @@ class ElasticRounds:
     def _events(self, c: Contribution) -> tuple[Event, ...]:
         held, result = self._copy.fragments[c.fragment], self._copy.results[c.fragment]
         is_merged = result.merged_rounds.get(self._replica, -1) >= c.round
-        merged = c.number if is_merged else c.number - 1  # those before it were told of, in order
+        merged = c.number if is_merged else c.number - 1  # the earlier ones had events of their own
         starts_again = self._method.outer_at == "learners" and result.mean is None
         arrived = Arrived(
             result.update, replace(held, residual=None) if starts_again else held.bare, merged, result.mean
@@ -122,7 +121,7 @@ class ElasticRounds:
         self._failed += 1
 
     def _greet(self, group: Group, c: Contribution | None) -> list[dict[str, Any]]:
-        """Exchange what each member has and wants; returns that in rank order.
+        """Exchange the members' versions and the rounds that they want to merge; returns them in rank order.
 
         Raises:
             LayoutError, ConfigError: a member has another model or method.
@@ -149,9 +148,9 @@ class ElasticRounds:
             raise LayoutError(f"{self._replica} and {replica} do not hold the same model: {difference}.")
 
     def _merge_wanted(self, group: Group, frames: Sequence[dict[str, Any]], encoded: Tensor) -> None:
-        """Merge, if all members with a contribution want the same round. All members decide alike, and all exchange.
+        """Merge if all members with a contribution want the same round. All members decide alike.
 
-        If they do not, a member was a round behind. It is healed now, and asks for the next round in the next quorum.
+        If they do not, a member was a round behind. It is healed now, and wants the next round in the next quorum.
         """
         wanted = {tuple(frame["wants"][:2]) for frame in frames if frame["wants"] is not None}
         num_wanting = sum(frame["wants"] is not None for frame in frames)
@@ -170,20 +169,16 @@ class ElasticRounds:
         sizes = [0 if frame["wants"] is None else num_bytes for frame in frames]
         parts = split(group.gather(encoded, sizes, place), sizes)
         self._num_bytes["contributions"] += sum(sizes) + encoded.numel() * (len(sizes) - 2)
-        contributions, payloads = _brought(fragment, round_, frames, parts)
-        weights = merge_weights(
-            self._method.weight, [each.tokens for each in contributions], [each.steps for each in contributions],
-            [each.round - each.base for each in contributions],
-        )  # fmt: skip
-        brought = encoded_of(contributions, weights, payloads, round_)
-        closed = close(self._method, held, brought, self._layout.fragments[fragment].tensors)
-        update, digest = closed.update, closed.held.digest
-        for frame in group.gather_frames({"digest": digest}, f"the result of {place}"):
-            if frame["digest"] != digest:
-                raise DigestError(
-                    f"learners hold version {update.version} of fragment {fragment} with different bits (digests "
-                    f"{digest[:12]} and {frame['digest'][:12]}); start them again from one checkpoint."
-                )
+        contributions, payloads = _contributions(fragment, round_, frames, parts)
+        inputs = merge_inputs(self._method, contributions, payloads, round_)
+        closed = close(self._method, held, inputs, self._layout.fragments[fragment].tensors)
+        update = closed.update
+        results = group.gather_frames({"digest": closed.held.digest}, f"the result of {place}")
+        require_same_digest(
+            fragment,
+            update.version,
+            {frame["replica"]: each["digest"] for frame, each in zip(frames, results, strict=True)},
+        )
         before = self._copy.results.get(fragment)
         merged = {} if before is None else dict(before.merged_rounds)
         merged |= dict.fromkeys(update.contributors, round_)
@@ -192,11 +187,11 @@ class ElasticRounds:
         self._copy.results[fragment] = RoundResult(update, merged, closed.refused, mean)
 
 
-def _brought(
+def _contributions(
     fragment: int, round_: int, frames: Sequence[dict[str, Any]], parts: Sequence[Tensor]
 ) -> tuple[list[Contribution], list[Tensor]]:
-    """Contributions and payloads of the members that have one, in the order of the replica names."""
-    brought = []
+    """The members' contributions and payloads, in the order of the replica names."""
+    pairs = []
     for frame, part in zip(frames, parts, strict=True):
         if frame["wants"] is not None:
             _, _, number, base, tokens, steps, step, tensors = frame["wants"]
@@ -204,6 +199,6 @@ def _brought(
                 frame["replica"], 1, fragment, number, round_, base, tokens, steps, step=step,
                 tensors=None if tensors is None else tuple(tensors),
             )  # fmt: skip
-            brought.append((contribution, part))
-    brought.sort(key=lambda each: each[0].learner)
-    return [contribution for contribution, _ in brought], [payload for _, payload in brought]
+            pairs.append((contribution, part))
+    pairs.sort(key=lambda each: each[0].learner)
+    return [contribution for contribution, _ in pairs], [payload for _, payload in pairs]

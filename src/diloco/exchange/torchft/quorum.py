@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from diloco.errors import ConfigError, ExchangeError
-from diloco.exchange.group import Group, gone, reason_of
+from diloco.exchange.group import Group, reason_of, unresponsive
 
 HEARTBEAT_S = 0.5
 
@@ -22,7 +22,7 @@ class QuorumClient:
         replica, lighthouse, host, timeout_s: as given to `TorchFT`.
 
     Attributes:
-        closing: this member leaves; set by its owner, it ends every pause.
+        closing: set by the owner when this member leaves; it ends every pause.
         group: the members of the newest quorum; None before the first, and after a failure until the next.
 
     Raises:
@@ -54,7 +54,7 @@ class QuorumClient:
         self._heart.start()
 
     def assemble(self) -> QuorumGroup:
-        """Ask the lighthouse for a quorum; configure a new process group if it has changed."""
+        """Request a quorum from the lighthouse; configure a new process group if the quorum has changed."""
         try:
             quorum = self._client.quorum(
                 self._replica, self._timeout, address="", store_address=self._store_address, step=0, world_size=1
@@ -96,14 +96,14 @@ class QuorumClient:
         while not self.closing.is_set():
             try:
                 client.heartbeat(self._replica)
-            except (RuntimeError, TimeoutError):  # the next quorum says what is wrong
+            except (RuntimeError, TimeoutError):  # the next quorum request raises it
                 self.closing.wait(HEARTBEAT_S)
             self.closing.wait(HEARTBEAT_S)
 
 
 class QuorumGroup(Group):
-    """`Group`'s exchanges over the process group that torchft has configured for one quorum; `replicas`: its members in
-    rank order."""
+    """`Group` over the process group that torchft has configured for one quorum. `replicas`: its members in rank
+    order."""
 
     def __init__(self, pg: Any, rank: int, replicas: Sequence[str], timeout_s: float) -> None:
         self.rank, self.size, self._timeout_s = rank, len(replicas), timeout_s
@@ -112,6 +112,6 @@ class QuorumGroup(Group):
         self._exchanges = 0
 
     def _lost(self, what: str, reason: str, ranks: Collection[int] = ()) -> str:
-        """Membership is not fixed here: the next quorum leaves out the lost members."""
-        who = gone([self._replicas[rank] for rank in ranks], "another learner", self._timeout_s)
+        """As in `Group`, without the advice to start all ranks again: the next quorum excludes lost members."""
+        who = unresponsive([self._replicas[rank] for rank in ranks], "another learner", self._timeout_s)
         return f"{what} did not get through, because {who} ({reason})."

@@ -1,4 +1,4 @@
-"""Every member's copy of the run, and its form as bytes: one safetensors file."""
+"""A member's copy of the run, its form as one safetensors file, and how a member that is behind gets it."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class RoundResult:
     """The round that led to a fragment's version.
 
     Attributes:
-        merged_rounds: by replica, the newest round of a contribution that is in this version or an earlier one.
-        refused: replicas whose contributions the screen left out.
-        mean: the merged outer gradient, where that is published and this member has merged it.
+        merged_rounds: by replica, the newest round of which a contribution is merged in this or an earlier version.
+        refused: replicas whose contributions the screen refused.
+        mean: the merged outer gradient, if it is published and this member has merged it.
     """
 
     update: Update
@@ -41,7 +41,7 @@ class Copy:
     Attributes:
         fragments: by index.
         results: by fragment, where it has been merged.
-        static: the tensors that training leaves alone.
+        static: the tensors that training does not change.
         step: the newest inner step that any member is known to have sent a contribution after.
     """
 
@@ -59,42 +59,42 @@ class Copy:
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """Of each fragment."""
+        """The version of each fragment."""
         return tuple(held.version for held in self.fragments)
 
     def as_bytes(self, fragments: Sequence[int] | None = None) -> bytes:
-        """Fragments (None: all) as one safetensors file; how they came about is one of its tensors, as JSON."""
+        """Fragments (None: all) as one safetensors file; one of its tensors is JSON with their versions and rounds."""
         tensors: dict[str, Tensor] = {f"static.{name}": value.contiguous() for name, value in self.static.items()}
-        told: dict[str, Any] = {}
+        records: dict[str, Any] = {}
         for f in range(len(self.fragments)) if fragments is None else fragments:
             held = self.fragments[f]
             tensors[f"{f}.theta"] = held.theta
             tensors |= {f"{f}.outer.{name}": value for name, value in held.outer_state.items()}
             tensors |= {} if held.residual is None else {f"{f}.residual": held.residual}
-            told[str(f)] = {"version": held.version}
+            records[str(f)] = {"version": held.version}
             if (result := self.results.get(f)) is not None:
-                told[str(f)] |= {
+                records[str(f)] |= {
                     "update": result.update.as_dict(),
                     "merged_rounds": result.merged_rounds,
                     "refused": result.refused,
                 }
-        text = to_tensor(json.dumps(told).encode())
+        text = to_tensor(json.dumps(records).encode())
         return save({name: value.contiguous() for name, value in tensors.items()} | {"told": text})
 
     def load(self, raw: bytes) -> None:
-        """Load what `as_bytes` returned; fragments that are not in it stay."""
+        """Load the result of `as_bytes`; fragments that are not in it stay."""
         tensors = load(raw)
-        told = json.loads(to_bytes(tensors.pop("told")))
+        records = json.loads(to_bytes(tensors.pop("told")))
         self.static = _under("static.", tensors)
-        for key, told_of in told.items():
+        for key, record in records.items():
             f, theta = int(key), tensors[f"{key}.theta"]
             outer_state = _under(f"{key}.outer.", tensors)
             self.fragments[f] = GlobalFragment(
-                f, told_of["version"], theta, outer_state, tensors.get(f"{key}.residual"), digest(theta)
+                f, record["version"], theta, outer_state, tensors.get(f"{key}.residual"), digest(theta)
             )
-            if "update" in told_of:
-                update, refused = Update.from_dict(told_of["update"]), tuple(told_of["refused"])
-                self.results[f] = RoundResult(update, told_of["merged_rounds"], refused)
+            if "update" in record:
+                update, refused = Update.from_dict(record["update"]), tuple(record["refused"])
+                self.results[f] = RoundResult(update, record["merged_rounds"], refused)
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -105,9 +105,9 @@ def adopt_first(group: Group, copy: Copy, frames: Sequence[dict[str, Any]], num_
     """Start a new run: all members take the model of the first replica as version 0.
 
     Arguments:
-        group, frames: of one quorum, and what its members said; their versions are set to 0.
-        copy: of this member; it is written to.
-        num_bytes: bytes by kind; those that cross are added under "joins".
+        group, frames: of one quorum, and its members' greetings, in which the versions are set to 0.
+        copy: this member's copy, which is updated.
+        num_bytes: bytes by kind; the bytes sent and received are added under "joins".
     """
     copy.load(_from_rank(group, 0, copy.as_bytes() if group.rank == 0 else b"", "the first model", num_bytes))
     copy.fragments = [replace(held, version=0) for held in copy.fragments]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from dataclasses import replace
 from typing import Any
 
@@ -12,25 +11,26 @@ from torch import Tensor
 
 from diloco.core.fragments import Layout
 from diloco.core.method import Method
-from diloco.errors import CheckpointError, ConfigError, ExchangeError
-from diloco.exchange.base import Event, Exchange, FlatModel, Overview, StartingState, required_method
+from diloco.errors import CheckpointError
+from diloco.exchange.base import Event, FlatModel, Overview, StartingState
 from diloco.exchange.group import to_bytes, to_tensor
+from diloco.exchange.peers import PeerExchange, require_no_syncer
 from diloco.exchange.torchft.elastic_rounds import ElasticRounds
 from diloco.exchange.torchft.quorum import QuorumClient
 from diloco.exchange.torchft.run_copy import Copy
 from diloco.protocol.contribution import Contribution
 
 
-class TorchFT(Exchange):
+class TorchFT(PeerExchange):
     """An exchange over torchft's managed process group; each process is one learner.
 
     Arguments:
         replica: this learner's name, unique and the same after a restart. Contributions are merged in the order of the
             names.
-        lighthouse: address of the `torchft_lighthouse`, "http://host:port". Its `min_replicas` is how many learners a
-            run starts with.
-        host: name or address under which the other learners reach this machine.
-        timeout_s: how long a learner waits for the slowest of the others before it takes them for lost.
+        lighthouse: address of the `torchft_lighthouse`, "http://host:port". A run starts with as many learners as its
+            `min_replicas`.
+        host: name or address at which the other learners reach this machine.
+        timeout_s: how long a learner waits for the slowest of the others before it treats them as lost.
 
     Raises:
         ConfigError: torchft is not installed (`pip install "diloco[torchft]"`), or a method that needs a syncer.
@@ -45,25 +45,16 @@ class TorchFT(Exchange):
     dials_out = True
 
     def __init__(self, replica: str, *, lighthouse: str, host: str, timeout_s: float = 600.0) -> None:
+        super().__init__(timeout_s, "diloco-torchft")
         self._quorum = QuorumClient(replica, lighthouse, host, timeout_s)
         self._replica = replica
-        self._timeout_s = timeout_s
         self._copy = Copy()
         self._rounds: ElasticRounds
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="diloco-torchft")
-        self._offers: deque[Future[tuple[Event, ...]]] = deque()
-        self._num_bytes = {"contributions": 0, "updates": 0, "joins": 0, "control": 0}
-
-    def method(self, given: Method | None) -> Method:
-        return required_method(given)
 
     def open(
         self, layout: Layout, method: Method, initial: Callable[[], FlatModel], *, overlap: int | None = None
     ) -> StartingState:
-        if (why := method.quorum.needs_syncer) is not None:
-            raise ConfigError(why)
-        if not method.wait:
-            raise ConfigError("wait=False needs a syncer, whose answers learners need not block on; use wait=True.")
+        require_no_syncer(method)
         copy = self._copy
         copy.begin(initial(), method)
         self._rounds = ElasticRounds(
@@ -78,31 +69,17 @@ class TorchFT(Exchange):
     def offer(self, contribution: Contribution, payload: Callable[[], Tensor]) -> None:
         self._offers.append(self._worker.submit(self._rounds.make, contribution, payload))
 
-    def poll(self) -> Sequence[Event]:
-        events: list[Event] = []
-        while self._offers and self._offers[0].done():
-            events += self._offers[0].result()
-            self._offers.popleft()
-        return events
-
-    def wait(self, timeout_s: float) -> None:
-        if not self._offers:
-            raise ExchangeError(
-                "nothing is on its way, so nothing can arrive; a learner waits only for what it has sent."
-            )
-        wait([self._offers[0]], timeout_s)
+    def _events_of(self, finished: tuple[Event, ...]) -> Sequence[Event]:
+        return finished
 
     @property
     def overview(self) -> Overview:
         group = self._quorum.group
         return Overview() if group is None else Overview(group.size)
 
-    @property
-    def num_bytes(self) -> Mapping[str, int]:
-        return dict(self._num_bytes)
-
     def state_dict(self) -> dict[str, Any]:
-        """Return fragments, outer state and error feedback, the same on every member. Waits for what is sent."""
+        """Return fragments, outer state and error feedback, the same on every member. Waits for the rounds in
+        flight."""
         wait(self._offers)
         return {"run": to_tensor(self._copy.as_bytes()), "step": self._copy.step}
 

@@ -1,11 +1,9 @@
-"""One run in one process and in virtual time: the driver, and each learner's `SessionCore`, over a network that
-takes the time it is given.
+"""One run in one process and in virtual time: the driver, and each learner's `SessionCore`, over a network whose
+transfers take the given time.
 
-    turns.py       learners' threads take turns; whose turn it is follows from virtual time
-    delivery.py    what is on its way, and when it arrives; faults
-    doors.py       what learners reach at a syncer's address
-    client.py      carries out what a learner's `SessionCore` decides
-    replicas.py    the fragments that learners fetch, decoded once for all of them
-    syncer.py      the driver, its jobs and writes done at once
-    run.py         a run: the world that its learners live in, and all of the above
+    turns.py       the scheduler of the learners' threads
+    delivery.py    messages and transfers in flight; faults
+    syncer.py      the syncer that learners reach, its jobs and writes done at once; versions, decoded once for all
+    learners client.py      executes the actions of a learner's `SessionCore` run.py         a run: scheduler, network
+    and syncer
 """

@@ -1,4 +1,4 @@
-"""A learner's end of a syncer in virtual time: carries out what `SessionCore` decides, over any wire."""
+"""A learner's end of a syncer in virtual time: executes the actions of `SessionCore`, over any wire."""
 
 from __future__ import annotations
 
@@ -32,29 +32,29 @@ from diloco.run.uploads import Upload
 log = logging.getLogger("diloco")
 
 News = requests.TellStart | Arrived | CallForWork | Rejection | Grant | Drained | Hold | requests.Fail
-"""What a learner is told."""
+"""The actions of `SessionCore` that its learner receives."""
 
 _CONTROL = (requests.TimedCall, requests.Describe, requests.Watch)
 
 Reply = Callable[..., None]
-"""Called with the answer to a request, or with a DilocoError; then with the bytes of it, where those are not few."""
+"""Is called with the answer to a request, or with a DilocoError, and with its size in bytes if that is not small."""
 
 
 class Wire(Protocol):
-    """The connections of one learner to its syncer, or to two. What belongs to one call is lost together."""
+    """The connections of one learner to its syncer, or to two. All messages of one call are lost together."""
 
     def up(self, call: requests.Request, num_bytes: int, arrive: Callable[[SyncerProcess], None]) -> None:
-        """Carry this many bytes to the syncer; `arrive` is called with what answers there then."""
+        """Send this many bytes to the syncer; `arrive` is called with the process that receives them."""
 
     def down(self, call: requests.Request, num_bytes: int, arrive: Callable[[], None]) -> None:
-        """Carry this many bytes from the syncer."""
+        """Send this many bytes from the syncer; `arrive` is called when they have arrived."""
 
     def on_break(self, call: requests.Request, broken: Callable[[], None]) -> None:
-        """Call `broken` when the syncer finds that the connection of the call is gone."""
+        """Call `broken` when the syncer notices that the connection of the call is broken."""
 
     def dial(self, address: int) -> None:
-        """Calls other than control ones go to the syncer at this address from here on; those under way at another one
-        fail."""
+        """Send calls other than control ones to the syncer at this address from now on; those in flight to another
+        address fail."""
 
     def hang_up(self, connection: int) -> None:
         """Close a control connection."""
@@ -65,7 +65,7 @@ class Wire(Protocol):
 
 @dataclass(eq=False)
 class _Open:
-    """A call that is under way. `deadline_s`: when it fails without an answer."""
+    """A call in flight. `deadline_s`: when it fails without an answer."""
 
     call: requests.Request
     deadline_s: float
@@ -76,19 +76,20 @@ class SessionClient:
 
     Arguments:
         core: its state machine.
-        wire, clock: its world; the clock is given what to call when it rings.
+        wire: its connections.
+        clock: makes its clock, from the function to call when it rings.
         layout: of its model.
-        replicas: shared by the learners of a run.
-        initial: gives this learner's model for the run.
+        replicas: the decoded versions, shared by the learners of a run.
+        initial: returns this learner's model for the run.
         ready: whether rounds wait for its first incarnation from the start (`SyncerCore.joined`).
         overlap: the learner's own τ; None: the method's.
-        on_news: is told what its learner has to know, in order.
+        on_news: is called with each action for the learner, in order.
 
     Attributes:
-        held: the newest version of each fragment that is here.
-        static: the tensors that training leaves alone, as bytes.
+        held: the newest received version of each fragment.
+        static: the tensors that training does not change, as bytes.
         num_bytes: payload bytes by kind.
-        is_closed: it has left.
+        is_closed: whether it has left the run.
     """
 
     def __init__(
@@ -108,13 +109,13 @@ class SessionClient:
         self._payloads: dict[tuple[int, int, int], Tensor] = {}  # by incarnation, fragment and number
         self._open: list[_Open] = []
         self._hung_up: list[_Open] = []
-        self._pushes: dict[_Open, tuple[SimulatedDriver, Upload[MemorySlot]]] = {}  # begun at the syncer
-        self._last: tuple[Update, AppliedUpdate] | None = None  # what was fetched last
+        self._pushes: dict[_Open, tuple[SimulatedDriver, Upload[MemorySlot]]] = {}  # in flight at the syncer
+        self._last: tuple[Update, AppliedUpdate] | None = None  # of the last fetch
 
     # --- the learner, and time ----------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Become part of the run."""
+        """Start to join the run."""
         self._do(self.core.begin(self._now))
 
     def offer(self, c: Contribution, payload: Tensor) -> None:
@@ -123,7 +124,7 @@ class SessionClient:
         self._do(self.core.offered(self._now, c))
 
     def ask(self, incarnation: int, ask: Ask) -> None:
-        """Ask for units of data."""
+        """Request units of data."""
         self._do(self.core.asked(self._now, incarnation, ask))
 
     def report(self, incarnation: int, report: Report) -> None:
@@ -131,16 +132,16 @@ class SessionClient:
         self._do(self.core.report(self._now, incarnation, report))
 
     def restore(self, fragments: Sequence[GlobalFragment]) -> None:
-        """The learner has these fragments from a checkpoint to which the run was taken back."""
+        """Replace the fragments by those of a checkpoint to which the run has gone back."""
         self.held = [self._replicas.as_learners_hold(each) for each in fragments]
         self.core.restored([each.version for each in fragments])
 
     def leave(self) -> None:
-        """Say goodbye once all is sent."""
+        """Leave the run once all contributions are sent."""
         self._do(self.core.leave(self._now))
 
     def lost(self, call: requests.Request, error: UnreachableError) -> None:
-        """The connection of a call is gone."""
+        """Fail a call whose connection is broken."""
         for each in [each for each in self._open if each.call is call]:
             self._finish(each, error)
 
@@ -201,7 +202,7 @@ class SessionClient:
                 self._ask(open_, lambda door, reply: self._request(door, open_, call, reply))
 
     def _ask(self, open_: _Open, request: Callable[[SyncerProcess, Reply], None], num_bytes: int = 0) -> None:
-        """Carry a request to the syncer, and what it answers back."""
+        """Send a request to the syncer, and its answer back."""
 
         def reply(answer: object = None, num_bytes: int = 0) -> None:
             self._wire.down(open_.call, num_bytes, lambda: self._finish(open_, answer))
@@ -215,7 +216,7 @@ class SessionClient:
         self._wire.up(open_.call, num_bytes, arrive)
 
     def _request(self, door: SyncerProcess, open_: _Open, call: requests.Request, reply: Reply) -> None:
-        """A request has arrived at the syncer."""
+        """Handle a request that has arrived at the syncer."""
         proposal = door.heard(_word(call, call.seen)) if isinstance(call, requests.Beat) and call.seen else None
         driver = door.driver
         match call:
@@ -250,7 +251,7 @@ class SessionClient:
                 driver.leave(who.claim(call.seen), report, reply)
 
     def _push(self, open_: _Open, call: requests.Push) -> None:
-        """Its header goes before its payload; what is cut in between never becomes complete."""
+        """Send the header of a push, then its payload; a push that is cut in between never becomes complete."""
         c = call.contribution
         payload = self._payloads[c.incarnation, c.fragment, c.number]
         self.num_bytes["contributions"] += payload.numel()
@@ -289,7 +290,7 @@ class SessionClient:
     # --- answers ------------------------------------------------------------------------------------------------------
 
     def _finish(self, open_: _Open, answer: Any) -> None:
-        """A call is answered, or has failed."""
+        """End a call with its answer or error."""
         if open_ not in self._open:
             return
         self._open.remove(open_)
@@ -342,18 +343,18 @@ class SessionClient:
     # --- notices ------------------------------------------------------------------------------------------------------
 
     def noticed(self, open_: _Open, lineage: Lineage, standing: Standing, *, is_first: bool) -> None:
-        """A notice of what stands."""
+        """Receive a notice with the syncer's state."""
         if open_ in self._open and isinstance(open_.call, requests.Watch):
             hear = self.core.welcomed if is_first else self.core.heard
             self._do(hear(self._now, open_.call, lineage, standing))
 
     def evicted(self, open_: _Open, reason: str, *, replaced: bool) -> None:
-        """A notice that the incarnation is out."""
+        """Receive a notice that the incarnation was evicted."""
         if open_ in self._open and isinstance(open_.call, requests.Watch):
             self._do(self.core.evicted(self._now, open_.call, reason, replaced=replaced))
 
     def stream_ended(self, open_: _Open) -> None:
-        """No notice follows."""
+        """End the stream of notices."""
         self._finish(open_, None)
 
 
@@ -382,7 +383,7 @@ class _Stream:
 
 
 def _word(beat: requests.Beat, seen: Lineage) -> Word:
-    """A heartbeat is a word too: its learner has just been answered."""
+    """The word in a heartbeat, whose learner has just received an answer."""
     return Word(elector(beat.who.learner, beat.who.process), seen, beat.promised, 0.0)
 
 

@@ -1,4 +1,4 @@
-"""What is on its way between learners and a syncer in virtual time, and what happens to them from outside."""
+"""Messages and transfers between learners and a syncer in virtual time, and faults of learners."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Event = Callable[[], None]
 
 
 class Arrival(Protocol):
-    """A transfer that has arrived: its number as `send` gave it, and when it was on the links."""
+    """A transfer that has arrived: its number, as `Links.send` returned it, and when it began and ended."""
 
     @property
     def number(self) -> int: ...
@@ -35,32 +35,32 @@ class Arrival(Protocol):
 
 
 class Links(Protocol):
-    """A network, as a run in virtual time sees it; `diloco.planning.network.Network` is one."""
+    """A network in virtual time, such as `diloco.planning.network.Network`."""
 
     def send(self, now_s: float, learner: int, direction: Direction, num_bytes: float) -> int:
-        """Put a transfer on its way; returns its number."""
+        """Begin a transfer; returns its number."""
 
     def drop(self, now_s: float, learner: int) -> None:
-        """Forget all that is on its way from and to a learner."""
+        """Drop all transfers from and to a learner."""
 
     def latency_s(self, learner: int) -> float:
-        """Of something small, one way."""
+        """The delay of a small message, one way."""
 
     @property
     def next_s(self) -> float:
-        """When to look next."""
+        """When the next transfer may arrive."""
 
     def arrived(self, now_s: float) -> Sequence[Arrival]:
-        """What has arrived by now and was not returned before."""
+        """The transfers that have arrived by now and were not returned before."""
 
 
 class Delivery:
-    """Events at a time, and messages and transfers over a network. Without a network all arrives at once, in the order
+    """Scheduled events, and messages and transfers over a network. Without a network they arrive at once, in the order
     sent.
 
     Arguments:
-        now_s: tells the time.
-        watch: is told of every transfer.
+        now_s: returns the virtual time.
+        watch: is called for every transfer.
     """
 
     def __init__(self, links: Links | None, now_s: Callable[[], float], watch: Watch) -> None:
@@ -72,11 +72,11 @@ class Delivery:
 
     @property
     def takes_time(self) -> bool:
-        """Whether not everything arrives at once."""
+        """Whether there is a network, over which messages take time."""
         return self._links is not None
 
-    def carry(self, learner: int, direction: Direction, num_bytes: int, arrive: Event) -> None:
-        """`arrive` is called when this many bytes have arrived; a few bytes wait for no transfer."""
+    def send(self, learner: int, direction: Direction, num_bytes: int, arrive: Event) -> None:
+        """Call `arrive` when this many bytes have arrived. A message of 0 bytes does not queue behind transfers."""
         if self._links is None:
             self.at(self.now_s(), arrive, learner)
         elif num_bytes:
@@ -85,12 +85,12 @@ class Delivery:
             self.at(self.now_s() + self._links.latency_s(learner), arrive, learner)
 
     def at(self, at_s: float, event: Event, learner: int | None = None) -> None:
-        """`event` happens at this time, unless all that concerns the learner is forgotten before."""
+        """Call `event` at this time, unless the learner's events are dropped before."""
         heapq.heappush(self._events, (at_s, self._num_events, learner, event))
         self._num_events += 1
 
-    def forget(self, learner: int) -> None:
-        """Nothing that is on its way from or to the learner arrives."""
+    def drop(self, learner: int) -> None:
+        """Drop the events, messages and transfers of a learner."""
         self._events = [each for each in self._events if each[2] != learner]
         heapq.heapify(self._events)
         if self._links is not None:
@@ -98,13 +98,13 @@ class Delivery:
 
     @property
     def next_s(self) -> float:
-        """When something happens next."""
+        """When the next event is due."""
         event_s = self._events[0][0] if self._events else math.inf
         return event_s if self._links is None else min(event_s, self._links.next_s)
 
-    def happen(self, now_s: float) -> None:
-        """The first event that is due; all transfers that arrive now, once none is. (What was sent before a transfer
-        arrives before it.)"""
+    def fire(self, now_s: float) -> None:
+        """Fire the first event that is due, or, if none is, all transfers that arrive now. (A message that was sent
+        before a transfer arrives before it.)"""
         if self._events and self._events[0][0] <= now_s:
             heapq.heappop(self._events)[3]()
             return
@@ -117,7 +117,7 @@ class Alarm:
     """The clock of a state machine (`run.ports.ClockPort`): calls `ring` at the time that was set last.
 
     Arguments:
-        learner: whose it is; None: the syncer's.
+        learner: the learner whose alarm this is; None: it is the syncer's.
     """
 
     def __init__(self, delivery: Delivery, ring: Event, learner: int | None = None) -> None:
@@ -129,7 +129,7 @@ class Alarm:
         return self._delivery.now_s()
 
     def wake_at(self, at_s: float) -> None:
-        """Ring at this time; an earlier `wake_at` is void."""
+        """Ring at this time, in place of the time set before."""
         self._wanted_s = at_s
         if at_s < self._planned_s:
             self._plan(at_s)
@@ -140,9 +140,9 @@ class Alarm:
 
     def _plan(self, at_s: float) -> None:
         self._planned_s = at_s
-        self._delivery.at(at_s, lambda: self._happen(at_s), self._learner)
+        self._delivery.at(at_s, lambda: self._fire(at_s), self._learner)
 
-    def _happen(self, at_s: float) -> None:
+    def _fire(self, at_s: float) -> None:
         if at_s != self._planned_s:  # an earlier time was planned after this one
             return
         self._planned_s = math.inf
@@ -155,12 +155,12 @@ class Alarm:
 
 @dataclass(frozen=True)
 class Fault:
-    """A learner is killed.
+    """The kill of a learner.
 
     Attributes:
         learner: its index.
-        at_s: when.
-        back_s: when it starts again; None: it does not.
+        at_s: when it is killed.
+        back_s: when it starts again; None: never.
     """
 
     learner: int
@@ -168,18 +168,16 @@ class Fault:
     back_s: float | None = None
 
     def __post_init__(self) -> None:
-        if (
-            not 0 <= self.at_s < math.inf
-            or not self.at_s <= (self.at_s if self.back_s is None else self.back_s) < math.inf
-        ):
+        back_s = self.at_s if self.back_s is None else self.back_s
+        if not 0 <= self.at_s <= back_s < math.inf:
             raise ConfigError(
-                f"learner {self.learner} is killed at {self.at_s!r} s and back at {self.back_s!r} s; it comes back "
-                "later, or never (None)."
+                f"learner {self.learner} is killed at {self.at_s!r} s and starts again at {self.back_s!r} s; let it "
+                "start later, or never (None)."
             )
 
 
 class Faults:
-    """When learners are killed, and what is done about it."""
+    """The kills of a run in order of time; `kill` executes one."""
 
     def __init__(self, faults: Sequence[Fault], kill: Callable[[Fault], None]) -> None:
         self._left = sorted(faults, key=lambda each: (each.at_s, each.learner))
@@ -187,10 +185,10 @@ class Faults:
 
     @property
     def next_s(self) -> float:
-        """When the next one is due."""
+        """When the next kill is due."""
         return self._left[0].at_s if self._left else math.inf
 
-    def happen(self, now_s: float) -> None:
-        """All that are due now."""
+    def fire(self, now_s: float) -> None:
+        """Execute all kills that are due."""
         while self._left and self._left[0].at_s <= now_s:
             self._kill(self._left.pop(0))

@@ -1,11 +1,11 @@
-"""A run in one process and in virtual time, without its learners: what they live in, and their syncer."""
+"""A run in one process and in virtual time: its syncer, its network and its scheduler, without the learners."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -27,68 +27,47 @@ RUN = "local"
 BROKEN_CONNECTIONS_ONLY = Deadlines(
     lost_floor_s=math.inf, lost_cap_s=math.inf, stalled_floor_s=math.inf, stalled_cap_s=math.inf
 )
-"""A learner is given up some time after its connection has broken. Its silence means nothing: it says something when
-there is something to say, and nothing of that is lost."""
+"""A learner is evicted some time after its connection has broken, and never for its silence: messages are not lost
+here, and a learner sends one only when its state changes."""
 
 
-@dataclass(frozen=True)
-class World:
-    """What the learners of a run in virtual time live in.
+class VirtualRun:
+    """The syncer and the network of one run, in the process of its learners.
 
-    Attributes:
+    Arguments:
         names: of the learners; merges go in the order of names.
         step_s: seconds that an inner step takes.
         starts_s: when each learner starts. The first one's parameters initialise the run.
         links: the network between learners and syncer; None: everything arrives at once.
-        faults: which learners are killed, and when; a syncer gives up those that do not come back
+        faults: which learners are killed, and when. The syncer evicts those that do not come back
             (`Deadlines.reconnect_steps`).
-        observer: is told what the syncer does.
-        watch: is told what takes time.
+        observer: receives the syncer's events.
+        watch: is called for each step and transfer.
         pool: how many learners may train; None: as many as start.
-    """
-
-    names: Sequence[str]
-    step_s: StepSeconds
-    starts_s: Sequence[float]
-    links: Links | None = None
-    faults: Sequence[Fault] = ()
-    observer: Observer = field(default_factory=NullObserver)
-    watch: Watch = lambda *_: None
-    pool: Pool | None = None
-
-
-class LearnerEnd(Protocol):
-    """A learner's exchange, while the learner is alive."""
-
-    initialises: bool
-
-    def killed(self) -> None:
-        """Its process is gone."""
-
-
-class VirtualRun:
-    """A run's syncer and network, in the process of its learners. For one run.
 
     Attributes:
-        time: which learner goes on when; `time.now` is the time.
+        time: the scheduler of the learners' threads; `time.now` is the virtual time.
         delivery: the network.
-        back_s: of each learner that was killed, when it is back; None: never.
-        ends: each learner's exchange, while the learner is alive.
-        initialiser: the learner that is giving the run its model.
+        back_s: when each learner that was killed starts again; None: never.
+        exchanges: the open exchange of each learner; None: it was closed, or its learner was killed.
+        initialiser: the learner that is uploading the run's first model.
         has_trained: whether any learner has taken a step in the run.
     """
 
-    def __init__(self, world: World) -> None:
-        self.names, self.starts_s = tuple(world.names), world.starts_s
+    def __init__(
+        self, names: Sequence[str], step_s: StepSeconds, starts_s: Sequence[float], links: Links | None = None,
+        faults: Sequence[Fault] = (), observer: Observer | None = None, watch: Watch = lambda *_: None,
+        pool: Pool | None = None,
+    ) -> None:  # fmt: skip
+        self.names, self.starts_s = tuple(names), starts_s
         self.back_s: list[float | None] = [None] * len(self.names)
-        self.ends: list[LearnerEnd | None] = [None] * len(self.names)
+        self.exchanges: list[object | None] = [None] * len(self.names)
         self.initialiser: int | None = None
         self.has_trained = False
-        self.delivery = Delivery(world.links, lambda: self.time.now, world.watch)
-        sources = (self.delivery, Faults(world.faults, self._kill))
-        self.time = VirtualTime(world.starts_s, world.step_s, sources, world.watch)
-        self._observer, self._pool = world.observer, world.pool
-        self._wires = [RunWire(self, index) for index in range(len(self.names))]
+        self.delivery = Delivery(links, lambda: self.time.now, watch)
+        self.time = VirtualTime(starts_s, step_s, (self.delivery, Faults(faults, self._kill)), watch)
+        self._observer, self._pool = observer or NullObserver(), pool  # type: ignore[abstract] # its methods do nothing
+        self.wires = [RunWire(self, index) for index in range(len(self.names))]
         self._awaiting: set[int] = set()  # learners that wait for the run to have a model
         self._began_s = math.inf
         self._num_processes = 0
@@ -98,7 +77,7 @@ class VirtualRun:
     # --- the syncer ---------------------------------------------------------------------------------------------------
 
     def serve(self, learner: str, method: Method, layout: Layout) -> VirtualSyncer:
-        """The run's syncer, by the method of the learner that comes first.
+        """The run's syncer, which has the method of the first learner that joins.
 
         Raises:
             ConfigError: this learner has another method, or the pool is at times too small for a round.
@@ -119,7 +98,7 @@ class VirtualRun:
 
     @property
     def driver(self) -> SimulatedDriver | None:
-        """Serves the run, once a learner has come; may have no model yet."""
+        """The driver of the run; None before the first learner joins. The run may have no model yet."""
         return None if self._syncer is None else self._syncer.driver
 
     @property
@@ -127,43 +106,39 @@ class VirtualRun:
         """Whether learners can join."""
         return self.driver is not None and self.driver.state.is_initialised
 
-    def initialises(self, index: int, end: LearnerEnd) -> bool:
-        """Whether the run begins with this learner's model. Blocks until it does, or has begun."""
+    def initialises(self, index: int, *, may_initialise: bool) -> bool:
+        """Block until the run has a model (False), or until this learner is to initialise it (True)."""
         while not self.has_model:
-            if self.initialiser is None and end.initialises:
+            if self.initialiser is None and may_initialise:
                 self.initialiser = index
                 return True
             self._awaiting.add(index)
             self.time.wait(index)
         return False
 
-    def look_again(self) -> None:
-        """The run may have got its model, or have lost the learner that was giving it one."""
+    def wake_waiting(self) -> None:
+        """Wake learners that wait for the model: the run has one, or its initialiser was killed."""
         if self.has_model:
             self._began_s = min(self._began_s, self.time.now)
-        self.time.news |= self._awaiting
+        self.time.notified |= self._awaiting
         self._awaiting.clear()
 
     def is_founder(self, index: int) -> bool:
-        """Whether a learner was there when the run began: rounds wait for it from the start. (Learners in step would
-        merge a round after their first step without those whose first report comes a moment later; over a network
-        `at_least` prevents that.)"""
+        """Whether a learner had started when the run was initialised: rounds wait for it from the start. (Otherwise
+        learners in lock step would merge a round after their first step without those that report a moment later; over
+        a network `at_least` prevents that.)"""
         return self.starts_s[index] <= self._began_s and self.back_s[index] is None
 
     def next_process(self) -> int:
-        """Names a learner's process."""
+        """The number of a learner's new process."""
         self._num_processes += 1
         return self._num_processes
-
-    def wire(self, index: int) -> RunWire:
-        """A learner's connections."""
-        return self._wires[index]
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def restore(self, name: str, state: Mapping[str, Any]) -> Sequence[GlobalFragment]:
-        """Go on from here with what a learner's checkpoint says of it, and before any learner has trained with the
-        model and rounds that the checkpoint says (`Local.state_dict`). Returns the run's fragments."""
+        """Restore a learner's accounts from its checkpoint (`Local.state_dict`), and, before any learner has
+        trained, the model and the rounds of the run. Returns the run's fragments."""
         assert self._syncer is not None
         core, model = self._syncer.driver.core, self._syncer.driver.state.model
         saved = self._syncer.store.load()
@@ -177,8 +152,8 @@ class VirtualRun:
         self._syncer.restart(replace(saved, fragments=fragments, contributors=contributors, record=record))
         return fragments
 
-    def stands_at(self, state: Mapping[str, Any]) -> bool:
-        """Whether the run's model is a checkpoint's, in version and bits."""
+    def matches(self, state: Mapping[str, Any]) -> bool:
+        """Whether the run's model has the versions and bits of a checkpoint."""
         assert self.driver is not None
         held = [self.driver.state.model.held(f) for f in range(len(self.driver.state.versions))]
         saved = [state["fragments"][str(f)] for f in range(len(held))]
@@ -190,26 +165,23 @@ class VirtualRun:
     # --- faults, and the end ------------------------------------------------------------------------------------------
 
     def _kill(self, fault: Fault) -> None:
-        """A learner is killed, which breaks its connections; the syncer gives it up after a while, unless it is back by
-        then."""
-        index, end = fault.learner, self.ends[fault.learner]
+        """Kill a learner, which breaks its connections; the syncer evicts it after a while unless it has returned."""
+        index = fault.learner
         self.time.kill(index)
         self.back_s[index] = fault.back_s
-        self.ends[index] = None
+        self.exchanges[index] = None
         self._awaiting.discard(index)
-        self.delivery.forget(index)
-        if end is not None:
-            end.killed()
-        self._wires[index].broke()
+        self.delivery.drop(index)
+        self.wires[index].break_all()
         if self.initialiser == index:
             self.initialiser = None
-            self.look_again()
+            self.wake_waiting()
 
     def finish(self) -> None:
-        """All learners are done: what they sent last still arrives."""
+        """Deliver the last messages, after all learners have ended."""
         while self.delivery.next_s < math.inf:
             self.time.now = max(self.time.now, self.delivery.next_s)
-            self.delivery.happen(self.time.now)
+            self.delivery.fire(self.time.now)
 
 
 def _held(own: GlobalFragment, saved: Mapping[str, Any]) -> GlobalFragment:
@@ -238,11 +210,11 @@ class RunWire:
             assert self._run.driver is not None
             arrive(OneSyncer(self._run.driver))
 
-        self._run.delivery.carry(self._index, "up", num_bytes, arrives)
+        self._run.delivery.send(self._index, "up", num_bytes, arrives)
 
     def down(self, call: requests.Request, num_bytes: int, arrive: Callable[[], None]) -> None:
         """As `Wire`."""
-        self._run.delivery.carry(self._index, "down", num_bytes, arrive)
+        self._run.delivery.send(self._index, "down", num_bytes, arrive)
 
     def on_break(self, call: requests.Request, broken: Callable[[], None]) -> None:
         """As `Wire`."""
@@ -250,23 +222,23 @@ class RunWire:
 
     def dial(self, address: int) -> None:
         """As `Wire`."""
-        raise AssertionError(f"a run in one process has one syncer, and address {address} is of another one")
+        raise AssertionError(f"a run in one process has one syncer, and address {address} is another's")
 
     def hang_up(self, connection: int) -> None:
         """As `Wire`."""
         for call in [
             each for each in self._broken if isinstance(each, requests.Watch) and each.connection == connection
         ]:
-            self._run.delivery.carry(self._index, "up", 0, self._broken.pop(call))
+            self._run.delivery.send(self._index, "up", 0, self._broken.pop(call))
 
     def ended(self, call: requests.Request) -> None:
-        """As `Wire`. Other learners hear that the run has begun when its initialiser does."""
+        """As `Wire`. Other learners learn with the initialiser that the run has a model."""
         self._broken.pop(call, None)
         if isinstance(call, requests.Initialise):
-            self._run.look_again()
+            self._run.wake_waiting()
 
-    def broke(self) -> None:
-        """All connections are gone, and the syncer knows at once."""
+    def break_all(self) -> None:
+        """Break all connections; the syncer notices at once."""
         broken, self._broken = list(self._broken.values()), {}
         for each in broken:
             each()

@@ -1,4 +1,4 @@
-"""A syncer in virtual time: its driver, in which jobs and writes take no time, and what learners reach of it."""
+"""A syncer in virtual time, whose jobs and writes take no time, and the interface that learners call."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SimulatedDriver = Driver[GlobalFragment, MemorySlot, Tensor]
 
 
 class SyncerProcess(Protocol):
-    """A syncer's process, as its service is to learners."""
+    """A syncer's process, as learners reach it."""
 
     @property
     def serves(self) -> bool:
@@ -34,29 +34,29 @@ class SyncerProcess(Protocol):
 
     @property
     def driver(self) -> SimulatedDriver:
-        """Of the run. Raises StandbyError: this syncer does not serve it."""
+        """The driver of the run. Raises StandbyError: this syncer does not serve the run."""
 
     def heard(self, word: Word) -> Proposal | None:
-        """A learner's word; returns what it is asked for."""
+        """Receive a learner's word; returns the proposal that the learner is to vote on."""
 
 
 @dataclass(frozen=True)
 class OneSyncer:
-    """That of a run with one syncer."""
+    """The process of a run's only syncer."""
 
     driver: SimulatedDriver
 
     @property
     def serves(self) -> bool:
-        """It always does."""
+        """Always: there is no other syncer."""
         return True
 
     def heard(self, word: Word) -> None:
-        """There is nothing to decide."""
+        """Ignore the word: there is no succession."""
 
 
 class InstantWorker:
-    """Does jobs in no time, each as an event of its own, while its driver serves the run."""
+    """Runs jobs in no time, each as an event of its own, as long as its driver serves the run."""
 
     def __init__(self, delivery: Delivery, is_serving: Callable[[], bool]) -> None:
         self._delivery, self._is_serving = delivery, is_serving
@@ -72,7 +72,7 @@ class VirtualSyncer:
     Attributes:
         driver: serves the run.
         jobs: its tensor jobs.
-        store: what is durable of the run.
+        store: the durable state of the run.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class VirtualSyncer:
         self.driver = self._start(None)
 
     def restart(self, saved: SavedRun[GlobalFragment]) -> None:
-        """Another driver serves the run from here on, as it was saved; learners connect to it."""
+        """Replace the driver by one that continues from `saved`; learners connect to the new one."""
         before = self.driver
         self._alarm.stop()
         self.store = MemoryStore(saved=saved)
@@ -99,7 +99,7 @@ class VirtualSyncer:
     def _start(self, saved: SavedRun[GlobalFragment] | None) -> SimulatedDriver:
         self._boot += 1
         boot = self._boot
-        self._alarm = Alarm(self._delivery, lambda: self.driver.tick())  # noqa: PLW0108 - of the driver as it is then
+        self._alarm = Alarm(self._delivery, lambda: self.driver.tick())  # noqa: PLW0108 - of the newest driver
         worker = InstantWorker(self._delivery, lambda: boot == self._boot)
         ports = Ports(self._alarm, MemorySpool(), self.jobs, self.store, worker, self._observer)
         return Driver(
@@ -109,23 +109,18 @@ class VirtualSyncer:
 
 
 KEPT_RESULTS = 8
-"""Per fragment; with an overlap of two intervals learners are two versions apart."""
+"""Results kept per fragment; with an overlap of two intervals, learners are two versions apart."""
 
 
 class Replicas:
-    """What fetched updates lead to, for all learners of a run of this model by this method."""
+    """The versions that fetched updates lead to, each decoded once for all learners of a run."""
 
     def __init__(self, method: Method, layout: Layout) -> None:
         self._method, self._layout = method, layout
         self._results: dict[int, OrderedDict[tuple[int, str, int, str], AppliedUpdate]] = {}
 
-    @property
-    def hold_outer_states(self) -> bool:
-        """Whether learners take the outer steps themselves."""
-        return self._method.outer_at == "learners"
-
     def fetched(self, held: GlobalFragment | None, fetched: FragmentAnswer[GlobalFragment, Tensor]) -> AppliedUpdate:
-        """The version that an update leads to from the one that a learner holds; None: it holds none.
+        """Apply a fetched update to the version `held` by a learner; None: it holds none.
 
         Raises:
             VersionError, DigestError: as `apply_update`.
@@ -145,12 +140,12 @@ class Replicas:
         return results[key]
 
     def as_learners_hold(self, held: GlobalFragment) -> GlobalFragment:
-        """Without what only the syncer needs."""
-        outer_state = held.outer_state if self.hold_outer_states else {}
+        """The fragment without the state that only the syncer needs."""
+        outer_state = held.outer_state if self._method.outer_at == "learners" else {}
         return replace(held, outer_state=outer_state, residual=None)
 
     def num_bytes(self, fetched: FragmentAnswer[GlobalFragment, Tensor]) -> int:
-        """As it goes over the network."""
+        """The size of an update on the network."""
         if fetched.payload is not None:
             return fetched.payload.numel()
         held = self.as_learners_hold(fetched.held)

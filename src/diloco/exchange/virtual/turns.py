@@ -1,10 +1,10 @@
 """Threads that take turns in virtual time, so that a run of several learners in one process is reproducible to the bit.
 
-Only one thread runs at a time. Whose turn it is follows from virtual time alone: an inner step of a learner takes the
-seconds it was said to take, everything that a thread does takes none, and nothing depends on the operating system's
-scheduling. At one instant inner steps end first, in learner order; then learners that have news take it in, until there
-is none; then the next thing happens that is not a learner's doing (something arrives, a learner is lost, an alarm goes
-off). Each learner's random state and thread count stay its own.
+Only one thread runs at a time. The next thread follows from virtual time alone: an inner step of a learner takes the
+seconds that `step_s` gives, all other work of a thread takes none, and nothing depends on the operating system's
+scheduling. At one instant inner steps end first, in learner order; then notified learners receive their events, until
+there are none; then the next external event fires (a message arrives, a learner is killed, an alarm rings). Each
+learner has its own random state and thread count.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ StepSeconds = Callable[[int, int], float]
 
 
 Watch = Callable[[Literal["compute", "up", "down"], int, float, float], None]
-"""What, of which learner, from when to when."""
+"""Is called with the kind of an activity, its learner, its beginning and its end."""
 
 
 class ThreadState:
@@ -37,14 +37,14 @@ class ThreadState:
 
     @classmethod
     def capture(cls) -> ThreadState:
-        """As they are now."""
+        """The current state."""
         numpy = sys.modules.get("numpy")
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
         return cls((torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None, cuda,
                     torch.get_num_threads()))  # fmt: skip
 
     def restore(self) -> None:
-        """Put them back."""
+        """Set the state."""
         torch_state, python_state, numpy_state, cuda_state, num_threads = self._values
         torch.set_rng_state(torch_state)
         random.setstate(python_state)
@@ -61,47 +61,47 @@ class LearnersEndedError(ExchangeError):
 
 
 class Killed(BaseException):
-    """Ends a learner's thread where it stands, as `kill -9` would end its process."""
+    """Ends a learner's thread at once, as `kill -9` ends a process."""
 
 
 class Source(Protocol):
-    """Something that happens in virtual time and is not a learner's doing."""
+    """A source of external events in virtual time."""
 
     @property
     def next_s(self) -> float:
-        """When it happens next; infinite: not as things are."""
+        """When the next event is due; infinite: none is."""
 
-    def happen(self, now_s: float) -> None:
-        """It does, now."""
+    def fire(self, now_s: float) -> None:
+        """Execute the events that are due now."""
 
 
 @dataclass
 class _Turn:
-    """What a thread waits for: a time, news, or news or the end of this instant."""
+    """The condition for a thread's next turn: a time, an event, an event or the end of this instant; or never."""
 
-    kind: Literal["time", "news", "instant", "gone"]
+    kind: Literal["time", "event", "instant", "never"]
     at: float = math.inf
 
 
 class VirtualTime:
-    """Whose turn it is, and what time.
+    """The scheduler of the learners' threads, and the virtual clock.
 
     Arguments:
         starts_s: when each learner starts.
         step_s: how long inner steps take.
-        sources: what else happens; of what happens at the same time, the first comes first.
-        watch: is told of every step.
+        sources: of external events; of events at the same time, those of the first source fire first.
+        watch: is called for every step.
 
     Attributes:
-        now: the time.
-        news: learners for which there is something to take in.
-        failed: the learner that raised first.
+        now: the virtual time.
+        notified: learners that have events to receive.
+        failed: the first learner that raised an error.
     """
 
     def __init__(self, starts_s: Sequence[float], step_s: StepSeconds, sources: Sequence[Source], watch: Watch) -> None:
         self.now = min(starts_s)
         self.failed: int | None = None
-        self.news: set[int] = set()
+        self.notified: set[int] = set()
         self.last_step_s = [0.0] * len(starts_s)
         self._step_s, self._sources, self._watch = step_s, sources, watch
         self._turns = [_Turn("time", at) for at in starts_s]
@@ -112,12 +112,12 @@ class VirtualTime:
         self._stuck: str | None = None
         self._open_gate(self._next())
 
-    def begin(self, index: int) -> None:
-        """The thread of this learner is there; blocks until its start."""
+    def wait_for_start(self, index: int) -> None:
+        """Block the learner's new thread until its start."""
         self._take(index)
 
     def step(self, index: int) -> None:
-        """Blocks until the learner's inner step has ended. The thread has computed it when it began; news wait for the
+        """Block until the learner's inner step has ended, which the thread has computed already. Events wait for the
         boundary."""
         seconds = self._step_s(index, self._num_steps[index])
         if not 0 < seconds < math.inf:
@@ -128,31 +128,30 @@ class VirtualTime:
         self.last_step_s[index] = seconds
         self._num_steps[index] += 1
 
-    def linger(self, index: int) -> bool:
-        """Blocks until there is news at this very instant (True), or the instant is over (False)."""
+    def wait_within_instant(self, index: int) -> bool:
+        """Block until the learner is notified at this instant (True), or the instant is over (False)."""
         self._block(index, _Turn("instant"))
-        return index in self.news
+        return index in self.notified
 
     def wait(self, index: int) -> None:
-        """Blocks until there is news."""
-        self._block(index, _Turn("news"))
-        self.news.discard(index)
+        """Block until the learner is notified."""
+        self._block(index, _Turn("event"))
+        self.notified.discard(index)
 
-    def rest(self, index: int, until_s: float) -> None:
-        """Blocks until then, whatever news there is."""
+    def sleep(self, index: int, until_s: float) -> None:
+        """Block until this time, also if the learner is notified."""
         self._block(index, _Turn("time", until_s))
 
-    def retire(self, index: int, *, failed: bool) -> None:
-        """This learner, whose turn it is, is done; if it failed, the others stop at their next turn."""
-        self._turns[index] = _Turn("gone")
+    def end(self, index: int, *, failed: bool) -> None:
+        """End the running learner's thread; if it failed, the others stop at their next turn."""
+        self._turns[index] = _Turn("never")
         if failed and self.failed is None:
             self.failed = index
         self._open_gate(self._next())
 
     def kill(self, index: int) -> None:
-        """The learner's thread goes no further: `Killed` is raised where it blocks. Nothing happens to one that is
-        done."""
-        if self._turns[index].kind != "gone":
+        """Raise `Killed` in the learner's thread, where it blocks, unless the thread has ended."""
+        if self._turns[index].kind != "never":
             self._killed.add(index)
 
     def _block(self, index: int, turn: _Turn) -> None:
@@ -171,7 +170,7 @@ class VirtualTime:
         self._check(index)
 
     def _check(self, index: int) -> None:
-        """Whether the learner, whose turn it is, may go on."""
+        """Raise the error that ends the running learner's thread, if there is one."""
         if index in self._killed:
             self._killed.remove(index)
             raise Killed
@@ -185,23 +184,23 @@ class VirtualTime:
             self._gates[index].release()
 
     def _next(self) -> int | None:
-        alive = [i for i, turn in enumerate(self._turns) if turn.kind != "gone"]
+        alive = [i for i, turn in enumerate(self._turns) if turn.kind != "never"]
         if not alive or self.failed is not None or self._stuck is not None:
             return alive[0] if alive else None
         step_s = min(self._turns[i].at for i in alive)
         while True:
             if self._killed:
                 return min(self._killed)
-            if step_s <= self.now:  # steps that end now
+            if step_s <= self.now:  # an inner step ends now
                 return next(i for i in alive if self._turns[i].at <= self.now)
-            for i in sorted(self.news):
-                if self._turns[i].kind in ("news", "instant"):
+            for i in sorted(self.notified):
+                if self._turns[i].kind in ("event", "instant"):
                     return i
             source = min(self._sources, key=lambda each: each.next_s)
             if source.next_s <= self.now:
-                source.happen(self.now)
+                source.fire(self.now)
                 continue
-            for i in alive:  # nothing more can happen now
+            for i in alive:  # the instant is over
                 if self._turns[i].kind == "instant":
                     return i
             if source.next_s < step_s:

@@ -1,4 +1,4 @@
-"""Addresses: "host:port" or "unix:/path", several with commas between them, and whether strangers can reach it."""
+"""Addresses: "host:port" or "unix:/path", several with commas between them; and which of them are local."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def split_addresses(addresses: str) -> list[str]:
-    """ "host:port,host:port" as one or several addresses, which are not looked at.
+    """ "host:port,host:port" as one or several addresses, which are not checked.
 
     Raises:
-        ConfigError: one of them is there twice.
+        ConfigError: an address occurs twice.
     """
     each = [address.strip() for address in addresses.split(",")]
     if len(set(each)) < len(each):
@@ -42,7 +42,7 @@ def socket_path(address: str) -> str | None:
         return None
     path = address.removeprefix("unix:")
     if not path.startswith("/"):
-        raise ConfigError(f"{address!r} names no absolute path; write for example unix:/run/diloco/syncer.sock.")
+        raise ConfigError(f"{address!r} has no absolute path; write for example unix:/run/diloco/syncer.sock.")
     return path
 
 

@@ -21,37 +21,37 @@ from diloco.errors import ConfigError, CorruptPayloadError, translated
 from diloco.escaping import MALFORMED
 from diloco.exchange.wire.rpc import MAX_MESSAGE_BYTES
 
-# How many bytes of a transfer may be on their way at once: arithmetic without a clock.
+# How many bytes of a transfer may be in flight at once: arithmetic without a clock.
 #
-# A transfer that fills the buffers of a slow link delays whatever else crosses it, heartbeats among it, by as long as
-# the buffers are deep. So a sender measures how fast bytes arrive, as their receiver says, and lets no more be on their
-# way than arrive in `QUEUE_S`; where answers take long even over an empty link, in half of that more than they take.
-# The window grows within a few round trips to what the link carries.
+# A transfer that fills the buffers of a slow link delays all other traffic on it, such as heartbeats, by the depth of
+# the buffers. So a sender measures the rate at which bytes are acknowledged, and has no more in flight than arrive in
+# `QUEUE_S`; if the round trip over the empty link is longer than half of `QUEUE_S`, in the round trip plus that half.
+# The window grows to the capacity of the link within a few round trips.
 
 QUEUE_S = 0.5
-"""What a transfer may add to the time that other traffic takes over the same link."""
+"""The delay that a transfer may add to other traffic on the same link."""
 
 FIRST_BYTES, FEWEST_BYTES, MOST_BYTES = 1 << 19, 1 << 17, 1 << 26
-"""On their way before anything is known of the link, and at least and at most. The least is 1 s at 1 Mbit/s."""
+"""The window before the link was measured, its minimum and its maximum. The minimum takes 1 s at 1 Mbit/s."""
 
 SHORTEST_CHUNK_BYTES, LONGEST_CHUNK_BYTES = 1 << 14, 1 << 19
-"""gRPC copies each chunk several times: half a megabyte stays in a core's cache and is given back to the allocator
-without a system call, and is enough to spread what a message costs in Python."""
+"""gRPC copies each chunk several times: half a megabyte fits into a core's cache, is returned to the allocator
+without a system call, and amortises the cost of a message in Python."""
 
 CHUNKS = 8
-"""In a window."""
+"""The number of chunks in a window."""
 
-CHUNKS_UNSAID = 4
-"""A receiver speaks after so many chunks at the latest, so that a sender may always have as many on their way: the
-window can become smaller than what its receiver has not spoken of."""
+MAX_UNACKNOWLEDGED = 4
+"""A receiver acknowledges at least every so many chunks, and a sender may always have as many in flight: the window can
+become smaller than the bytes that are not acknowledged."""
 
 NUM_RATES = 8
-"""Measured rates, of which the highest counts: a pause of the sender is not one of the link."""
+"""Measured rates, of which the highest counts: a pause of the sender is not a property of the link."""
 
 
 @dataclass(frozen=True)
 class _Sent:
-    """A chunk: the bytes sent with it, when; and how many had arrived by then, and since when."""
+    """A chunk in flight: the bytes sent up to its end, and when; the bytes acknowledged by then, and since when."""
 
     sent_bytes: int
     at_s: float
@@ -66,8 +66,8 @@ class Window:
         start: bytes that had arrived before it.
 
     Attributes:
-        limit_bytes: that may be on their way.
-        in_flight_bytes: that are.
+        limit_bytes: bytes that may be in flight.
+        in_flight_bytes: bytes that are in flight.
     """
 
     def __init__(self, start: int = 0) -> None:
@@ -76,28 +76,28 @@ class Window:
         self._sent: deque[_Sent] = deque()
         self._rates: deque[float] = deque(maxlen=NUM_RATES)
         self._shortest_s = math.inf
-        self._arrived = (start, 0.0)  # bytes, and when it was heard
+        self._arrived = (start, 0.0)  # bytes, and when they were acknowledged
 
     @property
     def chunk_bytes(self) -> int:
-        """Of the next chunk."""
+        """The size of the next chunk."""
         return max(SHORTEST_CHUNK_BYTES, min(LONGEST_CHUNK_BYTES, self.limit_bytes // CHUNKS))
 
     @property
     def has_room(self) -> bool:
         """Whether one more chunk may be sent."""
-        return len(self._sent) < CHUNKS_UNSAID or self.in_flight_bytes + self.chunk_bytes <= self.limit_bytes
+        return len(self._sent) < MAX_UNACKNOWLEDGED or self.in_flight_bytes + self.chunk_bytes <= self.limit_bytes
 
     def sent(self, now_s: float, num_bytes: int) -> None:
-        """A chunk goes out."""
-        if not self._sent:  # what was idle is no measure of the link
+        """Record that a chunk is sent."""
+        if not self._sent:  # idle time is no measure of the link
             self._arrived = self._arrived[0], now_s
         arrived_bytes, arrived_at_s = self._arrived
         self.in_flight_bytes += num_bytes
         self._sent.append(_Sent(arrived_bytes + self.in_flight_bytes, now_s, arrived_bytes, arrived_at_s))
 
     def arrived(self, now_s: float, num_bytes: int) -> None:
-        """The receiver has so many bytes, since the beginning. What it says of bytes that were not sent is ignored."""
+        """Record an acknowledgement of all bytes up to this number. One for bytes that were not sent is ignored."""
         newest = None
         while self._sent and self._sent[0].sent_bytes <= num_bytes:
             newest = self._sent.popleft()
@@ -117,17 +117,17 @@ H = TypeVar("H", bound=Message)
 
 
 class SendPace(Protocol):
-    """Says how a stream is sent."""
+    """The flow control of a stream's sender."""
 
     def next_bytes(self) -> int:
-        """How long the next chunk may be, once it may be sent."""
+        """Block until the next chunk may be sent; returns its maximum size."""
 
     def sent(self, num_bytes: int) -> None:
-        """It goes out."""
+        """Record that a chunk is sent."""
 
 
 class Unpaced(SendPace):
-    """As fast as it is taken, which the flow control of HTTP/2 limits."""
+    """Sends as fast as the flow control of HTTP/2 permits."""
 
     def next_bytes(self) -> int:
         return LONGEST_CHUNK_BYTES
@@ -157,23 +157,21 @@ def tensor_of(buffer: bytearray | memoryview, dtype: torch.dtype = torch.uint8) 
 
 
 def room_for(num_bytes: int) -> memoryview:
-    """A buffer for what a header announces; the system gives it page by page, as bytes arrive.
+    """A buffer for the bytes that a header announces; the system allocates it page by page, as they arrive.
 
     Raises:
-        CorruptPayloadError: no machine has so much memory, or this one has not.
+        CorruptPayloadError: this machine has not so much memory.
     """
-    advice = "is the other side of another version?"
-    with translated(
-        (MemoryError, OSError, OverflowError), CorruptPayloadError, f"{num_bytes} bytes cannot come", advice
-    ):
+    failed, advice = f"there is no memory for {num_bytes} bytes", "is the other side of another version?"
+    with translated((MemoryError, OSError, OverflowError), CorruptPayloadError, failed, advice):
         return room(num_bytes)
 
 
 def tensors_of(buffer: bytes | memoryview, what: str) -> dict[str, Tensor]:
-    """The tensors of a safetensors file that was sent.
+    """The tensors of a safetensors file that was received.
 
     Raises:
-        CorruptPayloadError: `what` is none.
+        CorruptPayloadError: `what` is not a safetensors file.
     """
     with translated(
         (SafetensorError, *MALFORMED), CorruptPayloadError, f"{what} are no safetensors file", "send it again"
@@ -182,7 +180,7 @@ def tensors_of(buffer: bytes | memoryview, what: str) -> dict[str, Tensor]:
 
 
 def frames(header: Message, *parts: memoryview) -> Iterator[bytes]:
-    """As `streamed`, as fast as it is taken."""
+    """As `streamed`, without flow control of its own."""
     return streamed(header, parts, Unpaced())
 
 
@@ -192,9 +190,9 @@ def streamed(
     """The messages of one stream: header, chunks of the parts one after the other, CRC-32 of all their bytes.
 
     Arguments:
-        parts: of the payload, which may be made one after the other.
-        pace: waits before a chunk where enough bytes are on their way.
-        start, checksum: the receiver has this many bytes, with this CRC-32.
+        parts: of the payload; an iterator may make them one after the other.
+        pace: waits before a chunk if enough bytes are in flight.
+        start, checksum: the receiver has this many bytes already, with this CRC-32.
     """
     yield header.SerializeToString()
     for part in parts:
@@ -226,7 +224,7 @@ def read_header(stream: Iterator[bytes], kind: type[H], most_bytes: int = MAX_ME
     """The first message of a stream. `most_bytes`: a longer one is not parsed.
 
     Raises:
-        CorruptPayloadError: there is none, it is too long, or not a `kind`.
+        CorruptPayloadError: the stream is empty, or the message is too long or not a `kind`.
     """
     try:
         first = next(stream)
@@ -234,15 +232,15 @@ def read_header(stream: Iterator[bytes], kind: type[H], most_bytes: int = MAX_ME
         raise CorruptPayloadError("the stream ended before its header; send it again.") from error
     if len(first) > most_bytes:
         raise CorruptPayloadError(
-            f"a {kind.DESCRIPTOR.name} of {len(first)} bytes is not read, and it may have {most_bytes} at most; is the "
-            "other side of another version?"
+            f"a {kind.DESCRIPTOR.name} has {len(first)} bytes, and the maximum is {most_bytes}; is the other side of "
+            "another version?"
         )
     return parse(kind, first)
 
 
 def verified(stream: Iterator[bytes], num_bytes: int, *, filled: int = 0, checksum: int = 0) -> Iterator[bytes]:
     """The chunks of a stream up to this many bytes; the checksum that follows is compared after the last one. The first
-    `filled` are there already, and have this checksum.
+    `filled` bytes were received before, and have this checksum.
 
     Raises:
         CorruptPayloadError: too few or too many bytes, or another checksum.
@@ -268,8 +266,8 @@ def verified(stream: Iterator[bytes], num_bytes: int, *, filled: int = 0, checks
 
 
 def filling(stream: Iterator[bytes], buffer: memoryview, *, filled: int = 0) -> Iterator[int]:
-    """Fill `buffer` with the chunks of a stream and compare the checksum that follows; gives the bytes filled after
-    each chunk. The first `filled` are there already.
+    """Fill `buffer` with the chunks of a stream and compare the checksum that follows; yields the bytes filled after
+    each chunk. The first `filled` bytes were received before.
 
     Raises:
         CorruptPayloadError: too few or too many bytes, or another checksum.

@@ -1,4 +1,4 @@
-"""The receiver's end of a transfer: when it says how much has arrived, and what it keeps of a download after a cut."""
+"""The receiver's end of a transfer: acknowledgements, and the bytes of a download that are kept after a cut."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from collections.abc import Iterator
 
 from diloco.errors import CorruptPayloadError
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import CHUNKS_UNSAID, filling, read_header, room_for
+from diloco.exchange.wire.frames import MAX_UNACKNOWLEDGED, filling, read_header, room_for
 
-SAY_AFTER_S = 0.01
-"""A receiver speaks of a chunk that comes so long after it spoke last, or is the last of a few (`CHUNKS_UNSAID`)."""
+ACKNOWLEDGE_AFTER_S = 0.01
+"""A receiver acknowledges a chunk so long after its last acknowledgement, or once `MAX_UNACKNOWLEDGED` have arrived."""
 
 
 class ArrivalReports:
-    """When a receiver says how much has arrived."""
+    """When a receiver acknowledges the bytes that have arrived."""
 
     def __init__(self) -> None:
-        self._said_at = time.monotonic()
+        self._reported_at = time.monotonic()
         self._num_chunks = 0
 
     def is_due(self) -> bool:
-        """One more chunk is here; whether to speak of it."""
+        """Record a chunk; return whether to acknowledge it."""
         self._num_chunks += 1
         now = time.monotonic()
-        if now - self._said_at < SAY_AFTER_S and self._num_chunks < CHUNKS_UNSAID:
+        if now - self._reported_at < ACKNOWLEDGE_AFTER_S and self._num_chunks < MAX_UNACKNOWLEDGED:
             return False
-        self._said_at, self._num_chunks = now, 0
+        self._reported_at, self._num_chunks = now, 0
         return True
 
 
 def acknowledged(fillings: Iterator[int], acknowledge: queue.SimpleQueue[bytes | None]) -> Iterator[int]:
-    """Say of a download how much of it has arrived; gives the same numbers."""
+    """Acknowledge the bytes of a download as they arrive; yields the same numbers."""
     progress = ArrivalReports()
     for filled in fillings:
         if progress.is_due():
@@ -64,7 +64,7 @@ class Download:
         return _what(request) == self._what
 
     def ask(self, request: pb.PullRequest) -> None:
-        """Say in the request what is here."""
+        """Add the received bytes to the request."""
         if self.header is not None and self.filled:
             header = self.header
             request.kept.CopyFrom(
@@ -76,14 +76,14 @@ class Download:
             )  # fmt: skip
 
     def read(self, stream: Iterator[bytes], acknowledge: queue.SimpleQueue[bytes | None]) -> Iterator[None]:
-        """Take in an answer; gives after each chunk.
+        """Receive an answer; yields after each chunk.
 
         Raises:
-            CorruptPayloadError: it is damaged; nothing of it is kept.
+            CorruptPayloadError: the answer is damaged; no byte of it is kept.
         """
         header = read_header(stream, pb.PullHeader)
         if header.start not in (0, self.filled):
-            raise CorruptPayloadError(f"the syncer goes on at byte {header.start} and not at {self.filled}.")
+            raise CorruptPayloadError(f"the syncer resumes at byte {header.start} instead of {self.filled}.")
         if header.start == 0:
             self.buffer = room_for(header.num_bytes)
         self.header, self.filled = header, header.start
@@ -99,15 +99,15 @@ class Download:
 
 
 def start_of(kept: pb.Kept, header: pb.PullHeader, payload: memoryview) -> int:
-    """Where a payload goes on for a receiver that has kept this of it; 0: it is sent as a whole."""
-    told = kept.version, kept.lossless, kept.digest, kept.payload_bytes
-    if told != (header.version, header.lossless, header.digest, header.num_bytes) or kept.num_bytes > len(payload):
+    """The byte at which a payload is resumed for a receiver that has kept these; 0: it is sent whole."""
+    theirs = kept.version, kept.lossless, kept.digest, kept.payload_bytes
+    if theirs != (header.version, header.lossless, header.digest, header.num_bytes) or kept.num_bytes > len(payload):
         return 0
     return kept.num_bytes if zlib.crc32(payload[: kept.num_bytes]) == kept.checksum else 0
 
 
 def _what(request: pb.PullRequest) -> bytes:
-    """The part of the model that a request is for, of all that it says."""
+    """The fields of a request that name a part of the model."""
     part = pb.PullRequest(run=request.run, base=request.base)
     if request.static:
         part.static = True

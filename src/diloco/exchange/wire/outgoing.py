@@ -1,4 +1,4 @@
-"""The sender's end of a transfer, as fast as its receiver says that bytes arrive; and how it goes on after a cut."""
+"""The sender's end of a transfer: flow control by acknowledgements, and uploads that resume after a cut."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ def _checksum(parts: Iterable[memoryview], num_bytes: int) -> int | None:
 
 
 class Acknowledged(SendPace):
-    """The pace of a stream whose sender reads what has arrived (`Received`) when it has to wait.
+    """Flow control of a stream whose sender reads acknowledgements (`Received`) when it has to wait.
 
     Arguments:
-        replies: what the receiver says. A receiver that has closed its side is sent all at once.
-        start: bytes that it has already.
+        replies: those of the receiver. After their end, the rest is sent without waiting.
+        start: bytes that the receiver has already.
     """
 
     def __init__(self, replies: Iterator[bytes], start: int) -> None:
-        self._replies, self._window, self._is_told = replies, Window(start), True
+        self._replies, self._window, self._has_replies = replies, Window(start), True
 
     def next_bytes(self) -> int:
-        while self._is_told and not self._window.has_room:
+        while self._has_replies and not self._window.has_room:
             if (reply := next(self._replies, None)) is None:
-                self._is_told = False
+                self._has_replies = False
             else:
                 self._window.arrived(time.monotonic(), parse(pb.Received, reply).num_bytes)
         return self._window.chunk_bytes
@@ -52,33 +52,34 @@ class Acknowledged(SendPace):
 
 
 class OutgoingUpload(SendPace):
-    """The messages of an upload, made on one thread while another one hears how it goes; a context manager around the
-    call.
+    """The messages of an upload, made on one thread while another receives acknowledgements; a context manager around
+    the call.
 
     Arguments:
-        header: with `resumes`, what follows waits for what the receiver has kept.
-        parts: makes those of the payload, again where it resumes.
+        header: if it has `resumes`, the upload waits until the receiver has sent how many bytes it has kept.
+        parts: returns the parts of the payload; called again if the upload resumes.
 
     Attributes:
-        resumed_bytes: that were not sent again.
+        resumed_bytes: bytes that were not sent again.
     """
 
     def __init__(self, header: Message, parts: Callable[[], Iterable[memoryview]]) -> None:
         self.resumed_bytes = 0
         self._header, self._parts = header, parts
+        self._resumes = isinstance(header, Resumable) and header.resumes
         self._window = Window()
         self._changed = threading.Condition()
         self._kept: pb.Received | None = None
         self._is_over = False
 
     def messages(self) -> Iterator[bytes]:
-        """What is sent. It ends early once the call is over."""
+        """The messages to send. They end early once the call is over."""
         try:
-            if isinstance(self._header, Resumable) and self._header.resumes:
+            if self._resumes:
                 yield from self._resumed(self._header)
             else:
                 yield from streamed(self._header, self._parts(), self)
-        except UnreachableError:  # the call is over, and says why
+        except UnreachableError:  # the call is over, and raises the reason
             return
 
     def _resumed(self, header: Message) -> Iterator[bytes]:
@@ -95,17 +96,13 @@ class OutgoingUpload(SendPace):
         yield from streamed(resume, self._parts(), self, start=kept.num_bytes, checksum=checksum)
 
     def heard(self, received: pb.Received) -> None:
-        """The receiver has this."""
+        """Receive an acknowledgement."""
         with self._changed:
-            if self._header_resumes and self._kept is None:
+            if self._resumes and self._kept is None:
                 self._kept = received
             else:
                 self._window.arrived(time.monotonic(), received.num_bytes)
             self._changed.notify_all()
-
-    @property
-    def _header_resumes(self) -> bool:
-        return isinstance(self._header, Resumable) and self._header.resumes
 
     def next_bytes(self) -> int:
         """As `SendPace`. Raises UnreachableError: the call is over."""

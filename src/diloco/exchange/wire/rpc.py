@@ -12,11 +12,12 @@ from diloco.escaping import printable
 
 SERVICE = "diloco.v1.Syncer"
 ERROR_KEY = "diloco-error"
-"""Trailing metadata that names the class of `diloco.errors` an aborted call stands for; the text is the status detail.
+"""Trailing metadata of an aborted call with the class name of its error in `diloco.errors`; the text is the status
+detail.
 """
 
 MAX_TEXT = 1500
-"""Characters of an error on the wire: it is in a header, and may quote what the other side sent."""
+"""Maximum characters of an error on the wire: it is in a header, and may quote the other side's message."""
 
 _CODES: dict[type[DilocoError], grpc.StatusCode] = {
     errors.ConfigError: grpc.StatusCode.INVALID_ARGUMENT,
@@ -35,8 +36,8 @@ RETRYABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grp
 """The other side may be restarting, or the link is down: try again."""
 
 BROKEN = "Stream removed"
-"""How gRPC begins what it says of a call whose connection broke under it. Where bytes were changed on the way under TLS
-it gives such a call the code UNKNOWN, which a syncer's own fault has too."""
+"""The beginning of gRPC's text for a call whose connection broke. If bytes under TLS were changed on the way, such a
+call has the code UNKNOWN, which a defect of the syncer has too."""
 
 
 def path(method: str) -> str:
@@ -52,7 +53,7 @@ def abort(context: grpc.ServicerContext, error: DilocoError) -> None:
 
 
 def from_rpc_error(error: grpc.RpcError, address: str) -> DilocoError:
-    """The error of this package that a failed call stands for; ExchangeError if the other side did not raise it."""
+    """The error of this package that the other side raised; ExchangeError if it raised none."""
     call: Any = error
     trailing = dict(call.trailing_metadata() or ())
     kind = getattr(errors, str(trailing.get(ERROR_KEY, "")), None)
@@ -66,18 +67,18 @@ def from_rpc_error(error: grpc.RpcError, address: str) -> DilocoError:
 
 
 def is_retryable(error: grpc.RpcError) -> bool:
-    """Whether the call failed on the way rather than by the other side's decision."""
+    """Whether the call failed on the way, and not by the other side's decision."""
     call: Any = error
     is_broken = call.code() is grpc.StatusCode.UNKNOWN and str(call.details()).startswith(BROKEN)
     return (call.code() in RETRYABLE or is_broken) and ERROR_KEY not in dict(call.trailing_metadata() or ())
 
 
 MAX_MESSAGE_BYTES = 6 << 20
-"""What either end accepts as one message; the layout of a model with many tensors is the longest."""
+"""Maximum size of one message at either end; the longest is the layout of a model with many tensors."""
 
 MAX_CONTROL_BYTES = 256 << 10
-"""What a syncer reads of a call that is no transfer, but for a Join, whose layout may be as long as any message, and a
-Lease, which may claim many ranges. A heartbeat with three numbers for each of ten thousand fragments is within it."""
+"""Maximum size of a request that is not a transfer, apart from a Join, whose layout may be as long as any message,
+and a Lease, which may claim many ranges. A heartbeat with three numbers for each of ten thousand fragments fits."""
 
 CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.use_local_subchannel_pool", 1),  # one TCP connection per channel
@@ -96,7 +97,7 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.keepalive_time_ms", 20_000),  # a learner that is gone without a word holds a thread and the room of its push
+    ("grpc.keepalive_time_ms", 20_000),  # a learner that was lost silently holds a thread and the memory of its push
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.max_concurrent_streams", 128),  # of one connection; a proxy may put those of several learners on one
