@@ -236,10 +236,10 @@ def test_the_run_file_has_what_the_site_file_says() -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        (TWO, "the site file does not say which model; add [model] with parameters and layers"),
+        (TWO, "the site file has no model; add [model] with parameters and layers"),
         (
             "[model]\npreset = '1b'\n" + TWO,
-            "the site file does not say how long to train; add [budget] with tokens and tokens_per_step",
+            "the site file has no training budget; add [budget] with tokens and tokens_per_step",
         ),
         (HEAD.replace("262144", "262145") + TWO, "whole sequences of 1024 tokens for each of 2 learners; write 262144"),
         (

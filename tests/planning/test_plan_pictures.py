@@ -144,7 +144,7 @@ def test_this_model_is_on_the_curve_of_its_learners(parameters: float, learners:
     for picture in pictures.scaling_pictures(estimate_scaling(parameters, learners)):
         figure = figure_of(picture)
         require_on_its_curve(figure, "this model", f"M = {learners}")
-        assert "sizes that were measured" in key_of(figure)
+        assert "measured sizes" in key_of(figure)
 
 
 def test_one_thing_has_one_colour_in_every_picture() -> None:

@@ -166,7 +166,7 @@ def _published(
     convention: str, model: str, method: str, percentages: tuple[float, ...], options: dict[str, Any]
 ) -> tuple[Answers, Workload, Setting]:
     run = published_run(convention, model, method, **options)
-    cells = run.printed([percent / 100 for percent in percentages])
+    cells = run.cells([percent / 100 for percent in percentages])
     answers: Answers = []
     for percent, cell in zip(percentages, cells, strict=True):
         shown = None if cell.gbit_per_s is None else round(round(cell.gbit_per_s, 2), 1)
