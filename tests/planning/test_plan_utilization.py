@@ -193,7 +193,7 @@ def test_pictures(call: Call, tmp_path: Path, around: tuple[str, ...]) -> None:
         (("--targets", "50", "--bandwidth", "1 Gbit/s"), "leave one of them out"),
         (("--convention", "papers"), "choose steady, streaming-diloco, scaling-laws"),
         (("--convention", "streaming-diloco", "--sync-every", "50"), "its paper published 30, 100"),
-        (("--convention", "streaming-diloco", "--latency", "20 ms"), "knows no --latency"),
+        (("--convention", "streaming-diloco", "--latency", "20 ms"), "has no --latency"),
         (("--convention", "streaming-diloco", "--step-time", "1 s"), "--step-time has no effect"),
         (("--convention", "streaming-diloco", "--learners", "2"), "--learners has no effect"),
         (("--learners", "0"), "give --learners 1 or more"),

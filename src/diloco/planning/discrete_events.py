@@ -20,22 +20,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field
 from functools import partial
-from typing import Literal, NamedTuple
 
 from diloco.core.quorum import Called
 from diloco.core.schedule import Schedule
 from diloco.planning.network import Network, Transfer
-
-ActivityKind = Literal["compute", "waiting", "up", "down"]
-
-
-class Activity(NamedTuple):
-    """An interval of one learner: computing, waiting, or a transfer in one direction."""
-
-    learner: int
-    kind: ActivityKind
-    begin_s: float
-    end_s: float
+from diloco.report.drawing import Kind, Span
 
 
 @dataclass(frozen=True)
@@ -119,13 +108,13 @@ class StarSimulation:
             SimulatedLearner(i, seconds, network.latency_s(i), num_fragments) for i, seconds in enumerate(step_s)
         ]
         self.now_s = 0.0
-        self.trace: list[Activity] | None = [] if traced else None
+        self.spans: list[list[Span]] = [[] for _ in step_s]
         self.num_merges = [0] * num_fragments
         self._published = [0] * num_fragments
         self._num_kept = 1 + exchange.schedule.intervals_in_flight
         """Updates of a fragment that the syncer keeps; a learner further behind fetches the newest version whole."""
         self.num_contributions = 0
-        self._network, self._merging, self._copies = network, exchange.merging, copies
+        self._network, self._merging, self._copies, self._traced = network, exchange.merging, copies, traced
         self._up_bytes, self._down_bytes = exchange.up_bytes, exchange.down_bytes
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._num_events = 0
@@ -151,10 +140,10 @@ class StarSimulation:
             while self._events and self._events[0][0] <= self.now_s and self._network.next_s > self.now_s:
                 heapq.heappop(self._events)[2]()
 
-    def note(self, learner: int, kind: ActivityKind, begin_s: float, end_s: float) -> None:
-        """Add an interval to the trace."""
-        if self.trace is not None and end_s > begin_s:
-            self.trace.append(Activity(learner, kind, begin_s, end_s))
+    def note(self, learner: int, kind: Kind, begin_s: float, end_s: float) -> None:
+        """Add an activity to a learner's trace."""
+        if self._traced and end_s > begin_s:
+            self.spans[learner].append(Span(begin_s, end_s, kind))
 
     # --- connections --------------------------------------------------------------------------------------------------
 

@@ -16,12 +16,12 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
 
 from diloco.core.codecs.formats import wire_format
 from diloco.errors import ConfigError, DilocoError
 from diloco.planning.settings import Setting
 from diloco.planning.workload import Workload
+from diloco.report.drawing import Kind, Span
 
 ROUNDING = 1e-10
 """Relative rounding error of a period: times are sums of many floats."""
@@ -82,19 +82,6 @@ class Costs:
         return (2 * (self.num_layers - layer + 1) - (layer == 1)) * self.node_s
 
 
-IntervalKind = Literal["compute", "waiting", "up", "down"]
-
-
-class Interval(NamedTuple):
-    """An interval in which the processor computes or waits, or a layer is on the link; `step` is the newest step."""
-
-    kind: IntervalKind
-    start_s: float
-    end_s: float
-    step: int
-    layer: int
-
-
 class Execution:
     """The execution of the graph, step by step.
 
@@ -102,7 +89,7 @@ class Execution:
         now_s: end of the newest step.
         step: its number.
         waited_s: total time in which forward passes waited for reductions.
-        trace: intervals so far; None: not traced.
+        trace: transfers and waiting so far; None: not traced.
     """
 
     def __init__(self, pattern: Pattern, costs: Costs, *, traced: bool = False) -> None:
@@ -110,7 +97,7 @@ class Execution:
         self.now_s = 0.0
         self.step = 0
         self.waited_s = 0.0
-        self.trace: list[Interval] | None = [] if traced else None
+        self.trace: list[Span] | None = [] if traced else None
         self._up_free_s = 0.0
         self._down_free_s = 0.0
         self._due: dict[int, list[tuple[int, float]]] = {}  # by step: (layer, completion time), layers ascending
@@ -118,7 +105,6 @@ class Execution:
     def advance(self) -> None:
         """Execute one inner step."""
         self.step += 1
-        start_s = self.now_s
         forward_ends_s = self._forward(self._due.pop(self.step, ()))
         costs = self.costs
         launched = self.pattern.launched(self.step)
@@ -126,11 +112,10 @@ class Execution:
         if arrivals:
             self._due[self.step + 1 + self.pattern.overlap] = arrivals[::-1]
         self.now_s = forward_ends_s + costs.launch_s(1)
-        self._note("compute", start_s, self.now_s)
 
-    def _note(self, kind: IntervalKind, start_s: float, end_s: float, layer: int = 0) -> None:
+    def _note(self, kind: Kind, begin_s: float, end_s: float) -> None:
         if self.trace is not None:
-            self.trace.append(Interval(kind, start_s, end_s, self.step, layer))
+            self.trace.append(Span(begin_s, end_s, kind))
 
     def advance_to(self, step: int) -> None:
         """Execute up to the end of inner step `step`; steps without a launch or a due reduction are skipped at once."""
@@ -140,9 +125,8 @@ class Execution:
             launch = next((each for each in launches if each > position), self.pattern.period + launches[0])
             idle = min([self.step - position + launch, step + 1, *self._due]) - self.step - 1
             if idle > 0:
-                begin_s, self.step = self.now_s, self.step + idle
+                self.step += idle
                 self.now_s += idle * self.costs.step_s
-                self._note("compute", begin_s, self.now_s)
             if self.step < step:
                 self.advance()
 
@@ -153,7 +137,7 @@ class Execution:
             now_s += (layer - 1 - done) * node_s
             done = layer - 1
             if at_s > now_s:
-                self._note("waiting", now_s, at_s, layer)
+                self._note("waiting", now_s, at_s)
                 self.waited_s += at_s - now_s
                 now_s = at_s
         return now_s + (self.costs.num_layers - done) * node_s
@@ -162,13 +146,13 @@ class Execution:
         """Queue a layer's reduction, ready at `ready_s`; return its completion time."""
         costs, start_s = self.costs, max(self._up_free_s, ready_s)
         self._up_free_s = start_s + costs.up_s
-        self._note("up", start_s, self._up_free_s, layer)
+        self._note("up", start_s, self._up_free_s)
         sent_s = self._up_free_s + costs.latency_s
         if not costs.down_s:
             return sent_s
         start_s = max(self._down_free_s, sent_s)
         self._down_free_s = start_s + costs.down_s
-        self._note("down", start_s, self._down_free_s, layer)
+        self._note("down", start_s, self._down_free_s)
         return self._down_free_s + costs.latency_s
 
     def ends_s(self) -> float:

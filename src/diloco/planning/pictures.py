@@ -53,20 +53,20 @@ def _link_curve(link_model: LinkModel, asked_bit_per_s: Mapping[str, float]) -> 
     drawn = []
     for number, each in enumerate(relatives):
         is_overlapped = each.setting.method == "streaming" and each.setting.overlap > 0  # beside one without overlap
-        colour, percents = (
-            drawing.VIOLET if is_overlapped else drawing.METHODS[each.setting.method],
-            [100 * each.value(r) for r in rates],
-        )
+        colour = drawing.VIOLET if is_overlapped else drawing.METHODS[each.setting.method]
+        percents = [100 * each.value(rate) for rate in rates]
         drawn.append(Line(curve_title(each), gbit_per_s, percents, colour, style="--" if number else "-"))
     worth = dict(zip(rates, drawn[0].y, strict=True))
-    points = Line(
-        "asked for", [rate / 1e9 for rate in asked], [worth[rate] for rate in asked], drawn[0].colour, style="o"
-    )
+    reached = [worth[rate] for rate in asked]
+    points = Line("asked for", [rate / 1e9 for rate in asked], reached, drawn[0].colour, style="o")
     label = "compute utilisation, %" if link_model.measure == "computing" else "pace of merges kept, %"
     figure = lines([*drawn, points], Axis("link of a learner, Gbit/s", log=True), Axis(label, low=0, high=103))
     rows = [(name, RATE.show(rate), f"{worth[rate]:.4g} %") for name, rate in asked_bit_per_s.items()]
-    heading = f"{link_model.workload.name}: what a link is worth"
-    return Picture(heading, caption(link_model, relatives), figure, ("asked for", "link", link_model.measure), rows)
+    text = f"{curve_title(link_model)}: {link_model.setting}."
+    if every := {each.setting.sync_every for each in relatives[1:] if each.setting.method != "data-parallel"}:
+        text += f" Dashed: other methods with the same codec and latency, at H = {every.pop()}."
+    heading = f"{link_model.workload.name}: utilisation against bandwidth"
+    return Picture(heading, text, figure, ("asked for", "link", link_model.measure), rows)
 
 
 def curve_title(link_model: LinkModel) -> str:
@@ -76,18 +76,6 @@ def curve_title(link_model: LinkModel) -> str:
     numbers = {f"τ = {own.overlap}": own.overlap != usual.overlap}
     numbers[f"P = {own.num_fragments}"] = own.num_fragments != usual.num_fragments
     return ", ".join([own.title, *(number for number, is_own in numbers.items() if is_own)])
-
-
-def caption(link_model: LinkModel, relatives: Sequence[LinkModel]) -> str:
-    """Describe the curves of a picture."""
-    first, *others = relatives
-    text = f"{curve_title(first)}: {link_model.setting}."
-    if not others:
-        return text
-    beside = [f"{curve_title(each)}, every step" for each in others if each.setting.sync_every == 1]
-    if rest := [curve_title(each) for each in others if each.setting.sync_every > 1]:
-        beside.append(f"every {others[-1].setting.sync_every} steps: {'; '.join(rest)}")
-    return f"{text} Beside it, with the same codec and latency: {'; '.join(beside)}."
 
 
 def _range(relatives: Sequence[LinkModel], asked: Sequence[float]) -> tuple[float, float]:
@@ -122,11 +110,10 @@ def _relatives(link_model: LinkModel) -> Iterator[LinkModel]:
 
 
 def _period(link_model: LinkModel, bit_per_s: float) -> Picture:
-    spans = (
-        _graph_spans(link_model, bit_per_s)
-        if isinstance(link_model, GraphLinkModel)
-        else _syncer_spans(link_model, bit_per_s)
-    )
+    if isinstance(link_model, GraphLinkModel):
+        spans = _graph_spans(link_model, bit_per_s)
+    else:
+        spans = _syncer_spans(link_model, bit_per_s)
     rows = []
     for name, of_learner in spans.items():
         seconds = (sum(span.end_s - span.begin_s for span in of_learner if span.kind == kind) for kind in SHOWN)
@@ -145,8 +132,7 @@ def _graph_spans(link_model: GraphLinkModel, bit_per_s: float) -> Spans:
     begin_s = execution.now_s
     execution.advance_to(execution.step + pattern.period)
     assert execution.trace is not None
-    spans = [Span(each.start_s, each.end_s, each.kind) for each in execution.trace if each.kind != "compute"]
-    at_s = begin_s
+    spans, at_s = list(execution.trace), begin_s
     for each in [span for span in spans if span.kind == "waiting"]:
         spans.append(Span(at_s, max(at_s, each.begin_s), "compute"))
         at_s = max(at_s, each.end_s)
@@ -157,13 +143,11 @@ def _graph_spans(link_model: GraphLinkModel, bit_per_s: float) -> Spans:
 def _syncer_spans(link_model: SyncerLinkModel, bit_per_s: float) -> Spans:
     """The last H steps of the slowest learner; one row if all learners are equal."""
     prediction = link_model.predict(bit_per_s, traced=True)
-    activities = prediction.activities
-    num = 1 + max(each.learner for each in activities)
-    of_learner = [[Span(it.begin_s, it.end_s, it.kind) for it in activities if it.learner == i] for i in range(num)]
+    of_learner = prediction.spans
     end_s = min(max(it.end_s for it in spans if it.kind in ("compute", "waiting")) for spans in of_learner)
     slowest = min(link_model.speeds)
     length_s = link_model.setting.sync_every * link_model.workload.step_s / slowest / min(prediction.utilization)
-    names = ["each learner"] if num == 1 else [f"learner {i + 1}" for i in range(num)]
+    names = [f"learner {i + 1}" for i in range(len(of_learner))] if len(of_learner) > 1 else ["each learner"]
     return {name: _clipped(spans, end_s - length_s, end_s) for name, spans in zip(names, of_learner, strict=True)}
 
 

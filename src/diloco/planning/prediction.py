@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from diloco.core.codecs.formats import wire_format
 from diloco.core.quorum import Called
 from diloco.errors import ConfigError
-from diloco.planning.discrete_events import Activity, ExchangePlan, Merging
+from diloco.planning.discrete_events import ExchangePlan, Merging
 from diloco.planning.graph import strided
 from diloco.planning.network import Network, Route
 from diloco.planning.settings import Setting
 from diloco.planning.simulated_rounds import CalledRounds, ScheduledRounds
 from diloco.planning.workload import Workload
+from diloco.report.drawing import Span
 
 SETTLED = 1e-9
 """Relative difference of window durations that counts as rounding."""
@@ -42,14 +43,14 @@ class Prediction:
         period_steps: mean number of inner steps between two merges of one fragment; H where the network keeps up.
         stale_steps: mean number of inner steps between sending a fragment and adopting the answer.
         contributors: mean number of learners in a merge.
-        activities: of every learner, where the simulation is traced.
+        spans: activities of every simulated learner; empty: the simulation is not traced.
     """
 
     utilization: tuple[float, ...]
     period_steps: float
     stale_steps: float
     contributors: float
-    activities: tuple[Activity, ...] = ()
+    spans: Sequence[Sequence[Span]] = ()
 
     @property
     def mean_utilization(self) -> float:
@@ -111,7 +112,7 @@ def predict(
         ]
     every, tau = exchange.schedule.sync_every, exchange.schedule.overlap
     assert isinstance(every, int)
-    return Prediction(tuple(utilization), every, tau, len(step_s) * copies, tuple(simulation.trace or ()))
+    return Prediction(tuple(utilization), every, tau, len(step_s) * copies, simulation.spans)
 
 
 def _is_settled(simulation: ScheduledRounds) -> bool:
@@ -155,7 +156,7 @@ def _called(simulation: CalledRounds, exchange: ExchangePlan) -> Prediction:
         steps / num / (merges / num_fragments) if merges else math.inf,
         stale / adoptions if adoptions else math.inf,
         contributions / merges if merges else 0.0,
-        tuple(simulation.trace or ()),
+        simulation.spans,
     )
 
 

@@ -85,13 +85,12 @@ def published_run(
         ConfigError: a setting that the paper did not publish.
     """
     table = PUBLISHED["conventions"][convention]
-    default = 1 if convention == "scaling-laws" and method == "data-parallel" else 100
-    every = default if sync_every is None else sync_every
-    _check(convention, "model", model, table["models"])
-    _check(convention, "method", method, table["methods"])
-    _check(convention, "codec", up, table["codecs"])
-    if convention == "scaling-laws" and method == "data-parallel":
-        _check(convention, "sync-every", every, (1,))  # a row of its own
+    of_one_step = convention == "scaling-laws" and method == "data-parallel"  # a row of its own
+    every = (1 if of_one_step else 100) if sync_every is None else sync_every
+    for what, value in (("model", model), ("method", method), ("codec", up)):
+        _check(convention, what, value, table[f"{what}s"])
+    if of_one_step:
+        _check(convention, "sync-every", every, (1,))
     elif not (method == "data-parallel" and every == 1):
         _check(convention, "sync-every", every, table["sync_every"])
     if down is not None or latency_s:
