@@ -184,10 +184,10 @@ def test_a_write_of_a_first_whose_standby_is_silent_goes_on_with_the_learners_or
     assert pair.first.standing == "proposing"
     assert pair.down.is_over
     assert not pair.first.is_confirmed(serial, PATIENCE_S + REFUSED_S)
-    with pytest.raises(StoreError, match="the standby has not confirmed it, and this syncer is proposing"):
+    with pytest.raises(StoreError, match="the standby has not confirmed the write, and this syncer is proposing"):
         pair.first.is_confirmed(serial, PATIENCE_S + REFUSED_S + 0.1)
     pair.first.hurry()
-    with pytest.raises(StoreError, match="nothing is published by a syncer that is proposing"):
+    with pytest.raises(StoreError, match="a syncer that is proposing publishes nothing"):
         pair.first.may_write(1.5)
     for second in range(4):
         votes(pair, 8.0 + second, witness, pair.first, 0.0)
