@@ -169,8 +169,8 @@ class PairCore:
             return True
         if self._gives_up(waited_s):
             raise StoreError(
-                f"the standby has not confirmed the write, and this syncer is {self.standing}; it is published once the "
-                "standby has it, or a majority of learners agrees to continue without the standby."
+                f"the standby has not confirmed the write, and this syncer is {self.standing}; it is published "
+                "once the standby has it, or a majority of learners agrees to continue without the standby."
             )
         return False
 
