@@ -67,7 +67,7 @@ def distances_table() -> str:
 def speeds_table() -> str:
     """Eight learners, two of them slower: how long learners wait."""
     names: dict[Mode, str] = {"data-parallel": "data parallel", "elastic": "elastic data parallel"}
-    lines = ["| | goodput, % | waiting, % | standing still, % |", "|---|---:|---:|---:|"]
+    lines = ["| | goodput, % | waiting, % | stopped, % |", "|---|---:|---:|---:|"]
     for mode in get_args(Mode):
         it = simulate(Fleet(1_200_000, 8, mode, speeds=LearnerSpeeds(0.05, SPEEDS)))
         lines.append(

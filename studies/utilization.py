@@ -21,7 +21,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "planning.md"
 def same_convention(row: Row) -> list[str]:
     """The cells of a row by the paper's convention."""
     run = published_run(row.convention, row.model, row.method, **row.options)  # type: ignore[arg-type]
-    return [cell.text for cell in run.printed([target / 100 for target in TARGETS])]
+    return [cell.text for cell in run.cells([target / 100 for target in TARGETS])]
 
 
 def steady(row: Row) -> list[float]:

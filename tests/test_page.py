@@ -200,7 +200,7 @@ def test_an_admin_steers_from_the_page_also_by_keyboard(browser: Any, run: Path)
     def steer(order: Order, caller: Caller) -> str:
         orders.append(order)
         if order.what == "quorum":
-            raise ConfigError("a quorum of 7 cannot be had.")
+            raise ConfigError("a quorum of 7 is out of reach.")
         return f"{order.what} by {caller.name}"
 
     with closing(LivePage("127.0.0.1:0", run / "events.jsonl", lambda: None, is_open=False, steer=steer)) as live:
@@ -225,7 +225,7 @@ def test_an_admin_steers_from_the_page_also_by_keyboard(browser: Any, run: Path)
         page.locator("#at-least").fill("7")
         page.locator("[data-order=quorum]").click()
         page.locator("#yes").click()
-        page.locator("#answer", has_text="a quorum of 7 cannot be had.").wait_for()
+        page.locator("#answer", has_text="a quorum of 7 is out of reach.").wait_for()
         assert orders[1:] == [Order("quorum", at_least=7)]
         assert [each for each in complaints if "400" not in each] == []  # the browser's own word of the refusal
         page.context.close()

@@ -236,10 +236,10 @@ def test_the_run_file_has_what_the_site_file_says() -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        (TWO, "the site file does not say which model; add [model] with parameters and layers"),
+        (TWO, "the site file has no model; add [model] with parameters and layers"),
         (
             "[model]\npreset = '1b'\n" + TWO,
-            "the site file does not say how long to train; add [budget] with tokens and tokens_per_step",
+            "the site file has no training budget; add [budget] with tokens and tokens_per_step",
         ),
         (HEAD.replace("262144", "262145") + TWO, "whole sequences of 1024 tokens for each of 2 learners; write 262144"),
         (
@@ -324,7 +324,7 @@ def test_all_settings_and_a_faster_one_of_unknown_loss(
     assert code == 0
     assert printed.count("H = 100") >= 6
     assert "Take data parallel, bf16" in printed
-    assert "at a loss that no experiment has measured" in printed
+    assert "at an unmeasured loss" in printed
 
 
 def test_on_a_narrow_terminal_the_words_give_way_and_no_number(

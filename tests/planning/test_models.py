@@ -125,7 +125,7 @@ def test_what_is_no_model_is_said(tmp_path: Path) -> None:
         load_workload(str(tmp_path / "gone.toml"))
     path = tmp_path / "config.json"
     path.write_text('{"model_type": "mamba"}')
-    with pytest.raises(ConfigError, match="'mamba' are not counted here"):
+    with pytest.raises(ConfigError, match="'mamba' is not supported"):
         load_workload(str(path))
     path.write_text('{"model_type": "llama"')
     with pytest.raises(ConfigError, match="is not JSON"):

@@ -31,7 +31,9 @@ def test_a_transfer_takes_its_bits_over_the_rate_and_the_latency() -> None:
     assert network.next_s == 3.0  # leaves the link
     assert network.arrived(3.0) == []
     assert network.next_s == 3.25
-    assert network.arrived(3.25) == [Transfer(number, 0, "up", 2e6, 1.0, 3.0, 3.25)]
+    [it] = network.arrived(3.25)
+    assert (it.number, it.learner, it.direction, it.num_bytes) == (number, 0, "up", 2e6)
+    assert (it.began_s, it.ended_s, it.arrived_s) == (1.0, 3.0, 3.25)
     assert network.next_s == math.inf
 
 

@@ -178,7 +178,10 @@ def test_the_commands_of_the_pages_run(page: Path, call: Call, tmp_path: Path, m
         ((*GOODPUT, "--speeds", ""), "--speeds '' is not a list of numbers"),
         ((*GOODPUT, "--jitter", "1e6"), "give 300 % or less"),
         ((*GOODPUT, "--speeds", "1,2"), "2 speeds for 8 learners"),
-        ((*GOODPUT, "--mode", "data-parallel", "--no-elastic-learners"), "--elastic-learners is of decoupled learners"),
+        (
+            (*GOODPUT, "--mode", "data-parallel", "--no-elastic-learners"),
+            "--elastic-learners applies to decoupled learners",
+        ),
         (("wallclock", "--chips", "4", "--batch-tokens", "1e6"), "give one of the two"),
         ((*HOURS, "--parameters", "1e9"), "give one of the two"),
         ((*HOURS, "--across", "-1 Gbit/s"), "--across"),

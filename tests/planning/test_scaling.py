@@ -58,7 +58,7 @@ def test_what_was_measured_is_not_warned_about(size: float, learners: int) -> No
         (1e9, 16, {}, "measured with 1 to 8 learners; 16 is extrapolated"),
         (1e9, 3, {}, "measured for 1, 2, 4 and 8 learners; for 3 it is not known"),
         (1e9, 2, {"sync_every": 100}, "measured at H = 30; at H = 100"),
-        (1e9, 2, {"tokens": 1e12}, "measured at 20 tokens per parameter; these are 1e[+]03"),
+        (1e9, 2, {"tokens": 1e12}, "measured at 20 tokens per parameter; at 1e[+]03"),
         (180e6, 2, {}, "independent of N from 335M parameters on; this model is smaller"),
     ],
 )

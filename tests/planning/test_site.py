@@ -123,7 +123,7 @@ def test_the_model_comes_by_preset_by_numbers_or_by_config(tmp_path: Path) -> No
     assert (by_config.name, by_config.num_layers, by_config.num_parameters) == ("tiny", 3, (10 + 4) * 2 + 3 * 74 + 4)
     assert parse_site(ONE + '[model]\npreset = "10b"\n').workload().num_parameters == 1e10
     assert parse_site(ONE + "[model]\nparameters = 5e6\nlayers = 7\n").workload().num_layers == 7
-    with pytest.raises(ConfigError, match="does not say which model; add"):
+    with pytest.raises(ConfigError, match="has no model; add"):
         parse_site(ONE).workload()
 
 
@@ -182,34 +182,34 @@ def test_random_outages_are_seeded_exponential_and_each_learners_own() -> None:
         (ONE.replace('name = "a"\n', ""), 'site file: "site.1.name" is missing; add it'),
         (
             ONE.replace('step_time = "1 s"\n', ""),
-            "give the step_time that was measured, or speed and utilization; one of the two",
+            "give either the measured step_time, or speed and utilization",
         ),
         (ONE + "speed = '1 TFLOP/s'\n", "[site.a] speed and utilization belong together"),
         (ONE + "learners = 0\n", "site.a.learners = 0: input should be greater than or equal to 1"),
         (ONE + ONE, "there are two learners a; rename one"),
         (
             ONE + 'shares = "dc"\n[[link]]\nname = "dc-1"\nup = "1 Mbit/s"\ndown = "1 Mbit/s"\n',
-            'site a shares the link "dc", and there is no such [[link]]; did you mean "dc-1"?',
+            'site a shares the link "dc", which has no [[link]]; did you mean "dc-1"?',
         ),
         (ONE + "[modle]\nlayers = 3\n", 'site file: unknown key "modle"; did you mean "model"?'),
         (
             ONE + "[model]\nlayers = 3\n",
-            "[model] a model is its preset, its parameters and layers, or its config; give one of the three",
+            "[model] a model has a preset, parameters and layers, or a config; give one of the three",
         ),
         (ONE + '[model]\npreset = "1B"\n', '[model] there is no model preset "1B"; did you mean "1b"?'),
         (ONE + '[[fault]]\nlearner = "b"\nat = "1 s"\n', 'a [[fault]] names the learner "b"; known are a'),
         (ONE + '[[fault]]\nlearner = "a"\nat = "9 s"\nback = "5 s"\n', "[fault.1] back at 5 s is not after at = 9 s"),
         (
             ONE + '[[fault]]\nlearner = "a"\nat = "1 s"\n[[fault]]\nlearner = "a"\nat = "9 s"\n',
-            "a fails at 9 s while it is gone; drop that [[fault]]",
+            "a fails at 9 s while it is absent; remove that [[fault]]",
         ),
         (
             ONE + '[faults]\nmtbf = "1 h"\nrepair = "1 s"\n[[fault]]\nlearner = "a"\nat = "9 s"\n',
-            "[faults] and [[fault]] contradict each other; keep one of them",
+            "[faults] and [[fault]] exclude each other; keep one of them",
         ),
         (
             ONE.replace('step_time = "1 s"', 'speed = "1 TFLOP/s"\nutilization = 0.5'),
-            "site a gives speed and utilization; its step time follows only with [model] and [budget]",
+            "site a gives speed and utilization; its step time requires [model] and [budget]",
         ),
     ],
 )

@@ -107,14 +107,12 @@ def test_a_run_of_a_few_steps_begins_with_nothing_in_flight() -> None:
 def test_activities_fill_a_learners_time() -> None:
     network = star_network(2, 8e6, 8e6, latency_s=0.05)
     found = predict(network, [0.2, 0.3], whole(), num_steps=40, traced=True)
-    for learner in (0, 1):
-        own = sorted(
-            (a.begin_s, a.end_s) for a in found.activities if a.learner == learner and a.kind in ("compute", "waiting")
-        )
+    for spans in found.spans:
+        own = sorted((each.begin_s, each.end_s) for each in spans if each.kind in ("compute", "waiting"))
         assert own[0][0] == 0.0
         assert all(before[1] == pytest.approx(after[0]) for before, after in pairwise(own))
-        on_the_wire = [a for a in found.activities if a.learner == learner and a.kind == "up"]
-        assert [a.end_s - a.begin_s for a in on_the_wire] == pytest.approx([1.0] * len(on_the_wire))
+        on_the_wire = [each for each in spans if each.kind == "up"]
+        assert [each.end_s - each.begin_s for each in on_the_wire] == pytest.approx([1.0] * len(on_the_wire))
 
 
 # --- called rounds ----------------------------------------------------------------------------------------------------

@@ -109,4 +109,4 @@ def test_called_rounds_come_as_often_as_the_real_ones(
     star.run(lambda: star.learners[0].step == STEPS)
     took_s, versions = seen(method, step_s, bit_per_s, syncer)[0]
     assert took_s == pytest.approx(STEPS * step_s[0], rel=1e-9)  # learners never wait
-    assert sum(star.learners[0].held) == versions
+    assert sum(star.learners[0].adopted) == versions

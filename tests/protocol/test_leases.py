@@ -456,7 +456,7 @@ def test_requests_that_make_no_sense_are_refused() -> None:
     for bad in (c(((4, 6),)), c(((0, 1),), incarnation=2), c((), ((7, 8),))):
         with pytest.raises(PayloadError, match="not leased to incarnation"):
             leases.check(bad, [])
-    with pytest.raises(PayloadError, match="send either"):
+    with pytest.raises(PayloadError, match="send each in one of the two"):
         leases.check(c(((0, 3),), ((2, 5),)), [])
 
 

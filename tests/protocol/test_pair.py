@@ -184,10 +184,10 @@ def test_a_write_of_a_first_whose_standby_is_silent_goes_on_with_the_learners_or
     assert pair.first.standing == "proposing"
     assert pair.down.is_over
     assert not pair.first.is_confirmed(serial, PATIENCE_S + REFUSED_S)
-    with pytest.raises(StoreError, match="the standby has not confirmed it, and this syncer is proposing"):
+    with pytest.raises(StoreError, match="the standby has not confirmed the write, and this syncer is proposing"):
         pair.first.is_confirmed(serial, PATIENCE_S + REFUSED_S + 0.1)
     pair.first.hurry()
-    with pytest.raises(StoreError, match="nothing is published by a syncer that is proposing"):
+    with pytest.raises(StoreError, match="a syncer that is proposing publishes nothing"):
         pair.first.may_write(1.5)
     for second in range(4):
         votes(pair, 8.0 + second, witness, pair.first, 0.0)
@@ -215,7 +215,7 @@ def test_a_standby_takes_over_with_the_learner_also_where_its_disk_refuses_for_a
     assert num_refused == len(refuses)
     assert (pair.second.standing, pair.disks[1].epochs) == ("alone", [1, 2])
     assert pair.disks[1].position == Position("first", is_paired=False, base=2, electorate=frozenset({ANN}))
-    with pytest.raises(StandbyError, match="serves the run by now"):
+    with pytest.raises(StandbyError, match="now serves the run"):
         StandbyEnd(pair.second).concede(14.0, 1)
 
     assert FirstEnd(pair.first).accept(14.0, StandbyEnd(pair.second).hello()) is None, "it is told that it lost the run"
@@ -258,7 +258,7 @@ def test_a_first_publishes_alone_in_no_epoch_that_a_standby_may_have_as_its_base
 
 def test_the_old_first_becomes_the_standby_of_the_new_one() -> None:
     pair = paired()
-    with pytest.raises(ConfigError, match="the other syncer answers this one"):
+    with pytest.raises(ConfigError, match="the other syncer is connected, or was heard"):
         pair.second.promote(1.0, force=False)
     pair.second.unlink(pair.up)
     assert pair.second.promote(1.0 + PATIENCE_S, force=False) == (2, (3,))
@@ -277,7 +277,7 @@ def test_a_version_that_is_not_confirmed_comes_before_all_other_writes() -> None
     assert not writes.begins(key)
     writes.wrote(key)
     for other in (None, WriteKey(1, 7, "d7")):
-        with pytest.raises(StoreError, match="version 4 of fragment 0 comes first"):
+        with pytest.raises(StoreError, match="version 4 of fragment 0 must be confirmed by the standby first"):
             writes.begins(other)
     assert writes.begins(key), "only its record is written again"
     writes.confirmed()

@@ -1076,7 +1076,7 @@ def test_more_tokens_than_can_be_counted_are_refused_and_change_nothing() -> Non
     run.beat(1.0, "a", step=1, tokens=2**52)
     run.core.joined(2.0, "a")
     before = run.ledger("a")
-    with pytest.raises(PayloadError, match="'a' would have trained .* tokens, and 9007199254740992 can be counted"):
+    with pytest.raises(PayloadError, match="'a' would have trained .* tokens; at most 9007199254740992 can be counted"):
         run.beat(3.0, "a", step=2, tokens=2**52 + 1)
     assert run.ledger("a") == before
     assert run.core.step == 1

@@ -163,7 +163,7 @@ def test_a_state_that_was_put_back_is_said() -> None:
             entries = [*journal.entries, *journal.entries[boots[-1] :]]
             findings = journal.replay(entries).findings
             assert findings.difference is None
-            assert "the state was put back there after versions" in findings.gaps[0]
+            assert "the state was rolled back from versions" in findings.gaps[0]
             assert findings.num_equal == findings.num_entries == len(entries)
             return
     pytest.fail("no storm has restarted")
@@ -177,6 +177,6 @@ def test_a_journal_that_lacks_a_version_is_found() -> None:
             entries = [*journal.entries[: boots[-1] - 60], *journal.entries[boots[-1] :]]
             difference = journal.replay(entries).findings.difference
             assert difference is not None
-            assert "a part of it is missing" in difference
+            assert "a part of the journal is missing" in difference
             return
     pytest.fail("no storm has restarted late")

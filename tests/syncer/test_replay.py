@@ -162,8 +162,8 @@ def test_what_came_before_an_empty_part_is_said_to_be_missing(killed: Path, caps
         path.write_bytes(whole)
     assert (code, found["boots"], found["difference"]) == (0, 2, None)
     assert len(found["gaps"]) == 1
-    assert "start 1 of the syncer is with versions (" in found["gaps"][0]
-    assert found["gaps"][0].endswith("nothing before it is in the journal")
+    assert "start 1 of the syncer has versions (" in found["gaps"][0]
+    assert found["gaps"][0].endswith("the journal has nothing before it")
 
 
 def test_wrong_use_is_one_sentence(killed: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ BAD: dict[str, tuple[Callable[[Raw], Any], type[errors.DilocoError], str]] = {
     "push of 1e17 tokens": (
         lambda raw: raw.push(good(), tokens=10**17, trained=10**17), errors.PayloadError, "trained tokens",
     ),
-    "push of more tokens than trained": (lambda raw: raw.push(good(), tokens=6), errors.PayloadError, "says 6 tokens"),
+    "push of more tokens than trained": (lambda raw: raw.push(good(), tokens=6), errors.PayloadError, "contributes 6"),
     "push that discards more than trained": (
         lambda raw: raw.push(good(), discarded=[pb.Discard(reason="overlap", tokens=1)]), errors.PayloadError,
         "says 6 tok",
@@ -233,7 +233,7 @@ def test_a_learner_that_comes_back_again_and_again_cannot_overflow_its_books(syn
 def test_tokens_are_merged_once_however_often_they_are_pushed(syncer: Syncer, raw: Raw) -> None:
     assert raw.push(good()) == 1
     syncer.driver.drain()
-    with pytest.raises(errors.PayloadError, match="says 5 tokens"):  # the same five, in the next round
+    with pytest.raises(errors.PayloadError, match="contributes 5 tokens"):  # the same five, in the next round
         raw.push(good(), round=1, base=1, step=6)
     assert raw.push(good(), round=1, base=1, step=6, trained=10) == 2
     for _ in range(2):  # and again, since its acknowledgement was lost

@@ -172,7 +172,7 @@ def test_what_cannot_be_is_said_and_the_exit_code_is_2(tmp_path: Path, capsys: p
     with start(tmp_path, method()) as syncer:
         Raw(syncer.address).initialise()
         assert admin(syncer, "quorum", "3") == 2
-        assert "a quorum of 3 cannot be had: 0 learners take part (none); use 1 to 1." in capsys.readouterr().err
+        assert "a quorum of 3 is out of reach: 0 learners take part (none); use 1 to 1." in capsys.readouterr().err
         assert admin(syncer, "quorum", "1", "--json") == 0
         assert capsys.readouterr().out == '{"said": "the quorum was set to 1 by anyone"}\n'
 

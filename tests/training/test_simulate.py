@@ -21,9 +21,9 @@ from diloco.exchange.virtual.delivery import Fault
 from diloco.planning.network import Network, Route
 from diloco.planning.recorded_run import read_recorded_run
 from diloco.protocol.steering import Pool
-from diloco.simulation.pictures import NO_LOSS, pictures
+from diloco.simulation.result import NO_LOSS, SimulationResult, pictures
 from diloco.simulation.scenario import Scenario, scenario_of_recorded_run
-from diloco.simulation.virtual_run import SimulationResult, simulate
+from diloco.simulation.virtual_run import simulate
 from diloco.training.loop import LearnerSpec, Trainer
 
 Tiny = Callable[..., RunConfig]
@@ -141,7 +141,7 @@ def test_a_recorded_run_is_a_scene(tiny: Tiny, tmp_path: Path) -> None:
     recorded = read_recorded_run(tmp_path / "first")
     assert [each.name for each in recorded] == ["part-0", "part-1"]
     assert [each.start_s for each in recorded] == [0.0, 3.0]
-    [(gone_s, back_s)] = recorded[1].gone
+    [(gone_s, back_s)] = recorded[1].absences
     assert 17.0 <= gone_s <= 20.0  # its last sign of life
     assert back_s == 60.0
     assert (recorded[0].step_s(0), recorded[0].step_s(30), recorded[0].step_s(10**6)) == (1.0, 1.5, 1.5)
@@ -160,8 +160,8 @@ def test_a_recorded_warm_start_takes_as_long_again(tiny: Tiny, tmp_path: Path) -
     first = Scenario(lambda *_: 0.5, warm_step_s=lambda step: 0.25 + step)
     played = play(tmp_path / "first", first, config, config)
     recorded = read_recorded_run(tmp_path / "first")
-    # The first event comes after the first step, so that the first pace is that of the second step.
-    assert recorded[0].warm_paces == tuple((1, 0.25 + step) for step in range(1, 6))
+    # The first event comes after the first step, so that the first time is that of the second step.
+    assert recorded[0].warm_step_times == tuple((1, 0.25 + step) for step in range(1, 6))
     assert recorded[1].warm_step_s(0) is None
     replayed = play(tmp_path / "second", scenario_of_recorded_run(recorded, None), config, config)
     assert replayed.duration_s == pytest.approx(
@@ -193,12 +193,12 @@ def test_what_comes_between_the_warm_start_and_the_run_is_no_step(tmp_path: Path
             for event in log:
                 file.append(event)
     [recorded] = read_recorded_run(tmp_path)
-    assert recorded.warm_paces == ((10, 0.2),)
-    assert recorded.paces == ((10, 0.5), (10, 0.3))
+    assert recorded.warm_step_times == ((10, 0.2),)
+    assert recorded.step_times == ((10, 0.5), (10, 0.3))
 
 
-def test_no_tape_where_there_is_no_run(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds no learner's events"):
+def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has no events.jsonl of a learner"):
         read_recorded_run(tmp_path)
 
 
@@ -207,7 +207,7 @@ def test_what_cannot_be_simulated_is_refused(tiny: Tiny, tmp_path: Path) -> None
         play(tmp_path / "run", Scenario(), tiny())
     warm = tiny("warm_start.steps=4")
     with pytest.raises(
-        ConfigError, match="part-0, which initialises the run, is killed before it has and does not come back"
+        ConfigError, match="part-0, which initialises the run, is killed before that and never restarted"
     ):
         play(tmp_path / "killed", Scenario(faults=[Fault(0, 1.0)]), warm, warm)
     parallel = tiny("method={preset='DataParallel'}")
@@ -258,7 +258,7 @@ def test_the_command(tiny: Tiny, tmp_path: Path, capfd: pytest.CaptureFixture[st
 
     assert call("simulate", str(run), "--site", str(site)) == 2
     assert "give --replace" in capfd.readouterr().err
-    assert call("simulate", str(run), "--tape", str(directory), "--dir", str(tmp_path / "again")) == 0
+    assert call("simulate", str(run), "--recorded-run", str(directory), "--dir", str(tmp_path / "again")) == 0
     shown = capfd.readouterr().out
     assert "virtual time" in shown
     assert f"see {tmp_path / 'again' / 'simulation.html'}" in shown
@@ -266,7 +266,7 @@ def test_the_command(tiny: Tiny, tmp_path: Path, capfd: pytest.CaptureFixture[st
         (tmp_path / "syncer").mkdir(exist_ok=True)
         (tmp_path / "syncer" / "events.jsonl").write_text("", encoding="utf-8")
         assert call("simulate", str(run), "--dir", str(occupied), "--replace") == 2
-        assert "holds something else" in capfd.readouterr().err
+        assert "is not a simulation" in capfd.readouterr().err
     assert run.exists()
     site.write_text(SITE + SITE.replace('"near"', '"nearer"').replace('"far"', '"farther"'), encoding="utf-8")
     assert call("simulate", str(run), "--site", str(site), "--replace") == 2

@@ -46,7 +46,7 @@ COMMANDS = {
     "export": "Write the global model to a directory that transformers can load.",
     "evaluate": "Give held-out loss and task scores of one or several exports, with intervals and paired differences.",
     "keys": "Make and manage the keys of a run: certificates, as directories and as lines.",
-    "plan": "Know before you train: utilisation, hours, bytes, money and failures, in a second and without torch.",
+    "plan": "Estimate a run in advance: utilisation, hours, bytes, money and failures, in a second and without torch.",
     "simulate": "Train the run that RUN_FILE describes in virtual time, over modelled links and faults.",
     "tokenize": "Make token shards of the texts that RUN_FILE describes; goes on where it was ended.",
     "methods": "List the methods with their resolved values and the papers they come from.",

@@ -18,30 +18,32 @@ from diloco.planning.site import Site, load_site
 from diloco.report.frame import write_drawings
 
 if TYPE_CHECKING:
+    from diloco.simulation.result import SimulationResult
     from diloco.simulation.scenario import Scenario
-    from diloco.simulation.virtual_run import SimulationResult
 
 
 def command(
     run_file: RunFile,
     site: Annotated[
         Path | None,
-        typer.Option(help="Site file: step times, links, faults. Without it steps take 1 s and nothing else does."),
+        typer.Option(help="Site file: step times, links, faults. Without it steps take 1 s and transfers none."),
     ] = None,
-    tape: Annotated[
+    recorded_run: Annotated[
         Path | None,
-        typer.Option(help="Directory of a recorded run: its step times, arrivals and losses; a site file adds links."),
+        typer.Option(
+            metavar="DIR", help="A recorded run: its step times, arrivals and absences; a site file adds links."
+        ),
     ] = None,
     directory: Annotated[
-        Path | None, typer.Option("--dir", help="Where events go; default <run.dir>-simulated.")
+        Path | None, typer.Option("--dir", help="Directory of the result; default <run.dir>-simulated.")
     ] = None,
-    replace: Annotated[bool, typer.Option("--replace", help="Remove an earlier simulation from there.")] = False,
+    replace: Annotated[bool, typer.Option("--replace", help="Replace an earlier simulation there.")] = False,
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Train the run that RUN_FILE describes in virtual time, over modelled links and faults."""
     config = load_config(run_file, overrides or ())
-    names, make_scenario = _scenario(config, None if site is None else load_site(site), tape)
+    names, make_scenario = _scenario(config, None if site is None else load_site(site), recorded_run)
     configs = {name: load_config(run_file, overrides or (), learner=name) for name in names}
     directory = directory or config.dir.with_name(f"{config.dir.name}-simulated")
     has_earlier = _has_earlier(directory, replace)
@@ -68,13 +70,16 @@ def command(
         typer.echo(f"see {page}")
 
 
-def _scenario(config: RunConfig, site: Site | None, tape: Path | None) -> "tuple[list[str], Callable[[], Scenario]]":
-    """The learners' names, and what makes the scenario: called once all options are checked, for it imports torch."""
-    recorded = None if tape is None else read_recorded_run(tape)
+def _scenario(
+    config: RunConfig, site: Site | None, directory: Path | None
+) -> "tuple[list[str], Callable[[], Scenario]]":
+    """Return the learners' names and a function that makes the scenario: it imports torch, so options are checked
+    first."""
+    recorded = None if directory is None else read_recorded_run(directory)
     if recorded is not None and site is not None and len(recorded) != len(site.names):
         raise ConfigError(
-            f"the recorded run has {len(recorded)} learners and the site file {len(site.names)}; describe the links of "
-            "each."
+            f"the recorded run has {len(recorded)} learners and the site file {len(site.names)}; give a site file with "
+            "the links of each."
         )
     if recorded is not None:
         names = [each.name for each in recorded]
@@ -94,13 +99,15 @@ def _scenario(config: RunConfig, site: Site | None, tape: Path | None) -> "tuple
 
 
 def _has_earlier(directory: Path, replace: bool) -> bool:
-    """Whether an earlier simulation is there that may be replaced. Raises ConfigError for anything else there."""
+    """Return whether the directory has an earlier simulation to replace. Raises ConfigError for other contents."""
     if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
         return False
     if not is_simulation(directory):
-        raise ConfigError(f"{directory} exists and holds something else than a simulation; name another with --dir.")
+        raise ConfigError(f"{directory} exists and is not a simulation; name another with --dir.")
     if not replace:
-        raise ConfigError(f"{directory} exists; give --replace to simulate anew there, or name another with --dir.")
+        raise ConfigError(
+            f"{directory} has an earlier simulation; give --replace to replace it, or name another with --dir."
+        )
     return True
 
 
@@ -116,13 +123,13 @@ def _print(done: "SimulationResult") -> None:
             (name, steps, f"{each['utilisation']:.1%}", *seconds, merges, f"{up / 1e6:.2f}", f"{down / 1e6:.2f}")
         )
     Console().print(make_table(heads, rows, ruled=False))
-    loss = "no learner ended the run" if done.loss is None else f"held-out loss of the global model {done.loss:.4f}"
+    loss = "no learner completed the run" if done.loss is None else f"held-out loss of the global model {done.loss:.4f}"
     typer.echo(f"{done.duration_s:,.1f} s of virtual time; {loss}")
 
 
 def _draw(done: "SimulationResult", page: Path, config: RunConfig) -> None:
     """Draw each learner's timeline and the loss against time."""
-    from diloco.simulation.pictures import NO_LOSS, pictures
+    from diloco.simulation.result import NO_LOSS, pictures
 
     drawn = pictures(done)
     text = f"{config.run.name} in virtual time: {done.duration_s:,.1f} s."

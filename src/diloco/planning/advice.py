@@ -1,4 +1,4 @@
-"""The adviser: the methods that are compared, their estimates ranked, and the run file of one of them."""
+"""The adviser: candidate methods, their ranked estimates, and the run file of one of them."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from diloco.planning.workload import Workload
 from diloco.tables import write_toml
 
 TRAINING_BYTES = 16
-"""A parameter takes so many on every accelerator: fp32 weight, gradient and AdamW's two moments. A learner's ranks hold
+"""Memory per parameter on every accelerator: fp32 weight, gradient and AdamW's two moments. All ranks of a learner hold
 the same model."""
 
 ALIKE, ROUNDING = 0.01, 1e-9
-"""Hours, money or bytes that differ by less than this share count as the same."""
+"""Relative difference of hours, money or bytes that counts as equal, and its rounding error."""
 
 PenaltyStatus = Literal["allowed", "not allowed", "not known"]
 PENALTY_STATUSES: tuple[PenaltyStatus, ...] = get_args(PenaltyStatus)
-"""Of a loss penalty, the best first."""
+"""Best first."""
 
 RankBy = Literal["hours", "usd", "bytes"]
 
 
 def advice_inputs(site: Site) -> AdviceInputs:
-    """Check that a site file says what advice needs.
+    """Return the adviser's inputs from a site file.
 
     Raises:
-        ConfigError: no `[model]` or `[budget]`, a batch that does not divide, or a model that does not fit an
-            accelerator.
+        ConfigError: no `[model]` or `[budget]`, a batch that cannot be divided among the learners, or a model that does
+            not fit an accelerator.
     """
     workload = site.workload()
     if site.budget is None:
-        raise ConfigError("the site file does not say how long to train; add [budget] with tokens and tokens_per_step")
+        raise ConfigError("the site file has no training budget; add [budget] with tokens and tokens_per_step")
     needed = TRAINING_BYTES * workload.num_parameters
     for place in site.site:
         if place.memory is not None and place.memory < needed:
@@ -61,7 +61,7 @@ def advice_inputs(site: Site) -> AdviceInputs:
 
 
 def candidates(workload: Workload) -> Iterator[Setting]:
-    """Yield the methods that are compared: a grid of H, τ and codecs, with the same codec down the wire."""
+    """Yield the candidate settings: a grid of H, τ and codecs, with the same codec in both directions."""
     yield setting_for(workload, "data-parallel")
     intervals = (30, 50, 100, 200, 500)
     for every in intervals:
@@ -78,14 +78,13 @@ def candidates(workload: Workload) -> Iterator[Setting]:
 
 
 def advise(inputs: AdviceInputs, by: RankBy = "hours") -> list[RunEstimate]:
-    """The estimates of all candidates, the best first.
+    """Return the estimates of all candidates, the best first.
 
-    First those whose penalty is known and allowed, then those whose penalty is known, then the others; in each group
-    `by` the hours, the money or the bytes, where values within one percent are the same, then by the penalty, then by
-    the bytes.
+    Candidates with an allowed penalty precede those with a known one, which precede the others. Each group is sorted by
+    hours, money or bytes (`by`), where values within one percent are equal, then by penalty, then by bytes.
 
     Raises:
-        ConfigError: by money, and nothing has a price.
+        ConfigError: ranking by money without any price.
     """
     if by == "usd" and cost_usd(inputs, 1.0, 0.0, 0.0) is None:
         raise ConfigError("the site file has no prices to rank by; add price_per_accelerator_hour to a site")
@@ -95,7 +94,7 @@ def advise(inputs: AdviceInputs, by: RankBy = "hours") -> list[RunEstimate]:
 
 
 def penalty_status(inputs: AdviceInputs, estimate: RunEstimate) -> PenaltyStatus:
-    """Whether the loss penalty is known and within the budget."""
+    """Return whether the loss penalty is known and within the budget."""
     if estimate.penalty.percent is None:
         return "not known"
     return "allowed" if estimate.penalty.percent <= inputs.budget.loss_penalty_percent else "not allowed"
@@ -127,8 +126,8 @@ SYNCER = "syncer.example.org:7700"
 
 
 def run_file(inputs: AdviceInputs, setting: Setting, name: str = "advised") -> str:
-    """The text of a run file for `diloco syncer` and `diloco train`: the site file's values, with data and address left
-    to its owner. Raises ConfigError where it would not be valid."""
+    """Return a run file for `diloco syncer` and `diloco train` with the site file's values; its owner completes data
+    and address. Raises ConfigError where it would be invalid."""
     budget, num = inputs.budget, len(inputs.learners)
     head = f"# Advised: {setting.label}; for the learners {', '.join(inputs.site.names)}."
     if setting.method == "data-parallel":
@@ -149,7 +148,7 @@ def run_file(inputs: AdviceInputs, setting: Setting, name: str = "advised") -> s
         *_inner(inputs, setting),
         ("", {"method": method_table(setting)}),
         (
-            "# What learners dial. Keys: `diloco keys init` and `diloco keys add`.",
+            "# The address that learners dial. Keys: `diloco keys init` and `diloco keys add`.",
             {"syncer": {"address": SYNCER}},
         ),
     ]
@@ -159,7 +158,7 @@ def run_file(inputs: AdviceInputs, setting: Setting, name: str = "advised") -> s
 
 
 def method_table(setting: Setting) -> dict[str, Any]:
-    """The `[method]` table of a candidate."""
+    """Return the `[method]` table of a candidate."""
     table: dict[str, Any] = {"preset": NAMES[setting.method][1]}
     if setting.method != "data-parallel":
         table["sync_every"] = setting.sync_every
@@ -174,7 +173,7 @@ def method_table(setting: Setting) -> dict[str, Any]:
 
 
 def _model(inputs: AdviceInputs) -> tuple[str, dict[str, Any]]:
-    """The table of the model, with a note above it."""
+    """Return a note and the `[model]` table."""
     table = inputs.site.model
     if table is not None and table.config is not None:
         return "", {"model": {"config": str(table.config)}}
@@ -194,7 +193,7 @@ def _model(inputs: AdviceInputs) -> tuple[str, dict[str, Any]]:
 
 
 def _inner(inputs: AdviceInputs, setting: Setting) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the fitted learning rate, within the range of the fit."""
+    """Yield a note and the `[inner]` table with the fitted learning rate, within the range of the fit."""
     num_parameters, num = inputs.workload.num_parameters, len(inputs.learners)
     low, high = scaling_laws.PARAMETERS
     if low <= num_parameters <= high and num <= max(scaling_laws.LEARNERS):

@@ -1,7 +1,7 @@
-"""One link_model about links: what bandwidth does a method need, and what does one come to?
+"""The bandwidth that a method needs, and the utilisation that it reaches on a given link.
 
-`GraphLinkModel` asks the papers' graph of equal learners (`graph.py`), `SyncerLinkModel` learners around a syncer
-(`star.py`). Both say what a link is worth, 0 to 1; it rises with the bandwidth.
+`GraphLinkModel` is the papers' graph of equal learners (`graph.py`), `SyncerLinkModel` learners around a syncer
+(`prediction.py`). Both give a value between 0 and 1 that rises with the bandwidth.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from diloco.planning.settings import Setting
 from diloco.planning.workload import Workload
 
 PRECISION, SYNCER_PRECISION = 1e-6, 0.01
-"""Of a bandwidth that is searched for, relative; between learners and a syncer the model is no better than that."""
+"""Relative precision of the bandwidth search; the model of learners around a syncer is no more precise than that."""
 _WIDEST = 2.0**30
-"""Times the bandwidth that carries a period's bits in a period's compute: what is not reached with it is never
-reached."""
+"""Upper end of the search, in multiples of the bandwidth that sends a period's bits in a period's compute time."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class GraphLinkModel:
         return utilization(self.workload, self.setting, bit_per_s)
 
     def details(self, bit_per_s: float) -> dict[str, Any]:
-        """Further values beside the answer: none."""
+        """Further values for the output: none."""
         return {}
 
     @property
@@ -57,8 +56,8 @@ class SyncerLinkModel:
 
     Attributes:
         speeds: of each learner, relative to the workload's step time.
-        syncer_bit_per_s: the syncer's link, all its shards together.
-        merging: what the syncer takes for a round.
+        syncer_bit_per_s: rate of the syncer's link, of all its shards together.
+        merging: the syncer's time for a round.
 
     Raises:
         ConfigError: no learners, or a speed that is not above 0.
@@ -75,17 +74,17 @@ class SyncerLinkModel:
     def __post_init__(self) -> None:
         for speed in self.speeds:
             if not 0 < speed < math.inf:
-                raise ConfigError(f"a learner of speed {speed:g} never ends a step; give speeds above 0.")
+                raise ConfigError(f"a learner of speed {speed:g} never completes a step; give speeds above 0.")
         if not self.speeds:
             raise ConfigError("0 learners train nothing; give --learners 1 or more.")
 
     @property
     def measure(self) -> str:
-        """The kind of value: utilisation or, for learners that always compute, the share of the intended merges."""
+        """The kind of value: utilisation or, for decoupled learners, which always compute, the pace of merges."""
         return "pace" if self.setting.method == "decoupled" else "computing"
 
     def predict(self, bit_per_s: float, *, traced: bool = False) -> Prediction:
-        """The prediction for links of `bit_per_s` up and down. One learner stands for all where they are equal."""
+        """Predict a run over links of `bit_per_s` up and down. Equal learners are simulated as one."""
         exchange, num = exchange_of(self.workload, self.setting, self.merging), len(self.speeds)
         step_s = [self.workload.step_s / speed for speed in self.speeds]
         copies = num if len(set(step_s)) == 1 else 1
@@ -94,14 +93,15 @@ class SyncerLinkModel:
         return predict(network, step_s[: num // copies], exchange, copies=copies, traced=traced)
 
     def value(self, bit_per_s: float) -> float:
-        """The mean utilisation; for decoupled learners the pace, H ÷ the H achieved."""
+        """Return the mean utilisation; for decoupled learners the pace, H ÷ achieved H."""
         found = self.predict(bit_per_s)
         if self.measure == "computing":
             return found.mean_utilization
         return min(1.0, self.setting.sync_every / found.period_steps)
 
     def details(self, bit_per_s: float) -> dict[str, Any]:
-        """Utilisation in percent, H as achieved, steps to an answer, learners in a merge; none without a limit."""
+        """Utilisation in percent, achieved H, steps to an answer, learners in a merge; empty for an infinite
+        bandwidth."""
         if math.isinf(bit_per_s):
             return {}
         found = self.predict(bit_per_s)
@@ -124,7 +124,7 @@ LinkModel = GraphLinkModel | SyncerLinkModel
 
 
 def required_bit_per_s(link_model: LinkModel, targets: list[float]) -> list[float]:
-    """The smallest bandwidth for each target (0 to 1); infinite where none will do.
+    """Return the smallest bandwidth for each target (0 to 1); infinity where no bandwidth suffices.
 
     Raises:
         ConfigError: a target that is not above 0 and at most 1.
@@ -137,9 +137,9 @@ def required_bit_per_s(link_model: LinkModel, targets: list[float]) -> list[floa
 
 
 def _smallest_rate(value: Callable[[float], float], target: float, start: float, precision: float) -> float:
-    """The smallest rate where a rising `value` is at least `target`, by bisection."""
+    """Find the smallest rate where a rising `value` is at least `target`, by bisection."""
     if not 0 < target <= 1:
-        raise ConfigError(f"a target of {100 * target:g} % cannot be; give percentages above 0 and up to 100.")
+        raise ConfigError(f"a target of {100 * target:g} % is out of range; give percentages above 0 and up to 100.")
     if value(math.inf) < target:
         return math.inf
     high = start

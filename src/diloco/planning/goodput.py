@@ -1,16 +1,16 @@
-"""A fleet of chips that fail, and its goodput: the part of the accelerators' time that trains the model.
+"""Goodput of a fleet of chips that fail: the share of the accelerators' time that trains the model.
 
 Goodput is the work done, divided by the work of the same chips without any failure or waiting. A chip fails once in its
-mean time between interruptions (MTBI), independently of the others. The modes differ in what stops with it:
+mean time between interruptions (MTBI), independently of the others. The modes differ in what a failure stops:
 
-    data-parallel   All learners step together. A failure stops all of them until the chip is repaired and taken in.
-    elastic         All learners step together. A failure stops them while the job is scaled down, and later scaled up.
+    data-parallel   All learners step together. A failure stops all of them until the chip is repaired and restored.
+    elastic         All learners step together. A failure stops them while the job scales down, and later up.
     decoupled       Each learner steps alone. A failure stops only its learner: as elastic, or until the repair
                     (`elastic_learners=False`).
 
-Learners that step together wait for the slowest of every step; decoupled ones wait for none. By formula where no
-learner waits at random, and by simulation from failure to failure, a whole stretch of steps at a time, with its
-confidence interval. Everything is seeded: the same fleet and seed, the same numbers.
+Learners that step together wait for the slowest of every step; decoupled ones wait for none. Goodput has a formula
+where waiting is not random; elsewhere it is simulated from failure to failure, many steps at a time, with a confidence
+interval. The same fleet and seed give the same numbers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Literal, get_args
 
 from diloco.core.choices import positive, whole_number
 from diloco.errors import ConfigError
-from diloco.planning.units import amount, not_negative
+from diloco.planning.units import YEAR_S, amount, not_negative
 
 CONFIDENCE = 0.95
 RUNS = 64
@@ -31,22 +31,21 @@ FAILURES_PER_RUN = 600
 
 Mode = Literal["data-parallel", "elastic", "decoupled"]
 MOST_JITTER = 3.0
-YEAR_S = 365.25 * 86400.0
 
 
 @dataclass(frozen=True)
 class FailureTimes:
-    """How often chips fail and what a failure takes, in seconds.
+    """Failure rate and durations, in seconds.
 
-    The defaults reproduce the published table of Decoupled DiLoCo (arXiv 2604.21428), whose own times are not known:
-    they are a fit, in which only `repair_s` + `up_s` of about 80 s is well determined. Measure yours.
+    The defaults reproduce the published table of Decoupled DiLoCo (arXiv 2604.21428), whose own times are unpublished:
+    they are a fit, in which only `repair_s` + `up_s` of about 80 s is well determined. Measure your own.
 
     Attributes:
         mtbi_s: mean time between interruptions of one chip.
-        down_s: stop of a job or learner before it goes on without the failed chips.
-        repair_s: from a failure until the missing chips are back; chips that fail meanwhile come back with them.
-        up_s: stop while the chips are taken in again.
-        step_s: an inner step, at whose end a failure is noticed.
+        down_s: scale-down: a job or learner stops before it continues without the failed chips.
+        repair_s: from a failure until the failed chips are available; chips that fail meanwhile return with them.
+        up_s: scale-up: a job or learner stops while the chips are restored.
+        step_s: duration of an inner step, at whose end a failure is detected.
     """
 
     mtbi_s: float = YEAR_S
@@ -64,12 +63,11 @@ class FailureTimes:
 
 @dataclass(frozen=True)
 class LearnerSpeeds:
-    """How learners differ from each other, and from themselves.
+    """Relative speeds of learners, and the variation of their step times.
 
     Attributes:
-        jitter: coefficient of variation of a learner's step time: standard deviation divided by mean, drawn anew every
-            step.
-        relative: each learner's speed, in steps per second compared with 1 / `FailureTimes.step_s`; empty: all are 1.
+        jitter: coefficient of variation of a learner's step time (standard deviation ÷ mean), independent in each step.
+        relative: each learner's speed, in steps per second relative to 1 / `FailureTimes.step_s`; empty: all are 1.
     """
 
     jitter: float = 0.0
@@ -94,16 +92,16 @@ def check_chips(chips: int, learners: int) -> None:
 
 @dataclass(frozen=True)
 class Fleet:
-    """Chips and how they work together.
+    """Chips, learners and the mode in which they train.
 
     Attributes:
         chips: of all learners; every learner has the same number.
         learners: M.
-        mode: what a failed chip stops, see above.
-        elastic_learners: whether a decoupled learner goes on without its failed chips, or stops until the repair.
+        mode: determines what a failed chip stops (module docstring).
+        elastic_learners: whether a decoupled learner continues without its failed chips, or stops until the repair.
 
     Raises:
-        ConfigError: numbers that cannot be: fewer chips than learners, speeds of another number of learners.
+        ConfigError: fewer chips than learners, or a number of speeds other than that of learners.
     """
 
     chips: int
@@ -129,7 +127,7 @@ class Fleet:
 
     @property
     def is_elastic(self) -> bool:
-        """Whether what fails goes on without the chips that failed."""
+        """Whether a job or learner continues without its failed chips."""
         return self.mode == "elastic" or (self.mode == "decoupled" and self.elastic_learners)
 
 
@@ -137,7 +135,7 @@ class Fleet:
 
 
 def availability(failures_per_s: float, step_s: float, times: FailureTimes, *, elastic: bool) -> float:
-    """Share of time in which something that stops as a whole does not stand still.
+    """Uptime fraction of a unit that fails as a whole.
 
     With u = h / (1 − e^(−λh)), the mean time from the end of a stop to the end of the step in which the next failure
     falls,
@@ -145,20 +143,20 @@ def availability(failures_per_s: float, step_s: float, times: FailureTimes, *, e
         not elastic   u / (u + T + t_up)
         elastic       u / (u + t_down + t_up / K)
 
-    where K failures share one repair: the first opens it, and up-scaling follows at the end of the step or stop in
-    which T has passed. By renewal theory, with μ = u + t_down from one failure to the next and σ² = u² − u·h its
+    where K failures share one repair: the first starts it, and the scale-up follows at the end of the step or stop in
+    which T expires. By renewal theory, with μ = u + t_down from one failure to the next and σ² = u² − u·h its
     variance,
 
         K = 1 where T ≤ t_down, else max(1, T/μ + (σ² + μ²) / 2μ² + h/μ)
 
     which is exact where T is many μ, and within a point of goodput elsewhere. A step in which chips fail still counts,
-    several failures in one step are one, failures during a stop are absorbed, and no work is lost.
+    several failures in one step count as one, failures during a stop have no effect, and no work is lost.
 
     Arguments:
-        failures_per_s: λ, of all its chips together.
+        failures_per_s: λ, of all chips of the unit.
         step_s: h.
         times: t_down, T = `repair_s` and t_up.
-        elastic: whether it goes on without the chips that failed.
+        elastic: whether the unit continues without its failed chips.
     """
     run_s = step_s / -math.expm1(-failures_per_s * step_s)
     if not elastic:
@@ -183,7 +181,7 @@ def closed_form(fleet: Fleet) -> float | None:
 
 
 def running_shares(fleet: Fleet) -> list[float]:
-    """The share of time in which each decoupled learner is not stopped by a failure."""
+    """Uptime fraction of each decoupled learner."""
     rate, times = fleet.chips / fleet.learners / fleet.times.mtbi_s, fleet.times
     return [
         availability(rate, times.step_s / speed, times, elastic=fleet.elastic_learners)
@@ -192,9 +190,10 @@ def running_shares(fleet: Fleet) -> list[float]:
 
 
 def all_stopped(fleet: Fleet) -> float:
-    """Chance that at a given moment no learner runs: 1 − G for what steps together, Π(1 − G_m) for decoupled learners.
+    """Probability that no learner runs at a given time: 1 − G for learners that step together, Π(1 − G_m) for decoupled
+    ones.
 
-    The syncer is taken never to stop. Uptime is one minus this.
+    The syncer is assumed never to fail. Uptime is one minus this.
     """
     if fleet.mode == "decoupled":
         return math.prod(1 - share for share in running_shares(fleet))
@@ -210,11 +209,11 @@ class Goodput:
     """The result of a simulation. All but `num_runs` in percent.
 
     Attributes:
-        goodput: of the work that the same chips would do without failures and waiting.
-        interval: its 95 % confidence interval, of the simulation alone.
-        waiting, stopped: where the rest went: waiting for other learners, standing still for a failure.
-        closed_form: the same by formula; None where there is none.
-        all_stopped: chance that no learner runs at a given moment; uptime is 100 minus this.
+        goodput: work done, relative to the same chips without failures and waiting.
+        interval: 95 % confidence interval of the simulated goodput.
+        waiting, stopped: the rest: waiting for other learners, stopped by a failure.
+        closed_form: goodput by formula; None where there is none.
+        all_stopped: probability that no learner runs at a given time; uptime is 100 minus this.
     """
 
     goodput: float
@@ -227,8 +226,8 @@ class Goodput:
 
 
 def simulate(fleet: Fleet, seed: int = 0) -> Goodput:
-    """Simulate a fleet. Arguments: the fleet; a seed of the random numbers. Returns a `Goodput`."""
-    runs = _stretches(fleet, seed)
+    """Simulate a fleet with random numbers of this seed."""
+    runs = _simulated_runs(fleet, seed)
     goodput, error = _mean([goodput for goodput, _ in runs])
     half = statistics.NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * error
     waiting, _ = _mean([waiting for _, waiting in runs])
@@ -251,52 +250,54 @@ def _mean(values: list[float]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class _Step:
-    """The time of a step: a gamma distribution of this mean and coefficient of variation."""
+    """Distribution of a step's duration: a gamma distribution with this mean and coefficient of variation."""
 
     mean_s: float
     variation: float
 
-    def many(self, rng: random.Random, number: int) -> float:
-        """How long `number` steps take together."""
+    def total_s(self, rng: random.Random, number: int) -> float:
+        """Draw the total duration of `number` steps."""
         if self.variation == 0 or number == 0:
             return number * self.mean_s
         shape = 1 / self.variation**2
         return rng.gammavariate(number * shape, self.mean_s / shape)
 
     def chance_of_failure(self, failures_per_s: float) -> float:
-        """The chance that at least one failure falls into a step: 1 − E[e^(−λD)]."""
+        """Probability of at least one failure in a step: 1 − E[e^(−λD)]."""
         if self.variation == 0:
             return -math.expm1(-failures_per_s * self.mean_s)
         shape = 1 / self.variation**2
         return -math.expm1(-shape * math.log1p(failures_per_s * self.mean_s / shape))
 
 
-def _stretches(fleet: Fleet, seed: int) -> list[tuple[float, float]]:
-    """Goodput and waiting of independent runs. Each has one machine for each way in which a part of the fleet steps and
-    stops."""
+def _simulated_runs(fleet: Fleet, seed: int) -> list[tuple[float, float]]:
+    """Goodput and waiting of independent runs.
+
+    A run simulates one unit for each distinct behaviour: the whole fleet, or a decoupled learner of each speed. A
+    unit is (share of the work, goodput while it runs, step)."""
     rng = random.Random(f"{seed}/failures")
     speeds, step_s = fleet.relative_speeds, fleet.times.step_s
     if fleet.mode == "decoupled":
         rate = fleet.chips / fleet.learners / fleet.times.mtbi_s
-        machines = [
+        units = [
             (speed * speeds.count(speed) / sum(speeds), 1.0, _Step(step_s / speed, fleet.speeds.jitter))
             for speed in sorted(set(speeds))
         ]
     else:
-        rate, together = fleet.chips / fleet.times.mtbi_s, _lock_step(fleet, seed)
-        machines = [(1.0, step_s / together.mean_s / statistics.fmean(speeds), together)]
-    failures = max(4, FAILURES_PER_RUN // len(machines))
+        rate, step = fleet.chips / fleet.times.mtbi_s, _synchronous_step(fleet, seed)
+        units = [(1.0, step_s / step.mean_s / statistics.fmean(speeds), step)]
+    failures = max(4, FAILURES_PER_RUN // len(units))
     runs = []
     for _ in range(RUNS):
-        shares = [_running(rng, rate, step, fleet.times, fleet.is_elastic, failures) for _, _, step in machines]
-        running = sum(weight * share for (weight, _, _), share in zip(machines, shares, strict=True))
-        goodput = sum(weight * pace * share for (weight, pace, _), share in zip(machines, shares, strict=True))
+        shares = [_uptime(rng, rate, step, fleet.times, fleet.is_elastic, failures) for _, _, step in units]
+        running = sum(weight * share for (weight, _, _), share in zip(units, shares, strict=True))
+        goodput = sum(weight * pace * share for (weight, pace, _), share in zip(units, shares, strict=True))
         runs.append((goodput, running - goodput))
     return runs
 
 
-def _lock_step(fleet: Fleet, seed: int) -> _Step:
-    """The steps of learners that all wait for the slowest: mean and variation of the maximum of their step times."""
+def _synchronous_step(fleet: Fleet, seed: int) -> _Step:
+    """The step of learners that wait for the slowest: mean and variation of the maximum of their step times."""
     speeds, step_s, jitter = fleet.relative_speeds, fleet.times.step_s, fleet.speeds.jitter
     if jitter == 0 or len(speeds) == 1:
         return _Step(step_s / min(speeds), jitter)
@@ -309,23 +310,23 @@ def _lock_step(fleet: Fleet, seed: int) -> _Step:
     return _Step(float(slowest.mean()), float(slowest.std() / slowest.mean()))
 
 
-def _running(rng: random.Random, rate: float, step: _Step, times: FailureTimes, elastic: bool, failures: int) -> float:
-    """Share of time in which a machine runs, over whole cycles that begin with all chips present."""
+def _uptime(rng: random.Random, rate: float, step: _Step, times: FailureTimes, elastic: bool, failures: int) -> float:
+    """Simulated uptime fraction of a unit, over whole cycles that begin with all chips available."""
     chance = step.chance_of_failure(rate)
     run_s = stopped_s = 0.0
     while failures > 0:
-        repaired_s = math.inf  # when the missing chips are back
+        repaired_s = math.inf  # the failed chips are available again
         while True:
             steps = 1 + int(math.log1p(-rng.random()) / math.log1p(-chance)) if chance < 1 else 1
             now_s = run_s + stopped_s
             needed = (
                 max(0, math.ceil((repaired_s - now_s) / step.mean_s)) if elastic and repaired_s < math.inf else steps
             )
-            if needed < steps:  # before the next failure
-                run_s += step.many(rng, needed)
+            if needed < steps:  # the repair ends before the next failure
+                run_s += step.total_s(rng, needed)
                 stopped_s += times.up_s
                 break
-            run_s += step.many(rng, steps)
+            run_s += step.total_s(rng, steps)
             failures -= 1
             if not elastic:
                 stopped_s += times.repair_s + times.up_s

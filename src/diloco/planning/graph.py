@@ -1,11 +1,11 @@
-"""Compute utilisation of a method on a link: the part of the time in which a learner computes, in the long run.
+"""Compute utilisation of a method on a link: the share of time in which a learner computes, in the steady state.
 
-The model is the papers': inner steps as a graph of compute nodes and reductions, run event by event, with equal
-learners that do everything at the same time. A learner's processor does one thing at a time: forward through layers
+The model is the papers': inner steps are a graph of compute nodes and reductions, executed event by event, for equal
+learners that do everything at the same time. A learner's processor executes one node at a time: forward through layers
 1..L, then for l = L..1 the backward pass by activations (not for l = 1) and by parameters. Each of these 3L − 1 nodes
 takes u seconds, a step C = (3L − 1)·u. The reduction of a layer is queued when its backward pass by parameters ends;
-its link is first-in-first-out. What step t launched for layer l has to be there before layer l's forward pass of step
-t + 1 + τ. Every reduction is waited for.
+the link is first-in-first-out. A reduction of layer l launched in step t must complete before layer l's forward pass of
+step t + 1 + τ, which waits for it.
 
 Streaming DiLoCo, arXiv 2501.18512, section 3.1.
 """
@@ -16,27 +16,27 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
 
 from diloco.core.codecs.formats import wire_format
 from diloco.errors import ConfigError, DilocoError
 from diloco.planning.settings import Setting
 from diloco.planning.workload import Workload
+from diloco.report.drawing import Kind, Span
 
 ROUNDING = 1e-10
-"""Of a period: times are sums of many floats."""
+"""Relative rounding error of a period: times are sums of many floats."""
 MAX_PERIODS = 2000
 LONGEST_CYCLE = 100
-"""Periods after which the state may repeat; small whole numbers in practice."""
+"""Most periods in one cycle of the state; in practice a small whole number."""
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """The layers that are reduced after each step, repeating.
+    """The layers that are reduced after each step, periodically.
 
     Attributes:
-        period: steps after which it repeats.
-        layers_after: step 1..period → the layers (1..L) launched in it, in the order of the backward pass, L first.
+        period: in steps.
+        layers_after: by step (1..period), the layers (1..L) launched in it, in the order of the backward pass, L first.
         overlap: τ.
     """
 
@@ -50,7 +50,7 @@ class Pattern:
 
     @property
     def num_launched(self) -> int:
-        """Reductions of a period."""
+        """Reductions in a period."""
         return sum(map(len, self.layers_after.values()))
 
 
@@ -60,10 +60,10 @@ class Costs:
 
     Attributes:
         num_layers: L.
-        node_s: u, a compute node.
-        up_s: one layer on the link.
-        down_s: its result on the other direction of the link, once it is reduced; 0: a reduction is one pass.
-        latency_s: of each pass; does not occupy the link.
+        node_s: u, of a compute node.
+        up_s: of sending one layer.
+        down_s: of returning its result on the other direction of the link; 0: a reduction is one pass.
+        latency_s: of each pass; it does not occupy the link.
     """
 
     num_layers: int
@@ -74,7 +74,7 @@ class Costs:
 
     @property
     def step_s(self) -> float:
-        """Compute of an inner step: C."""
+        """Compute time of an inner step: C."""
         return (3 * self.num_layers - 1) * self.node_s
 
     def launch_s(self, layer: int) -> float:
@@ -82,27 +82,14 @@ class Costs:
         return (2 * (self.num_layers - layer + 1) - (layer == 1)) * self.node_s
 
 
-IntervalKind = Literal["compute", "wait", "up", "down"]
-
-
-class Interval(NamedTuple):
-    """One interval of a run: the processor computes or waits, or a layer is on the link; `step` is the newest one."""
-
-    kind: IntervalKind
-    start_s: float
-    end_s: float
-    step: int
-    layer: int
-
-
 class Execution:
-    """A run from its first step on.
+    """The execution of the graph, step by step.
 
     Attributes:
-        now_s: when the newest step ended.
+        now_s: end of the newest step.
         step: its number.
-        waited_s: how long forward passes have waited for reductions.
-        trace: what happened, where it is asked for.
+        waited_s: total time in which forward passes waited for reductions.
+        trace: transfers and waiting so far; None: not traced.
     """
 
     def __init__(self, pattern: Pattern, costs: Costs, *, traced: bool = False) -> None:
@@ -110,15 +97,14 @@ class Execution:
         self.now_s = 0.0
         self.step = 0
         self.waited_s = 0.0
-        self.trace: list[Interval] | None = [] if traced else None
+        self.trace: list[Span] | None = [] if traced else None
         self._up_free_s = 0.0
         self._down_free_s = 0.0
-        self._due: dict[int, list[tuple[int, float]]] = {}  # by step: (layer, when it is there), layers ascending
+        self._due: dict[int, list[tuple[int, float]]] = {}  # by step: (layer, completion time), layers ascending
 
     def advance(self) -> None:
-        """Run one more inner step."""
+        """Execute one inner step."""
         self.step += 1
-        start_s = self.now_s
         forward_ends_s = self._forward(self._due.pop(self.step, ()))
         costs = self.costs
         launched = self.pattern.launched(self.step)
@@ -126,64 +112,62 @@ class Execution:
         if arrivals:
             self._due[self.step + 1 + self.pattern.overlap] = arrivals[::-1]
         self.now_s = forward_ends_s + costs.launch_s(1)
-        self._note("compute", start_s, self.now_s)
 
-    def _note(self, kind: IntervalKind, start_s: float, end_s: float, layer: int = 0) -> None:
+    def _note(self, kind: Kind, begin_s: float, end_s: float) -> None:
         if self.trace is not None:
-            self.trace.append(Interval(kind, start_s, end_s, self.step, layer))
+            self.trace.append(Span(begin_s, end_s, kind))
 
     def advance_to(self, step: int) -> None:
-        """Run to the end of inner step `step`; stretches in which nothing is launched or due are skipped at once."""
+        """Execute up to the end of inner step `step`; steps without a launch or a due reduction are skipped at once."""
         launches = sorted(self.pattern.layers_after)
         while self.step < step:
-            place = self.step % self.pattern.period
-            launch = next((each for each in launches if each > place), self.pattern.period + launches[0])
-            idle = min([self.step - place + launch, step + 1, *self._due]) - self.step - 1
+            position = self.step % self.pattern.period
+            launch = next((each for each in launches if each > position), self.pattern.period + launches[0])
+            idle = min([self.step - position + launch, step + 1, *self._due]) - self.step - 1
             if idle > 0:
-                begin_s, self.step = self.now_s, self.step + idle
+                self.step += idle
                 self.now_s += idle * self.costs.step_s
-                self._note("compute", begin_s, self.now_s)
             if self.step < step:
                 self.advance()
 
     def _forward(self, arrivals: Sequence[tuple[int, float]]) -> float:
-        """When the forward pass ends, of which some layers wait for their reduction."""
+        """Return the end of a forward pass, some layers of which wait for their reductions."""
         now_s, done, node_s = self.now_s, 0, self.costs.node_s
         for layer, at_s in arrivals:
             now_s += (layer - 1 - done) * node_s
             done = layer - 1
             if at_s > now_s:
-                self._note("wait", now_s, at_s, layer)
+                self._note("waiting", now_s, at_s)
                 self.waited_s += at_s - now_s
                 now_s = at_s
         return now_s + (self.costs.num_layers - done) * node_s
 
     def _reduce(self, layer: int, ready_s: float) -> float:
-        """When a layer's reduction that may begin at `ready_s` is there."""
+        """Queue a layer's reduction, ready at `ready_s`; return its completion time."""
         costs, start_s = self.costs, max(self._up_free_s, ready_s)
         self._up_free_s = start_s + costs.up_s
-        self._note("up", start_s, self._up_free_s, layer)
-        there_s = self._up_free_s + costs.latency_s
+        self._note("up", start_s, self._up_free_s)
+        sent_s = self._up_free_s + costs.latency_s
         if not costs.down_s:
-            return there_s
-        start_s = max(self._down_free_s, there_s)
+            return sent_s
+        start_s = max(self._down_free_s, sent_s)
         self._down_free_s = start_s + costs.down_s
-        self._note("down", start_s, self._down_free_s, layer)
+        self._note("down", start_s, self._down_free_s)
         return self._down_free_s + costs.latency_s
 
     def ends_s(self) -> float:
-        """When the newest step has ended and all that the next step waits for at its start is there."""
+        """Time at which the newest step has ended and every reduction due at the start of the next one is complete."""
         due = (at_s for step, arrivals in self._due.items() if step <= self.step + 1 for _, at_s in arrivals)
         return max([self.now_s, *due])
 
     def state(self) -> tuple[float, ...]:
-        """The times that determine what follows, in an order that depends on the step's place in the period alone."""
+        """The times that determine the future, in an order that depends only on the step's position in the period."""
         due = (at_s for _, arrivals in sorted(self._due.items()) for _, at_s in arrivals)
         return (self.now_s, self._up_free_s, *((self._down_free_s,) if self.costs.down_s else ()), *due)
 
 
 def run_utilization(pattern: Pattern, costs: Costs, num_steps: int) -> float:
-    """Compute ÷ wall clock over the first `num_steps` steps, and what the step after them waits for at its start."""
+    """Compute ÷ wall clock over the first `num_steps` steps, including the reductions that the next step waits for."""
     execution = Execution(pattern, costs)
     for _ in range(num_steps):
         execution.advance()
@@ -193,10 +177,10 @@ def run_utilization(pattern: Pattern, costs: Costs, num_steps: int) -> float:
 def steady_utilization(pattern: Pattern, costs: Costs) -> float:
     """Compute ÷ wall clock of an endless run.
 
-    All times are maxima of sums of earlier ones, so the state x (what `Execution.state` gives) becomes periodic: after
-    some periods it grows by λ in each. Whatever x is, min_i (x_i(k + j) − x_i(k)) / j ≤ λ ≤ max_i (…) / j (Collatz and
-    Wielandt), and λ is no less than a period's compute, or its time on either direction of the link. The run ends when
-    the bounds meet.
+    All times are maxima of sums of earlier ones, so the state x (`Execution.state`) becomes periodic: after some
+    periods it grows by λ in each. For every x, min_i (x_i(k + j) − x_i(k)) / j ≤ λ ≤ max_i (…) / j (Collatz and
+    Wielandt), and λ is at least a period's compute time and its time on either direction of the link. The execution
+    stops when the bounds meet.
 
     Baccelli, Cohen, Olsder, Quadrat 1992, Synchronization and Linearity, chapter 3.
 
@@ -213,21 +197,21 @@ def steady_utilization(pattern: Pattern, costs: Costs) -> float:
         newest = execution.state()
         for back, earlier in enumerate(states, start=1):
             if len(earlier) != len(newest):
-                break  # from before as much was in flight as there is now
+                break  # other reductions were in flight then
             growths = [later - sooner for later, sooner in zip(newest, earlier, strict=True)]
             least_s, most_s = max(least_s, min(growths) / back), min(most_s, max(growths) / back)
             if most_s - least_s <= ROUNDING * most_s:
                 is_hidden = execution.waited_s == waited_s and most_s - compute_s <= ROUNDING * most_s
                 return 1.0 if is_hidden else compute_s / max(most_s, compute_s)
         states.appendleft(newest)
-    raise DilocoError(f"the utilisation did not settle in {MAX_PERIODS} periods; change the bandwidth a little.")
+    raise DilocoError(f"the utilisation did not converge in {MAX_PERIODS} periods; change the bandwidth a little.")
 
 
-# --- of a method ------------------------------------------------------------------------------------------------------
+# --- patterns and costs of a method -----------------------------------------------------------------------------------
 
 
 def strided(num_layers: int, num_fragments: int) -> list[tuple[int, ...]]:
-    """The layers (1..L) of each fragment in the order of the backward pass; fragment i has i + 1, i + 1 + P, …."""
+    """The layers (1..L) of each fragment in the order of the backward pass: fragment i has i + 1, i + 1 + P, …."""
     return [
         tuple(range(num_layers, 0, -1)[(num_layers - 1 - i) % num_fragments :: num_fragments])
         for i in range(num_fragments)
@@ -247,7 +231,7 @@ def pattern_of(num_layers: int, setting: Setting) -> Pattern:
 def costs_of(workload: Workload, setting: Setting, bit_per_s: float) -> Costs:
     """Durations of the nodes on a link of `bit_per_s`, up and down."""
     if not bit_per_s > 0:
-        raise ConfigError(f"a link of {bit_per_s:g} bit/s carries nothing; give more than 0.")
+        raise ConfigError(f"a link of {bit_per_s:g} bit/s transfers nothing; give more than 0.")
     layer_values, num_layers = workload.num_parameters / workload.num_layers, workload.num_layers
     up_s, down_s = (
         0.0 if codec is None else wire_format(codec).bits_per_value * layer_values / bit_per_s
@@ -257,11 +241,11 @@ def costs_of(workload: Workload, setting: Setting, bit_per_s: float) -> Costs:
 
 
 def utilization(workload: Workload, setting: Setting, bit_per_s: float) -> float:
-    """The part of the time in which a learner computes, 0 to 1, on links of `bit_per_s`; infinite: only latency counts.
+    """The share of time in which a learner computes, 0 to 1, on links of `bit_per_s`; infinity leaves only latency.
 
     Raises:
-        ConfigError: a bandwidth that is not above 0, or decoupled learners, which never wait (`star.py`).
+        ConfigError: a bandwidth that is not above 0, or decoupled learners, which never wait (see `prediction.py`).
     """
     if setting.method == "decoupled":
-        raise ConfigError("decoupled learners never wait; what they need of a link is a matter of their syncer's pace.")
+        raise ConfigError("decoupled learners never wait; their links limit the pace of the syncer's merges instead.")
     return steady_utilization(pattern_of(workload.num_layers, setting), costs_of(workload, setting, bit_per_s))

@@ -1,9 +1,8 @@
 """Transfers over links that share their capacity, in virtual time: bandwidth, queueing, shared bottlenecks, latency.
 
-A transfer runs over the links of its path at one rate. Transfers that are under way at the same time share every link
-fairly: rates are max-min fair, as long-lived TCP connections of like round-trip times come to be. A learner's transfers
-in one direction queue, as they do on its one connection. Latency is added at the end. Nothing here knows what the bytes
-are.
+A transfer uses every link of its route at one rate. Concurrent transfers share each link by max-min fairness, which
+long-lived TCP connections of similar round-trip times approach. A learner's transfers in one direction queue, as they
+do on its one connection. Latency is added at the end. The content of a transfer is irrelevant.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ Direction = Literal["up", "down"]
 
 @dataclass(frozen=True)
 class Route:
-    """One learner's way to the syncer and back.
+    """A learner's route to the syncer and back.
 
     Attributes:
-        up, down: names of the links on the way, in any order.
+        up, down: names of the links in each direction, in any order.
         latency_s: one way.
     """
 
@@ -34,22 +33,18 @@ class Route:
     latency_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class Transfer:
-    """A transfer that has arrived: learner, size, and when it began, left the last link and arrived."""
-
-    number: int
-    learner: int
-    direction: Direction
-    num_bytes: float
-    began_s: float
-    ended_s: float
-    arrived_s: float
-
-
 @dataclass
-class _Flow:
-    """A transfer that is queued or under way."""
+class Transfer:
+    """A transfer: queued, active or arrived.
+
+    Attributes:
+        links: names of the links that it uses.
+        left_bits: not sent yet.
+        began_s: start of the transfer; NaN while it is queued.
+        rate_bit_per_s: its current rate.
+        ended_s: time at which its last bit leaves the last link, if no rate changes before.
+        arrived_s: arrival, after the latency.
+    """
 
     number: int
     learner: int
@@ -59,51 +54,52 @@ class _Flow:
     left_bits: float
     began_s: float = math.nan
     rate_bit_per_s: float = 0.0
-    ends_s: float = math.inf
+    ended_s: float = math.inf
+    arrived_s: float = math.inf
 
 
 class Network:
-    """All links of a run and what is on them.
+    """All links of a run and the transfers on them.
 
     Arguments:
         bit_per_s: capacity of every link, by name; may be infinite.
-        paths: each learner's, in learner order.
+        routes: one for each learner, in learner order.
 
     Raises:
-        ConfigError: a capacity that is not above 0, a negative latency, a path over a link that is not there.
+        ConfigError: a capacity that is not above 0, a negative latency, or a route over an unknown link.
     """
 
-    def __init__(self, bit_per_s: Mapping[str, float], paths: Sequence[Route]) -> None:
+    def __init__(self, bit_per_s: Mapping[str, float], routes: Sequence[Route]) -> None:
         for name, rate in bit_per_s.items():
             if not rate > 0:
                 raise ConfigError(f"link {name} carries {rate!r} bit/s; a link needs more than 0.")
-        for index, path in enumerate(paths):
-            if not 0 <= path.latency_s < math.inf:
-                raise ConfigError(f"learner {index} has a latency of {path.latency_s!r} s; it is 0 or more.")
-            if missing := [name for name in (*path.up, *path.down) if name not in bit_per_s]:
+        for index, route in enumerate(routes):
+            if not 0 <= route.latency_s < math.inf:
+                raise ConfigError(f"learner {index} has a latency of {route.latency_s!r} s; give 0 or more.")
+            if missing := [name for name in (*route.up, *route.down) if name not in bit_per_s]:
                 known = ", ".join(bit_per_s) or "none"
-                raise ConfigError(f"learner {index} has a path over the link {missing[0]}; known links: {known}.")
-        self._bit_per_s, self._paths = dict(bit_per_s), tuple(paths)
+                raise ConfigError(f"learner {index} has a route over the link {missing[0]}; known links: {known}.")
+        self._bit_per_s, self._routes = dict(bit_per_s), tuple(routes)
         self._now = 0.0
         self._num_sent = 0
-        self._queues: dict[tuple[int, Direction], deque[_Flow]] = {}
+        self._queues: dict[tuple[int, Direction], deque[Transfer]] = {}
         self._arriving: list[tuple[float, int, Transfer]] = []
 
     def send(self, now_s: float, learner: int, direction: Direction, num_bytes: float) -> int:
         """Queue a transfer and return its number."""
         self._advance(now_s)
-        path = self._paths[learner]
-        links = path.up if direction == "up" else path.down
-        flow = _Flow(self._num_sent, learner, direction, num_bytes, links, 8.0 * num_bytes)
+        route = self._routes[learner]
+        links = route.up if direction == "up" else route.down
+        transfer = Transfer(self._num_sent, learner, direction, num_bytes, links, 8.0 * num_bytes)
         self._num_sent += 1
         queue = self._queues.setdefault((learner, direction), deque())
-        queue.append(flow)
+        queue.append(transfer)
         if len(queue) == 1:
-            self._begin([flow])
-        return flow.number
+            self._begin([transfer])
+        return transfer.number
 
     def drop(self, now_s: float, learner: int) -> None:
-        """Forget all that is on its way from and to a learner."""
+        """Drop all transfers from and to a learner."""
         self._advance(now_s)
         self._queues = {key: queue for key, queue in self._queues.items() if key[0] != learner}
         self._arriving = [each for each in self._arriving if each[2].learner != learner]
@@ -111,17 +107,17 @@ class Network:
         self._share()
 
     def latency_s(self, learner: int) -> float:
-        """The one-way latency of a learner's path."""
-        return self._paths[learner].latency_s
+        """The one-way latency of a learner's route."""
+        return self._routes[learner].latency_s
 
     @property
     def next_s(self) -> float:
-        """When the next transfer leaves its last link or arrives, if nothing is sent before; infinite where none is."""
-        ends = min((queue[0].ends_s for queue in self._queues.values()), default=math.inf)
+        """Time at which the next transfer leaves its last link or arrives, if nothing is sent before."""
+        ends = min((queue[0].ended_s for queue in self._queues.values()), default=math.inf)
         return min(ends, self._arriving[0][0] if self._arriving else math.inf)
 
     def arrived(self, now_s: float) -> list[Transfer]:
-        """Transfers that have arrived by now and were not returned before, in order of arrival, then of sending."""
+        """Return transfers that arrived since the last call, in order of arrival, then of sending."""
         self._advance(now_s)
         found = []
         while self._arriving and self._arriving[0][0] <= now_s:
@@ -129,11 +125,11 @@ class Network:
         return found
 
     def _advance(self, to_s: float) -> None:
-        while (at := min((queue[0].ends_s for queue in self._queues.values()), default=math.inf)) <= to_s:
-            self._carry(at)
+        while (at := min((queue[0].ended_s for queue in self._queues.values()), default=math.inf)) <= to_s:
+            self._advance_active(at)
             following = []
             for key, queue in list(self._queues.items()):
-                if queue[0].ends_s > at:
+                if queue[0].ended_s > at:
                     continue
                 self._end(queue.popleft(), at)
                 if queue:
@@ -141,40 +137,38 @@ class Network:
                 else:
                     del self._queues[key]
             self._begin(following)
-        self._carry(to_s)
+        self._advance_active(to_s)
 
-    def _carry(self, to_s: float) -> None:
-        """Advance everything under way at its rate."""
+    def _advance_active(self, to_s: float) -> None:
+        """Advance the active transfers, each at its rate."""
         for queue in self._queues.values():
-            flow = queue[0]
-            if flow.rate_bit_per_s < math.inf:
-                flow.left_bits -= flow.rate_bit_per_s * (to_s - self._now)
+            transfer = queue[0]
+            if transfer.rate_bit_per_s < math.inf:
+                transfer.left_bits -= transfer.rate_bit_per_s * (to_s - self._now)
         self._now = max(self._now, to_s)
 
-    def _end(self, flow: _Flow, at: float) -> None:
-        arrives = at + self._paths[flow.learner].latency_s
-        done = Transfer(flow.number, flow.learner, flow.direction, flow.num_bytes, flow.began_s, at, arrives)
-        heapq.heappush(self._arriving, (arrives, flow.number, done))
+    def _end(self, transfer: Transfer, at: float) -> None:
+        transfer.ended_s, transfer.arrived_s = at, at + self.latency_s(transfer.learner)
+        heapq.heappush(self._arriving, (transfer.arrived_s, transfer.number, transfer))
 
-    def _begin(self, flows: Iterable[_Flow]) -> None:
-        for flow in flows:
-            flow.began_s = self._now
+    def _begin(self, transfers: Iterable[Transfer]) -> None:
+        for transfer in transfers:
+            transfer.began_s = self._now
         self._share()
 
     def _share(self) -> None:
-        """Max-min fair rates: fill the link that gives least, fix the rates of its flows, repeat with what is left."""
-        flows = [queue[0] for queue in self._queues.values()]
-        rates = dict.fromkeys((flow.number for flow in flows), math.inf)
-        left = {
-            name: self._bit_per_s[name] for flow in flows for name in flow.links if self._bit_per_s[name] < math.inf
-        }
-        waiting = {flow.number: flow for flow in flows if any(name in left for name in flow.links)}
+        """Set max-min fair rates: saturate the narrowest link, fix the rates of its transfers, repeat with the rest."""
+        active = [queue[0] for queue in self._queues.values()]
+        rates = dict.fromkeys((each.number for each in active), math.inf)
+        used = {name for each in active for name in each.links}
+        left = {name: rate for name, rate in self._bit_per_s.items() if name in used and rate < math.inf}
+        waiting = {each.number: each for each in active if any(name in left for name in each.links)}
         while waiting:
             users: dict[str, list[int]] = {}
-            for flow in waiting.values():
-                for name in flow.links:
+            for each in waiting.values():
+                for name in each.links:
                     if name in left:
-                        users.setdefault(name, []).append(flow.number)
+                        users.setdefault(name, []).append(each.number)
             share, narrowest = min((left[name] / len(numbers), name) for name, numbers in users.items())
             for number in users[narrowest]:
                 rates[number] = share
@@ -182,8 +176,8 @@ class Network:
                     if name in left:
                         left[name] = max(0.0, left[name] - share)
             del left[narrowest]
-        for flow in flows:
-            rate = rates[flow.number]
-            if rate != flow.rate_bit_per_s or math.isinf(flow.ends_s):
-                flow.rate_bit_per_s = rate
-                flow.ends_s = self._now + max(0.0, flow.left_bits) / rate
+        for each in active:
+            rate = rates[each.number]
+            if rate != each.rate_bit_per_s or math.isinf(each.ended_s):
+                each.rate_bit_per_s = rate
+                each.ended_s = self._now + max(0.0, each.left_bits) / rate

@@ -1,16 +1,15 @@
-"""How much higher than with data parallel the loss is expected to be, term by term, each term with the experiment that
-it comes from.
+"""The expected loss penalty relative to data parallel, term by term, each with the experiment that measured it.
 
     penalty = A(N, M) + ΔH + Δτ + Δcodec + Δmethod        percent of the loss of data parallel at equal tokens
 
     A        DiLoCo with M learners at H = 30, on a model of N parameters
-    ΔH       for a longer interval
-    Δτ       for an answer that comes late
-    Δcodec   for fewer bits
-    Δmethod  for eager updates, for asynchronous merges
+    ΔH       a longer interval
+    Δτ       a late answer
+    Δcodec   fewer bits
+    Δmethod  eager updates, asynchronous merges
 
-The experiments varied one thing at a time, and the sum assumes that they add up. What no experiment covers has no
-penalty: None, with the reason.
+Each experiment varied one factor, and the sum assumes that the effects add. Where no experiment applies, the penalty is
+None, with the reason.
 """
 
 from __future__ import annotations
@@ -26,18 +25,19 @@ from diloco.planning.workload import PUBLISHED
 
 LEARNERS = (1, 2, 4, 8)
 LOSSES: dict[float, list[float]] = {row["parameters"]: row["nats"] for row in PUBLISHED["losses"]}
-"""By N: data parallel, and DiLoCo for each of `LEARNERS`. The smallest model is that of this repository's studies."""
+"""By N: losses of data parallel, then of DiLoCo for each of `LEARNERS`. The smallest model is from this project's
+studies."""
 STUDY_PARAMETERS = min(LOSSES)
 
 BASE_EVERY, LONGEST_EVERY = 30, 1000
 PER_E_FOLD_PERCENT = 100 * math.log(1.029) / math.log(15.02) / math.log(1000 / 50)
-"""Of the loss, for each factor e of H: perplexity 15.02 rises by 2.9 % from H = 50 to 1000, arXiv 2311.08105."""
+"""Percent of the loss for each factor e of H: perplexity 15.02 rises by 2.9 % from H = 50 to 1000, arXiv 2311.08105."""
 
 NO_COST_OVERLAP, LONGEST_OVERLAP, OVERLAP_PERCENT = 1, 10, 0.2
-"""One inner step of overlap costs nothing, ten less than 0.2 %: arXiv 2501.18512."""
+"""One inner step of overlap has no penalty, ten have less than 0.2 %: arXiv 2501.18512."""
 
 LEAST_BITS = 4
-"""Bits a value that lose nothing: arXiv 2501.18512 (its large runs are in E3M0), 2604.21428 (int4)."""
+"""Fewest bits per value without a penalty: arXiv 2501.18512 (its large runs use E3M0), 2604.21428 (int4)."""
 
 EAGER_PERCENT = 100 * (2.69 / 2.67 - 1)
 """Eager updates against no overlap, 500M, M = 2, H = 30: arXiv 2502.12996."""
@@ -49,7 +49,8 @@ M = 4: at most."""
 
 @dataclass(frozen=True)
 class PenaltyTerm:
-    """A part of a penalty and the experiment behind it; without one `percent` is None and `source` says why."""
+    """A summand of a penalty and the experiment that measured it; unmeasured: `percent` is None, `source` the
+    reason."""
 
     what: str
     percent: float | None
@@ -64,7 +65,7 @@ class Penalty:
 
     @property
     def percent(self) -> float | None:
-        """In percent of the loss of data parallel; None where a term is unknown."""
+        """Percent of the loss of data parallel; None where a term is unknown."""
         values = [term.percent for term in self.terms]
         return None if None in values else sum(value for value in values if value is not None)
 
@@ -80,9 +81,9 @@ class Penalty:
 
 
 def expected_penalty(num_parameters: float, num_learners: int, setting: Setting) -> Penalty:
-    """The penalty of a method, for a model of so many parameters and so many learners.
+    """Return the penalty of a method for a model of N parameters and M learners.
 
-    For decoupled learners the caller must ensure that merges come as often as planned, with nearly all learners.
+    For decoupled learners the caller must ensure that merges are as frequent as planned, with nearly all learners.
     """
     if setting.method == "data-parallel":
         return Penalty((PenaltyTerm("data parallel", 0.0, "by definition"),))
@@ -151,7 +152,7 @@ def _codec(setting: Setting) -> Iterator[PenaltyTerm]:
 
 
 def _between(places: Sequence[float], values: Sequence[float], at: float) -> float:
-    """Linear between the places, constant beyond them."""
+    """Interpolate linearly between the places; constant outside."""
     if at <= places[0]:
         return values[0]
     if at >= places[-1]:

@@ -1,4 +1,4 @@
-"""Pictures of plans: of a link's worth, goodput, hours, the scaling laws and the adviser's methods."""
+"""Pictures of plans: the value of a link, goodput, hours, the scaling laws, and the adviser's methods."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from diloco.report.drawing import Axis, Bars, Kind, Line, Picture, Span, bars, l
 
 
 def steps_between(low: float, high: float, num: int) -> list[float]:
-    """So many steps of equal ratio from one end to the other, both included."""
+    """Return `num` + 1 values from `low` to `high`, both included, in equal ratios."""
     return [low * (high / low) ** (step / num) for step in range(num + 1)]
 
 
@@ -29,17 +29,16 @@ def steps_between(low: float, high: float, num: int) -> list[float]:
 GRAPH_STEPS, SYNCER_STEPS = 60, 25
 SHOWN: tuple[Kind, ...] = ("compute", "waiting", "up", "down")
 SKIPPED = 3
-"""Periods before the one that is drawn."""
+"""Periods before the one drawn."""
 WIDEST, NUM_TRIED = 1000.0, 40
-"""How far from what was asked for the axis may reach, as a factor; bandwidths that are tried to find its range."""
+"""Largest ratio of the axis's ends to the requested bandwidths, and number of bandwidths tried to find its range."""
 LEAST_SHOWN, MOST_SHOWN = 0.1, 0.98
-"""Of utilisation where curves begin and end."""
+"""Utilisation at which curves begin and end."""
 Spans = dict[str, list[Span]]
 
 
 def link_pictures(link_model: LinkModel, asked_bit_per_s: Mapping[str, float]) -> list[Picture]:
-    """The curve with its relatives and the links that were asked for, by what was asked, and a timeline of one period
-    on the last of them."""
+    """Draw the method's curve beside others, with the requested bandwidths, and one period on the last of them."""
     return [_link_curve(link_model, asked_bit_per_s), _period(link_model, list(asked_bit_per_s.values())[-1])]
 
 
@@ -49,29 +48,29 @@ def _link_curve(link_model: LinkModel, asked_bit_per_s: Mapping[str, float]) -> 
     grid = steps_between(
         *_range(relatives, asked), GRAPH_STEPS if isinstance(link_model, GraphLinkModel) else SYNCER_STEPS
     )
-    rates = sorted({*grid, *asked})  # the points are on the curve, also between the points of the grid
+    rates = sorted({*grid, *asked})  # the requested points lie on the curve
     gbit_per_s = [rate / 1e9 for rate in rates]
     drawn = []
     for number, each in enumerate(relatives):
-        is_overlapped = each.setting.method == "streaming" and each.setting.overlap > 0  # beside one that is not
-        colour, percents = (
-            drawing.VIOLET if is_overlapped else drawing.METHODS[each.setting.method],
-            [100 * each.value(r) for r in rates],
-        )
+        is_overlapped = each.setting.method == "streaming" and each.setting.overlap > 0  # beside one without overlap
+        colour = drawing.VIOLET if is_overlapped else drawing.METHODS[each.setting.method]
+        percents = [100 * each.value(rate) for rate in rates]
         drawn.append(Line(curve_title(each), gbit_per_s, percents, colour, style="--" if number else "-"))
     worth = dict(zip(rates, drawn[0].y, strict=True))
-    points = Line(
-        "asked for", [rate / 1e9 for rate in asked], [worth[rate] for rate in asked], drawn[0].colour, style="o"
-    )
+    reached = [worth[rate] for rate in asked]
+    points = Line("asked for", [rate / 1e9 for rate in asked], reached, drawn[0].colour, style="o")
     label = "compute utilisation, %" if link_model.measure == "computing" else "pace of merges kept, %"
     figure = lines([*drawn, points], Axis("link of a learner, Gbit/s", log=True), Axis(label, low=0, high=103))
     rows = [(name, RATE.show(rate), f"{worth[rate]:.4g} %") for name, rate in asked_bit_per_s.items()]
-    heading = f"{link_model.workload.name}: what a link is worth"
-    return Picture(heading, caption(link_model, relatives), figure, ("asked for", "link", link_model.measure), rows)
+    text = f"{curve_title(link_model)}: {link_model.setting}."
+    if every := {each.setting.sync_every for each in relatives[1:] if each.setting.method != "data-parallel"}:
+        text += f" Dashed: other methods with the same codec and latency, at H = {every.pop()}."
+    heading = f"{link_model.workload.name}: utilisation against bandwidth"
+    return Picture(heading, text, figure, ("asked for", "link", link_model.measure), rows)
 
 
 def curve_title(link_model: LinkModel) -> str:
-    """The method and those of its numbers that are not the usual ones: what tells it from the others of a picture."""
+    """Return the method and its numbers that differ from the defaults."""
     own = link_model.setting
     usual = setting_for(link_model.workload, own.method, sync_every=own.sync_every)
     numbers = {f"τ = {own.overlap}": own.overlap != usual.overlap}
@@ -79,20 +78,8 @@ def curve_title(link_model: LinkModel) -> str:
     return ", ".join([own.title, *(number for number, is_own in numbers.items() if is_own)])
 
 
-def caption(link_model: LinkModel, relatives: Sequence[LinkModel]) -> str:
-    """What the picture shows, from the curves that it has."""
-    first, *others = relatives
-    text = f"{curve_title(first)}: {link_model.setting}."
-    if not others:
-        return text
-    beside = [f"{curve_title(each)}, every step" for each in others if each.setting.sync_every == 1]
-    if rest := [curve_title(each) for each in others if each.setting.sync_every > 1]:
-        beside.append(f"every {others[-1].setting.sync_every} steps: {'; '.join(rest)}")
-    return f"{text} Beside it, with the same codec and latency: {'; '.join(beside)}."
-
-
 def _range(relatives: Sequence[LinkModel], asked: Sequence[float]) -> tuple[float, float]:
-    """The range of the axis: from where the first curve rises to where the last one has, with what was asked for."""
+    """Return the range of the axis: from the rise of the first curve to that of the last, with the requested links."""
     if not all(
         isinstance(each, GraphLinkModel) for each in relatives
     ):  # no data parallel among them, and searching is slow
@@ -104,7 +91,7 @@ def _range(relatives: Sequence[LinkModel], asked: Sequence[float]) -> tuple[floa
 
 
 def _relatives(link_model: LinkModel) -> Iterator[LinkModel]:
-    """Yield the model itself, then other methods at the same H, codec and latency."""
+    """Yield the method itself, then others at the same H, codec and latency."""
     own = link_model.setting
     yield link_model
     if link_model.measure != "computing":
@@ -123,22 +110,21 @@ def _relatives(link_model: LinkModel) -> Iterator[LinkModel]:
 
 
 def _period(link_model: LinkModel, bit_per_s: float) -> Picture:
-    spans = (
-        _graph_spans(link_model, bit_per_s)
-        if isinstance(link_model, GraphLinkModel)
-        else _syncer_spans(link_model, bit_per_s)
-    )
+    if isinstance(link_model, GraphLinkModel):
+        spans = _graph_spans(link_model, bit_per_s)
+    else:
+        spans = _syncer_spans(link_model, bit_per_s)
     rows = []
     for name, of_learner in spans.items():
         seconds = (sum(span.end_s - span.begin_s for span in of_learner if span.kind == kind) for kind in SHOWN)
         rows.append((name, *map(TIME.show, seconds)))
     heading = f"{link_model.workload.name}: one period on {RATE.show(bit_per_s)}"
-    text = f"{link_model.setting}. What is on the link runs beside what is computed."
+    text = f"{link_model.setting}. Transfers run beside the computation."
     return Picture(heading, text, timeline(spans), ("learner", *(drawing.KINDS[kind][0] for kind in SHOWN)), rows)
 
 
 def _graph_spans(link_model: GraphLinkModel, bit_per_s: float) -> Spans:
-    """A period of H steps of the long run; one row, for all learners do the same."""
+    """A period of H steps in the steady state; one row, since all learners do the same."""
     costs = costs_of(link_model.workload, link_model.setting, bit_per_s)
     pattern = pattern_of(link_model.workload.num_layers, link_model.setting)
     execution = Execution(pattern, costs, traced=True)
@@ -146,9 +132,7 @@ def _graph_spans(link_model: GraphLinkModel, bit_per_s: float) -> Spans:
     begin_s = execution.now_s
     execution.advance_to(execution.step + pattern.period)
     assert execution.trace is not None
-    kinds: dict[str, Kind] = {"wait": "waiting", "up": "up", "down": "down"}
-    spans = [Span(each.start_s, each.end_s, kinds[each.kind]) for each in execution.trace if each.kind in kinds]
-    at_s = begin_s
+    spans, at_s = list(execution.trace), begin_s
     for each in [span for span in spans if span.kind == "waiting"]:
         spans.append(Span(at_s, max(at_s, each.begin_s), "compute"))
         at_s = max(at_s, each.end_s)
@@ -157,20 +141,18 @@ def _graph_spans(link_model: GraphLinkModel, bit_per_s: float) -> Spans:
 
 
 def _syncer_spans(link_model: SyncerLinkModel, bit_per_s: float) -> Spans:
-    """The last H steps of the slowest learner; one row where all learners are equal."""
+    """The last H steps of the slowest learner; one row if all learners are equal."""
     prediction = link_model.predict(bit_per_s, traced=True)
-    activities = prediction.activities
-    num = 1 + max(each.learner for each in activities)
-    of_learner = [[Span(it.begin_s, it.end_s, it.kind) for it in activities if it.learner == i] for i in range(num)]
+    of_learner = prediction.spans
     end_s = min(max(it.end_s for it in spans if it.kind in ("compute", "waiting")) for spans in of_learner)
     slowest = min(link_model.speeds)
     length_s = link_model.setting.sync_every * link_model.workload.step_s / slowest / min(prediction.utilization)
-    names = ["each learner"] if num == 1 else [f"learner {i + 1}" for i in range(num)]
+    names = [f"learner {i + 1}" for i in range(len(of_learner))] if len(of_learner) > 1 else ["each learner"]
     return {name: _clipped(spans, end_s - length_s, end_s) for name, spans in zip(names, of_learner, strict=True)}
 
 
 def _clipped(spans: Iterable[Span], begin_s: float, end_s: float) -> list[Span]:
-    """The parts of the spans that lie in a window, which becomes time 0."""
+    """Return the parts of the spans within a window, relative to its start."""
     inside = ((max(each.begin_s, begin_s), min(each.end_s, end_s), each.kind) for each in spans)
     return [Span(begins - begin_s, ends - begin_s, kind) for begins, ends, kind in inside if ends > begins]
 
@@ -183,17 +165,17 @@ MODES: Mapping[Mode, str] = {
 
 
 def goodput_pictures(fleet: Fleet, found: Mapping[Mode, Goodput], seed: int) -> list[Picture]:
-    """Goodput against chips and where the time goes, given the goodput in every mode."""
+    """Draw goodput against chips, and the shares of the time, given the goodput in every mode."""
     return [_against_chips(fleet, found[fleet.mode], seed), _where_time_goes(fleet, found)]
 
 
 def mode_title(fleet: Fleet, mode: Mode) -> str:
-    """A mode's name, with the number of learners where it matters."""
+    """Return a mode's name, with the number of decoupled learners."""
     return f"{fleet.learners} decoupled learners" if mode == "decoupled" and fleet.learners > 1 else MODES[mode]
 
 
 def _goodput(fleet: Fleet, seed: int) -> float:
-    """By formula where there is one: it has no noise."""
+    """Return the goodput by formula, without noise, or by simulation where there is none."""
     formula = closed_form(fleet)
     return simulate(fleet, seed).goodput if formula is None else 100 * formula
 
@@ -208,12 +190,12 @@ def _against_chips(fleet: Fleet, here: Goodput, seed: int) -> Picture:
     goodput = columns[fleet.mode][counts.index(fleet.chips)]
     drawn.append(Line(label, [fleet.chips], [goodput], drawing.INK, errors, style="o"))
     worst = min(map(min, columns.values()))
-    low = 0.0 if worst < 50 else 100 - 2 * (100 - worst)  # a small fleet's goodput is near 100 %
+    low = 0.0 if worst < 50 else 100 - 2 * (100 - worst)  # goodput of a small fleet is near 100 %
     span = Axis("goodput, %", low=low, high=100 + 0.03 * (100 - low)) if low < 100 else Axis("goodput, %")
     text = (
-        "Work done, in percent of what the same chips would do without failures and waiting. What steps together "
-        "stands still together, so the more chips, the less each of them does; a decoupled learner's failure stops "
-        "only itself."
+        "Work done, in percent of the work of the same chips without failures and waiting. Learners that step together "
+        "stop together, so goodput falls with the number of chips; the failure of a decoupled learner stops only "
+        "itself."
     )
     heads = ("chips", *(f"{mode_title(fleet, mode)}, %" for mode in MODES))
     rows = rows_of([f"{chips:,}" for chips in counts], columns.values(), _percent)
@@ -222,7 +204,7 @@ def _against_chips(fleet: Fleet, here: Goodput, seed: int) -> Picture:
 
 
 def _percent(value: float) -> str:
-    """Finer near 100, where the difference to it is what counts."""
+    """Format with more digits near 100, where the difference matters."""
     return f"{value:.3f}" if 99 < value < 100 else f"{value:.1f}"
 
 
@@ -232,13 +214,13 @@ def _where_time_goes(fleet: Fleet, found: Mapping[Mode, Goodput]) -> Picture:
     shares = [
         Bars("working", goodput, drawing.COMPUTING),
         Bars("waiting for other learners", waiting, drawing.WAITING),
-        Bars("standing still after a failure", stopped, drawing.STOPPED),
+        Bars("stopped by a failure", stopped, drawing.STOPPED),
     ]
     figure = bars(
         labels, shares, Axis("share of the chips' time, %", low=0, high=100), marked=[list(found).index(fleet.mode)]
     )
     text = f"Of {fleet.chips:,} chips; in bold, this plan."
-    heads = ("", "goodput, %", "waiting, %", "standing still, %", "some learner runs, %")
+    heads = ("", "goodput, %", "waiting, %", "stopped, %", "uptime, %")
     uptime = [100 - each.all_stopped for each in values]
     rows = rows_of(labels, (goodput, waiting, stopped, uptime), "{:.2f}".format)
     return Picture("Where the time goes", text, figure, heads, rows)
@@ -248,19 +230,18 @@ def _where_time_goes(fleet: Fleet, found: Mapping[Mode, Goodput]) -> Picture:
 
 HOUR_S = 3600.0
 SLOWEST_LINK, FASTEST_LINK, LINK_STEPS = 0.1, 1000.0, 32
-"""Gbit/s that the axis has, and what was asked for, in so many steps."""
+"""Range of the axis in Gbit/s, extended to the requested links, and its number of steps."""
 
 Found = Sequence[tuple[str, TrainingPlan, WallClock]]
 
 
 def hours_pictures(found: Found) -> list[Picture]:
-    """What the hours go into, and hours against the link: of plans, each with its network across sites and its wall
-    clock."""
+    """Draw hours by phase, and hours against the link, of plans with their network across sites and wall clock."""
     return [_phases(found), _against_link(found)]
 
 
 def plan_title(plan: TrainingPlan) -> str:
-    """The method and its learners."""
+    """Return the method and its number of learners."""
     return "data parallel" if plan.learners == 1 else f"DiLoCo, M = {plan.learners}"
 
 
@@ -276,7 +257,7 @@ def _phases(found: Found) -> Picture:
     text = f"{short(found[0][1].num_parameters, 3)} parameters on {found[0][1].chips:,} chips; nothing overlaps."
     heads = ("network across sites: method", "computing, h", "within, h", "across, h", "in all, h")
     figure = bars(labels, phases, Axis("hours", low=0))
-    return Picture("What the hours go into", text, figure, heads, rows_of(labels, columns, significant))
+    return Picture("Hours by phase", text, figure, heads, rows_of(labels, columns, significant))
 
 
 def _against_link(found: Found) -> Picture:
@@ -300,15 +281,15 @@ def _against_link(found: Found) -> Picture:
 # -------------------------------------------------------------------------------------------------------- scaling laws
 
 NUM_SHOWN, NUM_DRAWN = 8, 32
-"""Steps from the smallest model to the largest, in the table and of a curve."""
+"""Steps from the smallest model to the largest, in the table and in a curve."""
 MEASURED = (
-    "Power laws, measured from 35M to 2.4B parameters with 1, 2, 4 and 8 learners at 20 tokens per parameter; further "
-    "out they are extrapolated."
+    "Power laws, measured from 35M to 2.4B parameters with 1, 2, 4 and 8 learners at 20 tokens per parameter; beyond "
+    "that they are extrapolated."
 )
 
 
 def scaling_pictures(here: ScalingEstimate) -> list[Picture]:
-    """Loss and penalty by model size, inside and outside what was measured."""
+    """Draw loss and penalty by model size, within and beyond the measured range."""
     size = here.num_parameters
     shown = sorted({size, *steps_between(*PARAMETERS, NUM_SHOWN)})
     sizes = sorted({*shown, *steps_between(shown[0], shown[-1], NUM_DRAWN)})
@@ -323,14 +304,14 @@ def scaling_pictures(here: ScalingEstimate) -> list[Picture]:
     ]
 
     def picture(title: str, text: str, curves: list[Line], at: float, label: str, unit: str, digits: int) -> Picture:
-        axis = Axis("parameters", log=True, band=(*PARAMETERS, "sizes that were measured"))
+        axis = Axis("parameters", log=True, band=(*PARAMETERS, "measured sizes"))
         figure = lines([*curves, Line("this model", [size], [at], drawing.INK, style="o")], axis, Axis(label))
         columns = [[each.y[sizes.index(n)] for n in shown] for each in curves]
         rows = rows_of([short(n, 3) for n in shown], columns, f"{{:.{digits}f}}".format)
         return Picture(title, text, figure, ("parameters", *(f"{each.label}{unit}" for each in curves)), rows)
 
     loss, penalty = "held-out loss, nats per token", "loss above data parallel, %"
-    fits = f"{MEASURED} The fits are off by up to a point here."
+    fits = f"{MEASURED} The error of the fits is up to one point here."
     return [
         picture("Loss by the scaling laws", MEASURED, losses, here.loss, loss, "", 3),
         picture("Loss above data parallel", fits, penalties, here.loss_penalty_percent, penalty, ", %", 2),
@@ -340,18 +321,18 @@ def scaling_pictures(here: ScalingEstimate) -> list[Picture]:
 # -------------------------------------------------------------------------------------------------------------- advice
 
 FAR = 20
-"""Hours that differ by more than this factor are drawn on a logarithmic axis."""
+"""Ratio of hours above which their axis is logarithmic."""
 
 Ranked = Sequence[tuple[int, RunEstimate]]
 
 
 def mark(rank: int, choose: int) -> str:
-    """What a rank is besides: the one that is recommended, the one that --choose takes instead, or nothing."""
+    """Return the role of a rank: recommended, chosen instead with --choose, or none."""
     return "recommended" if rank == 1 else "chosen" if rank == choose else ""
 
 
 def numbers(inputs: AdviceInputs, estimate: RunEstimate, no_price: str) -> tuple[str, ...]:
-    """Utilisation, hours, bytes, money and loss, for a table."""
+    """Return utilisation, hours, bytes, money and loss for a table."""
     percent = estimate.penalty.percent
     return (
         f"{100 * inputs.utilization(estimate):.1f} %", significant(estimate.hours), SIZE.show(estimate.total_bytes),
@@ -361,7 +342,7 @@ def numbers(inputs: AdviceInputs, estimate: RunEstimate, no_price: str) -> tuple
 
 
 def advice_pictures(inputs: AdviceInputs, shown: Ranked, choose: int) -> list[Picture]:
-    """Hours and utilisation of the ranks that are shown, the recommended one marked."""
+    """Draw hours and utilisation of the `shown` ranks, with the recommended one marked."""
     labels, names = [], []
     for rank, each in shown:
         status, role = penalty_status(inputs, each), mark(rank, choose)
@@ -379,13 +360,13 @@ def advice_pictures(inputs: AdviceInputs, shown: Ranked, choose: int) -> list[Pi
     busy_axis = Axis("computing, % of the time of all accelerators", low=0.0, ticks=(0, 25, 50, 75, 100))
     heads = ("method", "computing", "hours", "bytes in all", "USD", "loss")
     text = (
-        "The best setting of each method: first those whose loss penalty is allowed, then those whose penalty is not, "
-        f"then those whose penalty is not known. In bold: the recommended one{', and the chosen' * (choose > 1)}."
+        "The best setting of each method: those with an allowed loss penalty, then those with a higher one, then those "
+        f"with an unknown one. In bold: the recommended one{', and the chosen' * (choose > 1)}."
     )
     drawn = bars(labels, [Bars("hours", hours, colours, significant)], hours_axis, marked=marked)
     busy = bars(labels, [Bars("computing", percents, colours, "{:.1f} %".format)], busy_axis, marked=marked)
     return [
         Picture("Hours", text, drawn, heads, rows),
-        Picture("Utilisation", "What part of the time the accelerators compute.", busy, heads[:2],
+        Picture("Utilisation", "Share of time in which the accelerators compute.", busy, heads[:2],
                 [row[:2] for row in rows]),
     ]  # fmt: skip

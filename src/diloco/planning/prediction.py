@@ -1,9 +1,8 @@
-"""Learners around one syncer: what part of the time each computes, how long a synchronisation takes, how old an answer
-is.
+"""Predicted utilisation, merge interval and staleness of learners around one syncer.
 
-The papers' graph (`graph.py`) has equal learners and a reduction in one pass, layer by layer. This is what a run
-with a syncer does: a fragment's encoded bytes up from every learner, a merge, a notice, a request, and the update down
-to every learner; over the links of each, with their latency, beside whatever else is on them. Its predictions are
+The papers' graph (`graph.py`) has equal learners and a reduction in one pass, layer by layer. This model follows a run
+with a syncer: every learner uploads a fragment's encoded bytes, the syncer merges and notifies, every learner requests
+and downloads the update, over its own links and with their latency, beside its other transfers. The predictions are
 compared with runs of the real system.
 """
 
@@ -16,22 +15,23 @@ from dataclasses import dataclass
 from diloco.core.codecs.formats import wire_format
 from diloco.core.quorum import Called
 from diloco.errors import ConfigError
-from diloco.planning.discrete_events import Activity, ExchangePlan, Merging
+from diloco.planning.discrete_events import ExchangePlan, Merging
 from diloco.planning.graph import strided
 from diloco.planning.network import Network, Route
 from diloco.planning.settings import Setting
 from diloco.planning.simulated_rounds import CalledRounds, ScheduledRounds
 from diloco.planning.workload import Workload
+from diloco.report.drawing import Span
 
 SETTLED = 1e-9
-"""Windows whose durations differ by less than this are the same but for rounding."""
+"""Relative difference of window durations that counts as rounding."""
 MAX_WINDOWS = 40
 CALLED_ROUNDS = (3, 5)
-"""Rounds of every fragment, in the mean, that are left out at the start, and measured."""
+"""Rounds per fragment, in the mean: skipped at the start, then measured."""
 MOST_STEPS = 500_000
-"""Inner steps of all learners that called rounds are played through for."""
+"""Most inner steps, of all learners, for which called rounds are simulated."""
 CALLED_PERIODS = 1000
-"""Of H steps of the slowest learner, after which called rounds are given up on a link that carries next to nothing."""
+"""Periods of H steps of the slowest learner after which the simulation of called rounds ends, on a very slow link."""
 
 
 @dataclass(frozen=True)
@@ -39,19 +39,18 @@ class Prediction:
     """The predicted times of a run.
 
     Attributes:
-        utilization: of each learner, compute ÷ wall clock.
-        period_steps: inner steps of a learner, in the mean, between two merges of one fragment; H where the network
-            keeps up.
-        stale_steps: inner steps that a learner takes, in the mean, between sending a fragment and adopting the answer.
-        contributors: learners in a merge, in the mean.
-        activities: who did what when, where that was asked for.
+        utilization: compute ÷ wall clock of each learner.
+        period_steps: mean number of inner steps between two merges of one fragment; H where the network keeps up.
+        stale_steps: mean number of inner steps between sending a fragment and adopting the answer.
+        contributors: mean number of learners in a merge.
+        spans: activities of every simulated learner; empty: the simulation is not traced.
     """
 
     utilization: tuple[float, ...]
     period_steps: float
     stale_steps: float
     contributors: float
-    activities: tuple[Activity, ...] = ()
+    spans: Sequence[Sequence[Span]] = ()
 
     @property
     def mean_utilization(self) -> float:
@@ -62,7 +61,7 @@ class Prediction:
 def exchange_of(
     workload: Workload, setting: Setting, merging: Merging | None = None, called: Called | None = None
 ) -> ExchangePlan:
-    """The exchange of a setting: strided fragments of equal layers, sized by their codecs; down as up by default."""
+    """Return the exchange of a setting: strided fragments of equal layers; by default the codec down is the one up."""
     if setting.method == "data-parallel":
         raise ConfigError("data parallel has no syncer; leave out the syncer's options, or use another method.")
     up, down = wire_format(setting.up), wire_format(setting.down or setting.up)
@@ -88,24 +87,23 @@ def predict(
     copies: int = 1,
     traced: bool = False,
 ) -> Prediction:
-    """Predict a run in the long run, or over its first `num_steps` steps.
+    """Predict the steady state of a run, or its first `num_steps` steps.
 
     Arguments:
-        network: all links, with nothing on them.
-        step_s: an inner step of each learner.
-        exchange: what is exchanged.
-        num_steps: only of scheduled rounds: as long as a run is.
-        copies: learners that each of these stands for.
-        traced: return what every learner did.
+        network: all links, idle.
+        step_s: duration of an inner step, of each learner.
+        exchange: schedule, sizes and the syncer's time.
+        num_steps: length of the run, for scheduled rounds only; None: the steady state.
+        copies: number of equal learners that each one represents.
+        traced: return the activities of every learner.
     """
     if exchange.called is not None:
         return _called(CalledRounds(network, step_s, exchange, copies=copies, traced=traced), exchange)
     simulation = ScheduledRounds(network, step_s, exchange, copies=copies, traced=traced, stop_at=num_steps)
     if num_steps is None:
         simulation.run(lambda: _is_settled(simulation))
-        window_s = max(
-            _window_s(simulation, i) for i in range(len(step_s))
-        )  # faster learners come to wait for the slowest
+        # In the steady state faster learners wait for the slowest.
+        window_s = max(_window_s(simulation, i) for i in range(len(step_s)))
         utilization = [simulation.window * seconds / window_s for seconds in step_s]
     else:
         simulation.run(lambda: math.isfinite(max(simulation.ended_s)))
@@ -114,11 +112,11 @@ def predict(
         ]
     every, tau = exchange.schedule.sync_every, exchange.schedule.overlap
     assert isinstance(every, int)
-    return Prediction(tuple(utilization), every, tau, len(step_s) * copies, tuple(simulation.trace or ()))
+    return Prediction(tuple(utilization), every, tau, len(step_s) * copies, simulation.spans)
 
 
 def _is_settled(simulation: ScheduledRounds) -> bool:
-    """The last three windows of every learner took as long, or there were enough of them."""
+    """Whether the last three windows of every learner took equally long, or enough windows were simulated."""
     if min(map(len, simulation.left_s)) > MAX_WINDOWS:
         return True
     for left_s in simulation.left_s:
@@ -144,7 +142,7 @@ def _called(simulation: CalledRounds, exchange: ExchangePlan) -> Prediction:
     num_steps = sum(CALLED_ROUNDS) * every * sum(slowest_s / each.step_s for each in simulation.learners)
     if num_steps > MOST_STEPS:
         raise ConfigError(
-            f"called rounds at H = {every} are {num_steps:.3g} inner steps to play through, more than {MOST_STEPS:,}; "
+            f"called rounds at H = {every} are {num_steps:.3g} inner steps to simulate, more than {MOST_STEPS:,}; "
             "lower H, or leave out learners that are far faster than the others."
         )
     until_s = CALLED_PERIODS * every * slowest_s
@@ -158,7 +156,7 @@ def _called(simulation: CalledRounds, exchange: ExchangePlan) -> Prediction:
         steps / num / (merges / num_fragments) if merges else math.inf,
         stale / adoptions if adoptions else math.inf,
         contributions / merges if merges else 0.0,
-        tuple(simulation.trace or ()),
+        simulation.spans,
     )
 
 
@@ -175,7 +173,7 @@ def star_network(
     latency_s: float = 0.0,
     syncer_bit_per_s: float = math.inf,
 ) -> Network:
-    """Equal links of learners, and the syncer's own, as wide in both directions."""
+    """Return a network of equal learner links and the syncer's own link, which has one rate in both directions."""
     links = {"syncer up": syncer_bit_per_s, "syncer down": syncer_bit_per_s}
     paths = []
     for i in range(num_learners):

@@ -1,19 +1,19 @@
-"""The papers' own conventions, which reproduce their printed tables: for comparison, not for buying a link.
+"""Reproduction of the papers' printed tables by their own conventions: for comparison, not for buying a link.
 
     streaming-diloco   2H steps; a fragment is sent every g steps in turn   arXiv 2501.18512 table 4, 2502.12996 table 5
     scaling-laws       H + 10 steps of DiLoCo, 11 of data parallel          arXiv 2503.09799 table 6
 
-In both, a reduction is one pass of 16 bits a value (4 for FP4), and reductions due after the end are not counted. The
-printed value is the last bandwidth of a grid whose utilisation does not exceed the target: it does not reach it. The
-interval g is not H / P. The papers describe the graph; these rules were inferred from their tables. They are known at
-the published settings only and refused elsewhere.
+In both, a reduction is one pass of 16 bits per value (4 for FP4), and reductions due after the end are not counted. The
+printed value is the last bandwidth of a grid whose utilisation does not exceed the target, so it misses the target. The
+interval g is not H / P. The papers describe the graph; these rules were inferred from their tables. They are known for
+the published settings only, and others are refused.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -27,11 +27,11 @@ CONVENTIONS = ("steady", *PUBLISHED["conventions"])
 GRID_GBIT_PER_S = tuple(10.0 ** (-1 + 4 * i / 49) for i in range(50))
 """numpy.logspace(-1, 3, 50)."""
 BITS = {"bf16": 16, "e3m0": 4}
-"""A value on the papers' wire, scales left out."""
+"""Bits per value in the papers, without scales."""
 
 
 class TableCell(NamedTuple):
-    """A cell: its text, and the grid's bandwidth behind it; None: below the whole grid."""
+    """A cell of a table: its text, and its bandwidth on the grid; None: below the whole grid."""
 
     text: str
     gbit_per_s: float | None
@@ -42,9 +42,9 @@ class PublishedRun:
     """The simulation behind one row of a paper's table.
 
     Attributes:
-        workload: the model, at the step time of this paper.
-        setting: method and numbers.
-        pattern: what is launched after which step.
+        workload: the model, with the step time of this paper.
+        setting: method and its numbers.
+        pattern: layers launched after each step.
         num_steps: length of the run.
     """
 
@@ -59,8 +59,9 @@ class PublishedRun:
         costs = Costs(num_layers, self.workload.step_s / (3 * num_layers), bits / num_layers / (gbit_per_s * 1e9))
         return run_utilization(self.pattern, costs, self.num_steps)
 
-    def printed(self, targets: Sequence[float]) -> list[TableCell]:
-        """The cells of these targets (0 to 1): the last grid point whose utilisation does not exceed the target."""
+    def cells(self, targets: Sequence[float]) -> list[TableCell]:
+        """Return the cells of these targets (0 to 1): the last grid point whose utilisation does not exceed the
+        target."""
         at = lru_cache(self.utilization)
         return [_cell(bisect_right(GRID_GBIT_PER_S, target, key=at) - 1) for target in targets]
 
@@ -77,28 +78,28 @@ def published_run(
     convention: str, model: str, method: str, *, sync_every: int | None = None, overlap: int | None = None,
     num_fragments: int | None = None, up: str = "bf16", down: str | None = None, latency_s: float = 0.0,
 ) -> PublishedRun:  # fmt: skip
-    """The run of one row of a paper's table. H is that of the table: data parallel, which has no H, is run as long as
-    the others.
+    """Return the run of one row of a paper's table. H is that of the table: data parallel, which has no H, runs as long
+    as the others.
 
     Raises:
-        ConfigError: a setting that the paper has not published.
+        ConfigError: a setting that the paper did not publish.
     """
     table = PUBLISHED["conventions"][convention]
-    default = 1 if convention == "scaling-laws" and method == "data-parallel" else 100
-    every = default if sync_every is None else sync_every
-    _check(convention, "model", model, table["models"])
-    _check(convention, "method", method, table["methods"])
-    _check(convention, "codec", up, table["codecs"])
-    if convention == "scaling-laws" and method == "data-parallel":
-        _check(convention, "sync-every", every, (1,))  # a row of its own
+    of_one_step = convention == "scaling-laws" and method == "data-parallel"  # a row of its own
+    every = (1 if of_one_step else 100) if sync_every is None else sync_every
+    for what, value in (("model", model), ("method", method), ("codec", up)):
+        _check(convention, what, value, table[f"{what}s"])
+    if of_one_step:
+        _check(convention, "sync-every", every, (1,))
     elif not (method == "data-parallel" and every == 1):
         _check(convention, "sync-every", every, table["sync_every"])
     if down is not None or latency_s:
         raise ConfigError(
-            f"the convention {convention} knows no {'--codec-down' if down else '--latency'}; leave it out, or use "
+            f"the convention {convention} has no {'--codec-down' if down else '--latency'}; leave it out, or use "
             "--convention steady."
         )
-    workload = PRESETS[model].with_step(table.get("step_s", {}).get(model, PRESETS[model].step_s))
+    step_s = table.get("step_s", {}).get(model, PRESETS[model].step_s)
+    workload = replace(PRESETS[model], step_s=step_s)
     own_every = None if method == "data-parallel" else every
     setting = setting_for(workload, method, sync_every=own_every, overlap=overlap, num_fragments=num_fragments, up=up)
     if setting.method in ("streaming", "eager"):
@@ -109,7 +110,8 @@ def published_run(
 
 
 def _pattern(num_layers: int, setting: Setting) -> Pattern:
-    """What is launched when; see the module. Fragment ⌊t / g⌋ mod P after steps g, 2g, … or, with τ ≥ 1, 1, 1 + g, …"""
+    """The launches of a setting (module docstring): fragment ⌊t / g⌋ mod P after steps g, 2g, … or, for τ ≥ 1, 1, 1
+    + g, …"""
     every, tau = setting.sync_every, setting.overlap
     if setting.method in ("data-parallel", "diloco"):
         return Pattern(every, {every: range(num_layers, 0, -1)}, tau)

@@ -1,8 +1,8 @@
 """The estimate of a run with one method: utilisation, hours, bytes, money, loss penalty.
 
-Time comes from the learners and the syncer in virtual time (`star.py`): their mean step times, their links and what
-they share. Bytes are payload: contributions, updates and gradients; a learner fetches the whole model once more when it
-joins. The loss penalty is that of `penalty.py`.
+Times come from the simulation of learners and syncer (`prediction.py`): their mean step times, their links and what
+they share. Bytes are payload: contributions, updates and gradients, without the whole model that a joining learner
+fetches. The loss penalty is that of `penalty.py`.
 """
 
 from __future__ import annotations
@@ -22,25 +22,24 @@ from diloco.planning.workload import Workload
 from diloco.protocol.members import Deadlines
 
 DEADLINES = Deadlines()
-"""When a syncer gives up a silent learner, by the defaults of a run file's `[syncer]`."""
+"""The syncer's deadlines for silent learners: the defaults of `[syncer]` in a run file."""
 
 KEEPS_UP = 0.9
-"""Of decoupled learners: merges come at least so often as planned, with so many of the learners in them, or the penalty
-is not known."""
+"""Least share of the planned merges, and of learners in each, at which the penalty of decoupled learners is known."""
 
 
 @dataclass(frozen=True)
 class RunEstimate:
-    """A run with one method.
+    """The estimate of a run with one method.
 
     Attributes:
         setting: the method.
-        utilization: of each learner: compute ÷ wall clock, without failures.
+        utilization: compute ÷ wall clock of each learner, without failures.
         step_s: wall clock of an inner step of the slowest learner, waiting included.
         hours: until the tokens are trained, failures included.
         up_bytes, down_bytes: of all learners together.
-        usd: what the priced parts come to; None where nothing has a price.
-        penalty: of the loss.
+        usd: cost of the parts that have a price; None where none has.
+        penalty: on the loss.
     """
 
     setting: Setting
@@ -60,7 +59,7 @@ class RunEstimate:
 
 @dataclass(frozen=True)
 class AdviceInputs:
-    """The inputs that all candidates share."""
+    """The inputs common to all candidates."""
 
     site: Site
     workload: Workload
@@ -69,17 +68,17 @@ class AdviceInputs:
 
     @property
     def num_steps(self) -> float:
-        """Steps of the whole batch that train the tokens."""
+        """Number of full-batch steps that train the tokens."""
         return self.budget.tokens / self.budget.tokens_per_step
 
     def utilization(self, estimate: RunEstimate) -> float:
-        """Utilisation of all accelerators."""
+        """Mean utilisation of all accelerators."""
         accelerators = [learner.place.accelerators for learner in self.learners]
         total = sum(accelerators)
         return sum(num / total * used for num, used in zip(accelerators, estimate.utilization, strict=True))
 
     def slowest_bit_per_s(self) -> float:
-        """The slowest learner's rate between sites, up or down, where all use the links that they share at once."""
+        """The slowest learner's rate between sites, up or down, while all learners use their shared links."""
         rates = [rate for each in self.learners for rate in (each.place.up, each.place.down)]
         for link in self.site.link:
             if users := sum(link.name in each.place.shares for each in self.learners):
@@ -88,7 +87,7 @@ class AdviceInputs:
 
 
 def estimate_run(inputs: AdviceInputs, setting: Setting) -> RunEstimate:
-    """The estimate of a run with this method."""
+    """Estimate a run with this method."""
     run_with = {"data-parallel": _data_parallel, "decoupled": _decoupled}.get(setting.method, _scheduled)
     run = run_with(inputs, setting)
     hours = run.seconds * slowdown_by_failures(inputs, setting, run.step_s) / 3600
@@ -100,7 +99,7 @@ def estimate_run(inputs: AdviceInputs, setting: Setting) -> RunEstimate:
 # --- by method -------------------------------------------------------------------------------------------------------
 
 
-class _Run(NamedTuple):
+class _UndisturbedRun(NamedTuple):
     """A run without failures: fields as in `RunEstimate`, its wall clock, and the prediction behind its times."""
 
     utilization: tuple[float, ...]
@@ -111,19 +110,19 @@ class _Run(NamedTuple):
     prediction: Prediction | None = None
 
 
-def _scheduled(inputs: AdviceInputs, setting: Setting) -> _Run:
-    """All learners take the same steps, and wait for the answers that are due."""
+def _scheduled(inputs: AdviceInputs, setting: Setting) -> _UndisturbedRun:
+    """All learners take the same steps and wait for due answers."""
     exchange = exchange_of(inputs.workload, setting, inputs.site.merging())
     prediction, counts = _predict(inputs, exchange, one_each=not _share_something(inputs.site))
     utilization = tuple(u for u, count in zip(prediction.utilization, counts, strict=True) for _ in range(count))
     step_s = max(learner.step_s / u for learner, u in zip(inputs.learners, utilization, strict=True))
     rounds = inputs.num_steps / setting.sync_every * len(inputs.learners)
     up, down = rounds * sum(exchange.up_bytes), rounds * sum(exchange.down_bytes)
-    return _Run(utilization, step_s, inputs.num_steps * step_s, up, down, prediction)
+    return _UndisturbedRun(utilization, step_s, inputs.num_steps * step_s, up, down, prediction)
 
 
-def _decoupled(inputs: AdviceInputs, setting: Setting) -> _Run:
-    """Every learner steps at its own pace; a merge takes the learners that are in time."""
+def _decoupled(inputs: AdviceInputs, setting: Setting) -> _UndisturbedRun:
+    """Every learner steps at its own pace; a merge contains the contributions that arrive in time."""
     learners, exchange = inputs.learners, exchange_of(inputs.workload, setting, inputs.site.merging())
     prediction, _ = _predict(inputs, exchange, one_each=False)
     share = inputs.budget.tokens_per_step / len(learners)
@@ -132,11 +131,11 @@ def _decoupled(inputs: AdviceInputs, setting: Setting) -> _Run:
     merges = steps / prediction.period_steps
     up = merges * prediction.contributors * sum(exchange.up_bytes)
     down = merges * len(learners) * sum(exchange.down_bytes)
-    return _Run((1.0,) * len(learners), max(each.step_s for each in learners), seconds, up, down, prediction)
+    return _UndisturbedRun((1.0,) * len(learners), max(each.step_s for each in learners), seconds, up, down, prediction)
 
 
-def _data_parallel(inputs: AdviceInputs, setting: Setting) -> _Run:
-    """A ring all-reduce after every step: 2·(1 − 1/M)·bits over the slowest way, and a round trip.
+def _data_parallel(inputs: AdviceInputs, setting: Setting) -> _UndisturbedRun:
+    """A ring all-reduce after every step: 2·(1 − 1/M)·bits over the slowest link, and a round trip.
 
     Source: arXiv 2503.09799, without overlap.
     """
@@ -147,14 +146,16 @@ def _data_parallel(inputs: AdviceInputs, setting: Setting) -> _Run:
     step_s = max(learner.step_s for learner in inputs.learners) + reduce_s
     utilization = tuple(learner.step_s / step_s for learner in inputs.learners)
     num_bytes = num * inputs.num_steps * sent
-    return _Run(utilization, step_s, inputs.num_steps * step_s, num_bytes, num_bytes)
+    return _UndisturbedRun(utilization, step_s, inputs.num_steps * step_s, num_bytes, num_bytes)
 
 
 def _predict(inputs: AdviceInputs, exchange: ExchangePlan, *, one_each: bool) -> tuple[Prediction, list[int]]:
-    """The prediction for each learner that is simulated, and how many equal learners it stands for.
+    """Predict the run of a subset of the learners; return it, and how many equal learners each simulated one
+    represents.
 
-    With g the greatest number that divides the numbers of learners of all sites, 1/g of the learners have 1/g of what
-    is shared: the same by symmetry. Where nothing is shared and all learners wait for all, one of each site is enough.
+    With g the greatest common divisor of the sites' numbers of learners, 1/g of the learners on 1/g of each shared
+    capacity is equivalent by symmetry. Where nothing is shared and every learner waits for all others, one learner of
+    each site is sufficient (`one_each`).
     """
     numbers = [place.learners for place in inputs.site.site]
     copies = math.gcd(*numbers)
@@ -164,7 +165,7 @@ def _predict(inputs: AdviceInputs, exchange: ExchangePlan, *, one_each: bool) ->
     learners = [
         by_site[place.name] for place, number in zip(inputs.site.site, kept, strict=True) for _ in range(number)
     ]
-    merging = exchange.merging  # has all contributions of a round to work through
+    merging = exchange.merging  # it processes the contributions of all learners
     share = len(learners) * copies / len(inputs.learners)
     exchange = replace(exchange, merging=replace(merging, bytes_per_s=merging.bytes_per_s * share))
     step_s = [each.step_s for each in learners]
@@ -173,7 +174,7 @@ def _predict(inputs: AdviceInputs, exchange: ExchangePlan, *, one_each: bool) ->
 
 
 def _part_of(site: Site, kept: Sequence[int], copies: int) -> Site:
-    """A site with `kept` learners of each place and one of `copies` parts of what they share."""
+    """Return a site with `kept` learners at each place and 1/`copies` of every shared capacity."""
 
     def part(rate: float | None) -> float | None:
         return None if rate is None else rate / copies
@@ -191,17 +192,17 @@ def _share_something(site: Site) -> bool:
     return site.syncer.up is not None or site.syncer.down is not None or any(place.shares for place in site.site)
 
 
-# --- what they share -------------------------------------------------------------------------------------------------
+# --- failures, money and loss ----------------------------------------------------------------------------------------
 
 
 def slowdown_by_failures(inputs: AdviceInputs, setting: Setting, step_s: float) -> float:
     """Wall clock with failures ÷ without.
 
-    With M learners, each failing after `mtbf` in the mean and gone for `repair`:
+    With M learners, each failing after `mtbf` in the mean and absent for `repair`:
 
         data parallel    1 + M·repair/mtbf: all learners stop
         decoupled        (mtbf + repair) / mtbf: only its own work is missing
-        else             that, times 1 + M·d/mtbf: the others wait d, until the syncer gives it up
+        otherwise        that, times 1 + M·d/mtbf: the others wait d, until the syncer evicts it
     """
     faults = inputs.site.faults
     if faults is None:
@@ -216,9 +217,9 @@ def slowdown_by_failures(inputs: AdviceInputs, setting: Setting, step_s: float) 
 
 
 def cost_usd(inputs: AdviceInputs, hours: float, up_bytes: float, down_bytes: float) -> float | None:
-    """Accelerators by the hour, traffic by the byte at both ends; None where the site file names no price.
+    """The cost of accelerators by the hour and of traffic by the byte at both ends; None where nothing has a price.
 
-    What is up for learners is down for the syncer. All learners move about the same.
+    The learners' upload is the syncer's download. All learners transfer about the same amount.
     """
     syncer, places = inputs.site.syncer, inputs.site.places
     num, seconds = len(places), 3600 * hours

@@ -1,8 +1,8 @@
-"""Published scaling laws: which loss to expect, and which learning rates and batch to begin with.
+"""Published scaling laws: expected loss, and initial values for learning rates and batch.
 
-Everything here is from "Scaling Laws for DiLoCo" (arXiv 2503.09799): power laws f(N, M) = A·N^a·M^b in the number of
-parameters N and of learners M, fitted to decoders that were trained on 20 tokens per parameter with H = 30. What was
-not measured is warned about, and what is not known is None.
+All numbers are from "Scaling Laws for DiLoCo" (arXiv 2503.09799): power laws f(N, M) = A·N^a·M^b in the number of
+parameters N and of learners M, fitted to decoders trained on 20 tokens per parameter with H = 30. Extrapolation raises
+a warning, and unmeasured values are None.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from diloco.planning.units import amount
 from diloco.planning.workload import PUBLISHED
 
 SEQUENCE_LENGTH = 2048
-"""Tokens per sequence of the batch fits. The paper's unit is inferred: with it the fits give batches of the size it
-used."""
+"""Tokens per sequence of the batch fits. The paper's unit is inferred: with it the fits reproduce its batch sizes."""
 
 PARAMETERS = (35e6, 2.4e9)
 LEARNERS = (1, 2, 4, 8)
@@ -28,7 +27,7 @@ SYNC_EVERY = 30
 
 OUTER_LR = {1: 0.4, 2: 0.6, 4: 0.6, 8: 0.8}
 OUTER_LR_PARAMETERS = 335e6
-"""Best outer learning rate by number of learners, independent of N from this many parameters on."""
+"""Best outer learning rate by number of learners, independent of N from `OUTER_LR_PARAMETERS` on."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +52,14 @@ class ScalingEstimate:
     """The fits for one model: DiLoCo with M learners, and data parallel.
 
     Attributes:
-        loss, data_parallel_loss: held-out, nats per token of the paper's data and tokenizer: compare them with each
-            other.
-        loss_penalty_percent: how far `loss` is above `data_parallel_loss`; below zero where DiLoCo wins. The fits are
-            off by up to 1.7 % of the published losses and the penalty by up to 1.1 points, at 35M; from 180M on by 1.1
-            % and 0.7 points.
+        loss, data_parallel_loss: held-out, nats per token of the paper's data and tokenizer: comparable with each other
+            only.
+        loss_penalty_percent: `loss` above `data_parallel_loss`; negative where DiLoCo is better. The error of the fits
+            is up to 1.7 % of the published losses, that of the penalty up to 1.1 points, at 35M; from 180M on 1.1 % and
+            0.7 points.
         inner_lr, data_parallel_lr: peak learning rate of AdamW.
-        batch_sequences, batch_tokens, data_parallel_batch_sequences: global batch, of all learners together.
-        outer_lr: of Nesterov SGD; None where it was not measured.
+        batch_sequences, batch_tokens, data_parallel_batch_sequences: global batch over all learners.
+        outer_lr: of Nesterov SGD; None where unmeasured.
     """
 
     num_parameters: float
@@ -84,14 +83,14 @@ def estimate_scaling(
     Arguments:
         num_parameters: N.
         num_learners: M; 1 is DiLoCo with a single learner, which is not data parallel.
-        sync_every: H. The fits do not depend on it; another one than theirs is warned about.
-        tokens: the token budget; None: 20 per parameter, theirs.
+        sync_every: H. The fits do not depend on it; a value other than theirs raises a warning.
+        tokens: the token budget; None: 20 per parameter, as in the fits.
 
     Raises:
-        ConfigError: a number that is not above zero, or not whole.
+        ConfigError: a number that is not positive, or not whole.
 
     Warns:
-        UserWarning: one for each input that lies outside what was measured.
+        UserWarning: one for each input outside the measured range.
 
     Source: arXiv 2503.09799, the joint fits in N and M, and the table of best outer learning rates.
     """
@@ -112,7 +111,7 @@ def estimate_scaling(
 
 
 def _outside(num_parameters: float, num_learners: int, sync_every: int, tokens: float | None) -> Iterator[str]:
-    """A sentence for each input outside of what was measured."""
+    """Yield a warning for each input outside the measured range."""
     low, high = PARAMETERS
     if not low <= num_parameters <= high:
         yield f"the fits were measured from 35M to 2.4B parameters; {num_parameters:.3g} is extrapolated"
@@ -120,13 +119,10 @@ def _outside(num_parameters: float, num_learners: int, sync_every: int, tokens: 
         yield f"the fits were measured with 1 to 8 learners; {num_learners} is extrapolated"
     if tokens is not None and not 0.9 <= tokens / (TOKENS_PER_PARAMETER * num_parameters) <= 1.1:
         ratio = tokens / num_parameters
-        yield (
-            f"the fits were measured at 20 tokens per parameter; these are {ratio:.3g}, so no loss given here is this "
-            "run's"
-        )
+        yield (f"the fits were measured at 20 tokens per parameter; at {ratio:.3g} the losses below do not apply")
     if sync_every != SYNC_EVERY:
         yield (
-            f"the fits were measured at H = 30; at H = {sync_every} the best outer learning rate is another (it grows "
+            f"the fits were measured at H = 30; at H = {sync_every} the best outer learning rate differs (it grows "
             "with H)"
         )
     if num_learners not in OUTER_LR:

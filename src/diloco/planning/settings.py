@@ -1,4 +1,4 @@
-"""A method of the family with its numbers, checked against a model."""
+"""A method of the family with its numbers, validated against a model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAMES: dict[MethodName, tuple[str, str]] = {
     "eager": ("eager updates", "EagerDiLoCo"),
     "decoupled": ("Decoupled DiLoCo", "DecoupledDiLoCo"),
 }
-"""By method: its title in tables and pictures, and its preset in a run file."""
+"""By method: title in tables and pictures, preset in a run file."""
 
 LAYERS_PER_FRAGMENT = 3
 _SYNC_EVERY = {"data-parallel": 1, "diloco": 100, "streaming": 100, "eager": 100, "decoupled": 24}
@@ -38,12 +38,11 @@ class Setting:
     Attributes:
         method: data-parallel, diloco, streaming, eager or decoupled.
         sync_every: H, inner steps between two synchronisations of one fragment.
-        overlap: τ, inner steps between a send and the application of its answer; of decoupled it sizes the grace
-            window.
+        overlap: τ, inner steps between a send and the application of its answer; for decoupled learners it sizes the
+            grace window.
         num_fragments: P.
-        up: the codec of what a learner sends.
-        down: the codec of the answer, on the other direction of the link; None: a reduction is one pass, as in the
-            papers.
+        up: codec of contributions.
+        down: codec of updates, on the other direction of the link; None: a reduction is one pass, as in the papers.
         latency_s: of each pass.
     """
 
@@ -65,7 +64,7 @@ class Setting:
 
     @property
     def detail(self) -> str:
-        """The numbers that matter for the method."""
+        """The numbers that apply to the method."""
         numbers = [f"H = {self.sync_every}", f"τ = {self.overlap}", f"P = {self.num_fragments}", self.up]
         shown = {"data-parallel": (3,), "diloco": (0, 3), "eager": (0, 3)}.get(self.method, (0, 1, 2, 3))
         return ", ".join(numbers[i] for i in shown)
@@ -92,13 +91,13 @@ def setting_for(
     down: str | None = None,
     latency_s: float = 0.0,
 ) -> Setting:
-    """A setting with what is not given filled in.
+    """Return a validated setting; omitted numbers get their defaults.
 
     H = 1 for data parallel, 24 for decoupled, else 100. P = L / 3 for streaming and eager, 24 (or as many as there are
     layers) for decoupled, else 1. τ = H for eager, 2 for decoupled, else 0.
 
     Raises:
-        ConfigError: numbers that the method cannot have, or that do not fit the model.
+        ConfigError: numbers that are invalid for the method or the model.
     """
     if method not in METHODS:
         close = difflib.get_close_matches(method, METHODS, n=1, cutoff=0.4)
@@ -121,19 +120,19 @@ def setting_for(
 
 
 def _problems(it: Setting, num_layers: int) -> Iterator[str]:
-    """A sentence for each number that the method cannot have, or that does not fit the model."""
+    """Yield an error for each number that is invalid for the method or the model."""
     method, every, tau, num = it.method, it.sync_every, it.overlap, it.num_fragments
     if not 0 <= it.latency_s < math.inf:
-        yield f"a latency of {it.latency_s!r} s cannot be; give 0 or more."
+        yield f"a latency of {it.latency_s!r} s is out of range; give 0 or more."
     if every < 1:
-        yield f"H = {every} steps between synchronisations cannot be; raise --sync-every to 1 or more."
+        yield f"H = {every} steps between synchronisations are too few; raise --sync-every to 1 or more."
     if method == "data-parallel" and every != 1:
         yield (
             f"data parallel reduces after every step, not every {every}; leave --sync-every out, or use --method "
             "diloco."
         )
     if num < 1:
-        yield f"P = {num} fragments cannot be; give --fragments 1 or more."
+        yield f"P = {num} fragments are too few; give --fragments 1 or more."
     if num > 1 and method in ("data-parallel", "diloco"):
         yield (
             f"{method} sends the whole model at once, not {num} fragments; leave --fragments out, or use --method "
@@ -142,7 +141,7 @@ def _problems(it: Setting, num_layers: int) -> Iterator[str]:
     if num > num_layers:
         yield f"P = {num} fragments do not fit a model of {num_layers} layers; lower --fragments to at most that."
     if tau < 0:
-        yield f"an overlap of {tau} steps cannot be; give --overlap 0 or more."
+        yield f"an overlap of {tau} steps is out of range; give --overlap 0 or more."
     if method == "data-parallel" and tau:
         yield f"data parallel cannot overlap {tau} steps; leave --overlap out."
     if method == "eager" and tau not in (every, 2 * every):

@@ -1,7 +1,7 @@
-"""The site file: where the accelerators are, what joins them, what it costs and how it fails.
+"""The site file: sites with their accelerators, links, prices and failures.
 
-One TOML file, read without torch; `docs/site-file.md` lists every key. Quantities are written with their units and held
-in base units (bit/s, s, bytes, USD per byte or s). Learners, network and outages derive from it. The adviser and
+One TOML file, read without torch; `docs/site-file.md` lists every key. Quantities have units in the file and base units
+in memory (bit/s, s, bytes, USD per byte or s). Learners, network and outages are derived from it. The adviser and
 simulations read the same file; `diloco plan measure` extends it.
 """
 
@@ -43,12 +43,14 @@ Names = Annotated[tuple[str, ...], BeforeValidator(lambda given: (given,) if isi
 
 
 class BudgetTable(Table):
-    """How long to train, and what a method may cost in loss."""
+    """The length of the training, and the loss penalty that a method may have."""
 
-    tokens: float = Field(gt=0, le=LARGEST)  # trained by all learners together
-    tokens_per_step: float = Field(gt=0, le=LARGEST)  # of one step over all learners
+    tokens: float = Field(gt=0, le=LARGEST)  # over all learners
+    tokens_per_step: float = Field(gt=0, le=LARGEST)  # in one step over all learners
     sequence_length: int = Field(default=2048, gt=0)  # in tokens
-    loss_penalty_percent: float = Field(default=1.0, ge=0)  # of the loss of data parallel, that is allowed
+    loss_penalty_percent: float = Field(
+        default=1.0, ge=0
+    )  # the most that is allowed, in percent of the loss of data parallel
 
     @model_validator(mode="after")
     def _holds_a_step(self) -> Self:
@@ -61,21 +63,22 @@ class BudgetTable(Table):
 
 
 class SiteTable(Table):
-    """Equal learners at one place. Everything here is of one learner; `learners` says how many there are."""
+    """Equal learners at one site. Every value is that of one learner; `learners` is their number."""
 
     name: Name
     learners: int = Field(default=1, ge=1, le=10_000)
     accelerators: int = Field(default=1, ge=1)
-    memory: Size | None = None  # of one accelerator; without it nothing is said about whether the model fits
+    memory: Size | None = None  # of one accelerator; without it no check whether the model fits
     step_time: Duration | None = None  # of an inner step at the learner's share of the batch
-    speed: Speed | None = None  # peak of one accelerator, where the step time is not known
-    # Of the peak, by the model's 6 FLOP per parameter and token.
-    utilization: float | None = Field(default=None, gt=0, le=1)
-    jitter_percent: float = Field(default=0.0, ge=0, lt=1000)  # standard deviation of the step time, of its mean
+    speed: Speed | None = None  # peak of one accelerator, where the step time is unknown
+    utilization: float | None = Field(default=None, gt=0, le=1)  # of the peak, at 6 FLOP per parameter and token
+    jitter_percent: float = Field(
+        default=0.0, ge=0, lt=1000
+    )  # standard deviation of the step time, in percent of its mean
     up: Rate  # from the learner to the internet
     down: Rate
     latency: Delay = 0.0  # one way, to the syncer
-    shares: Names = ()  # links that all traffic of its learners also passes through
+    shares: Names = ()  # links that all its learners' traffic also uses
     price_up: BytePrice | None = None
     price_down: BytePrice | None = None
     price_per_accelerator_hour: HourPrice | None = None
@@ -85,12 +88,12 @@ class SiteTable(Table):
         if (self.speed is None) != (self.utilization is None):
             raise ValueError("speed and utilization belong together")
         if (self.step_time is None) == (self.speed is None):
-            raise ValueError("give the step_time that was measured, or speed and utilization; one of the two")
+            raise ValueError("give either the measured step_time, or speed and utilization")
         return self
 
 
 class LinkTable(Table):
-    """A link that several learners share, such as a building's line."""
+    """A link that several learners share, such as a building's internet connection."""
 
     name: Name
     up: Rate
@@ -98,22 +101,22 @@ class LinkTable(Table):
 
 
 class SiteSyncerTable(Table):
-    """The syncer's links, merges and prices. Without this table its link is no limit and costs nothing."""
+    """The syncer's links, merges and prices. Without this table its link is unlimited and free."""
 
-    up: Rate | None = None  # of each shard, from the syncer to the internet; none: no limit
+    up: Rate | None = None  # of each shard, from the syncer to the internet; none: unlimited
     down: Rate | None = None
     shards: int = Field(default=1, ge=1)
-    merge_time: Delay = 0.0  # of a round, whatever its size: closing, storing, telling
-    merge_speed: Rate | None = None  # at which each shard works through encoded contributions; none: at once
+    merge_time: Delay = 0.0  # of a round, independent of its size: closing, storing, notifying
+    merge_speed: Rate | None = None  # rate of merging encoded contributions, of each shard; none: instantaneous
     price_up: BytePrice | None = None
     price_down: BytePrice | None = None
     price_per_hour: HourPrice | None = None  # of each shard
 
 
 class FaultsTable(Table):
-    """Failures at random, of each learner by itself: exponential times between them."""
+    """Random, independent failures of each learner, with exponential times between them."""
 
-    mtbf: Duration  # mean time a learner runs between two failures
+    mtbf: Duration  # mean time between two failures of a learner
     repair: Delay
     seed: int = Field(default=0, ge=0)
 
@@ -121,7 +124,7 @@ class FaultsTable(Table):
 class FaultTable(Table):
     """One failure of a trace."""
 
-    learner: str  # or a site: all its learners
+    learner: str  # or a site, for all its learners
     at: Delay
     back: Duration | None = None  # none: it does not return
 
@@ -136,7 +139,6 @@ class SiteLearner(NamedTuple):
     """One learner.
 
     Attributes:
-        name: its own.
         place: its site, with the link to the syncer.
         step_s: mean duration of an inner step, seconds.
     """
@@ -146,7 +148,7 @@ class SiteLearner(NamedTuple):
     step_s: float
 
     def step_seconds(self, step: int, seed: int = 0) -> float:
-        """Seconds of its inner step of this number: log-normal, a function of seed, name and number alone."""
+        """Duration of an inner step, in seconds: log-normal, determined by seed, name and step alone."""
         if self.place.jitter_percent == 0:
             return self.step_s
         variance = math.log1p((self.place.jitter_percent / 100) ** 2)
@@ -155,7 +157,7 @@ class SiteLearner(NamedTuple):
 
 
 class Outage(NamedTuple):
-    """A learner, by its index, is gone from `at_s` until `back_s` (infinite: for good)."""
+    """The absence of a learner, by its index, from `at_s` until `back_s` (infinity: permanent)."""
 
     learner: int
     at_s: float
@@ -174,7 +176,7 @@ class Site(Table):
     fault: tuple[FaultTable, ...] = ()
 
     @model_validator(mode="after")
-    def _fits_together(self) -> Self:
+    def _check_consistency(self) -> Self:
         names = self.names
         for kind, known in (("learner", names), ("link", [each.name for each in self.link])):
             if twice := sorted(name for name, times in Counter(known).items() if times > 1):
@@ -183,73 +185,72 @@ class Site(Table):
         for place in self.site:
             for name in set(place.shares) - set(links):
                 advice = nearest(name, links) if links else "add it"
-                raise ValueError(f'site {place.name} shares the link "{name}", and there is no such [[link]]; {advice}')
+                raise ValueError(f'site {place.name} shares the link "{name}", which has no [[link]]; {advice}')
             if place.speed is not None and (self.model is None or self.budget is None):
                 raise ValueError(
-                    f"site {place.name} gives speed and utilization; its step time follows only with [model] and "
-                    "[budget]"
+                    f"site {place.name} gives speed and utilization; its step time requires [model] and [budget]"
                 )
         if self.faults is not None and self.fault:
-            raise ValueError("[faults] and [[fault]] contradict each other; keep one of them")
+            raise ValueError("[faults] and [[fault]] exclude each other; keep one of them")
         self._check_trace()
         return self
 
     def _check_trace(self) -> None:
         known = list(dict.fromkeys([*self.names, *(place.name for place in self.site)]))
-        gone_until: dict[int, float] = {}
+        absent_until: dict[int, float] = {}
         for fault in sorted(self.fault, key=lambda each: each.at):
             if fault.learner not in known:
                 raise ValueError(f'a [[fault]] names the learner "{fault.learner}"; {nearest(fault.learner, known)}')
             for index in self._named(fault.learner):
-                if fault.at < gone_until.get(index, 0.0):
+                if fault.at < absent_until.get(index, 0.0):
                     at = TIME.show(fault.at)
-                    raise ValueError(f"{self.names[index]} fails at {at} while it is gone; drop that [[fault]]")
-                gone_until[index] = math.inf if fault.back is None else fault.back
+                    raise ValueError(f"{self.names[index]} fails at {at} while it is absent; remove that [[fault]]")
+                absent_until[index] = math.inf if fault.back is None else fault.back
 
-    # --- what follows from it -----------------------------------------------------------------------------------------
+    # --- derived values -----------------------------------------------------------------------------------------------
 
     @property
     def places(self) -> list[SiteTable]:
-        """The site of each learner, in the learners' order."""
+        """The site of each learner, in learner order."""
         return [place for place in self.site for _ in range(place.learners)]
 
     @property
     def names(self) -> list[str]:
-        """Names of the learners in order: the site's, numbered where it has several."""
+        """Names of the learners in order: that of the site, numbered where it has several learners."""
         numbered = ((place, i) for place in self.site for i in range(place.learners))
         return [place.name if place.learners == 1 else f"{place.name}-{i}" for place, i in numbered]
 
     def learners(self) -> list[SiteLearner]:
-        """Every learner, in the order of the file."""
+        """Return all learners, in the order of the file."""
         named = zip(self.names, self.places, strict=True)
         return [SiteLearner(name, place, self._step_s(place)) for name, place in named]
 
     def network(self) -> Network:
-        """The links and each learner's path over them, for transfers in virtual time."""
+        """Return the links and each learner's route over them, for simulated transfers."""
         bit_per_s = {
             "syncer up": math.inf if self.syncer.up is None else self.syncer.up * self.syncer.shards,
             "syncer down": math.inf if self.syncer.down is None else self.syncer.down * self.syncer.shards,
         }
         for link in self.link:
             bit_per_s |= {f"link {link.name} up": link.up, f"link {link.name} down": link.down}
-        paths = []
+        routes = []
         for learner in self.learners():
             own_up, own_down = f"learner {learner.name} up", f"learner {learner.name} down"
             bit_per_s |= {own_up: learner.place.up, own_down: learner.place.down}
             up, down = ([f"link {name} {way}" for name in learner.place.shares] for way in ("up", "down"))
-            paths.append(Route((own_up, *up, "syncer down"), (own_down, *down, "syncer up"), learner.place.latency))
-        return Network(bit_per_s, paths)
+            routes.append(Route((own_up, *up, "syncer down"), (own_down, *down, "syncer up"), learner.place.latency))
+        return Network(bit_per_s, routes)
 
     def merging(self) -> Merging:
-        """The syncer's time for a round."""
+        """Return the syncer's time for a round."""
         speed = self.syncer.merge_speed
         bytes_per_s = math.inf if speed is None else self.syncer.shards * speed / 8
         return Merging(self.syncer.merge_time, bytes_per_s)
 
     def outages(self, until_s: float) -> list[Outage]:
-        """Outages of learners that begin before `until_s`, in order: those of the trace, or drawn by the fault rate.
+        """Return outages that begin before `until_s`, in order: those of the trace, or random ones of the fault rate.
 
-        Each learner draws from its own seeded stream, so that adding a learner changes nothing for the others.
+        Each learner has its own seeded stream, so that an additional learner does not change the outages of others.
         """
         found = []
         for fault in self.fault:
@@ -266,12 +267,12 @@ class Site(Table):
         return sorted(found, key=lambda outage: (outage.at_s, outage.learner))
 
     def _named(self, name: str) -> list[int]:
-        """Indices of the learner, or of all learners of the site, of this name."""
+        """Indices of the learner of this name, or of all learners of the site of this name."""
         learners = enumerate(zip(self.names, self.places, strict=True))
         return [i for i, (own, place) in learners if name in (own, place.name)]
 
     def _step_s(self, place: SiteTable) -> float:
-        """6·N·D / (accelerators · peak · utilization): N parameters that a token uses, D a learner's tokens."""
+        """6·N·D / (accelerators · peak · utilization): N parameters per token, D tokens of a learner."""
         if place.step_time is not None:
             return place.step_time
         assert self.model is not None
@@ -284,24 +285,24 @@ class Site(Table):
         return 6.0 * used * share / flop_per_s
 
     def workload(self) -> Workload:
-        """The model, without a step time: learners differ in theirs. Raises ConfigError where the file names none."""
+        """Return the model, without a step time, which differs by learner. Raises ConfigError where there is none."""
         if self.model is None:
-            raise ConfigError("the site file does not say which model; add [model] with parameters and layers")
+            raise ConfigError("the site file has no model; add [model] with parameters and layers")
         return self.model.workload()
 
     def site_of(self, learner: str) -> int | None:
-        """The index of the site of a learner, or of the site of this name; None: there is none."""
+        """Return the index of a learner's site, or of the site of this name; None: unknown."""
         named = self._named(learner)
         return self.site.index(self.places[named[0]]) if named else None
 
 
 def load_site(path: str | Path) -> Site:
-    """Read a site file. Raises ConfigError naming file, key and value: missing, not TOML, unknown or impossible."""
+    """Read a site file. Raises ConfigError naming file, key and value: missing, not TOML, unknown or invalid."""
     return parse_site(read_text(path, "site file"), source=str(path))
 
 
 def parse_site(text: str, source: str = "site file") -> Site:
-    """Read the text of a site file; see `load_site`."""
+    """Parse the text of a site file; see `load_site`."""
     return validate(Site, read_toml(text, source), source)
 
 
@@ -311,13 +312,13 @@ def parse_site(text: str, source: str = "site file") -> Site:
 def with_measurement(
     text: str, source: str, learner: str, measured: Mapping[str, Any], defaults: Mapping[str, Mapping[str, Any]]
 ) -> str:
-    """The text of a site file in which the site of `learner` has the `measured` values; order and comments stay.
+    """Return the text of a site file with the `measured` values at the site of `learner`; order and comments are kept.
 
-    A new site comes after the others. Where a step time was measured, `speed` and `utilization` go. `defaults` are
-    tables such as `model`, added where the file has none; an empty text gives a new file.
+    A new site is appended. A measured step time replaces `speed` and `utilization`. `defaults` are tables such as
+    `model`, added where the file has none; an empty text gives a new file.
 
     Raises:
-        ConfigError: the text is no site file, lacks what a site needs, or has a form that cannot be extended.
+        ConfigError: the text is not a site file, lacks a required value, or has a form that cannot be extended.
     """
     tables = read_toml(text, source)
     sites: list[dict[str, Any]] = tables.get("site", [])
@@ -341,15 +342,15 @@ def with_measurement(
 def _extended(
     text: str, missing: Mapping[str, Any], index: int | None, values: Mapping[str, Any], dropped: Sequence[str]
 ) -> str:
-    """The text with the tables that are missing, and with values of a site, or of a new one. Raises ValueError where
-    tomlkit refuses."""
+    """Return the text with missing tables, and the values of a site or a new one. Raises ValueError where tomlkit
+    fails."""
     import tomlkit
 
     document = tomlkit.parse(text)
     for name, table in missing.items():
         document.append(name, _set_apart(table))
     sites = document.setdefault("site", tomlkit.aot())
-    end: list[Any] = []  # blank lines and comments before the next table belong to it
+    end: list[Any] = []  # blank lines and comments before the next table
     if sites:
         body = sites[-1 if index is None else index].value.body
         while body[-1][0] is None:
@@ -365,7 +366,7 @@ def _extended(
 
 
 def _set_apart(values: Mapping[str, Any]) -> "TomlTable":
-    """A table below an empty line."""
+    """Return a table that is preceded by an empty line."""
     import tomlkit
 
     table = tomlkit.table()

@@ -1,7 +1,6 @@
-"""Quantities with their units, read and printed: "100 Mbit/s", "50 ms", "3.5e9 bytes", "0.09 USD/GB".
+"""Quantities with units, parsed and printed: "100 Mbit/s", "50 ms", "3.5e9 bytes", "0.09 USD/GB".
 
-A number without its unit is never taken: between Mbit/s and MB/s lies a factor of eight that no later check would
-notice.
+A number without a unit is refused: Mbit/s and MB/s differ by a factor of eight that no later check would detect.
 """
 
 import json
@@ -16,7 +15,7 @@ from diloco.errors import ConfigError
 from diloco.tables import nearest
 
 SMALLEST, LARGEST = 1e-30, 1e30
-"""What amounts lie between, in base units, unless they are zero: products of several of them are numbers still."""
+"""Range of nonzero amounts in base units: products of several of them remain finite."""
 
 _NUMBER = re.compile(r"\s*([+-]?(?:(?:\d[\d_]*)?\.?\d+\.?(?:[eE][+-]?\d+)?|inf|nan))\s*(.*?)\s*")
 
@@ -26,11 +25,11 @@ class Quantity:
     """A kind of quantity.
 
     Arguments:
-        name: what it is, for error sentences.
-        units: each known unit → how many of the base unit it is; the unit of factor 1 is the base.
-        example: how to write one.
-        shown: the units that `show` chooses from; none: all that `units` lists.
-        coarse: units that `show` takes only for what has at most one decimal in them: 65 s are not 1.08 min.
+        name: for error messages.
+        units: factor of each unit to the base unit, whose factor is 1.
+        example: of the notation.
+        shown: units that `show` chooses from; empty: all of `units`.
+        coarse: units that `show` uses only for values with at most one decimal: 65 s is not shown as 1.08 min.
     """
 
     name: str
@@ -40,11 +39,10 @@ class Quantity:
     coarse: tuple[str, ...] = ()
 
     def parse(self, text: object, key: str = "", *, positive: bool = False) -> float:
-        """`text` in the base unit, for example "100 Mbit/s" → 1e8.
+        """Parse `text` into the base unit, for example "100 Mbit/s" → 1e8.
 
-        `key` is what the text was given for, named by the error. Zero passes unless the quantity has to be `positive`.
-        Raises ConfigError for a bare number, an unknown unit, and a value that is negative, not finite or beyond all
-        measure.
+        `key` names the option in errors. Zero is valid unless the quantity must be `positive`. Raises ConfigError for a
+        number without unit, an unknown unit, and a value that is negative, not finite or out of range.
         """
         given = f"{key} = {json.dumps(text, default=str)}" if key else json.dumps(text, default=str)
         if isinstance(text, bool) or not isinstance(text, str | int | float):
@@ -70,7 +68,7 @@ class Quantity:
         return value
 
     def show(self, value: float, digits: int = 3) -> str:
-        """`value`, given in the base unit, in the largest unit of which it is at least one; see `coarse`."""
+        """Format `value`, in the base unit, with the largest unit of which it is at least one; see `coarse`."""
         if not math.isfinite(value):
             return str(value)
         rounded = float(f"{value:.{digits - 1}e}")
@@ -90,7 +88,8 @@ class Quantity:
 
 
 def amount(name: str, value: float) -> float:
-    """A number without a unit, such as one of tokens. Raises ConfigError naming it where it is impossible."""
+    """Validate a number without a unit, such as one of tokens. Raises ConfigError naming it where it is out of
+    range."""
     positive(name, value)
     if not SMALLEST <= value <= LARGEST:
         raise ConfigError(f"{name} = {value!r} is beyond all measure; give a number below {LARGEST:g}.")
@@ -104,7 +103,7 @@ def not_negative(name: str, value: float) -> None:
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """`value` to `digits` significant digits, without exponent or trailing zeros; digits before the point are kept."""
+    """Format `value` to `digits` significant digits, without exponent or trailing zeros; integer digits are kept."""
     if value == 0:
         return "0"
     decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
@@ -113,7 +112,7 @@ def significant(value: float, digits: int = 3) -> str:
 
 
 def _decimal(base: str, prefixes: str, factor: float = 1.0) -> dict[str, float]:
-    """`base` and its multiples: prefixes such as "kMGT" are successive powers of a thousand."""
+    """Return `base` and its multiples: prefixes such as "kMGT" are successive powers of a thousand."""
     return {base: factor} | {f"{prefix}{base}": factor * 1000.0 ** (i + 1) for i, prefix in enumerate(prefixes)}
 
 
@@ -122,27 +121,17 @@ def _binary(base: str, factor: float = 1.0) -> dict[str, float]:
 
 
 _BYTES: dict[str, Any] = {"bytes": 1.0, "byte": 1.0} | _decimal("B", "kMGTP") | _binary("B")
-_TIMES = {
-    "us": 1e-6,
-    "µs": 1e-6,
-    "ms": 1e-3,
-    "s": 1.0,
-    "min": 60.0,
-    "h": 3600.0,
-    "d": 86400.0,
-    "y": 365.25 * 86400.0,
-    "year": 365.25 * 86400.0,
-}
+YEAR_S = 365.25 * 86400.0
+_TIMES = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_BITS = _decimal("bit/s", "kMGT")
 
-RATE = Quantity(
-    "rate",
-    _decimal("bit/s", "kMGT") | _decimal("B/s", "kMGT", 8.0) | _binary("B/s", 8.0),
-    "100 Mbit/s",
-    tuple(_decimal("bit/s", "kMGT")),
-)
+RATE = Quantity("rate", _BITS | _decimal("B/s", "kMGT", 8.0) | _binary("B/s", 8.0), "100 Mbit/s", tuple(_BITS))
 """Bits per second."""
 
-TIME = Quantity("time", _TIMES, "50 ms", ("us", "ms", "s", "min", "h", "d"), coarse=("min", "h", "d"))
+TIME = Quantity(
+    "time", _TIMES | dict.fromkeys(("y", "year"), YEAR_S), "50 ms", ("us", "ms", "s", "min", "h", "d"),
+    coarse=("min", "h", "d"),
+)  # fmt: skip
 """Seconds; a year has 365.25 days."""
 
 SIZE = Quantity("size", _BYTES, "3.5 GB", ("bytes", *_decimal("B", "kMGTP")))
@@ -151,15 +140,10 @@ SIZE = Quantity("size", _BYTES, "3.5 GB", ("bytes", *_decimal("B", "kMGTP")))
 COMPUTE = Quantity("speed", _decimal("FLOP/s", "kMGTPE"), "300 TFLOP/s")
 """Floating-point operations per second."""
 
-PRICE_PER_BYTE = Quantity(
-    "price",
-    {"USD/GB": 1e-9, "USD/TB": 1e-12, "USD/GiB": 2.0**-30, "USD/TiB": 2.0**-40, "USD/MB": 1e-6},
-    "0.09 USD/GB",
-    ("USD/GB",),
-)
+_BYTE_PRICES = {"USD/GB": 1e-9, "USD/TB": 1e-12, "USD/GiB": 2.0**-30, "USD/TiB": 2.0**-40, "USD/MB": 1e-6}
+PRICE_PER_BYTE = Quantity("price", _BYTE_PRICES, "0.09 USD/GB", ("USD/GB",))
 """US dollars per byte."""
 
-PRICE_PER_S = Quantity(
-    "price", {"USD/h": 1 / 3600, "USD/d": 1 / 86400, "USD/s": 1.0, "USD/min": 1 / 60}, "2 USD/h", ("USD/h",)
-)
+_TIME_PRICES = {"USD/h": 1 / 3600, "USD/d": 1 / 86400, "USD/s": 1.0, "USD/min": 1 / 60}
+PRICE_PER_S = Quantity("price", _TIME_PRICES, "2 USD/h", ("USD/h",))
 """US dollars per second."""

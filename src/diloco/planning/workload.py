@@ -1,12 +1,12 @@
-"""A model as a plan sees it: parameters, layers, and the time of an inner step.
+"""A workload: a model's parameters, layers, and time of an inner step.
 
-preset   the models of the papers' simulators, as they are printed there
-TOML     parameters = 1.2e9, layers = 24, step_time = "310 ms"; or a config or preset in place of the first two
-JSON     a transformers config.json; the step time has to come from elsewhere
+preset   the models of the papers' simulators, as printed there
+TOML     parameters = 1.2e9, layers = 24, step_time = "310 ms"; or a config or preset instead of the first two
+JSON     a transformers config.json; the step time is given separately
 
-A config.json is counted from its numbers alone: neither torch nor transformers is imported. A decoder is an embedding,
-L layers of attention and feed-forward, a last norm and a head. Families differ in biases, norms, and in how attention
-and feed-forward are built; those that are known are in `FAMILIES`.
+The parameters of a config.json are counted from its numbers, without torch or transformers. A decoder is an embedding,
+L layers of attention and feed-forward, a final norm and a head. Families differ in biases, norms, and the construction
+of attention and feed-forward; `FAMILIES` lists the supported ones.
 """
 
 import difflib
@@ -26,18 +26,18 @@ from diloco.planning.units import TIME, amount
 from diloco.tables import Table, nearest, read_text, read_toml, validate
 
 PUBLISHED: Mapping[str, Any] = tomllib.loads(Path(__file__).with_name("published.toml").read_text(encoding="utf-8"))
-"""The numbers of papers and studies that plans use, by table."""
+"""The numbers from papers and studies that plans use, by table."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A model, and what one inner step of it takes on one learner.
+    """A model, and the time of its inner step on one learner.
 
     Attributes:
         name: for tables.
-        num_parameters: all that is synchronised.
+        num_parameters: of all synchronised tensors.
         num_layers: L.
-        step_s: seconds of compute of an inner step; 0: not known.
+        step_s: compute time of an inner step, in seconds; 0: unknown.
     """
 
     name: str
@@ -49,13 +49,8 @@ class Workload:
         amount("the number of parameters", self.num_parameters)
         if self.num_layers < 1:
             raise ConfigError(
-                f"a model of {self.num_parameters:g} parameters in {self.num_layers} layers cannot be; give 1 layer or "
-                "more."
+                f"a model of {self.num_parameters:g} parameters has {self.num_layers} layers; give 1 layer or more."
             )
-
-    def with_step(self, step_s: float) -> Self:
-        """The same model with another step time."""
-        return replace(self, step_s=step_s)
 
 
 PRESETS: Mapping[str, Workload] = {
@@ -65,19 +60,19 @@ PRESETS: Mapping[str, Workload] = {
 
 
 class ModelSizeTable(Table):
-    """A model as far as a plan needs to know it: a preset, parameters and layers, or the config that has them."""
+    """A model's size: a preset, parameters and layers, or a config that has them."""
 
     parameters: float | None = Field(default=None, gt=0)
     layers: int | None = Field(default=None, gt=0)
     config: Path | None = None  # a transformers config.json, instead of parameters and layers
     preset: str | None = None  # a model of the papers: 1b, 10b, 100b, llama-405b, deepseek-v3
-    active_parameters: float | None = Field(default=None, gt=0)  # those that a token uses, of a mixture of experts
+    active_parameters: float | None = Field(default=None, gt=0)  # parameters that a token uses in a mixture of experts
 
     @model_validator(mode="after")
     def _one_way(self) -> Self:
         ways = [self.preset is not None, self.config is not None, self.parameters is not None]
         if sum(ways) != 1 or (self.parameters is None) != (self.layers is None):
-            raise ValueError("a model is its preset, its parameters and layers, or its config; give one of the three")
+            raise ValueError("a model has a preset, parameters and layers, or a config; give one of the three")
         if self.preset is not None and self.preset not in PRESETS:
             raise ValueError(f'there is no model preset "{self.preset}"; {nearest(self.preset, list(PRESETS))}')
         if (self.active_parameters or 0) > (self.parameters or math.inf):
@@ -88,9 +83,9 @@ class ModelSizeTable(Table):
         return self
 
     def workload(self, directory: Path = Path()) -> Workload:
-        """The model, without a step time; `config` is found from the `directory`."""
+        """Return the model without a step time; `config` is relative to the `directory`."""
         if self.preset is not None:
-            return PRESETS[self.preset].with_step(0.0)
+            return replace(PRESETS[self.preset], step_s=0.0)
         if self.config is not None:
             return Workload(self.config.parent.name, *count_parameters(directory / self.config), 0.0)
         assert self.parameters is not None
@@ -104,10 +99,10 @@ class _ModelFile(ModelSizeTable):
 
 
 def load_workload(model: str, step_s: float | None = None) -> Workload:
-    """The workload of a preset's name, a TOML file or a transformers config.json; `step_s` replaces its step time.
+    """Load a workload by the name of a preset, TOML file or transformers config.json; `step_s` replaces its step time.
 
     Raises:
-        ConfigError: no such preset or file, a file that cannot be used, or no step time.
+        ConfigError: unknown preset, missing or invalid file, or no step time.
     """
     path = Path(model)
     if model in PRESETS:
@@ -123,18 +118,18 @@ def load_workload(model: str, step_s: float | None = None) -> Workload:
             "config.json."
         )
     if step_s is not None:
-        return workload.with_step(step_s)
+        return replace(workload, step_s=step_s)
     if not workload.step_s:
-        raise ConfigError(f'{model} does not say how long an inner step takes; add --step-time, for example "310 ms".')
+        raise ConfigError(f'{model} has no time of an inner step; add --step-time, for example "310 ms".')
     return workload
 
 
 def parameters_of(model: str | None, parameters: float | None) -> float:
-    """The number of parameters of a model that is named or counted."""
+    """Return the number of parameters, given directly or by a model."""
     if parameters is not None and model is None:
         return parameters
     if model is None or parameters is not None:
-        raise ConfigError("a model is named by --model or described by --parameters; give one of the two.")
+        raise ConfigError("the number of parameters comes from --model or from --parameters; give one of the two.")
     return load_workload(model, 0.0).num_parameters
 
 
@@ -142,7 +137,7 @@ def parameters_of(model: str | None, parameters: float | None) -> float:
 
 
 class _Config:
-    """The values of a config.json; a missing one is an error that names it."""
+    """The values of a config.json; a missing value is an error that names its key."""
 
     def __init__(self, values: Mapping[str, Any], source: str) -> None:
         self._values, self._source = values, source
@@ -157,18 +152,18 @@ class _Config:
         return value
 
     def get(self, key: str, default: Any) -> Any:
-        """The value, or the default where there is none or it is null."""
+        """Return the value, or the default if it is missing or null."""
         value = self._values.get(key)
         return default if value is None else value
 
 
 def count_parameters(path: str | Path) -> tuple[int, int]:
-    """(parameters, layers) of the model that a transformers config.json describes.
+    """Count (parameters, layers) of the model of a transformers config.json.
 
-    Tied embeddings count once; a mixture counts all its experts.
+    Tied embeddings count once, all experts of a mixture count.
 
     Raises:
-        ConfigError: the file cannot be read, is of a family that is not known here, or misses a number.
+        ConfigError: the file cannot be read, is of an unsupported family, or lacks a number.
     """
     text = read_text(path, "model's config").removeprefix("\ufeff")
     with translated(json.JSONDecodeError, ConfigError, f"{path} is not JSON", "give the model's own config.json"):
@@ -178,8 +173,8 @@ def count_parameters(path: str | Path) -> tuple[int, int]:
         close = difflib.get_close_matches(str(family), FAMILIES, n=1)
         meant = f" (did you mean {close[0]!r}?)" if close else ""
         raise ConfigError(
-            f"{path}: the parameters of a {family!r} are not counted here{meant}; known are {', '.join(FAMILIES)}: "
-            "for others give parameters and layers in a TOML file."
+            f"{path}: counting the parameters of {family!r} is not supported{meant}; supported are "
+            f"{', '.join(FAMILIES)}: for others give parameters and layers in a TOML file."
         )
     return FAMILIES[family](_Config(values, str(path)))
 
@@ -196,11 +191,11 @@ def _whole(c: _Config, layers: int) -> int:
 
 
 def _llama_like(c: _Config, *, bias: bool = False, head_norms: bool = False) -> tuple[int, int]:
-    """Grouped-query attention and a gated feed-forward, or as many of them as there are experts, with their router."""
+    """Grouped-query attention, and a gated feed-forward, or one for each expert with a router."""
     hidden, inner, heads, layers = (
         c[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
     )
-    own = bool(c.get("attention_bias", False))  # Llama's and Qwen3's switch is for all four, Qwen2 has three always
+    own = bool(c.get("attention_bias", False))  # Llama and Qwen3: of all four projections; Qwen2 always has three
     head = c["head_dim"] if c.get("head_dim", 0) else hidden // heads
     queries, keys = heads * head, (c["num_key_value_heads"] if c.get("num_key_value_heads", 0) else heads) * head
     attention = hidden * (2 * queries + 2 * keys) + (bias or own) * (queries + 2 * keys) + own * hidden

@@ -1,13 +1,13 @@
-"""The syncer's accounting: where each learner's tokens are, and the verdict on each contribution.
+"""The syncer's accounting: the tokens of each learner, and the verdict on each contribution.
 
 Per learner and fragment, trained = pending + merged + discarded + lost (`protocol.in_flight`). The syncer is
 responsible for an acknowledged contribution until it is merged or rejected, even if the learner is gone. All other
-pending tokens are lost with their learner; so are those that an evicted incarnation has trained before it heard of
-that, of which its process tells later. If the syncer restarts, open contributions of learners that are gone are lost
-too: they are not sent again.
+pending tokens are lost with their learner; so are tokens that an evicted incarnation trained before it was notified,
+which its process reports later. If the syncer restarts, open contributions of absent learners are lost too, since they
+are not sent again.
 
-A contribution is known by its number, so a retransmission is recognised. It is open from its acknowledgement to its
-verdict. The verdict is counted once, sent once it is durable, and kept until the learner has confirmed it. Open
+A contribution is identified by its number, so a retransmission is recognised. It is open from its acknowledgement to
+its verdict. The verdict is counted once, sent once it is durable, and kept until the learner has confirmed it. Open
 contributions are not saved: their learners send them again.
 """
 
@@ -22,14 +22,14 @@ from diloco.protocol.contribution import KEPT, Contribution, Verdict
 from diloco.protocol.in_flight import Ledger
 
 MAX_COUNTED_TOKENS = 2**53
-"""Of one learner: JSON and a weight hold the number exactly, and the sum over learners too."""
+"""Most tokens of one learner: JSON and a weight represent the number exactly, and its sum over learners too."""
 
 Key = tuple[str, int, int, int]
 """Learner, incarnation, fragment and number of a contribution."""
 
 
 def key_of(c: Contribution) -> Key:
-    """The identity of a contribution."""
+    """Return the identity of a contribution."""
     return c.learner, c.incarnation, c.fragment, c.number
 
 
@@ -39,14 +39,14 @@ class Account:
 
     Attributes:
         incarnation: the newest.
-        process: whose it is.
+        process: of the newest incarnation.
         ledgers: one per fragment.
         ended_at: the inner step at which the newest incarnation finished or left; None: it did neither.
-        is_gone: the newest incarnation is no member any more.
-        earlier_tokens: trained by earlier incarnations.
-        others_tokens: of those, trained before the process joined first.
-        confirmed: per fragment, the newest incarnation knows the verdicts of all its contributions up to this number.
-        verdicts: of the newest incarnation, those not confirmed, by fragment and number.
+        is_gone: whether the newest incarnation is no longer a member.
+        earlier_tokens: tokens trained by earlier incarnations.
+        others_tokens: the part of `earlier_tokens` trained before the process first joined.
+        confirmed: per fragment, the number up to which the newest incarnation has confirmed verdicts.
+        verdicts: unconfirmed verdicts of the newest incarnation, by fragment and number.
     """
 
     ledgers: list[Ledger]
@@ -60,7 +60,7 @@ class Account:
     verdicts: dict[tuple[int, int], Verdict] = field(default_factory=dict)
 
     def count(self, c: Contribution, reason: str | None, version: int) -> None:
-        """Count a contribution's tokens, once, and keep the verdict for its learner."""
+        """Count a contribution's tokens and keep the verdict for its learner; call once."""
         ledger = self.ledgers[c.fragment]
         for given_up, tokens in c.discarded:
             ledger.discard(tokens, given_up)
@@ -68,13 +68,13 @@ class Account:
             ledger.merged += c.tokens
         elif reason not in KEPT:
             ledger.discard(c.tokens, reason)
-        elif self.is_gone or c.incarnation != self.incarnation:  # the work cannot be given back
+        elif self.is_gone or c.incarnation != self.incarnation:  # the learner cannot take the work back
             ledger.lost += c.tokens
         if c.incarnation == self.incarnation:
             self.verdicts[c.fragment, c.number] = Verdict(c.fragment, c.number, reason, version)
 
     def copied(self) -> Account:
-        """One that can be counted on while this one stays as it is."""
+        """Return an independent copy."""
         ledgers = [replace(ledger, discarded=dict(ledger.discarded)) for ledger in self.ledgers]
         return replace(self, ledgers=ledgers, confirmed=list(self.confirmed), verdicts=dict(self.verdicts))
 
@@ -93,7 +93,7 @@ class Account:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Account:
-        """What `as_dict` gave."""
+        """Read the values of `as_dict`."""
         ledgers = [
             Ledger(trained, merged, lost, dict(by_reason)) for trained, merged, lost, by_reason in values["ledgers"]
         ]
@@ -107,19 +107,19 @@ class Account:
 
 
 class Accounting:
-    """The accounts of all learners that the run has ever seen.
+    """The accounts of all learners, present and past.
 
     Attributes:
         accounts: by learner id.
-        open: contributions that are acknowledged and have no verdict.
+        open: acknowledged contributions without a verdict.
     """
 
     def __init__(self, num_fragments: int) -> None:
         self._num_fragments = num_fragments
         self.accounts: dict[str, Account] = {}
         self.open: dict[Key, Contribution] = {}
-        self._untold: dict[Key, int | None] = {}
-        """Rejections that are not durable, with the serial number of the record that contains them; None: no record
+        self._unsent: dict[Key, int | None] = {}
+        """Rejections that are not durable yet, with the serial number of the record that contains them; None: none
         yet."""
 
     # --- learners -----------------------------------------------------------------------------------------------------
@@ -130,8 +130,8 @@ class Accounting:
         return sum(account.ledgers[0].trained for account in self.accounts.values())
 
     def begin(self, learner: str, process: int, after: int = 0) -> int:
-        """A new incarnation, which has trained nothing, of this process, whose last one was `after`; returns its
-        number."""
+        """Begin a new incarnation of a process, which has trained nothing; return its number. `after`: the process's
+        previous incarnation."""
         account = self.accounts.setdefault(learner, Account([Ledger() for _ in range(self._num_fragments)]))
         account.earlier_tokens = account.ledgers[0].trained
         if process != account.process:
@@ -142,13 +142,14 @@ class Accounting:
         return account.incarnation
 
     def trained(self, learner: str, tokens: int, earlier_tokens: int = 0) -> None:
-        """The newest incarnation has trained `tokens` in all, and earlier ones of its process `earlier_tokens`; both
-        only ever grow.
+        """Set the tokens that the newest incarnation (`tokens`) and earlier ones of its process (`earlier_tokens`) have
+        trained; both are monotonic.
 
-        Of the earlier ones, those that were not known when it joined are lost: what was sent was known with it.
+        Earlier tokens that were unknown when it joined are lost: contributed tokens were reported with their
+        contribution.
 
         Raises:
-            PayloadError: all its learner's incarnations together would have trained more than can be counted.
+            PayloadError: the learner's incarnations would have trained more tokens than can be counted.
         """
         account = self.accounts[learner]
         earlier = max(account.earlier_tokens, account.others_tokens + earlier_tokens)
@@ -158,8 +159,7 @@ class Accounting:
             ledger.trained = max(ledger.trained, earlier + tokens)
 
     def trained_late(self, learner: str, tokens: int) -> bool:
-        """The process of the newest incarnation has trained `tokens` in all, and trains no more. Returns whether any of
-        them were not known: those are lost.
+        """Set the final tokens of the newest incarnation's process. Return whether any were unknown: those are lost.
 
         Raises:
             PayloadError: as `trained`.
@@ -171,14 +171,14 @@ class Accounting:
         return late > 0
 
     def _lose_late(self, account: Account, tokens: int) -> None:
-        """Count tokens of incarnations that are gone."""
+        """Count tokens of past incarnations as lost."""
         account.earlier_tokens += tokens
         for ledger in account.ledgers:
             ledger.trained += tokens
             ledger.lost += tokens
 
     def end(self, learner: str) -> None:
-        """The learner is gone: its acknowledged contributions stay, and its other pending tokens are lost."""
+        """End a learner: its acknowledged contributions remain, its other pending tokens are lost."""
         account = self.accounts[learner]
         account.is_gone = True
         acknowledged = [0] * self._num_fragments
@@ -189,14 +189,15 @@ class Accounting:
             ledger.lost += ledger.pending - tokens
 
     def incarnation_of(self, learner: str) -> int:
-        """The newest; 0: there was none."""
+        """Return the newest incarnation; 0: there was none."""
         account = self.accounts.get(learner)
         return 0 if account is None else account.incarnation
 
     def is_newest(self, learner: str, process: int, incarnation: int) -> bool:
-        """Whether no other process is known to have joined by this learner's name since this incarnation of `process`.
+        """Whether no other process is known to have joined under this learner's name since this incarnation of
+        `process`.
 
-        A run that was repaired, or goes on from a backup, may know none but earlier ones.
+        A repaired run, or one restored from a backup, may know only earlier incarnations.
         """
         account = self.accounts.get(learner)
         return account is None or account.process == process or account.incarnation < incarnation
@@ -204,13 +205,13 @@ class Accounting:
     # --- contributions ------------------------------------------------------------------------------------------------
 
     def is_known(self, c: Contribution) -> bool:
-        """Whether a contribution of the newest incarnation is open, or has a verdict."""
+        """Whether a contribution of the newest incarnation is open or has a verdict."""
         account = self.accounts[c.learner]
         has_verdict = c.number <= account.confirmed[c.fragment] or (c.fragment, c.number) in account.verdicts
         return has_verdict or key_of(c) in self.open
 
     def check(self, c: Contribution) -> None:
-        """Check that a new contribution accounts only for trained tokens that are not accounted for yet.
+        """Check that a new contribution accounts only for trained tokens that no other one accounts for.
 
         Raises:
             PayloadError: it accounts for more.
@@ -222,31 +223,31 @@ class Accounting:
         left = ledger.pending - acknowledged
         if c.accounted > left:
             raise PayloadError(
-                f"{c.learner!r} says {c.accounted} tokens of fragment {c.fragment}, and {left} of those that it has "
-                "trained are not accounted for; nothing of it was counted."
+                f"{c.learner!r} contributes {c.accounted} tokens of fragment {c.fragment}, but only {left} of its "
+                "trained tokens are not accounted for; nothing of it was counted."
             )
 
     def acknowledge(self, c: Contribution) -> None:
-        """The syncer is responsible for the contribution from now on."""
+        """Make the syncer responsible for a contribution."""
         self.open[key_of(c)] = c
 
     def count_merged(self, c: Contribution, version: int) -> None:
-        """The version that it is merged in is durable."""
+        """Count a contribution as merged into a durable version."""
         del self.open[key_of(c)]
         self.accounts[c.learner].count(c, None, version)
 
     def count_rejected(self, c: Contribution, reason: str, version: int) -> None:
-        """It will not be merged; the fragment is at `version`."""
+        """Count a contribution as rejected; the fragment is at `version`."""
         self.open.pop(key_of(c), None)
         account = self.accounts[c.learner]
         account.count(c, reason, version)
         if c.incarnation == account.incarnation:
-            self._untold.setdefault(key_of(c), None)
+            self._unsent.setdefault(key_of(c), None)
 
     # --- verdicts -----------------------------------------------------------------------------------------------------
 
     def confirm(self, learner: str, confirmed: Sequence[int]) -> None:
-        """The newest incarnation knows the verdicts of its contributions up to these numbers, one per fragment."""
+        """Record that the newest incarnation has the verdicts up to these numbers, one per fragment."""
         account = self.accounts[learner]
         if list(confirmed) == account.confirmed:
             return
@@ -258,25 +259,25 @@ class Accounting:
         }
 
     def verdicts(self, learner: str) -> tuple[Verdict, ...]:
-        """Of the newest incarnation, durable and not confirmed, by fragment and number."""
+        """Return durable, unconfirmed verdicts of the newest incarnation, by fragment and number."""
         account = self.accounts[learner]
         return tuple(
             verdict
             for (fragment, number), verdict in sorted(account.verdicts.items())
-            if (learner, account.incarnation, fragment, number) not in self._untold
+            if (learner, account.incarnation, fragment, number) not in self._unsent
         )
 
     @property
     def needs_record(self) -> bool:
-        """Whether there are verdicts that no record has."""
-        return any(serial is None for serial in self._untold.values())
+        """Whether a verdict is not in any record yet."""
+        return any(serial is None for serial in self._unsent.values())
 
     def recorded(self, serial: int) -> set[str]:
-        """The record with this serial number is durable. Returns the learners that have verdicts to be told of."""
-        told = {key for key, since in self._untold.items() if since is not None and since <= serial}
-        for key in told:
-            del self._untold[key]
-        return {learner for learner, *_ in told}
+        """Mark the record with this serial number as durable. Return the learners with verdicts to send."""
+        durable = {key for key, since in self._unsent.items() if since is not None and since <= serial}
+        for key in durable:
+            del self._unsent[key]
+        return {learner for learner, *_ in durable}
 
     # --- saving -------------------------------------------------------------------------------------------------------
 
@@ -284,9 +285,8 @@ class Accounting:
         self, serial: int, merged: Sequence[Contribution] = (), rejected: Sequence[tuple[Contribution, str]] = (),
         version: int = 0
     ) -> dict[str, Any]:  # fmt: skip
-        """Plain values (JSON) of the record with this serial number, as they are once these contributions have their
-        verdicts."""
-        self._untold = {key: serial if since is None else since for key, since in self._untold.items()}
+        """Plain values (JSON) of the record with this serial number, after these verdicts."""
+        self._unsent = {key: serial if since is None else since for key, since in self._unsent.items()}
         decided_of = {c.learner for c in merged} | {c.learner for c, _ in rejected}
         accounts = {
             learner: account.copied() if learner in decided_of else account
@@ -297,7 +297,7 @@ class Accounting:
         for c, reason in rejected:
             accounts[c.learner].count(c, reason, version)
             if c.incarnation == accounts[c.learner].incarnation:
-                self._untold[key_of(c)] = serial
+                self._unsent[key_of(c)] = serial
         decided = {key_of(c) for c in merged} | {key_of(c) for c, _ in rejected}
         void = {learner: [0] * self._num_fragments for learner in accounts}
         for key, c in self.open.items():
@@ -308,7 +308,7 @@ class Accounting:
         }
 
     def restore(self, values: Mapping[str, Any], alive: Iterable[str]) -> None:
-        """Continue from `saved`. Open contributions of incarnations that are gone are lost."""
+        """Continue from `saved`. Open contributions of absent incarnations are lost."""
         self.accounts = {learner: Account.from_dict(each) for learner, each in values.items()}
         living = set(alive)
         for learner, account in self.accounts.items():
@@ -318,6 +318,8 @@ class Accounting:
 
 
 def _require_countable(learner: str, tokens: int) -> None:
-    """Check that a learner's tokens can be counted. Raises PayloadError."""
+    """Raise PayloadError if a learner's tokens exceed the largest countable number."""
     if tokens > MAX_COUNTED_TOKENS:
-        raise PayloadError(f"{learner!r} would have trained {tokens} tokens, and {MAX_COUNTED_TOKENS} can be counted.")
+        raise PayloadError(
+            f"{learner!r} would have trained {tokens} tokens; at most {MAX_COUNTED_TOKENS} can be counted."
+        )

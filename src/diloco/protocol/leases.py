@@ -1,34 +1,35 @@
-"""Leases: which learner trains which unit of the run's data, so that each unit is merged once.
+"""Leases assign units of a run's data to learners, so that each unit is merged once.
 
-**Units.** The training data is `num_units` units (windows, samples). Every pass over them has an order of its own, a
-seeded permutation that learners know and the syncer does not. Unit u of the run is the one at place u mod num_units of
-pass u // num_units. So the run's data is the numbers 0, 1, 2, …, and a lease is a few ranges of them.
+**Units.** The training data is `num_units` units (windows, samples). Every pass has its own order, a seeded permutation
+that learners know and the syncer does not. Unit u of the run is the one at position u mod num_units of pass
+u // num_units. So the run's data is the numbers 0, 1, 2, …, and a lease is a few ranges of them.
 
-**A unit is free, leased or done**, and free + leased + done is all, in every pass at any time. A syncer leases the
-lowest free units: those that came back before new ones, and an earlier pass before a later one. It never waits for
+**States.** A unit is free, leased or done; in every pass and at any time the three sets partition all units. The syncer
+leases the lowest free units: returned units before new ones, and earlier passes before later ones. It never waits for
 units that another learner has, not even at the end of a pass.
 
-**The rule.** Work is sent fragment by fragment, so a unit meets a fate in each fragment: "merged", or given up for a
-reason (`protocol.contribution`: it was overwritten by an adoption, or its contribution was late, an outlier, …).
+**Fates.** Work is sent fragment by fragment, so a unit gets a fate in each fragment: "merged", or discarded for a
+reason (`protocol.contribution`: overwritten by an adoption, or its contribution was late, an outlier, …).
 
-    done        every fragment has a fate for it, and at least one of them is "merged"
-    free again  every fragment has given it up; or its learner is gone while a fragment has no fate for it
+    done        it has a fate in every fragment, and at least one of them is "merged"
+    free again  every fragment has discarded it; or its learner is gone before it has a fate in every fragment
 
-No unit is skipped: one that is done was merged, and a fragment without it is one in which the method gave it up. A unit
-that comes back although some fragments had merged it is merged in these once more; each is counted as repeated:
+No unit is skipped: a unit that is done was merged, and a fragment without it is one in which the method discarded it. A
+unit that returns after some fragments have merged it is merged in these again, and each such merge is counted as
+repeated:
 
     per fragment    Σ fates of done units = done − before
                     merges = fates["merged"] of done units + merged units under lease + repeated
 
-**Durable.** All of it is in the syncer's record. A grant is answered once it is durable, and a fate is in the record of
-the version that it comes with. An acknowledged contribution stays with the syncer after its learner is gone, so its
-units come back only once it has a verdict; after a restart, once the run is restored.
+**Durability.** All of this is in the syncer's record. A grant is sent once it is durable, and a fate is in the record
+of its version. An acknowledged contribution stays with the syncer after its learner is gone, so its units return only
+with its verdict; after a restart, once the run is restored.
 
-**Coming back.** A learner that continues exactly from a checkpoint, under a new incarnation, has work on units whose
-lease ended with the incarnation before. Its first request claims them. It gets those that are free still, with the
-fates they had; those that others have meanwhile are trained twice, and counted as unclaimed.
+**Claims.** A learner that continues exactly from a checkpoint, under a new incarnation, has work on units whose lease
+ended with the previous incarnation. Its first request claims them. It gets those that are still free, with their fates;
+units that others have leased meanwhile are trained twice, and counted as unclaimed.
 
-No clock, socket or permutation is in here.
+No clock, socket or permutation is used here.
 """
 
 from __future__ import annotations
@@ -56,26 +57,25 @@ from diloco.protocol.units import (
 )
 
 MAX_ASKED = 2**20
-"""Units in one request."""
+"""Most units in one request."""
 
 MAX_LEASED = 2**24
-"""Units under lease to one learner, beyond which it gets no more until some have their fates."""
-
+"""Most units under lease to one learner; at this limit it gets none until some have their fates."""
 
 MAX_PASSES = 16
-"""Passes that a status has: one may have been begun for each unit of a small data set."""
+"""Most passes in a status: with a small data set, one pass for each unit may have begun."""
 
 
 @dataclass(frozen=True)
 class DataSet:
-    """What a run trains on; the same for all learners.
+    """The training data of a run; equal for all learners.
 
     Attributes:
         num_units: in one pass.
-        passes: after which the data ends; 0: it does not.
+        passes: number of passes until the data ends; 0: unlimited.
         digest: identifies the data and its order.
-        unit_tokens: tokens of one unit; those that a model was trained on before the run are its first units. 0: not
-            known, and the run begins with unit 0.
+        unit_tokens: tokens of one unit; the tokens that a model was trained on before the run are its first units. 0:
+            unknown, and the run begins with unit 0.
     """
 
     num_units: int
@@ -89,10 +89,10 @@ class Ask:
     """A request for a lease.
 
     Attributes:
-        number: 1, 2, 3, … of this incarnation; the same number again gets the same answer.
-        num_units: wanted.
-        claim: with number 1, per fragment the units of an earlier incarnation that its next contribution has work on;
-            empty: none.
+        number: 1, 2, 3, … of this incarnation; a repeated number gets the same answer.
+        num_units: requested.
+        claim: only with number 1: per fragment, the units of an earlier incarnation in the next contribution; empty:
+            none.
     """
 
     number: int
@@ -107,8 +107,8 @@ class Grant:
 
     Attributes:
         number: of the request.
-        units: leased now; empty: nothing is free, and the data has ended.
-        claimed: of the units that were claimed, those that are leased to this incarnation.
+        units: newly leased; empty: none is free, and the data has ended.
+        claimed: the claimed units that are leased to this incarnation.
     """
 
     number: int
@@ -118,11 +118,11 @@ class Grant:
 
 @dataclass
 class Holding(UnitFates):
-    """The units of one incarnation that are not done: under lease; or, of one that has ended, those that came back.
+    """Unfinished units of one incarnation: under lease; or, of an ended incarnation, returned.
 
     Attributes:
         grant: the newest.
-        has_ended: its incarnation is gone; the units left wait for the verdicts of acknowledged contributions.
+        has_ended: whether the incarnation is gone; the remaining units wait for verdicts of acknowledged contributions.
     """
 
     grant: Grant = Grant(0, ())
@@ -134,7 +134,7 @@ class Holding(UnitFates):
 
     @classmethod
     def from_list(cls, values: Sequence[Any]) -> Holding:
-        """What `as_list` gave."""
+        """Read the values of `as_list`."""
         units, fates, (number, granted, claimed), has_ended = values
         grant = Grant(number, ranges_of(granted), ranges_of(claimed))
         return cls(ranges_of(units), fates_of(fates), grant, has_ended)
@@ -142,12 +142,12 @@ class Holding(UnitFates):
 
 @dataclass
 class Totals:
-    """What became of units in one fragment.
+    """Counts of units in one fragment.
 
     Attributes:
-        fates: of the units that are done, by fate.
-        merges: of a unit into a version.
-        repeated: merges of units that came back.
+        fates: done units by fate.
+        merges: merges of a unit into a version.
+        repeated: merges of units that were returned later.
     """
 
     fates: Counter[str] = field(default_factory=Counter)
@@ -163,16 +163,16 @@ class Leases:
     """All leases of a run.
 
     Attributes:
-        data: what is trained on; None: no learner has asked for a lease.
-        before: the run's first units, that its model was trained on before the run.
-        frontier: all units from here on are free and were never leased.
-        returned: units below the frontier that are free.
+        data: the training data; None: no learner has requested a lease.
+        before: number of the run's first units on which its model was trained before the run.
+        frontier: all units from this one on are free and were never leased.
+        returned: free units below the frontier.
         leases: by learner and incarnation.
-        left: by learner, what came back of its earlier incarnations and is free still.
+        left: by learner, returned units of its earlier incarnations that are still free.
         totals: by fragment.
-        num_returned: of units, ever.
-        num_unclaimed: units that a learner came back with and that others had meanwhile.
-        num_lost: times that a unit that was done came back, because a version with it was lost.
+        num_returned: number of returns of units so far.
+        num_unclaimed: claimed units that others had leased meanwhile.
+        num_lost: returns of done units, because a version with them was lost.
         recent: the units in the newest versions.
     """
 
@@ -190,14 +190,14 @@ class Leases:
     # --- leasing ------------------------------------------------------------------------------------------------------
 
     def ask(self, learner: str, incarnation: int, ask: Ask, *, tokens_before: int = 0) -> Grant:
-        """A learner asks for units.
+        """Lease units to a learner.
 
         Arguments:
-            tokens_before: that the run's model was trained on before the run.
+            tokens_before: tokens on which the run's model was trained before the run.
 
         Raises:
-            ConfigError: it has other data than the run.
-            PayloadError: the request makes no sense.
+            ConfigError: the learner's data differs from the run's.
+            PayloadError: the request is inconsistent.
         """
         self._check_data(learner, ask.data)
         lease = self.leases.get((learner, incarnation)) or self._new()
@@ -209,7 +209,9 @@ class Leases:
                 f"number leases 1, 2, 3, … and ask for 1 to {MAX_ASKED} units."
             )
         if (ask.claim and ask.number != 1) or len(ask.claim) not in (0, self._num_fragments):
-            raise PayloadError(f"{learner!r} claims units in lease {ask.number}; claim those of every fragment, first.")
+            raise PayloadError(
+                f"{learner!r} claims units in lease {ask.number}; claim all fragments in the first lease."
+            )
         if self.data is None:
             self.data = ask.data
             self.before = self.frontier = tokens_before // ask.data.unit_tokens if ask.data.unit_tokens else 0
@@ -225,7 +227,7 @@ class Leases:
 
     def _check_data(self, learner: str, data: DataSet) -> None:
         if data.num_units < 1:
-            raise PayloadError(f"{learner!r} has data of {data.num_units} units; there must be one at least.")
+            raise PayloadError(f"{learner!r} has data of {data.num_units} units; it needs at least one.")
         if self.data not in (None, data):
             raise ConfigError(
                 f"{learner!r} (here) has {_described(data)}, and the run (there) {_described(self.data)}; give all "
@@ -233,7 +235,7 @@ class Leases:
             )
 
     def _take(self, num: int) -> Ranges:
-        """The lowest free units, which are not free any more."""
+        """Take the lowest free units."""
         back, self.returned = split(self.returned, num)
         end = self.frontier + max(0, num - count(back))
         if self.data is not None and self.data.passes:
@@ -247,7 +249,7 @@ class Leases:
         return union(back, new)
 
     def _claim(self, learner: str, lease: Holding, claim: Sequence[Ranges]) -> Ranges:
-        """Lease to a new incarnation what it has work on, as far as it is free and no fragment would lack it."""
+        """Lease claimed units to a new incarnation if they are free and every fragment has its work on them."""
         left, wanted = self.left.pop(learner, None) or self._new(), union(*claim)
         got = common(wanted, left.units)
         for fragment, its in enumerate(claim):
@@ -265,12 +267,12 @@ class Leases:
     # --- fates --------------------------------------------------------------------------------------------------------
 
     def check(self, c: Contribution, open_: Iterable[Contribution]) -> None:
-        """Check that a new contribution has work only on units of its incarnation without a fate in its fragment.
+        """Check that a new contribution has only units of its incarnation without a fate in its fragment.
 
         `open_`: the contributions without a verdict.
 
         Raises:
-            PayloadError: it has work on others.
+            PayloadError: it has other units.
         """
         units = union(c.units, c.overwritten)
         if not units:
@@ -286,14 +288,14 @@ class Leases:
                 "nothing of it was counted."
             )
         if common(c.units, c.overwritten):
-            raise PayloadError(f"{c.learner!r} sends units of the data that it says were overwritten; send either.")
+            raise PayloadError(f"{c.learner!r} sends units as trained and as overwritten; send each in one of the two.")
 
     def decided(self, c: Contribution, reason: str | None, open_: Iterable[Contribution], *, version: int) -> None:
-        """A contribution has its verdict.
+        """Apply the verdict on a contribution.
 
         Arguments:
-            reason: why it was rejected; None: it is merged.
-            version: the fragment's newest, in which it is then.
+            reason: of its rejection; None: it is merged.
+            version: the fragment's newest version, which contains a merged contribution.
         """
         lease = self.leases.get((c.learner, c.incarnation))
         if lease is None or not (c.units or c.overwritten):
@@ -308,13 +310,13 @@ class Leases:
         self._sort_out(c.learner, c.incarnation, lease, open_)
 
     def ended(self, learner: str, incarnation: int, open_: Iterable[Contribution]) -> None:
-        """An incarnation is gone: what is neither done nor acknowledged comes back."""
+        """End an incarnation: units that are neither done nor acknowledged are returned."""
         if (lease := self.leases.get((learner, incarnation))) is not None:
             lease.has_ended = True
             self._sort_out(learner, incarnation, lease, open_)
 
     def _sort_out(self, learner: str, incarnation: int, lease: Holding, open_: Iterable[Contribution]) -> None:
-        """End the lease of the units that are done, and of those that come back."""
+        """End the lease of done and of returned units."""
         settled = lease.units
         for fragment in range(self._num_fragments):
             settled = common(settled, lease.settled(fragment))
@@ -341,8 +343,8 @@ class Leases:
             del self.leases[learner, incarnation]
 
     def lose(self, fragment: int, version: int) -> None:
-        """A repair has gone back to this version of a fragment: what was done and merged into a later one comes back,
-        as far as `recent` knows it. There are no leases: all learners are gone."""
+        """Roll a fragment back to a version after a repair: done units merged into a later version are returned, as far
+        as `recent` lists them. There are no leases: all learners are gone."""
         num_merges, lost = self.recent.lose(fragment, version)
         back = common(self.recent.done.units, lost)
         fates = self.recent.done.taken(back)
@@ -353,12 +355,12 @@ class Leases:
         for left in self.left.values():
             left.forget(fragment, lost, MERGED)
         self.totals[fragment].merges -= num_merges
-        self.totals[fragment].repeated -= num_merges - here  # of units that had come back before
+        self.totals[fragment].repeated -= num_merges - here  # of units that were returned before
         self.returned = union(self.returned, back)
         self.num_returned += count(back)
         self.num_lost += count(back)
 
-    # --- what stands --------------------------------------------------------------------------------------------------
+    # --- state --------------------------------------------------------------------------------------------------------
 
     @property
     def leased(self) -> Ranges:
@@ -367,22 +369,22 @@ class Leases:
 
     @property
     def done(self) -> Ranges:
-        """All units that are done."""
+        """All done units."""
         return minus(minus(ranges_of([(0, self.frontier)]), self.returned), self.leased)
 
     @property
     def passes_done(self) -> int:
-        """Passes of which every unit is done."""
+        """Number of completed passes."""
         if self.data is None:
             return 0
         sets = (self.returned, *(lease.units for lease in self.leases.values()))
         return min([self.frontier, *(units[0][0] for units in sets if units)]) // self.data.num_units
 
     def status(self) -> dict[str, Any] | None:
-        """Plain values for `diloco status`; None: no learner has asked for a lease.
+        """Plain values for `diloco status`; None: no learner has requested a lease.
 
-        Of each pass that is not done and was begun, the first `MAX_PASSES` of them, the units that are done, leased and
-        free; they add up to `num_units`.
+        They include, for the first `MAX_PASSES` passes that have begun and are incomplete, the numbers of done, leased
+        and free units, which add up to `num_units`.
         """
         if self.data is None:
             return None
@@ -410,8 +412,8 @@ class Leases:
     def saved(
         self, decided: Sequence[tuple[Contribution, str | None]], open_: Sequence[Contribution], *, version: int = 0
     ) -> dict[str, Any] | None:  # fmt: skip
-        """Plain values (JSON), as they are once these contributions have their verdicts with this `version`, and
-        `open_` are left without. None: no learner has asked for a lease."""
+        """Plain values (JSON) of the state after the verdicts `decided` with this `version`, while `open_` have none.
+        None: no learner has requested a lease."""
         if self.data is None:
             return None
         then = deepcopy(self) if decided else self
@@ -432,7 +434,7 @@ class Leases:
         }
 
     def restore(self, values: Mapping[str, Any] | None, living: Iterable[tuple[str, int]]) -> None:
-        """Continue from `saved`. What was not merged of incarnations other than the `living` comes back."""
+        """Continue from `saved`. Unmerged units of incarnations other than the `living` are returned."""
         if values is None:
             return
         self._read(values)
@@ -451,7 +453,7 @@ class Leases:
 
 
 def gone_back(values: Mapping[str, Any] | None, versions: Sequence[int]) -> dict[str, Any] | None:
-    """What `Leases.saved` gave, once a repair has gone back to these versions of the fragments."""
+    """Return the values of `Leases.saved` after a repair has rolled the fragments back to these versions."""
     if values is None:
         return None
     leases = Leases(len(versions))

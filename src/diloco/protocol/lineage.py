@@ -1,12 +1,12 @@
-"""Which state of which run a syncer serves: run id, epoch, and process.
+"""The identity of the state that a syncer serves: run id, epoch, and process.
 
-A run has an id from its initialisation on. Its epoch grows, durably, with every start of a syncer on its state. A
-learner follows one line of epochs: it keeps the highest that it has adopted, and refuses whatever is lower, since that
-is an older copy of the state, and whatever has the same epoch in another process, since two syncers were started from
-the same state. So two copies of a run cannot both change one learner.
+A run has an id from its initialisation on. Its epoch increases, durably, with every start of a syncer on its state. A
+learner follows one sequence of epochs: it remembers the highest one that it has adopted, and refuses a lower epoch,
+which is an older copy of the state, and the same epoch of another process, since then two syncers were started from the
+same state. So two copies of a run cannot both change one learner.
 
-A start may also have gone back on purpose, to versions that a repair could still read. Then a learner that holds a
-later version of before must not train on from it, even where the run has reached the same number again (`lost`).
+A start may also roll back on purpose, to versions that a repair could still read. A learner with a later version from
+before must not continue from it, even when the run reaches the same number again (`lost`).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from diloco.errors import DilocoError, LineageError, UnknownRunError
 
 @dataclass(frozen=True)
 class Lineage:
-    """What a syncer serves.
+    """Identifies the state that a syncer serves.
 
     Attributes:
-        run_id: 32 hexadecimal digits, drawn when the run got its model; "": it has none yet.
-        epoch: 1, 2, 3, … of the starts on this state.
+        run_id: 32 hexadecimal digits, drawn when the run is initialised; "": not yet.
+        epoch: number of the start on this state, from 1.
         boot: a random number of the syncer's process, other than 0.
     """
 
@@ -34,17 +34,18 @@ class Lineage:
 
 @dataclass(frozen=True)
 class Epoch:
-    """A start: its number, and the version that each fragment had then."""
+    """A start of a syncer: its number, and the version of each fragment at that time."""
 
     number: int
     versions: tuple[int, ...]
 
 
 def refusal(seen: Lineage | None, offered: Lineage) -> DilocoError | None:
-    """Why a learner that has adopted `seen` does not follow a syncer that serves `offered`; None: it does.
+    """Return why a learner that has adopted `seen` does not follow a syncer that serves `offered`; None: it does.
 
     Returns:
-        UnknownRunError: another run of the same name. LineageError: an older or a second state of the same run.
+        UnknownRunError: another run of the same name.
+        LineageError: an older or a second state of the same run.
     """
     if seen is None or seen == offered:
         return None
@@ -55,8 +56,8 @@ def refusal(seen: Lineage | None, offered: Lineage) -> DilocoError | None:
         )
     if seen.run_id != offered.run_id:
         return UnknownRunError(
-            f"the syncer serves another run of the same name (id {offered.run_id}) than the one that was trained in "
-            f"(id {seen.run_id}); start the learner afresh to join that one."
+            f"the syncer serves another run of the same name (id {offered.run_id}) than the run of this learner (id "
+            f"{seen.run_id}); start the learner afresh to join it."
         )
     if offered.epoch < seen.epoch:
         return LineageError(
@@ -65,15 +66,14 @@ def refusal(seen: Lineage | None, offered: Lineage) -> DilocoError | None:
         )
     if offered.epoch == seen.epoch:
         return LineageError(
-            f"two syncers were started on copies of the run's state: both serve epoch {seen.epoch}; stop the one that "
-            "is not meant to."
+            f"two syncers were started on copies of the run's state: both serve epoch {seen.epoch}; stop the wrong one."
         )
     return None
 
 
 def lost(epochs: Sequence[Epoch], seen: int, versions: Sequence[int]) -> tuple[int, int] | None:
-    """The first fragment of which a version is not part of the run any more, and the version that the run went back to;
-    None: all are.
+    """Return the first fragment whose version the run has discarded, and the version to which the run was rolled back;
+    None: none is discarded.
 
     Arguments:
         epochs: all starts, ascending.

@@ -1,15 +1,15 @@
-"""What an operator asks of a run, and what stands of it.
+"""Operators' orders to a run, and their lasting state.
 
-    evict     end a learner's incarnation now; its process joins again at once, unless the order bans it
-    drain     a learner sends its last work, saves and leaves; it may not join again
-    admit     a learner that was drained or banned may join again
-    pause     close no round and call for no work; learners stand still at their next boundary
-    resume    go on after `pause`; after `end`, learners may join again
-    quorum    the fewest learners that a round is merged with, instead of the method's
-    end       every learner is drained, as at the end of the run's budget, and none may join
+    evict     end a learner's incarnation now; its process rejoins at once, unless the order bans it
+    drain     a learner sends its last work, saves and leaves; it may not rejoin
+    admit     a drained or banned learner may join again
+    pause     close no round and call for no work; learners wait at their next boundary
+    resume    continue after `pause`; after `end`, learners may join again
+    quorum    the fewest learners in a merge, instead of the method's
+    end       drain every learner, as at the end of the run's budget, and admit none
 
-`SyncerCore.steer` carries an order out. What stands of it (`Steering`) is a part of the run's record, so that it holds
-after a restart, and for a standby that takes over.
+`SyncerCore.steer` executes an order. The lasting state (`Steering`) is part of the run's record, so that it survives a
+restart and a takeover by a standby.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ PoolSchedule = Literal["constant", "doubling", "halving", "ramp up", "ramp down"
 
 @dataclass(frozen=True)
 class Pool:
-    """A compute pool: how many learners may train after an inner step.
+    """A compute pool: the number of learners that may train after an inner step.
 
-    A syncer admits no learner beyond that, and drains the newest ones where the pool shrinks (`SyncerCore`).
+    A syncer admits no more learners, and drains the newest ones when the pool shrinks (`SyncerCore`).
 
     Attributes:
         schedule: see above.
-        learners: M, the most that it has.
-        end_step, begin_step: the inner steps of the run after which the schedule ends and begins. Before it begins the
-            pool has its first size, and after it has ended its last.
+        learners: M, its largest size.
+        end_step, begin_step: the inner steps of the run after which the schedule ends and begins. Before its beginning
+            the pool has its first size, after its end its last.
     """
 
     schedule: PoolSchedule
@@ -75,11 +75,11 @@ class Pool:
 
     @property
     def smallest(self) -> int:
-        """The fewest learners at any time: every schedule only grows or only shrinks."""
+        """The smallest size: every schedule is monotonic."""
         return min(self.size(self.begin_step), self.size(self.end_step))
 
     def size(self, step: int) -> int:
-        """The most learners that train after this inner step of the run."""
+        """Return the largest number of learners after this inner step of the run."""
         at = min(max(step - self.begin_step, 0), self.num_steps - 1)
         if self.schedule in ("halving", "ramp down"):  # mirrors doubling or ramp up in time: the same compute
             at = self.num_steps - 1 - at
@@ -92,16 +92,16 @@ class Pool:
                 return 1 + at * self.learners // self.num_steps
 
     def has_shrunk(self, step: int) -> bool:
-        """Whether the pool has fewer places after this inner step than it had: it never gets them back."""
+        """Whether the pool is smaller after this inner step than at its beginning: it never grows again."""
         return self.size(step) < self.size(self.begin_step)
 
     @classmethod
     def of(cls, values: Mapping[str, Any] | None) -> Self | None:
-        """From plain values (`RunConfig.pool_values`). Raises ConfigError for a pool that cannot be."""
+        """Read plain values (`RunConfig.pool_values`). Raises ConfigError for an invalid pool."""
         return None if values is None else cls(**values)
 
     def require(self, at_least: int) -> None:
-        """Raise ConfigError where the pool is at times too small for a round, which needs `at_least` learners."""
+        """Raise ConfigError if the pool is at times smaller than `at_least`, the learners that a round needs."""
         if self.smallest < at_least:
             raise ConfigError(
                 f"the pool has {self.smallest} of {self.learners} learners at times, and a round needs {at_least}; set "
@@ -112,7 +112,7 @@ class Pool:
 What = Literal["evict", "drain", "admit", "pause", "resume", "quorum", "end"]
 
 OF_A_LEARNER: frozenset[What] = frozenset({"evict", "drain", "admit"})
-"""Orders that name a learner; the others do not."""
+"""Orders that name a learner."""
 
 
 @dataclass(frozen=True)
@@ -120,9 +120,9 @@ class Order:
     """One order.
 
     Attributes:
-        learner: that it is about; empty: the whole run.
+        learner: its subject; empty: the whole run.
         at_least: of "quorum".
-        bans: of "evict": the learner may not join again before it is admitted.
+        bans: of "evict": whether the learner may rejoin only after it is admitted.
         reason: for people; may be empty.
     """
 
@@ -133,18 +133,18 @@ class Order:
     reason: str = ""
 
     def given(self, by: str) -> str:
-        """By whom, and why, as the end of a sentence."""
+        """Return author and reason as the end of a sentence."""
         return f"by {by}" + (f": {self.reason}" if self.reason else "")
 
 
 @dataclass
 class Steering:
-    """What stands of the orders so far.
+    """The lasting state of all orders so far.
 
     Attributes:
-        paused, ended: by whom and why, in words; None: the run is not.
-        at_least: the fewest learners that a round is merged with; None: as the method says.
-        out: learners that may take part no longer, with the sentence why.
+        paused, ended: author and reason, in words; None: the run is not.
+        at_least: the fewest learners in a merge; None: the method's.
+        out: learners that may no longer take part, each with the reason as a sentence.
     """
 
     paused: str | None = None
@@ -156,16 +156,16 @@ class Steering:
         self, order: Order, by: str, members: Sequence[str], present: Sequence[str], pool: Pool | None,
         *, one_at_a_time: bool,
     ) -> str:  # fmt: skip
-        """An order is given. Returns what is done, in a sentence.
+        """Apply an order. Return a sentence that describes the effect.
 
         Arguments:
-            by: who gives it.
-            members: learners that take part; `present`: those of them that are to train on.
-            pool: how many may train; None: as many as join.
+            by: the operator.
+            members: learners that take part; `present`: the members that are not to leave.
+            pool: limits the number of learners; None: unlimited.
             one_at_a_time: whether a round has one contribution.
 
         Raises:
-            ConfigError: it cannot be carried out.
+            ConfigError: it cannot be executed.
         """
         why = order.given(by)
         match order.what:
@@ -187,7 +187,7 @@ class Steering:
                 self.at_least = _quorum(order.at_least, present, pool, one_at_a_time=one_at_a_time)
                 return f"the quorum was set to {self.at_least} {why}"
             case "end":
-                self.paused, self.ended = None, f"ended {why}"  # what is sent last is merged
+                self.paused, self.ended = None, f"ended {why}"  # the last contributions are merged
                 return f"the run was {self.ended}"
 
     def _take_out(self, order: Order, why: str, members: Sequence[str]) -> str:
@@ -204,19 +204,19 @@ class Steering:
         return f"{said}; it may not join again before it is admitted"
 
     def require_admitted(self, learner: str) -> None:
-        """Raises DrainedError where an operator has ended the run, or taken this learner out of it."""
+        """Raise DrainedError if an operator has ended the run, or drained or banned this learner."""
         if self.ended is not None:
             raise DrainedError(f"the run was {self.ended}; no learner may join until an admin resumes it.")
         if (why := self.out.get(learner)) is not None:
             raise DrainedError(f"{why}; it may not join before an admin admits it (diloco admin admit {learner}).")
 
     def takes_out(self, learner: str) -> bool:
-        """Whether a member is to send its last work and leave."""
+        """Whether a member must send its last work and leave."""
         return self.ended is not None or learner in self.out
 
     @property
     def takes_out_any(self) -> bool:
-        """Whether any member is."""
+        """Whether any member must."""
         return self.ended is not None or bool(self.out)
 
     def saved(self) -> dict[str, Any]:
@@ -225,12 +225,12 @@ class Steering:
 
     @classmethod
     def restored(cls, values: Mapping[str, Any]) -> Steering:
-        """From `saved`."""
+        """Read the values of `saved`."""
         return cls(values["paused"], values["ended"], values["at_least"], dict(values["out"]))
 
 
 def _quorum(at_least: int, present: Sequence[str], pool: Pool | None, *, one_at_a_time: bool) -> int:
-    """The number, if rounds can have as many."""
+    """Return the quorum, if rounds can reach it."""
     if one_at_a_time and at_least > 1:
         raise ConfigError(
             f"the run's outer optimizer takes outer gradients one at a time, and a quorum of {at_least} would wait for "
@@ -238,7 +238,7 @@ def _quorum(at_least: int, present: Sequence[str], pool: Pool | None, *, one_at_
         )
     if not 1 <= at_least <= max(1, len(present)):
         raise ConfigError(
-            f"a quorum of {at_least} cannot be had: {len(present)} learners take part "
+            f"a quorum of {at_least} is out of reach: {len(present)} learners take part "
             f"({', '.join(sorted(present)) or 'none'}); use 1 to {max(1, len(present))}."
         )
     if pool is not None:

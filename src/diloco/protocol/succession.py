@@ -1,24 +1,24 @@
-"""Who may publish, where a second syncer follows the first.
+"""Leadership of a run with two syncers: which of them may publish.
 
-    first     serves the run. A version is published once both have it.
-    standby   has everything that was published; takes over when the first is gone.
+    first     the leader: it serves the run. A version is published once both syncers have it.
+    standby   the follower: it has every published version, and takes over when the first fails.
 
-Neither can tell a dead peer from a cut link, so a third must decide: the learners are the witnesses. A syncer that
-wants to go on alone (a first whose standby is silent, a standby whose first is silent) needs most of the electorate,
-the learners that the run last knew, twice, as in Paxos:
+Neither syncer can distinguish a failed peer from a broken link, so the learners vote. To publish alone (a first whose
+standby is silent, a standby whose first is silent), a syncer needs a majority of the electorate, the learners that the
+run knew last, in both phases of Paxos:
 
-1. It proposes an epoch. A learner promises it, and accepts no lower epoch from then on.
-2. With the promises of most it begins that epoch. Once most follow it, it may publish alone.
+1. Prepare: it proposes a ballot for an epoch. A learner that promises it accepts no lower epoch from then on.
+2. Accept: with promises of a majority it begins the epoch. Once a majority follows the epoch, it may publish alone.
 
-A learner promises nothing to a syncer that lacks an epoch that the learner has followed (`base`), nor to another one
-than it follows while that one answers. Two majorities share a learner, so at most one of the two syncers gets through,
-and that one has every version that was published: those of the time before, because the standby has acknowledged each
-of them; those that the other published alone, because most learners have followed that one's epoch and refuse a lower
-base. Where both are there and speak to each other, no learner is needed: the first has every version.
+A learner promises nothing to a syncer that lacks an epoch that the learner has followed (`base`), nor to a syncer other
+than the one that it follows while that one is heard. Two majorities share a learner, so at most one of the two syncers
+succeeds, and that one has every published version: those of the pair, because the standby has acknowledged each of
+them; those that the other syncer published alone, because a majority has followed its epoch and refuses a lower base.
+While both syncers are connected, no vote is needed: the first has every version.
 
-The electorate is durable on both. It changes by one at a time, each change acknowledged before the next, since two
-majorities of sets that differ by one still share a learner. Its members are processes: one that was started again has
-forgotten what it promised, and is a new elector, which counts once both syncers know it.
+The electorate is durable on both syncers. It changes by one member at a time, and each change is acknowledged before
+the next, since majorities of sets that differ by one member share a learner. The members are processes: a restarted
+process has lost its promises and is a new elector, which counts once both syncers know it.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from diloco.errors import DilocoError, LineageError
 from diloco.protocol.lineage import Lineage, refusal
 
 RECENT_S = 2.0
-"""What learners have said in this time, or twice the patience, is what they say now."""
+"""Votes are current for this time, or for twice `patience_s` if that is longer."""
 
 RAISES_LEAST_S = 600.0
-"""A first begins a later epoch for a learner that refuses its own one after the patience, and then after twice as long
-each time, up to this: one that only claims to have promised an epoch cannot have the run begin one after the other."""
+"""Longest backoff before a first begins a later epoch for a learner that refuses the current one. The backoff starts at
+`patience_s` and doubles, so that a learner with false claims of promises cannot trigger epoch after epoch."""
 
 Place = Literal["first", "standby"]
 
@@ -45,7 +45,7 @@ Standing = Literal["waiting", "paired", "following", "proposing", "installing", 
 
 @dataclass(frozen=True)
 class Ballot:
-    """An epoch, and the process that wants to begin it."""
+    """An epoch, and the process that proposes it."""
 
     epoch: int
     boot: int
@@ -53,7 +53,7 @@ class Ballot:
 
 @dataclass(frozen=True)
 class Proposal:
-    """What a syncer asks learners to promise.
+    """A syncer's request for promises.
 
     Attributes:
         base: the highest epoch of which it has every published version.
@@ -65,13 +65,13 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Word:
-    """What a learner says to a syncer, with every heartbeat and vote.
+    """A learner's vote, sent with every heartbeat.
 
     Attributes:
-        elector: names the learner's process.
+        elector: the name of the learner's process.
         seen: the syncer that it follows.
-        promised: the highest ballot that it has promised; None: none above what it follows.
-        silent_s: seconds since it last heard of the syncer that it follows.
+        promised: the highest ballot that it has promised; None: none above the followed epoch.
+        silent_s: seconds since it last heard from the syncer that it follows.
     """
 
     elector: str
@@ -81,15 +81,15 @@ class Word:
 
 
 def elector(learner: str, process: int) -> str:
-    """The name of a learner's process."""
+    """Return the elector name of a learner's process."""
     return f"{learner}/{process:x}"
 
 
 class Witness:
-    """A learner's part.
+    """A learner as a voter (an acceptor in Paxos).
 
     Arguments:
-        seen: the syncer that its checkpoint has followed; None: it has none.
+        seen: the syncer that its checkpoint followed; None: there is none.
 
     Attributes:
         seen: the syncer that it follows; None: none yet.
@@ -101,7 +101,7 @@ class Witness:
         self.promised: Ballot | None = None
 
     def refusal(self, lineage: Lineage) -> DilocoError | None:
-        """Why it does not follow a syncer; None: it does."""
+        """Return why it does not follow a syncer; None: it does."""
         if self.seen == lineage:
             return None
         if (error := refusal(self.seen, lineage)) is not None:
@@ -110,16 +110,16 @@ class Witness:
         if promised is None or lineage.epoch > promised.epoch or promised == Ballot(lineage.epoch, lineage.boot):
             return None
         return LineageError(
-            f"the syncer serves epoch {lineage.epoch} of the run, and this learner has promised epoch {promised.epoch} "
-            "to another one, which may be taking the run over."
+            f"the syncer serves epoch {lineage.epoch} of the run, but this learner has promised epoch {promised.epoch} "
+            "to another syncer, which may be taking over."
         )
 
     def follow(self, lineage: Lineage) -> None:
-        """It follows this syncer from here on."""
+        """Follow this syncer from now on."""
         self.seen = lineage
 
     def asked(self, proposal: Proposal, *, is_silent: bool) -> bool:
-        """A syncer asks for a promise; returns whether it is given. `is_silent`: the syncer that it follows is."""
+        """Return whether it promises a proposal. `is_silent`: whether the syncer that it follows is silent."""
         ballot, seen = proposal.ballot, self.seen
         if ballot == self.promised:
             return True
@@ -136,31 +136,32 @@ class Witness:
 
 
 class Succession:
-    """A syncer's part.
+    """A syncer as a candidate for leadership (a proposer in Paxos).
 
     Arguments:
-        place: which of the two it is.
-        is_paired: versions are published only once both have them, which is durable here; a first without this is
-            alone.
-        epoch: the highest that is durable here.
-        base: the highest epoch of which it has every published version, which is durable too.
+        place: first or standby.
+        is_paired: versions are published only once both syncers have them, which is durable here; a first without this
+            is alone.
+        epoch: the highest one durable here.
+        base: the highest epoch of which it has every published version, durable too.
         boot: of its process.
-        electorate: the processes of learners that decide.
-        patience_s: for which the other one is silent before anything is done about it.
-        offered: the highest epoch that a standby was asked to make its base, which is durable here before. It may have
-            done so unheard, with what was there then: publishing alone takes a later one.
+        electorate: the learners' processes that vote.
+        patience_s: time without a message after which the other syncer is considered silent.
+        offered: the highest epoch that was offered to a standby as its base, made durable here before the offer. The
+            standby may have adopted it unheard, with the versions of that time: publishing alone requires a later
+                epoch.
 
     Attributes:
-        standing: how it stands:
-            "waiting": a first that was started again; it serves nothing before its standby has agreed.
+        standing:
+            "waiting": a restarted first; it serves nothing until its standby agrees.
             "paired": a first with a standby; versions are published once both have them.
             "following": a standby.
-            "proposing": promises are asked for.
-            "installing": its epoch is durable, and not followed by most yet.
+            "proposing": it asks for promises.
+            "installing": its epoch is durable, but not yet followed by a majority.
             "alone": a first that publishes without a standby.
-            "fenced": most learners follow another syncer.
-        proposal: to be told to every learner; None: nothing is asked for.
-        highest: epoch that is known of.
+            "fenced": a majority follows another syncer.
+        proposal: to send to every learner; None: there is none.
+        highest: the highest known epoch.
     """
 
     def __init__(
@@ -180,49 +181,49 @@ class Succession:
         self._serves = self.standing == "alone"
         self._words: dict[str, tuple[float, Word]] = {}
         self._raised_at, self._raises_after_s = -math.inf, patience_s
-        self._refusal: tuple[float, Word | None] = -math.inf, None  # the newest word of one that cannot follow
+        self._refusal: tuple[float, Word | None] = -math.inf, None  # the newest vote of a learner that cannot follow
 
     # --- the other syncer ---------------------------------------------------------------------------------------------
 
     def linked(self, now: float) -> None:
-        """The other syncer was heard, which still stands as it should: a standby that follows, or its first."""
+        """Record a message of the other syncer in its agreed role: a following standby, or the first."""
         self._linked_at = now
         if self.standing == "proposing" and (self._place == "standby" or (self._serves and self.epoch == self.base)):
             self.proposal = None
             self.standing = "following" if self._place == "standby" else "paired"
 
     def next_epoch(self, other: int) -> int:
-        """An epoch that neither of the two syncers has used or promised; `other`: the highest of the other one."""
+        """Return an epoch that neither syncer has used or promised; `other`: the other syncer's highest epoch."""
         self.highest = max(self.highest, other) + 1
         return self.highest
 
     def next_epoch_is_after(self, epoch: int) -> None:
-        """The other one knows of this epoch."""
+        """Record an epoch that the other syncer knows."""
         self.highest = max(self.highest, epoch)
 
     def paired(self, now: float, epoch: int) -> None:
-        """The standby of this first has every published version, and has made this epoch, which is durable here, its
-        base: versions are published once both have them. That they must be is durable here before."""
+        """Publish with the standby, which has every published version and has made this epoch, durable here, its base.
+        The caller has made `is_paired` durable before."""
         self.epoch = self.base = epoch
         self.standing, self.proposal, self._linked_at, self._serves = "paired", None, now, True
         self.highest = max(self.highest, epoch)
 
     def synced(self, now: float, epoch: int) -> None:
-        """This standby has every published version of its first, which serves this epoch from here on; that is durable
-        here."""
+        """Follow the first, which serves this epoch from now on and whose published versions this standby all has.
+        Both are durable here."""
         self.epoch = self.base = epoch
         self.standing, self.proposal, self._linked_at = "following", None, now
         self.highest = max(self.highest, epoch)
 
     @property
     def acknowledges(self) -> bool:
-        """Whether this standby may acknowledge a version: it has not begun an epoch of its own."""
+        """Whether this syncer may acknowledge a version: a standby that has not begun an epoch of its own."""
         return self._place == "standby"
 
     # --- learners -----------------------------------------------------------------------------------------------------
 
     def heard(self, now: float, word: Word) -> None:
-        """A learner says what it follows and has promised."""
+        """Record a learner's vote."""
         self.highest = max(self.highest, word.seen.epoch, 0 if word.promised is None else word.promised.epoch)
         if word.elector in self.electorate:
             self._words[word.elector] = now, word
@@ -230,7 +231,7 @@ class Succession:
             self._refusal = now, word
 
     def tick(self, now: float) -> None:
-        """Time has passed."""
+        """Handle the passage of time: propose, repeat a proposal, or yield."""
         self._now = now
         is_silent = now - self._linked_at >= self._patience_s
         match self.standing:
@@ -245,7 +246,7 @@ class Succession:
 
     @property
     def wants(self) -> int | None:
-        """The epoch to make durable now, and then to call `begun`; None: none."""
+        """The epoch that a majority has promised: make it durable, then call `begun`; None: none."""
         proposal = self.proposal
         if self.standing != "proposing" or proposal is None:
             return None
@@ -253,8 +254,8 @@ class Succession:
         return proposal.ballot.epoch if self._is_majority(promised) else None
 
     def begun(self, epoch: int) -> None:
-        """The epoch is durable, and as the base: most learners have promised it, so that nothing that this syncer lacks
-        was published in an earlier one, or will be. It serves the epoch from here on; only itself may publish in it."""
+        """Serve a promised epoch, which is durable, also as the base. A majority has promised it, so no version that
+        this syncer lacks was or will be published in an earlier epoch. Only this syncer may publish in it."""
         assert self.proposal is not None
         assert self.proposal.ballot.epoch == epoch
         self.base = epoch
@@ -263,50 +264,51 @@ class Succession:
 
     @property
     def is_installed(self) -> bool:
-        """Whether most learners follow the epoch that this syncer has begun, and no standby may have made this one or
-        a later one its base: that it is alone may be made durable, and then `alone` is called."""
+        """Whether a majority follows the epoch that this syncer has begun, and no standby can have made this epoch or a
+        later one its base. The caller then makes durable that the syncer is alone, and calls `alone`."""
         mine = (self.epoch, self.boot)
         following = sum((word.seen.epoch, word.seen.boot) == mine for _, word in self._heard())
         return self.standing == "installing" and self.offered < self.epoch and self._is_majority(following)
 
     def alone(self) -> None:
-        """It is durable that this syncer needs no standby."""
+        """Publish without a standby, which is durable by now."""
         assert self.is_installed
         self.standing = "alone"
 
-    # --- by hand, or by the other one's word --------------------------------------------------------------------------
+    # --- decisions of operators and of the other syncer ---------------------------------------------------------------
 
     def is_linked(self, now: float) -> bool:
-        """Whether the other syncer was heard within the patience."""
+        """Whether the other syncer was heard within `patience_s`."""
         return now - self._linked_at < self._patience_s
 
     def promoted(self, epoch: int) -> None:
-        """A person has decided that this syncer serves the run, whatever learners have promised: this epoch is durable,
-        and that it is alone."""
+        """Serve the run alone by an operator's decision, regardless of promises. The epoch and that it is alone are
+        durable."""
         self.epoch = self.base = epoch
         self.standing, self.proposal, self._place, self._serves = "alone", None, "first", True
         self.highest = max(self.highest, epoch)
 
     def lost(self) -> None:
-        """The other syncer publishes alone in a later epoch, which is durable there."""
+        """Yield to the other syncer, which publishes alone in a later epoch, durable there."""
         self.standing, self.proposal = "fenced", None
 
     def raised(self, epoch: int) -> None:
-        """This first is alone, and has made this epoch durable, as its base too: a learner has promised the one before
-        to another syncer."""
+        """Serve a later epoch, durable also as the base: a learner has promised the previous one to another syncer.
+        This first is alone."""
         self.epoch = self.base = epoch
         self.highest = max(self.highest, epoch)
 
     @property
     def is_refused(self) -> bool:
-        """Whether a learner, elector or not, cannot follow this epoch, since it has promised it or a later one to the
-        other syncer. It can follow one after that, which a first may always begin: alone, or with its standby."""
+        """Whether a learner, elector or not, cannot follow this epoch because it has promised this or a later one to
+        the other syncer. It can follow a still later epoch, which a first may always begin, alone or with its
+        standby."""
         at, word = self._refusal
         is_now = word is not None and self._now - at < self._recent_s and self._cannot_follow(word)
         return is_now and self.standing in ("paired", "alone")
 
     def raises(self) -> bool:
-        """Whether it is time to begin a later epoch for a learner that refuses this one."""
+        """Whether to begin a later epoch now for a learner that refuses this one."""
         since_s = self._now - self._raised_at
         if not self.is_refused or since_s < self._raises_after_s:
             return False
@@ -315,7 +317,7 @@ class Succession:
         self._raises_after_s = self._patience_s if is_rare else min(2 * self._raises_after_s, RAISES_LEAST_S)
         return True
 
-    # --- what it may do -----------------------------------------------------------------------------------------------
+    # --- permissions --------------------------------------------------------------------------------------------------
 
     @property
     def serves(self) -> bool:
@@ -324,7 +326,7 @@ class Succession:
 
     @property
     def may_publish(self) -> bool:
-        """Whether a version may be published at all; where it is paired, once the standby has it too."""
+        """Whether this syncer may publish; in a pair, a version must be at the standby first."""
         return self.standing in ("paired", "alone")
 
     # --- helpers ------------------------------------------------------------------------------------------------------
@@ -339,7 +341,7 @@ class Succession:
         ballot = word.promised
         if is_mine or ballot is None or ballot == Ballot(self.epoch, self.boot):
             return False
-        return ballot.epoch >= self.epoch  # also one of its own that came to nothing, since the standby was back
+        return ballot.epoch >= self.epoch  # also an abandoned one of its own: the standby was heard again
 
     def _is_alone(self, word: Word) -> bool:
         return word.silent_s >= self._patience_s
@@ -351,7 +353,7 @@ class Succession:
         return self._is_majority(sum(holds(word) for at, word in self._heard() if now - at < self._recent_s))
 
     def _heard(self) -> Iterator[tuple[float, Word]]:
-        """The newest word of each elector, and when it came; one that has left the electorate has none."""
+        """Yield the newest vote of each current elector, and its time."""
         return (self._words[each] for each in self.electorate if each in self._words)
 
     def _is_majority(self, number: int) -> bool:
@@ -359,11 +361,11 @@ class Succession:
 
 
 def next_electorate(electorate: Collection[str], members: Collection[str]) -> frozenset[str]:
-    """The electorate on its way to being the members: one learner more, or one less, or the same. Those that have come
-    first, so that it is never empty while there are members."""
+    """Return the next electorate on the way to `members`: one learner added, one removed, or unchanged. Additions
+    precede removals, so that it is never empty while there are members."""
     now, wanted = frozenset(electorate), frozenset(members)
-    if come := wanted - now:
-        return now | {min(come)}
-    if gone := now - wanted:
-        return now - {min(gone)}
+    if added := wanted - now:
+        return now | {min(added)}
+    if removed := now - wanted:
+        return now - {min(removed)}
     return now

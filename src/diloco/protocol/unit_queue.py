@@ -1,11 +1,11 @@
-"""A learner's end of leases (`protocol.leases`): units that it has, those drawn for batches, those trained.
+"""A learner's end of leases (`protocol.leases`): its units that are held, drawn for batches, taken, or trained.
 
     held → drawn → taken → trained
 
-A loader draws units ahead, for batches that may never be trained. A unit is taken when its batch comes to the training
-loop, and trained at the next step; only then it is in a contribution.
+A loader draws units ahead, for batches that may never be trained. A unit is taken when the training loop receives its
+batch, and trained at the next step; only trained units are in a contribution.
 
-No clock, thread or permutation is in here.
+No clock, thread or permutation is used here.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from diloco.protocol.units import Ranges, common, union
 
 
 class UnitQueue:
-    """Of one learner, over all its incarnations.
+    """The units of one learner, over all its incarnations.
 
     Arguments:
-        data: what it trains on.
-        num_ahead: units that it asks for at a time, whenever it has fewer than that.
+        data: its training data.
+        num_ahead: units per request; it requests units whenever it holds fewer than this.
 
     Attributes:
-        has_ended: nothing was free when the last request was answered.
+        has_ended: whether no unit was free at the last answer.
     """
 
     def __init__(self, data: DataSet, num_ahead: int) -> None:
@@ -40,16 +40,16 @@ class UnitQueue:
     # --- leases -------------------------------------------------------------------------------------------------------
 
     def wants(self, at_least: int = 0) -> bool:
-        """Whether there is a request to make now."""
+        """Whether to make a request now."""
         enough = at_least if self.has_ended else max(self._num_ahead, at_least)
         return not self._is_asking and self._num_held < enough
 
     def ask(self, unsent: Sequence[Ranges], *, at_least: int = 0) -> Ask | None:
-        """The request to make now; None: enough is held, or one is under way.
+        """Return the request to make now; None: enough units are held, or a request is pending.
 
         Arguments:
-            unsent: by fragment, the units that the next contribution accounts for.
-            at_least: units that are needed now; where the data had ended, units may have come back since.
+            unsent: by fragment, the units of the next contribution.
+            at_least: units that are needed now; after the end of the data, units may have been returned.
         """
         if not self.wants(at_least):
             return None
@@ -61,27 +61,27 @@ class UnitQueue:
         return Ask(self._number, max(self._num_ahead, at_least), self._data, claim)
 
     def granted(self, grant: Grant) -> None:
-        """The request under way is answered."""
+        """Handle the answer to the pending request."""
         self._is_asking = False
         self._held.extend(grant.units)
         self.has_ended = not grant.units
-        if grant.number == 1:  # others have what is not claimed of an earlier incarnation
+        if grant.number == 1:  # other learners have the rest of an earlier incarnation's units
             self._taken = common(self._taken, grant.claimed)
             self._drawn = deque(common(its, grant.claimed) for its in self._drawn)
 
     def start_over(self) -> None:
-        """A new incarnation has no lease; what was drawn is claimed for it."""
+        """Start a new incarnation, without a lease; drawn units are claimed for it."""
         self._held.clear()
         self._number, self._is_asking, self.has_ended = 0, False, False
 
     @property
     def is_sure(self) -> bool:
-        """Whether what was drawn and taken is leased to this incarnation."""
+        """Whether the drawn and taken units are leased to this incarnation."""
         return self._number > 1 or (self._number == 1 and not self._is_asking)
 
     @property
     def has_drawn(self) -> bool:
-        """Whether there are batches drawn and not taken."""
+        """Whether a drawn batch is not taken yet."""
         return bool(self._drawn)
 
     # --- units --------------------------------------------------------------------------------------------------------
@@ -91,11 +91,11 @@ class UnitQueue:
         return sum(stop - first for first, stop in self._held)
 
     def has(self, num: int) -> bool:
-        """Whether `num` units can be drawn, or the last ones."""
+        """Whether `num` units, or the last ones, can be drawn."""
         return self.is_sure and (self._num_held >= num or self.has_ended)
 
     def draw(self, num: int) -> list[int]:
-        """The next units, `num` of them, or fewer at the end of the data."""
+        """Draw the next `num` units, or fewer at the end of the data."""
         units: list[int] = []
         while self._held and len(units) < num:
             first, stop = self._held.popleft()
@@ -108,19 +108,19 @@ class UnitQueue:
         return units
 
     def put_back(self) -> None:
-        """What was drawn and not taken is drawn again, in the same order."""
+        """Put back units that were drawn and not taken, to be drawn again in the same order."""
         for its in reversed(self._drawn):
             self._held.extendleft(reversed(its))
         self._drawn.clear()
 
     def take(self) -> None:
-        """The oldest batch drawn has come to the training loop."""
+        """Record that the training loop has received the oldest drawn batch."""
         self._taken = union(self._taken, self._drawn.popleft())
         self._num_taken += 1
 
     def trained(self) -> Ranges | None:
-        """A step is taken on all units taken since the one before. Returns them, as far as they are leased to this
-        incarnation; None: no batch was taken."""
+        """Record a step on all units taken since the previous one. Return those that are leased to this incarnation;
+        None: no batch was taken."""
         units, num, self._taken, self._num_taken = self._taken, self._num_taken, (), 0
         return units if num else None
 

@@ -1,4 +1,4 @@
-"""Units of a run's data: sets of them, their order in a pass, and what became of each."""
+"""Units of a run's data: sets of them, their order in a pass, and their fates."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-# Sets of whole numbers as ranges: sorted, disjoint, not adjacent pairs (first, stop), `stop` not included.
+# Sets of whole numbers as ranges: sorted, disjoint, non-adjacent pairs (first, stop), `stop` excluded.
 #
-# A learner's data is a few ranges however many units they have, so all costs are in the number of ranges.
+# A learner's data is a few ranges of any length, so all costs are linear in the number of ranges.
 
 Ranges = tuple[tuple[int, int], ...]
 
 
 def ranges_of(pairs: Iterable[Iterable[int]]) -> Ranges:
-    """The set of all numbers in any of the pairs (first, stop), which may come in any order and overlap."""
+    """Return the set of all numbers in the pairs (first, stop), which may be unordered and overlap."""
     out: list[tuple[int, int]] = []
     for first, stop in sorted((first, stop) for first, stop in pairs):
         if first >= stop:
@@ -28,17 +28,17 @@ def ranges_of(pairs: Iterable[Iterable[int]]) -> Ranges:
 
 
 def as_lists(a: Ranges) -> list[list[int]]:
-    """As JSON has it."""
+    """Return the ranges as lists, for JSON."""
     return [list(pair) for pair in a]
 
 
 def union(*each: Ranges) -> Ranges:
-    """What is in any of them."""
+    """Return the union."""
     return ranges_of(pair for ranges in each for pair in ranges)
 
 
 def common(a: Ranges, b: Ranges) -> Ranges:
-    """What is in both."""
+    """Return the intersection."""
     out, i, j = [], 0, 0
     while i < len(a) and j < len(b):
         first, stop = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
@@ -52,7 +52,7 @@ def common(a: Ranges, b: Ranges) -> Ranges:
 
 
 def minus(a: Ranges, b: Ranges) -> Ranges:
-    """What is in `a` and not in `b`."""
+    """Return the difference."""
     out, j = [], 0
     for first, stop in a:
         while j < len(b) and b[j][1] <= first:
@@ -69,12 +69,12 @@ def minus(a: Ranges, b: Ranges) -> Ranges:
 
 
 def count(a: Ranges) -> int:
-    """How many numbers are in it."""
+    """Return the number of elements."""
     return sum(stop - first for first, stop in a)
 
 
 def split(a: Ranges, num: int) -> tuple[Ranges, Ranges]:
-    """The `num` lowest numbers of it, or all, and the others."""
+    """Return the `num` lowest elements, or all, and the rest."""
     for index, (first, stop) in enumerate(a):
         if num < stop - first:
             head = ((first, first + num),) if num > 0 else ()
@@ -84,7 +84,7 @@ def split(a: Ranges, num: int) -> tuple[Ranges, Ranges]:
 
 
 def is_set(a: Iterable[tuple[int, int]]) -> bool:
-    """Whether pairs are sorted, disjoint, not empty, not adjacent and without negative numbers."""
+    """Whether pairs are sorted, disjoint, non-empty, non-adjacent and without negative numbers."""
     end = -1
     for first, stop in a:
         if not end < first < stop:
@@ -96,7 +96,7 @@ def is_set(a: Iterable[tuple[int, int]]) -> bool:
 def permute(index: int, size: int, key: bytes) -> int:
     """A pseudo-random permutation of 0 … size−1 at `index`, in constant memory.
 
-    A four-round Feistel network over the next even number of bits, walked until it falls into the range (Black and
+    A four-round Feistel network over the next even number of bits, iterated until the result is in range (Black and
     Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
@@ -112,48 +112,48 @@ def permute(index: int, size: int, key: bytes) -> int:
 
 
 def place_of_unit(unit: int, num_units: int, seed: int) -> int:
-    """Which of `num_units` windows or samples unit `unit` of a run's leased data is (`protocol.leases`): every pass
-    has an order of its own."""
+    """Return the index, among `num_units` windows or samples, of unit `unit` of a run's leased data
+    (`protocol.leases`): every pass has its own order."""
     number, place = divmod(unit, num_units)
     return permute(place, num_units, seed.to_bytes(8, "little") + b"unit" + number.to_bytes(8, "little"))
 
 
 MERGED = "merged"
-"""The fate of a unit in a fragment whose version has the work on it."""
+"""The fate of a unit that was merged into a version of a fragment."""
 
 KEPT_VERSIONS = 4
-"""Newest versions of a fragment whose units are known. A state directory has the tensors of two; a repair goes back to
-one of those."""
+"""Newest versions of a fragment whose units are listed. A state directory has the tensors of two, and a repair rolls
+back to one of them."""
 
 
 @dataclass
 class UnitFates:
-    """Units, and what became of them so far.
+    """Units and their fates so far.
 
     Attributes:
-        units: which they are.
-        fates: per fragment, of these units by fate.
+        units: all of them.
+        fates: per fragment, units by fate.
     """
 
     units: Ranges
     fates: list[dict[str, Ranges]]
 
     def settled(self, fragment: int) -> Ranges:
-        """Units that have their fate in a fragment."""
+        """Return the units with a fate in a fragment."""
         return union(*self.fates[fragment].values())
 
     def settle(self, fragment: int, units: Ranges, fate: str) -> None:
-        """These units have met their fate."""
+        """Set the fate of units in a fragment."""
         if units:
             self.fates[fragment][fate] = union(self.fates[fragment].get(fate, ()), units)
 
     def forget(self, fragment: int, units: Ranges, fate: str) -> None:
-        """These units have not met this fate after all."""
+        """Revoke the fate of units in a fragment."""
         its = self.fates[fragment].pop(fate, ())
         self.settle(fragment, minus(its, units), fate)
 
     def taken(self, units: Ranges) -> list[dict[str, Ranges]]:
-        """Remove units; returns their fates."""
+        """Remove units; return their fates."""
         taken = [{fate: common(its, units) for fate, its in by_fate.items()} for by_fate in self.fates]
         self.units = minus(self.units, units)
         for by_fate in self.fates:
@@ -164,7 +164,7 @@ class UnitFates:
         return taken
 
     def add(self, units: Ranges, fates: Sequence[Mapping[str, Ranges]]) -> None:
-        """Take in units with the fates that they have."""
+        """Add units with their fates."""
         self.units = union(self.units, units)
         for fragment, by_fate in enumerate(fates):
             for fate, its in by_fate.items():
@@ -172,11 +172,12 @@ class UnitFates:
 
 
 class RecentMerges:
-    """The units in the newest versions of each fragment: what comes back where a repair goes back to an earlier one.
+    """The units in the newest versions of each fragment, which a repair returns when it rolls back to an earlier
+    version.
 
     Attributes:
-        versions: of each fragment, by version, the units that were merged into it.
-        done: those of them that are done.
+        versions: per fragment, by version, the units merged into it.
+        done: the done units among them.
     """
 
     def __init__(self, num_fragments: int) -> None:
@@ -184,7 +185,7 @@ class RecentMerges:
         self.done = UnitFates((), [{} for _ in range(num_fragments)])
 
     def merged(self, fragment: int, version: int, units: Ranges) -> None:
-        """These units are in this version, the newest of its fragment, and maybe others."""
+        """Record units merged into a version, the newest of its fragment; it may contain others."""
         by_version = self.versions[fragment]
         if units:
             by_version[version] = union(by_version.get(version, ()), units)
@@ -194,7 +195,7 @@ class RecentMerges:
         self.done.taken(minus(self.done.units, recent))
 
     def lose(self, fragment: int, version: int) -> tuple[int, Ranges]:
-        """The versions after this one are lost. Returns how many merges were in them, and of which units."""
+        """Discard the versions after this one. Return the number of merges in them, and their units."""
         by_version = self.versions[fragment]
         lost = [by_version.pop(each) for each in list(by_version) if each > version]
         return sum(map(count, lost)), union(*lost)
@@ -206,7 +207,7 @@ class RecentMerges:
 
     @classmethod
     def from_list(cls, values: Sequence[Any]) -> Self:
-        """What `as_list` gave."""
+        """Read the values of `as_list`."""
         by_version, units, fates = values
         recent = cls(len(by_version))
         recent.versions = [{version: ranges_of(its) for version, its in each} for each in by_version]
@@ -215,5 +216,5 @@ class RecentMerges:
 
 
 def fates_of(values: Sequence[Mapping[str, Any]]) -> list[dict[str, Ranges]]:
-    """Fates, from plain values."""
+    """Read fates from plain values."""
     return [{fate: ranges_of(its) for fate, its in by_fate.items()} for by_fate in values]

@@ -1,4 +1,4 @@
-"""`diloco plan advise`: which method to take at the sites of a site file, and what each would cost."""
+"""`diloco plan advise`: methods for the sites of a site file, ranked by their cost."""
 
 import json
 from pathlib import Path
@@ -28,13 +28,13 @@ def command(
         RankBy, typer.Option(help="What to rank by, among the methods whose loss penalty is allowed.")
     ] = "hours",
     everything: Annotated[
-        bool, typer.Option("--all", help="Every setting that was compared, not the best of each method.")
+        bool, typer.Option("--all", help="Print every setting, not only the best of each method.")
     ] = False,
     choose: Annotated[int, typer.Option(min=1, help="Write the run file of this rank.")] = 1,
     out: Annotated[Path | None, typer.Option(help="Write the run file and pictures into this directory.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: every setting and the run file.")] = False,
 ) -> None:
-    """Rank the methods for the sites of SITE_FILE by hours, bytes, money and loss; write the best one's run file."""
+    """Rank the methods for the sites of SITE_FILE by hours, bytes, money and loss; write a run file of the best."""
     inputs = advice_inputs(load_site(site_file))
     ranked = advise(inputs, by)
     if choose > len(ranked):
@@ -55,7 +55,7 @@ def command(
 
 
 def _best_of_methods(ranked: list[RunEstimate]) -> list[RunEstimate]:
-    """The first estimate of each method, in their order."""
+    """Return the first estimate of each method, in order of rank."""
     best: dict[str, RunEstimate] = {}
     for estimate in ranked:
         best.setdefault(estimate.setting.method, estimate)
@@ -86,7 +86,7 @@ def _print(inputs: AdviceInputs, shown: Ranked, choose: int) -> None:
     table = make_table(("", "method", "busy", "hours", "bytes", "USD", "loss"), rows, num_text=2)
     table.show_edge = False
     table.columns[0].no_wrap = True
-    table.columns[1].overflow = "fold"  # where the terminal is narrow this gives way, and no number
+    table.columns[1].overflow = "fold"  # a narrow terminal shortens this column, not the numbers
     console = Console(highlight=False)
     console.print(f"{_headline(inputs)}\n")
     console.print(table)
@@ -116,8 +116,8 @@ def _print_choice(inputs: AdviceInputs, ranked: list[RunEstimate], choose: int, 
     if faster:
         best = min(faster, key=lambda each: each.hours)
         typer.echo(
-            f"{best.setting.label} (rank {ranked.index(best) + 1}), would take {significant(best.hours)} h, at a "
-            "loss that no experiment has measured."
+            f"{best.setting.label} (rank {ranked.index(best) + 1}) would take {significant(best.hours)} h, at an "
+            "unmeasured loss."
         )
 
 

@@ -1,4 +1,4 @@
-"""`diloco plan goodput`: which part of the accelerators' time trains the model when chips fail."""
+"""`diloco plan goodput`: the share of the accelerators' time that trains the model when chips fail."""
 
 import json
 from dataclasses import asdict, replace
@@ -20,12 +20,12 @@ from diloco.report.frame import require_html, write_drawings
 def command(
     chips: Annotated[int, typer.Option(min=1, help="Of all learners together.")],
     learners: Annotated[int, typer.Option(min=1, help="M; each has the same number of chips.")] = 1,
-    mode: Annotated[Mode, typer.Option(help="What stands still when a chip fails.")] = "decoupled",
+    mode: Annotated[Mode, typer.Option(help="What a failed chip stops.")] = "decoupled",
     mtbi: Annotated[str, typer.Option(help="Mean time between interruptions of one chip.")] = "1 y",
-    repair: Annotated[str, typer.Option(help="From a failure until the missing chips are back.")] = "65 s",
-    down: Annotated[str, typer.Option(help="Standing still to go on without the chips that failed.")] = "15 s",
-    up: Annotated[str, typer.Option(help="Standing still to take chips in.")] = "15 s",
-    step: Annotated[str, typer.Option(help="An inner step, at whose end a failure is noticed.")] = "4 s",
+    repair: Annotated[str, typer.Option(help="From a failure until the failed chips are available.")] = "65 s",
+    down: Annotated[str, typer.Option(help="Stop before continuing without the failed chips.")] = "15 s",
+    up: Annotated[str, typer.Option(help="Stop while chips are restored.")] = "15 s",
+    step: Annotated[str, typer.Option(help="An inner step, at whose end a failure is detected.")] = "4 s",
     jitter: Annotated[
         float, typer.Option(min=0, help="Percent by which a learner's step times vary (standard deviation).")
     ] = 0.0,
@@ -35,13 +35,13 @@ def command(
     ] = None,
     elastic_learners: Annotated[
         bool | None,
-        typer.Option(help="A decoupled learner goes on without failed chips (default), or it stops until the repair."),
+        typer.Option(help="A decoupled learner continues without failed chips (default), or stops until the repair."),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the simulation.")] = 0,
     out: PicturesPage = None,
     as_json: Json = False,
 ) -> None:
-    """Goodput, the chance that no learner runs, and where the rest of the time goes, by simulation and by formula.
+    """Goodput, time lost by waiting and failures, and the probability that no learner runs: simulated and by formula.
 
     The default times reproduce the published table of Decoupled DiLoCo; give your own.
     """
@@ -54,7 +54,9 @@ def command(
         step_s=TIME.parse(step, "--step", positive=True),
     )
     if mode != "decoupled" and elastic_learners is not None:
-        raise ConfigError("--elastic-learners is of decoupled learners; leave it out, or use --mode decoupled.")
+        raise ConfigError(
+            "--elastic-learners applies to decoupled learners only; leave it out, or use --mode decoupled."
+        )
     relative = () if speeds is None else parse_list("--speeds", speeds, float, "numbers", "1,1,0.6,0.6")
     fleet = Fleet(chips, learners, mode, times, LearnerSpeeds(jitter / 100, relative), elastic_learners is not False)
     if as_json:
@@ -97,7 +99,7 @@ def _print(fleet: Fleet, found: dict[Mode, Goodput], seed: int) -> None:
     console.print(
         "± is the 95 % confidence interval of the simulation (from failure to failure, "
         f"{found[fleet.mode].num_runs} runs, seed {seed}). Times that were not given are fitted to a published table; "
-        "measure yours.",
+        "measure your own.",
         style="dim",
     )
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from diloco.training.step_time import StepTime
 
 DIGITS = 4
-"""Significant digits of what is measured."""
+"""Significant digits of measured values."""
 
 
 def command(
@@ -32,12 +32,12 @@ def command(
     name: LearnerName = None,
     shard: Annotated[int, typer.Option(min=0, help="Which shard of the data to read.")] = 0,
     out: Annotated[
-        Path | None, typer.Option(help="The site file to write, or to extend by this learner's site.")
+        Path | None, typer.Option(help="The site file to write, or to extend with this learner's site.")
     ] = None,
     only: Annotated[
-        Literal["step", "link"] | None, typer.Option(help="Measure the inner step, or the link, alone.")
+        Literal["step", "link"] | None, typer.Option(help="Measure only the inner step, or only the link.")
     ] = None,
-    seconds: Annotated[float, typer.Option(min=0.1, help="How long inner steps are taken.")] = 10.0,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Duration of the measured inner steps.")] = 10.0,
     keys: Keys = None,
     overrides: Overrides = None,
     as_json: Json = False,
@@ -122,5 +122,5 @@ def _write(path: Path, config: RunConfig, name: str, step: "StepTime | None", li
 
 
 def _read(path: Path) -> str:
-    """The text of a site file that is extended; empty where it is new."""
+    """Return the text of the site file to extend; empty for a new one."""
     return read_text(path, "site file").removeprefix("\ufeff") if path.exists() else ""

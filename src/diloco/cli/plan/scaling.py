@@ -1,4 +1,4 @@
-"""`diloco plan scaling`: which loss to expect, and which learning rates and batch to begin with."""
+"""`diloco plan scaling`: expected loss, and initial learning rates and batch."""
 
 import json
 import warnings
@@ -30,7 +30,7 @@ def command(
 ) -> None:
     """Published scaling laws (arXiv 2503.09799): loss, learning rates and batch of DiLoCo beside data parallel.
 
-    What lies outside of what was measured is warned about.
+    Extrapolation beyond the measured range prints a warning.
     """
     require_html(out)
     with warnings.catch_warnings(record=True) as caught:
@@ -64,7 +64,7 @@ def _print(it: ScalingEstimate) -> None:
     console.print(f"{it.num_parameters:.3g} parameters, 20 tokens for each; arXiv 2503.09799")
     console.print(make_table(("", f"DiLoCo, M = {it.num_learners}", "data parallel"), rows))
     console.print(
-        "The fits are off by up to 1.1 % of the losses that were measured from 180M parameters on, 1.7 % below: they "
-        "do not resolve small differences.",
+        "The error of the fits is up to 1.1 % of the measured losses from 180M parameters on, 1.7 % below: they do not "
+        "resolve small differences.",
         style="dim",
     )

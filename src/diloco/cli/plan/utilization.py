@@ -1,4 +1,4 @@
-"""`diloco plan utilization`: what link keeps the learners computing."""
+"""`diloco plan utilization`: the link that a utilisation needs, or the utilisation on a link."""
 
 import json
 import math
@@ -22,7 +22,7 @@ from diloco.report.frame import require_html, write_drawings
 
 TARGETS = "50,80,90,95,99"
 DIGITS = 6
-"""Significant digits of what is printed as JSON; the search goes no further."""
+"""Significant digits of JSON values; the search is no more precise."""
 DECOUPLED_LEARNERS = 8
 """The paper's."""
 
@@ -31,7 +31,7 @@ Answers = list[dict[str, Any]]
 DECOUPLED_COLUMNS = {
     "period_steps": "H achieved", "stale_steps": "answer's age, steps", "contributors": "learners in a merge"
 }  # fmt: skip
-"""By key of an answer: what it gives besides, where the learners are decoupled."""
+"""Further columns for decoupled learners, by key of an answer."""
 
 
 def command(
@@ -46,15 +46,17 @@ def command(
     fragments: Annotated[
         int | None, typer.Option(metavar="P", help="Fragments; of three layers each by default.")
     ] = None,
-    codec: Annotated[str, typer.Option(help="What is sent: fp32, bf16, e3m0, int4, 2bit, topk-128-2bit, …")] = "bf16",
+    codec: Annotated[
+        str, typer.Option(help="Codec of contributions: fp32, bf16, e3m0, int4, 2bit, topk-128-2bit, …")
+    ] = "bf16",
     codec_down: Annotated[
         str | None,
-        typer.Option(help="What comes back, on the other direction. Among equals a reduction is one pass by default."),
+        typer.Option(help="Codec of updates, on the other direction. Without a syncer the default is one pass."),
     ] = None,
     latency: Annotated[str | None, typer.Option(help='Of each pass, for example "20 ms".')] = None,
     step_time: Annotated[str | None, typer.Option(help='Of an inner step, for example "310 ms".')] = None,
     learners: Annotated[
-        int | None, typer.Option(metavar="M", help="M learners around a syncer, instead of a reduction among equals.")
+        int | None, typer.Option(metavar="M", help="M learners around a syncer, instead of reductions among learners.")
     ] = None,
     speeds: Annotated[str | None, typer.Option(help="Of the learners around a syncer, relative: 1,1,0.5.")] = None,
     syncer: Annotated[
@@ -62,11 +64,11 @@ def command(
     ] = None,
     shards: Annotated[int | None, typer.Option(help="Shards of the syncer.")] = None,
     merge: Annotated[
-        str | None, typer.Option(help='What a shard merges, for example "1 GB/s"; no limit by default.')
+        str | None, typer.Option(help='Merge rate of a shard, for example "1 GB/s"; unlimited by default.')
     ] = None,
     targets: Annotated[str | None, typer.Option(help=f"In percent; {TARGETS} by default.")] = None,
     bandwidth: Annotated[
-        str | None, typer.Option(help='Say what this link comes to instead, for example "1 Gbit/s".')
+        str | None, typer.Option(help='Print the utilisation on this link instead, for example "1 Gbit/s".')
     ] = None,
     convention: Annotated[
         str, typer.Option(help="steady, or a paper's own: streaming-diloco, scaling-laws.")
@@ -74,9 +76,9 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object per target.")] = False,
     out: PicturesPage = None,
 ) -> None:
-    """What bandwidth keeps the learners computing, or how much they compute on a link.
+    """Bandwidth that a compute utilisation needs, or utilisation on a given link.
 
-    Decoupled learners always compute; there the percentages are of the pace at which fragments are meant to be merged.
+    Decoupled learners always compute; their percentages are of the planned pace of merges.
     """
     require_html(out)
     options: dict[str, Any] = {
@@ -86,16 +88,22 @@ def command(
     if targets is not None and bandwidth is not None:
         raise ConfigError("--targets asks for a bandwidth and --bandwidth gives one; leave one of them out.")
     percentages = _percentages(TARGETS if targets is None else targets)
-    around = {"--learners": learners, "--speeds": speeds, "--syncer": syncer, "--shards": shards, "--merge": merge}
+    syncer_options = {
+        "--learners": learners,
+        "--speeds": speeds,
+        "--syncer": syncer,
+        "--shards": shards,
+        "--merge": merge,
+    }
     if convention not in CONVENTIONS:
         raise ConfigError(f"there is no convention {convention!r}; choose {', '.join(CONVENTIONS)}.")
     if convention != "steady":
         own = {"--step-time": step_time, "--bandwidth": bandwidth, "--out": out}
-        _refuse_beside(convention, {**own, **around})
+        _refuse_beside(convention, {**own, **syncer_options})
         answers, workload, setting = _published(convention, model, method, percentages, options)
         link_model, measure, never = None, "computing", ""
     else:
-        link_model = _question(model, method, step_time, options, around)
+        link_model = _link_model(model, method, step_time, options, syncer_options)
         answers = _steady(link_model, percentages, bandwidth)
         workload, setting, measure, never = (
             link_model.workload,
@@ -115,7 +123,7 @@ def _percentages(text: str) -> tuple[float, ...]:
     values = parse_list("--targets", text, float, "percentages", "50,80,95")
     for value in values:
         if not 0 < value <= 100:
-            raise ConfigError(f"a target of {value:g} % cannot be; give percentages above 0 and up to 100.")
+            raise ConfigError(f"a target of {value:g} % is out of range; give percentages above 0 and up to 100.")
     return values
 
 
@@ -128,25 +136,25 @@ def _refuse_beside(convention: str, given: dict[str, object]) -> None:
             )
 
 
-def _question(
-    model: str, method: str, step_time: str | None, options: dict[str, Any], around: dict[str, Any]
+def _link_model(
+    model: str, method: str, step_time: str | None, options: dict[str, Any], syncer_options: dict[str, Any]
 ) -> LinkModel:
     step_s = None if step_time is None else TIME.parse(step_time, "--step-time", positive=True)
     workload = load_workload(model, step_s)
     setting = setting_for(workload, method, **options)
-    if setting.method != "decoupled" and all(value is None for value in around.values()):
+    if setting.method != "decoupled" and all(value is None for value in syncer_options.values()):
         return GraphLinkModel(workload, setting)
-    setting = replace(setting, down=setting.down or setting.up)  # a syncer's answers always come back
-    return _around(workload, setting, around)
+    setting = replace(setting, down=setting.down or setting.up)  # a syncer always sends updates
+    return _syncer_model(workload, setting, syncer_options)
 
 
-def _around(workload: Workload, setting: Setting, around: dict[str, Any]) -> SyncerLinkModel:
-    """The learners and the syncer of the options."""
-    num, text, shards = around["--learners"], around["--speeds"], around["--shards"]
+def _syncer_model(workload: Workload, setting: Setting, syncer_options: dict[str, Any]) -> SyncerLinkModel:
+    """Return the model of learners around a syncer with these options."""
+    num, text, shards = syncer_options["--learners"], syncer_options["--speeds"], syncer_options["--shards"]
     if shards is not None and shards < 1:
-        raise ConfigError(f"a syncer of {shards} shards is none; give --shards 1 or more.")
-    if shards is not None and around["--syncer"] is None and around["--merge"] is None:
-        raise ConfigError(f"{shards} shards change nothing without a limit of each; add --syncer or --merge.")
+        raise ConfigError(f"a syncer has at least one shard, not {shards}; give --shards 1 or more.")
+    if shards is not None and syncer_options["--syncer"] is None and syncer_options["--merge"] is None:
+        raise ConfigError(f"--shards {shards} has no effect without a limit of each; add --syncer or --merge.")
     if num is not None and num < 1:
         raise ConfigError(f"{num} learners train nothing; give --learners 1 or more.")
     if text is None:
@@ -156,7 +164,9 @@ def _around(workload: Workload, setting: Setting, around: dict[str, Any]) -> Syn
         if num not in (None, len(speeds)):
             raise ConfigError(f"--speeds {text} is of {len(speeds)} learners, not of {num}; give one for each.")
     rate, merged = (
-        math.inf if around[option] is None else (shards or 1) * RATE.parse(around[option], option, positive=True)
+        math.inf
+        if syncer_options[option] is None
+        else (shards or 1) * RATE.parse(syncer_options[option], option, positive=True)
         for option in ("--syncer", "--merge")
     )
     return SyncerLinkModel(workload, setting, speeds, rate, Merging(bytes_per_s=merged / 8))
@@ -166,7 +176,7 @@ def _published(
     convention: str, model: str, method: str, percentages: tuple[float, ...], options: dict[str, Any]
 ) -> tuple[Answers, Workload, Setting]:
     run = published_run(convention, model, method, **options)
-    cells = run.printed([percent / 100 for percent in percentages])
+    cells = run.cells([percent / 100 for percent in percentages])
     answers: Answers = []
     for percent, cell in zip(percentages, cells, strict=True):
         shown = None if cell.gbit_per_s is None else round(round(cell.gbit_per_s, 2), 1)
@@ -196,7 +206,7 @@ def _rounded(value: float) -> float:
 
 
 def _print_json(answers: Answers, workload: Workload, setting: Setting, convention: str, measure: str) -> None:
-    """The answers, each with what was asked."""
+    """Print the answers, each with its inputs."""
     asked = {
         "measure": measure, "convention": convention, "model": workload.name, "parameters": workload.num_parameters,
         "layers": workload.num_layers, "step_s": workload.step_s, "method": setting.method,
@@ -209,7 +219,7 @@ def _print_json(answers: Answers, workload: Workload, setting: Setting, conventi
 def _print(
     answers: Answers, workload: Workload, setting: Setting, convention: str, measure: str, never: str = ""
 ) -> None:
-    """A table, and below it why a target is never reached."""
+    """Print a table, and the reason why a target is unreachable."""
     console = Console(highlight=False)
     console.print(
         f"[bold]{workload.name}[/], {setting}, steps of {TIME.show(workload.step_s)}, {convention}", soft_wrap=True
@@ -224,7 +234,7 @@ def _print(
             link = "never" if gbit_per_s is None else RATE.show(gbit_per_s * 1e9)
             is_unreached |= gbit_per_s is None
         more = (f"{answer[key]:.4g}" if key in answer else "" for key in shown)
-        percent = answer.get("target", answer.get(measure))  # what was asked for, or what a given link comes to
+        percent = answer.get("target", answer.get(measure))  # the target, or the value on a given link
         rows.append((f"{percent:.4g} %", link, *more))
     heads = (measure, "link", *(DECOUPLED_COLUMNS[key] for key in shown))
     console.print(make_table(heads, rows, num_text=0))
@@ -233,15 +243,15 @@ def _print(
 
 
 def _draw(answers: Answers, link_model: LinkModel, out: Path) -> None:
-    """Write a page. Raises ConfigError where no target is reached by any link."""
+    """Write a page. Raises ConfigError if no link reaches any target."""
     reached = {
         f"{answer['target']:g} %" if "target" in answer else "this link": 1e9 * answer["gbit_per_s"]
         for answer in answers
         if answer["gbit_per_s"] is not None
     }
     if not reached:
-        raise ConfigError("no target is reached by any link, so there is nothing to draw; lower --targets.")
+        raise ConfigError("no link reaches any target, so there is nothing to draw; lower --targets.")
     title = f"{link_model.workload.name}, {link_model.setting.method}"
-    text = "What a link is worth, and what happens in one period. Made by diloco plan utilization."
+    text = "Utilisation against bandwidth, and the activities of one period. Made by diloco plan utilization."
     write_drawings(out, title, text, link_pictures(link_model, reached))
     say_written([out])

@@ -1,4 +1,4 @@
-"""`diloco plan wallclock`: hours of a training, by what they go into."""
+"""`diloco plan wallclock`: hours of a training, by phase."""
 
 import json
 from typing import Annotated, Any
@@ -38,7 +38,7 @@ def command(
     across_latency: Annotated[str | None, typer.Option(help='Of it, for example "20 ms". Default: 0.')] = None,
     within: Annotated[str, typer.Option(help="The network of the chips of a learner.")] = "400 Gbit/s",
     within_latency: Annotated[str, typer.Option(help="Of it.")] = "0.1 ms",
-    flops: Annotated[str, typer.Option(help="What a chip achieves.")] = "300 TFLOP/s",
+    flops: Annotated[str, typer.Option(help="Throughput of a chip.")] = "300 TFLOP/s",
     out: PicturesPage = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON, one object per network and number of learners.")
@@ -74,7 +74,7 @@ def command(
 def _links(network: PaperNetwork | None, across: str | None, latency: str | None) -> dict[str, Link]:
     if across is None:
         if latency is not None:
-            raise ConfigError("--across-latency is of your own link; add --across, or leave it out.")
+            raise ConfigError("--across-latency applies to your own link; add --across, or leave it out.")
         return dict(NETWORKS) if network is None else {network: NETWORKS[network]}
     if network is not None:
         raise ConfigError("--network names a link and --across gives one; leave one of them out.")
@@ -112,7 +112,7 @@ def _print(found: Found) -> None:
     heads = ("network", "method", "hours", "compute", "within", "across", "busy", "sent")
     console.print(make_table(heads, rows, num_text=2))
     console.print(
-        "Hours of computing and of reductions within a learner and across sites, none of which overlap; busy: the part "
-        "that is computing; sent: by a chip, across sites.",
+        "Hours of computing and of reductions within a learner and across sites, without overlap; busy: share of time "
+        "computing; sent: by a chip, across sites.",
         style="dim",
     )

@@ -1,11 +1,9 @@
-"""One of two syncers, sans I/O: what makes two syncers one run, besides the learners' votes (`protocol.succession`).
+"""State machines of a pair of syncers that serve one run, sans I/O; the learners' votes are in `protocol.succession`.
 
-    values.py       what is durable of a syncer's part, what it has, and what one says to the other
-    link.py         a connection between the two, at either end, and how far the standby is behind
-    pair_core.py    what it may publish, and what changes by time, by learners and by hand
-    first_end.py    the first's end of a connection: what it leads, and what goes to the standby next
-    standby_end.py  the standby's end: what it says, takes and confirms
+    values.py     durable state of a syncer, messages between the two, a connection at either end
+    pair_core.py  `PairCore`: when a syncer may publish; effects of time, learners and operators
+    endpoints.py  both ends of a connection: the first replicates to the standby, the standby confirms
 
-What is to be durable before the next decision goes through a port (`values.Durable`), as the driver's does. Time comes
-in as an argument. `syncer/` hosts it with files, a lock and sockets, the storms with memory and virtual time.
+State that must be durable before the next decision is written through a port (`values.Durable`), as in the driver. Time
+is an argument. `syncer/` runs these with files, a lock and sockets, the storms with memory and virtual time.
 """

@@ -1,4 +1,4 @@
-"""The two ends of a pair of syncers: the first, which serves the run, and the standby, which follows it."""
+"""The two ends of a connection in a pair of syncers: the first serves the run, the standby follows it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from diloco.protocol.pair.pair_core import PairCore
 from diloco.protocol.pair.values import Contents, Hello, StandbyConnection, electors
 
 CATCH_UP_ROUNDS = 3
-"""States that a standby gets before versions wait for it, if each brings new versions."""
+"""States sent to a standby before versions wait for its confirmation, if each has new versions."""
 
 
 class FirstEnd:
-    """What a standby's connection does at this syncer. All methods raise StoreError as those of `PairCore`.
+    """The first's end of a standby's connection. All methods raise StoreError as those of `PairCore`.
 
     Arguments:
         pair: of this syncer.
@@ -22,14 +22,16 @@ class FirstEnd:
     def __init__(self, pair: PairCore) -> None:
         self._pair = pair
 
-    # --- what it leads ------------------------------------------------------------------------------------------------
+    # --- admission of a standby ---------------------------------------------------------------------------------------
 
     def accept(self, now: float, hello: Hello) -> StandbyConnection | None:
-        """The other syncer calls; returns the connection, or None: that one serves the run, and this one no more.
+        """Handle the other syncer's hello. Return the connection; None: the other syncer serves the run, this one does
+        not.
 
         Raises:
-            StandbyError: this syncer leads none. BusyError: another one follows it. LineageError, UnknownRunError: it
-                does not lead this one.
+            StandbyError: this syncer accepts no standby.
+            BusyError: it has another standby.
+            LineageError, UnknownRunError: the caller cannot follow it.
         """
         pair, copy = self._pair, hello.contents
         mine = self.rank()
@@ -46,50 +48,53 @@ class FirstEnd:
                 return None
             raise LineageError(
                 f"both syncers serve the run, this one in epoch {pair.succession.epoch} and the caller in epoch "
-                f"{hello.epoch}; stop the one that is not meant to, and start it with --follow."
+                f"{hello.epoch}; stop the wrong one, and start it with --follow."
             )
         if pair.standing in ("following", "fenced"):
-            raise StandbyError("this syncer does not serve the run, and leads no standby.")
+            raise StandbyError("this syncer does not serve the run and accepts no standby.")
         if pair.link is not None and pair.link.peer != hello.boot and pair.is_heard(pair.link, now):
             raise BusyError("another standby follows this syncer; a run has one.")
         if hello.is_first and mine < (hello.base, copy.num_published, hello.serves, hello.boot):
-            raise StandbyError("the caller has more of the run than this syncer, which has to follow it.")
+            raise StandbyError("the caller has more versions of the run than this syncer, which must follow it.")
         if not hello.is_first and copy.num_published > held.num_published and hello.base >= mine[0]:
             raise LineageError(
-                f"the standby has {copy.num_published} versions and this syncer has {held.num_published}: its state "
-                "went back; stop it, and let the standby take over."
+                f"the standby has {copy.num_published} versions and this syncer has {held.num_published}: the state of "
+                "this syncer was rolled back; stop it, and let the standby take over."
             )
         link = StandbyConnection(copy, pair.succession.boot, hello.boot, hello.epoch, now)
         pair.linked_to(link)
         return link
 
     def rank(self) -> tuple[int, int, bool, int]:
-        """Of two that have served the run, the one that has more leads."""
+        """Return the rank of this syncer: of two that have served the run, the higher one leads."""
         self._pair.renew_epoch()
         it = self._pair.succession
         return it.base, self._pair.durable.contents().num_published, it.serves, it.boot
 
     def _outranked(self, epoch: int) -> None:
-        """The other syncer has every version of this later epoch, with the word of most learners or of a person."""
+        """Yield to the other syncer, which has every version of a later epoch by majority vote or promotion."""
         pair = self._pair
         if pair.standing not in ("fenced", "following"):
-            pair.keep(is_paired=True)  # it may not serve the run when it is started again
+            pair.keep(is_paired=True)  # it must not serve the run after a restart
             pair.succession.lost()
             pair.tell(f"the other syncer serves the run in epoch {epoch}")
 
-    # --- what goes to the standby -------------------------------------------------------------------------------------
+    # --- replication to the standby -----------------------------------------------------------------------------------
 
     def has_news(self, link: StandbyConnection) -> bool:
-        """Whether `next_state` is to be asked at once, and not after a word only."""
+        """Whether to call `next_state` now, without waiting for a confirmation."""
         if link.is_over or link.unconfirmed:
             return link.is_over
         has_run = link.sent_serial >= 0 or self._pair.durable.epoch() > 0
         return link.agrees_on is not None or (has_run and not self.is_up_to_date(link))
 
     def next_state(self, now: float, link: StandbyConnection) -> int | None:
-        """Whether the state that is durable here goes to the standby now, and with which epoch to agree on (0: none);
-        None: nothing but a word does. The state is to be read after this, and sent with `begins` and
-            `StandbyConnection.sends`."""
+        """Decide whether to send the durable state to the standby now.
+
+        Returns:
+            The epoch to agree on with it (0: none); None: send only a keep-alive. The caller then reads the state and
+            sends it with `begins` and `StandbyConnection.sends`.
+        """
         pair = self._pair
         if link.is_over or link.unconfirmed:
             return None
@@ -110,14 +115,14 @@ class FirstEnd:
     def begins(
         self, now: float, link: StandbyConnection, newest: Mapping[int, tuple[int, str]], num_bytes: int
     ) -> tuple[int, frozenset[str]]:
-        """A state with these newest versions, and this much in files, goes out now; returns how many versions the
-        standby is behind, and the electorate to send."""
+        """Begin sending a state with these newest versions and `num_bytes` in files. Return the number of versions
+        that the standby is behind, and the electorate to send."""
         behind = max(0, sum(version for version, _ in newest.values()) - link.copy.num_published)
         self._pair.lag.of(now, behind, num_bytes)
         return behind, self._pair.succession.electorate
 
     def acknowledged(self, now: float, link: StandbyConnection, number: int) -> None:
-        """The standby says which commit it has."""
+        """Handle the standby's confirmation of a commit."""
         pair = self._pair
         link.heard_at = now
         link.confirmed(number)
@@ -128,12 +133,12 @@ class FirstEnd:
             pair.tell("the standby answers")
 
     def is_up_to_date(self, link: StandbyConnection) -> bool:
-        """Whether all there is was sent to the standby."""
+        """Whether the newest state was sent to the standby."""
         pair = self._pair
         return pair.durable.serial == link.sent_serial and pair.succession.electorate == link.sent_electorate
 
     def _begin_sync(self, now: float, link: StandbyConnection) -> int:
-        """From here on versions wait for the standby, which is to have all of them; returns the epoch to agree on."""
+        """Make versions wait for the standby from now on; return the epoch to agree on."""
         pair = self._pair
         pair.renew_epoch()
         it = pair.succession
@@ -150,7 +155,8 @@ class FirstEnd:
         return epoch
 
     def _agreed(self, now: float, link: StandbyConnection, epoch: int) -> bool:
-        """The standby has every version, and this epoch as its base; returns whether the connection goes on."""
+        """Enter an epoch, which the standby has made its base with every version; return whether the connection
+        continues."""
         pair = self._pair
         if link is not pair.link or pair.standing in ("fenced", "following", "alone") or epoch < pair.succession.epoch:
             link.is_over = True
@@ -165,7 +171,7 @@ class FirstEnd:
 
 
 class StandbyEnd:
-    """What a connection to the other syncer does at this one. All methods raise StoreError as those of `PairCore`.
+    """The standby's end of a connection to the first. All methods raise StoreError as those of `PairCore`.
 
     Arguments:
         pair: of this syncer.
@@ -175,7 +181,7 @@ class StandbyEnd:
         self._pair = pair
 
     def hello(self) -> Hello:
-        """What this syncer says when it dials the other one."""
+        """Return the first message to the other syncer."""
         pair = self._pair
         base, _, serves, boot = FirstEnd(pair).rank()
         contents, it = pair.durable.contents(), pair.succession
@@ -185,14 +191,14 @@ class StandbyEnd:
         )  # fmt: skip
 
     def concede(self, now: float, base: int) -> None:
-        """The other syncer leads: this one follows from here on. `base`: that this one has said.
+        """Follow the other syncer from now on. `base`: that of this syncer's hello.
 
         Raises:
-            StandbyError: it publishes by now.
+            StandbyError: this syncer serves the run by now.
         """
         pair = self._pair
         if pair.standing in ("alone", "paired") or pair.succession.base != base:
-            raise StandbyError("this syncer serves the run by now, and follows none.")
+            raise StandbyError("this syncer now serves the run and follows no other.")
         if pair.position.place == "first" or pair.standing == "fenced":
             pair.keep(place="standby", is_paired=True)
             pair.succession = pair.new_succession(now, pair.succession.epoch)
@@ -201,13 +207,13 @@ class StandbyEnd:
         pair.tell(f"follows {pair.other}")
 
     def linked(self, now: float, contents: Contents, boot: int) -> StandbyConnection:
-        """The connection begins. `contents`: that were said; `boot`: of the first's process."""
+        """Begin the connection. `contents`: those of this standby's hello; `boot`: of the first's process."""
         link = StandbyConnection(contents, boot, boot, 0, now)
         self._pair.linked_to(link)
         return link
 
     def heard(self, now: float, link: StandbyConnection, versions: int, num_bytes: int) -> None:
-        """The first has said something, and how far this standby is behind."""
+        """Handle a message of the first, with the lag of this standby."""
         pair = self._pair
         link.heard_at = now
         pair.lag.of(now, versions, num_bytes)
@@ -219,14 +225,15 @@ class StandbyEnd:
     def take(
         self, now: float, link: StandbyConnection, electorate: frozenset[str], epoch: int, write: Callable[[], None]
     ) -> None:  # fmt: skip
-        """A state of the run from the first, which `write` makes durable. `epoch`: to agree on with it; 0: none.
+        """Take a state of the run from the first; `write` makes it durable. `epoch`: to agree on with it; 0: none.
 
         Raises:
-            StandbyError: this syncer follows it no more. Others as `write`.
+            StandbyError: this syncer no longer follows the first.
+            Others as `write`.
         """
         pair = self._pair
         if link is not pair.link or not pair.succession.acknowledges:
-            raise StandbyError("this syncer follows the other one no more.")
+            raise StandbyError("this syncer no longer follows the other one.")
         if link.epoch is not None and electorate != pair.succession.electorate:
             pair.keep(electorate=electorate)
             pair.succession.electorate = electorate

@@ -1,4 +1,4 @@
-"""One of two syncers: what `Succession` decides becomes durable, and what follows from it for the run's writes."""
+"""`PairCore`: the decisions of `Succession`, made durable, and their effect on the run's writes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from diloco.protocol.pair.values import Durable, Lag, Position, StandbyConnectio
 from diloco.protocol.succession import Place, Proposal, Standing, Succession, Word, next_electorate
 
 REFUSED_S = 8.0
-"""A write waits for the other syncer or for learners for the patience and this long, then it is refused."""
+"""A write waits for the other syncer or for learners for `patience_s` plus this time, then it is refused."""
 
 HURRY_S = 1.0
-"""A write waits this long where the syncer stops."""
+"""Time that a write waits while the syncer shuts down."""
 
 _WHY: Mapping[Standing, str] = {
     "proposing": "the other syncer is silent: learners are asked",
@@ -25,26 +25,27 @@ _WHY: Mapping[Standing, str] = {
 
 
 class PairCore:
-    """A syncer's part in a pair, or alone. Events follow each other, one at a time.
+    """One syncer of a pair, or a single syncer. Events are handled one at a time.
 
     Arguments:
         durable: the disk.
-        position: that is on it; None: this syncer never had a second one.
+        position: the durable one; None: this syncer was never in a pair.
         other: the address of the other syncer; None: this one dials none.
-        waits_for_both: a first that is alone pairs with a standby that comes.
+        waits_for_both: whether a first that is alone pairs with a new standby.
         patience_s: as in `Succession`.
-        new_boot: names this syncer each time that it begins to follow, or is started: a number other than 0.
-        observer: is told of standings.
+        new_boot: returns a new identifier, other than 0, at each start of this syncer and each time that it begins to
+            follow.
+        observer: is notified of standings.
 
     Attributes:
-        succession: decides who may publish.
-        position: what is durable of its part.
-        had_position: whether anything is.
-        link: the connection to the other one.
+        succession: decides whether this syncer may publish.
+        position: its durable state.
+        had_position: whether there is any.
+        link: the connection to the other syncer.
         lag: of the standby.
-        is_over: writes wait no more.
+        is_over: writes no longer wait.
 
-    All methods raise StoreError where the disk refuses what is to be durable; the same event may be tried again.
+    All methods raise StoreError where the disk refuses a write; the same event may be retried.
     """
 
     def __init__(
@@ -59,20 +60,20 @@ class PairCore:
         self._new_boot = new_boot
         self._refused_s = patience_s + REFUSED_S
         self._told: tuple[Standing, int] | None = None
-        self._members: frozenset[str] | None = None  # processes of the run's learners; None: not known yet
+        self._members: frozenset[str] | None = None  # processes of the run's learners; None: unknown yet
         self.had_position = position is not None
         contents = durable.contents()
         if position is None:
             place: Place = "standby" if other is not None and not contents.run_id else "first"
             is_paired = other is not None
             position = Position(place, is_paired, contents.epoch if place == "first" else 0, frozenset())
-        elif position.place == "first" and not position.is_paired:  # it has all of every epoch that it began
+        elif position.place == "first" and not position.is_paired:  # it has every version of its epochs
             position = replace(position, base=max(position.base, contents.epoch), is_paired=other is not None)
         self.position = position
         self.succession = self.new_succession(now, contents.epoch)
 
     def new_succession(self, now: float, epoch: int) -> Succession:
-        """By what is durable of its part. `epoch`: the highest that is."""
+        """Return the succession of the durable position. `epoch`: the highest durable one."""
         position = self.position
         return Succession(
             position.place, is_paired=position.is_paired, epoch=epoch, base=position.base, boot=self._new_boot(),
@@ -80,20 +81,20 @@ class PairCore:
         )  # fmt: skip
 
     def keep(self, **changes: Any) -> None:
-        """Make a change of the position durable."""
+        """Change the position and make it durable."""
         position = replace(self.position, **changes)
         if position != self.position or not self.had_position:
             self.durable.keep(position)
             self.position, self.had_position = position, True
 
     def tell(self, why: str) -> None:
-        """The standing may have changed."""
-        stands = self.standing, self.succession.epoch
-        if stands != self._told:
-            self._told = stands
-            self.observer.stands_as(*stands, why)
+        """Notify the observer if the standing has changed."""
+        standing = self.standing, self.succession.epoch
+        if standing != self._told:
+            self._told = standing
+            self.observer.stands_as(*standing, why)
 
-    # --- what others ask ----------------------------------------------------------------------------------------------
+    # --- votes and status ---------------------------------------------------------------------------------------------
 
     @property
     def standing(self) -> Standing:
@@ -102,32 +103,32 @@ class PairCore:
 
     @property
     def is_single(self) -> bool:
-        """Whether there is no second syncer, and never was."""
+        """Whether this syncer was never in a pair."""
         return not self.had_position and self.other is None and self.link is None
 
     def heard(self, now: float, word: Word) -> Proposal | None:
-        """A learner's word; returns what it is asked for."""
+        """Handle a learner's vote; return the proposal for it."""
         self.succession.heard(now, word)
         return self.succession.proposal
 
     def refusal(self) -> StandbyError:
-        """Why this syncer does not serve the run now."""
+        """Return the reason why this syncer does not serve the run now."""
         match self.standing:
             case "fenced":
                 why = (
                     f"has lost the run: another syncer serves it in a later epoch than {self.succession.epoch}; start "
-                    "this one with --follow and the address of that one"
+                    "this one with --follow and the address of the other"
                 )
             case "waiting":
-                why = "was started again, and serves the run once its standby or most learners have agreed"
+                why = "was restarted, and serves the run once its standby or a majority of learners agrees"
             case "following":
-                why = f"follows the one at {self.other}, and may take the run over"
+                why = f"follows the one at {self.other}, and may take over the run"
             case _:
-                why = "is about to serve the run, and is not ready yet"
+                why = "is about to serve the run, but is not ready yet"
         return StandbyError(f"this syncer {why}; try the run's other address.")
 
     def status(self, now: float) -> dict[str, Any] | None:
-        """Plain values; None: there is no second syncer."""
+        """Plain values; None: this syncer was never in a pair."""
         if self.is_single:
             return None
         lag = self.lag
@@ -140,45 +141,45 @@ class PairCore:
     # --- writes -------------------------------------------------------------------------------------------------------
 
     def may_write(self, waited_s: float) -> bool:
-        """Whether a write of the run, which has waited this long, may begin now; False: not yet.
+        """Whether a write of the run may begin now, after it has waited for `waited_s`; False: not yet.
 
         Raises:
-            StoreError: nothing may be published now.
+            StoreError: this syncer may not publish now.
         """
         if self.is_single or self.succession.may_publish:
             return True
         if self._gives_up(waited_s):
-            raise StoreError(f"nothing is published by a syncer that is {self.standing}; it is tried again.")
+            raise StoreError(f"a syncer that is {self.standing} publishes nothing; the write is retried.")
         return False
 
     def write_begins(self, record: Mapping[str, Any]) -> None:
-        """One that may begin does, with this record of the run."""
+        """Begin a write that `may_write` has allowed, with this record of the run."""
         if not self.is_single:
             self._members = electors(record)
             self._renew_electorate()
 
     def is_confirmed(self, serial: int, waited_s: float) -> bool:
-        """Whether a write that has been durable here for this long may be seen: it is at the standby too, where there
-        is one; False: not yet.
+        """Whether a write that has been durable here for `waited_s` may be published: a standby, if there is one, has
+        it too; False: not yet.
 
         Raises:
-            StoreError: it may not be seen.
+            StoreError: it may not be published.
         """
         if self.is_single or self._has(serial):
             return True
         if self._gives_up(waited_s):
             raise StoreError(
-                f"the standby has not confirmed it, and this syncer is {self.standing}; it is published once the "
-                "standby has it, or most learners agree to go on without."
+                f"the standby has not confirmed the write, and this syncer is {self.standing}; it is published "
+                "once the standby has it, or a majority of learners agrees to continue without the standby."
             )
         return False
 
     def hurry(self) -> None:
-        """The syncer stops: writes wait for the standby a moment only."""
+        """Shorten the wait of writes for the standby, since the syncer shuts down."""
         self._refused_s = HURRY_S
 
     def close(self) -> None:
-        """Writes wait no more, and the connection ends."""
+        """End the waits of writes, and the connection."""
         self.is_over = True
         if self.link is not None:
             self.link.is_over = True
@@ -194,7 +195,7 @@ class PairCore:
         return is_there and self.standing in ("paired", "proposing")
 
     def _renew_electorate(self) -> None:
-        """One step of the electorate towards the members, once the step before is durable on both."""
+        """Change the electorate towards the members by one, once the previous change is durable on both syncers."""
         now, link = self.succession.electorate, self.link
         is_there = link is not None and self.is_in_sync(link) and link.electorate == now
         is_behind = self.standing == "paired" and not is_there
@@ -208,42 +209,43 @@ class PairCore:
     # --- connections --------------------------------------------------------------------------------------------------
 
     def linked_to(self, link: StandbyConnection) -> None:
-        """A connection begins."""
+        """Begin a connection."""
         if self.link is not None:
             self.link.is_over = True
         self.link = link
 
     def unlink(self, link: StandbyConnection) -> None:
-        """It has ended."""
+        """End a connection."""
         link.is_over = True
         if self.link is link:
             self.link = None
 
     def is_heard(self, link: StandbyConnection, now: float) -> bool:
-        """Whether the other end has said something within the patience."""
+        """Whether the other end was heard within `patience_s`."""
         return now - link.heard_at <= self.patience_s
 
     def is_in_sync(self, link: StandbyConnection) -> bool:
-        """Whether the two ends of a connection stand as they have agreed."""
+        """Whether both ends of a connection are in the epoch that they have agreed on."""
         is_agreed = link is self.link and not link.is_over and link.epoch == self.succession.epoch
         return is_agreed and self.standing in ("paired", "proposing", "following")
 
-    # --- by hand, and time --------------------------------------------------------------------------------------------
+    # --- promotion and time -------------------------------------------------------------------------------------------
 
     def promote(self, now: float, *, force: bool) -> tuple[int, tuple[int, ...]]:
-        """Serve the run from here on; returns the epoch, and the versions.
+        """Serve the run from now on, by an operator's decision; return the epoch and the versions.
 
         Raises:
-            ConfigError: the other one still answers, and this is not forced. NotInitialisedError: there is no run here.
+            ConfigError: this syncer serves the run already, or the other one is reachable and `force` is not set.
+            NotInitialisedError: this syncer has no run.
         """
         if self.standing in ("alone", "paired"):
-            raise ConfigError(f"this syncer serves the run already: it is {self.standing}.")
+            raise ConfigError(f"this syncer already serves the run: it is {self.standing}.")
         if not (versions := self.durable.versions()):
-            raise NotInitialisedError("this syncer has no version of any run, and cannot serve one.")
+            raise NotInitialisedError("this syncer has no version of any run, so it cannot serve one.")
         if not force and (self.succession.is_linked(now) or self.link is not None):
             raise ConfigError(
-                "the other syncer answers this one, or did so less than "
-                f"{self.patience_s:g} s ago; stop it first, or force this where it cannot be stopped."
+                "the other syncer is connected, or was heard less than "
+                f"{self.patience_s:g} s ago; stop it first, or use --force if it cannot be stopped."
             )
         epoch = self.succession.next_epoch(0)
         self.durable.begin_epoch(epoch)
@@ -255,7 +257,7 @@ class PairCore:
         return epoch, versions
 
     def tick(self, now: float) -> None:
-        """Time has passed."""
+        """Handle the passage of time: begin or install epochs, renew the electorate, end silent connections."""
         it = self.succession
         it.tick(now)
         if (epoch := it.wants) is not None:
@@ -275,7 +277,7 @@ class PairCore:
         self.observer.lags(self.lag.versions, self.lag.num_bytes, self.lag.seconds(now))
 
     def renew_epoch(self) -> None:
-        """A driver that is alone begins an epoch of its own when it starts, or gets its model."""
+        """Take over the epoch that a driver without a standby began at its start or with its initial model."""
         it = self.succession
         if it.standing == "alone" and (epoch := self.durable.epoch()) > it.epoch:
             if self.had_position:
@@ -286,7 +288,7 @@ class PairCore:
             it.highest = max(it.highest, epoch)
 
     def _begin_later_epoch(self) -> None:
-        """Where a learner refuses this one."""
+        """Begin a later epoch if a learner refuses this one."""
         it = self.succession
         if not it.raises():
             return
@@ -296,4 +298,4 @@ class PairCore:
             self.keep(base=epoch)
             it.raised(epoch)
         elif self.link is not None:
-            self.link.is_over = True  # the two agree anew
+            self.link.is_over = True  # the two agree on a later epoch when they reconnect

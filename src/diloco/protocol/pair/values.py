@@ -1,4 +1,4 @@
-"""What is durable of a syncer's part in a pair, what it has, what it says, and the port that makes it durable."""
+"""Values of a pair of syncers: durable position, messages, a connection at either end, and the port of the disk."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from diloco.protocol.succession import Place, Standing, elector
 
 @dataclass(frozen=True)
 class Position:
-    """What is durable of a syncer's part.
+    """The durable state of a syncer in a pair.
 
     Attributes:
         place, is_paired, base, electorate, offered: as in `Succession`.
@@ -27,13 +27,13 @@ class Position:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a store has.
+    """The contents of a store.
 
     Attributes:
         run_id: of its run; "": it has none.
-        epoch: the highest that is durable.
+        epoch: the highest durable one.
         held: by fragment, the newest version and its file's SHA-256.
-        files: whole files of tensors besides, which no version names yet.
+        files: further complete files of tensors, which no version names yet.
     """
 
     run_id: str = ""
@@ -43,22 +43,22 @@ class Contents:
 
     @property
     def num_published(self) -> int:
-        """Versions, of all fragments."""
+        """Number of published versions, over all fragments."""
         return sum(version for version, _ in self.held.values())
 
 
 @dataclass(frozen=True)
 class Hello:
-    """What a syncer says when it dials the other one.
+    """The first message of a syncer that dials the other one.
 
     Attributes:
         boot: of its process.
-        is_first: it has served the run, and may have versions that were published.
-        epoch: the highest that it knows of.
-        base: the highest of which it has every published version.
-        stays: it serves the run and will not follow: it only says so.
+        is_first: it has served the run, and may have published versions.
+        epoch: the highest one that it knows.
+        base: the highest epoch of which it has every published version.
+        stays: it serves the run and will not follow; the message only reports this.
         serves: learners may follow it.
-        contents: that it has.
+        contents: of its store.
     """
 
     boot: int
@@ -72,13 +72,13 @@ class Hello:
 
 @dataclass(frozen=True)
 class Commit:
-    """A state of the run that goes to the standby.
+    """A state of the run that is sent to the standby.
 
     Attributes:
         serial: of the state (`Durable.serial`).
         run_id: of the run.
         newest: by fragment, version and SHA-256 of its file.
-        electorate: that goes with it.
+        electorate: that is sent with it.
     """
 
     serial: int
@@ -88,52 +88,52 @@ class Commit:
 
 
 class Durable(Protocol):
-    """A syncer's disk. Each write is durable when it returns, or raises StoreError, and what was there still is."""
+    """A syncer's disk. A write is durable when it returns; if it raises StoreError, the previous state is intact."""
 
     @property
     def serial(self) -> int:
-        """Of the state of the run: grows with every write of it."""
+        """Serial number of the run's state, which every write increases."""
 
     def contents(self) -> Contents:
-        """What is there."""
+        """The contents of the store."""
 
     def epoch(self) -> int:
-        """The newest; 0: there is no run."""
+        """The newest epoch; 0: there is no run."""
 
     def versions(self) -> tuple[int, ...]:
-        """The newest of each fragment."""
+        """The newest version of each fragment."""
 
     def record(self) -> Mapping[str, Any] | None:
-        """The run's (`SyncerCore.saved`); None: there is none yet."""
+        """The run's record (`SyncerCore.saved`); None: there is none yet."""
 
     def begin_epoch(self, number: int) -> None:
-        """Make an epoch durable, of the versions that are there, unless it is."""
+        """Make an epoch with the current versions durable, unless it is."""
 
     def keep(self, position: Position) -> None:
         """Make the position durable."""
 
 
 class StandingObserver(Protocol):
-    """Gets told of what becomes of a syncer's standing."""
+    """Observes a syncer's standing."""
 
     def stands_as(self, standing: Standing, epoch: int, why: str) -> None:
-        """It has changed."""
+        """The standing has changed."""
 
     def lags(self, versions: int, num_bytes: int, seconds: float) -> None:
-        """How far the standby is behind its first."""
+        """The lag of the standby behind the first."""
 
 
 def electors(record: Mapping[str, Any]) -> frozenset[str]:
-    """The processes of the members of a run, by its record (`SyncerCore.saved`)."""
+    """Return the processes of a run's members, from its record (`SyncerCore.saved`)."""
     return frozenset(elector(learner, record["accounts"][learner]["process"]) for learner in record["members"])
 
 
 @dataclass
 class Lag:
-    """How far a standby is behind.
+    """The lag of a standby.
 
     Attributes:
-        since: time at which it was not; None: it is not.
+        since: time at which the standby was last up to date; None: it is.
     """
 
     versions: int = 0
@@ -141,11 +141,11 @@ class Lag:
     since: float | None = None
 
     def seconds(self, now: float) -> float:
-        """For which it has been behind."""
+        """Return the time for which the standby has been behind."""
         return 0.0 if self.since is None else now - self.since
 
     def of(self, now: float, versions: int, num_bytes: int) -> None:
-        """It is this far behind now."""
+        """Set the current lag."""
         self.versions, self.num_bytes = versions, num_bytes
         if not versions:
             self.since = None
@@ -157,17 +157,17 @@ class StandbyConnection:
     """A connection of a standby to its first, at either end.
 
     Attributes:
-        copy: what the standby has.
-        boot, peer: of the first's process, and of the other end's.
-        peer_epoch: the highest that the other end knew of when the connection began.
-        epoch: that both have agreed on, with every published version at the standby; None: not yet.
-        agrees_on: the epoch that goes with the commit under way, to be agreed on; None: none.
-        num_rounds: states that the standby was sent before the two agree.
-        sent_serial, acked_serial: of the newest state (`Durable.serial`) that was sent, and that the standby has.
-        sent_electorate, electorate: that was sent, and that the standby has.
-        heard_at: when the other end was heard.
-        is_over: it ends.
-        unconfirmed: commits that were sent, by number, ascending.
+        copy: contents of the standby.
+        boot, peer: identifiers of the first's process, and of the other end's.
+        peer_epoch: the highest epoch that the other end knew when the connection began.
+        epoch: the epoch that both ends have agreed on, with every published version at the standby; None: not yet.
+        agrees_on: the epoch proposed with the commit in flight; None: none.
+        num_rounds: states sent to the standby before the two agree.
+        sent_serial, acked_serial: serial (`Durable.serial`) of the newest state that was sent, and confirmed.
+        sent_electorate, electorate: the newest one that was sent, and confirmed.
+        heard_at: time of the last message from the other end.
+        is_over: the connection ends.
+        unconfirmed: commits in flight, by number, ascending.
     """
 
     def __init__(self, copy: Contents, boot: int, peer: int, peer_epoch: int, now: float) -> None:
@@ -184,14 +184,14 @@ class StandbyConnection:
         self._num_sent = 0
 
     def sends(self, commit: Commit) -> int:
-        """A commit goes out; returns its number."""
+        """Record a sent commit; return its number."""
         self._num_sent += 1
         self.unconfirmed[self._num_sent] = commit
         self.sent_serial, self.sent_electorate = commit.serial, commit.electorate
         return self._num_sent
 
     def confirmed(self, number: int) -> None:
-        """The standby has the commits up to this number."""
+        """Record the confirmation of the commits up to this number."""
         for each in [each for each in self.unconfirmed if each <= number]:
             commit = self.unconfirmed.pop(each)
             self.acked_serial, self.electorate = commit.serial, commit.electorate
@@ -200,7 +200,7 @@ class StandbyConnection:
 
 @dataclass(frozen=True)
 class WriteKey:
-    """A version to be written: of which fragment, and with which digest."""
+    """Identifies a version to write."""
 
     fragment: int
     version: int
@@ -208,31 +208,29 @@ class WriteKey:
 
 
 class PairedWrites:
-    """Of one driver. A write is durable here first, then at the standby; while the standby has not confirmed it, it is
-    refused, as by a full disk, and tried again."""
+    """The writes of one driver in a pair. A write is durable here first, then at the standby; until the standby
+    confirms it, it is refused, as by a full disk, and retried."""
 
     def __init__(self) -> None:
         self._unconfirmed: WriteKey | None = None
 
     def begins(self, key: WriteKey | None) -> bool:
-        """A version is to be written, or a record alone (None); returns whether that version is here already, from a
-        try before this one: its record is to be written alone.
+        """Begin the write of a version, or of a record alone (None). Return whether an earlier attempt has already
+        written the version: then only its record is to be written.
 
         Raises:
-            StoreError: another version is here and not confirmed. The record that goes with that one is the newest that
-                may be durable: one of another version would say that its contributions are open.
+            StoreError: another version is written and not confirmed. No newer record than that version's may become
+                durable: it would still list its contributions as open.
         """
         if self._unconfirmed not in (None, key):
             it = self._unconfirmed
-            raise StoreError(
-                f"version {it.version} of fragment {it.fragment} comes first, which the standby has not confirmed."
-            )
+            raise StoreError(f"version {it.version} of fragment {it.fragment} must be confirmed by the standby first.")
         return self._unconfirmed is not None
 
     def wrote(self, key: WriteKey | None) -> None:
-        """It is durable here."""
+        """Record that the write is durable here."""
         self._unconfirmed = key
 
     def confirmed(self) -> None:
-        """It is at the standby too, where there is one."""
+        """Record that the standby, if there is one, has confirmed the write."""
         self._unconfirmed = None

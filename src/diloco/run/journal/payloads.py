@@ -1,4 +1,4 @@
-"""The digests of payloads in a journal, and payloads read back."""
+"""Payloads of a journal: their digests, and kept payloads read back."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ from diloco.run.tensor_jobs import TensorJobs, TensorSlot
 _OUTER, _STATE = "outer.", ".safetensors"
 
 FRAGMENT = "fragment-"
-"""How the names of fragments begin."""
+"""Prefix of the names of fragments."""
 
 
 class Keep(Protocol):
-    """Keeps payloads."""
+    """Stores payloads."""
 
     def __call__(self, name: str, parts: Sequence[memoryview]) -> bool:
-        """Keep bytes, given in parts; returns whether it could."""
+        """Store bytes, given in parts; return whether this succeeded."""
 
     def has_any(self, prefix: str) -> bool:
-        """Whether a payload with such a name is kept."""
+        """Whether a payload with this prefix is kept."""
 
 
 def contribution_name(digest: str) -> str:
-    """What the payload of a contribution is kept as."""
+    """Return the name under which a contribution's payload is kept."""
     return f"contribution-{digest}"
 
 
 def fragment_name(index: int, version: int, digest: str) -> str:
-    """What a fragment is kept as that a driver begins with."""
+    """Return the name under which an initial fragment of a driver is kept."""
     return f"{FRAGMENT}{index}-{version}-{digest}"
 
 
 class TensorPayloads:
-    """Makes the digests (`recorder_ports.PayloadsPort`).
+    """Computes digests and keeps payloads (`recorder_ports.PayloadsPort`).
 
     Arguments:
-        keep: keeps payloads; None: only their digests are journalled.
+        keep: stores payloads; None: only their digests are journalled.
     """
 
     def __init__(self, keep: Keep | None = None) -> None:
@@ -83,10 +83,10 @@ class TensorPayloads:
 
 
 class ReadPayloads:
-    """Payloads that were kept (`replay_ports.KeptPayloads`).
+    """Reads kept payloads (`replay_ports.KeptPayloads`).
 
     Arguments:
-        read: bytes by name; None: they are not kept.
+        read: returns bytes by name; None: they are not kept.
     """
 
     def __init__(self, read: Callable[[str], bytearray | None]) -> None:
@@ -98,7 +98,7 @@ class ReadPayloads:
         return None if data is None else _tensor_of(data, torch.uint8)
 
     def fragment(self, method: Method, index: int, version: int, digest: str) -> GlobalFragment | None:
-        """As `replay_ports.KeptPayloads`. Raises CorruptPayloadError: it has another digest."""
+        """As `replay_ports.KeptPayloads`. Raises CorruptPayloadError if its digest differs."""
         name = fragment_name(index, version, digest)
         if (data := self._read(name)) is not None:
             held = GlobalFragment.first(method, index, _tensor_of(data, torch.float32), version)
@@ -111,7 +111,7 @@ class ReadPayloads:
             return None
         if held.digest != digest:
             raise CorruptPayloadError(
-                f"version {version} of fragment {index} is kept with digest {held.digest[:16]}, and was {digest[:16]}."
+                f"the kept version {version} of fragment {index} has digest {held.digest[:16]}, not {digest[:16]}."
             )
         return held
 
@@ -121,7 +121,7 @@ class ReadPayloads:
 
 
 def tensor_formats(payloads: KeptPayloads | None) -> Formats:
-    """Of a run's journal, with its payloads."""
+    """Return the formats for the journal of a run with tensors, and its payloads."""
     return Formats(Layout.from_dict, Method.from_dict, lambda method: TensorJobs(method, seconds=None), payloads)
 
 

@@ -1,23 +1,23 @@
-"""`Recorder`: journals every event of a driver, with all that it learnt from its ports.
+"""`Recorder`: journals every event of a driver, with every input from its ports.
 
-A recorder stands around a driver's ports. Each event becomes one entry, written when the event is over and before the
-jobs that it began are handed to the worker:
+A recorder wraps a driver's ports. Each event becomes one entry, written when the event ends and before its jobs are
+submitted to the worker:
 
     e   the event: a method of `Driver` ("__init__" when a driver begins to serve the run), or "#check", "#close" or
         "#write", the end of a job
-    t   the time; one event has one time
+    t   the time; an event has a single time
     a   the arguments (`run.journal.serialization`)
-    i   what a port refused: {"no_room": error}
+    i   refusals of ports: {"no_room": error}
     n   of a job: its number among those of its driver
     f   of a job: the fragment
-    r   of a job: what it has found
-    x   of a job: digests of what it read: {"payload": …, "kept": …} or {"crc32": …} of a contribution, {"record": …}
-    d   what was decided, in words
-    o   the digest of all that, of the entry before, and of everything that the driver did: its actions, the jobs and
-        writes it began, what it sent to learners, what it answered, and when it wants to be woken
+    r   of a job: its result
+    x   of a job: digests of its input: {"payload": …, "kept": …} or {"crc32": …} of a contribution, {"record": …}
+    d   the decisions, in words
+    o   the digest of all of the above, of the previous entry, and of everything that the driver did: its actions, its
+        jobs and writes, its messages to learners, its answers, and its wake-up time
 
-A write to the store begins once all entries before it are durable. So no version is published that the journal cannot
-explain, and what a `kill -9` takes from the journal's end has had no durable effect.
+A write to the store begins once all earlier entries are durable. So no version is published that the journal cannot
+explain, and the entries that a `kill -9` loses had no durable effect.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ log = logging.getLogger("diloco.syncer")
 
 
 def is_entry(values: Any) -> bool:
-    """Whether plain values have the form of an entry, of a gap, or of the beginning of a journal's part."""
+    """Whether plain values have the form of an entry, a gap, or the header of a journal's part."""
     match values:
         case {
             "e": "#journal",
@@ -81,39 +81,39 @@ def is_entry(values: Any) -> bool:
 
 
 def entry_of(line: str) -> dict[str, Any]:
-    """An entry of a journal.
+    """Parse an entry of a journal.
 
     Raises:
-        StoreError: the line is none of this version's.
+        StoreError: the line is not an entry of this version.
     """
     values: dict[str, Any] = read_json(line, "a line of the journal", StoreError, _OTHER)
     if not is_entry(values):
-        raise StoreError(f"the journal has the line {line[:200]!r}, which is no entry of it; {_OTHER}.")
+        raise StoreError(f"the journal has the line {line[:200]!r}, which is not an entry; {_OTHER}.")
     return values
 
 
 _LATEST_S = 1e15
-"""No clock says more, in seconds."""
+"""Upper limit of times, in seconds."""
 
 _OTHER = "read it with the version that wrote it"
 
 
 class JournalPort(Protocol):
-    """Where entries go. Neither call fails: entries that cannot be kept are counted, and told by a gap."""
+    """Stores entries. Neither call fails: entries that cannot be stored are counted, and reported by a gap entry."""
 
     def append(self, entry: str) -> None:
-        """Keep an entry: JSON on one line."""
+        """Store an entry: JSON on one line."""
 
     def sync(self) -> None:
-        """All entries before are durable when this returns, unless the disk refuses them."""
+        """Make all earlier entries durable, unless the disk refuses them."""
 
 
 class Recorder(Generic[S]):
-    """One driver's recorder.
+    """The recorder of one driver.
 
     Arguments:
-        journal: takes the entries.
-        payloads: takes the payloads of contributions.
+        journal: stores the entries.
+        payloads: receives the payloads of contributions.
 
     Attributes:
         digest: of the last entry.
@@ -124,7 +124,7 @@ class Recorder(Generic[S]):
         self.payloads = payloads
         self.digest = ""
         self._clock: ClockPort | None = None
-        self._now_s: float | None = None  # None: no event is under way
+        self._now_s: float | None = None  # None: no event in progress
         self._did: list[object] = []
         self._decided: list[str] = []
         self._inputs: dict[str, object] = {}
@@ -135,7 +135,7 @@ class Recorder(Generic[S]):
         self._connections: dict[ConnectionPort, RecordedConnection] = {}
 
     def around(self, ports: Ports[H, S, P]) -> Ports[H, S, P]:
-        """The ports of a driver that is recorded."""
+        """Return the recorded ports of a driver."""
         self._clock = ports.clock
         return replace(
             ports,
@@ -147,11 +147,11 @@ class Recorder(Generic[S]):
             recorder=self,
         )
 
-    # --- what a driver calls ------------------------------------------------------------------------------------------
+    # --- calls of the driver ------------------------------------------------------------------------------------------
 
     def event(self, name: str, method: Callable[..., T], arguments: Mapping[str, Any]) -> T:
         """As `ports.RecorderPort`."""
-        if self._now_s is not None:  # within an event
+        if self._now_s is not None:  # called within an event
             return method(**arguments)
         if (saved := arguments.get("saved")) is not None:
             self.payloads.resume(saved)
@@ -167,7 +167,7 @@ class Recorder(Generic[S]):
         return answer
 
     def number_of(self, push: object) -> int:
-        """The number of an upload that `begin_push` gave."""
+        """Return the number of an upload that `begin_push` returned."""
         return self._numbers[push][1]
 
     def decided(self, actions: Sequence[Action]) -> None:
@@ -209,15 +209,15 @@ class Recorder(Generic[S]):
             data = f"{self.digest}{line}{write_plain(did, self._numbered)}".encode()
             self.digest = hashlib.blake2b(data, digest_size=6).hexdigest()
             line = f'{line[:-1]},"o":"{self.digest}"}}'
-        except (TypeError, ValueError):  # a defect of this module; the run goes on
+        except (TypeError, ValueError):  # a defect of this module; the run continues
             log.exception("an event of the syncer cannot be journalled")
             line = write_plain({"e": "#gap", "t": entry["t"], "missing": 1})
         self._journal.append(line)
 
-    # --- objects that only the driver has -----------------------------------------------------------------------------
+    # --- numbered objects ---------------------------------------------------------------------------------------------
 
     def _recorded(self, value: Any) -> Any:
-        """An argument as the driver gets it."""
+        """Wrap an argument for the driver."""
         if hasattr(value, "standing"):
             return self._connection(value)
         return self._answering(value) if callable(value) else value
@@ -235,7 +235,7 @@ class Recorder(Generic[S]):
                 self._connections.pop(value, None)
 
     def _number(self, answer: object) -> tuple[str, int] | None:
-        """Of an upload that an event gives out."""
+        """Number an upload that an event returns."""
         if not isinstance(answer, Upload):
             return None
         self._num_numbered += 1
@@ -253,24 +253,24 @@ class Recorder(Generic[S]):
 
         return answer
 
-    # --- what the ports of a recorded driver call ---------------------------------------------------------------------
+    # --- calls of the recorded ports ----------------------------------------------------------------------------------
 
     def did(self, *what: object) -> None:
-        """Something that the driver does."""
+        """Note an effect of the driver."""
         self._did.append(what)
 
     def refused(self, error: NoRoomError) -> None:
-        """The spool has no room."""
+        """Note that the spool has no room."""
         self._inputs["no_room"] = error
 
     def now_s(self, clock: ClockPort) -> float:
-        """The time of the event that is under way."""
+        """Return the time of the current event."""
         return clock.now_s() if self._now_s is None else self._now_s
 
     def begin_job(
         self, what: Work, fragment: int | None, job: Callable[[], T], done: Callable[[T], None], worker: WorkerPort
     ) -> None:
-        """A job begins once the event's entry is written."""
+        """Submit a job once the event's entry is written."""
         self._num_jobs += 1
         number = self._num_jobs
         self.did("begins", what, fragment, number)
@@ -291,20 +291,20 @@ class Recorder(Generic[S]):
         self._begun.append(lambda: worker.submit(what, fragment, run, ended))
 
     def sync(self) -> None:
-        """What was journalled so far is durable."""
+        """Make all entries so far durable."""
         self._journal.sync()
 
 
 def _finding(result: object) -> object:
-    """What a job has found, as it is journalled; the seconds that it took are no input of the driver."""
+    """Return the journalled result of a job, without its duration, which is not an input of the driver."""
     if isinstance(result, MergedRound):
         return {"update": result.update, "num_bytes": result.num_bytes, "refused": result.refused}
     return result
 
 
 def describe_decision(action: Action) -> str | None:
-    """An action in a few words; None: it follows from others (a wake-up, a standing, a record), and only the digest of
-    an entry covers it."""
+    """Describe an action in a few words; None: it follows from others (a wake-up, a standing, a record), and only the
+    digest of an entry covers it."""
     match action:
         case MergeRound():
             merged = ", ".join(f"{each.learner}#{each.number}" for each in action.contributions)

@@ -1,4 +1,4 @@
-"""The ports around which a recorder stands: they note what the driver does through them."""
+"""The recorded ports of a driver: each notes what the driver does through it."""
 
 from __future__ import annotations
 
@@ -33,50 +33,50 @@ from diloco.run.ports import (
 S_contra = TypeVar("S_contra", contravariant=True)
 
 NOTES: ContextVar[dict[str, Any]] = ContextVar("notes of the job that runs")
-"""What a job has read, by what it is."""
+"""Digests of a job's input, by kind."""
 
 
 class PayloadsPort(Protocol[S_contra]):
-    """Digests of payloads, and where they are kept."""
+    """Computes digests of payloads, and keeps payloads."""
 
     def check(self, slot: S_contra, *, is_usable: bool) -> Mapping[str, Any]:
-        """What is journalled: {"payload": SHA-256, "kept": whether the disk took it}, or {"crc32": …} of a payload that
-        is not to be kept, or cannot be used."""
+        """Return the journalled values: {"payload": SHA-256, "kept": whether the disk stored it}, or {"crc32": …} of a
+        payload that is not kept or not usable."""
 
     def begin(self, model: InitialModel[Any]) -> None:
-        """Keep the model that a run begins with, where payloads are kept."""
+        """Keep the initial model of a run, if payloads are kept."""
 
     def resume(self, saved: SavedRun[Any]) -> None:
-        """Keep the fragments of a run that had begun before any payload of it was kept."""
+        """Keep the fragments of a run that began before its payloads were kept."""
 
 
 class Recording(Protocol[S_contra]):
-    """What the ports tell: a recorder."""
+    """The recorder, as the ports see it."""
 
     @property
     def payloads(self) -> PayloadsPort[S_contra]:
-        """Takes payloads."""
+        """Receives payloads."""
 
     def did(self, *what: object) -> None:
-        """Something that the driver does."""
+        """Note an effect of the driver."""
 
     def refused(self, error: NoRoomError) -> None:
-        """The spool has no room."""
+        """Note that the spool has no room."""
 
     def now_s(self, clock: ClockPort) -> float:
-        """The time of the event that is under way."""
+        """Return the time of the current event."""
 
     def begin_job(
         self, what: Work, fragment: int | None, job: Callable[[], T], done: Callable[[T], None], worker: WorkerPort
     ) -> None:
-        """A job begins once the event's entry is written."""
+        """Submit a job once the event's entry is written."""
 
     def sync(self) -> None:
-        """What was journalled so far is durable."""
+        """Make all entries so far durable."""
 
 
 class RecordedClock:
-    """One time for each event (`ports.ClockPort`)."""
+    """Returns one time per event (`ports.ClockPort`)."""
 
     def __init__(self, recorder: Recording[Any], clock: ClockPort) -> None:
         self._recorder, self._clock = recorder, clock
@@ -150,7 +150,7 @@ class RecordedJobs(Generic[H, S, P]):
 
 
 class RecordedStore(Generic[H, P]):
-    """As `ports.StorePort`; all entries before are durable when a write begins."""
+    """As `ports.StorePort`; all earlier entries are durable when a write begins."""
 
     def __init__(self, recorder: Recording[Any], store: StorePort[H, P]) -> None:
         self._recorder, self._store = recorder, store
@@ -174,7 +174,7 @@ class RecordedStore(Generic[H, P]):
 
 
 def record_digest(record: Json) -> str:
-    """The digest of a run's record."""
+    """Return the digest of a run's record."""
     return hashlib.blake2b(json.dumps(record).encode(), digest_size=16).hexdigest()
 
 

@@ -1,9 +1,9 @@
-"""`Replay`: a run's driver once more, from its journal.
+"""`Replay`: executes a run's driver again, from its journal.
 
-The real driver is given the events of the journal at their times, and its jobs end in the order in which they ended. A
-recorder stands around it as it did in the run, so that a replay is right exactly where it writes the same entries.
-Where the journal has no payload of a contribution, its check and its merge are taken from the journal, and only
-decisions are compared; with payloads they are done again, bit for bit.
+The real driver receives the events of the journal at their times, and its jobs end in the recorded order. A recorder
+wraps it as in the run, so a replay is correct exactly if it writes the same entries. Without the payload of a
+contribution, the results of its check and merge are taken from the journal, and only decisions are compared; with
+payloads, checks and merges are computed again, bit for bit.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ from diloco.run.memory import MemorySlot
 from diloco.run.ports import NullObserver, Ports, is_event
 
 _FAILS = (DilocoError, AssertionError, *MALFORMED)
-"""What an event of a driver may end in that has come into a state in which it never was."""
+"""Errors that an event may raise in a driver whose state has diverged from the run."""
 
 
 @dataclass
 class Findings:
-    """What a replay has found.
+    """The result of a replay.
 
     Attributes:
-        num_entries: events and ends of jobs that were replayed.
-        num_equal: those of them that are as they were.
-        num_boots: how often a driver began to serve the run.
-        num_merges: rounds that were closed.
-        num_merges_equal: those that were merged again, with the same digests.
-        num_skipped: entries after a gap and before the next driver, which cannot be replayed.
-        gaps: where entries are missing, or the state was put back to an earlier one, in words.
-        difference: the first one, in words; None: there is none.
+        num_entries: replayed events and ends of jobs.
+        num_equal: replayed entries that are equal to the journal's.
+        num_boots: starts of a driver.
+        num_merges: closed rounds.
+        num_merges_equal: rounds that were merged again with equal digests.
+        num_skipped: entries between a gap and the next start, which cannot be replayed.
+        gaps: descriptions of missing entries and of rollbacks of the state.
+        difference: description of the first difference; None: there is none.
     """
 
     num_entries: int = 0
@@ -67,15 +67,15 @@ class Findings:
 
 
 class Replay:
-    """One run, event by event.
+    """The replay of one run, event by event.
 
     Arguments:
         formats: of its tensors.
-        fragment: merge only this one again; None: all.
+        fragment: the only one to merge again; None: all.
 
     Attributes:
         findings: so far.
-        driver: the run as it stands; None: it has not begun, or a gap is behind it.
+        driver: in its current state; None: before the first start, or after a gap.
     """
 
     def __init__(self, formats: Formats, *, fragment: int | None = None) -> None:
@@ -86,7 +86,7 @@ class Replay:
         self._past = Past(reader)
         self._history = History()
         self._store, self._worker = PastStore(self._past, self._history), PastWorker()
-        self._is_whole = False  # the entries so far lead to what is durable
+        self._is_whole = False  # the entries so far explain the durable state
         self._objects: dict[tuple[str, int], Any] = {}
         self._began_s: float | None = None
 
@@ -94,10 +94,10 @@ class Replay:
         """Replay an entry of the journal.
 
         Raises:
-            StoreError: this version of diloco does not understand it.
+            StoreError: the entry is unknown to this version of diloco.
         """
         entry = entry_of(line)
-        if entry["e"] == "#journal":  # a part of it begins
+        if entry["e"] == "#journal":  # the header of a part
             return
         if entry["e"] in ("#gap", "#damage"):
             self._break_off(entry)
@@ -120,7 +120,7 @@ class Replay:
         else:
             self._differs(entry, failure)
             if self.driver is not None:
-                self._recorder.digest = entry["o"]  # what follows is compared by itself
+                self._recorder.digest = entry["o"]  # compare the next entry independently
 
     def _happen(self, entry: Mapping[str, Any]) -> None:
         name, read = entry["e"], self._past.reader.read
@@ -138,7 +138,7 @@ class Replay:
         elif is_event(method := getattr(Driver, name, None)):
             assert method is not None
             arguments = {key: read(value) for key, value in entry["a"].items()}
-            if "done" in signature(method).parameters:  # the event is answered by a call of it
+            if "done" in signature(method).parameters:  # the driver answers the event by calling it
                 arguments["done"] = _ignore
             answer = method(self.driver, **arguments)
             if name == "begin_push":
@@ -146,16 +146,16 @@ class Replay:
         else:
             raise StoreError(f"the journal has an event {name!r}; read it with the version that wrote it.")
 
-    # --- a driver begins ----------------------------------------------------------------------------------------------
+    # --- starts of a driver -------------------------------------------------------------------------------------------
 
     def _begin(self, given: Mapping[str, Any]) -> None:
-        """A driver begins to serve the run, with what is durable."""
+        """Start a driver from the durable state."""
         self.findings.num_boots += 1
         saved = given.get("saved")
         if self._is_whole:
             self._finish_write(saved)
         elif saved is not None and not self.findings.gaps and self.findings.difference is None:
-            self.findings.gaps.append(f"{self._start_with(saved['fragments'])}: nothing before it is in the journal")
+            self.findings.gaps.append(f"{self._start_with(saved['fragments'])}: the journal has nothing before it")
         self.driver = None
         self._method = self._past.reader.read(given["method"])
         arguments = {key: self._past.reader.read(value) for key, value in given.items()}
@@ -166,13 +166,13 @@ class Replay:
         self._recorder: Recorder[MemorySlot] = Recorder(
             PastJournal(self._past), PastPayloads(self._past, self._formats.payloads)
         )
-        observer = NullObserver()  # type: ignore[abstract] # what it leaves out does nothing
+        observer = NullObserver()  # type: ignore[abstract] # omitted methods do nothing
         ports = Ports(PastClock(self._past), PastSpool(self._past), self._jobs, self._store, self._worker, observer)
         self._is_whole = True
         self.driver = Driver(**arguments, ports=self._recorder.around(ports))
 
     def _finish_write(self, saved: Mapping[str, Any] | None) -> None:
-        """What is durable must be what the entries before lead to, with or without the write that was under way."""
+        """Check that the earlier entries explain the durable state, with or without the write in progress."""
         if self._leads_to(saved):
             return
         self._past.entry = {"r": None}
@@ -185,12 +185,14 @@ class Replay:
         ends = _versions([each.version for each in self._store.fragments])
         said = self._start_with(held)
         if held and all(self._history.find(index, *each) for index, each in enumerate(held)):
-            self.findings.gaps.append(f"{said}: the state was put back there after {ends}")
+            self.findings.gaps.append(f"{said}: the state was rolled back from {ends}")
         else:
-            self._found(f"{said}, and the journal before it ends with {ends}: a part of it is missing")
+            self._record_difference(
+                f"{said}, but the journal before it ends with {ends}: a part of the journal is missing"
+            )
 
     def _start_with(self, held: Sequence[Any]) -> str:
-        return f"start {self.findings.num_boots} of the syncer is with {_versions([version for version, _ in held])}"
+        return f"start {self.findings.num_boots} of the syncer has {_versions([version for version, _ in held])}"
 
     def _leads_to(self, saved: Mapping[str, Any] | None) -> bool:
         fragments, record = self._store.fragments, self._store.record
@@ -217,19 +219,19 @@ class Replay:
     # --- findings -----------------------------------------------------------------------------------------------------
 
     def _break_off(self, entry: Mapping[str, Any]) -> None:
-        """The driver cannot be replayed from here on; the next one can."""
+        """Stop replaying this driver; the next start is replayed again."""
         self.driver, self._is_whole = None, False
         self._worker = PastWorker()
         if entry["e"] == "#gap":
             why = entry.get("why", f"{entry['missing']} entries are missing")
             self.findings.gaps.append(f"{why}, {self._place(entry)}")
         else:
-            self._found(f"{entry['why']}, {self._place(entry)}")
+            self._record_difference(f"{entry['why']}, {self._place(entry)}")
 
     def _differs(self, entry: Mapping[str, Any], failure: str) -> None:
         now = [json.loads(written) for written in self._past.written]
         if not now or not is_entry(now[0]) or "missing" in now[0]:
-            self._found(f"{self._place(entry)}, {_said(entry)}: the replay fails ({failure})")
+            self._record_difference(f"{self._place(entry)}, {_said(entry)}: the replay fails ({failure})")
             return
         other = {**now[0]}
         if "r" in entry and other.get("r") != entry["r"]:
@@ -241,14 +243,14 @@ class Replay:
         elif other["o"] != entry["o"]:
             sides = (
                 f"the syncer {_decisions(entry['d'])} in both, but the digest is {entry['o']} in the journal and "
-                f"{other['o']} in the replay: it told learners, began or planned something else, or the journal was "
-                "altered here or just before"
+                f"{other['o']} in the replay: its messages to learners, its jobs or its wake-up time differ, or the "
+                "journal was altered here or just before"
             )
         else:
             sides = f"the entry is {json.dumps(entry)} in the journal, and {json.dumps(other)} in the replay"
-        self._found(f"{self._place(entry)}, {_said(entry)}: {sides}")
+        self._record_difference(f"{self._place(entry)}, {_said(entry)}: {sides}")
 
-    def _found(self, difference: str) -> None:
+    def _record_difference(self, difference: str) -> None:
         self.findings.difference = self.findings.difference or difference
 
     def _place(self, entry: Mapping[str, Any]) -> str:
@@ -257,7 +259,7 @@ class Replay:
 
 
 def _ignore(*_: object) -> None:
-    """The recorder has noted the answer."""
+    """Discard the answer, which the recorder has noted."""
 
 
 def _versions(versions: Sequence[int]) -> str:
@@ -265,7 +267,7 @@ def _versions(versions: Sequence[int]) -> str:
 
 
 def _said(entry: Mapping[str, Any]) -> str:
-    """The event of an entry in words."""
+    """Describe the event of an entry."""
     if entry["e"].startswith("#"):
         of = "" if entry.get("f") is None else f" of fragment {entry['f']}"
         return f"end of a {entry['e'][1:]}{of}"

@@ -1,4 +1,4 @@
-"""The world of a driver that is replayed: ports that answer as the journal says."""
+"""Ports of a replayed driver, which answer as in the journal."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from diloco.run.ports import InitialModel, JobsPort, Json, MergedRound, RunMetho
 
 
 class KeptPayloads(Protocol):
-    """The payloads of a journal."""
+    """Kept payloads of a journal."""
 
     def contribution(self, digest: str) -> Any:
-        """The payload of a contribution as a slot has it; None: it is not kept."""
+        """Return a contribution's payload, as in a slot; None: it is not kept."""
 
     def fragment(self, method: Any, index: int, version: int, digest: str) -> Any:
-        """A fragment that a driver began with, as its jobs have it; None: it is not kept."""
+        """Return an initial fragment of a driver, as in its jobs; None: it is not kept."""
 
     def digest(self, payload: Any) -> str:
-        """Of a contribution's payload."""
+        """Return the digest of a contribution's payload."""
 
 
 @dataclass(frozen=True)
 class Formats:
-    """What only a run with tensors knows.
+    """Functions of a run with tensors.
 
     Attributes:
-        layout, method: from what `to_dict` gave.
-        jobs: of a method.
-        payloads: None: the journal has none.
+        layout, method: read the values of `to_dict`.
+        jobs: returns the jobs of a method.
+        payloads: kept payloads; None: the journal has none.
     """
 
     layout: Callable[[Any], Any]
@@ -45,10 +45,10 @@ class Formats:
 
 @dataclass(frozen=True, eq=False)
 class KnownFragment:
-    """A fragment at a version.
+    """A version of a fragment.
 
     Attributes:
-        tensors: None where only its digest is known.
+        tensors: None: only the digest is known.
     """
 
     version: int
@@ -58,12 +58,12 @@ class KnownFragment:
 
 @dataclass
 class Past:
-    """What the journal says of the event that is replayed.
+    """The current event of a replay.
 
     Attributes:
-        entry: of the journal.
+        entry: in the journal.
         now_s: its time.
-        written: what the recorder writes of it now.
+        written: entries that the recorder writes in the replay.
     """
 
     reader: PlainReader
@@ -73,16 +73,16 @@ class Past:
 
     @property
     def found(self) -> Any:
-        """What the job has found whose end it is."""
+        """The recorded result of the job that ends."""
         return self.reader.read(self.entry["r"])
 
 
 NUM_HELD = 2
-"""Versions of a fragment whose tensors are held."""
+"""Newest versions of a fragment whose tensors are kept in memory."""
 
 
 class PastJournal:
-    """Takes what is written of an event now (`recorder.JournalPort`)."""
+    """Collects the entries of the replay (`recorder.JournalPort`)."""
 
     def __init__(self, past: Past) -> None:
         self._past = past
@@ -95,7 +95,7 @@ class PastJournal:
 
 
 class PastClock:
-    """Says the recorded times; the journal has the ticks (`ports.ClockPort`)."""
+    """Returns the recorded times (`ports.ClockPort`); wake-ups are ticks in the journal."""
 
     def __init__(self, past: Past) -> None:
         self._past = past
@@ -108,7 +108,7 @@ class PastClock:
 
 
 class PastSpool(MemorySpool):
-    """Has no room when there was none."""
+    """Refuses an allocation where the journal has a refusal."""
 
     def __init__(self, past: Past) -> None:
         super().__init__()
@@ -123,10 +123,10 @@ class PastSpool(MemorySpool):
 
 
 class PastWorker:
-    """Keeps jobs until the journal has their end (`ports.WorkerPort`).
+    """Holds jobs until their end in the journal (`ports.WorkerPort`).
 
     Attributes:
-        jobs: by number: what it is, the job, and the call with its result.
+        jobs: by number: kind, job, and callback for the result.
     """
 
     def __init__(self) -> None:
@@ -139,7 +139,7 @@ class PastWorker:
 
 
 class DeafConnection:
-    """What is sent on it is in the digest of the event (`ports.ConnectionPort`)."""
+    """Discards messages; the digest of the event covers them (`ports.ConnectionPort`)."""
 
     def standing(self, standing: Standing) -> None:
         pass
@@ -152,7 +152,7 @@ class DeafConnection:
 
 
 class PastPayloads:
-    """Digests of contributions: those of kept payloads are made again (`recorder_ports.PayloadsPort`)."""
+    """Digests of contributions, computed again for kept payloads (`recorder_ports.PayloadsPort`)."""
 
     def __init__(self, past: Past, kept: KeptPayloads | None) -> None:
         self._past, self._kept = past, kept
@@ -171,14 +171,14 @@ class PastPayloads:
 
 
 class PastJobs:
-    """Does the jobs again whose payloads are kept, and otherwise finds what was found (`ports.JobsPort`).
+    """Executes jobs again whose payloads are kept, and returns recorded results otherwise (`ports.JobsPort`).
 
     Arguments:
         method: the run's.
-        fragment: merge only this one again; None: all.
+        fragment: the only one to merge again; None: all.
 
     Attributes:
-        is_equal: whether the last round was merged again, with the digest of then.
+        is_equal: whether the last round was merged again with the recorded digest.
     """
 
     def __init__(self, past: Past, formats: Formats, method: Any, *, fragment: int | None) -> None:
@@ -226,30 +226,30 @@ class PastJobs:
 
 
 class History:
-    """Every version that was published, and the tensors of the newest of each fragment: a store keeps as many, so that
-    a run may go back to them."""
+    """All published versions, and the tensors of the newest ones of each fragment: those that a store keeps and to
+    which a run may be rolled back."""
 
     def __init__(self) -> None:
-        self._told: dict[tuple[int, int], KnownFragment] = {}
+        self._versions: dict[tuple[int, int], KnownFragment] = {}
 
     def take(self, index: int, held: KnownFragment) -> None:
-        """A version of a fragment is durable."""
-        self._told[index, held.version] = held
-        if (old := self._told.get((index, held.version - NUM_HELD))) is not None:
-            self._told[index, held.version - NUM_HELD] = replace(old, tensors=None)
+        """Add a durable version of a fragment."""
+        self._versions[index, held.version] = held
+        if (old := self._versions.get((index, held.version - NUM_HELD))) is not None:
+            self._versions[index, held.version - NUM_HELD] = replace(old, tensors=None)
 
     def find(self, index: int, version: int, digest: str) -> KnownFragment | None:
-        """A version with this digest; None: there was none."""
-        found = self._told.get((index, version))
+        """Return a version with this digest; None: there is none."""
+        found = self._versions.get((index, version))
         return found if found is not None and found.digest == digest else None
 
 
 class PastStore:
-    """What is durable (`ports.StorePort`). A disk that refused refuses again.
+    """The durable state (`ports.StorePort`). Recorded refusals of the disk are repeated.
 
     Attributes:
         fragments: the newest version of each; empty: there is no model.
-        record: that belongs to them.
+        record: of these versions.
     """
 
     def __init__(self, past: Past, history: History) -> None:

@@ -1,15 +1,15 @@
-"""Values of the driver's events as JSON, and back: what a journal keeps of them.
+"""Values of the driver's events as JSON, and back: the format of a journal's values.
 
-Numbers, texts, lists and mappings are themselves. Every other value is an object whose key "$" says what it is:
+Numbers, strings, lists and mappings are unchanged. Every other value is an object whose key "$" names its kind:
 
     {"$": "protocol.contribution.Contribution", …}   a dataclass of `core` or `protocol`, by its fields
-    {"$": "layout", "digest": …, "tensors": …}   how a model is cut; "method": likewise
-    {"$": "InitialModel", …}, {"$": "SavedRun", …}   each fragment is its version and digest
+    {"$": "layout", "digest": …, "tensors": …}   the layout of a model; "method": likewise
+    {"$": "InitialModel", …}, {"$": "SavedRun", …}   each fragment as its version and digest
     {"$": "error", "is": "NoRoomError", "says": …}
     {"$": "set"}, {"$": "bytes"}                 sorted elements; length and SHA-256
-    {"$": "push", "n": 3}, {"$": "connection", "n": 3}   objects that only the driver has, numbered from 1
+    {"$": "push", "n": 3}, {"$": "connection", "n": 3}   objects of the driver, numbered from 1
 
-Tuples and lists are not told apart: outside of mappings, arrays are read as tuples. No value names code that is run.
+Tuples and lists are not distinguished: outside of mappings, arrays are read as tuples. No value names executable code.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from diloco.run.ports import InitialModel, SavedRun
 
 TAG = "$"
 ROOMS = ("core.", "protocol.")
-"""Where dataclasses are, below the package."""
+"""Packages of the dataclasses, below `diloco`."""
 
 NumberOf = Callable[[object], tuple[str, int] | None]
-"""The kind and number of an object that only the driver has; None: it is none of those."""
+"""Returns the kind and number of an object of the driver; None for other objects."""
 
 
 @dataclass(frozen=True)
 class BytesRead:
-    """Stands for bytes of which only this is journalled."""
+    """Represents bytes, of which only length and digest are journalled."""
 
     num_bytes: int
     sha256: str
 
 
 def write_plain(value: object, number_of: NumberOf = lambda _: None) -> str:
-    """A value as JSON.
+    """Serialize a value as JSON.
 
     Raises:
-        TypeError: there is no plain form of it.
+        TypeError: it has no plain form.
     """
 
     def plain_of(other: Any) -> object:
@@ -92,12 +92,12 @@ def _names(kind: type[Any]) -> tuple[str, ...]:
 
 
 class PlainReader:
-    """Makes values again.
+    """Reads serialized values.
 
     Arguments:
-        layout, method: from what `to_dict` gave.
-        held: a fragment from its index, version and digest.
-        numbered: an object that only the driver has, from its kind and number.
+        layout, method: read the values of `to_dict`.
+        held: returns a fragment by index, version and digest.
+        numbered: returns an object of the driver by kind and number.
     """
 
     def __init__(
@@ -107,10 +107,10 @@ class PlainReader:
         self._layout, self._method, self._held, self._numbered = layout, method, held, numbered
 
     def read(self, value: Any) -> Any:
-        """What `write_plain` was given.
+        """Read a value that `write_plain` has serialized.
 
         Raises:
-            StoreError: it is none of its forms.
+            StoreError: the value has an unknown form.
         """
         if isinstance(value, list):
             return tuple(self.read(each) for each in value)
@@ -120,7 +120,7 @@ class PlainReader:
             return self._read_tagged(value)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise StoreError(
-                f"the journal has a {value[TAG]!r} that this version of diloco does not understand ({error!r}); read "
+                f"the journal has a {value[TAG]!r} that this version of diloco cannot read ({error!r}); read "
                 "it with the version that wrote it."
             ) from error
 
@@ -167,5 +167,5 @@ def _dataclass(name: str) -> type[Any]:
 def _error_class(name: str) -> type[DilocoError]:
     kind = getattr(errors, name)
     if not (isinstance(kind, type) and issubclass(kind, DilocoError)):
-        raise ValueError(f"{name} is no error of diloco")
+        raise ValueError(f"{name} is not an error of diloco")
     return kind
