@@ -318,8 +318,8 @@ def test_a_syncer_releases_what_came_of_a_model_that_does_not_go_on(tmp_path: Pa
     with (
         start(tmp_path, method()) as syncer,
         Relay(syncer.port, swallow_at_length) as relay,
-        closing(Connection(relay.address, stall_floor_s=300.0)) as connection,
         ThreadPoolExecutor(1) as pool,
+        closing(Connection(relay.address, stall_floor_s=300.0)) as connection,
     ):
         lost = pool.submit(initialise, connection)
         until(lambda: any(link.is_swallowed for link in relay.links), "nothing crosses")

@@ -8,7 +8,6 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -18,7 +17,7 @@ import torch
 from benchmarks.processes import until
 from tests.chaos.relay import Relay
 from tests.syncer.pairs import PATIENCE_S, learners, on_disk, serve, serves, standing, trains
-from tests.syncer.runs import RUN, Raw, method, train, versions_of
+from tests.syncer.runs import RUN, LearnerThreads, Raw, method, train, versions_of
 from tests.syncer.test_faults import syncer_process
 from tests.syncer.test_replay import replayed
 
@@ -417,10 +416,10 @@ def test_kill_9_of_the_first_under_learners_keeps_every_version_and_every_bit(tm
         more = f'follow = "{first.address}"'
         second = stack.enter_context(syncer_process(tmp_path / "b", lost_floor_s=2.5, more=more))
         addresses = f"{first.address},{second.address}"
-        pool = stack.enter_context(ThreadPoolExecutor(2))
+        pool = stack.enter_context(LearnerThreads(2))
         lives = [
             pool.submit(
-                train, index, diloco.connect(addresses, run=RUN, learner=f"learner-{index}", initialise=index == 0),
+                train, index, pool.connect(addresses, learner=f"learner-{index}", initialise=index == 0),
                 None, steps, at_step,
             )
             for index in range(2)
