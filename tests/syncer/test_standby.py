@@ -45,7 +45,7 @@ def begin(syncer: Syncer) -> None:
 
 
 def are_paired(first: Syncer, second: Syncer) -> bool:
-    return (standing(first), standing(second)) == ("paired", "following") and first.pairing.link is not None
+    return (standing(first), standing(second)) == ("paired", "following") and first.pairing.core.link is not None
 
 
 def electorate(*syncers: Syncer) -> list[int]:
@@ -215,7 +215,7 @@ def test_a_full_disk_at_the_standby_stops_it_and_not_the_run(tmp_path: Path) -> 
     with Pair(tmp_path) as pair:
         trains(pair.first, pair.group, until)
         with files_at(pair.second, "received"):
-            until(lambda: pair.second.pairing.link is not None, "it is not connected")
+            until(lambda: pair.second.pairing.core.link is not None, "it is not connected")
             for each in pair.group:
                 each.push(1)
             until(lambda: standing(pair.first) == "alone", "it does not go on alone")

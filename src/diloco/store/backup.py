@@ -49,9 +49,10 @@ from diloco.store.records import (
     put_epoch,
     put_version,
     run_row,
+    transaction,
     write_description,
 )
-from diloco.store.repair import fresh_epoch, transaction
+from diloco.store.repair import fresh_epoch
 from diloco.store.targets import Target, open_target
 from diloco.whole_files import hidden_name, remove_leftovers
 

@@ -213,7 +213,7 @@ class Syncer:
             StandbyError: this syncer does not serve it now.
         """
         if (hosted := self._hosted) is None or not self.pairing.succession.serves:
-            raise self.pairing.refusal()
+            raise self.pairing.core.refusal()
         return hosted
 
     def _page_url(self, caller: Caller) -> str:
@@ -237,14 +237,14 @@ class Syncer:
 
     def _new_driver(self, *, is_begun: bool) -> HostedDriver:
         options = self._options
-        if self._journal is not None and self.pairing.had_position:
+        if self._journal is not None and self.pairing.core.had_position:
             why = "another syncer may have served the run before this start"
             self._journal.append(json.dumps({"e": "#gap", "t": time.monotonic(), "missing": 0, "why": why}))
         return HostedDriver(
             self.run, self._method, self._store, Spool(options.state_dir, options.spool_bytes),
             deadlines=options.deadlines, journal=self._observer, pool=options.pool,
             recorder=self._recorder(options), writes=ReplicatedStore(self._store, self.pairing),
-            boot=self.pairing.boot, is_begun=is_begun,
+            boot=self.pairing.succession.boot, is_begun=is_begun,
         )  # fmt: skip
 
     def _host_as_it_stands(self) -> None:
@@ -300,7 +300,7 @@ class Syncer:
         if self._stopping.is_set():
             return
         self._stopping.set()
-        self.pairing.hurry()
+        self.pairing.core.hurry()
         self._stands.join()
         self.progress.write()
         hosted = self._hosted
