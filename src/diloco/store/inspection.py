@@ -26,7 +26,7 @@ from diloco.errors import ConfigError, DilocoError, StoreError, first_line
 from diloco.escaping import MALFORMED
 from diloco.protocol.rounds.base import Rules
 from diloco.protocol.syncer import SyncerCore
-from diloco.store.durable import ignore_point, look_locked
+from diloco.store.durable import ignore_point, locked_unchanged
 from diloco.store.files import TensorFiles, VersionFileHeader, version_of
 from diloco.store.records import (
     DATABASE,
@@ -154,7 +154,7 @@ def inspect(path: Path) -> DirectoryState:
     """
     if not any((path / name).exists() for name in (DATABASE, DESCRIPTION, "tensors")):
         raise ConfigError(f"{path} is not the state directory of a syncer; check the path.")
-    with look_locked(path) as holder:
+    with locked_unchanged(path) as holder:
         if holder is not None:
             raise StoreError(f"{path} is in use by {holder}; ask that syncer with `diloco status`, or stop it first.")
         return inspected(path)

@@ -174,9 +174,7 @@ class Following:
                 self._store.receive(part.file, part.sha256, self._received(link, upstream, part, stream))
             elif part.HasField("serial"):
                 if part.num_bytes > MAX_STATE_BYTES:
-                    raise CorruptPayloadError(
-                        f"a state of {part.num_bytes} bytes is above {MAX_STATE_BYTES}."
-                    )
+                    raise CorruptPayloadError(f"a state of {part.num_bytes} bytes is above {MAX_STATE_BYTES}.")
                 text = b"".join(verified(stream, part.num_bytes))
                 upstream.is_waiting, upstream.moved_at = False, time.monotonic()
                 self._apply(link, ReplicatedState.from_json(text), part.epoch)
