@@ -34,7 +34,7 @@ from diloco.protocol.members import Deadlines
 from diloco.protocol.session import requests
 from diloco.protocol.session.requests import Identity
 from diloco.run.uploads import KEPT_S
-from diloco.syncer.door.call_deadlines import CallDeadlines
+from diloco.syncer.door.open_calls import CallDeadlines
 from diloco.syncer.door.receiving import IncomingModel
 from diloco.syncer.server import Syncer
 
@@ -259,7 +259,7 @@ def test_a_caller_that_was_given_up_has_twice_the_time_and_a_member_has_no_such_
         def stream() -> Iterator[bytes]:
             yield b""
             now[0] += seconds
-            deadlines.look()
+            deadlines.check()
 
         messages = deadlines.messages(stream(), caller, call)
         next(messages)
@@ -305,11 +305,11 @@ def test_what_came_of_the_initial_model_waits_as_long_as_what_came_of_a_contribu
     kept_bytes = cut_short(incoming, header, MAX_UNACKNOWLEDGED)[-1]
     assert incoming.kept_bytes == 1 << 24
     now[0] = KEPT_S - 1.0
-    incoming.look()
+    incoming.drop_expired()
     header.resumes = True
     assert cut_short(incoming, header, MAX_UNACKNOWLEDGED)[0] == kept_bytes
     now[0] += KEPT_S
-    incoming.look()
+    incoming.drop_expired()
     assert incoming.kept_bytes == 0
     assert cut_short(incoming, header, MAX_UNACKNOWLEDGED)[0] == 0
 

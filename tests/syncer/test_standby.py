@@ -500,7 +500,7 @@ def test_a_state_that_is_none_is_refused(tmp_path: Path) -> None:
         {**plain, "epochs": [[1, 2]]},
         [],
     ):
-        with pytest.raises(CorruptPayloadError, match="no state"):
+        with pytest.raises(CorruptPayloadError, match="invalid state"):
             ReplicatedState.from_json(json.dumps(wrong))
 
 

@@ -30,11 +30,9 @@ from diloco.run.journal.recorder import Recorder
 from diloco.store.backup import BackupPlan, Backups
 from diloco.store.journal_files import JournalFiles, PayloadFiles
 from diloco.syncer.door.audit import Audit
-from diloco.syncer.door.call_deadlines import CallDeadlines
-from diloco.syncer.door.open_calls import OpenCalls
+from diloco.syncer.door.open_calls import CallDeadlines, OpenCalls, OpenTransfers
 from diloco.syncer.door.receiving import IncomingModel
 from diloco.syncer.door.service import Service
-from diloco.syncer.door.transfers import Transfers
 from diloco.syncer.hosting import HostedDriver, SyncerDriver
 from diloco.syncer.journal import Journal
 from diloco.syncer.keys.auth import Authenticator, check_binding
@@ -160,7 +158,7 @@ class Syncer:
         self._calls = OpenCalls(auth, audit)
         self.progress = ProgressLog(self._events, self._metrics, self._run_status, options.budget_tokens)
         self._deadlines = CallDeadlines(options.deadlines.lost_floor_s)
-        self.transfers = Transfers(lambda: self.driver, self._deadlines)
+        self.transfers = OpenTransfers(lambda: self.driver, self._deadlines)
         self._following = None
         if options.follow is not None:
             self._following = Following(
@@ -187,6 +185,7 @@ class Syncer:
             )  # fmt: skip
         self._stopping = threading.Event()
         self._traffic = threading.Thread(target=self._report_traffic, name="syncer-traffic", daemon=True)
+        self._calls.start()
         self._deadlines.start()
         self.transfers.start()
         self._server.start()
@@ -313,6 +312,7 @@ class Syncer:
         self._deadlines.close()
         self.transfers.close()
         self._calls.close()
+        self._audit.close()
         self._traffic.join()
         if self._backups is not None:
             self._backups.close()
@@ -361,7 +361,7 @@ class Syncer:
         due_at = time.monotonic()
         while not self._stopping.wait(TRAFFIC_EVERY_S):
             self._append_traffic()
-            self._incoming.look()
+            self._incoming.drop_expired()
             if time.monotonic() >= due_at:
                 due_at = time.monotonic() + EVERY_S
                 self.progress.write()

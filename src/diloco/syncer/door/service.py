@@ -41,7 +41,6 @@ from diloco.run.run_state import require_run
 from diloco.run.uploads import Upload
 from diloco.syncer.door.admission import Admission, Call, Kind, Shares
 from diloco.syncer.door.audit import Audit
-from diloco.syncer.door.call_deadlines import CallDeadlines
 from diloco.syncer.door.initialising import Initialising
 from diloco.syncer.door.messages import (
     WatchStream,
@@ -57,9 +56,8 @@ from diloco.syncer.door.messages import (
     standing_message,
     verdict_message,
 )
-from diloco.syncer.door.open_calls import OpenCalls
+from diloco.syncer.door.open_calls import CallDeadlines, OpenCalls, OpenTransfers
 from diloco.syncer.door.receiving import IncomingModel, resumed_at
-from diloco.syncer.door.transfers import Transfers
 from diloco.syncer.hosting import HostedDriver, SyncerDriver
 from diloco.syncer.keys.auth import Authenticator
 from diloco.syncer.keys.callers import Caller, Role
@@ -101,7 +99,7 @@ class Service:
         auth: Authenticator,
         calls: OpenCalls,
         deadlines: CallDeadlines,
-        transfers: Transfers,
+        transfers: OpenTransfers,
         incoming: IncomingModel,
         audit: Audit,
         wire_bytes: WireBytes,
@@ -273,7 +271,7 @@ class Service:
         self, caller: Caller, header: pb.InitialiseHeader, stream: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[pb.InitialiseReply]:
         self._admit(context, caller, header.run, "learner", header.learner, "joins")
-        yield from self._initialising.take(caller, header, stream, context)
+        yield from self._initialising.receive(caller, header, stream, context)
 
     def push(
         self, caller: Caller, header: pb.PushHeader, stream: Iterator[bytes], context: grpc.ServicerContext
@@ -393,7 +391,7 @@ class Service:
         parts = self._pair.follow(hello, stream, context)
         with self._deadlines.member(context):  # the pair has a deadline of its own
             first = next(parts)
-            self._calls.settled(context)
+            self._calls.admitted(context)
             self._audit.admitted("Follow", caller, "", context.peer())
             yield first
             yield from parts
