@@ -30,6 +30,7 @@ from diloco.run.journal.recorder import Recorder
 from diloco.store.backup import BackupPlan, Backups
 from diloco.store.journal_files import JournalFiles, PayloadFiles
 from diloco.syncer.door.audit import Audit
+from diloco.syncer.door.guard import CallGuard
 from diloco.syncer.door.open_calls import CallDeadlines, OpenCalls, OpenTransfers
 from diloco.syncer.door.receiving import IncomingModel
 from diloco.syncer.door.service import Service
@@ -168,9 +169,10 @@ class Syncer:
         pair = PairCalls(
             self.pairing, Leading(self._store, self.pairing), self._following, lambda: self._hosted is not None
         )
+        guard = CallGuard(run, auth, self._calls, self._deadlines, audit, self._wire_bytes)
         service = Service(
-            run, method, lambda: self.driver, pair=pair, auth=auth, calls=self._calls, deadlines=self._deadlines,
-            transfers=self.transfers, incoming=self._incoming, audit=audit, wire_bytes=self._wire_bytes,
+            run, method, lambda: self.driver, guard=guard, pair=pair, calls=self._calls, deadlines=self._deadlines,
+            transfers=self.transfers, incoming=self._incoming, audit=audit,
             lost_floor_s=options.deadlines.lost_floor_s, resumed=self._observer.resumed,
             status_extra=self._status_extra, heard=self.progress.heard,
             page_url=self._page_url,
