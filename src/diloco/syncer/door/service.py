@@ -6,11 +6,10 @@ import json
 import threading
 import zlib
 from collections.abc import Callable, Generator, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 import torch
-from google.protobuf.message import Message
 from safetensors.torch import save
 
 from diloco.core.method import Method
@@ -56,9 +55,6 @@ from diloco.syncer.hosting import HostedDriver, SyncerDriver
 from diloco.syncer.keys.callers import Caller
 from diloco.syncer.spool import Slot
 from diloco.syncer.standby.pair_calls import PairCalls
-
-M = TypeVar("M", bound=Message)
-Replies = Iterator[Message] | Iterator[pb.Notice] | Iterator[bytes]
 
 
 class Service:

@@ -247,7 +247,7 @@ class Keyring:
         the new one. Returns all names in the order in which to copy the keys, the syncers first."""
         with _writing(self.directory):
             self._authorities.replace(self.run.name)
-        return self._sign_anew(lifetime, is_last=False)
+        return self._sign_all(lifetime, is_last=False)
 
     def retire_authority(self, lifetime: dt.timedelta) -> list[str]:
         """Finish the replacement: the syncers get keys of the new authority, and the old one is no longer trusted.
@@ -258,12 +258,12 @@ class Keyring:
         """
         if self._authorities.next is None and self._authorities.bundle == (self.directory / CA).read_bytes():
             raise ConfigError("the authority is not being replaced; begin with `diloco keys rotate ca`.")
-        names = self._sign_anew(lifetime, is_last=True)
+        names = self._sign_all(lifetime, is_last=True)
         with _writing(self.directory):
             self._authorities.retire()
         return names
 
-    def _sign_anew(self, lifetime: dt.timedelta, *, is_last: bool) -> list[str]:
+    def _sign_all(self, lifetime: dt.timedelta, *, is_last: bool) -> list[str]:
         """Sign every name's certificate by the authority that it needs now, and write the trusted certificates."""
         signers, syncers = self._authorities, self.syncers
         roles = {each.name: each.role for each in self.issued if each.revoked is None}
