@@ -30,8 +30,7 @@ from diloco.run.journal.recorder import Recorder
 from diloco.store.backup import BackupPlan, Backups
 from diloco.store.journal_files import JournalFiles, PayloadFiles
 from diloco.syncer.door.audit import Audit
-from diloco.syncer.door.guard import CallGuard
-from diloco.syncer.door.open_calls import CallDeadlines, OpenCalls, OpenTransfers
+from diloco.syncer.door.open_calls import CallDeadlines, CallGuard, OpenCalls, OpenTransfers
 from diloco.syncer.door.receiving import IncomingModel
 from diloco.syncer.door.service import Service
 from diloco.syncer.hosting import HostedDriver, SyncerDriver

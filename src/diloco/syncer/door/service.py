@@ -33,7 +33,6 @@ from diloco.protocol.members import Claim, Report
 from diloco.run.uploads import Upload
 from diloco.syncer.door.admission import Admission
 from diloco.syncer.door.audit import Audit
-from diloco.syncer.door.guard import CallGuard
 from diloco.syncer.door.initialising import Initialising
 from diloco.syncer.door.messages import (
     WatchStream,
@@ -49,7 +48,7 @@ from diloco.syncer.door.messages import (
     standing_message,
     verdict_message,
 )
-from diloco.syncer.door.open_calls import CallDeadlines, OpenCalls, OpenTransfers
+from diloco.syncer.door.open_calls import CallDeadlines, CallGuard, OpenCalls, OpenTransfers
 from diloco.syncer.door.receiving import IncomingModel, resumed_at
 from diloco.syncer.hosting import HostedDriver, SyncerDriver
 from diloco.syncer.keys.callers import Caller
