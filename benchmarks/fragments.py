@@ -8,6 +8,7 @@ turns, on one thread.
 """
 
 import argparse
+import itertools
 import statistics
 import tempfile
 import time
@@ -92,8 +93,10 @@ def _values(num_elements: int, dtype: torch.dtype, how: Any, origin: Tensor) -> 
 
 
 def _publishing(store: Store, theta: Tensor, outer_state: Mapping[str, Tensor]) -> Callable[[], None]:
+    versions = itertools.count(1)
+
     def publish() -> None:
-        version = len(store.history())
+        version = next(versions)
         held = GlobalFragment(0, version, theta, outer_state, None, digest(theta))
         update = Update(0, version - 1, version, (), (), 1.0, held.digest, lossless=True)
         action = MergeRound(0, version - 1, (), (), 1.0, frozenset(), "")

@@ -186,7 +186,7 @@ def test_what_cannot_be_a_snapshot_or_a_way_back_is_said(tmp_path: Path) -> None
         restore(target, tmp_path / "new")
     assert sorted(each.name for each in tmp_path.iterdir()) == ["backups", "run"]
     (tmp_path / hidden_name("new") / "tensors").mkdir(parents=True)  # a restore that was killed
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="exists already"):
         restore(target, run)
     back_up(run, target, 3)  # writes the damaged file again
     restore(target, tmp_path / "new")

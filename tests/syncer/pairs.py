@@ -186,7 +186,7 @@ def learners(names: str, addresses: list[str]) -> Iterator[list[Learner]]:
 
 def trains(syncer: Syncer, all_learners: list[Learner], until: Callable[[Callable[[], bool], str], None]) -> int:
     """One round of fragment 0: all push; returns the new version once it is published."""
-    boot = syncer.pairing.boot
+    boot = syncer.pairing.succession.boot
     until(lambda: all(each.raw.boot == boot for each in all_learners), "the learners do not follow")
     version = versions_of(syncer)[0]
     for each in all_learners:

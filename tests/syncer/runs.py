@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,24 @@ def train(
                 break
         learner.state_dict()  # answers that are on their way
         return learner.global_state_dict(), learner.metrics()
+
+
+class LearnerThreads(ThreadPoolExecutor):
+    """Threads of learners. When the test fails, their exchanges are closed: no learner trains or waits on, and the
+    failure is reported at once."""
+
+    def __init__(self, num_threads: int) -> None:
+        super().__init__(num_threads)
+        self._exchanges: list[Exchange] = []
+
+    def connect(self, address: str, **options: Any) -> Exchange:
+        self._exchanges.append(diloco.connect(address, run=RUN, **options))
+        return self._exchanges[-1]
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> bool | None:
+        for exchange in self._exchanges if kind is not None else ():
+            exchange.close()
+        return super().__exit__(kind, *rest)
 
 
 def layout() -> Layout:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -13,10 +12,9 @@ import torch
 from benchmarks.processes import until
 from safetensors.torch import load_file
 from tests.store.small_run import flip
-from tests.syncer.runs import RUN, Raw, layout, method, start, train
+from tests.syncer.runs import RUN, LearnerThreads, Raw, layout, method, start, train
 from tests.syncer.test_lineage import syncer_versions
 
-import diloco
 from diloco.event_log import read_events
 from diloco.events import BackedUp, BackupRefused, Event
 from diloco.store.backup import BackupPlan, back_up, due_in_s, restore, taken_last_at
@@ -73,10 +71,10 @@ def test_a_learner_that_has_seen_later_versions_goes_on_with_what_is_left(how: s
             here[step].set()
             go[step].wait(60)
 
-    with ThreadPoolExecutor(1) as pool:
+    with LearnerThreads(1) as pool:
         with serve(state) as syncer:
             port = syncer.port
-            exchange = diloco.connect(syncer.address, run=RUN, learner="site-a", initialise=True)
+            exchange = pool.connect(syncer.address, learner="site-a", initialise=True)
             life = pool.submit(train, 0, exchange, None, 40, at_step)
             until(here[9].is_set, "it does not get to step 9")
             back_up(state, target, 1)

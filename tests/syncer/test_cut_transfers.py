@@ -265,8 +265,8 @@ def test_the_transfer_of_a_learner_that_is_gone_ends_with_it(up: bool, tmp_path:
     """The syncer's end: heartbeats have stopped, and no end of the connection is told."""
     with (
         behind(tmp_path, Cutter(1, stalled), **quick(1.5)) as (syncer, relay, raw),
-        closing(Connection(relay.address)) as connection,
         ThreadPoolExecutor(1) as pool,
+        closing(Connection(relay.address)) as connection,
     ):
         sender, receiver = Sender(Dialler([connection])), Receiver(Dialler([connection]), raw.layout, method())
         payload, header = Payload(lambda: torch.zeros(4 * SIZE, dtype=torch.uint8)), raw.header(4 * SIZE)

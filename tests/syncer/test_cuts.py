@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +12,7 @@ from typing import Any, Literal
 import pytest
 from benchmarks.processes import until
 from tests.chaos.relay import Relay
-from tests.syncer.runs import RUN, Raw, method, start, status_of, train
+from tests.syncer.runs import RUN, LearnerThreads, Raw, method, start, status_of, train
 
 import diloco
 from diloco.errors import StaleIncarnationError
@@ -77,8 +76,8 @@ def trained_under_a_cut(kind: str, tmp_path: Path, cut: Cut) -> tuple[dict[str, 
     deadlines = Deadlines() if cut == "short" else SHORT
     steps = CUT_AT + 1 if cut == "long, until it leaves" else STEPS
     with start(tmp_path, METHODS[kind], deadlines=deadlines) as syncer:
-        with Relay(syncer.port) as relay, ThreadPoolExecutor(2) as pool:
-            exchange = diloco.connect(relay.address, run=RUN, learner="cut", initialise=True)
+        with Relay(syncer.port) as relay, LearnerThreads(2) as pool:
+            exchange = pool.connect(relay.address, learner="cut", initialise=True)
             cut_off = pool.submit(train, 0, exchange, None, steps, at_step)
             until(lambda: has_begun.is_set() or cut_off.done(), "it does not join")
             living = pool.submit(other)

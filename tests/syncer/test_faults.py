@@ -7,7 +7,6 @@ import resource
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 import torch
 from benchmarks.processes import SyncerProcess, until
 from tests.processes import start_module
-from tests.syncer.runs import RUN, Raw, method, num_live, start, status_of, train, versions_of
+from tests.syncer.runs import RUN, LearnerThreads, Raw, method, num_live, start, status_of, train, versions_of
 
 import diloco
 from diloco import errors, events
@@ -68,11 +67,11 @@ def test_a_killed_syncer_comes_back_and_the_run_has_the_same_bits(tmp_path: Path
             reached[kill_at.index(step)].set()
             again[kill_at.index(step)].wait(1.0)  # so that the kill falls somewhere in the next steps
 
-    with syncer_process(tmp_path) as syncer, ThreadPoolExecutor(2) as pool:
+    with syncer_process(tmp_path) as syncer, LearnerThreads(2) as pool:
         lives = [
             pool.submit(
                 train, index,
-                diloco.connect(syncer.address, run=RUN, learner=f"learner-{index}", initialise=index == 0), None, steps,
+                pool.connect(syncer.address, learner=f"learner-{index}", initialise=index == 0), None, steps,
                 at_step if index == 0 else None,
             )
             for index in range(2)
@@ -118,10 +117,10 @@ def test_a_full_disk_under_the_spool_holds_learners_up_and_costs_nothing(
             begun[index].set()  # it has joined, and has sent nothing yet
             is_full.wait(60)
 
-        exchange = diloco.connect(syncer.address, run=RUN, learner=f"learner-{index}", initialise=index == 0)
+        exchange = pool.connect(syncer.address, learner=f"learner-{index}", initialise=index == 0)
         return train(index, exchange, None, 24, at_step)
 
-    with syncer_process(tmp_path, more="spool_bytes = 1") as syncer, ThreadPoolExecutor(2) as pool:
+    with syncer_process(tmp_path, more="spool_bytes = 1") as syncer, LearnerThreads(2) as pool:
         lives = [pool.submit(life, index) for index in range(2)]
         until(lambda: all(event.is_set() for event in begun), "they do not begin")
         resource.prlimit(syncer.process.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
@@ -150,7 +149,7 @@ def test_a_full_disk_under_the_spool_holds_learners_up_and_costs_nothing(
 
 @pytest.mark.parametrize("kill_at", [1, 2, 7])
 def test_a_killed_learner_is_given_up_and_comes_back(kill_at: int, tmp_path: Path) -> None:
-    with start(tmp_path, method()) as syncer, ThreadPoolExecutor(1) as pool:
+    with start(tmp_path, method()) as syncer, LearnerThreads(1) as pool:
         stop = threading.Event()
 
         def keep_going(step: int) -> None:
@@ -158,7 +157,7 @@ def test_a_killed_learner_is_given_up_and_comes_back(kill_at: int, tmp_path: Pat
                 raise StopIteration
 
         first = pool.submit(
-            _until_stopped, diloco.connect(syncer.address, run=RUN, learner="survivor", initialise=True), keep_going
+            _until_stopped, pool.connect(syncer.address, learner="survivor", initialise=True), keep_going
         )
         victim = start_module("tests.syncer.runs", syncer.address, str(kill_at))
         victim.join(timeout=60)
@@ -219,10 +218,8 @@ def test_a_learner_given_up_while_it_waits_for_the_others_joins_again(tmp_path: 
 
 
 def test_a_second_process_with_the_same_name_replaces_the_first(tmp_path: Path) -> None:
-    with start(tmp_path, method()) as syncer, ThreadPoolExecutor(1) as pool:
-        first = pool.submit(
-            train, 0, diloco.connect(syncer.address, run=RUN, learner="twin", initialise=True), None, 1_000_000
-        )
+    with start(tmp_path, method()) as syncer, LearnerThreads(1) as pool:
+        first = pool.submit(train, 0, pool.connect(syncer.address, learner="twin", initialise=True), None, 1_000_000)
         until(lambda: min(versions_of(syncer) or [0]) > 1, "the first does not train")
         second = Raw(syncer.address, "twin")
         second.join()

@@ -23,7 +23,7 @@ from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import frames
 from diloco.exchange.wire.rpc import SERVER_OPTIONS
 from diloco.syncer.door.admission import Limits, Shares
-from diloco.syncer.door.call_deadlines import CallDeadlines
+from diloco.syncer.door.open_calls import CallDeadlines
 from diloco.syncer.keys.callers import UNKNOWN, Caller
 from diloco.syncer.page.live_page import MOST_CONNECTIONS as MOST_PAGE_CONNECTIONS
 from diloco.syncer.ports import RESERVE, connections_for
@@ -86,14 +86,14 @@ def test_an_idle_control_call_reads_nothing_and_is_cancelled_at_its_deadline() -
         hold = ExitStack()
         call = channel.stream_stream("/x/y")(_silent(hold))
         until(lambda: bool(begun), "the call does not arrive")
-        deadlines.look()
+        deadlines.check()
         now[0] = 4.9
-        deadlines.look()
+        deadlines.check()
         assert not ended
 
         def is_cancelled() -> bool:
             now[0] = 5.1
-            deadlines.look()
+            deadlines.check()
             return bool(ended)
 
         now[0] = 0.0

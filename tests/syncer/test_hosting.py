@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 import pytest
 import torch
-from tests.syncer.runs import RUN, Raw, layout, method, start, status_of, train, versions_of
+from tests.syncer.runs import RUN, LearnerThreads, Raw, layout, method, start, status_of, train, versions_of
 from tests.syncer.test_faults import syncer_process, until
 
 import diloco
@@ -183,11 +183,11 @@ def test_ledgers_stored_at_any_moment_agree_with_the_versions(tmp_path: Path) ->
 
 def test_a_syncer_that_was_suspended_gives_nobody_up_for_it(tmp_path: Path) -> None:
     """Two learners train; the syncer's process stands still for longer than their deadline, then goes on."""
-    with syncer_process(tmp_path, lost_floor_s=2.0) as syncer, ThreadPoolExecutor(2) as pool:
+    with syncer_process(tmp_path, lost_floor_s=2.0) as syncer, LearnerThreads(2) as pool:
         steps = [0, 0]
 
         def life(index: int) -> Any:
-            exchange = diloco.connect(syncer.address, run=RUN, learner=f"learner-{index}", initialise=index == 0)
+            exchange = pool.connect(syncer.address, learner=f"learner-{index}", initialise=index == 0)
             return train(index, exchange, None, 100, lambda step: steps.__setitem__(index, step))
 
         lives = [pool.submit(life, index) for index in range(2)]

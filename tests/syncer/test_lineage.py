@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.processes import until
-from tests.syncer.runs import RUN, Net, Raw, method, train
+from tests.syncer.runs import RUN, LearnerThreads, Net, Raw, method, train
 
 import diloco
 from diloco.errors import LineageError, StaleIncarnationError, UnknownRunError
@@ -37,7 +37,7 @@ class Run:
     """Two learners over a syncer, which stop, each at a step of its own, until they are told to go on."""
 
     def __init__(
-        self, pool: ThreadPoolExecutor, address: str, steps: int, stops: tuple[tuple[int, int], ...],
+        self, pool: LearnerThreads, address: str, steps: int, stops: tuple[tuple[int, int], ...],
         life: Callable[..., Any] = train,
     ) -> None:  # fmt: skip
         self._stops = stops
@@ -45,7 +45,7 @@ class Run:
         self.go = [threading.Event() for _ in stops]
         self.lives: list[Future[Any]] = [
             pool.submit(
-                life, index, diloco.connect(address, run=RUN, learner=f"learner-{index}", initialise=index == 0), None,
+                life, index, pool.connect(address, learner=f"learner-{index}", initialise=index == 0), None,
                 steps, lambda step, index=index: self._at(index, step),
             )
             for index in range(2)
@@ -67,7 +67,7 @@ def test_an_older_copy_of_the_state_is_refused_and_the_newest_goes_on_with_the_s
     steps = 24
     undisturbed = diloco.run_local(lambda index, exchange: train(index, exchange, GIVEN, steps), learners=2)
     state, copy = tmp_path / "state", tmp_path / "copy"
-    with ThreadPoolExecutor(2) as pool:
+    with LearnerThreads(2) as pool:
         with serve(state) as syncer:
             port = syncer.port
             run = Run(pool, syncer.address, steps, ((9, 9), (17, 17)))
@@ -171,7 +171,7 @@ def train_to(
 def test_learners_that_all_wait_for_each_other_go_on_from_where_the_run_went_back_to(tmp_path: Path) -> None:
     """Each one begins at the run's step, and not at its own: they would be at different steps of a round for good."""
     state, copy, steps = tmp_path / "state", open_target(str(tmp_path / "backups")), 40
-    with ThreadPoolExecutor(2) as pool:
+    with LearnerThreads(2) as pool:
         with serve(state) as syncer:
             port = syncer.port
             run = Run(pool, syncer.address, steps, ((9, 9), (17, 18)), train_to)

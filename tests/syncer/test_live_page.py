@@ -131,7 +131,7 @@ def test_a_page_that_cannot_follow_the_run_says_so(
     with closing(LivePage("127.0.0.1:0", path, (lambda: None) if of_log else broken, is_open=True)) as page:
         for _ in range(2):
             assert get(page, "/updates").text.endswith("}\n\nevent: failed\ndata: \n\n")
-    (said,) = [it for it in caplog.records if it.getMessage().startswith("the live page stands still: ")]
+    (said,) = [it for it in caplog.records if it.getMessage().startswith("the live page shows no new events: ")]
     assert ("is not an event" if of_log else "a defect") in said.getMessage()
     assert (said.exc_info is None) == of_log  # a defect has a traceback
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from benchmarks.processes import SyncerProcess
-from tests.syncer.runs import RUN, method, start, train, versions_of
+from tests.syncer.runs import RUN, LearnerThreads, method, start, train, versions_of
 
 import diloco
 from diloco.cli import main
@@ -66,11 +65,11 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
             syncer.kill()
             syncer.start()
 
-    with syncer_process(directory) as syncer, ThreadPoolExecutor(2) as pool:
+    with syncer_process(directory) as syncer, LearnerThreads(2) as pool:
         lives = [
             pool.submit(
                 train, index,
-                diloco.connect(syncer.address, run=RUN, learner=f"learner-{index}", initialise=index == 0), None, steps,
+                pool.connect(syncer.address, learner=f"learner-{index}", initialise=index == 0), None, steps,
                 at_step if index == 0 else None,
             )
             for index in range(2)

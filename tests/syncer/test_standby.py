@@ -8,7 +8,6 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -18,7 +17,7 @@ import torch
 from benchmarks.processes import until
 from tests.chaos.relay import Relay
 from tests.syncer.pairs import PATIENCE_S, learners, on_disk, serve, serves, standing, trains
-from tests.syncer.runs import RUN, Raw, method, train, versions_of
+from tests.syncer.runs import RUN, LearnerThreads, Raw, method, train, versions_of
 from tests.syncer.test_faults import syncer_process
 from tests.syncer.test_replay import replayed
 
@@ -46,7 +45,7 @@ def begin(syncer: Syncer) -> None:
 
 
 def are_paired(first: Syncer, second: Syncer) -> bool:
-    return (standing(first), standing(second)) == ("paired", "following") and first.pairing.link is not None
+    return (standing(first), standing(second)) == ("paired", "following") and first.pairing.core.link is not None
 
 
 def electorate(*syncers: Syncer) -> list[int]:
@@ -216,7 +215,7 @@ def test_a_full_disk_at_the_standby_stops_it_and_not_the_run(tmp_path: Path) -> 
     with Pair(tmp_path) as pair:
         trains(pair.first, pair.group, until)
         with files_at(pair.second, "received"):
-            until(lambda: pair.second.pairing.link is not None, "it is not connected")
+            until(lambda: pair.second.pairing.core.link is not None, "it is not connected")
             for each in pair.group:
                 each.push(1)
             until(lambda: standing(pair.first) == "alone", "it does not go on alone")
@@ -417,10 +416,10 @@ def test_kill_9_of_the_first_under_learners_keeps_every_version_and_every_bit(tm
         more = f'follow = "{first.address}"'
         second = stack.enter_context(syncer_process(tmp_path / "b", lost_floor_s=2.5, more=more))
         addresses = f"{first.address},{second.address}"
-        pool = stack.enter_context(ThreadPoolExecutor(2))
+        pool = stack.enter_context(LearnerThreads(2))
         lives = [
             pool.submit(
-                train, index, diloco.connect(addresses, run=RUN, learner=f"learner-{index}", initialise=index == 0),
+                train, index, pool.connect(addresses, learner=f"learner-{index}", initialise=index == 0),
                 None, steps, at_step,
             )
             for index in range(2)
@@ -501,7 +500,7 @@ def test_a_state_that_is_none_is_refused(tmp_path: Path) -> None:
         {**plain, "epochs": [[1, 2]]},
         [],
     ):
-        with pytest.raises(CorruptPayloadError, match="no state"):
+        with pytest.raises(CorruptPayloadError, match="invalid state"):
             ReplicatedState.from_json(json.dumps(wrong))
 
 

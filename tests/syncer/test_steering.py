@@ -6,17 +6,16 @@ import datetime as dt
 import json
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.syncer.runs import RUN, Raw, method, start, status_of, train
+from tests.syncer.runs import RUN, LearnerThreads, Raw, method, start, status_of, train
 from tests.syncer.test_faults import until
 from tests.syncer.test_live_page import entered, post
 
-import diloco
 from diloco import events as ev
 from diloco.cli import main
 from diloco.errors import AuthError, ConfigError, DrainedError
@@ -57,22 +56,22 @@ def steered(syncer: Syncer) -> list[ev.Steered]:
 class Learners:
     """Learners that train on threads until each is told to stop, or the run has no place for it."""
 
-    def __init__(self, syncer: Syncer, pool: ThreadPoolExecutor, *names: str) -> None:
+    def __init__(self, syncer: Syncer, pool: LearnerThreads, *names: str) -> None:
         self.steps = dict.fromkeys(names, 0)
         self.stop = threading.Event()
         self.lives: dict[str, Future[Any]] = {
-            name: pool.submit(self._life, syncer, index, name) for index, name in enumerate(names)
+            name: pool.submit(self._life, pool, syncer, index, name) for index, name in enumerate(names)
         }
         for name in names:
             until(lambda name=name: self.steps[name] > 0, f"{name} does not train")  # type: ignore[misc]
 
-    def _life(self, syncer: Syncer, index: int, name: str) -> Any:
+    def _life(self, pool: LearnerThreads, syncer: Syncer, index: int, name: str) -> Any:
         def at_step(step: int) -> None:
             self.steps[name] = step
             if self.stop.is_set():
                 raise KeyboardInterrupt
 
-        exchange = diloco.connect(syncer.address, run=RUN, learner=name, initialise=index == 0)
+        exchange = pool.connect(syncer.address, learner=name, initialise=index == 0)
         return train(index, exchange, None, 10**6, at_step)
 
     def goes_on(self, name: str) -> Callable[[], bool]:
@@ -104,7 +103,7 @@ def test_only_an_admin_steers(tmp_path: Path, keys: Path) -> None:
 
 
 def test_learners_stand_still_while_the_run_is_paused_also_over_a_restart(tmp_path: Path) -> None:
-    with ThreadPoolExecutor(2) as pool:
+    with LearnerThreads(2) as pool:
         with start(tmp_path, method(at_least=1)) as syncer:
             port = syncer.port
             learners = Learners(syncer, pool, "a", "b")
@@ -137,7 +136,7 @@ def _live(syncer: Syncer) -> list[str]:
 
 
 def test_learners_leave_a_run_that_is_ended_and_none_joins_it(tmp_path: Path) -> None:
-    with ThreadPoolExecutor(2) as pool, start(tmp_path, method(at_least=1)) as syncer:
+    with LearnerThreads(2) as pool, start(tmp_path, method(at_least=1)) as syncer:
         learners = Learners(syncer, pool, "a", "b")
         assert admin(syncer, "end", "--reason", "the paper is out") == 0
         for life in learners.lives.values():
@@ -153,7 +152,7 @@ def test_learners_leave_a_run_that_is_ended_and_none_joins_it(tmp_path: Path) ->
 
 
 def test_an_evicted_learner_comes_back_and_a_banned_one_leaves(tmp_path: Path) -> None:
-    with ThreadPoolExecutor(2) as pool, start(tmp_path, method(at_least=1)) as syncer:
+    with LearnerThreads(2) as pool, start(tmp_path, method(at_least=1)) as syncer:
         learners = Learners(syncer, pool, "a", "b")
         assert admin(syncer, "evict", "b") == 0
         until(lambda: status_of(syncer)["learners"].get("b", {}).get("incarnation") == 2, "b does not come back")
@@ -178,7 +177,7 @@ def test_what_cannot_be_is_said_and_the_exit_code_is_2(tmp_path: Path, capsys: p
 
 
 def test_the_replay_has_the_orders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with ThreadPoolExecutor(2) as pool, start(tmp_path, method(at_least=1)) as syncer:
+    with LearnerThreads(2) as pool, start(tmp_path, method(at_least=1)) as syncer:
         learners = Learners(syncer, pool, "a", "b")
         for order in (["pause"], ["quorum", "2"], ["resume"], ["evict", "b"], ["end"]):
             assert admin(syncer, *order) == 0

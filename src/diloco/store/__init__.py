@@ -1,1 +1,1 @@
-"""What is durable of a run: on one disk, its copies, its journal."""
+"""The durable state of a run: the store, its copies and repair, its journal."""

@@ -1,10 +1,10 @@
-"""Snapshots of a run, taken while it is served, and the way back from one.
+"""Backups of a run: snapshots, taken while it is served, and how a run is restored from one.
 
-    snapshots/<epoch>-<versions published>-<UTC>.json    one record, and the versions that it belongs to; written last
-    tensors/…                                            the files of the versions, as in the state directory, each once
+    snapshots/<epoch>-<versions published>-<UTC>.json    the run's record and versions at one moment; written last
+    tensors/…                                            files of versions, as in the state directory, each once
 
-A snapshot is what one read of the database says. The files that it names are linked at once, so that the syncer may
-go on and supersede them. Each is verified before it is written, and read back after.
+A snapshot is one consistent read of the database. Its files are hard-linked at once, so that the syncer can supersede
+them meanwhile. Each file is verified before it is written, and read back afterwards.
 """
 
 from __future__ import annotations
@@ -49,9 +49,10 @@ from diloco.store.records import (
     put_epoch,
     put_version,
     run_row,
+    transaction,
     write_description,
 )
-from diloco.store.repair import fresh_epoch, transaction
+from diloco.store.repair import fresh_epoch
 from diloco.store.targets import Target, open_target
 from diloco.whole_files import hidden_name, remove_leftovers
 
@@ -61,18 +62,18 @@ SNAPSHOTS, TENSORS = "snapshots", "tensors"
 
 _UTC = "%Y%m%dT%H%M%SZ"
 _NAME = re.compile(r"\d{16}-\d{12}-(\d{8}T\d{6}Z)\.json")
-"""Of a snapshot; the place may have other files."""
+"""The file name of a snapshot; other files in the place are ignored."""
 
 _TRIES = 10
-"""Of a snapshot whose files were superseded before they were linked."""
+"""A snapshot is tried again when its files were superseded before they were linked."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A run at one moment.
+    """The state of a run at one moment.
 
     Attributes:
-        row: of the run, without the record.
+        row: the run's, without the record.
         versions: the newest of each fragment.
         taken_at: Unix time in seconds.
     """
@@ -85,24 +86,24 @@ class Snapshot:
 
     @property
     def name(self) -> str:
-        """Of its file; those of later epochs sort behind, then those of later versions."""
+        """The name of its file. Names sort by epoch, then by versions."""
         published = sum(each.update.version for each in self.versions)
         taken = time.strftime(_UTC, time.gmtime(self.taken_at))
         return f"{self.epoch.number:016d}-{published:012d}-{taken}.json"
 
     @property
     def files(self) -> list[str]:
-        """The files of its tensors."""
+        """The names of its tensor files."""
         return [str(self.row["static_file"]), *(each.file for each in self.versions)]
 
     def to_json(self) -> str:
-        """With a hash over all of it."""
+        """As JSON, with a hash of all fields."""
         plain = {"format": FORMAT, **asdict(self)}
         return json.dumps({"sha256": _hash_of(plain), **plain}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """What `to_json` gave. Raises KeyError, TypeError or ValueError for anything else."""
+        """The snapshot from `to_json`'s text. Raises KeyError, TypeError or ValueError for any other text."""
         plain = json.loads(text)
         if plain.pop("sha256") != _hash_of(plain) or plain.pop("format") != FORMAT:
             raise ValueError("it is damaged, or of another version of diloco")
@@ -112,16 +113,16 @@ class Snapshot:
         epoch = Epoch(plain["epoch"]["number"], tuple(plain["epoch"]["versions"]))
         named = [plain["row"]["static_file"], *(each.file for each in versions)]
         if not all(is_file_name(each) for each in named) or not all(map(str.isidentifier, plain["row"])):
-            raise ValueError("it names files that no snapshot has")
+            raise ValueError("a file or column has an invalid name")
         return cls(**{**plain, "versions": versions, "epoch": epoch})
 
 
 def back_up(state_dir: Path, target: Target, keep: int) -> Snapshot:
-    """Take a snapshot of a run, whether it is served or not, and remove all but the newest `keep` of its target.
+    """Take a snapshot of a run, served or not, and remove all but the newest `keep` from the target.
 
     Raises:
         ConfigError: there is no state directory. NotInitialisedError: the run has no model. StoreError: a file is
-            damaged, the disk or the target refused, or the target has backups of another run, or of a later epoch.
+            damaged, the disk or the target refused, or the target has backups of another run or of a later epoch.
     """
     if not (state_dir / DATABASE).exists():
         raise ConfigError(f"{state_dir} is not the state directory of a syncer; check the path.")
@@ -148,24 +149,24 @@ def back_up(state_dir: Path, target: Target, keep: int) -> Snapshot:
 
 
 def taken_last_at(target: Target) -> float | None:
-    """When the newest snapshot was taken, by its name, in Unix time (seconds); None: there is none that says it.
+    """The Unix time (seconds) in the name of the newest snapshot; None: there is none.
 
     Raises:
         StoreError: the target refuses.
     """
     for name in reversed(names_in(target)):
-        with suppress(ValueError):  # no such day
+        with suppress(ValueError):  # not a valid date
             return calendar.timegm(time.strptime(_NAME.sub(r"\1", name), _UTC))
     return None
 
 
 def names_in(target: Target) -> list[str]:
-    """The names of its snapshots, the newest at the end. Raises StoreError: the target refuses."""
+    """The names of a target's snapshots, oldest first. Raises StoreError: the target refuses."""
     return sorted(filter(_NAME.fullmatch, target.names(SNAPSHOTS)))
 
 
 def _usable(target: Target) -> Iterator[tuple[str, Snapshot]]:
-    """The snapshots that are whole, the newest first, by name. Others are named in the log."""
+    """The whole snapshots with their names, newest first. Damaged ones are logged."""
     for name in reversed(names_in(target)):
         text = _text_of(target, name)
         try:
@@ -193,7 +194,7 @@ def _require_follows(snapshot: Snapshot, other: Snapshot, place: str) -> None:
     if other.epoch.number > snapshot.epoch.number:
         raise StoreError(
             f"{place} has backups of epoch {other.epoch.number} of this run, which is in epoch {snapshot.epoch.number} "
-            "here: it goes on elsewhere; use another place for what is here."
+            "here: another syncer serves it now; use another place for this state."
         )
 
 
@@ -211,15 +212,15 @@ def read_snapshot(target: Target, name: str) -> Snapshot:
 
 
 def restore(target: Target, state_dir: Path, name: str | None = None) -> Snapshot:
-    """Make a state directory from a snapshot, by default the newest. Learners join it again, also those that have seen
-    later versions: it begins a later epoch than any start before.
+    """Make a state directory from a snapshot, by default the newest. It begins a later epoch than any before, so that
+    learners that have seen later versions join it again.
 
     Raises:
-        ConfigError: `state_dir` is there and not empty; nothing was changed. StoreError: there is no such snapshot, it
-            is damaged, or the disk refused; nothing is left.
+        ConfigError: `state_dir` exists and is not empty; nothing was changed. StoreError: the snapshot is missing or
+            damaged, or the disk refused; no file is left.
     """
     if state_dir.exists() and (not state_dir.is_dir() or any(state_dir.iterdir())):
-        raise ConfigError(f"{state_dir} is there already; move it away first, or restore into another directory.")
+        raise ConfigError(f"{state_dir} exists already; move it away first, or restore into another directory.")
     names = names_in(target)
     chosen = name if name is not None else next(reversed(names), None)
     if chosen not in names:
@@ -268,7 +269,7 @@ def _fill(staging: Path, target: Target, snapshot: Snapshot) -> None:
 
 
 def _linked(state_dir: Path, tensors: Path) -> Snapshot:
-    """What one read of the database says, with its files in a directory of their own."""
+    """A snapshot, with its files linked into a directory of their own."""
     for _ in range(_TRIES):
         snapshot = _read(state_dir)
         shutil.rmtree(tensors, ignore_errors=True)
@@ -276,7 +277,7 @@ def _linked(state_dir: Path, tensors: Path) -> Snapshot:
         try:
             for file in snapshot.files:
                 os.link(state_dir / TENSORS / file, tensors / file)
-        except FileNotFoundError:  # superseded since
+        except FileNotFoundError:  # superseded in between
             continue
         return snapshot
     raise StoreError(f"a file of the newest versions in {state_dir} is missing; 'diloco syncer check {state_dir}'.")
@@ -301,8 +302,8 @@ def _verify(snapshot: Snapshot, staging: Path) -> None:
 
 
 def _remove_old(target: Target, keep: int) -> None:
-    """Remove snapshots before the newest `keep`, and the files that no other one names. One that cannot be used is none
-    of those, and stays, for a person to look at."""
+    """Remove all but the newest `keep` snapshots, and files that only the removed ones name. A damaged snapshot does
+    not count, and stays for inspection."""
     usable = list(_usable(target))
     needed = {file for _, each in usable[:keep] for file in each.files}
     for name, each in usable[keep:]:
@@ -317,7 +318,7 @@ def _hash_of(plain: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class BackupPlan:
-    """Where snapshots go, how often one is taken, and how many are kept."""
+    """Where snapshots are stored, how often one is taken (seconds), and how many are kept."""
 
     place: str
     every_s: float
@@ -325,7 +326,7 @@ class BackupPlan:
 
 
 class Backups:
-    """Takes snapshots until it is closed.
+    """Takes snapshots on a thread until it is closed.
 
     Raises:
         ConfigError: the place cannot be used.
@@ -338,11 +339,11 @@ class Backups:
         self._thread = threading.Thread(target=self._run, name="syncer-backup", daemon=True)
 
     def start(self) -> None:
-        """Take the first one `every_s` after the newest that is there, whichever process took that."""
+        """Start. The first snapshot is due `every_s` after the newest in the place, whichever process took that."""
         self._thread.start()
 
     def close(self) -> None:
-        """Finish the one under way."""
+        """Finish the snapshot in progress, and stop."""
         self._is_closing.set()
         self._thread.join()
 
@@ -355,7 +356,7 @@ class Backups:
     def _first_in_s(self) -> float:
         try:
             return due_in_s(taken_last_at(self._target), time.time(), self._plan.every_s)
-        except StoreError:  # the first try says it
+        except StoreError:  # the first snapshot reports it
             return 0.0
 
     def _back_up(self) -> None:
@@ -374,5 +375,5 @@ class Backups:
 
 
 def due_in_s(taken_at: float | None, now: float, every_s: float) -> float:
-    """Seconds from `now` to the next snapshot, of which the last was taken at `taken_at`; None: there is none."""
+    """Seconds from `now` to the next snapshot; `taken_at`: time of the newest one, None: there is none."""
     return 0.0 if taken_at is None else min(max(0.0, taken_at + every_s - now), every_s)

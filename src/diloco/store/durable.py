@@ -1,4 +1,4 @@
-"""Files that are whole or absent (written under a temporary name, synced, renamed), and the lock of a directory."""
+"""Durable safetensors files (written under a temporary name, synced, renamed), and the lock of a directory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from diloco.exchange.wire.frames import bytes_of
 TEMPORARY_PREFIX = ".tmp-"
 
 NAMED_DIGITS = 16
-"""Digits of a file's hash in its name: where the database is lost, the file is checked against these."""
+"""Digits of a file's hash in its name, which verify the file when the database is lost."""
 
 READERS_OF_A_FILE = 2
 """Threads that read and hash the tensors of one file."""
@@ -33,20 +33,20 @@ READERS_OF_A_FILE = 2
 LOCK = "store.lock"
 
 PIECE_BYTES = 4 << 20
-"""What is read at once of a tensor, and hashed while the processor still has it at hand; a multiple of any element's
+"""A tensor is read and hashed in pieces of this size, which fit the processor's cache; a multiple of any element
 size."""
 
 DigestOf = Callable[[str, Tensor], str]
 
 
 class Hasher(Protocol):
-    """Makes a hash of contiguous host tensors' bytes."""
+    """A hash of contiguous host tensors' bytes."""
 
     def update(self, part: Tensor, /) -> None:
-        """Take up the next elements."""
+        """Add the next elements."""
 
     def hex(self) -> str:
-        """Of all parts so far, 32 bytes."""
+        """The hash of all parts so far, 32 bytes in hex."""
 
 
 class Sha256:
@@ -66,21 +66,23 @@ class Sha256:
 
 @dataclass(frozen=True)
 class ReadTensors:
-    """What a safetensors file holds.
+    """The content of a safetensors file.
 
     Attributes:
-        sha256: its hash, as `write_tensors` has returned it.
+        sha256: the file's hash, as `write_tensors` returns it.
         tensors: by name, in memory of their own.
-        digests: of each tensor.
+        digests: the hash of each tensor.
+        metadata: of the file.
     """
 
     sha256: str
     tensors: Mapping[str, Tensor]
     digests: Mapping[str, str]
+    metadata: Mapping[str, str]
 
 
 def ignore_point(point: str) -> None:
-    """The default for a callable that is told each durable step: nothing happens there."""
+    """The default callback for durable steps: do nothing."""
 
 
 def write_tensors(
@@ -90,23 +92,23 @@ def write_tensors(
     """Write a safetensors file durably; return its name, `<stem>-<start of its hash>.safetensors`, and its hash
     (`_hash_of`).
 
-    The name depends on the content, so writing a version again after a failure can never damage a file that a
-    half-failed commit may still name. Tensors are written from where they lie, without a copy, and hashed there: the
-    hash is that of what was to be written, not of what is read back.
+    The name depends on the content, so that writing a version again after a failure never damages a file that an
+    uncertain commit may name. Tensors are written and hashed in place, without a copy: the hash is that of the tensors
+    in memory, not of the file as read back.
 
     Arguments:
         digest_of: the hash of a tensor by its name, 32 bytes in hex.
         metadata: of the safetensors file.
 
     Raises:
-        OSError: whatever the disk says; nothing is left under a temporary name.
+        OSError: the disk refused; no temporary file is left.
     """
 
     def write(path: Path) -> str:
         contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
         try:
             safetensors.torch.save_file(contiguous, path, metadata=dict(metadata))
-        except SafetensorError as error:  # the library's name for a failed write
+        except SafetensorError as error:  # the library raises this for a failed write
             raise OSError(str(error)) from error
         return _hash_of(path, lambda name: digest_of(name, contiguous[name]))
 
@@ -114,7 +116,7 @@ def write_tensors(
 
 
 def write_bytes(directory: Path, stem: str, data: bytes, at: Callable[[str], None]) -> tuple[str, str]:
-    """`write_tensors` for bytes that are a safetensors file already. Their hash is SHA-256."""
+    """As `write_tensors`, for the bytes of a whole safetensors file. Their hash is SHA-256."""
 
     def write(path: Path) -> str:
         path.write_bytes(data)
@@ -124,13 +126,13 @@ def write_bytes(directory: Path, stem: str, data: bytes, at: Callable[[str], Non
 
 
 def sha256_of(tensor: Tensor) -> str:
-    """Of a contiguous tensor's bytes, in hex."""
+    """SHA-256 of a contiguous tensor's bytes, in hex."""
     return hashlib.sha256(bytes_of(tensor)).hexdigest()
 
 
 def _hash_of(path: Path, digest_of: Callable[[str], str]) -> str:
-    """The hash of a safetensors file that holds these tensors: SHA-256 of its header and of each tensor's own hash, in
-    the header's order. Every byte of the file counts."""
+    """The hash of a safetensors file: SHA-256 of its header and of each tensor's own hash, in the header's order. It
+    covers every byte of the file."""
     with path.open("rb") as file:
         length = file.read(8)
         header = file.read(int.from_bytes(length, "little"))
@@ -169,23 +171,25 @@ def sync_directory(directory: Path) -> None:
 
 
 def file_sha256(path: Path) -> str:
-    """SHA-256 of a file's bytes, hex."""
+    """SHA-256 of a file's bytes, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_tensors(path: Path, hasher_of: Callable[[str], Hasher]) -> ReadTensors | None:
-    """A safetensors file, with `hasher_of` each of its tensors by name; None where it is no safetensors file.
+    """Read a safetensors file; `hasher_of` gives the hasher of a tensor by its name. None: it is not such a file.
 
     Raises:
-        OSError: unreadable.
+        OSError: the file cannot be read.
     """
     try:
         mapped = safetensors.torch.load_file(path)  # the header is checked; no tensor's bytes are read
     except SafetensorError:
         return None
     with path.open("rb") as file, ThreadPoolExecutor(READERS_OF_A_FILE) as readers:
-        num_header_bytes, header = _header_of(file)
+        num_header_bytes = int.from_bytes(file.read(8), "little")
+        header: dict[str, Any] = json.loads(file.read(num_header_bytes))
+        metadata = header.pop("__metadata__", {})
 
         def read(name: str) -> tuple[Tensor, str]:
             first, _ = header[name]["data_offsets"]
@@ -193,47 +197,30 @@ def read_tensors(path: Path, hasher_of: Callable[[str], Hasher]) -> ReadTensors 
 
         found = dict(zip(header, readers.map(read, header), strict=True))
     digests = {name: digest for name, (_, digest) in found.items()}
-    return ReadTensors(
-        _hash_of(path, digests.__getitem__), {name: tensor for name, (tensor, _) in found.items()}, digests
-    )
+    tensors = {name: tensor for name, (tensor, _) in found.items()}
+    return ReadTensors(_hash_of(path, digests.__getitem__), tensors, digests, metadata)
 
 
 def _read_like(mapped: Tensor, file: IO[bytes], place: int, hasher: Hasher) -> tuple[Tensor, str]:
-    """A tensor as large as `mapped`, and its hash; in memory of its own: a mapped one leans on a file that is deleted
-    later. Read in order, not page by page."""
+    """Read a tensor of `mapped`'s shape, and hash it. It has memory of its own, since the mapped file is deleted later,
+    and is read in order, not page by page."""
     tensor = torch.empty_like(mapped)
     for piece in tensor.view(-1).split(PIECE_BYTES // tensor.element_size()):
         data = bytes_of(piece)
         while data:
             num_bytes = os.preadv(file.fileno(), [data], place)
             if not num_bytes:
-                raise OSError(f"{file.name} has become shorter while it was read")
+                raise OSError(f"{file.name} became shorter while it was read")
             data, place = data[num_bytes:], place + num_bytes
         hasher.update(piece)
     return tensor, hasher.hex()
 
 
-def _header_of(file: IO[bytes]) -> tuple[int, dict[str, Any]]:
-    """The length of a safetensors file's header, and its tensors in order."""
-    num_bytes = int.from_bytes(file.read(8), "little")
-    header: dict[str, Any] = json.loads(file.read(num_bytes))
-    header.pop("__metadata__", None)
-    return num_bytes, header
-
-
-def read_metadata(path: Path) -> Mapping[str, str]:
-    """The metadata of a safetensors file that `read_tensors` has read."""
-    with path.open("rb") as file:
-        header: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    metadata: Mapping[str, str] = header.get("__metadata__", {})
-    return metadata
-
-
 def lock_directory(path: Path) -> IO[str]:
-    """Take a directory for this process until the file returned is closed, if only by the kernel when the process ends.
+    """Lock a directory for this process, until the returned file is closed; the kernel closes it when the process ends.
 
     Raises:
-        StoreError: another process has it, named.
+        StoreError: another process holds the lock; the message names it.
     """
     file = (path / LOCK).open("a+")
     if (holder := _holder(file)) is not None:
@@ -246,8 +233,8 @@ def lock_directory(path: Path) -> IO[str]:
 
 
 @contextmanager
-def look_locked(path: Path) -> Iterator[str | None]:
-    """Keep others from taking a directory, without a change to it; gives the process that has it, or None."""
+def locked_unchanged(path: Path) -> Iterator[str | None]:
+    """Lock an existing directory without changing it; gives the process that holds the lock, or None."""
     if not (path / LOCK).exists():
         yield None
         return
@@ -258,7 +245,7 @@ def look_locked(path: Path) -> Iterator[str | None]:
 
 
 def _holder(file: IO[str]) -> str | None:
-    """The process that has the lock of this file; None: this one has it now."""
+    """The process that holds the lock of this file; None: this process has taken it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

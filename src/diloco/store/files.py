@@ -1,4 +1,4 @@
-"""The tensors of a store: a safetensors file for each version of a fragment, and one for the frozen state."""
+"""The tensor files of a store: one safetensors file for each version of a fragment, and one for the frozen state."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from diloco.store.durable import (
     Hasher,
     Sha256,
     file_sha256,
-    read_metadata,
     read_tensors,
     sha256_of,
     sync_directory,
@@ -43,18 +42,18 @@ _VERSION = re.compile(r"f(?P<fragment>\d+)-v(?P<version>\d+)-(?P<hash>[0-9a-f]+)
 _STATIC = re.compile(rf"{STATIC}-[0-9a-f]+\.safetensors")
 
 _PUBLISHED = re.compile(r"f\d+-v(?!0+-)\d+-")
-"""How the name of a later version than a run's first one begins."""
+"""The beginning of the name of any version but version 0."""
 
 
 @dataclass(frozen=True)
 class VersionFileHeader:
-    """What a version's file says of itself, so that a lost database costs little.
+    """The description of a version in its own file, from which a lost database can be restored.
 
     Attributes:
         run_id: of its run.
-        update: what was published.
-        tokens: trained tokens whose work is in it.
-        serial: versions published in the run up to this one.
+        update: that was published.
+        tokens: trained tokens in it.
+        serial: number of versions published in the run up to this one.
         record: the run's, stored with this version; None: version 0.
     """
 
@@ -65,20 +64,20 @@ class VersionFileHeader:
     record: Json | None
 
     def to_json(self) -> str:
-        """As text."""
+        """As JSON."""
         plain = {"run_id": self.run_id, "update": self.update.as_dict(), "tokens": self.tokens, "serial": self.serial}
         return json.dumps({**plain, "record": self.record})
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """What `to_json` gave. Raises KeyError, TypeError or ValueError for anything else."""
+        """The header from `to_json`'s text. Raises KeyError, TypeError or ValueError for any other text."""
         plain = json.loads(text)
         return cls(**{**plain, "update": Update.from_dict(plain["update"])})
 
 
 @dataclass(frozen=True)
 class Recognised:
-    """A whole file of a version, without a database.
+    """A whole version file, recognised without a database.
 
     Attributes:
         written_at: Unix time in seconds.
@@ -93,21 +92,21 @@ class Recognised:
 
     @property
     def update(self) -> Update:
-        """What was published."""
+        """The published update."""
         return self.described.update
 
     @property
     def stored(self) -> StoredVersion:
-        """As a database would have it."""
+        """The version as a database describes it."""
         return StoredVersion(self.update, self.file, self.sha256, self.described.tokens, self.written_at)
 
 
 class TensorFiles:
-    """Writes files that are whole or absent, and reads none that is not what was written.
+    """Writes tensor files atomically, and reads them only if their hash is right.
 
     Arguments:
         path: the store's directory.
-        at: is told each durable step by name.
+        at: called with the name of each durable step.
     """
 
     def __init__(self, path: Path, at: Callable[[str], None]) -> None:
@@ -116,7 +115,7 @@ class TensorFiles:
         self.directory = path / "tensors"
 
     def write(self, held: GlobalFragment, described: VersionFileHeader) -> tuple[str, str]:
-        """A version's tensors, and what it is; returns the file's name and its hash."""
+        """Write a version's tensors and its description; returns the file's name and its hash."""
         tensors = {"theta": held.theta, **{_OUTER + name: value for name, value in held.outer_state.items()}}
         if held.residual is not None:
             tensors["residual"] = held.residual
@@ -128,14 +127,14 @@ class TensorFiles:
         return write_tensors(self.directory, stem, tensors, self._at, digest_of, {_DESCRIBED: described.to_json()})
 
     def write_static(self, data: bytes) -> tuple[str, str]:
-        """Frozen parameters and buffers, a safetensors file already; returns as `write`."""
+        """Write the frozen parameters and buffers, the bytes of a safetensors file; returns as `write`."""
         return write_bytes(self.directory, STATIC, data, self._at)
 
     def read(self, stored: StoredVersion) -> GlobalFragment:
-        """What `write` has written.
+        """Read a version.
 
         Raises:
-            StoreError: the file is missing, or another hash was committed.
+            StoreError: the file is missing, or its hash is not the committed one.
         """
         fragment, version, file = stored.update.fragment, stored.update.version, stored.file
         holds = f"fragment {fragment}, version {version}"
@@ -145,17 +144,17 @@ class TensorFiles:
             raise self._damaged(path, holds)
         if not file.startswith(_stem(fragment, version)):
             raise StoreError(
-                f"{self._path / DATABASE} is damaged: it has {file} as {holds}. Nothing was changed or removed; "
+                f"{self._path / DATABASE} is damaged: it names {file} as {holds}. Nothing was changed or removed; "
                 f"{advice(self._path)}."
             )
         return _held(fragment, version, found.tensors, stored.update.digest)
 
     def recognise(self, name: str) -> Recognised | None:
-        """A version by its file alone: it says what it is, and has the hash that is in its name and the digest that it
-        gives; None where that is not so.
+        """Recognise a version by its file alone; None: its hash is not the one in its name, or its header does not
+        match.
 
         Raises:
-            OSError: unreadable.
+            OSError: the file cannot be read.
         """
         return self._recognised(self.directory / name, name)
 
@@ -166,8 +165,8 @@ class TensorFiles:
         if found.sha256[:NAMED_DIGITS] != match["hash"]:
             return None
         try:
-            described = VersionFileHeader.from_json(read_metadata(path)[_DESCRIBED])
-        except MALFORMED:  # an earlier version of this package has written it
+            described = VersionFileHeader.from_json(found.metadata[_DESCRIBED])
+        except MALFORMED:  # written by an earlier version of this package
             return None
         update = described.update
         if (update.fragment, update.version) != version_of(name) or found.digests.get("theta") != update.digest:
@@ -176,13 +175,14 @@ class TensorFiles:
         return Recognised(name, found.sha256, described, path.stat().st_mtime, num_elements)
 
     def receive(self, name: str, sha256: str, chunks: Iterable[bytes | memoryview]) -> str:
-        """Write a file that another store has, as it is; returns the digest of its version, "" of the frozen state.
+        """Write a file of another store; returns the digest of its version, or "" for the frozen state.
 
         Raises:
-            CorruptPayloadError: it is not what `name` and `sha256` say; nothing is left. OSError: the disk refuses.
+            CorruptPayloadError: the content does not match `name` and `sha256`; no file is left. OSError: the disk
+                refuses.
         """
         if not (_VERSION.fullmatch(name) or is_static(name)):
-            raise CorruptPayloadError(f"{name[:80]!r} is no name of a file of tensors.")
+            raise CorruptPayloadError(f"{name[:80]!r} is not the name of a tensor file.")
         temporary = self.directory / f"{TEMPORARY_PREFIX}{name}"
         try:
             with temporary.open("wb") as file:
@@ -207,11 +207,11 @@ class TensorFiles:
             is_right = found is not None and found.sha256 == sha256
             published = "" if found is None else found.update.digest
         if not is_right:
-            raise CorruptPayloadError(f"what came as {name[:80]!r} has another content than its digest says.")
+            raise CorruptPayloadError(f"the content of {name[:80]!r} does not match its digest.")
         return published
 
     def read_static(self, file: str, sha256: str) -> bytes:
-        """What `write_static` has written; raises as `read`."""
+        """Read the frozen parameters and buffers; raises as `read`."""
         holds = "the frozen parameters and buffers"
         path = self._require_file(file, holds)
         if file_sha256(path) != sha256:
@@ -219,17 +219,16 @@ class TensorFiles:
         return path.read_bytes()
 
     def names(self) -> list[str]:
-        """Of everything that is there, but for what a write that was broken off has left."""
+        """The names of all files but temporary ones."""
         return sorted(each.name for each in self.directory.iterdir() if not each.name.startswith(TEMPORARY_PREFIX))
 
     def require_no_run(self, *, is_new: bool) -> None:
-        """The database holds no run, so there can be no version that was published. `is_new`: it is not even there.
+        """Check that there is no published version, since the database holds no run. `is_new`: there is no database.
 
-        The initial model of a run that was killed while it was initialised belongs to no run yet; a database that is
-        there comes before it.
+        A run that was killed while it was initialised leaves files of version 0 and a database without a run.
 
         Raises:
-            StoreError: there are tensors all the same.
+            StoreError: there are files of a run.
         """
         orphans = [name for name in self.names() if is_new or _PUBLISHED.match(name)]
         if orphans:
@@ -240,17 +239,17 @@ class TensorFiles:
             )
 
     def remove(self, name: str) -> None:
-        """One that is superseded, if it is still there."""
+        """Remove a superseded file, if it exists."""
         if is_file_name(name):
             (self.directory / name).unlink(missing_ok=True)
 
     def remove_temporary(self) -> None:
-        """What writes that were broken off have left."""
+        """Remove temporary files of interrupted writes."""
         for file in self.directory.glob(f"{TEMPORARY_PREFIX}*"):
             file.unlink()
 
     def set_aside(self, name: str) -> Path:
-        """Move what is not known out of the way; returns where it is."""
+        """As the function `set_aside`, for a tensor file."""
         return set_aside(self._path, self.directory / name)
 
     def _require_file(self, file: str, holds: str) -> Path:
@@ -264,12 +263,12 @@ class TensorFiles:
 
 
 def is_file_name(name: object) -> bool:
-    """Whether a name that was read is that of a file in its folder, and leads to no other one."""
+    """Whether a name from the database or a snapshot is a plain file name that leads to no other folder."""
     return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & {"/", "\0"}
 
 
 def set_aside(state_dir: Path, path: Path) -> Path:
-    """Move what is not known, or is damaged, to `set-aside` in the state directory; returns where it is."""
+    """Move an unknown or damaged file to `set-aside/` in the state directory; returns its new path."""
     target = _place_aside(state_dir, path)
     path.rename(target)
     sync_directory(target.parent)
@@ -278,7 +277,7 @@ def set_aside(state_dir: Path, path: Path) -> Path:
 
 
 def keep_copy(state_dir: Path, path: Path) -> Path:
-    """Copy what will be changed to `set-aside` in the state directory; returns where the copy is."""
+    """Copy a file to `set-aside/` in the state directory before it is changed; returns the copy's path."""
     target = _place_aside(state_dir, path)
     shutil.copyfile(path, target)
     return target
@@ -295,12 +294,12 @@ def _place_aside(state_dir: Path, path: Path) -> Path:
 
 
 def is_static(name: str) -> bool:
-    """Whether a file may hold frozen parameters and buffers, by its name."""
+    """Whether this is the name of a file of frozen parameters and buffers."""
     return _STATIC.fullmatch(name) is not None
 
 
 def version_of(name: str) -> tuple[int, int]:
-    """The fragment and version that a file is named after; −1 and −1 for any other name."""
+    """The fragment and version in a file's name; (−1, −1): it is not the name of a version file."""
     match = _VERSION.fullmatch(name)
     return (-1, -1) if match is None else (int(match["fragment"]), int(match["version"]))
 

@@ -1,8 +1,8 @@
-"""What is whole in a state directory, and what can still be served. Reads everything and changes nothing.
+"""Inspection of a state directory: which versions are whole, and what a syncer could serve. Changes nothing.
 
-The database is read from a copy: SQLite would bring its log into it, or remove that. A version is whole where its file
-has the hash that the database has, or, where that does not name it, the hash in the file's own name and the digest that
-the file gives.
+The database is read from a copy, since SQLite would merge its write-ahead log or remove it. A version is whole if its
+file has the hash in the database; for a version that the database does not name, the hash in the file's name and the
+digest in its header count.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from diloco.errors import ConfigError, DilocoError, StoreError, first_line
 from diloco.escaping import MALFORMED
 from diloco.protocol.rounds.base import Rules
 from diloco.protocol.syncer import SyncerCore
-from diloco.store.durable import ignore_point, look_locked
+from diloco.store.durable import ignore_point, locked_unchanged
 from diloco.store.files import TensorFiles, VersionFileHeader, version_of
 from diloco.store.records import (
     DATABASE,
@@ -42,18 +42,18 @@ from diloco.store.records import (
 )
 
 NO_STATIC = safetensors.torch.save({})
-"""The file of a run that freezes nothing."""
+"""The static file of a run without frozen parameters and buffers."""
 
 _TEXTS = ("run", "source", "static_file", "static_sha256", "run_id")
-"""Columns of a run's row."""
+"""Text columns of a run's row."""
 
-NONSENSE = (DilocoError, *MALFORMED)
-"""What values that make no sense end in."""
+INVALID = (DilocoError, *MALFORMED)
+"""Errors that invalid values in a row or record raise."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A file that is missing, damaged or not known."""
+    """A file that is missing, damaged or unknown."""
 
     file: str
     what: str
@@ -61,16 +61,15 @@ class Problem:
 
 @dataclass(frozen=True)
 class FoundFragment:
-    """A fragment, in the database and on the disk.
+    """The versions of a fragment, in the database and on the disk.
 
     Attributes:
         fragment: its index.
-        published: the newest version that the database names, or a file's name where there is none; None: there is no
-            trace of one.
-        chosen: the newest version that is whole; the newest of the database, as long as that is whole for every
-            fragment: a file beyond it was being written when the syncer stopped.
-        earlier: versions before it that are whole, newest first.
-        lost_tokens: trained tokens whose work is in the versions after `chosen`, as far as the database has them.
+        published: the newest version in the database, or else among the names of files; None: there is neither.
+        chosen: the version to serve. The newest in the database if that is whole for every fragment (a later file was
+            being written when the syncer stopped), otherwise the newest whole one.
+        earlier: whole versions before `chosen`, newest first.
+        lost_tokens: trained tokens in the versions after `chosen`, as far as the database has them.
     """
 
     fragment: int
@@ -81,30 +80,30 @@ class FoundFragment:
 
     @property
     def serves(self) -> int | None:
-        """The newest version that is whole."""
+        """The number of `chosen`."""
         return None if self.chosen is None else self.chosen.update.version
 
     @property
     def lost(self) -> tuple[int, ...]:
-        """The versions after it."""
+        """The published versions after `chosen`."""
         first = 0 if self.serves is None else self.serves + 1
         return () if self.published is None else tuple(range(first, self.published + 1))
 
 
 @dataclass
 class DirectoryState:
-    """What is in a state directory.
+    """The result of an inspection.
 
     Attributes:
-        row: of the run, from the database or `run.json`; None: neither has it.
-        has_database: the database is whole and says of the run what `run.json` says.
-        has_static: the frozen parameters and buffers are whole.
-        can_make_static: there are none, so that their file can be made again.
-        record: the newest members and ledgers that can be read; None: there are none.
-        has_record: they are the database's.
-        starts: a syncer serves it, at the newest version of each fragment.
-        problems: what a start would refuse, or has lost.
-        notes: what else was found.
+        row: the run's, from the database or `run.json`; None: neither has it.
+        has_database: the database is whole and agrees with `run.json`.
+        has_static: the file of frozen parameters and buffers is whole.
+        can_make_static: the run has none, so that their file can be written again.
+        record: the newest readable record of members and ledgers; None: there is none.
+        has_record: `record` is the database's.
+        starts: a syncer can serve the directory, at the newest version of each fragment.
+        problems: files for which a start is refused, and lost ones.
+        notes: other findings.
     """
 
     path: Path
@@ -121,12 +120,12 @@ class DirectoryState:
 
     @property
     def can_be_repaired(self) -> bool:
-        """Whether the run can go on from what is whole."""
+        """Whether the whole files suffice to continue the run."""
         has_static = self.has_static or self.can_make_static
         return has_static and bool(self.fragments) and all(each.chosen is not None for each in self.fragments)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Values for JSON."""
         return {
             "path": str(self.path),
             "run": None if self.row is None else self.row["run"],
@@ -148,21 +147,21 @@ class DirectoryState:
 
 
 def inspect(path: Path) -> DirectoryState:
-    """Read a state directory.
+    """Inspect a state directory.
 
     Raises:
-        ConfigError: it is none. StoreError: a syncer runs on it, or it cannot be read.
+        ConfigError: it is not a state directory. StoreError: a syncer runs on it, or it cannot be read.
     """
     if not any((path / name).exists() for name in (DATABASE, DESCRIPTION, "tensors")):
         raise ConfigError(f"{path} is not the state directory of a syncer; check the path.")
-    with look_locked(path) as holder:
+    with locked_unchanged(path) as holder:
         if holder is not None:
             raise StoreError(f"{path} is in use by {holder}; ask that syncer with `diloco status`, or stop it first.")
         return inspected(path)
 
 
 def inspected(path: Path) -> DirectoryState:
-    """`inspect` a state directory whose lock the caller has."""
+    """`inspect` a state directory whose lock the caller holds."""
     try:
         return _Inspection(path).found
     except (OSError, sqlite3.DatabaseError) as error:
@@ -178,7 +177,7 @@ class _Inspection:
         self._whole = {name: each for name in self._names if (each := self._files.recognise(name)) is not None}
         stored, record = self._look_at_database()
         if self.found.row is None:
-            self._problem(str(path), "has no whole description of its run: neither store.sqlite nor run.json")
+            self._problem(str(path), "has no whole description of its run, neither in store.sqlite nor in run.json")
             return
         self._layout = Layout.from_dict(json.loads(self.found.row["layout"]))
         self._look_at_static()
@@ -191,13 +190,11 @@ class _Inspection:
         self.found.problems.append(Problem(file, what))
 
     def _look_at_database(self) -> tuple[dict[int, list[StoredVersion]], str | None]:
-        """The versions that it has, by fragment, newest first, and its record."""
+        """Versions in the database by fragment, newest first, and the text of its record."""
         described = read_description(self._path)
         if described is None:
             what = "is damaged" if (self._path / DESCRIPTION).exists() else "is missing"
-            self.found.notes.append(
-                Problem(DESCRIPTION, f"{what}; it is written again from the database, if that is whole")
-            )
+            self.found.notes.append(Problem(DESCRIPTION, f"{what}; a start writes it again if the database is whole"))
         usable = None if described is None or unreadable(described) else described
         with _database_copy(self._path) as database:
             if isinstance(database, str):
@@ -212,7 +209,9 @@ class _Inspection:
                 return {}, None
             reason = unreadable(row)
             if described is not None and described != row:
-                self._problem(DATABASE, f"describes the run otherwise than {DESCRIPTION}, which has its own hash")
+                self._problem(
+                    DATABASE, f"differs from {DESCRIPTION}, whose own hash is right, in its description of the run"
+                )
             elif reason is not None:
                 self._problem(DATABASE, f"is damaged: the run in it cannot be read ({reason})")
             self.found.has_database = reason is None and described in (None, row)
@@ -221,7 +220,7 @@ class _Inspection:
             try:
                 stored = stored_versions(database)
                 epochs_of(database)[-1]
-            except NONSENSE as error:
+            except INVALID as error:
                 self._problem(DATABASE, f"is damaged: the versions in it cannot be read ({error!r})")
                 self.found.has_database = False
                 return {}, record
@@ -253,7 +252,7 @@ class _Inspection:
                     Problem(f"tensors/{name}", "is a whole version that the database does not name")
                 )
             elif name not in named:
-                self.found.notes.append(Problem(f"tensors/{name}", "is damaged, or nothing of this run's"))
+                self.found.notes.append(Problem(f"tensors/{name}", "is damaged, or not of this run"))
         newest = [stored.get(fragment.index, [None])[0] for fragment in self._layout.fragments]
         self._is_as_published = all(each is not None and self._is_whole(each) for each in newest)
         self.found.fragments = tuple(
@@ -262,7 +261,7 @@ class _Inspection:
         )
 
     def _fragment(self, index: int, stored: Sequence[StoredVersion], others: Sequence[StoredVersion]) -> FoundFragment:
-        """`stored`: in the database, newest first. `others`: whole files that it does not name."""
+        """`stored`: versions in the database, newest first. `others`: whole files that the database does not name."""
         whole = [each for each in stored if self._is_whole(each)]
         if stored and not self._is_whole(stored[0]):
             file = stored[0].file
@@ -295,14 +294,14 @@ class _Inspection:
         return is_same and version_of(stored.file) == (stored.update.fragment, stored.update.version)
 
     def _look_at_record(self, text: str | None) -> None:
-        """The newest record that can be restored."""
+        """Find the newest record that can be restored."""
         if self.found.has_database:
             try:
                 self.found.record = None if text is None else json.loads(text)
                 self._restore(self.found.record)
                 self.found.has_record = True
                 return
-            except NONSENSE as error:
+            except INVALID as error:
                 self._problem(DATABASE, f"is damaged: its record of members and tokens cannot be read ({error!r})")
         described = [each.described for name, each in self._whole.items() if self._is_of_run(name)]
         self.found.record = self._newest_record(described)
@@ -311,7 +310,7 @@ class _Inspection:
         for each in sorted(described, key=lambda it: it.serial, reverse=True):
             try:
                 self._restore(each.record)
-            except NONSENSE:
+            except INVALID:
                 continue
             return each.record
         return None
@@ -323,7 +322,7 @@ class _Inspection:
 
 @contextmanager
 def _database_copy(path: Path) -> Iterator[sqlite3.Connection | str]:
-    """A copy of the database of a store's directory that is whole and holds a run, or what is wrong with it."""
+    """Give a copy of the database if it is whole and holds a run, otherwise the problem as text."""
     if not (path / DATABASE).exists():
         yield "is missing"
         return
@@ -345,7 +344,7 @@ def _database_copy(path: Path) -> Iterator[sqlite3.Connection | str]:
 
 
 def require_record(row: Row, versions: Sequence[int], record: Mapping[str, Any] | None) -> None:
-    """Restore a record as a start does, at these versions. Raises one of `NONSENSE` where it is none."""
+    """Restore a record at these versions as a start does. Raises one of `INVALID` if that fails."""
     method = Method.from_dict(json.loads(row["method"]))
     core = SyncerCore(Rules.of(method, len(versions)), versions, step=int(row["step"]))
     if record is not None:
@@ -353,13 +352,13 @@ def require_record(row: Row, versions: Sequence[int], record: Mapping[str, Any] 
 
 
 def unreadable(row: Row) -> str | None:
-    """Why this is no row of a run; None: it is one."""
+    """Why this is not a valid row of a run; None: it is valid."""
     try:
         Method.from_dict(json.loads(row["method"]))
         Layout.from_dict(json.loads(row["layout"]))
         numbers, texts = [row[key] for key in ("step", "tokens")], [row[key] for key in _TEXTS]
-    except NONSENSE as error:
+    except INVALID as error:
         return repr(error)
     if not all(type(each) is int and each >= 0 for each in numbers) or not all(type(each) is str for each in texts):
-        return "a text or a number is of another kind"
+        return "a column has a value of another type"
     return None

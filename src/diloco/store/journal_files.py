@@ -1,17 +1,17 @@
-"""The journal of a syncer's driver on its disk: `STATE/journal/00000001.jsonl.gz` and so on, and kept payloads.
+"""The files of a driver's journal: parts `STATE/journal/00000001.jsonl.gz` and so on, and kept payloads.
 
 A part is a gzip stream of lines. A line is the CRC-32 of all lines of its part up to it (8 hex digits), a space, and an
 entry (`run.journal.recorder`) as JSON: `zcat PART | cut -c10-` shows them. The first entry of a part describes it:
 
-    {"e": "#journal", "format": 5, "diloco": version, "part": 1, "follows": null, "wall_s": …, "t": …}
+    {"e": "#journal", "format": 6, "diloco": version, "part": 1, "follows": null, "wall_s": …, "t": …}
 
-`follows` is the last CRC of the part before where the same process wrote both. `wall_s` and `t` are the same moment, in
-seconds since the epoch and on the clock of the entries. {"e": "#gap", "missing": n} stands for entries that the disk
-refused. Readers refuse other formats.
+`follows` is the last CRC of the part before, if the same process wrote both. `wall_s` and `t` are the same moment, in
+Unix time and on the clock of the entries. {"e": "#gap", "missing": n} replaces entries that the disk refused. Readers
+refuse other formats.
 
     STATE/journal/payloads/contribution-<sha256>               payloads of contributions, as they were encoded
-    STATE/journal/payloads/fragment-<index>-<version>-<digest>  fp32, of the run's initial model; or with the suffix
-                                                               .safetensors all of a fragment at a later version
+    STATE/journal/payloads/fragment-<index>-<version>-<digest>  fp32, of the run's initial model; with the suffix
+                                                               .safetensors a fragment's whole state at a later version
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ GZIP = 31
 """`wbits` of a gzip stream for zlib."""
 
 FLUSHED = b"\0\0\xff\xff"
-"""What a flush of zlib ends with."""
+"""The last bytes of a flush of zlib."""
 
 LEVEL = 6
-"""Of compression."""
+"""The compression level."""
 
 PART_BYTES = 64 << 20
-"""A part that has this size is ended, and the next one begun."""
+"""At this size a part ends and the next begins."""
 
 WAITING_BYTES = 256 << 10
-"""Entries wait in memory up to this size, unless something is to be made durable before."""
+"""Entries wait in memory up to this size, or until the next `sync`."""
 
 MOST_WAITING_BYTES = 16 << 20
-"""Entries wait in memory up to this size for a disk that refuses them; then all that wait are given up, and a gap says
-so."""
+"""Entries wait in memory up to this size for a disk that refuses them; beyond it all waiting entries are dropped, and a
+gap replaces them."""
 
 
 class JournalFiles:
-    """Writes a journal (`recorder.JournalPort`). Any thread may call any method; none fails.
+    """Writes a journal (`recorder.JournalPort`). Any thread may call any method; no method raises.
 
     Arguments:
-        state_dir: the syncer's.
+        state_dir: the syncer's state directory.
     """
 
     def __init__(self, state_dir: Path) -> None:
@@ -80,7 +80,7 @@ class JournalFiles:
             self._pending.append(entry)
             self._pending_bytes += len(entry)
             is_much = self._pending_bytes >= WAITING_BYTES
-        if is_much and self._writing.acquire(blocking=False):  # else it is being written
+        if is_much and self._writing.acquire(blocking=False):  # otherwise another thread is writing
             try:
                 self._flush()
             finally:
@@ -92,7 +92,7 @@ class JournalFiles:
             self._flush(sync=True)
 
     def close(self) -> None:
-        """Nothing follows."""
+        """Write the last entries, and end the journal."""
         with self._writing:
             self._flush(end=True, sync=True)
             if self._num_missing + self._num_waiting + len(self._pending):
@@ -100,7 +100,7 @@ class JournalFiles:
             self._close_part()
 
     def _flush(self, *, end: bool = False, sync: bool = False) -> None:
-        """Write what waits. A disk that refuses keeps it waiting."""
+        """Write all waiting entries; they keep waiting while the disk refuses."""
         try:
             if self._descriptor is None:
                 self._begin_part()
@@ -153,7 +153,7 @@ class JournalFiles:
         sync_directory(self._directory)
 
     def _end_part(self) -> None:
-        """The same process writes the next one."""
+        """End a part that this process continues in the next one."""
         self._compress(end=True)
         assert self._descriptor is not None
         while self._waiting:
@@ -169,7 +169,7 @@ class JournalFiles:
 
     def _refused(self, error: OSError) -> None:
         if not self._is_refused:
-            log.error("the journal cannot be written to %s (%s); the run goes on", self._directory, error)
+            log.error("the journal cannot be written to %s (%s); the run continues without it", self._directory, error)
         self._is_refused = True
         with self._adding:
             if self._pending_bytes + len(self._waiting) < MOST_WAITING_BYTES:
@@ -182,17 +182,17 @@ class JournalFiles:
 
 
 class PayloadFiles:
-    """Keeps payloads beside a journal (`payloads.Keep`), each durable when it is kept. Any thread may call it, of the
-    one process that has the state directory's lock."""
+    """Keeps payloads beside a journal (`payloads.Keep`), durably. Any thread may call it, in the one process that holds
+    the state directory's lock."""
 
     def __init__(self, state_dir: Path) -> None:
         self._directory = state_dir / DIRECTORY / PAYLOADS
         self._is_refused = False
-        for half_written in self._directory.glob(f"{TEMPORARY_PREFIX}*"):
-            half_written.unlink(missing_ok=True)
+        for temporary in self._directory.glob(f"{TEMPORARY_PREFIX}*"):
+            temporary.unlink(missing_ok=True)
 
     def __call__(self, name: str, parts: Sequence[memoryview]) -> bool:
-        """Keep a payload. Returns whether the disk took it; the run goes on without."""
+        """Keep a payload. Returns False if the disk refused it; the run continues without it."""
         path = self._directory / name
         temporary = self._directory / f"{TEMPORARY_PREFIX}{name}-{threading.get_ident()}"
         try:
@@ -210,7 +210,7 @@ class PayloadFiles:
             sync_directory(self._directory)
         except OSError as error:
             if not self._is_refused:
-                log.error("payloads cannot be kept in %s (%s); the run goes on", self._directory, error)
+                log.error("payloads cannot be kept in %s (%s); the run continues without them", self._directory, error)
             self._is_refused = True
             return False
         self._is_refused = False
@@ -227,5 +227,5 @@ def part_paths(directory: Path) -> list[Path]:
 
 
 def number_of(path: Path) -> int:
-    """Of a part."""
+    """The number of a part."""
     return int(path.name.removesuffix(SUFFIX))

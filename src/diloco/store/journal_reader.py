@@ -1,4 +1,4 @@
-"""Reads the journal of a syncer, while it is written or afterwards."""
+"""Reads a syncer's journal, also while it is written."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from diloco.run.journal.recorder import is_entry
 from diloco.store.journal_files import DIRECTORY, FLUSHED, FORMAT, GZIP, PAYLOADS, number_of, part_paths
 
 _CHUNK_BYTES, _MOST_BYTES = 64 << 10, 16 << 20
-"""What is read at once of a part, and at most decompressed at once."""
+"""Bytes of a part that are read at once, and at most decompressed at once."""
 
 
 @dataclass(frozen=True)
 class JournalLine:
-    """An entry.
+    """An entry of a journal.
 
     Attributes:
         entry: JSON on one line.
-        read_bytes: of all parts, up to about here.
+        read_bytes: approximate number of bytes of all parts read so far.
     """
 
     entry: str
@@ -33,17 +33,17 @@ class JournalLine:
 class JournalReader:
     """All entries of a journal, in order, each as it was written.
 
-    What was altered, or is missing between two parts, is an entry {"e": "#damage", "why": …}; after it follows the next
-    part. Where the first parts are missing, that is a gap. A last line that a killed process left torn is skipped.
+    An altered line, or a missing part, gives an entry {"e": "#damage", "why": …}, after which the next part follows.
+    Missing first parts give a gap. A torn last line, as a killed process leaves it, is skipped.
 
     Arguments:
-        state_dir: the syncer's.
+        state_dir: the syncer's state directory.
 
     Attributes:
         num_bytes: of all parts.
 
     Raises:
-        StoreError: there is no journal, or it cannot be read, or has a newer format.
+        StoreError: there is no journal, or it cannot be read, or it has another format.
     """
 
     def __init__(self, state_dir: Path) -> None:
@@ -64,7 +64,7 @@ class JournalReader:
                 why = f"parts {number + 1} to {number_of(path) - 1} are missing from {self._directory}"
                 if number:
                     yield _damage(why, read_bytes)
-                else:  # removed on purpose
+                else:  # an operator has removed old parts
                     yield JournalLine(json.dumps({"e": "#gap", "missing": "all", "why": why}), read_bytes)
             number, follows, crc = number_of(path), crc, 0
             for position, (text, is_right) in enumerate(self._lines(path), start=1):
@@ -85,16 +85,16 @@ class JournalReader:
             read_bytes += path.stat().st_size
 
     def payload(self, name: str) -> bytearray | None:
-        """A payload that was kept under this name; None: it was not."""
+        """The payload kept under this name; None: there is none."""
         path = self._directory / PAYLOADS / name
         with translated(OSError, StoreError, f"cannot read {path}", "check the disk"):
             return bytearray(path.read_bytes()) if path.exists() else None
 
     def _lines(self, path: Path) -> Iterator[tuple[str, bool]]:
-        """The lines of a part, and whether each is what was written.
+        """The lines of a part, and whether each is as it was written.
 
-        What a kill tears is of one flush, whose end is not there. Where the end of a flush was written and not of its
-        last line, something before it is not what was written, though it decompresses.
+        A kill tears at most one flush, whose end is missing. If the end of a flush is present but not the end of its
+        last line, something before it was altered, even if it decompresses.
         """
         rest, crc, num_lines, is_swallowed = b"", 0, 0, False
         reader = zlib.decompressobj(GZIP)
@@ -128,7 +128,7 @@ class JournalReader:
 
 
 def _flushes(file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
-    """A part up to the end of each flush of its writer, and what follows the last; whether it is up to such an end."""
+    """The flushes of a part's writer, then the rest; with each, whether it is a complete flush."""
     rest = b""
     while data := file.read(_CHUNK_BYTES):
         *flushed, rest = (rest + data).split(FLUSHED)
@@ -138,7 +138,7 @@ def _flushes(file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
 
 
 def _head_of(entry: str) -> dict[str, Any] | None:
-    """Of the first entry of a part; None: it is none."""
+    """The description of a part in its first entry; None: the entry is another one."""
     try:
         values: Any = json.loads(entry)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""The database of a store: the SQLite schema, and the plain values that go in and come out."""
+"""The SQLite database of a store: its schema, and the functions that read and write its rows."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import json
 import shutil
 import sqlite3
 import tempfile
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,32 +44,17 @@ CREATE TABLE contributors (
 """
 
 
-@dataclass(frozen=True)
-class HistoryLine:
-    """A line of the run's history. Version 0 of every fragment is the initial model and has no contributors."""
-
-    fragment: int
-    version: int
-    base: int
-    digest: str
-    scale: float
-    tokens: int
-    published_at: float  # Unix time in seconds
-    contributors: tuple[str, ...]
-    weights: tuple[float, ...]
-
-
 def advice(path: Path) -> str:
-    """What to do about a damaged state directory: the end of an error's sentence."""
+    """What to do about a damaged state directory: the end of an error message."""
     return f"'diloco syncer check {path}' says what can still be served, or start a new run elsewhere"
 
 
 def look(path: Path) -> tuple[int, bool]:
-    """The format of the database of a store's directory, and whether it holds a run; 0 for one that is not there, or is
+    """The format of the database in a store's directory, and whether it holds a run; format 0: the file is missing or
     empty.
 
-    Only reads: what is damaged stays as it is, and so does the log that SQLite would bring into it or remove. Where
-    there is no log, SQLite is told that the file is immutable: it would make a log to read even this.
+    Nothing is written: a damaged database and its write-ahead log stay as they are, although SQLite would merge the log
+    or remove it. Without a log the file is opened as immutable, since SQLite would otherwise create a log to read it.
 
     Raises:
         StoreError: it is damaged, or of another format.
@@ -85,9 +70,9 @@ def look(path: Path) -> tuple[int, bool]:
             found = int(db.execute("PRAGMA user_version").fetchone()[0])
             verdict = str(db.execute("PRAGMA quick_check(1)").fetchone()[0])
             has_run = found == FORMAT and db.execute("SELECT 1 FROM run").fetchone() is not None
-    except sqlite3.OperationalError:  # the disk, not what is on it
+    except sqlite3.OperationalError:  # the disk failed, the data may be whole
         raise
-    except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # UnicodeDecodeError: in what SQLite says of it
+    except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # UnicodeDecodeError: in SQLite's message
         verdict, found, has_run = first_line(error), 0, False
     if verdict != "ok":
         raise StoreError(
@@ -105,8 +90,8 @@ def look(path: Path) -> tuple[int, bool]:
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """The database of a store's directory, made where there is none (`look` has found the others to be of this
-    format)."""
+    """Open the database in a store's directory, or create it. The caller has checked the format of an existing one with
+    `look`."""
     db = sqlite3.connect(path / DATABASE, isolation_level=None, check_same_thread=False)
     db.execute("PRAGMA journal_mode = WAL")
     db.execute("PRAGMA synchronous = FULL")
@@ -119,8 +104,8 @@ def connect(path: Path) -> sqlite3.Connection:
 
 
 def num_unread_frames(path: Path) -> int:
-    """Frames of the log of a store's directory that belong to it and that SQLite does not read: after a torn or damaged
-    one, or of a transaction that was under way. The next write replaces them."""
+    """The number of frames of the write-ahead log that belong to the database and that SQLite ignores: those after a
+    torn or damaged frame, and those of an uncommitted transaction. The next write overwrites them."""
     log = path / LOG
     data = log.read_bytes() if log.exists() else b""
     if len(data) < _LOG_HEADER_BYTES:
@@ -138,10 +123,23 @@ def num_unread_frames(path: Path) -> int:
 
 
 def connect_read_only(path: Path) -> sqlite3.Connection:
-    """The database of a store's directory, which `look` has found to hold a run. Closing it leaves SQLite's log."""
+    """Open a database that holds a run, as `look` has found. Closing it leaves the write-ahead log in place."""
     return sqlite3.connect(
         f"{(path / DATABASE).absolute().as_uri()}?mode=ro", uri=True, isolation_level=None, check_same_thread=False
     )
+
+
+@contextmanager
+def transaction(db: sqlite3.Connection) -> Iterator[None]:
+    """Commit all statements of the block, or none."""
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        db.execute("COMMIT")
+    except BaseException:
+        if db.in_transaction:  # SQLite ends it by itself after some failures
+            db.execute("ROLLBACK")
+        raise
 
 
 def put_version(
@@ -160,19 +158,19 @@ def put_version(
 
 
 def put_epoch(db: sqlite3.Connection, epoch: Epoch, started_at: float) -> None:
-    """Add a start, inside the caller's transaction."""
+    """Add an epoch, inside the caller's transaction."""
     db.execute("INSERT INTO epochs VALUES (?, ?, ?)", (epoch.number, json.dumps(epoch.versions), started_at))
 
 
 def epochs_of(db: sqlite3.Connection) -> tuple[Epoch, ...]:
-    """All starts, the last one at the end."""
+    """All epochs, in ascending order."""
     rows = db.execute("SELECT epoch, versions FROM epochs ORDER BY epoch").fetchall()
     return tuple(Epoch(int(epoch), tuple(map(int, json.loads(versions)))) for epoch, versions in rows)
 
 
 @dataclass(frozen=True)
 class StoredVersion:
-    """A version and its file. `published_at`: Unix time in seconds."""
+    """A published version and its file. `published_at`: Unix time in seconds."""
 
     update: Update
     file: str
@@ -185,7 +183,7 @@ _STORED = "SELECT fragment, version, base, file, sha256, digest, scale, tokens, 
 
 
 def stored_versions(db: sqlite3.Connection) -> dict[int, list[StoredVersion]]:
-    """All versions, by fragment, newest first; `lossless` is not known of them."""
+    """All versions, by fragment, newest first. The database does not hold `lossless`; it is False in all of them."""
     contributors: dict[tuple[int, int], list[tuple[str, float]]] = {}
     for fragment, version, learner, weight in db.execute(
         "SELECT fragment, version, learner, weight FROM contributors ORDER BY position"
@@ -198,7 +196,8 @@ def stored_versions(db: sqlite3.Connection) -> dict[int, list[StoredVersion]]:
 
 
 def newest_numbers(db: sqlite3.Connection) -> dict[int, int]:
-    """The newest version of each fragment, in ascending order of fragments; as fast however long the history is."""
+    """The newest version of each fragment, in ascending order of fragments. Its time does not grow with the number of
+    versions."""
     newest, fragment = dict[int, int](), -1
     following = "SELECT MIN(fragment) FROM versions WHERE fragment > ?"
     while (found := db.execute(following, (fragment,)).fetchone()[0]) is not None:
@@ -235,7 +234,7 @@ def _stored(row: tuple[Any, ...], pairs: list[tuple[str, float]]) -> StoredVersi
 
 
 def kept_files(db: sqlite3.Connection, kept_versions: int) -> set[str]:
-    """The files that the newest versions name, and the one of what training leaves alone."""
+    """The files of the newest versions of each fragment, and the file of the frozen state."""
     named = {row[0] for row in db.execute("SELECT static_file FROM run")}
     newest = "SELECT file FROM versions WHERE fragment = ? ORDER BY version DESC LIMIT ?"
     for fragment in newest_numbers(db):
@@ -244,42 +243,20 @@ def kept_files(db: sqlite3.Connection, kept_versions: int) -> set[str]:
 
 
 def file_of(db: sqlite3.Connection, fragment: int, version: int) -> str | None:
-    """The file of a version; None: there is no such version."""
+    """The file of a version; None: the version is not in the database."""
     row = db.execute("SELECT file FROM versions WHERE fragment = ? AND version = ?", (fragment, version)).fetchone()
     return None if row is None else str(row[0])
 
 
 def is_named(db: sqlite3.Connection, file: str) -> bool:
-    """Whether any version that was ever published names this file."""
+    """Whether this is the file of any published version, superseded ones included."""
     return db.execute("SELECT 1 FROM versions WHERE file = ?", (file,)).fetchone() is not None
 
 
-def read_history(db: sqlite3.Connection, since: float) -> list[HistoryLine]:
-    """Versions published at or after a time, oldest first, each with its contributors."""
-    took_part: dict[tuple[int, int], list[tuple[str, float]]] = {}
-    for fragment, version, learner, weight in db.execute(
-        "SELECT c.fragment, c.version, learner, weight FROM contributors AS c JOIN versions AS v"
-        " ON c.fragment = v.fragment AND c.version = v.version WHERE published_at >= ? ORDER BY position",
-        (since,),
-    ):
-        took_part.setdefault((fragment, version), []).append((learner, weight))
-    versions = db.execute(
-        "SELECT fragment, version, base, digest, scale, tokens, published_at FROM versions WHERE published_at >= ?"
-        " ORDER BY published_at, version, fragment",
-        (since,),
-    )
-    history = []
-    for fragment, version, base, digest, scale, tokens, published_at in versions:
-        pairs = took_part.get((fragment, version), [])
-        names, weights = tuple(name for name, _ in pairs), tuple(weight for _, weight in pairs)
-        history.append(HistoryLine(fragment, version, base, digest, scale, tokens, published_at, names, weights))
-    return history
-
-
-# `run.json`: what the database says of the run, once more, so that a lost database does not cost the run.
+# `run.json`: a copy of the run's row, so that a run survives the loss of its database.
 #
-# It has the columns of the table `run` without the record, and a hash over them. It is written when the run is
-# initialised, and at each start where it is not as the database says.
+# It holds the columns of the table `run` without the record, and a hash over them. It is written when the run is
+# initialised, and again at each start.
 
 DESCRIPTION = "run.json"
 
@@ -289,36 +266,36 @@ Row = Mapping[str, Any]
 RUN_COLUMNS = frozenset({
     "id", "run", "method", "layout", "source", "step", "tokens", "static_file", "static_sha256", "created_at", "run_id",
 })  # fmt: skip
-"""Of the table `run`, without the record."""
+"""Columns of the table `run`, without the record."""
 
 
 def run_row(db: sqlite3.Connection) -> dict[str, Any]:
-    """The row of the run, without the record; empty: there is no run."""
+    """The run's row, without the record; empty: the database holds no run."""
     cursor = db.execute("SELECT * FROM run")
     row = cursor.fetchone() or ()
     return {column[0]: value for column, value in zip(cursor.description, row, strict=False) if column[0] != "record"}
 
 
 def insert_run(db: sqlite3.Connection, row: Row) -> None:
-    """Put a run into an empty database, inside the caller's transaction."""
+    """Insert the run into an empty database, inside the caller's transaction."""
     columns = ", ".join(row)
     db.execute(f"INSERT INTO run ({columns}) VALUES ({', '.join('?' * len(row))})", tuple(row.values()))  # noqa: S608
 
 
 def write_description(path: Path, row: Row) -> None:
-    """Describe the run in a store's directory.
+    """Write the run's row to `run.json`.
 
     Raises:
-        OSError: what was there before still is.
+        OSError: the disk refused; an earlier file is unchanged.
     """
     write_whole(path / DESCRIPTION, json.dumps({"format": FORMAT, "run": row, "sha256": _hash_of(row)}, indent=1))
 
 
 def read_description(path: Path) -> dict[str, Any] | None:
-    """The row of the run; None: the file is missing, damaged or of another format.
+    """The run's row in `run.json`; None: the file is missing, damaged or of another format.
 
     Raises:
-        OSError: unreadable.
+        OSError: the file cannot be read.
     """
     try:
         plain = json.loads((path / DESCRIPTION).read_bytes())

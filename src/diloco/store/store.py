@@ -4,17 +4,17 @@ tensors.
     store.sqlite                              run, its record (members, ledgers, verdicts), versions, contributors
     tensors/static-<sha>.safetensors          frozen parameters and buffers
     tensors/f00003-v000000012-<sha>.safetensors   theta, residual, outer.<name> of one version of one fragment
-    run.json                                  what the database says of the run, once more
-    set-aside/                                what was found in tensors/ and no version names
+    run.json                                  a copy of the run's row in the database
+    set-aside/                                files that were found in tensors/ and belong to no version
     store.lock                                held while a syncer has the directory open
 
 Published means durable: `Store.publish` writes the file, then commits one SQLite transaction that names it; before the
 commit the version does not exist, after it the version survives a power cut.
 
-Nothing is removed that was not read, understood and superseded: versions older than the two newest of each fragment,
-once a newer one is published or was read, and what a broken-off write has left under a temporary name. A directory
-whose database is damaged, or is gone while tensors are there, is not opened; files that no version names are moved to
-`set-aside/`. Every file of a version says what it is: `inspection` and `repair` go on without the database.
+Only two kinds of files are removed: superseded versions (older than the two newest of their fragment, once a newer one
+is published or was read), and temporary files of interrupted writes. A directory with a damaged database, or with
+tensors and no database, is not opened; files that no version names are moved to `set-aside/`. The header of a version
+file describes the version, so that `inspection` and `repair` work without the database.
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ from diloco.store.records import (
     DATABASE,
     DESCRIPTION,
     LOG,
-    HistoryLine,
     advice,
     connect,
     connect_read_only,
@@ -68,8 +67,8 @@ from diloco.store.records import (
     put_epoch,
     put_version,
     read_description,
-    read_history,
     run_row,
+    transaction,
     write_description,
 )
 
@@ -78,17 +77,17 @@ log = logging.getLogger("diloco.syncer")
 KEPT_VERSIONS = 2  # files of a fragment: the newest and the one before it
 
 READERS = 4
-"""Fragments that are read and hashed at a time: a start waits for the disk, or for one processor's hashes."""
+"""Fragments that a start reads and hashes in parallel."""
 
 
 class Store:
     """The state of one run, in a directory that this object alone has open.
 
     Any thread may call any method. Writers wait for each other; readers wait only for the short SQLite transaction, not
-        for tensors being written. `at` is called with the name of each durable step, so that tests can stop there.
+    for tensors being written. `at` is called with the name of each durable step, so that tests can stop there.
 
     Attributes:
-        serial: grows with every change of the run that is durable.
+        serial: grows with every durable change of the run.
 
     Raises:
         StoreError: the directory is in use, was written by a newer format, is damaged, or cannot be used.
@@ -109,7 +108,7 @@ class Store:
                 found, has_run = look(self.path)
                 if not has_run:
                     self._require_no_run(is_new=found == 0)
-                # What a refused start would leave otherwise: SQLite's log brought into the database, or cut.
+                # Read-only at first: a start that is refused must neither merge nor truncate the write-ahead log.
                 self._db = connect_read_only(self.path) if has_run else connect(self.path)
                 self._may_write = not has_run
         except BaseException:
@@ -117,7 +116,7 @@ class Store:
             raise
 
     def _require_no_run(self, *, is_new: bool) -> None:
-        """As `TensorFiles.require_no_run`."""
+        """`TensorFiles.require_no_run`; a copy of another store overrides it."""
         self._files.require_no_run(is_new=is_new)
 
     def close(self) -> None:
@@ -135,16 +134,16 @@ class Store:
     # writing
 
     def initialise(self, run: str, method: RunMethod, model: InitialModel[GlobalFragment]) -> None:
-        """Give the run its model, once: every fragment at version 0.
+        """Store the run's initial model, once: every fragment at version 0.
 
         Raises:
-            AlreadyInitialisedError: the run has a model; it is left as it is.
+            AlreadyInitialisedError: the run has a model, which is unchanged.
             StoreError: the disk refused; nothing is initialised and a later call can succeed.
         """
         with self._writing, self._mapped("initialised"):
-            if (held := self._run_name()) is not None:
+            if (stored := self._run_name()) is not None:
                 raise AlreadyInitialisedError(
-                    f"run {held!r} in {self.path} has a model already; join it as it is, or use another directory "
+                    f"run {stored!r} in {self.path} has a model already; join it as it is, or use another directory "
                     "for a new run."
                 )
             static_file, static_sha256 = self._files.write_static(model.static)
@@ -168,7 +167,7 @@ class Store:
         self._at("committed")
 
     def begin(self, saved: SavedRun[GlobalFragment]) -> SavedRun[GlobalFragment]:
-        """Make the epoch of the next driver durable, of the run that `load` has read; returns what it starts from.
+        """Make the next driver's epoch durable, for the run that `load` has read; returns the run in that epoch.
 
         Raises:
             StoreError: the disk refused.
@@ -182,11 +181,11 @@ class Store:
         return begun
 
     def publish(self, merged: MergedRound[GlobalFragment, Any], record: Json) -> None:
-        """Make a version durable, and the record that belongs to it. Only after this returns may it be seen.
+        """Make a version and its record durable. The version must not be published before this returns.
 
         Raises:
             StoreError: the disk refused; the previous version stays the newest and the same call can be repeated.
-            VersionError, NotInitialisedError: wrong use.
+            VersionError: another version comes next. NotInitialisedError: the run has no model.
         """
         update = merged.update
         with self._writing:
@@ -199,8 +198,8 @@ class Store:
                     db.execute("UPDATE run SET record = ?", (json.dumps(record),))
                     self._at("inserted")
             self._at("committed")
-            # The version is durable, so nothing here may report failure. What cannot be removed now is removed at the
-            # next start.
+            # The version is durable, so nothing here may report a failure. A file that cannot be removed now is removed
+            # at the next start.
             with contextlib.suppress(OSError, sqlite3.DatabaseError):
                 with self._using:
                     superseded = file_of(self._db, update.fragment, update.version - KEPT_VERSIONS)
@@ -211,7 +210,7 @@ class Store:
         """Replace the record between publications.
 
         Raises:
-            StoreError: the disk refused; what was held stays. NotInitialisedError: wrong use.
+            StoreError: the disk refused; the earlier record stays. NotInitialisedError: the run has no model.
         """
         with self._writing:
             with self._mapped("stored as the run's record"), self._transaction() as db:
@@ -221,8 +220,8 @@ class Store:
             self._at("committed")
 
     def tidy(self, saved: SavedRun[GlobalFragment] | None) -> list[Path]:
-        """Remove what is superseded by `saved`, which `load` has read, and set aside what no version names; returns
-        that. The run is described once more (`run.json`) where it is not.
+        """Remove the files that `saved`, which `load` has read, supersedes, and set aside those that no version names;
+        returns the latter. `run.json` is written again.
 
         Raises:
             StoreError: the disk refused.
@@ -231,22 +230,26 @@ class Store:
             self._files.remove_temporary()
             if saved is not None:
                 self._describe_run()
-            with self._using:
-                kept = kept_files(self._db, KEPT_VERSIONS)
-                others = [name for name in self._files.names() if name not in kept]
-                superseded = {name for name in others if saved is not None and is_named(self._db, name)}
-            for name in superseded:
-                self._files.remove(name)
-            return [self._files.set_aside(name) for name in others if name not in superseded]
+            return self._remove_superseded()
+
+    def _remove_superseded(self) -> list[Path]:
+        """Remove the files of superseded versions, and set aside those that no version names; returns the latter."""
+        with self._using:
+            kept = kept_files(self._db, KEPT_VERSIONS)
+            others = [name for name in self._files.names() if name not in kept]
+            superseded = {name for name in others if is_named(self._db, name)}
+        for name in superseded:
+            self._files.remove(name)
+        return [self._files.set_aside(name) for name in others if name not in superseded]
 
     # reading
 
     def load(self) -> SavedRun[GlobalFragment] | None:
-        """The run as last published, every file checked against the hash committed with it; None before `initialise`.
+        """The run at its newest versions, every file checked against its committed hash; None before `initialise`.
 
         Raises:
-            StoreError: a file is missing or damaged, named with its fragment and version, or the database is. Nothing
-                older is used in its place.
+            StoreError: a file or the database is missing or damaged; the message names fragment and version. No older
+                version takes its place.
         """
         with self._mapped("read"), understood(self.path):
             with self._using:
@@ -279,11 +282,6 @@ class Store:
                 None if record is None else json.loads(record),
             )
 
-    def history(self, since: float = 0.0) -> list[HistoryLine]:
-        """Everything published at or after a time (seconds since the epoch), oldest first."""
-        with self._mapped("read"), self._using:
-            return read_history(self._db, since)
-
     def _run_name(self) -> str | None:
         with self._using:
             row = self._db.execute("SELECT run FROM run").fetchone()
@@ -305,10 +303,10 @@ class Store:
             )
 
     def _describe_run(self) -> None:
-        """Write what the database says of the run, where `run.json` does not have it; a damaged one is set aside."""
+        """Write the run's row to `run.json`; a damaged file is set aside first."""
         if read_description(self.path) is None and (self.path / DESCRIPTION).exists():
             target = set_aside(self.path, self.path / DESCRIPTION)
-            log.warning("%s is damaged: set aside as %s, and written anew", self.path / DESCRIPTION, target)
+            log.warning("%s is damaged: set aside as %s, and written again", self.path / DESCRIPTION, target)
         with self._using:
             row = run_row(self._db)
         write_description(self.path, row)
@@ -334,22 +332,16 @@ class Store:
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         with self._using:
             self._open_to_write()
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
+            with transaction(self._db):
                 yield self._db
-                self._db.execute("COMMIT")
-                self.serial += 1
-            except BaseException:
-                if self._db.in_transaction:  # SQLite ends it by itself after some failures
-                    self._db.execute("ROLLBACK")
-                raise
+            self.serial += 1
 
     def _open_to_write(self) -> None:
-        """Before the first write to a database that was found: it may change from now on."""
+        """Reopen the database for writing before its first write, and keep a copy of frames that SQLite would drop."""
         if not self._may_write:
             if num := num_unread_frames(self.path):
                 copy = keep_copy(self.path, self.path / LOG)
-                log.warning("%s has %d frames that SQLite does not read: copied to %s", self.path / LOG, num, copy)
+                log.warning("%s has %d frames that SQLite ignores: copied to %s", self.path / LOG, num, copy)
             self._db.close()
             self._db = connect(self.path)
             self._may_write = True
@@ -361,13 +353,13 @@ class Store:
         except (OSError, sqlite3.DatabaseError) as error:
             raise StoreError(
                 f"the state in {self.path} could not be {what} ({first_line(error)}); {_free(self.path)}free space or "
-                "repair the disk and try again, what was published before is unharmed."
+                "repair the disk and try again; versions published before are unharmed."
             ) from error
 
 
 @contextlib.contextmanager
 def understood(path: Path) -> Iterator[None]:
-    """Turn values of the database that make no sense into StoreError: SQLite only checks that pages are whole."""
+    """Raise StoreError for invalid values in the database: SQLite's own check covers only its pages."""
     try:
         yield
     except DilocoError:
@@ -382,5 +374,5 @@ def understood(path: Path) -> Iterator[None]:
 def _free(path: Path) -> str:
     try:
         return f"its disk has {shutil.disk_usage(path).free / 1e6:.0f} MB free; "
-    except OSError:  # the directory itself is gone: the error at hand says it better
+    except OSError:  # the directory itself is missing, as the caller's error says
         return ""

@@ -1,4 +1,4 @@
-"""Where backups are kept: a directory, or anything that fsspec reaches by a URL."""
+"""Targets of backups: a directory, or any storage that fsspec reaches by a URL."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from typing import Protocol
 import fsspec
 
 from diloco.errors import ConfigError, StoreError
-from diloco.store.durable import sync_directory
+from diloco.store.durable import file_sha256, sync_directory
 from diloco.whole_files import hidden_name, remove_leftovers
 
 _CHUNK_BYTES = 1 << 24
 
 
 class Target(Protocol):
-    """Files by name ("tensors/…"), each whole or absent as far as the storage can. All methods raise StoreError."""
+    """Files by name ("tensors/…"), written atomically if the storage can. All methods raise StoreError."""
 
     @property
     def name(self) -> str:
-        """As the user gave it."""
+        """The path or URL that the user gave."""
 
     def names(self, directory: str) -> list[str]:
-        """The files of a directory, ascending; none where it is not there."""
+        """The names of a directory's files, ascending; empty if there is no such directory."""
 
     def put(self, source: Path, name: str) -> None:
-        """Write a file, and read it back: it has the bytes of `source`. One that is there and the same stays."""
+        """Write a file, and verify that it reads back as `source`. An equal file is not written again."""
 
     def get(self, name: str, destination: Path) -> None:
-        """Bring a file here, durably."""
+        """Copy a file to this machine, durably."""
 
     def remove(self, name: str) -> None:
-        """A file that may be there."""
+        """Remove a file, if it exists."""
 
 
 def open_target(url: str) -> Target:
     """The target of a path, or of a URL that fsspec understands ("s3://bucket/run", "sftp://…", "memory://…").
 
     Raises:
-        ConfigError: there is no such kind of URL, or its package is not installed.
+        ConfigError: the URL's scheme is unknown, or its package is not installed.
     """
     if "://" not in url:
         return Directory(Path(url))
@@ -57,7 +57,7 @@ def open_target(url: str) -> Target:
 
 
 class Directory:
-    """A directory of this machine."""
+    """A directory on this machine."""
 
     def __init__(self, path: Path) -> None:
         self.name = str(path)
@@ -74,13 +74,13 @@ class Directory:
         final = self._path / name
         partial = final.with_name(hidden_name(f"tmp-{final.name}"))
         with _mapped("written", self.name):
-            if final.exists() and _sha256(final) == _sha256(source):
+            if final.exists() and file_sha256(final) == file_sha256(source):
                 return
             final.parent.mkdir(parents=True, exist_ok=True)
             remove_leftovers(final.parent, "tmp-*")
             try:
                 _copy(source, partial)
-                _require_same(source, _sha256(partial), name)
+                _require_same(source, file_sha256(partial), name)
                 partial.replace(final)
             except OSError:
                 partial.unlink(missing_ok=True)
@@ -97,7 +97,7 @@ class Directory:
 
 
 class RemoteDirectory:
-    """A path of a file system of fsspec's."""
+    """A path in a file system of fsspec."""
 
     def __init__(self, url: str, files: fsspec.AbstractFileSystem, path: str) -> None:
         self.name = url
@@ -112,7 +112,7 @@ class RemoteDirectory:
 
     def put(self, source: Path, name: str) -> None:
         with _mapped("written", self.name):
-            if self._files.exists(self._at(name)) and self._sha256(name) == _sha256(source):
+            if self._files.exists(self._at(name)) and self._sha256(name) == file_sha256(source):
                 return
             self._files.makedirs(self._at(name).rsplit("/", 1)[0], exist_ok=True)
             self._files.put_file(str(source), self._at(name))
@@ -145,7 +145,7 @@ def _mapped(what: str, name: str) -> Iterator[None]:
         yield
     except StoreError:
         raise
-    except Exception as error:  # a backend of fsspec's raises what its library does
+    except Exception as error:  # a backend of fsspec raises its library's errors
         raise StoreError(
             f"the backups in {name} cannot be {what} ({type(error).__name__}: {error}); check the storage, its space "
             "and the rights to it."
@@ -153,7 +153,7 @@ def _mapped(what: str, name: str) -> Iterator[None]:
 
 
 def _require_same(source: Path, sha256: str, name: str) -> None:
-    if sha256 != _sha256(source):
+    if sha256 != file_sha256(source):
         raise OSError(f"{name} does not read back as it was written")
 
 
@@ -165,8 +165,3 @@ def _copy(source: Path, destination: Path) -> None:
 def _sync(path: Path) -> None:
     with path.open("rb") as file:
         os.fsync(file.fileno())
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

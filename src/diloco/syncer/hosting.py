@@ -1,4 +1,5 @@
-"""A driver in a syncer's process: a lock around it, threads behind its ports, and calls that wait for an answer."""
+"""The driver in a syncer's process: its lock, the clock and threads behind its ports, and calls that wait for
+answers."""
 
 from __future__ import annotations
 
@@ -33,17 +34,17 @@ from diloco.syncer.spool import Slot, Spool
 log = logging.getLogger("diloco.syncer")
 
 IDLE_S = 1.0
-"""Between two ticks when nothing is asked for."""
+"""The time between two ticks unless an earlier one is requested."""
 
 SHORTEST_S = 0.01
-"""Between any two ticks."""
+"""The shortest time between two ticks."""
 
 
 class Ticker:
-    """Calls `tick(late_s)` at the time that `wake_at` said last, and once a second.
+    """The driver's clock: calls `tick(late_s)` at the last time given to `wake_at`, and at least once a second.
 
     Arguments:
-        tick: is told how much later than planned it is called: much, where the whole process stood still.
+        tick: gets the delay of the call; it is long if the whole process was suspended.
         clock: monotonic seconds.
     """
 
@@ -56,18 +57,22 @@ class Ticker:
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="syncer-tick", daemon=True)
         self.failure: BaseException | None = None
-        """What ended the ticks."""
+        """The error that ended the ticks."""
 
     def start(self) -> None:
-        """The first tick comes within a second."""
+        """Start; the first tick comes within a second."""
         self._began_at = self._clock()
         self._thread.start()
 
-    def wake_at(self, at: float) -> None:
-        """Tick at this time of the clock at the latest; what was said before is void."""
+    def now_s(self) -> float:
+        """As `ports.ClockPort`."""
+        return self._clock()
+
+    def wake_at(self, at_s: float) -> None:
+        """Tick at this time of the clock at the latest; replaces the earlier request."""
         with self._changed:
-            self._wake_at = at
-            if at < self._planned:
+            self._wake_at = at_s
+            if at_s < self._planned:
                 self._changed.notify_all()
 
     def stop(self) -> None:
@@ -97,7 +102,7 @@ class Ticker:
                 return
 
     def _plan(self, began_at: float, ended_at: float) -> float:
-        """When the next tick is due, after one from `began_at` to `ended_at`. A pause within a tick delays the next."""
+        """Plan the tick after one from `began_at` to `ended_at`. A long tick delays the next."""
         self._planned = min(began_at + IDLE_S, max(ended_at + SHORTEST_S, self._wake_at))
         return self._planned
 
@@ -107,18 +112,18 @@ T = TypeVar("T")
 SyncerDriver = Driver[GlobalFragment, Slot, Tensor]
 
 NUM_CHECKERS = 4
-"""Threads that check payloads at most: each reads a contribution once."""
+"""Most threads that check payloads; each reads a contribution once."""
 
 
 class Threads:
-    """Does jobs on threads; what a job has found is an event of the driver.
+    """Executes jobs on threads; each result becomes an event of the driver.
 
     Arguments:
-        event: enters the driver, one event at a time.
-        failed: told what a job failed with that should not have.
+        event: executes an event of the driver, one at a time.
+        failed: called with an unexpected error of a job.
 
     Attributes:
-        is_stopping: nothing more is begun.
+        is_stopping: no job is started any more.
     """
 
     def __init__(self, event: Callable[[Callable[[], None]], None], failed: Callable[[BaseException], None]) -> None:
@@ -146,56 +151,43 @@ class Threads:
             self._pools[what].submit(run)
 
     def stop(self) -> None:
-        """Finish what has been started."""
+        """Finish the started jobs."""
         for pool in self._pools.values():
             pool.shutdown(wait=True)
 
 
-class _Clock:
-    """Monotonic time, and a ticker that wakes the driver."""
-
-    def __init__(self, ticker: Ticker) -> None:
-        self._ticker = ticker
-
-    def now_s(self) -> float:
-        return time.monotonic()
-
-    def wake_at(self, at_s: float) -> None:
-        self._ticker.wake_at(at_s)
-
-
-SAY_EVERY_S = 0.5
-"""Between two replies about an upload that has arrived and is not answered yet."""
+KEEPALIVE_S = 0.5
+"""Between two keepalives to the sender of a complete upload that waits for its answer."""
 
 
 def while_waiting(answer: Future[Any]) -> Iterator[None]:
-    """Yield at once, and every `SAY_EVERY_S` until there is an answer."""
+    """Yield at once, and every `KEEPALIVE_S` until there is an answer."""
     yield
-    while not wait([answer], SAY_EVERY_S).done:
+    while not wait([answer], KEEPALIVE_S).done:
         yield
 
 
 class HostedDriver:
-    """One run in this process. Any thread may call any method.
+    """The driver of one run, in this process. Any thread may call any method.
 
     Arguments:
-        run: its id.
-        method: its method; a stored run must have the same.
-        store: where it is durable.
-        spool: where contributions wait.
-        deadlines: when a silent learner is evicted.
-        journal: is told what happens.
+        run: the run's id.
+        method: the run's method; a stored run must have the same.
+        store: makes the run durable.
+        spool: holds contributions.
+        deadlines: of silent learners.
+        journal: observes the run.
         recorder: journals the driver's events; None: they are not kept.
-        writes: makes the run durable; None: the store alone.
+        writes: the store port; None: `store`.
         boot: as `Driver`; None: a new one.
-        is_begun: the newest epoch of the store is the one to serve; otherwise the next one begins.
+        is_begun: serve the store's newest epoch; otherwise begin the next one.
 
     Attributes:
         jobs: the run's tensor jobs.
 
     Raises:
         UnknownRunError, AlreadyInitialisedError: the store holds another run, or one with another method. StoreError:
-            it is damaged.
+            the store is damaged.
     """
 
     def __init__(
@@ -221,7 +213,7 @@ class HostedDriver:
         self.jobs = TensorJobs(method, in_place=True)
         self._threads = Threads(self._event, self._failed)
         self._ticker = Ticker(lambda late_s: self._event(lambda: self._driver.tick(late_s)))
-        ports = Ports(_Clock(self._ticker), spool, self.jobs, writes or store, self._threads, journal)
+        ports = Ports(self._ticker, spool, self.jobs, writes or store, self._threads, journal)
         if recorder is not None:
             ports = recorder.around(ports)
         saved = store.load()
@@ -232,7 +224,7 @@ class HostedDriver:
             )
         if recorder is not None:
             recorder.sync()
-        if saved is not None and not is_begun:  # it can be served: nothing was answered yet
+        if saved is not None and not is_begun:  # only now: a start that fails begins no epoch
             store.begin(saved)
         journal.set_aside(store.tidy(saved))
         self._ticker.start()
@@ -240,11 +232,11 @@ class HostedDriver:
     # --- events -------------------------------------------------------------------------------------------------------
 
     def ask(self, event: Callable[[SyncerDriver], T]) -> T:
-        """One event of the driver; returns what it does.
+        """Execute one event of the driver; returns its result.
 
         Raises:
-            DilocoError: the driver refuses. UnreachableError: it has failed, in this event or before: an event that
-                ends in a defect may be executed in part, so that no other may follow.
+            DilocoError: the driver refuses. UnreachableError: the driver has failed, in this event or before. After an
+                unexpected error an event may be half executed, so that no other may follow.
         """
         with self._changed:
             if self.failure is not None:
@@ -263,11 +255,11 @@ class HostedDriver:
     def wait_for(
         self, event: Callable[[SyncerDriver, Callable[[T], None]], None], context: grpc.ServicerContext | None = None,
     ) -> T:  # fmt: skip
-        """An event that is answered later, by a call of its second argument; waits for that.
+        """Execute an event that is answered later, by a call of its second argument; waits for the answer.
 
         Raises:
-            UnreachableError: the driver stops before the answer, or the call ends. A disk that refuses can take long;
-                callers that have given up must not hold the threads that others need.
+            UnreachableError: the driver stops, or the call ends, before the answer. A disk may refuse for long; a
+                caller that has given up must not hold a thread.
         """
         with self.asking(event) as future:
             if context is not None and not context.add_callback(partial(_fail, future)):
@@ -277,7 +269,7 @@ class HostedDriver:
     def until_done(
         self, event: Callable[[SyncerDriver, Callable[[DilocoError | None], None]], None]
     ) -> Iterator[None]:  # fmt: skip
-        """Yield every `SAY_EVERY_S` until an event is answered. Raises the answer if it is a refusal."""
+        """Yield every `KEEPALIVE_S` until an event is answered. Raises the answer if it is a refusal."""
         with self.asking(event) as answer:
             yield from while_waiting(answer)
             refusal = answer.result()
@@ -286,7 +278,7 @@ class HostedDriver:
 
     @contextmanager
     def asking(self, event: Callable[[SyncerDriver, Callable[[T], None]], None]) -> Iterator[Future[T]]:
-        """As `wait_for`; gives the answer to wait for."""
+        """As `wait_for`; gives a future of the answer."""
         future: Future[T] = Future()
         with self._changed:
             if self._is_stopped:
@@ -312,12 +304,12 @@ class HostedDriver:
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Wait until nothing is under way but writes that the disk has refused."""
+        """Wait until no work is in progress, except writes that the disk refuses."""
         with self._changed:
             self._changed.wait_for(lambda: self.failure is not None or not self._driver.is_busy)
 
     def stop(self) -> None:
-        """Finish merges and writes under way, but do not wait for a disk that refuses; then end connections and
+        """Finish merges and writes in progress, without waiting for a disk that refuses; then end connections and
         threads."""
         with self._changed:
             self._driver.stop()
@@ -328,19 +320,19 @@ class HostedDriver:
             self._threads.is_stopping = True
             self._driver.end()
             for future in self._asking:
-                if not future.done():  # its caller has not taken the answer yet
+                if not future.done():  # a future whose caller has not read the answer yet is done
                     future.set_exception(_stopped())
             self._asking.clear()
         self._threads.stop()
 
     def raise_failure(self) -> None:
-        """Raise what ended the driver, if a defect did."""
+        """Raise the error that ended the driver, if there is one."""
         if self.failure is not None:
             raise self.failure
 
     @property
     def failure(self) -> BaseException | None:
-        """What ended the driver: without it no round is merged and no learner evicted."""
+        """The error that ended the driver, after which no round is merged and no learner evicted; None: it runs."""
         return self._failure or self._ticker.failure
 
     def _failed(self, error: BaseException) -> None:
@@ -350,14 +342,14 @@ class HostedDriver:
 
 
 def _stopped() -> UnreachableError:
-    return UnreachableError("the syncer stops; the same call is answered by the one that serves the run next.")
+    return UnreachableError("the syncer stops; repeat the call, which the run's next syncer answers.")
 
 
 def _answer(future: Future[T], value: T) -> None:
-    with suppress(InvalidStateError):  # its caller has given up
+    with suppress(InvalidStateError):  # the caller has given up
         future.set_result(value)
 
 
 def _fail(future: Future[Any]) -> None:
-    with suppress(InvalidStateError):  # the usual end of a call: it was answered
-        future.set_exception(UnreachableError("the call has ended before its answer."))
+    with suppress(InvalidStateError):  # the call was answered
+        future.set_exception(UnreachableError("the call ended before its answer."))

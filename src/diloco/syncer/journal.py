@@ -1,4 +1,4 @@
-"""The observer of a syncer's run: writes events, Prometheus metrics and log lines."""
+"""The observer of a syncer's run, which writes events, Prometheus metrics and log lines."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EVERY_S = 60.0
 
 
 class MergeLines:
-    """Sums up the versions that are published between two lines.
+    """Log lines that summarise the versions published since the line before.
 
     Arguments:
         clock: monotonic seconds.
@@ -42,14 +42,13 @@ class MergeLines:
         self._newest = ""
 
     def merged(self, fragment: int, version: int, *, tokens: int, contributors: int, live: int) -> None:
-        """A version was published that holds the work of so many learners, while so many were live: of its contributors
-        some may have left since."""
+        """Count a published version; `live`: learners that are live now, since some contributors may have left."""
         self._num, self._tokens[fragment] = self._num + 1, self._tokens.get(fragment, 0) + tokens
         self._contributors, self._live = self._contributors + contributors, self._live + max(live, contributors)
         self._newest = f"version {version} of fragment {fragment}"
 
     def say(self, *, is_last: bool = False) -> None:
-        """Write a line, if anything was merged since the last one and that is a minute old."""
+        """Write a line, at most one a minute, if a version was published since the last one."""
         if not self._num or (self._clock() < self._due_at and not is_last):
             return
         self._due_at = self._clock() + EVERY_S
@@ -61,24 +60,24 @@ class MergeLines:
 
 
 class Journal(Observer):
-    """Writes what a run does to the event log, the metrics and the log.
+    """Writes a run's events to the event log, the metrics and the log.
 
     Arguments:
-        events_log: the syncer's events.
-        metrics: what Prometheus reads.
+        events_log: the syncer's.
+        metrics: the syncer's.
 
     Attributes:
-        merges: what the log says of merges.
+        merges: the log lines about merges.
     """
 
     def __init__(self, events_log: EventLog, metrics: SyncerMetrics) -> None:
         self._events = events_log
         self._metrics = metrics
         self.merges = MergeLines()
-        self._lacking: dict[int, int] = {}  # by fragment, the newest round that was said to lack learners
+        self._lacking: dict[int, int] = {}  # by fragment, the newest round that was logged as lacking learners
 
     def set_aside(self, files: Sequence[Path]) -> None:
-        """They were in the state directory, and no version names them."""
+        """Log files of the state directory that no version names."""
         if files:
             names = ", ".join(file.name for file in files)
             log.warning(
@@ -126,7 +125,7 @@ class Journal(Observer):
         )  # fmt: skip
 
     def resumed(self, learner: str, what: str, num_bytes: int) -> None:
-        """A transfer went on where it had been cut off. `what`: the kind of its connection."""
+        """Record a transfer that was resumed. `what`: the kind of its connection."""
         self._events.append(events.Resumed(learner=learner, what=what, num_bytes=num_bytes))
         self._metrics.resumed(learner, what, num_bytes)
 
@@ -187,10 +186,10 @@ class Journal(Observer):
         self.merges.merged(update.fragment, update.version, tokens=merged.tokens, contributors=num, live=num_live)
 
     def stood_still(self, late_s: float) -> None:
-        log.warning("this process stood still for %.1f s; no learner's deadline counts them", late_s)
+        log.warning("this process was suspended for %.1f s; no learner's deadline counts them", late_s)
 
     def stands(self, core: SyncerCore) -> None:
-        """How the run stands, for Prometheus and the log."""
+        """Write the state of the run to the metrics and the log."""
         self.merges.say()
         self._metrics.set_missing_events(self._events.num_missing)
         self._metrics.set_ledgers({learner: account.ledgers for learner, account in core.accounting.accounts.items()})

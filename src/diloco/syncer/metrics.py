@@ -26,7 +26,7 @@ VERSIONS_BEHIND = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0)
 
 @dataclass(frozen=True)
 class LearnerSample:
-    """A live learner: its step, the seconds that a step takes (None: not measured), and whether it is healthy."""
+    """A live learner: its step, its seconds per step (None: not measured), and whether it is healthy."""
 
     learner: str
     step: int
@@ -36,15 +36,15 @@ class LearnerSample:
 
 @dataclass(frozen=True)
 class RunSample:
-    """How the run goes.
+    """The progress of the run.
 
     Attributes:
         tokens: trained by the run.
-        budget_tokens: that it is to train; None: not known.
-        held_out_loss: of the global model, as a learner told last; None: none did.
+        budget_tokens: planned for the run; None: not known.
+        held_out_loss: of the global model, as last reported by a learner; None: not reported.
         training_losses: by learner, nats per token.
-        tokens_per_s, eta_s: by the last minute; None: not known.
-        blocked_s: by learner, that its training thread has waited for answers.
+        tokens_per_s, eta_s: from the last minute; None: not known.
+        blocked_s: by learner, seconds that its training thread has waited for answers.
     """
 
     tokens: int
@@ -61,14 +61,15 @@ class SyncerMetrics:
 
     def __init__(self, run: str) -> None:
         self.registry = CollectorRegistry()
-        Gauge("diloco_run", "1 for the run that this syncer serves.", ["run"], registry=self.registry).labels(run).set(
-            1
-        )
+        self._gauge("run", "1 for the run that this syncer serves.", "run").labels(run).set(1)
         self._participation = self._gauge(
-            "participation_ratio", "Contributors of the newest merge of a fragment, over the learners live then."
+            "participation_ratio", "Contributors of the newest merge of a fragment, over the learners live then.",
+            "fragment",
+        )  # fmt: skip
+        self._contributors = self._gauge(
+            "merge_contributors", "Contributors of the newest merge of a fragment.", "fragment"
         )
-        self._contributors = self._gauge("merge_contributors", "Contributors of the newest merge of a fragment.")
-        self._version = self._gauge("fragment_version", "Newest published version of a fragment.")
+        self._version = self._gauge("fragment_version", "Newest published version of a fragment.", "fragment")
         self._staleness = Histogram(
             "diloco_contribution_staleness_versions",
             "Versions between the one a contribution was measured from and the one it is merged into.",
@@ -81,10 +82,8 @@ class SyncerMetrics:
         self._rejected = self._counter(
             "rejected_contributions", "Contributions that will not be merged.", "learner", "reason"
         )
-        self._sent_back = Counter(
-            "diloco_sent_back_contributions",
-            "Contributions that came when there was no room for them; they come again.",
-            registry=self.registry,
+        self._sent_back = self._counter(
+            "sent_back_contributions", "Contributions that came when there was no room for them; they come again."
         )
         self._resumed = self._counter(
             "resumed_bytes",
@@ -95,34 +94,23 @@ class SyncerMetrics:
         self._refused = self._counter("refused_calls", "Calls that were refused.", "call", "reason")
         self._joins = self._counter("joins", "Incarnations that joined.", "learner")
         self._evictions = self._counter("evictions", "Incarnations that were evicted.", "learner")
-        self._missing_events = Gauge(
-            "diloco_missing_events", "Events that this syncer could not write to its event log.", registry=self.registry
+        self._missing_events = self._gauge(
+            "missing_events", "Events that this syncer could not write to its event log."
         )
-        self._data_units = Gauge(
-            "diloco_data_units",
+        self._data_units = self._gauge(
+            "data_units",
             "Units of leased data, over all passes that were begun: done, leased, and returned by a learner.",
-            ["state"],
-            registry=self.registry,
+            "state",
         )
-        self._standing = Gauge(
-            "diloco_standing",
-            "1 for how this syncer stands, beside another one.",
-            ["standing"],
-            registry=self.registry,
-        )
-        self._takeovers = Counter(
-            "diloco_takeovers", "Times that this syncer has begun an epoch without the other one.",
-            registry=self.registry,
-        )  # fmt: skip
-        self._standby_lag = Gauge(
-            "diloco_standby_lag", "How far the standby is behind its first.", ["unit"], registry=self.registry
-        )
+        self._standing = self._gauge("standing", "1 for how this syncer stands, beside another one.", "standing")
+        self._takeovers = self._counter("takeovers", "Times that this syncer has begun an epoch without the other one.")
+        self._standby_lag = self._gauge("standby_lag", "How far the standby is behind its first.", "unit")
         self._snapshots = _Snapshots()
         self.registry.register(self._snapshots)
         self._server: tuple[WSGIServer, threading.Thread] | None = None
 
-    def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(f"diloco_{name}", text, ["fragment"], registry=self.registry)
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(f"diloco_{name}", text, labels, registry=self.registry)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"diloco_{name}", text, labels, registry=self.registry)
@@ -133,90 +121,90 @@ class SyncerMetrics:
     # events
 
     def refused(self, call: str, reason: str) -> None:
-        """A call was refused."""
+        """Count a refused call."""
         self._refused.labels(call, reason).inc()
 
     def resumed(self, learner: str, kind: str, num_bytes: int) -> None:
-        """A transfer went on where it had been cut off."""
+        """Count the bytes that a resumed transfer did not repeat."""
         self._resumed.labels(learner, kind).inc(num_bytes)
 
     def joined(self, learner: str) -> None:
-        """A new incarnation is in."""
+        """Count an incarnation that joined."""
         self._joins.labels(learner).inc()
 
     def evicted(self, learner: str) -> None:
-        """A silent incarnation is out."""
+        """Count an evicted incarnation."""
         self._evictions.labels(learner).inc()
 
     def merged_contribution(self, learner: str, *, staleness: int) -> None:
-        """A contribution was merged; `staleness` is its round minus its base, in versions."""
+        """Record a merged contribution; `staleness`: its round minus its base, in versions."""
         self._staleness.labels(learner).observe(staleness)
 
     def rejected(self, learner: str, reason: str) -> None:
-        """A contribution was refused. `reason` is one of a few fixed words, not a sentence."""
+        """Count a rejected contribution. `reason`: one of a few fixed words."""
         self._rejected.labels(learner, reason).inc()
 
     def sent_back(self) -> None:
-        """There was no room for a contribution."""
+        """Count a contribution that was sent back for lack of room."""
         self._sent_back.inc()
 
     def merged(self, fragment: int, *, contributors: int, live: int, seconds: float) -> None:
-        """The tensor work of a round is done."""
+        """Record the merge of a round."""
         self._contributors.labels(fragment).set(contributors)
         self._participation.labels(fragment).set(contributors / live if live else 0.0)
         self._merge_seconds.observe(seconds)
 
     def persisted(self, seconds: float) -> None:
-        """A version was made durable."""
+        """Record the seconds of making a version durable."""
         self._persist_seconds.observe(seconds)
 
     def published(self, fragment: int, version: int) -> None:
-        """A version is visible."""
+        """Record a published version."""
         self._version.labels(fragment).set(version)
 
-    # snapshots: each call replaces what the one before said
+    # snapshots: each call replaces the values of the one before
 
     def set_learners(self, learners: Sequence[LearnerSample]) -> None:
-        """All learners that are live now; those not named are gone."""
+        """Set all learners that are live now; others are no longer reported."""
         self._snapshots.learners = tuple(learners)
 
     def set_ledgers(self, ledgers: Mapping[str, Sequence[Ledger]]) -> None:
-        """The ledgers of every learner, one per fragment. They are summed here and not kept."""
+        """Set the sums of all learners' ledgers, which have one ledger per fragment."""
         num_fragments = max((len(own) for own in ledgers.values()), default=0)
         self._snapshots.ledgers = tuple(total(own[i] for own in ledgers.values()) for i in range(num_fragments))
 
     def set_run(self, run: RunSample) -> None:
-        """How the run goes now."""
+        """Set the progress of the run."""
         self._snapshots.run = run
 
     def set_missing_events(self, number: int) -> None:
-        """Events that could not be written since this syncer started."""
+        """Set the number of events that could not be written since this syncer started."""
         self._missing_events.set(number)
 
     def stands_as(self, standing: str, *, takes_over: bool) -> None:
-        """How this syncer stands from here on."""
+        """Set the standing of this syncer, and count a takeover."""
         self._standing.clear()
         self._standing.labels(standing).set(1)
         self._takeovers.inc(takes_over)
 
     def set_standby_lag(self, *, versions: int, num_bytes: int, seconds: float) -> None:
-        """How far the standby is behind."""
+        """Set the lag of the standby."""
         for unit, number in (("versions", versions), ("bytes", num_bytes), ("seconds", seconds)):
             self._standby_lag.labels(unit).set(number)
 
     def set_data(self, *, done: int, leased: int, returned: int) -> None:
-        """Units of leased data."""
+        """Set the units of leased data by state."""
         for state, num in (("done", done), ("leased", leased), ("returned", returned)):
             self._data_units.labels(state).set(num)
 
     def set_bytes(self, totals: Mapping[tuple[str, str, Direction], int]) -> None:
-        """Bytes by (learner, kind, direction), as `WireBytes.totals` gives them; they only grow."""
+        """Set the bytes by (learner, kind, direction), as in `WireBytes.totals`."""
         self._snapshots.bytes = dict(totals)
 
     # the port
 
     def serve(self, address: str = "127.0.0.1:0") -> int:
-        """Answer scrapes at http://address/metrics from a thread of its own; returns the port (port 0 chooses one).
+        """Answer scrapes at http://address/metrics on a thread of its own; returns the port (port 0 chooses one).
 
         Raises:
             ConfigError: the address is not loopback, or cannot be bound. RunError: it is in use.
@@ -245,7 +233,7 @@ class SyncerMetrics:
 
 
 class _Snapshots(Collector):
-    """What is known as a whole and replaced as a whole, so that a learner that left leaves no line behind."""
+    """Metrics that are replaced as a whole, so that a learner that left has none."""
 
     def __init__(self) -> None:
         self.learners: tuple[LearnerSample, ...] = ()
@@ -301,7 +289,7 @@ class _Snapshots(Collector):
 
 
 def _of_run(run: RunSample) -> Iterator[Metric]:
-    """What is not known has no sample."""
+    """The metrics of a run's progress; an unknown value has no sample."""
     yield CounterMetricFamily("diloco_run_tokens", "Tokens that the run has trained.", value=run.tokens)
     known = {
         "diloco_budget_tokens": ("Tokens that the run is to train.", run.budget_tokens),

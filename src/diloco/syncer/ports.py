@@ -1,11 +1,11 @@
-"""Ports and file handles: why a port cannot be served, and how many connections a process can take."""
+"""Ports and file handles: errors of binding a port, and the number of connections that a process can accept."""
 
 from __future__ import annotations
 
 import errno
 import os
+import resource
 import socket
-import sys
 
 from diloco.errors import ConfigError, DilocoError, RunError
 from diloco.exchange.wire.address import socket_path, split_address
@@ -15,8 +15,8 @@ def port_refusal(address: str, error: OSError, *, what: str, choice: str) -> Dil
     """The error for a port that the system refuses.
 
     Arguments:
-        what: would be served there.
-        choice: how another one is chosen.
+        what: the service on that port.
+        choice: how the user chooses another port.
     """
     if error.errno == errno.EADDRINUSE:
         return RunError(f"{address} is in use by another process, so {what} cannot be served there; stop that one, or "
@@ -26,7 +26,7 @@ def port_refusal(address: str, error: OSError, *, what: str, choice: str) -> Dil
 
 
 def why_unbound(address: str) -> OSError:
-    """What the system says of binding this address."""
+    """The system's error when this address is bound."""
     if socket_path(address) is not None:
         return OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
     host, port = split_address(address)
@@ -44,20 +44,16 @@ def why_unbound(address: str) -> OSError:
 
 
 MOST_FILES = 65_536
-"""Asked for at most."""
+"""Most file handles that a process asks for."""
 
 RESERVE = 384
-"""For the store, the spool, the event log, what Python opens, and the connections of the live page (`live_page`)."""
+"""File handles for the store, the spool, the event log, Python itself, and the connections of the live page."""
 
 MOST_CONNECTIONS = 4096
 
 
 def raise_file_limit() -> int:
-    """Let this process open as many files as it may; how many that are."""
-    if sys.platform == "win32":
-        return MOST_FILES
-    import resource
-
+    """Raise this process's limit of open files as far as allowed; returns the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -67,5 +63,5 @@ def raise_file_limit() -> int:
 
 
 def connections_for(num_files: int) -> int:
-    """Connections that a process with this many files accepts at a time."""
+    """The number of connections that a process with so many file handles accepts."""
     return max(16, min(MOST_CONNECTIONS, num_files - RESERVE))

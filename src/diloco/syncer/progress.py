@@ -1,5 +1,4 @@
-"""How a run goes, for those who watch it: an event and new metrics every ten seconds, and the losses that learners tell
-of."""
+"""The progress of a run: an event and new metrics every ten seconds, and the losses that learners report."""
 
 from __future__ import annotations
 
@@ -17,17 +16,17 @@ from diloco.syncer.metrics import RunSample, SyncerMetrics
 
 EVERY_S = 10.0
 SPEED_S = 60.0
-"""Over which tokens per second are measured."""
+"""The window over which tokens per second are measured."""
 
 
 class ProgressLog:
     """Writes `Progress` and `Reported` events, and the metrics of the run. Any thread may call any method.
 
     Arguments:
-        log: the syncer's events.
-        metrics: what Prometheus reads.
+        log: the syncer's event log.
+        metrics: the syncer's.
         status: gives `Driver.status`; None while this syncer does not serve the run.
-        budget_tokens: that the run is to train; None: not known.
+        budget_tokens: planned for the run; None: not known.
         clock: monotonic seconds.
     """
 
@@ -41,12 +40,12 @@ class ProgressLog:
         self._lock = threading.Lock()
         self._losses: dict[str, float] = {}
         self._evaluated: dict[str, tuple[int, float]] = {}
-        self._blocked: dict[str, tuple[int, float]] = {}  # by learner, its process and what that told last
+        self._blocked: dict[str, tuple[int, float]] = {}  # by learner, its process and the last value from it
         self._blocked_s: dict[str, float] = {}
         self._newest: events.Progress | None = None
 
     def heard(self, claim: Claim, report: Report) -> None:
-        """A heartbeat or a goodbye was accepted: keep the losses that it reports."""
+        """Keep the losses and the blocked time of an accepted heartbeat or Leave."""
         learner = claim.learner
         with self._lock:
             self._was_blocked(learner, claim.process, report.blocked_s)
@@ -61,14 +60,15 @@ class ProgressLog:
         self._log.append(events.Reported(learner=learner, tokens=found[0], loss=found[1]))
 
     def _was_blocked(self, learner: str, process: int, blocked_s: float) -> None:
-        """Count what is new. What a process told first may be from before this syncer's start, and counted then."""
+        """Count the increase. A process's first value may date from before this syncer's start, and was counted
+        then."""
         before, told_s = self._blocked.get(learner, (process, blocked_s))
         new_s = max(0.0, blocked_s - told_s) if before == process else 0.0
         self._blocked[learner] = (process, blocked_s)
         self._blocked_s[learner] = self._blocked_s.get(learner, 0.0) + new_s
 
     def newest(self) -> events.Progress | None:
-        """The run at this moment; None where it has no model, or is not served here."""
+        """The run's progress now; None: the run has no model, or this syncer does not serve it."""
         status = self._status()
         if status is None or not status["initialised"]:
             return None
@@ -81,11 +81,11 @@ class ProgressLog:
         )  # fmt: skip
 
     def write(self) -> None:
-        """Write the run at this moment, where anything has moved."""
+        """Write the run's progress, if there is any since the last event."""
         progress, before = self.newest(), self._newest
         if progress is not None:
             self._measure(progress)
-        if progress is None or (before is not None and _moves(progress) == _moves(before)):
+        if progress is None or (before is not None and _marks(progress) == _marks(before)):
             return
         self._newest = progress
         self._log.append(progress)
@@ -113,7 +113,7 @@ def _learner(it: Mapping[str, Any], loss: float | None) -> events.LearnerProgres
 
 
 def _ledger(fragments: list[dict[str, Any]]) -> dict[str, int]:
-    """Tokens by what became of them, summed over fragments."""
+    """Tokens by state, summed over fragments."""
     totals: dict[str, int] = {}
     for fragment in fragments:
         ledger = fragment["ledger"]
@@ -124,6 +124,6 @@ def _ledger(fragments: list[dict[str, Any]]) -> dict[str, int]:
     return totals
 
 
-def _moves(progress: events.Progress) -> tuple[Any, ...]:
-    """Equal for two moments between which nothing has moved."""
+def _marks(progress: events.Progress) -> tuple[Any, ...]:
+    """The values by which two moments differ if the run has progressed."""
     return progress.tokens, [(name, it.incarnation, it.state, it.step) for name, it in progress.learners.items()]

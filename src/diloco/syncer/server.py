@@ -1,4 +1,4 @@
-"""One syncer process: the driver behind a port, its state directory, its metrics and its byte counts."""
+"""A syncer: the driver behind a port, with its state directory, metrics, live page, backups and standby."""
 
 from __future__ import annotations
 
@@ -30,11 +30,9 @@ from diloco.run.journal.recorder import Recorder
 from diloco.store.backup import BackupPlan, Backups
 from diloco.store.journal_files import JournalFiles, PayloadFiles
 from diloco.syncer.door.audit import Audit
-from diloco.syncer.door.call_deadlines import CallDeadlines
-from diloco.syncer.door.open_calls import OpenCalls
+from diloco.syncer.door.open_calls import CallDeadlines, CallGuard, OpenCalls, OpenTransfers
 from diloco.syncer.door.receiving import IncomingModel
 from diloco.syncer.door.service import Service
-from diloco.syncer.door.transfers import Transfers
 from diloco.syncer.hosting import HostedDriver, SyncerDriver
 from diloco.syncer.journal import Journal
 from diloco.syncer.keys.auth import Authenticator, check_binding
@@ -62,25 +60,25 @@ TRAFFIC_EVERY_S = 2.0
 
 @dataclass(frozen=True)
 class Options:
-    """How a syncer runs.
+    """Options of a syncer.
 
     Attributes:
         address: "host:port", where port 0 chooses a free one, or "unix:/path".
-        state_dir: where the run lives.
-        keys: this syncer's directory of keys. With it the port speaks TLS, and callers show certificates of the run.
+        state_dir: the directory of the run's durable state.
+        keys: this syncer's directory of keys. With it the port uses TLS, and callers show certificates of the run.
         insecure: bind beyond this machine without TLS, on purpose.
-        page_address: where the live page of the run is served, loopback only; None: nowhere.
-        num_learners, budget_tokens: planned, for those who watch; None: not known.
-        metrics_address: where Prometheus scrapes, loopback only; None: nowhere.
+        page_address: of the live page, loopback only; None: there is no page.
+        num_learners, budget_tokens: planned, for the live page and reports; None: not known.
+        metrics_address: for Prometheus, loopback only; None: there are no metrics.
         spool_bytes: memory for contributions; beyond it they go to disk.
-        pool: how many learners may train; None: as many as join.
-        journal: keep what `diloco replay` needs to make all decisions again.
-        record_contributions: and all merges.
-        backup: where and when snapshots are taken; None: never.
-        follow: the address of the run's other syncer: this one is its standby, or was before it took over.
-        follow_with: what this one shows there.
-        durable: "both": a version is published once a standby has it too, if there is one; "one": once it is durable
-            here.
+        pool: limits the number of learners that train; None: no limit.
+        journal: keep a journal, from which `diloco replay` repeats all decisions.
+        record_contributions: keep the payloads too, from which it repeats all merges.
+        backup: the plan of snapshots; None: none are taken.
+        follow: the address of the run's other syncer, of which this one is the standby, or was before a takeover.
+        follow_with: the credentials for the other syncer.
+        durable: "both": a version is published once it is durable at the standby too, if there is one; "one": once it
+            is durable here.
     """
 
     address: str
@@ -121,8 +119,8 @@ class Syncer:
             )
         if options.deadlines.lost_floor_s < 2 * HEARTBEAT_S:
             raise ConfigError(
-                f"lost_floor_s={options.deadlines.lost_floor_s:g} gives up learners between two heartbeats, which "
-                f"come every {HEARTBEAT_S:g} s; use at least {2 * HEARTBEAT_S:g}."
+                f"lost_floor_s={options.deadlines.lost_floor_s:g} evicts learners between two heartbeats, which "
+                f"are sent every {HEARTBEAT_S:g} s; use at least {2 * HEARTBEAT_S:g}."
             )
         if options.pool is not None:
             options.pool.require(method.quorum.at_least)
@@ -133,7 +131,7 @@ class Syncer:
         self._journal = JournalFiles(options.state_dir) if options.journal else None
         self._hosting, self._hosted = threading.RLock(), None
         self._failure: BaseException | None = None
-        with ExitStack() as refused:  # a directory that cannot be served is let go
+        with ExitStack() as refused:  # a failed start releases the directory
             self._store = refused.enter_context(Replica(options.state_dir))
             self._events = refused.enter_context(EventLog(options.state_dir / EVENTS, who="syncer"))
             backup = options.backup
@@ -148,7 +146,7 @@ class Syncer:
             refused.pop_all()
         num_connections = connections_for(raise_file_limit())
         self._server = grpc.server(
-            ThreadPoolExecutor(1),  # which no call uses: `Admission` gives each its threads
+            ThreadPoolExecutor(1),  # unused: `Admission` gives each call its threads
             options=[*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", num_connections)],
         )
         self.port = _bind(self._server, options.address, credentials)
@@ -160,19 +158,20 @@ class Syncer:
         self._calls = OpenCalls(auth, audit)
         self.progress = ProgressLog(self._events, self._metrics, self._run_status, options.budget_tokens)
         self._deadlines = CallDeadlines(options.deadlines.lost_floor_s)
-        self.transfers = Transfers(lambda: self.driver, self._deadlines)
+        self.transfers = OpenTransfers(lambda: self.driver, self._deadlines)
         self._following = None
         if options.follow is not None:
             self._following = Following(
-                run, self._store, self.pairing, options.follow_with, let_go=self._host_as_it_stands, failed=self._failed
+                run, self._store, self.pairing, options.follow_with, let_go=self._update_hosting, failed=self._failed
             )
         self._incoming = IncomingModel()
         pair = PairCalls(
             self.pairing, Leading(self._store, self.pairing), self._following, lambda: self._hosted is not None
         )
+        guard = CallGuard(run, auth, self._calls, self._deadlines, audit, self._wire_bytes)
         service = Service(
-            run, method, lambda: self.driver, pair=pair, auth=auth, calls=self._calls, deadlines=self._deadlines,
-            transfers=self.transfers, incoming=self._incoming, audit=audit, wire_bytes=self._wire_bytes,
+            run, method, lambda: self.driver, guard=guard, pair=pair, calls=self._calls, deadlines=self._deadlines,
+            transfers=self.transfers, incoming=self._incoming, audit=audit,
             lost_floor_s=options.deadlines.lost_floor_s, resumed=self._observer.resumed,
             status_extra=self._status_extra, heard=self.progress.heard,
             page_url=self._page_url,
@@ -187,6 +186,7 @@ class Syncer:
             )  # fmt: skip
         self._stopping = threading.Event()
         self._traffic = threading.Thread(target=self._report_traffic, name="syncer-traffic", daemon=True)
+        self._calls.start()
         self._deadlines.start()
         self.transfers.start()
         self._server.start()
@@ -200,20 +200,20 @@ class Syncer:
                 learners=options.num_learners, budget_tokens=options.budget_tokens,
             )
         )  # fmt: skip
-        self._stands = threading.Thread(target=self._stand, name="syncer-standing", daemon=True)
-        self._stands.start()
+        self._standing = threading.Thread(target=self._follow_standing, name="syncer-standing", daemon=True)
+        self._standing.start()
         if self._following is not None:
             self._following.start()
 
     @property
     def driver(self) -> HostedDriver:
-        """The run.
+        """The run's driver.
 
         Raises:
-            StandbyError: this syncer does not serve it now.
+            StandbyError: this syncer does not serve the run now.
         """
         if (hosted := self._hosted) is None or not self.pairing.succession.serves:
-            raise self.pairing.refusal()
+            raise self.pairing.core.refusal()
         return hosted
 
     def _page_url(self, caller: Caller) -> str:
@@ -222,7 +222,7 @@ class Syncer:
         return self.page.url_for(caller)
 
     def _steer(self, order: Order, caller: Caller) -> str:
-        """An order from the page."""
+        """Execute an order from the page."""
 
         def steer(driver: SyncerDriver, done: Callable[[str], None]) -> None:
             driver.steer(order, caller.name, done)
@@ -232,23 +232,23 @@ class Syncer:
         return said
 
     def versions(self) -> tuple[int, ...]:
-        """The newest of each fragment that is durable here."""
+        """The newest durable version of each fragment."""
         return self._store.versions()
 
     def _new_driver(self, *, is_begun: bool) -> HostedDriver:
         options = self._options
-        if self._journal is not None and self.pairing.had_position:
+        if self._journal is not None and self.pairing.core.had_position:
             why = "another syncer may have served the run before this start"
             self._journal.append(json.dumps({"e": "#gap", "t": time.monotonic(), "missing": 0, "why": why}))
         return HostedDriver(
             self.run, self._method, self._store, Spool(options.state_dir, options.spool_bytes),
             deadlines=options.deadlines, journal=self._observer, pool=options.pool,
             recorder=self._recorder(options), writes=ReplicatedStore(self._store, self.pairing),
-            boot=self.pairing.boot, is_begun=is_begun,
+            boot=self.pairing.succession.boot, is_begun=is_begun,
         )  # fmt: skip
 
-    def _host_as_it_stands(self) -> None:
-        """Have a driver where this syncer serves the run, at its epoch, and none where it does not."""
+    def _update_hosting(self) -> None:
+        """Start or stop the driver, or begin its next epoch, as this syncer's standing requires."""
         with self._hosting:
             succession, hosted = self.pairing.succession, self._hosted
             if not succession.serves:
@@ -262,14 +262,14 @@ class Syncer:
                 if hosted.ask(lambda driver: driver.lineage.epoch) < epoch:
                     hosted.ask(lambda driver: driver.begin_epoch(epoch))
 
-    def _stand(self) -> None:
-        """Do what two syncers and their learners decide, from a thread, once there are two."""
+    def _follow_standing(self) -> None:
+        """Execute the pair's decisions on a thread, once there are two syncers."""
         while not self._stopping.is_set():
             if not self.pairing.engaged.wait(TICK_S) or self._stopping.wait(TICK_S):
                 continue
             try:
                 self.pairing.tick()
-                self._host_as_it_stands()
+                self._update_hosting()
             except StoreError as error:
                 log.error("the standing of this syncer waits for the disk: %s", error)
             except BaseException as error:
@@ -278,7 +278,7 @@ class Syncer:
                 return
 
     def _failed(self, error: BaseException) -> None:
-        """It must not go on: `wait` raises this."""
+        """Keep the first error of a thread, which `wait` raises."""
         self._failure = self._failure or error
 
     def _recorder(self, options: Options) -> Recorder[Slot] | None:
@@ -288,7 +288,7 @@ class Syncer:
         return Recorder(self._journal, TensorPayloads(keep))
 
     def wait(self, stop: threading.Event) -> None:
-        """Serve until `stop` is set, or the driver fails (raises what it failed with)."""
+        """Serve until `stop` is set. Raises the error of the driver or of a thread, if one fails."""
         while not stop.wait(0.5):
             if self._failure is not None:
                 raise self._failure
@@ -296,12 +296,12 @@ class Syncer:
                 hosted.raise_failure()
 
     def close(self) -> None:
-        """Finish what is being merged, tell the learners, stop."""
+        """Finish merges in progress, notify the learners, and stop."""
         if self._stopping.is_set():
             return
         self._stopping.set()
-        self.pairing.hurry()
-        self._stands.join()
+        self.pairing.core.hurry()
+        self._standing.join()
         self.progress.write()
         hosted = self._hosted
         if hosted is not None:
@@ -313,6 +313,7 @@ class Syncer:
         self._deadlines.close()
         self.transfers.close()
         self._calls.close()
+        self._audit.close()
         self._traffic.join()
         if self._backups is not None:
             self._backups.close()
@@ -340,14 +341,14 @@ class Syncer:
         self.close()
 
     def _run_status(self) -> dict[str, Any] | None:
-        """`Driver.status`; None while this syncer does not serve the run."""
+        """`Driver.status`; None: this syncer does not serve the run now."""
         try:
             return self.driver.ask(lambda driver: driver.status())
         except (StandbyError, UnreachableError):
             return None
 
     def _status_extra(self) -> dict[str, Any]:
-        """This clock, events that could not be written, and the bytes of calls by learner and kind."""
+        """The syncer's part of its status: time, events that could not be written, bytes by learner and kind."""
         now = time.time()
         num_bytes: dict[str, dict[str, dict[str, int]]] = {}
         for (learner, kind, direction), count in self._wire_bytes.totals().items():
@@ -361,7 +362,7 @@ class Syncer:
         due_at = time.monotonic()
         while not self._stopping.wait(TRAFFIC_EVERY_S):
             self._append_traffic()
-            self._incoming.look()
+            self._incoming.drop_expired()
             if time.monotonic() >= due_at:
                 due_at = time.monotonic() + EVERY_S
                 self.progress.write()
@@ -379,7 +380,7 @@ class Syncer:
 
 
 def _bind(server: grpc.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
-    """The bound port; of a unix socket, which only this user may use, 0."""
+    """Bind the address; returns the port, or 0 for a unix socket, which only this user may use."""
     path = socket_path(address)
     before = os.umask(0o177) if path else None
     try:

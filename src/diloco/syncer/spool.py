@@ -1,4 +1,4 @@
-"""Where contributions wait for their round: in memory up to a budget, in files beyond it, always encoded."""
+"""The spool, in which contributions wait for their round: encoded, in memory up to a budget, beyond it in files."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Slot:
         self._buffer = buffer
         self._make = make
         self._is_released = False
-        self._lock = threading.Lock()  # parts of a payload come over several connections
+        self._lock = threading.Lock()  # parts of a payload arrive over several connections
 
     @property
     def buffer(self) -> memoryview:
-        """The room. On a disk it is made when it is first used.
+        """The room; on a disk it is allocated at its first use.
 
         Raises:
             NoRoomError: the disk is full.
@@ -46,22 +46,21 @@ class Slot:
         return tensor_of(self.buffer)
 
     def drop(self) -> memoryview | None:
-        """Gives the buffer up; a mapped file goes when the last tensor over it does."""
+        """Give up the buffer; a mapped file is freed with the last tensor over it."""
         assert not self._is_released
         self._is_released, buffer, self._buffer = True, self._buffer, None
         return buffer
 
 
 class Spool:
-    """Gives out room for payloads.
+    """Allocates room for payloads.
 
-    Memory is reused by the next payload of the same size: filling fresh pages takes a good part of the time of
-        receiving.
+    Memory is reused for the next payload of the same size, since filling fresh pages takes much of the time of
+    receiving.
 
     Arguments:
-        directory: for the payloads that do not fit; its files are unlinked at once, so that a crash leaves nothing
-            behind.
-        budget_bytes: how much may be held in memory, payloads and what is kept for the next ones together.
+        directory: for payloads beyond the budget; its files are unlinked at once, so that a crash leaves none.
+        budget_bytes: most memory, of payloads and of buffers kept for reuse together.
     """
 
     def __init__(self, directory: Path, budget_bytes: int) -> None:
@@ -73,11 +72,11 @@ class Spool:
 
     @property
     def held_bytes(self) -> int:
-        """In memory at the moment."""
+        """Bytes of payloads in memory."""
         return self._held_bytes
 
     def allocate(self, num_bytes: int) -> Slot:
-        """Room for `num_bytes`, in memory or to be made on disk; returns at once.
+        """Room for `num_bytes`, in memory, or on a disk at its first use; returns at once.
 
         Raises:
             NoRoomError: the process gets no memory.
@@ -101,7 +100,7 @@ class Spool:
             ) from error
 
     def release(self, slot: Slot) -> None:
-        """The payload is not needed any more: no tensor over it may be used from here on."""
+        """Free a slot; tensors over it must not be used afterwards."""
         buffer = slot.drop()
         if slot.in_memory and buffer is not None:
             with self._lock:

@@ -1,8 +1,8 @@
 """Bytes of calls by learner, kind and direction, counted where gRPC frames messages.
 
-A message counts as its own bytes and the five that gRPC puts before it. HTTP/2, TLS and TCP add theirs below, which no
-program sees through gRPC; for chunks of a transfer that is about 0.2 %. A message that is sent counts once gRPC takes
-it, one that is received once the syncer reads it.
+A message counts as its own bytes and gRPC's prefix of five. HTTP/2, TLS and TCP add bytes that gRPC does not show,
+about 0.2 % for chunks of a transfer. A sent message counts when gRPC accepts it, a received one when the syncer reads
+it.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ Direction = Literal["received", "sent"]  # as this process sees it
 Key = tuple[str, str, Direction]  # learner, kind
 
 FRAME_BYTES = 5
-"""Before each message: a flag, and its length (gRPC over HTTP/2, Length-Prefixed-Message)."""
+"""The prefix of each message: a flag and its length (gRPC over HTTP/2, Length-Prefixed-Message)."""
 
 
 @dataclass
 class _Call:
-    """A call that is open; `unlabelled`: what was counted before it was known whose it is."""
+    """An open call; `unlabelled`: bytes counted before its label is known."""
 
     label: tuple[str, str] | None = None
     unlabelled: Counter[Direction] = field(default_factory=Counter)
 
 
 class WireBytes:
-    """Totals never fall and outlive their calls. Any thread may call any method.
+    """Totals that only grow and outlive their calls. Any thread may call any method.
 
-    Calls that were not let in, and so got no label, are not counted.
+    Refused calls have no label and are not counted.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class WireBytes:
 
     @contextmanager
     def call(self, context: grpc.ServicerContext) -> Iterator[None]:
-        """Inside, the call is open."""
+        """The call is open during the block."""
         with self._lock:
             self._calls[context] = _Call()
         try:
@@ -64,7 +64,7 @@ class WireBytes:
             call.unlabelled.clear()
 
     def count(self, context: grpc.ServicerContext, direction: Direction, message: bytes) -> None:
-        """Count a message of an open call; a thread that still reads when the call has ended counts nothing."""
+        """Count a message of an open call; nothing once the call has ended, though a thread may still read from it."""
         num_bytes = FRAME_BYTES + len(message)
         with self._lock:
             call = self._calls.get(context)
@@ -76,7 +76,7 @@ class WireBytes:
                 self._totals[*call.label, direction] += num_bytes
 
     def received(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        """The messages that a peer sends, counted."""
+        """Count the messages that a peer sends."""
         for message in messages:
             self.count(context, "received", message)
             yield message

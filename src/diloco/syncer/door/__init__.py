@@ -1,1 +1,1 @@
-"""How the syncer is reached: gRPC calls, who is admitted, limits."""
+"""The gRPC interface of a syncer: calls, admission, limits."""

@@ -1,8 +1,8 @@
-"""How many calls a syncer serves at once: threads of their own for each kind of call, and a share for each caller.
+"""Admission of calls: each kind of call has its own threads, and each caller a share of them.
 
-gRPC runs every call on a thread from its first byte on, so that calls that say nothing could hold them all. Here calls
-of one kind cannot take the threads of another: a flood of transfers leaves those for heartbeats. A call beyond the
-threads of its kind is refused before it has one, and a call beyond its caller's share as soon as the caller is known.
+gRPC gives a call a thread at its first byte, so that silent calls could hold all threads. Here a kind of call cannot
+use the threads of another: a flood of transfers leaves the threads of heartbeats free. A call beyond the limit of its
+kind is refused before it gets a thread, and a call beyond its caller's share once the caller is authenticated.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Call = Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[bytes]]
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one kind of call.
+    """Limits of one kind of call.
 
     Attributes:
         threads: that serve it.
-        calls: that have a thread or wait for one.
+        calls: at most, with a thread or waiting for one.
     """
 
     threads: int
@@ -45,18 +45,18 @@ LIMITS: Mapping[Kind, Limits] = {
     "transfers": Limits(256, 256),
     "standby": Limits(8, 16),
 }
-"""Calls of "control" are short. Those of "writes" (Join, Lease, Leave) are answered once the disk has what they change,
-however long it refuses that. Each learner has one "watch" as long as it trains."""
+"""Calls of "control" are short. Those of "writes" (Join, Lease, Leave) are answered once their change is durable,
+however long the disk refuses. Each learner has one "watch" while it trains."""
 
 BOUND_SHARE, SHARE = 4, 2
-"""A caller that speaks for one learner has a quarter of the threads at most, and another one, such as a viewer,
-half. Where a syncer asks for no certificates all are one caller, which has them all."""
+"""A caller that speaks for one learner gets at most a quarter of the threads of a kind, any other caller half. Without
+certificates all calls are of one caller, which gets all threads."""
 
 REFUSING_THREADS = 4
 
 
 class CallThreads(ThreadPoolExecutor):
-    """The threads of one kind of call. gRPC's serving thread alone begins calls, one after the other."""
+    """The threads of one kind of call. Only gRPC's serving thread begins calls, one at a time."""
 
     def __init__(self, kind: Kind, limits: Limits) -> None:
         super().__init__(limits.threads, thread_name_prefix=f"syncer-{kind}")
@@ -84,15 +84,15 @@ class CallThreads(ThreadPoolExecutor):
 
 class Admission(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # which it takes for type checkers only
     """Finds a call's handler and its threads. Every call is a stream of bytes answered by a stream of bytes, so that
-    nothing is read from it before its handler does; on the wire a single message is the same.
+    only its handler reads from it; on the wire a unary call looks the same.
 
     Arguments:
-        calls: by method, its kind and handler.
+        calls: the kind and the handler of each method.
     """
 
     def __init__(self, calls: Mapping[str, tuple[Kind, Call]], limits: Mapping[Kind, Limits] = LIMITS) -> None:
         self.refusing = ThreadPoolExecutor(REFUSING_THREADS, thread_name_prefix="syncer-refusing")
-        """For calls that are refused at once."""
+        """Threads of calls that are refused."""
         self._threads = {kind: CallThreads(kind, limits[kind]) for kind in get_args(Kind)}
         self._handlers = {
             path(name): (self._threads[kind], _handler(call, self._threads[kind]))
@@ -118,12 +118,17 @@ def _handler(call: Call, threads: ThreadPoolExecutor) -> grpc.RpcMethodHandler[A
 
 
 def _refuse(_: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-    abort(context, UnreachableError("the syncer serves as many calls as it can; the same call is taken once one ends."))
+    abort(
+        context,
+        UnreachableError(
+            "the syncer serves as many calls as it can; repeat the call, which is accepted once another ends."
+        ),
+    )
     yield from ()
 
 
 class Shares:
-    """How many calls each caller has open. Any thread may call."""
+    """Counts each caller's open calls. Any thread may call."""
 
     def __init__(self, limits: Mapping[Kind, Limits] = LIMITS) -> None:
         self._limits = limits
@@ -132,10 +137,10 @@ class Shares:
 
     @contextmanager
     def take(self, kind: Kind, caller: Caller) -> Iterator[None]:
-        """Inside, a call of the caller is open.
+        """Count a call of the caller during the block.
 
         Raises:
-            UnreachableError: it has as many as it may have.
+            UnreachableError: the caller has its share open already.
         """
         most = self._limits[kind].threads
         if caller != UNKNOWN:
@@ -144,8 +149,8 @@ class Shares:
         with self._lock:
             if self._open[key] >= most:
                 raise UnreachableError(
-                    f"{caller.name!r} has {most} {kind} open, as many as it may have; the same call is taken once one "
-                    "ends."
+                    f"{caller.name!r} has {most} {kind} open, as many as it may have; repeat the call, "
+                    "which is accepted once one ends."
                 )
             self._open[key] += 1
         try:

@@ -1,4 +1,4 @@
-"""What a syncer keeps of its callers: who was let in to change the run, and who was refused."""
+"""The audit of a syncer's callers: admissions to calls that change the run, and refusals."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from diloco.syncer.metrics import SyncerMetrics
 log = logging.getLogger("diloco.syncer")
 
 REFUSALS = (AuthError, ConfigError, LayoutError, PayloadError, UnknownRunError, AlreadyInitialisedError)
-"""Errors that say something of the sender. Others, such as a lack of room, are the syncer's or the run's."""
+"""Errors for which the sender is responsible. Others, such as a lack of room, are the syncer's or the run's."""
 
 AGAIN_S = 60.0
-"""Each sender has one event of its first refusal, and at most one in this time of those that follow, with their
-number: a flood of bad calls does not fill the disk."""
+"""A sender's first refusal gives an event; later ones give at most one event in this time, with their number, so that a
+flood of bad calls does not fill the disk."""
 
 MAX_SENDERS = 64
-"""Senders that are told apart at a time; those beyond are counted together."""
+"""Senders that are counted separately; any others are counted together."""
 
 MAX_TEXT = 500
 
 
 @dataclass
 class _Sender:
-    """Refusals of one sender that are not written yet."""
+    """One sender's refusals that are not written yet."""
 
     written_at: float
     times: int = 0
@@ -59,7 +59,7 @@ class Audit:
         self._senders: dict[str, _Sender] = {}
 
     def admitted(self, call: str, caller: Caller, learner: str, peer: str) -> None:
-        """A caller was let in to change the run."""
+        """Record that a caller was admitted to a call that changes the run."""
         self._log.append(
             events.Admitted(
                 call=call, learner=learner, name=caller.name, role=caller.role, key=caller.key[:16], peer=peer
@@ -67,8 +67,7 @@ class Audit:
         )
 
     def refused(self, call: str, caller: Caller | None, peer: str, error: DilocoError) -> None:
-        """A call was refused; `caller`: None where it is the caller that is not known. It is written down if it was for
-        something that its sender did."""
+        """Record a refused call, if its sender is responsible. `caller`: None: it is not authenticated."""
         if not isinstance(error, REFUSALS):
             return
         reason, name = type(error).__name__, "" if caller is None else caller.name
@@ -86,7 +85,7 @@ class Audit:
                 sender.times, sender.newest = sender.times + 1, event
 
     def flush(self) -> None:
-        """Write what was only counted for long enough; called now and then, and with the last call everything is."""
+        """Write counts that are `AGAIN_S` old; call it regularly."""
         now = self._clock()
         with self._lock:
             for key, sender in list(self._senders.items()):
@@ -95,7 +94,7 @@ class Audit:
                     del self._senders[key]
 
     def close(self) -> None:
-        """Write all that was only counted."""
+        """Write all counts."""
         with self._lock:
             for sender in self._senders.values():
                 self._write(sender)

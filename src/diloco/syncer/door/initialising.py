@@ -1,4 +1,4 @@
-"""The call by which a run is given its model, once."""
+"""The Initialise call: a learner uploads the run's initial model, once."""
 
 from __future__ import annotations
 
@@ -23,67 +23,67 @@ from diloco.run import validation as sense
 from diloco.run.ports import InitialModel
 from diloco.syncer.door.audit import Audit
 from diloco.syncer.door.messages import layout_of, seen_of
+from diloco.syncer.door.open_calls import OpenTransfers
 from diloco.syncer.door.receiving import IncomingModel
-from diloco.syncer.door.transfers import Transfers
 from diloco.syncer.hosting import HostedDriver, SyncerDriver, while_waiting
 from diloco.syncer.keys.callers import Caller
 
 MAX_STATIC_ELEMENT_BYTES, MAX_STATIC_HEADER_BYTES = 16, 4096
-"""What a tensor that training leaves alone takes, by element, and besides."""
+"""Bounds on the size of a static tensor: bytes of an element, and of its header."""
 
 
 class Initialising:
-    """Takes the model of one run, from one learner at a time.
+    """Receives the run's initial model, from one learner at a time.
 
     Arguments:
         host, transfers, audit, resumed: as in `Service`.
-        incoming: keeps what arrived of an upload that was cut off.
+        incoming: keeps the received part of an interrupted upload.
     """
 
     def __init__(
-        self, host: Callable[[], HostedDriver], *, transfers: Transfers, audit: Audit, incoming: IncomingModel,
+        self, host: Callable[[], HostedDriver], *, transfers: OpenTransfers, audit: Audit, incoming: IncomingModel,
         resumed: Callable[[str, str, int], None],
     ) -> None:  # fmt: skip
         self._host, self._transfers, self._audit, self._resumed = host, transfers, audit, resumed
         self._lock, self._incoming = threading.Lock(), incoming
 
-    def take(
+    def receive(
         self, caller: Caller, header: pb.InitialiseHeader, stream: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[pb.InitialiseReply]:
-        """The replies to an Initialise call of a caller that may make it."""
+        """The replies to an Initialise call of an authorised caller."""
         layout, seen = layout_of(header.layout), seen_of(header)
         _check_sizes(list(header.part_bytes), layout)
-        with self._transfers.open(header.learner, None, "Initialise", context):  # this learner's own, over a dead link
+        with self._transfers.open(header.learner, None, "Initialise", context):  # ends this learner's earlier one
             if not self._lock.acquire(blocking=False):
                 raise BusyError(
-                    "another learner gives the run its model; the same call is taken if that one breaks off."
+                    "another learner initialises the run; repeat the call, which is accepted if that upload breaks off."
                 )
             try:
-                self._host().ask(_check_has_no_model)
-                yield from self._take(header, layout, seen, stream)
+                self._host().ask(_require_uninitialised)
+                yield from self._receive(header, layout, seen, stream)
                 self._audit.admitted("Initialise", caller, header.learner, context.peer())
                 yield pb.InitialiseReply()
             finally:
                 self._lock.release()
 
-    def _take(
+    def _receive(
         self, header: pb.InitialiseHeader, layout: Layout, seen: Lineage | None, stream: Iterator[bytes]
     ) -> Iterator[pb.InitialiseReply]:
         resumed = partial(self._resumed, header.learner, "joins")
         buffer = yield from _replying(self._incoming.receive(header, stream, _room_for_model, resumed))
-        all_here = pb.Received(num_bytes=len(buffer), all=True)
+        whole = pb.Received(num_bytes=len(buffer), all=True)
         with ThreadPoolExecutor(1, thread_name_prefix="diloco-initialise") as worker:
             making = worker.submit(self._initial_model, header, layout, seen, buffer)
-            yield from (pb.InitialiseReply(received=all_here) for _ in while_waiting(making))
+            yield from (pb.InitialiseReply(received=whole) for _ in while_waiting(making))
             model = making.result()
 
         waiting = self._host().until_done(lambda driver, done: driver.initialise(model, done))
-        yield from (pb.InitialiseReply(received=all_here) for _ in waiting)
+        yield from (pb.InitialiseReply(received=whole) for _ in waiting)
 
     def _initial_model(
         self, header: pb.InitialiseHeader, layout: Layout, seen: Lineage | None, buffer: memoryview
     ) -> InitialModel[GlobalFragment]:
-        """What has come, checked and with its digests: seconds for each GB."""
+        """Check the upload and compute its digests; takes seconds for each GB."""
         thetas, start = [], 0
         for num_bytes in header.part_bytes[:-1]:
             thetas.append(tensor_of(buffer[start : start + num_bytes], torch.float32))
@@ -105,7 +105,7 @@ class Initialising:
 
 
 def _check_sizes(sizes: list[int], layout: Layout) -> None:
-    """A model has the size that its layout needs; asked before room is made for it."""
+    """Check the announced sizes against the layout, before memory is reserved."""
     expected = [4 * fragment.numel for fragment in layout.fragments]
     if sizes[:-1] != expected:
         raise CorruptPayloadError(f"the model has parts of {sizes[:-1]} bytes and its layout needs {expected}.")
@@ -118,8 +118,7 @@ def _check_sizes(sizes: list[int], layout: Layout) -> None:
         )
 
 
-def _check_has_no_model(driver: SyncerDriver) -> None:
-    """Before anything of another one is taken."""
+def _require_uninitialised(driver: SyncerDriver) -> None:
     if driver.state.is_initialised:
         raise driver.state.already_initialised()
 
@@ -127,19 +126,19 @@ def _check_has_no_model(driver: SyncerDriver) -> None:
 def _replying(
     arriving: Generator[pb.Received, None, memoryview],
 ) -> Generator[pb.InitialiseReply, None, memoryview]:
-    """What has arrived, as replies."""
+    """Turn progress reports into replies."""
     with closing(arriving):
         while True:
             try:
                 received = next(arriving)
             except StopIteration as ended:
-                whole: memoryview = ended.value
-                return whole
+                buffer: memoryview = ended.value
+                return buffer
             yield pb.InitialiseReply(received=received)
 
 
 def _room_for_model(num_bytes: int) -> memoryview:
-    """The system gives it page by page, as bytes arrive."""
+    """Reserve memory; the system maps its pages as bytes arrive."""
     try:
         return room(num_bytes)
     except (MemoryError, OSError, OverflowError) as error:
@@ -147,10 +146,10 @@ def _room_for_model(num_bytes: int) -> memoryview:
 
 
 def _check_static(layout: Layout, static: bytes) -> None:
-    """The frozen tensors and buffers are what the layout says."""
+    """Check the static tensors' names against the layout."""
     tensors = tensors_of(static, "the static tensors")
     if set(tensors) != {spec.name for spec in layout.static}:
         raise LayoutError(
-            f"the model brings the static tensors {sorted(tensors)} and its layout names "
+            f"the model has the static tensors {sorted(tensors)} and its layout names "
             f"{[s.name for s in layout.static]}."
         )

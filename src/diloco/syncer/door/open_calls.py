@@ -1,61 +1,115 @@
-"""Calls that are open: their callers are looked at again, and a call whose credentials have ended is ended. Of a kind
-of which a caller needs one only, a newer call takes the place of an older one."""
+"""Open calls: authentication before the handler, and reasons to end a call (revoked credentials, a peer that stalls, a
+learner that leaves the run).
+
+gRPC hands over requests as raw bytes, so that a caller is authenticated before anything that it sent is parsed.
+A connection whose other end has vanished looks like a slow one. A call waits for its peer at most as long as a stall
+timeout; the transfer of a member of the run ends with its incarnation instead, for whose heartbeats there is a
+deadline.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+import time
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 
-from diloco.errors import AuthError, UnreachableError
+from diloco.errors import AuthError, DilocoError, UnreachableError
+from diloco.exchange.wire import syncer_pb2 as pb
+from diloco.exchange.wire.frames import read_header
+from diloco.exchange.wire.rpc import MAX_CONTROL_BYTES, MAX_MESSAGE_BYTES, abort
+from diloco.protocol.session.lanes import StallTimeout
+from diloco.run.run_state import require_run
+from diloco.run.validation import check_name
+from diloco.syncer.door.admission import Call, Kind, Shares
 from diloco.syncer.door.audit import Audit
+from diloco.syncer.hosting import HostedDriver
 from diloco.syncer.keys.auth import Authenticator
-from diloco.syncer.keys.callers import Caller
+from diloco.syncer.keys.callers import Caller, Role
+from diloco.syncer.wire_bytes import WireBytes
 
 log = logging.getLogger("diloco.syncer")
 
-LOOK_EVERY_S = 1.0
+T = TypeVar("T")
+M = TypeVar("M", bound=Message)
+Replies = Iterator[Message] | Iterator[pb.Notice] | Iterator[bytes]
+
+FIRST_S = 20.0
+"""Longest wait for the first message of a call, which its sender has ready."""
+
+NEXT_S = 300.0
+"""Longest wait for every further message, and for a reply to be taken; also the wait where heartbeats show whether the
+peer lives. A message has half a megabyte: 14 kbit/s are enough."""
+
+CHECK_EVERY_S = 0.5
+
+
+class PeriodicCheck(ABC):
+    """Checks open calls every `CHECK_EVERY_S` on a thread of its own."""
+
+    def __init__(self, name: str) -> None:
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self._closing.set()
+        self._thread.join()
+
+    @abstractmethod
+    def check(self) -> None:
+        """Cancel the calls that have to end."""
+
+    def _run(self) -> None:
+        while not self._closing.wait(CHECK_EVERY_S):
+            self.check()
 
 
 @dataclass(eq=False)
 class _Call:
     name: str
     caller: Caller
-    context: Any  # of gRPC, whose `cancel` has no types
-    is_settled: bool = False
+    context: Any  # gRPC's, whose `cancel` has no types
+    is_admitted: bool = False
 
 
-class OpenCalls:
-    """Every call of a syncer that may last. Any thread may call any method.
+class OpenCalls(PeriodicCheck):
+    """The long calls of a syncer, cancelled when the caller's credentials end. Any thread may call any method.
 
-    A call that is ended is cancelled; what the caller asks next is refused with the reason.
+    The caller's next call is refused with the reason. Some calls a caller has only once: a newer one ends the older.
     """
 
     def __init__(self, auth: Authenticator, audit: Audit) -> None:
+        super().__init__("syncer-callers")
         self._auth, self._audit = auth, audit
         self._lock = threading.Lock()
         self._calls: set[_Call] = set()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="syncer-callers", daemon=True)
-        self._thread.start()
 
     @contextmanager
     def open(self, name: str, caller: Caller, context: grpc.ServicerContext, *, single: bool = False) -> Iterator[None]:
-        """Inside, the call is looked at again.
+        """Check the call's credentials during the block.
 
         Arguments:
-            single: the caller has one such call, and one that is not `settled` yet: this one ends the others of those.
+            single: the caller may have one such call, and one that is not `admitted` yet: this call ends other ones
+                that are not admitted.
         """
         call = _Call(name, caller, context)
         with self._lock:
-            before = self._alike(call, is_settled=False) if single else []
+            replaced = self._others(call, is_admitted=False) if single else []
             self._calls.add(call)
-        for each in before:
+        for each in replaced:
             each.context.cancel()
         try:
             yield
@@ -63,41 +117,31 @@ class OpenCalls:
             with self._lock:
                 self._calls.remove(call)
 
-    def settled(self, context: grpc.ServicerContext) -> None:
-        """A `single` call was let in: what it takes the place of is ended."""
+    def admitted(self, context: grpc.ServicerContext) -> None:
+        """Note that a `single` call was admitted; it ends the caller's earlier one."""
         with self._lock:
             (call,) = (each for each in self._calls if each.context is context)
-            before = self._alike(call, is_settled=True)
-            call.is_settled = True
-        for each in before:
+            replaced = self._others(call, is_admitted=True)
+            call.is_admitted = True
+        for each in replaced:
             each.context.cancel()
 
-    def _alike(self, call: _Call, *, is_settled: bool) -> list[_Call]:
-        """Other calls of the same name and caller."""
-        who = call.name, call.caller.name
+    def _others(self, call: _Call, *, is_admitted: bool) -> list[_Call]:
+        """Other calls of the same method and caller."""
+        key = call.name, call.caller.name
         return [
             each for each in self._calls
-            if each is not call and (each.name, each.caller.name) == who and each.is_settled is is_settled
+            if each is not call and (each.name, each.caller.name) == key and each.is_admitted is is_admitted
         ]  # fmt: skip
 
     @property
     def num_open(self) -> int:
-        """How many are open."""
+        """The number of open calls."""
         with self._lock:
             return len(self._calls)
 
-    def close(self) -> None:
-        """Look no more."""
-        self._stop.set()
-        self._thread.join()
-        self._audit.close()
-
-    def _run(self) -> None:
-        while not self._stop.wait(LOOK_EVERY_S):
-            self._look()
-            self._audit.flush()
-
-    def _look(self) -> None:
+    def check(self) -> None:
+        """As `PeriodicCheck`; also writes refusals that the audit has counted."""
         with self._lock:
             calls = list(self._calls)
         for call in calls:
@@ -107,3 +151,256 @@ class OpenCalls:
                 log.warning("ended a call (%s) of %s: %s", call.name, call.caller.name, error)
                 self._audit.refused(call.name, call.caller, call.context.peer(), error)
                 call.context.cancel()
+        self._audit.flush()
+
+
+@dataclass(frozen=True, eq=False)
+class _Wait:
+    context: Any  # gRPC's, whose `cancel` has no types
+    caller: str
+    limit_s: float
+    ends_at: float
+
+
+class CallDeadlines(PeriodicCheck):
+    """Cancels calls whose peer does not send or receive in time: a stall timeout for each caller. Any thread may call
+    any method.
+
+    A peer that vanishes is noticed within the lost deadline. A slow link gets a longer timeout with each try, up to
+    `FIRST_S` and `NEXT_S`.
+
+    Arguments:
+        floor_s: the stall timeout of a caller that is not known to be slow; at least the lost deadline.
+        first_s, next_s: as the constants.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, floor_s: float, *, first_s: float = FIRST_S, next_s: float = NEXT_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        super().__init__("syncer-deadlines")
+        self._first_s, self._next_s, self._clock = first_s, next_s, clock
+        self._lock = threading.Lock()
+        self._timeouts: defaultdict[str, StallTimeout] = defaultdict(lambda: StallTimeout(floor_s, next_s))
+        self._waits: set[_Wait] = set()
+        self._members: set[grpc.ServicerContext] = set()
+
+    def messages(self, stream: Iterator[bytes], caller: str, context: grpc.ServicerContext) -> Iterator[bytes]:
+        """The messages of a call, each with a deadline."""
+        limit_s = self._first_s
+        while True:
+            with self._waiting(caller, context, limit_s):
+                message = next(stream, None)
+            if message is None:
+                return
+            yield message
+            limit_s = self._next_s
+
+    def replies(self, replies: Iterator[T], caller: str, context: grpc.ServicerContext) -> Iterator[T]:
+        """The replies of a call; the peer has a deadline to take each. The time to make a reply is not limited."""
+        for reply in replies:
+            with self._waiting(caller, context, self._next_s):
+                yield reply
+
+    @contextmanager
+    def member(self, context: grpc.ServicerContext) -> Iterator[None]:
+        """During the block the call has no stall timeout: heartbeats show whether its peer lives."""
+        with self._lock:
+            self._members.add(context)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._members.discard(context)
+
+    @contextmanager
+    def _waiting(self, caller: str, context: grpc.ServicerContext, most_s: float) -> Iterator[None]:
+        began_at = self._clock()
+        with self._lock:
+            timeout = None if context in self._members else self._timeouts[caller]
+            limit_s = most_s if timeout is None else min(most_s, timeout.limit_s)
+            wait = _Wait(context, caller, limit_s, began_at + limit_s)
+            self._waits.add(wait)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waits.discard(wait)
+                if timeout is not None:
+                    timeout.waited(self._clock() - began_at)
+
+    def check(self) -> None:
+        """As `PeriodicCheck`."""
+        now = self._clock()
+        with self._lock:
+            late = [wait for wait in self._waits if wait.ends_at <= now]
+            self._waits.difference_update(late)
+        for wait in late:
+            log.info("ended a call of %s: nothing has moved for %.1f s", wait.caller, wait.limit_s)
+            wait.context.cancel()
+
+
+@dataclass(frozen=True, eq=False)
+class _Transfer:
+    learner: str
+    incarnation: int | None
+    content: Hashable
+    context: Any  # gRPC's, whose `cancel` has no types
+    ended: threading.Event = field(default_factory=threading.Event)
+
+
+class OpenTransfers(PeriodicCheck):
+    """The transfers of learners, cancelled when the incarnation has left the run or starts the same transfer again over
+    another connection. Any thread may call any method.
+
+    Arguments:
+        host: gives the driver.
+        deadlines: do not limit the transfers of members.
+    """
+
+    def __init__(self, host: Callable[[], HostedDriver], deadlines: CallDeadlines) -> None:
+        super().__init__("syncer-transfers")
+        self._host, self._deadlines = host, deadlines
+        self._lock = threading.Lock()
+        self._open: set[_Transfer] = set()
+
+    @contextmanager
+    def open(
+        self, learner: str, incarnation: int | None, content: Hashable, context: grpc.ServicerContext
+    ) -> Iterator[None]:  # fmt: skip
+        """Watch a transfer during the block. An earlier transfer of the same content ends before the block begins.
+
+        Arguments:
+            incarnation: None: the learner is not a member yet; only a newer transfer ends this one.
+            content: distinguishes the transfers of an incarnation.
+        """
+        mine = _Transfer(learner, incarnation, content, context)
+        key = learner, incarnation, content
+        with self._lock:
+            same = [it for it in self._open if (it.learner, it.incarnation, it.content) == key]
+            self._open.add(mine)
+        try:
+            for earlier in same:
+                log.info("%s repeats %s over a new connection: the earlier one is ended", learner, content)
+                earlier.context.cancel()
+                while not earlier.ended.wait(CHECK_EVERY_S) and context.is_active():
+                    pass
+            with nullcontext() if incarnation is None else self._deadlines.member(context):
+                yield
+        finally:
+            mine.ended.set()
+            with self._lock:
+                self._open.remove(mine)
+
+    @property
+    def num_open(self) -> int:
+        """The number of open transfers."""
+        with self._lock:
+            return len(self._open)
+
+    def check(self) -> None:
+        """As `PeriodicCheck`."""
+        with self._lock:
+            transfers = list(self._open)
+        for it in transfers:
+            if it.incarnation is None:
+                continue
+            try:
+                self._host().ask(lambda driver, it=it: driver.core.check(it.learner, it.incarnation))  # type: ignore[misc]
+            except DilocoError as error:
+                log.info("ended a transfer of %s: %s", it.learner, error)
+                it.context.cancel()
+
+
+class CallGuard:
+    """Wraps the handlers of one run's calls.
+
+    Arguments:
+        run: its id.
+        auth: authenticates callers.
+        calls: ends the calls of callers whose credentials have ended.
+        deadlines: of the messages of calls.
+        audit: records refusals.
+        wire_bytes: counts the bytes of each call.
+    """
+
+    def __init__(
+        self, run: str, auth: Authenticator, calls: OpenCalls, deadlines: CallDeadlines, audit: Audit,
+        wire_bytes: WireBytes,
+    ) -> None:  # fmt: skip
+        self._run, self._auth, self._audit, self._wire_bytes = run, auth, audit, wire_bytes
+        self._calls, self._deadlines = calls, deadlines
+        self._shares = Shares()
+
+    def unary(
+        self, name: str, handler: Callable[[Caller, M, grpc.ServicerContext], Message], request: type[M],
+        kind: Kind = "control", most_bytes: int = MAX_CONTROL_BYTES,
+    ) -> tuple[Kind, Call]:  # fmt: skip
+        """A call of one request, of at most so many bytes, and one reply."""
+
+        def call(stream: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+            with self._authenticated(name, kind, context) as caller:
+                found = read_header(self._messages(stream, caller, context), request, most_bytes)
+                yield from self._serialized(iter([handler(caller, found, context)]), context)
+
+        return kind, call
+
+    def streamed(
+        self, name: str, handler: Callable[[Caller, M, Iterator[bytes], grpc.ServicerContext], Replies],
+        header: type[M], kind: Kind = "transfers", most_bytes: int = MAX_MESSAGE_BYTES,
+    ) -> tuple[Kind, Call]:  # fmt: skip
+        """A call of a header, of at most so many bytes, and a stream, answered by a stream."""
+
+        def call(stream: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+            single = kind == "standby"
+            with (
+                self._authenticated(name, kind, context) as caller,
+                self._calls.open(name, caller, context, single=single),
+            ):
+                messages = self._messages(stream, caller, context)
+                found = read_header(messages, header, most_bytes)
+                replies = self._serialized(handler(caller, found, messages, context), context)
+                yield from self._deadlines.replies(replies, caller.name, context)
+
+        return kind, call
+
+    def admit(
+        self, context: grpc.ServicerContext, caller: Caller, run: str, role: Role, learner: str, kind: str
+    ) -> None:
+        """Check that the caller may act in this role, for this learner, in this run; count the call's bytes as `kind`.
+
+        Raises:
+            AuthError, PayloadError, UnknownRunError: it may not.
+        """
+        if role == "learner":
+            check_name(learner)
+        caller.may(role, learner or None)
+        require_run(self._run, run)
+        self._wire_bytes.label(context, learner or "viewers", kind)
+
+    @contextmanager
+    def _authenticated(self, name: str, kind: Kind, context: grpc.ServicerContext) -> Iterator[Caller]:
+        """Authenticate the caller before anything of the call is read. An error, now or in the block, ends the call
+        with its gRPC status and message."""
+        caller = None
+        try:
+            caller = self._auth.caller(context)
+            self._auth.check(caller)
+            if kind == "standby":  # other roles must not hold its few threads
+                caller.may("standby")
+            with self._shares.take(kind, caller), self._wire_bytes.call(context):
+                yield caller
+        except DilocoError as error:
+            self._audit.refused(name, caller, context.peer(), error)
+            abort(context, error)
+
+    def _messages(self, stream: Iterator[bytes], caller: Caller, context: grpc.ServicerContext) -> Iterator[bytes]:
+        """The messages of an authenticated caller, each with a deadline."""
+        return self._wire_bytes.received(self._deadlines.messages(stream, caller.name, context), context)
+
+    def _serialized(self, replies: Replies, context: grpc.ServicerContext) -> Iterator[bytes]:
+        for reply in replies:
+            message = reply if isinstance(reply, bytes) else reply.SerializeToString()
+            self._wire_bytes.count(context, "sent", message)
+            yield message

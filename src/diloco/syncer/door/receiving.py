@@ -1,4 +1,4 @@
-"""The bytes of an upload, as they arrive."""
+"""Receiving an upload, resumed where an earlier one was interrupted."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from diloco.run.uploads import KEPT_S
 
 
 def resumed_at(start: int, received: int) -> int:
-    """Where an upload goes on, of which so many bytes are here.
+    """The byte at which an upload continues, of which `received` bytes are kept.
 
     Raises:
-        CorruptPayloadError: elsewhere than there, or at the beginning.
+        CorruptPayloadError: the sender continues neither at `received` nor at 0.
     """
     if start not in (0, received):
-        raise CorruptPayloadError(f"{received} bytes are here and the upload goes on at byte {start}; send it again.")
+        raise CorruptPayloadError(f"{received} bytes are kept and the upload continues at byte {start}; send it again.")
     return start
 
 
 @dataclass(frozen=True)
 class _Kept:
-    """The first `filled` bytes of an upload, and what it announced."""
+    """The first `filled` bytes of an interrupted upload, and its announcement."""
 
     announced: bytes
     buffer: memoryview
@@ -37,8 +37,8 @@ class _Kept:
 
 
 class IncomingModel:
-    """The bytes of a run's initial model, as they arrive. Those of an upload that is cut off are kept for the next one
-    that says the same, if it begins within `KEPT_S`; one upload at a time, and `look` from any thread.
+    """Receives the run's initial model, one upload at a time. The received part of an interrupted upload is kept for
+    the next upload with the same announcement, if that begins within `KEPT_S`. Any thread may call `drop_expired`.
 
     Arguments:
         clock: monotonic seconds.
@@ -50,12 +50,12 @@ class IncomingModel:
 
     @property
     def kept_bytes(self) -> int:
-        """That wait for the next upload, of memory."""
+        """Memory of a kept upload, in bytes."""
         with self._lock:
             return 0 if self._kept is None else len(self._kept.buffer)
 
-    def look(self) -> None:
-        """Drop what has waited for too long."""
+    def drop_expired(self) -> None:
+        """Drop an upload that was kept for `KEPT_S`."""
         with self._lock:
             if self._kept is not None and self._clock() - self._kept.cut_at_s >= KEPT_S:
                 self._kept = None
@@ -64,11 +64,11 @@ class IncomingModel:
         self, header: pb.InitialiseHeader, stream: Iterator[bytes], room: Callable[[int], memoryview],
         resumed: Callable[[int], None],
     ) -> Generator[pb.Received, None, memoryview]:  # fmt: skip
-        """Says how far it is; gives all of them.
+        """Yield progress reports; return the buffer of the whole model.
 
         Arguments:
-            room: makes it.
-            resumed: is told how many were here before, if any were.
+            room: reserves memory.
+            resumed: called with the number of bytes kept from an earlier upload, if any.
 
         Raises:
             CorruptPayloadError: as `filling`, and `resumed_at`.
@@ -82,7 +82,7 @@ class IncomingModel:
         if kept is not None and kept.announced == what and header.resumes:
             buffer, filled = kept.buffer, kept.filled
         else:
-            kept = None  # its memory, before there is room for the other
+            kept = None  # frees its memory before more is reserved
             buffer, filled = room(sum(header.part_bytes)), 0
         start, is_whole = 0, False
         try:
@@ -97,7 +97,7 @@ class IncomingModel:
                     yield pb.Received(num_bytes=filled)
             is_whole = True
         finally:
-            if not is_whole and filled < len(buffer):  # else it is the checksum that is another one
+            if not is_whole and filled < len(buffer):  # a whole buffer means that the checksum is wrong
                 with self._lock:
                     self._kept = _Kept(what, buffer, filled, self._clock())
         return buffer

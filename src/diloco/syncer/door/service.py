@@ -1,7 +1,4 @@
-"""The gRPC service of a syncer: knows its callers, moves bytes, maps errors to statuses. The driver decides all else.
-
-gRPC hands over requests as raw bytes: a caller is authenticated before anything that it sent is parsed.
-"""
+"""The gRPC service of a syncer: the handlers of its calls, which pass events to the driver and move tensors."""
 
 from __future__ import annotations
 
@@ -9,19 +6,16 @@ import json
 import threading
 import zlib
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 import torch
-from google.protobuf.message import Message
 from safetensors.torch import save
 
 from diloco.core.method import Method
 from diloco.core.shards import Segments, num_segments_of
 from diloco.errors import (
     CorruptPayloadError,
-    DilocoError,
     LayoutError,
     NoRoomError,
     RunError,
@@ -32,16 +26,13 @@ from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import bytes_of, filling, read_header, streamed
 from diloco.exchange.wire.incoming import ArrivalReports, start_of
 from diloco.exchange.wire.outgoing import Acknowledged
-from diloco.exchange.wire.rpc import MAX_CONTROL_BYTES, MAX_MESSAGE_BYTES, abort
+from diloco.exchange.wire.rpc import MAX_CONTROL_BYTES, MAX_MESSAGE_BYTES
 from diloco.protocol.contribution import Contribution
 from diloco.protocol.leases import Grant
 from diloco.protocol.members import Claim, Report
-from diloco.run import validation as sense
-from diloco.run.run_state import require_run
 from diloco.run.uploads import Upload
-from diloco.syncer.door.admission import Admission, Call, Kind, Shares
+from diloco.syncer.door.admission import Admission
 from diloco.syncer.door.audit import Audit
-from diloco.syncer.door.call_deadlines import CallDeadlines
 from diloco.syncer.door.initialising import Initialising
 from diloco.syncer.door.messages import (
     WatchStream,
@@ -57,18 +48,12 @@ from diloco.syncer.door.messages import (
     standing_message,
     verdict_message,
 )
-from diloco.syncer.door.open_calls import OpenCalls
+from diloco.syncer.door.open_calls import CallDeadlines, CallGuard, OpenCalls, OpenTransfers
 from diloco.syncer.door.receiving import IncomingModel, resumed_at
-from diloco.syncer.door.transfers import Transfers
 from diloco.syncer.hosting import HostedDriver, SyncerDriver
-from diloco.syncer.keys.auth import Authenticator
-from diloco.syncer.keys.callers import Caller, Role
+from diloco.syncer.keys.callers import Caller
 from diloco.syncer.spool import Slot
 from diloco.syncer.standby.pair_calls import PairCalls
-from diloco.syncer.wire_bytes import WireBytes
-
-M = TypeVar("M", bound=Message)
-Replies = Iterator[Message] | Iterator[pb.Notice] | Iterator[bytes]
 
 
 class Service:
@@ -77,17 +62,16 @@ class Service:
     Arguments:
         run, method: its id and method.
         host: gives the driver; raises StandbyError while this syncer does not serve the run.
-        pair: answers for this syncer as one of two.
-        auth: says who calls.
-        calls: ends those whose caller may no longer call. deadlines: end those whose peer lets them wait.
-        transfers: end those of learners that are gone.
-        incoming: keeps what arrived of the run's initial model.
-        audit: is told who was let in, and who was refused.
-        wire_bytes: counts the bytes of each call.
-        lost_floor_s: the least time that a silent learner has.
-        resumed: told the learner, the kind and the bytes that a resumed transfer did not carry again.
+        guard: wraps the handlers.
+        pair: answers calls about the pair of syncers.
+        calls, deadlines: as in `CallGuard`.
+        transfers: the open transfers of learners.
+        incoming: keeps the received part of the run's initial model.
+        audit: records admissions.
+        lost_floor_s: the shortest deadline of a silent learner.
+        resumed: called with the learner, the kind and the bytes that a resumed transfer did not repeat.
         status_extra: more values for `Status`.
-        heard: told of each heartbeat and goodbye that was taken.
+        heard: called with each accepted heartbeat and Leave.
         page_url: gives a caller a link to the live page.
     """
 
@@ -97,14 +81,13 @@ class Service:
         method: Method,
         host: Callable[[], HostedDriver],
         *,
+        guard: CallGuard,
         pair: PairCalls,
-        auth: Authenticator,
         calls: OpenCalls,
         deadlines: CallDeadlines,
-        transfers: Transfers,
+        transfers: OpenTransfers,
         incoming: IncomingModel,
         audit: Audit,
-        wire_bytes: WireBytes,
         lost_floor_s: float,
         resumed: Callable[[str, str, int], None],
         status_extra: Callable[[], dict[str, Any]],
@@ -112,39 +95,34 @@ class Service:
         page_url: Callable[[Caller], str],
     ) -> None:
         self._run, self._method, self._host, self._pair = run, method, host, pair
-        self._auth = auth
-        self._calls = calls
-        self._deadlines = deadlines
-        self._shares = Shares()
-        self._audit = audit
-        self._wire_bytes = wire_bytes
+        self._guard, self._admit = guard, guard.admit
+        self._calls, self._deadlines, self._audit = calls, deadlines, audit
         self._transfers, self._lost_floor_s, self._resumed = transfers, lost_floor_s, resumed
         self._status_extra, self._heard, self._page_url = status_extra, heard, page_url
         self._probing = threading.Lock()
-        self._initialising = Initialising(
-            host, transfers=transfers, audit=audit, incoming=incoming, resumed=resumed
-        )  # fmt: skip
+        self._initialising = Initialising(host, transfers=transfers, audit=audit, incoming=incoming, resumed=resumed)
 
     def handlers(self) -> Admission:
-        """What `grpc.Server.add_generic_rpc_handlers` takes."""
+        """The argument of `grpc.Server.add_generic_rpc_handlers`."""
+        guard = self._guard
         return Admission(
             {
-                "Describe": ("control", self._unary("Describe", self.describe, pb.DescribeRequest)),
-                "Join": ("writes", self._unary("Join", self.join, pb.JoinRequest, "writes", MAX_MESSAGE_BYTES)),
-                "Heartbeat": ("control", self._unary("Heartbeat", self.heartbeat, pb.HeartbeatRequest)),
-                "Lease": ("writes", self._unary("Lease", self.lease, pb.LeaseRequest, "writes", MAX_MESSAGE_BYTES)),
-                "Vote": ("control", self._unary("Vote", self.vote, pb.VoteRequest)),
-                "Promote": ("control", self._unary("Promote", self.promote, pb.PromoteRequest)),
-                "Steer": ("writes", self._unary("Steer", self.steer, pb.SteerRequest, "writes")),
-                "OpenPage": ("control", self._unary("OpenPage", self.open_page, pb.OpenPageRequest)),
-                "Leave": ("writes", self._unary("Leave", self.leave, pb.LeaveRequest, "writes")),
-                "Status": ("control", self._unary("Status", self.status, pb.StatusRequest)),
-                "Watch": ("watches", self._both("Watch", self.watch, pb.WatchRequest, "watches", MAX_CONTROL_BYTES)),
-                "Pull": ("transfers", self._both("Pull", self.pull, pb.PullRequest)),
-                "Initialise": ("transfers", self._both("Initialise", self.initialise, pb.InitialiseHeader)),
-                "Push": ("transfers", self._both("Push", self.push, pb.PushHeader)),
-                "Probe": ("transfers", self._both("Probe", self.probe, pb.ProbeHeader)),
-                "Follow": ("standby", self._both("Follow", self.follow, pb.FollowHello, "standby")),
+                "Describe": guard.unary("Describe", self.describe, pb.DescribeRequest),
+                "Join": guard.unary("Join", self.join, pb.JoinRequest, "writes", MAX_MESSAGE_BYTES),
+                "Heartbeat": guard.unary("Heartbeat", self.heartbeat, pb.HeartbeatRequest),
+                "Lease": guard.unary("Lease", self.lease, pb.LeaseRequest, "writes", MAX_MESSAGE_BYTES),
+                "Vote": guard.unary("Vote", self.vote, pb.VoteRequest),
+                "Promote": guard.unary("Promote", self.promote, pb.PromoteRequest),
+                "Steer": guard.unary("Steer", self.steer, pb.SteerRequest, "writes"),
+                "OpenPage": guard.unary("OpenPage", self.open_page, pb.OpenPageRequest),
+                "Leave": guard.unary("Leave", self.leave, pb.LeaveRequest, "writes"),
+                "Status": guard.unary("Status", self.status, pb.StatusRequest),
+                "Watch": guard.streamed("Watch", self.watch, pb.WatchRequest, "watches", MAX_CONTROL_BYTES),
+                "Pull": guard.streamed("Pull", self.pull, pb.PullRequest),
+                "Initialise": guard.streamed("Initialise", self.initialise, pb.InitialiseHeader),
+                "Push": guard.streamed("Push", self.push, pb.PushHeader),
+                "Probe": guard.streamed("Probe", self.probe, pb.ProbeHeader),
+                "Follow": guard.streamed("Follow", self.follow, pb.FollowHello, "standby"),
             }
         )
 
@@ -260,7 +238,7 @@ class Service:
         claim = claim_of(request)
         stream = WatchStream(self._driver.ask(lambda driver: driver.lineage))
         self._driver.ask(lambda driver: driver.connected(claim, stream))
-        if not context.add_callback(stream.end):  # the connection is gone already
+        if not context.add_callback(stream.end):  # the connection has ended already
             stream.end()
         try:
             yield from stream.notices()
@@ -273,7 +251,7 @@ class Service:
         self, caller: Caller, header: pb.InitialiseHeader, stream: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[pb.InitialiseReply]:
         self._admit(context, caller, header.run, "learner", header.learner, "joins")
-        yield from self._initialising.take(caller, header, stream, context)
+        yield from self._initialising.receive(caller, header, stream, context)
 
     def push(
         self, caller: Caller, header: pb.PushHeader, stream: Iterator[bytes], context: grpc.ServicerContext
@@ -284,15 +262,15 @@ class Service:
         with self._transfers.open(header.learner, header.incarnation, what, context):
             push = yield from self._receive(contribution, header, stream)
         start, stop = push.room
-        all_here = pb.Received(num_bytes=stop - start, all=True)
+        whole = pb.Received(num_bytes=stop - start, all=True)
         waiting = self._driver.until_done(lambda driver, done: driver.complete_push(push, done))
-        yield from (pb.PushReply(received=all_here) for _ in waiting)
+        yield from (pb.PushReply(received=whole) for _ in waiting)
         yield pb.PushReply()
 
     def _receive(
         self, contribution: Contribution, header: pb.PushHeader, stream: Iterator[bytes]
     ) -> Generator[pb.PushReply, None, Upload[Slot]]:
-        """Take in the payload of a contribution, all that is not here yet."""
+        """Receive the payload of a contribution, without the part that is kept."""
         span = (header.start, header.stop) if header.stop else None
         push = self._driver.ask(
             lambda driver: driver.begin_push(
@@ -319,7 +297,7 @@ class Service:
             no_room = error
             raise
         except CorruptPayloadError:
-            if filled == stop - start:  # all is here, and its checksum is another one
+            if filled == stop - start:  # complete, with a wrong checksum
                 filled = 0
             raise
         finally:
@@ -368,7 +346,7 @@ class Service:
         self, request: pb.PullRequest, kind: str, header: pb.PullHeader, parts: list[memoryview],
         stream: Iterator[bytes], context: grpc.ServicerContext,
     ) -> Iterator[bytes]:  # fmt: skip
-        """A payload at the pace of the caller, without what it has kept of it."""
+        """Send a payload at the pace of the caller, without the part that it has kept."""
         checksum = 0
         if request.HasField("kept"):
             header.start = start_of(request.kept, header, parts[0])
@@ -378,7 +356,7 @@ class Service:
         pace = Acknowledged(stream, header.start)
         frames = streamed(header, parts, pace, start=header.start, checksum=checksum)
         segments = request.segments
-        is_empty = request.HasField("segments") and segments.first == segments.stop  # several ranks may have that part
+        is_empty = request.HasField("segments") and segments.first == segments.stop  # several ranks may have this part
         if is_empty or not request.learner:
             yield from frames
             return
@@ -391,9 +369,9 @@ class Service:
     ) -> Iterator[bytes]:
         self._admit(context, caller, hello.run, "standby", "", "standby")
         parts = self._pair.follow(hello, stream, context)
-        with self._deadlines.member(context):  # the pair has a deadline of its own
+        with self._deadlines.member(context):  # the pair has its own deadline
             first = next(parts)
-            self._calls.settled(context)
+            self._calls.admitted(context)
             self._audit.admitted("Follow", caller, "", context.peer())
             yield first
             yield from parts
@@ -401,7 +379,7 @@ class Service:
     def probe(
         self, caller: Caller, header: pb.ProbeHeader, stream: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[bytes]:
-        """One at a time: two would measure each other, and together take more of the link than one is allowed."""
+        """Measure one link at a time: two probes would disturb each other, and exceed the share of one."""
         self._admit(context, caller, header.run, "learner", header.learner, "probes")
         if not self._probing.acquire(blocking=False):
             raise RunError("another learner's link is being measured; measure again in a minute.")
@@ -410,76 +388,9 @@ class Service:
         finally:
             self._probing.release()
 
-    # --- helpers ------------------------------------------------------------------------------------------------------
-
-    def _unary(
-        self, name: str, handler: Callable[[Caller, M, grpc.ServicerContext], Message], request: type[M],
-        kind: Kind = "control", most_bytes: int = MAX_CONTROL_BYTES,
-    ) -> Call:  # fmt: skip
-        """One request of at most so many bytes, one reply."""
-
-        def call(stream: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-            with self._known(name, kind, context) as caller:
-                found = read_header(self._messages(stream, caller, context), request, most_bytes)
-                yield from self._serialized(iter([handler(caller, found, context)]), context)
-
-        return call
-
-    def _both(
-        self, name: str, handler: Callable[[Caller, M, Iterator[bytes], grpc.ServicerContext], Replies],
-        header: type[M], kind: Kind = "transfers", most_bytes: int = MAX_MESSAGE_BYTES,
-    ) -> Call:  # fmt: skip
-        """A stream that begins with a header of at most so many bytes, answered by another stream."""
-
-        def call(stream: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-            single = kind == "standby"
-            with self._known(name, kind, context) as caller, self._calls.open(name, caller, context, single=single):
-                messages = self._messages(stream, caller, context)
-                found = read_header(messages, header, most_bytes)
-                replies = self._serialized(handler(caller, found, messages, context), context)
-                yield from self._deadlines.replies(replies, caller.name, context)
-
-        return call
-
-    @contextmanager
-    def _known(self, name: str, kind: Kind, context: grpc.ServicerContext) -> Iterator[Caller]:
-        """The caller of a call, before anything of the call is read. A refusal, now or inside, ends the call with the
-        status and sentence that stand for it."""
-        caller = None
-        try:
-            caller = self._auth.caller(context)
-            self._auth.check(caller)
-            if kind == "standby":  # its few threads do not wait for a message of another role
-                caller.may("standby")
-            with self._shares.take(kind, caller), self._wire_bytes.call(context):
-                yield caller
-        except DilocoError as error:
-            self._audit.refused(name, caller, context.peer(), error)
-            abort(context, error)
-
-    def _messages(self, stream: Iterator[bytes], caller: Caller, context: grpc.ServicerContext) -> Iterator[bytes]:
-        """What a known caller sends, each message in time."""
-        return self._wire_bytes.received(self._deadlines.messages(stream, caller.name, context), context)
-
-    def _serialized(self, replies: Replies, context: grpc.ServicerContext) -> Iterator[bytes]:
-        for reply in replies:
-            message = reply if isinstance(reply, bytes) else reply.SerializeToString()
-            self._wire_bytes.count(context, "sent", message)
-            yield message
-
-    def _admit(
-        self, context: grpc.ServicerContext, caller: Caller, run: str, role: Role, learner: str, kind: str
-    ) -> None:
-        """The caller may do this, for this learner, in this run; the call's bytes are counted as `kind`."""
-        if role == "learner":
-            sense.check_name(learner)
-        caller.may(role, learner or None)
-        require_run(self._run, run)
-        self._wire_bytes.label(context, learner or "viewers", kind)
-
 
 def _segments(request: pb.PullRequest, num_elements: int) -> Segments:
-    """What of a fragment is asked for."""
+    """The requested segments of a fragment."""
     num_segments = num_segments_of(num_elements)
     if not request.HasField("segments"):
         return Segments(0, num_segments)

@@ -1,1 +1,1 @@
-"""Who may call: authorities, certificates, revocation."""
+"""Authentication of callers: authorities, certificates, revocation."""

@@ -1,12 +1,12 @@
-"""Who may reach a syncer: callers by certificate, the certificates that are revoked, and which addresses a syncer may
-bind without any.
+"""Authentication of callers by certificate, the list of revoked certificates, and the addresses that a syncer may bind
+without keys.
 
-`revoked.toml`, beside the syncer's own certificate, lists those that it refuses although they are still valid:
+`revoked.toml`, beside the syncer's own certificate, lists certificates that it refuses before they expire:
 
     [[revoked]]
     serial = "3f21…"
     name = "site-a"
-    at = "2026-11-22T20:00:00Z"     # refused from then on: the past, or when the time to copy a new one is over
+    at = "2026-11-22T20:00:00Z"     # refused from then on; in the future while a new one is being copied
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ REVOKED = "revoked.toml"
 
 
 class Revoked(Table):
-    """One certificate that is refused from `at` on."""
+    """A certificate that is refused from `at` on."""
 
     serial: str
     name: str
@@ -39,28 +39,28 @@ class Revoked(Table):
 
 
 class RevokedFile(Table):
-    """All of them."""
+    """The content of `revoked.toml`."""
 
     revoked: tuple[Revoked, ...] = ()
 
 
 def read_revoked(path: Path) -> Mapping[str, datetime]:
-    """From when on a certificate is refused, by its serial number. Raises ConfigError."""
+    """The time from which each certificate is refused, by its serial number. Raises ConfigError."""
     found = validate(RevokedFile, read_toml(read_text(path, "list of revoked certificates"), str(path)), str(path))
     for each in found.revoked:
         if each.at.tzinfo is None:
-            raise ConfigError(f"{path} revokes {each.name!r} at {each.at} of no time zone; add Z for UTC.")
+            raise ConfigError(f"{path} revokes {each.name!r} at {each.at} without a time zone; add Z for UTC.")
     return {each.serial: each.at for each in found.revoked}
 
 
 def write_revoked(path: Path, revoked: Iterable[Revoked]) -> None:
-    """Replace a file in one step."""
+    """Replace the file atomically."""
     text = write_toml(RevokedFile(revoked=tuple(revoked)).model_dump(mode="json"))
     replace_secret(path, f"# certificates that the syncer refuses; `diloco keys` writes this\n{text}".encode())
 
 
 class RevokedList:
-    """The list at `path`, read again whenever the file has changed. Any thread may call it.
+    """The list at `path`, read again when the file has changed. Any thread may call it.
 
     Raises:
         ConfigError: as `read`.
@@ -75,7 +75,7 @@ class RevokedList:
         """The newest list, as `read_revoked`.
 
         Raises:
-            ConfigError: the file cannot be read, or does not say what it should.
+            ConfigError: the file cannot be read, or is invalid.
         """
         with self._lock:
             try:
@@ -91,14 +91,14 @@ class RevokedList:
 
 
 class Authenticator:
-    """Says who calls, from the call's connection; the request itself is not needed. Any thread may call.
+    """Identifies callers by the certificate of their connection, without parsing the request. Any thread may call.
 
-    TLS has verified a certificate against the run's authority when its connection began. What may have changed since,
-    its revocation and its end, is looked at in every call.
+    TLS has verified the certificate against the run's authority when the connection began. Revocation and expiry, which
+    may have come since, are checked in every call.
 
     Arguments:
-        run: that certificates have to be for.
-        keys: the syncer's directory of keys; None: it asks for no certificates, and every caller is `UNKNOWN`.
+        run: that certificates must name.
+        keys: the syncer's directory of keys; None: the syncer asks for no certificates, and every caller is `UNKNOWN`.
 
     Raises:
         ConfigError: there is no list of revoked certificates, or it cannot be read.
@@ -109,10 +109,10 @@ class Authenticator:
         self._revoked = None if keys is None else RevokedList(keys / REVOKED)
 
     def caller(self, context: grpc.ServicerContext) -> Caller:
-        """The holder of the certificate that a call's connection shows; `check` says whether it holds.
+        """The holder of the certificate that a call's connection shows; `check` tells whether it is still valid.
 
         Raises:
-            AuthError: none was shown, it names no holder, or it is for another run.
+            AuthError: there is no certificate, it names no holder, or it is for another run.
         """
         if self._revoked is None:
             return UNKNOWN
@@ -130,13 +130,12 @@ class Authenticator:
         return Caller(holder.name, holder.role, bound, holder.serial, holder.expires)
 
     def check(self, caller: Caller) -> None:
-        """Check that a caller's certificate holds, at the beginning of a call and while it lasts.
+        """Check that a caller's certificate is still valid, at the beginning of a call and while it lasts.
 
         Raises:
-            AuthError: it was revoked, or has expired.
-            UnreachableError: the list of revoked certificates cannot be read, so no caller is admitted. That is no
-                fault of the caller, which tries again: a file is short for a moment while another one is copied over
-                it.
+            AuthError: the certificate was revoked, or has expired.
+            UnreachableError: the list of revoked certificates cannot be read, so no caller is admitted. Callers try
+                again, since the file is incomplete for a moment while it is copied.
         """
         if self._revoked is None:
             return
@@ -157,20 +156,20 @@ class Authenticator:
 
 
 def check_binding(address: str, *, keys: bool, insecure: bool) -> None:
-    """Refuse a port that strangers could reach unprotected. A loopback port and a unix socket are this machine's own.
+    """Refuse a port that other machines could reach unprotected. Loopback ports and unix sockets are always allowed.
 
     Arguments:
-        keys: the syncer has keys: the port speaks TLS, and callers show certificates.
-        insecure: accepts plain text.
+        keys: the syncer has keys: the port uses TLS, and callers show certificates.
+        insecure: plain text is accepted.
 
     Raises:
-        ConfigError: it would be open, and no option accepts that; or the address is none.
+        ConfigError: the port would be open although `insecure` is False; or the address is invalid.
     """
     if keys and socket_path(address) is not None:
-        raise ConfigError(f"{address} is for this user's processes alone and speaks no TLS; drop keys, or bind a port.")
+        raise ConfigError(f"{address} is only for this user's processes and has no TLS; drop keys, or bind a port.")
     if not (is_local(address) or keys or insecure):
         raise ConfigError(
             f"{address} can be reached from other machines and has no keys; make them with `diloco keys init` and name "
-            "their directory (syncer.keys), bind 127.0.0.1, or accept with --insecure that all that passes can be read "
+            "their directory (syncer.keys), bind 127.0.0.1, or accept with --insecure that all traffic can be read "
             "and changed on the way."
         )

@@ -1,4 +1,4 @@
-"""Who calls a syncer, and what each role may do.
+"""Callers of a syncer, and the rights of each role.
 
 role      may
 viewer    read status, history and the global model
@@ -24,18 +24,18 @@ MAY: Mapping[Role, frozenset[Role]] = {
     "standby": frozenset({"viewer", "standby"}),
     "admin": frozenset(ROLES),
 }
-"""By the role that a caller has, those that it may act in."""
+"""The roles in which a caller of each role may act."""
 
 
 @dataclass(frozen=True)
 class Caller:
-    """The sender of a call, as its certificate says.
+    """The sender of a call, as its certificate names it.
 
     Attributes:
-        name: of the certificate.
-        learner: the one learner id that it may speak for; None: any.
+        name: in the certificate.
+        learner: the only learner id that it may speak for; None: any.
         key: the serial number of the certificate.
-        expires: when it ends; None: never.
+        expires: end of the certificate; None: never.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Caller:
     expires: datetime | None = None
 
     def may(self, needed: Role, learner: str | None = None) -> None:
-        """Check that the caller may act as `needed`, and speak for `learner` where one is named.
+        """Check that the caller may act as `needed`, and speak for `learner` if it is given.
 
         Raises:
             AuthError: it may not.
@@ -60,4 +60,4 @@ class Caller:
 
 
 UNKNOWN = Caller("anyone", "admin")
-"""The caller where a syncer asks for no certificates: it may do everything."""
+"""The caller of every call of a syncer without keys; it may do everything."""

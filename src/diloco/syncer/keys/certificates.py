@@ -1,7 +1,7 @@
-"""The certificates of a run: its authority, those that it signs, what a certificate says of its holder, and its end.
+"""The certificates of a run: its authority, the certificates that it signs, their holders and their expiry.
 
 A certificate names its holder as a URI, `diloco:RUN/ROLE/NAME`, among its subject alternative names. The syncer's own,
-and that of a second syncer that follows it, also names the hosts that learners dial, and may be shown at both ends.
+and that of its standby, also names the hosts that learners dial, and serves as client and server certificate.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from diloco.syncer.keys.callers import ROLES, Role
 from diloco.whole_files import read_secret
 
 AUTHORITY_DAYS = 3650
-"""The authority outlives what it signs, so that a certificate can be replaced without a new one at every site."""
+"""The authority outlives its certificates, so that one of them can be replaced without a change at other sites."""
 SOON, AGAIN = dt.timedelta(days=14), dt.timedelta(days=1)
-"""How long before its end a certificate is named in the syncer's log, and how often."""
+"""How long before its expiry a certificate is named in the syncer's log, and how often."""
 
 _PEM = serialization.Encoding.PEM
 
@@ -39,7 +39,7 @@ log = logging.getLogger("diloco.syncer")
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a certificate, and which one it is.
+    """The holder of a certificate, its serial number and its validity.
 
     Attributes:
         serial: hexadecimal.
@@ -75,7 +75,7 @@ class Authority:
 
     @classmethod
     def new(cls, run: str) -> Authority:
-        """A new one: ECDSA P-256. Its name is its own, since two are trusted while one replaces the other."""
+        """Make a new authority: ECDSA P-256, with a unique name, since two are trusted while one replaces the other."""
         key, name = ec.generate_private_key(ec.SECP256R1()), _subject(f"diloco {run}"[:55] + f" {secrets.token_hex(4)}")
         begins = _now() - dt.timedelta(hours=1)
         ends = begins + dt.timedelta(days=AUTHORITY_DAYS)
@@ -90,17 +90,17 @@ class Authority:
 
     @classmethod
     def read(cls, certs: Path, key: Path) -> Authority | None:
-        """That of a key, whose certificate is one of the file `certs`; None: its certificate is not there.
+        """The authority of a key, with its certificate from the file `certs`; None: the file does not have it.
 
         Raises:
-            ConfigError: they cannot be read, other users may read the key, or they are no authority.
+            ConfigError: a file cannot be read or is invalid, or other users may read the key.
         """
         secret = read_secret(key, "authority's key")
         with translated(OSError, ConfigError, f"cannot read {certs}", "make it with `diloco keys init`"):
             public = certs.read_bytes()
         with translated(
             (ValueError, TypeError, AssertionError, UnsupportedAlgorithm), ConfigError,
-            f"{certs} and {key} are no authority", "use those that `diloco keys` made",
+            f"{certs} and {key} are not an authority's", "use those that `diloco keys` made",
         ):  # fmt: skip
             loaded = serialization.load_pem_private_key(secret, password=None)
             assert isinstance(loaded, ec.EllipticCurvePrivateKey)
@@ -110,14 +110,14 @@ class Authority:
         return None
 
     def has_signed(self, cert: bytes) -> bool:
-        """Whether a certificate, as PEM, is one of this authority's."""
+        """Whether this authority has signed a certificate (PEM)."""
         return has_signed(self._cert, x509.load_pem_x509_certificate(cert))
 
     def sign(self, run: str, role: Role, name: str, *, hosts: Sequence[str] = (), lifetime: dt.timedelta) -> Signed:
-        """A new key and a certificate for it, valid from an hour ago. With `hosts`, learners accept it there.
+        """Make a key and sign a certificate for it, valid from an hour ago. With `hosts`, it is a server's certificate.
 
         Raises:
-            ConfigError: a host that is neither a name nor an address.
+            ConfigError: a host is neither a name nor an address.
         """
         key = ec.generate_private_key(ec.SECP256R1())
         uri = f"{SCHEME}:{urllib.parse.quote(run, safe='')}/{role}/{name}"
@@ -141,7 +141,7 @@ class Authority:
 
 @functools.lru_cache(maxsize=1024)
 def holder_of(cert: bytes) -> Holder:
-    """What a certificate, as PEM, says of its holder.
+    """The holder that a certificate (PEM) names.
 
     Raises:
         AuthError: it names no holder.
@@ -165,7 +165,7 @@ def _holder(cert: x509.Certificate) -> Holder:
 
 
 def general_name(host: str) -> x509.GeneralName:
-    """A host name or IP address, as a certificate has it.
+    """A host name or IP address in the form of a certificate.
 
     Raises:
         ConfigError: it is neither.
@@ -173,7 +173,7 @@ def general_name(host: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
-        pass  # a name, then
+        pass  # not an address
     try:
         if not host or set(host) & set(" :/[]"):
             raise ValueError("such a name cannot be dialled")
@@ -186,13 +186,13 @@ def general_name(host: str) -> x509.GeneralName:
 
 
 class EndsSoon:
-    """What was named, and when. Any thread may call it. No clock: the time is an argument."""
+    """Logs certificates that expire soon, each at most once in `AGAIN`. Any thread may call it."""
 
     def __init__(self) -> None:
         self._named_at: dict[str, dt.datetime] = {}
 
     def look(self, now: dt.datetime, what: str, expires: dt.datetime | None) -> None:
-        """Name what ends within `SOON`, at most once in `AGAIN`. None: it does not end."""
+        """Log a certificate that expires within `SOON`; None: it does not expire."""
         if expires is None or expires - now > SOON:
             return
         named_at = self._named_at.get(what)
@@ -204,7 +204,7 @@ class EndsSoon:
 
 
 def left(now: dt.datetime, expires: dt.datetime) -> str:
-    """The time until then, which is to come, in words: whole hours, or days to the nearest."""
+    """The time from `now` to `expires`, which is later, in words: whole hours, or rounded days."""
     rest = expires - now
     hours = rest // dt.timedelta(hours=1)
     return f"{hours} hours" if hours < 48 else f"{round(rest / dt.timedelta(days=1))} days"

@@ -1,9 +1,9 @@
 """The keys of one run, with its operator: `diloco keys` makes and changes this directory.
 
-ca.pem, ca.key        the authority and its secret           stay with the operator; next-ca.key: of the next one
-certificates.toml     what it has signed                     stays with the operator
+ca.pem, ca.key        the authority and its secret key       stay with the operator; next-ca.key: of the next one
+certificates.toml     list of signed certificates            stays with the operator
 syncer/               the syncer's keys, and revoked.toml    copy to the syncer
-<name>/               those of a learner, viewer, admin      copy to its owner
+<name>/               keys of a learner, viewer or admin     copy to its owner
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from diloco.syncer.keys.certificates import Authority, Signed, general_name
 from diloco.tables import Table, read_text, read_toml, validate, write_toml
 from diloco.whole_files import replace_secret, write_secret
 
-# The authority of a run, in the operator's directory, and the one that is to replace it.
+# The authority of a run, in the operator's directory, and its successor while it is being replaced.
 #
-# ca.pem         whom every holder trusts: the authority, and while it is being replaced both
-# ca.key         its secret
-# next-ca.key    while it is being replaced, the secret of the new one
+# ca.pem         certificates that every holder trusts: the authority's, and its successor's
+# ca.key         the authority's secret key
+# next-ca.key    the successor's secret key
 #
-# Each change is one file in its place, so that a crash leaves a state that the same command goes on from.
+# Each change replaces one file, so that the same command continues after a crash.
 
 CA_KEY, NEXT_KEY = "ca.key", "next-ca.key"
 
 
 class Authorities:
-    """Those of a directory.
+    """The authority in a directory, and its successor.
 
     Attributes:
-        current: signs the certificates of syncers, which learners know by it.
-        next: its successor, if it is being replaced: signs all others.
+        current: signs the certificates of syncers, since learners may not trust the successor yet.
+        next: the successor, if the authority is being replaced; signs all other certificates.
 
     Raises:
-        ConfigError: there is none, or other users of this machine may read its key.
+        ConfigError: there is no authority, or other users of this machine may read its key.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -56,7 +56,7 @@ class Authorities:
 
     @classmethod
     def new(cls, directory: Path, run: str) -> Authorities:
-        """The first one of a run. Raises FileExistsError where there is one."""
+        """Make the first authority of a run. Raises FileExistsError: there is one."""
         made = Authority.new(run)
         write_secret(directory / CA, made.cert)
         write_secret(directory / CA_KEY, made.key)
@@ -64,16 +64,16 @@ class Authorities:
 
     @property
     def newest(self) -> Authority:
-        """Signs what is shown to a syncer, which trusts both."""
+        """Signs certificates of clients, since a syncer trusts both authorities."""
         return self.next or self.current
 
     @property
     def bundle(self) -> bytes:
-        """Whom every holder trusts, as PEM."""
+        """The certificates that every holder trusts, as PEM."""
         return self.current.cert + (self.next.cert if self.next is not None else b"")
 
     def replace(self, run: str) -> None:
-        """Begin to replace the authority, unless that has begun: from now on both are trusted."""
+        """Make the successor, unless there is one: from now on both are trusted."""
         if self.next is None:
             made = Authority.new(run)
             replace_secret(self._directory / NEXT_KEY, made.key)
@@ -81,7 +81,7 @@ class Authorities:
         replace_secret(self._directory / CA, self.bundle)
 
     def retire(self) -> None:
-        """End it: the new one stands alone, and the secret of the old one is gone."""
+        """Finish the replacement: drop the old authority and delete its key."""
         if self.next is not None:
             (self._directory / NEXT_KEY).replace(self._directory / CA_KEY)
             self.current, self.next = self.next, None
@@ -93,7 +93,8 @@ CERTIFICATES, SYNCER, AUTHORITY = "certificates.toml", "syncer", "ca"
 
 
 class Issued(Table):
-    """One certificate that the authority has signed. `revoked`: refused from then on, which may be to come."""
+    """A certificate that the authority has signed. `revoked`: the time from which it is refused, maybe in the
+    future."""
 
     name: str
     role: Role
@@ -117,10 +118,10 @@ class CertificatesFile(Table):
 
 
 class Keyring:
-    """A directory of keys. Every change is on disk when its method returns.
+    """The operator's directory of keys. Every change is on disk when its method returns.
 
     Attributes:
-        issued: every certificate, in the order in which they were signed.
+        issued: all certificates, in the order of signing.
     """
 
     def __init__(self, directory: Path, run: RunPart, issued: Iterable[Issued]) -> None:
@@ -132,10 +133,10 @@ class Keyring:
     def new(
         cls, directory: Path, run: str, hosts: Sequence[str], names: Sequence[tuple[str, Role]], lifetime: dt.timedelta
     ) -> Self:
-        """The authority of a run, the keys of its syncer, and those of these names.
+        """Make the authority of a run, the keys of its syncer, and the keys of these names.
 
         Raises:
-            ConfigError: keys are there already, or a name or host that cannot be one. StoreError: they cannot be
+            ConfigError: the directory has keys already, or a name or host is invalid. StoreError: the keys cannot be
                 written.
         """
         if not hosts:
@@ -164,10 +165,10 @@ class Keyring:
 
     @classmethod
     def read(cls, directory: Path) -> Self:
-        """What is there. The authority's key is needed for new certificates only.
+        """Read a directory. The authority's key is needed for new certificates only.
 
         Raises:
-            ConfigError: there is none, or it cannot be read.
+            ConfigError: there are no keys, or the list of certificates cannot be read.
         """
         path = directory / CERTIFICATES
         if not path.exists():
@@ -177,14 +178,14 @@ class Keyring:
 
     @property
     def _authorities(self) -> Authorities:
-        """Raises ConfigError where they are not here, or other users of this machine may read a key of theirs."""
+        """Raises ConfigError: there are none, or other users of this machine may read a key."""
         if self._known is None:
             self._known = Authorities(self.directory)
         return self._known
 
     @property
     def syncers(self) -> list[str]:
-        """The names of the run's syncers that have a certificate."""
+        """The names of the run's syncers with a valid certificate."""
         return sorted({each.name for each in self.issued if each.role == "standby" and each.revoked is None})
 
     def has(self, name: str) -> bool:
@@ -192,10 +193,10 @@ class Keyring:
         return any(each.name == name and each.revoked is None for each in self.issued)
 
     def add(self, name: str, role: Role, lifetime: dt.timedelta) -> Issued:
-        """Keys for one more name. A syncer that runs accepts them at once.
+        """Make keys for one more name. A running syncer accepts them at once.
 
         Raises:
-            ConfigError: the name has a certificate that is valid.
+            ConfigError: the name has a valid certificate.
         """
         check_name(name, role)
         if self.has(name):
@@ -206,34 +207,35 @@ class Keyring:
         self, name: str, lifetime: dt.timedelta, grace: dt.timedelta,
         add_hosts: Sequence[str] = (), drop_hosts: Sequence[str] = (),
     ) -> Issued:  # fmt: skip
-        """A new key and certificate for a name. The one before is refused once `grace` is over, the time to copy.
+        """Make a new key and certificate for a name. The earlier one is refused after `grace`, the time to copy.
 
-        `add_hosts` and `drop_hosts` change what learners dial from now on, which the certificates of syncers name.
+        `add_hosts` and `drop_hosts` change the hosts that learners dial, which the certificates of syncers name.
 
         Raises:
-            ConfigError: it has none, or hosts are given and it is no syncer's, or none would be left.
+            ConfigError: the name has no certificate, or hosts are given for a name that is not a syncer's, or no host
+                would remain.
         """
-        role = self._standing(name)[-1].role
+        role = self._valid(name)[-1].role
         if (add_hosts or drop_hosts) and role != "standby":
             raise ConfigError(f"{name!r} is a {role} and serves at no host; drop --host and --drop-host.")
         self._change_hosts(add_hosts, drop_hosts)
         signed = self._sign(name, role, lifetime)
-        self._refuse(self._standing(name), _now() + grace)
+        self._refuse(self._valid(name), _now() + grace)
         return self._keep(signed)
 
     def revoke(self, name: str) -> list[Issued]:
-        """Take a name's certificates back; returns them. Its keys here are removed with them.
+        """Revoke a name's certificates, and remove its keys here; returns the certificates.
 
         Raises:
-            ConfigError: it has none; or it is the syncer's own, which learners could not be told of.
+            ConfigError: it has none; or it is the syncer's own, since learners would not learn of the revocation.
         """
-        standing = self._standing(name)
+        valid = self._valid(name)
         if name == SYNCER:
             raise ConfigError(
-                "learners cannot be told that the syncer's certificate was revoked; where its key was stolen, replace "
-                "the authority that it is known by (`diloco keys rotate ca`), or else rotate it."
+                "learners would not learn that the syncer's certificate was revoked; if its key was stolen, replace "
+                "the authority (`diloco keys rotate ca`), otherwise rotate the certificate."
             )
-        refused = self._refuse(standing, _now())
+        refused = self._refuse(valid, _now())
         self._write()
         with _writing(self.directory):
             for file in (CA, CERT, KEY, REVOKED):
@@ -241,27 +243,28 @@ class Keyring:
         return refused
 
     def replace_authority(self, lifetime: dt.timedelta) -> list[str]:
-        """Begin to replace the authority, or go on with it: both are trusted, and all but the syncers get keys of the
-        new one. Returns all names, the syncers first: they must have it first."""
+        """Begin or continue to replace the authority: both are trusted, and all names but the syncers get keys of
+        the new one. Returns all names in the order in which to copy the keys, the syncers first."""
         with _writing(self.directory):
             self._authorities.replace(self.run.name)
-        return self._sign_anew(lifetime, is_last=False)
+        return self._sign_all(lifetime, is_last=False)
 
     def retire_authority(self, lifetime: dt.timedelta) -> list[str]:
-        """End it: the syncers too get keys of the new authority, and the old one is trusted no more. As above.
+        """Finish the replacement: the syncers get keys of the new authority, and the old one is no longer trusted.
+        Returns as `replace_authority`.
 
         Raises:
-            ConfigError: it has not begun.
+            ConfigError: no replacement has begun.
         """
         if self._authorities.next is None and self._authorities.bundle == (self.directory / CA).read_bytes():
             raise ConfigError("the authority is not being replaced; begin with `diloco keys rotate ca`.")
-        names = self._sign_anew(lifetime, is_last=True)
+        names = self._sign_all(lifetime, is_last=True)
         with _writing(self.directory):
             self._authorities.retire()
         return names
 
-    def _sign_anew(self, lifetime: dt.timedelta, *, is_last: bool) -> list[str]:
-        """Give every name a certificate of the authority that is to sign it, and all whom they are to trust."""
+    def _sign_all(self, lifetime: dt.timedelta, *, is_last: bool) -> list[str]:
+        """Sign every name's certificate by the authority that it needs now, and write the trusted certificates."""
         signers, syncers = self._authorities, self.syncers
         roles = {each.name: each.role for each in self.issued if each.revoked is None}
         for name, role in roles.items():
@@ -270,7 +273,7 @@ class Keyring:
                 if not cert.exists() or not signers.newest.has_signed(cert.read_bytes()):
                     self._keep(self._sign(name, role, lifetime, is_last=is_last))
             if is_last:
-                self._refuse(self._standing(name)[:-1], _now())
+                self._refuse(self._valid(name)[:-1], _now())
         self._write()
         trusted = signers.newest.cert if is_last else signers.bundle
         with _writing(self.directory):
@@ -279,8 +282,8 @@ class Keyring:
                 replace_secret(folder / CA, trusted)
         return [*syncers, *(folder.name for folder in folders if folder.name not in syncers)]
 
-    def _standing(self, name: str) -> list[Issued]:
-        """The certificates of a name that are not refused yet, the newest last."""
+    def _valid(self, name: str) -> list[Issued]:
+        """The valid certificates of a name, the newest last."""
         now = _now()
         found = [each for each in self.issued if each.name == name and (each.revoked is None or each.revoked > now)]
         if not found:
@@ -288,7 +291,7 @@ class Keyring:
         return found
 
     def _refuse(self, certificates: Iterable[Issued], at: dt.datetime) -> list[Issued]:
-        """Let these be refused from then on, unless they are before; returns them so."""
+        """Mark certificates as refused from `at` on, unless they are refused earlier; returns the changed ones."""
         serials = {each.serial for each in certificates if each.revoked is None or each.revoked > at}
         self.issued = [
             each.model_copy(update={"revoked": at}) if each.serial in serials else each for each in self.issued
@@ -306,13 +309,13 @@ class Keyring:
         self.run = RunPart(name=self.run.name, hosts=hosts)
 
     def _sign(self, name: str, role: Role, lifetime: dt.timedelta, *, is_last: bool = False) -> Signed:
-        """Learners may not know the next authority yet, by which they are to know a syncer."""
+        """Sign a new key. The successor signs for a syncer only at last, since learners may not trust it before."""
         serves = role == "standby"
         signer = self._authorities.current if serves and not is_last else self._authorities.newest
         return signer.sign(self.run.name, role, name, hosts=self.run.hosts if serves else (), lifetime=lifetime)
 
     def _keep(self, signed: Signed) -> Issued:
-        """Write a name's keys, and then that it has them."""
+        """Write a name's keys, then the list of certificates."""
         holder, folder = signed.holder, self.directory / signed.holder.name
         with _writing(self.directory):
             folder.mkdir(mode=0o700, exist_ok=True)
@@ -324,7 +327,7 @@ class Keyring:
         return issued
 
     def _write(self) -> None:
-        """The list of certificates, and for each syncer the list of those that it refuses, which comes first."""
+        """Write each syncer's list of revoked certificates, then the list of certificates."""
         revoked = [Revoked(serial=each.serial, name=each.name, at=each.revoked) for each in self.issued if each.revoked]
         tables = CertificatesFile(run=self.run, certificate=tuple(self.issued)).model_dump(mode="json")
         with _writing(self.directory):
@@ -335,11 +338,11 @@ class Keyring:
 
 
 def check_name(name: str, role: str) -> None:
-    """Check that there can be keys of that name and role. Raises ConfigError."""
+    """Check a name and a role of keys. Raises ConfigError."""
     if not NAME.fullmatch(name):
-        raise ConfigError(f"{name!r} is no name here; use up to 64 letters, digits, dots, dashes and underscores.")
+        raise ConfigError(f"{name!r} is not a valid name; use up to 64 letters, digits, dots, dashes and underscores.")
     if name in (AUTHORITY, CA, CA_KEY, NEXT_KEY, CERTIFICATES):
-        raise ConfigError(f"{name!r} is what the authority's files are called; choose another name.")
+        raise ConfigError(f"{name!r} is the name of one of the authority's files; choose another name.")
     if role not in ROLES:
         raise ConfigError(f"{name!r} cannot have the role {role!r}; use one of {', '.join(ROLES)}.")
 

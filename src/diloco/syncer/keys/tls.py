@@ -1,4 +1,4 @@
-"""TLS of a syncer's port."""
+"""TLS credentials of a syncer's port, reloaded when its keys change."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ log = logging.getLogger("diloco.syncer")
 
 
 def server_credentials(directory: Path) -> grpc.ServerCredentials:
-    """TLS with the keys in `directory`; a connection that shows no certificate of the run ends.
+    """TLS with the keys in `directory`; a client without a certificate of the run is disconnected.
 
-    The files are looked at in every handshake, so that a new certificate needs no restart.
+    Every handshake checks the files for changes, so that a new certificate needs no restart.
 
     Raises:
-        ConfigError: they cannot be used, or are those of a learner. AuthError: the certificate is not valid now.
+        ConfigError: the keys cannot be used, or are a learner's. AuthError: the certificate is not valid now.
     """
     looked, ends = _marks(directory), EndsSoon()
     known = read_syncer_keys(directory)
@@ -39,20 +39,20 @@ def server_credentials(directory: Path) -> grpc.ServerCredentials:
         try:
             found = read_key_pair(directory)
         except ConfigError as error:
-            log.error("the syncer goes on with the keys that it has: %s", error)
+            log.error("the syncer keeps its earlier keys: %s", error)
             return None
         if found == known:
             return None
         known, expires = found, holder_of(found.cert).expires
-        log.info("the syncer shows its new certificate from now on; it ends at %s UTC", f"{expires:%Y-%m-%d %H:%M}")
+        log.info("the syncer uses its new certificate, which expires at %s UTC", f"{expires:%Y-%m-%d %H:%M}")
         return _configuration(known)
 
-    fetch = cast("Callable[[], grpc.ServerCertificateConfiguration]", newest)  # None is one of its answers
+    fetch = cast("Callable[[], grpc.ServerCertificateConfiguration]", newest)  # it may return None
     return grpc.dynamic_ssl_server_credentials(_configuration(known), fetch, require_client_authentication=True)
 
 
 def _marks(directory: Path) -> list[tuple[int, ...] | None]:
-    """What tells that a file is another one, or has changed, without reading it; None: it is not there."""
+    """Marks that change when a file is replaced or changed, without reading it; None: the file is missing."""
     found: list[tuple[int, ...] | None] = []
     for name in (CA, CERT, KEY):
         try:
@@ -65,7 +65,7 @@ def _marks(directory: Path) -> list[tuple[int, ...] | None]:
 
 
 def read_syncer_keys(directory: Path) -> KeyPair:
-    """The keys of a syncer. Raises as `server_credentials`."""
+    """Read a syncer's keys. Raises as `server_credentials`."""
     pair = read_key_pair(directory)
     if not hosts_of(pair.cert):
         raise ConfigError(f"the certificate in {directory} names no host; a syncer needs that of `diloco keys init`.")

@@ -1,7 +1,8 @@
-"""The live page of a run, on a loopback port of its own: what the syncer writes down, while it writes it.
+"""The live page of a run, on a loopback port of its own.
 
-The page reads the event log as `diloco report` does, and asks the syncer for this moment once a second while someone
-watches. An admin can steer the run from it (`protocol.steering`); a failure of it ends nothing.
+The page follows the event log, which `diloco report` reads too, and asks the syncer for the current progress once a
+second while a browser watches. An admin can steer the run from it (`protocol.steering`). A failure of the page does not
+affect the run.
 """
 
 from __future__ import annotations
@@ -39,22 +40,22 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 LINK_S = 600.0
-"""A link that was asked for ends after this."""
+"""Validity of a requested link."""
 
 MAX_LINKS, MAX_SESSIONS = 64, 256
-"""Of one caller; its oldest end where it has more."""
+"""Limits for one caller; beyond them its oldest link or session ends."""
 
 PRINTED = Caller("the printed link", "viewer")
-"""Who opens the link that the syncer prints: logs are read by many, so it is a viewer's."""
+"""The caller of the link that the syncer prints: a viewer, since many may read the log."""
 
 
 @dataclass(frozen=True)
 class BrowserSession:
-    """One browser.
+    """The session of a browser.
 
     Attributes:
-        caller: whose link it has opened.
-        token: that its orders carry, which pages of other sites cannot read.
+        caller: for whom the opened link was made.
+        token: of its orders; pages of other sites cannot read it.
     """
 
     caller: Caller
@@ -62,15 +63,15 @@ class BrowserSession:
 
 
 class PageAccess:
-    """Links and sessions. Any thread may call any method.
+    """Links and sessions of the page. Any thread may call any method.
 
     Arguments:
-        is_open: every caller that reaches the page may do everything.
-        check: raises AuthError where a caller's credentials have ended.
+        is_open: whether every caller that reaches the page may do everything.
+        check: raises AuthError if a caller's credentials have ended.
         clock: monotonic seconds.
 
     Attributes:
-        printed: the link that the syncer prints; empty where the page is open.
+        printed: the link that the syncer prints; empty if the page is open.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class PageAccess:
         self.printed = "" if is_open else self._link(PRINTED, None)
 
     def link_for(self, caller: Caller) -> str:
-        """A link for this caller; empty where none is needed."""
+        """A new link for a caller; empty if the page is open."""
         return "" if self._open is not None else self._link(caller, self._clock() + LINK_S)
 
     def _link(self, caller: Caller, ends_at: float | None) -> str:
@@ -95,7 +96,7 @@ class PageAccess:
         return link
 
     def enter(self, given: str) -> str | None:
-        """A link is opened; returns the session's secret. None: there is no such link any more."""
+        """Open a link, once; returns the session's secret. None: the link is unknown, used or expired."""
         with self._lock:
             link = next((each for each in self._links if hmac.compare_digest(each.encode(), given.encode())), None)
             if link is None:
@@ -110,7 +111,7 @@ class PageAccess:
             return secret
 
     def session(self, secret: str) -> BrowserSession | None:
-        """Of the browser with this secret; None: it has none, or its caller's credentials have ended."""
+        """The session with this secret; None: there is none, or its caller's credentials have ended."""
         if self._open is not None:
             return self._open
         with self._lock:
@@ -129,10 +130,10 @@ log = logging.getLogger("diloco.syncer")
 
 EVERY_S = 1.0
 GRACE_S = 3
-"""For answers under way when the syncer ends; each ends within `EVERY_S`."""
+"""Time for answers in progress when the syncer ends; each ends within `EVERY_S`."""
 READ_BYTES, MAX_ORDER_BYTES = 1 << 20, 4096
 MOST_CONNECTIONS = 128
-"""At once, of all browsers, silent ones included: each takes a handle that the run may need (`handles.RESERVE`)."""
+"""Most open connections of all browsers, since each takes a file handle that the run may need (`ports.RESERVE`)."""
 TOKEN = "x-diloco-token"
 PARTS = {"page.css": "text/css", **dict.fromkeys((*frame.DRAWN_BY, "page.js"), "text/javascript")}
 HEADERS = {
@@ -145,21 +146,21 @@ HEADERS = {
 
 
 def missing_packages() -> list[str]:
-    """Those that the live page needs and that are not installed."""
+    """Packages that the live page needs and that are not installed."""
     return [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
 
 
 class LivePage:
-    """Serves the page from a thread. A context manager is not needed: `close` ends it, once.
+    """Serves the page on a thread until `close`.
 
     Arguments:
         address: host:port, loopback only; port 0 chooses one.
         event_log: the syncer's.
-        progress: gives the run at this moment; None: there is nothing to tell.
-        is_open: every caller that reaches the port may watch, and steer; otherwise only a browser that has opened a
-            link may, with the role of the caller that asked for it. A link works once; the one in `url` is a viewer's.
-        steer: gives an order of a caller; returns what was done. None: the page only shows.
-        check: raises AuthError where a caller's credentials have ended.
+        progress: gives the run's current progress; None: there is none.
+        is_open: every caller that reaches the port may watch and steer; otherwise only a browser that has opened a
+            link, with the role of the caller that requested it. A link works once; the one in `url` is a viewer's.
+        steer: executes a caller's order; returns a sentence on its effect. None: the page cannot steer.
+        check: raises AuthError if a caller's credentials have ended.
 
     Attributes:
         url: of the page.
@@ -189,16 +190,16 @@ class LivePage:
         self._address = f"http://{name}:{port}/"
         self.url = self._url(self._access.printed)
         self._hosts = {f"{each}:{port}" for each in (name, "localhost", "127.0.0.1", "[::1]")}
-        self._cookie = f"diloco-page-{port}"  # a browser sends a host's cookies to every port of it
+        self._cookie = f"diloco-page-{port}"  # a browser sends a host's cookies to all its ports
         self._tail, self._story, self._progress = EventTail(event_log), Story(), progress
         self._watchers: set[asyncio.Event] = set()
-        self._is_ending = self._has_all = self._stands_still = False
+        self._is_ending = self._has_all = self._has_failed = False
         self._server: uvicorn.Server | None = None
         self._thread = threading.Thread(target=self._run, name="syncer-page", daemon=True)
         self._thread.start()
 
     def url_for(self, caller: Caller) -> str:
-        """The page's address with a link for this caller, which works once, for ten minutes."""
+        """The page's address with a link for a caller, which works once, within ten minutes."""
         return self._url(self._access.link_for(caller))
 
     def _url(self, link: str) -> str:
@@ -221,8 +222,8 @@ class LivePage:
             self._server = uvicorn.Server(uvicorn.Config(self._app(), timeout_graceful_shutdown=GRACE_S, **options))
             if not self._is_ending:
                 self._server.run(sockets=self._sockets)
-        except Exception:  # what watches cannot stop what decides
-            log.exception("the live page failed; the run goes on without it")
+        except Exception:  # a failure of the page must not stop the run
+            log.exception("the live page failed; the run continues without it")
         finally:
             for each in self._sockets:
                 each.close()
@@ -239,16 +240,16 @@ class LivePage:
         return Starlette(routes=routes, lifespan=self._following)
 
     def _refusal(self, request: Request) -> Response | None:
-        """What to answer who may not watch; None: he may. The host is checked against pages of other sites that have
-        their name resolve to this machine."""
+        """The response to a browser that may not watch; None: it may. The host is checked because the names of other
+        sites could resolve to this machine (DNS rebinding)."""
         from starlette.responses import PlainTextResponse
 
         if request.headers.get("host", "") not in self._hosts:
             return PlainTextResponse("this page is served under the address that the syncer prints\n", 403, HEADERS)
         if self._session(request) is None:
             text = (
-                "open the link that the syncer has printed, or ask for one with `diloco page`; it works once, and in "
-                "that browser from then on\n"
+                "open the link that the syncer has printed, or request one with `diloco page`; a link works once, and "
+                "that browser stays admitted\n"
             )
             return PlainTextResponse(text, 403, HEADERS)
         return None
@@ -260,7 +261,7 @@ class LivePage:
         from starlette.responses import HTMLResponse, RedirectResponse
 
         given = request.query_params.get("link", "")
-        opens = request.method == "GET" and request.headers.get("host", "") in self._hosts  # a HEAD only looks
+        opens = request.method == "GET" and request.headers.get("host", "") in self._hosts  # HEAD opens no link
         if given and opens and (secret := self._access.enter(given)) is not None:
             answer = RedirectResponse("/", 303, HEADERS)
             answer.set_cookie(self._cookie, secret, httponly=True, samesite="strict")
@@ -295,7 +296,7 @@ class LivePage:
         given = headers.get(TOKEN, "").encode()
         is_own = headers.get("origin", "") == f"http://{headers.get('host', '')}"
         if session is None or not is_own or not hmac.compare_digest(given, session.token.encode()):
-            raise AuthError("an order is given from this page only; load it again.")
+            raise AuthError("orders are accepted from this page only; load it again.")
         if self._steer is None or session.caller.role != "admin":
             raise AuthError(
                 f"{session.caller.name!r} may watch and not steer; open the page with an admin's link (diloco page)."
@@ -311,9 +312,9 @@ class LivePage:
             number, bans = values.get("at_least", 0), values.get("bans") is True
             if type(number) is not int:
                 raise ValueError(number)
-            f"{what}{learner}{reason}".encode()  # half a pair of surrogates is no text
+            f"{what}{learner}{reason}".encode()  # raises for a lone surrogate
         except MALFORMED as error:
-            raise PayloadError("what was sent is no order; load the page again.") from error
+            raise PayloadError("the request is not a valid order; load the page again.") from error
         return Order(what, learner, number, bans, reason), session.caller  # type: ignore[arg-type]  # the driver checks
 
     async def _part(self, request: Request) -> Response:
@@ -329,7 +330,7 @@ class LivePage:
         return self._refusal(request) or stream
 
     async def _stream(self, request: Request) -> AsyncIterator[str]:
-        """The story so far, then what is new, as server-sent events, for as long as the caller may watch."""
+        """The story so far, then updates, as server-sent events, while the caller may watch."""
         number, news = 0, asyncio.Event()
         self._watchers.add(news)
         try:
@@ -338,9 +339,9 @@ class LivePage:
                 is_last, story = self._has_all, self._story.since(number, time.time())
                 number = story["number"]
                 yield f"data: {json.dumps(story)}\n\n"
-                if self._stands_still:
+                if self._has_failed:
                     yield "event: failed\ndata: \n\n"
-                if is_last or self._stands_still:
+                if is_last or self._has_failed:
                     return
                 news.clear()
                 await news.wait()
@@ -349,21 +350,23 @@ class LivePage:
 
     @asynccontextmanager
     async def _following(self, _app: Starlette) -> AsyncIterator[None]:
-        """While the app runs, the story grows."""
+        """Follow the event log while the app runs."""
         task = asyncio.create_task(self._follow())
-        task.add_done_callback(self._stand_still)
+        task.add_done_callback(self._stopped_following)
         try:
             yield
         finally:
             task.cancel()
             await asyncio.wait([task])
 
-    def _stand_still(self, following: asyncio.Task[None]) -> None:
-        """The story grows no more: tell the log and the watchers, unless the page ends."""
+    def _stopped_following(self, following: asyncio.Task[None]) -> None:
+        """Report to the log and the watchers that following has failed, unless the page is closing."""
         if following.cancelled() or (error := following.exception()) is None:
             return
-        log.error("the live page stands still: %s", error, exc_info=None if isinstance(error, DilocoError) else error)
-        self._stands_still = True
+        log.error(
+            "the live page shows no new events: %s", error, exc_info=None if isinstance(error, DilocoError) else error
+        )
+        self._has_failed = True
         self._tell_watchers()
 
     def _tell_watchers(self) -> None:
@@ -384,8 +387,7 @@ class LivePage:
 
 
 def _bounded_protocol() -> type[asyncio.Protocol]:
-    """HTTP as uvicorn has it, with a bound on connections: `limit_concurrency` answers requests beyond it with 503, but
-    keeps connections that send no request."""
+    """uvicorn's HTTP protocol with a limit on connections; its own `limit_concurrency` does not limit silent ones."""
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     class BoundedProtocol(H11Protocol):
@@ -403,7 +405,7 @@ def _bound(host: str, port: int) -> socket.socket:
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((host, port))
-        bound.listen()  # callers are taken before the thread serves them, and no other process gets the port
+        bound.listen()  # accepts connections before the thread serves them, and keeps the port
     except OSError as error:
         bound.close()
         choice = "choose another port with --page-port, or 0"

@@ -1,1 +1,1 @@
-"""Two syncers of one run: the first's end, the standby's, the copy between them."""
+"""A pair of syncers: the first's end, the standby's end, and replication between them."""

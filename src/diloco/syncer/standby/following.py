@@ -1,4 +1,4 @@
-"""A standby's end of the connection to its first: it keeps what it is sent, and confirms it."""
+"""The standby's end of its connection to the first: it stores each state that it receives, and confirms it."""
 
 from __future__ import annotations
 
@@ -28,40 +28,41 @@ DIAL_S = 1.0
 """Between two tries to reach the first."""
 
 FENCED_DIAL_S = 5.0
-"""Between two words to a syncer that has lost the run."""
+"""Between two calls to a fenced syncer."""
 
-WORD_S = 0.5
-"""Between two words while there is nothing to confirm."""
+KEEPALIVE_S = 0.5
+"""Between two acknowledgements without a new commit."""
 
 STUCK_S = 20.0
-"""The disk has this long for one step; then the first hears nothing more."""
+"""Acknowledgements stop when the disk takes longer than this for one step."""
 
 MAX_STATE_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
 class DialledConnection:
-    """What the standby shows to its first: as `Connection`."""
+    """The credentials of a standby at its first, as in `Connection`."""
 
     keys: Keys | None = None
     insecure: bool = False
 
 
-class _Words:
-    """What goes up: the hello, then which commit is durable here, now and then, as long as the disk moves."""
+class _Upstream:
+    """The messages to the first: the hello, then the newest durable commit, repeatedly while the disk makes
+    progress."""
 
     def __init__(self, hello: pb.FollowHello) -> None:
         self._hello = hello
         self._confirmed: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self.moved_at = time.monotonic()
-        self.is_waiting = True  # for the first, and not for the disk
+        self.is_waiting = True  # for the first, not for the disk
 
     def confirm(self, number: int) -> None:
-        """This commit is durable."""
+        """Acknowledge a commit that is durable here."""
         self._confirmed.put(number)
 
     def end(self) -> None:
-        """Nothing follows."""
+        """End the messages."""
         self._confirmed.put(None)
 
     def __iter__(self) -> Iterator[bytes]:
@@ -69,50 +70,51 @@ class _Words:
         newest = 0
         while True:
             try:
-                said = self._confirmed.get(timeout=WORD_S)
+                number = self._confirmed.get(timeout=KEEPALIVE_S)
             except queue.Empty:
                 if not self.is_waiting and time.monotonic() - self.moved_at > STUCK_S:
                     continue
-                said = newest
-            if said is None:
+                number = newest
+            if number is None:
                 return
-            newest = said
+            newest = number
             yield pb.FollowAck(serial=newest).SerializeToString()
 
 
 class Following:
-    """Dials the other syncer until it is closed: to follow it, or to say that it has lost the run.
+    """Dials the other syncer until it is closed: to follow it, or to tell it that it is fenced.
 
     Arguments:
-        run: its name.
-        pairing: hosts what decides; its `other` is the address.
-        let_go: called before a syncer that has served the run becomes a standby: ends its driver.
-        failed: told what the thread failed with that it should not have.
+        run: its id.
+        pairing: hosts the pair core, whose `other` is the address.
+        let_go: ends this syncer's driver; called before a syncer that has served the run becomes a standby.
+        failed: called with an unexpected error of the thread.
     """
 
     def __init__(
         self, run: str, store: Replica, pairing: Pairing, shown: DialledConnection, *, let_go: Callable[[], None],
         failed: Callable[[BaseException], None],
     ) -> None:  # fmt: skip
-        assert pairing.other is not None
+        core = pairing.core
+        assert core.other is not None
         self._run_name, self._store, self._pairing = run, store, pairing
-        self._end = StandbyEnd(pairing.core)
+        self._end = StandbyEnd(core)
         self._let_go, self._failed = let_go, failed
         self._connection = Connection(
-            pairing.other, keys=shown.keys, insecure=shown.insecure, stall_floor_s=pairing.patience_s
+            core.other, keys=shown.keys, insecure=shown.insecure, stall_floor_s=core.patience_s
         )
         self._closing = threading.Event()
-        self._said = ""
+        self._logged = ""
         self.has_fenced = threading.Event()
-        """The other syncer has heard that this one serves the run."""
+        """Set when the other syncer has answered that it is fenced."""
         self._thread = threading.Thread(target=self._dial, name="syncer-following", daemon=True)
 
     def start(self) -> None:
-        """Dial."""
+        """Start to dial."""
         self._thread.start()
 
     def close(self) -> None:
-        """Hang up."""
+        """End the connection, and stop."""
         self._closing.set()
         self._connection.close()
         if self._thread.ident is not None:
@@ -123,11 +125,11 @@ class Following:
             wait_s = DIAL_S
             try:
                 wait_s = FENCED_DIAL_S if self.once() else DIAL_S
-                self._said = ""
+                self._logged = ""
             except DilocoError as error:
-                if not self._closing.is_set() and str(error) != self._said:
-                    self._said = str(error)
-                    log.warning("the other syncer at %s: %s", self._pairing.other, error)
+                if not self._closing.is_set() and str(error) != self._logged:
+                    self._logged = str(error)
+                    log.warning("the other syncer at %s: %s", self._pairing.core.other, error)
             except BaseException as error:
                 log.critical("following the other syncer failed", exc_info=error)
                 self._failed(error)
@@ -136,16 +138,16 @@ class Following:
             self._closing.wait(wait_s)
 
     def once(self) -> bool:
-        """One connection, until it ends; returns whether the other one has heard that this one serves the run.
+        """Serve one connection until it ends; returns whether the other syncer has answered that it is fenced.
 
         Raises:
-            DilocoError: why it has ended.
+            DilocoError: the reason for its end.
         """
         pairing = self._pairing
         hello = pairing.event(lambda _: self._end.hello())
-        words = _Words(_message(self._run_name, hello))
+        upstream = _Upstream(_hello(self._run_name, hello))
         try:
-            with closing(self._connection.follow(CHANNEL, iter(words))) as stream:
+            with closing(self._connection.follow(CHANNEL, iter(upstream))) as stream:
                 first = _part(stream)
                 if first is None:
                     return False
@@ -157,42 +159,42 @@ class Following:
                 self._let_go()
                 link = pairing.event(lambda now: self._end.linked(now, hello.contents, first.boot))
                 try:
-                    self._follow(link, stream, words)
+                    self._follow(link, stream, upstream)
                 finally:
                     pairing.unlink(link)
                 return False
         finally:
-            words.end()
+            upstream.end()
 
-    def _follow(self, link: StandbyConnection, stream: Iterator[bytes], words: _Words) -> None:
+    def _follow(self, link: StandbyConnection, stream: Iterator[bytes], upstream: _Upstream) -> None:
         while not link.is_over and (part := _part(stream)) is not None:
             self._heard(link, part)
             if part.file:
-                words.is_waiting, words.moved_at = False, time.monotonic()
-                self._store.receive(part.file, part.sha256, self._moving(link, words, part, stream))
+                upstream.is_waiting, upstream.moved_at = False, time.monotonic()
+                self._store.receive(part.file, part.sha256, self._received(link, upstream, part, stream))
             elif part.HasField("serial"):
                 if part.num_bytes > MAX_STATE_BYTES:
-                    raise CorruptPayloadError(f"a state of {part.num_bytes} bytes is none.")
+                    raise CorruptPayloadError(f"a state of {part.num_bytes} bytes is above {MAX_STATE_BYTES}.")
                 text = b"".join(verified(stream, part.num_bytes))
-                words.is_waiting, words.moved_at = False, time.monotonic()
-                self._take(link, ReplicatedState.from_json(text), part.epoch)
-                words.confirm(part.serial)
-            words.is_waiting = True
+                upstream.is_waiting, upstream.moved_at = False, time.monotonic()
+                self._apply(link, ReplicatedState.from_json(text), part.epoch)
+                upstream.confirm(part.serial)
+            upstream.is_waiting = True
         if not link.is_over:
             raise UnreachableError("the first has ended the connection; dialling again.")
 
     def _heard(self, link: StandbyConnection, part: pb.FollowPart) -> None:
         self._pairing.event(lambda now: self._end.heard(now, link, part.lag_versions, part.lag_bytes))
 
-    def _take(self, link: StandbyConnection, state: ReplicatedState, epoch: int) -> None:
+    def _apply(self, link: StandbyConnection, state: ReplicatedState, epoch: int) -> None:
         electorate = frozenset(state.electorate)
-        self._pairing.event(lambda now: self._end.take(now, link, electorate, epoch, lambda: self._store.take(state)))
+        self._pairing.event(lambda now: self._end.take(now, link, electorate, epoch, lambda: self._store.apply(state)))
 
-    def _moving(
-        self, link: StandbyConnection, words: _Words, part: pb.FollowPart, stream: Iterator[bytes]
+    def _received(
+        self, link: StandbyConnection, upstream: _Upstream, part: pb.FollowPart, stream: Iterator[bytes]
     ) -> Iterator[bytes]:
         for chunk in verified(stream, part.num_bytes):
-            words.moved_at = time.monotonic()
+            upstream.moved_at = time.monotonic()
             self._heard(link, part)
             yield chunk
 
@@ -202,7 +204,7 @@ def _part(stream: Iterator[bytes]) -> pb.FollowPart | None:
     return None if message is None else parse(pb.FollowPart, message)
 
 
-def _message(run: str, hello: Hello) -> pb.FollowHello:
+def _hello(run: str, hello: Hello) -> pb.FollowHello:
     it = hello.contents
     held = [
         pb.HeldFile(fragment=fragment, version=version, sha256=sha256)

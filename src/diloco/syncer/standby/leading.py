@@ -1,4 +1,4 @@
-"""A first's end of a standby's connection: everything that is durable goes to the standby, which confirms it."""
+"""The first's end of a standby's connection: it sends every durable state to the standby, which confirms it."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from diloco.syncer.standby.replica import MissingParts, Replica
 
 log = logging.getLogger("diloco.syncer")
 
-WORD_S = 0.5
-"""Between two words while there is nothing else to say."""
+KEEPALIVE_S = 0.5
+"""Between two messages without a new state."""
 
 
 class Leading:
-    """Answers Follow calls, one standby at a time: a new one ends the one before.
+    """Answers Follow calls, one standby at a time: a new call ends the earlier one.
 
     Arguments:
-        store: what is to be had.
-        pairing: hosts what decides.
+        store: the state to send.
+        pairing: hosts the pair core.
     """
 
     def __init__(self, store: Replica, pairing: Pairing) -> None:
@@ -41,16 +41,16 @@ class Leading:
     def follow(
         self, hello: pb.FollowHello, messages: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[bytes]:
-        """What goes to a standby, for as long as it is one.
+        """The messages to a standby, until its connection ends.
 
         Raises:
-            PayloadError: its numbers make no sense. Others as `FirstEnd.accept`.
+            PayloadError: an epoch is out of range. Others as `FirstEnd.accept`.
         """
         pairing = self._pairing
         check_epoch("the other syncer", max(hello.epoch, hello.base), pairing.most_epoch)
-        link = pairing.event(lambda now: self._end.accept(now, _said(hello)))
+        link = pairing.event(lambda now: self._end.accept(now, _hello_of(hello)))
         if link is None:
-            yield pb.FollowPart(boot=pairing.boot, fenced=True).SerializeToString()
+            yield pb.FollowPart(boot=pairing.succession.boot, fenced=True).SerializeToString()
             return
 
         def end() -> None:
@@ -66,15 +66,15 @@ class Leading:
         finally:
             end()
 
-    # --- parts --------------------------------------------------------------------------------------------------------
+    # --- messages to the standby --------------------------------------------------------------------------------------
 
     def _parts(self, link: StandbyConnection) -> Iterator[bytes]:
-        """Bring the standby up to date, agree with it, and go on."""
+        """Send each state that the standby lacks, and keepalives in between."""
         while not link.is_over:
             epoch = self._pairing.event(lambda now: self._end.next_state(now, link))
             lacking = None if epoch is None else self._store.lacking(link.copy)
             if epoch is None or lacking is None:
-                yield from self._word(link)
+                yield from self._keepalive(link)
                 continue
             with closing(lacking):
                 yield from self._commit(link, lacking, epoch)
@@ -93,29 +93,27 @@ class Leading:
         text = memoryview(state.to_json().encode())
         yield from frames(pb.FollowPart(boot=link.boot, num_bytes=len(text), serial=number, epoch=epoch), text)
 
-    def _word(self, link: StandbyConnection) -> Iterator[bytes]:
-        """Wait for something to send, and say that this syncer is there."""
+    def _keepalive(self, link: StandbyConnection) -> Iterator[bytes]:
+        """Wait for a new state, for a short time, and show that this syncer lives."""
         with self._pairing.changed:
-            self._pairing.changed.wait_for(lambda: self._end.has_news(link), WORD_S)
+            self._pairing.changed.wait_for(lambda: self._end.has_news(link), KEEPALIVE_S)
         if not link.is_over:
             yield pb.FollowPart(boot=link.boot).SerializeToString()
 
-    # --- what the standby says ----------------------------------------------------------------------------------------
+    # --- messages from the standby ------------------------------------------------------------------------------------
 
     def _read(self, link: StandbyConnection, messages: Iterator[bytes], end: Callable[[], None]) -> None:
         try:
             for message in messages:
-                self._acknowledged(link, parse(pb.FollowAck, message).serial)
+                number = parse(pb.FollowAck, message).serial
+                self._pairing.event(lambda now, number=number: self._end.acknowledged(now, link, number))  # type: ignore[misc]
         except (grpc.RpcError, CorruptPayloadError) as error:
             log.info("the connection of the standby has ended: %r", error)
         finally:
             end()
 
-    def _acknowledged(self, link: StandbyConnection, number: int) -> None:
-        self._pairing.event(lambda now: self._end.acknowledged(now, link, number))
 
-
-def _said(hello: pb.FollowHello) -> Hello:
+def _hello_of(hello: pb.FollowHello) -> Hello:
     held = {each.fragment: (each.version, each.sha256) for each in hello.held}
     contents = Contents(hello.run_id, hello.epoch, held, frozenset(hello.files))
     return Hello(hello.boot, hello.is_first, hello.epoch, hello.base, hello.stays, hello.serves, contents)

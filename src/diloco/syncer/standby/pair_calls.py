@@ -1,4 +1,5 @@
-"""What a syncer answers as one of two: learners' votes, its standby, and its operator."""
+"""The calls of a syncer as one of a pair: learners' votes, its standby, its operator; and the journal of its
+standing."""
 
 from __future__ import annotations
 
@@ -22,14 +23,14 @@ from diloco.syncer.standby.pairing import Pairing
 log = logging.getLogger("diloco.syncer")
 
 FENCED_S = 5.0
-"""A promotion waits this long for the other syncer to hear of it."""
+"""A promotion waits this long until the other syncer is fenced."""
 
 
 class PairCalls:
-    """Handlers of Vote, Follow and Promote, and what heartbeats say of the two syncers.
+    """Handlers of Vote, Follow and Promote, and the pair's part of heartbeats.
 
     Arguments:
-        pairing: decides.
+        pairing: makes the decisions.
         leading: answers a standby.
         following: the connection to the other syncer; None: its address is not known.
         serves: whether this syncer has a driver.
@@ -41,11 +42,11 @@ class PairCalls:
         self._pairing, self._leading, self._following, self._serves = pairing, leading, following, serves
 
     def beaten(self, request: pb.HeartbeatRequest) -> pb.Proposal | None:
-        """A heartbeat is a word too: its learner has just been answered. Returns what it is asked for."""
-        return None if self._pairing.is_single else self._heard(request, 0.0)
+        """Count a heartbeat as a message to the pair, of silence 0; returns the proposal to vote on."""
+        return None if self._pairing.core.is_single else self._heard(request, 0.0)
 
     def vote(self, request: pb.VoteRequest) -> pb.VoteReply:
-        """A learner that this syncer does not serve."""
+        """Take the vote of a learner whose syncer is silent."""
         return pb.VoteReply(proposal=self._heard(request, request.silent_s), serves=self._serves())
 
     def _heard(self, request: pb.HeartbeatRequest | pb.VoteRequest, silent_s: float) -> pb.Proposal | None:
@@ -59,11 +60,11 @@ class PairCalls:
     def follow(
         self, hello: pb.FollowHello, messages: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[bytes]:
-        """A standby's connection; raises as `Leading.follow`."""
+        """As `Leading.follow`."""
         return self._leading.follow(hello, messages, context)
 
     def promote(self, request: pb.PromoteRequest) -> pb.PromoteReply:
-        """An operator decides; raises as `Pairing.promote`."""
+        """Promote this syncer on an operator's order; raises as `Pairing.promote`."""
         epoch, versions = self._pairing.promote(force=request.force)
         following = self._following
         is_fenced = False
@@ -77,7 +78,7 @@ class PairCalls:
         return self._pairing.status()
 
     def idle_status(self, run: str, method: Method) -> dict[str, Any]:
-        """The status of a run that this syncer does not serve now."""
+        """The status that this syncer reports while it does not serve the run."""
         return {
             "run": run, "run_id": "", "epoch": self._pairing.succession.epoch, "method": method.to_dict(),
             "initialised": False, "step": 0, "tokens": 0, "initial_tokens": 0, "spooled_bytes": 0, "waits_for": None,
@@ -86,7 +87,7 @@ class PairCalls:
 
 
 class StandingJournal:
-    """Logs how a syncer stands, in its log, its events and its metrics."""
+    """Writes changes of a syncer's standing to its log, its events and its metrics."""
 
     def __init__(self, events_log: EventLog, metrics: SyncerMetrics) -> None:
         self._events, self._metrics = events_log, metrics

@@ -1,9 +1,8 @@
-"""A store of which another syncer has a copy, or which is the copy: what the copy lacks, and how it is brought up to
-date.
+"""Replication of a store to a second syncer: the first finds what the copy lacks, the copy applies it.
 
-A copy goes from one state of the run to the next: `ReplicatedState` is what one read of the database says, and the
-files that it names and the copy lacks come before it. The transaction that takes it makes the record, the versions and
-the epochs what they are there. A version that the copy has and the other store has not leaves the database; its file is
+The copy moves from one state of the run to the next. A `ReplicatedState` is one consistent read of the first's
+database; files that it names and the copy lacks are sent before it. The copy applies it in one transaction, after which
+record, versions and epochs equal the first's. Versions that only the copy has leave its database, and their files are
 set aside.
 """
 
@@ -13,6 +12,7 @@ import json
 import math
 import os
 import sqlite3
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,15 +26,15 @@ from diloco.protocol.pair.values import Contents, Position
 from diloco.run.ports import Json
 from diloco.store.durable import ignore_point, sync_directory
 from diloco.store.files import is_static, version_of
-from diloco.store.inspection import NONSENSE, require_record, unreadable
+from diloco.store.inspection import INVALID, require_record, unreadable
 from diloco.store.records import (
     RUN_COLUMNS,
     Row,
     StoredVersion,
     epochs_of,
     insert_run,
-    is_named,
     kept_files,
+    newest_numbers,
     newest_versions,
     put_epoch,
     put_version,
@@ -45,18 +45,18 @@ from diloco.store.records import (
 from diloco.store.store import KEPT_VERSIONS, Store
 from diloco.whole_files import write_whole
 
-# `standby.json`: what a syncer's state directory says of its part in a pair of syncers (`protocol.pair`).
+# `standby.json`: the durable position of a syncer in a pair of syncers (`protocol.pair`).
 #
-# A directory without it is that of a syncer that never had a second one. Its epoch is in the database.
+# A syncer that never had a second one has no such file. Its epoch is in the database.
 
 FILE = "standby.json"
 
 
 def read_position(state_dir: Path) -> Position | None:
-    """What is in a state directory; None: nothing.
+    """The position in a state directory; None: there is none.
 
     Raises:
-        StoreError: it is damaged.
+        StoreError: the file is damaged.
     """
     path = state_dir / FILE
     try:
@@ -74,16 +74,16 @@ def read_position(state_dir: Path) -> Position | None:
         return None
     except MALFORMED as error:
         raise StoreError(
-            f"{path} is damaged ({first_line(error)}), and says whether this syncer may serve the run; start it as "
-            "the standby of the other one in an empty directory, or remove the file if there is no other one."
+            f"{path}, which says whether this syncer may serve the run, is damaged ({first_line(error)}); start it as "
+            "the standby of the other syncer in an empty directory, or remove the file if there is no other one."
         ) from error
 
 
 def write_position(state_dir: Path, position: Position) -> None:
-    """Make it durable.
+    """Make a position durable.
 
     Raises:
-        StoreError: the disk refused; what was there before still is.
+        StoreError: the disk refused; the earlier position stays.
     """
     plain = {
         "place": position.place, "is_paired": position.is_paired, "base": position.base,
@@ -100,14 +100,14 @@ def write_position(state_dir: Path, position: Position) -> None:
 
 @dataclass(frozen=True)
 class ReplicatedState:
-    """A state of the run, as a copy gets it.
+    """A state of the run, as it is sent to a copy.
 
     Attributes:
-        row: of the run, without the record.
-        epochs: all starts, with their Unix times.
-        since: by fragment, the newest version that the copy has in common with the run; −1: none.
-        versions: those after that.
-        electorate: the learners' processes that decide between the two syncers.
+        row: the run's, without the record.
+        epochs: all epochs, with the Unix times of their beginnings.
+        since: by fragment, the newest version that the copy shares with the run; −1: none.
+        versions: the versions after `since`.
+        electorate: the learner processes that vote on which of the two syncers serves.
     """
 
     row: Mapping[str, Any]
@@ -118,15 +118,15 @@ class ReplicatedState:
     electorate: tuple[str, ...] = ()
 
     def to_json(self) -> str:
-        """As text."""
+        """As JSON."""
         return json.dumps({**asdict(self), "since": list(self.since.items())})
 
     @classmethod
     def from_json(cls, text: str | bytes) -> ReplicatedState:
-        """What `to_json` gave.
+        """The state from `to_json`'s text.
 
         Raises:
-            CorruptPayloadError: anything else.
+            CorruptPayloadError: it is another text.
         """
         try:
             plain = json.loads(text)
@@ -143,7 +143,7 @@ class ReplicatedState:
 
 
 def _version(plain: Mapping[str, Any]) -> StoredVersion:
-    """A version of a state. Raises one of `MALFORMED` for values that a database has none of."""
+    """A version of a state. Raises one of `MALFORMED` for values that no database holds."""
     found = StoredVersion(**{**plain, "update": Update.from_dict(plain["update"])})
     it = found.update
     numbers, texts = (it.base, found.tokens), (it.digest, found.sha256, *it.contributors)
@@ -160,12 +160,12 @@ def _version(plain: Mapping[str, Any]) -> StoredVersion:
 
 @dataclass(frozen=True)
 class MissingParts:
-    """What a copy lacks.
+    """The state and the files that a copy lacks.
 
     Attributes:
         serial: of the state (`Store.serial`).
-        newest: by fragment, version and SHA-256 of its file.
-        files: name, SHA-256 and the open file of those that the copy lacks.
+        newest: by fragment, the newest version and the SHA-256 of its file.
+        files: name, SHA-256 and the open file of each missing file.
     """
 
     serial: int
@@ -174,26 +174,26 @@ class MissingParts:
     files: tuple[tuple[str, str, IO[bytes]], ...]
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         for _, _, file in self.files:
             file.close()
 
 
 class Replica(Store):
-    """A `Store` that knows what a copy of it lacks, and can be a copy itself."""
+    """A `Store` that can be copied to another syncer and be such a copy; the `Durable` of a `PairCore`."""
 
     def __init__(self, path: str | os.PathLike[str], *, at: Callable[[str], None] = ignore_point) -> None:
         super().__init__(path, at=at)
         self._verified: dict[str, tuple[str, str]] = {}  # files that this process has received: SHA-256 and digest
 
     def _require_no_run(self, *, is_new: bool) -> None:
-        """A copy has files before it has the first state that names them."""
+        """A copy receives files before the first state that names them."""
         position = read_position(self.path)
         if is_new or position is None or position.place == "first":
             super()._require_no_run(is_new=is_new)
 
     def contents(self) -> Contents:
-        """What is here."""
+        """As `Durable`."""
         with self._mapped("read"):
             with self._using:
                 row = run_row(self._db)
@@ -208,12 +208,13 @@ class Replica(Store):
             return Contents(str(row["run_id"]), epoch, newest, files)
 
     def lacking(self, copy: Contents) -> MissingParts | None:
-        """What a copy lacks that has this; None: there is no run yet. The files stay readable until they are closed.
+        """What a copy with these contents lacks; None: there is no run yet. The files stay readable until they are
+        closed.
 
         Raises:
             StoreError: the disk refused.
         """
-        with self._writing, self._mapped("read"):  # no file is removed meanwhile
+        with self._writing, self._mapped("read"):  # no file is removed in between
             with self._using:
                 row = run_row(self._db)
                 if not row:
@@ -247,49 +248,49 @@ class Replica(Store):
         ).fetchone()
         return held[0] if known is not None and known[0] == held[1] else -1
 
-    def begin_epoch(self, epoch: Epoch, started_at: float) -> None:
-        """Make an epoch durable, unless it is.
-
-        Raises:
-            StoreError: the disk refused.
-        """
+    def begin_epoch(self, number: int) -> None:
+        """As `Durable`. Raises StoreError: the disk refused."""
         with self._writing, self._mapped("begun"):
             with self._using:
-                if any(each.number == epoch.number for each in epochs_of(self._db)):
+                if any(each.number == number for each in epochs_of(self._db)):
                     return
             with self._transaction() as db:
-                put_epoch(db, epoch, started_at)
+                put_epoch(db, Epoch(number, tuple(newest_numbers(db).values())), time.time())
+
+    def keep(self, position: Position) -> None:
+        """As `Durable`. Raises as `write_position`."""
+        write_position(self.path, position)
 
     def epoch(self) -> int:
-        """The newest; 0: there is no run."""
+        """As `Durable`."""
         with self._mapped("read"), self._using:
             found: int = self._db.execute("SELECT COALESCE(MAX(epoch), 0) FROM epochs").fetchone()[0]
             return found
 
     def record(self) -> Json | None:
-        """The run's; None: there is none yet."""
+        """As `Durable`."""
         with self._mapped("read"), self._using:
             row = self._db.execute("SELECT record FROM run").fetchone()
             return None if row is None or row[0] is None else json.loads(row[0])
 
     def versions(self) -> tuple[int, ...]:
-        """The newest of each fragment."""
+        """As `Durable`."""
         with self._mapped("read"), self._using:
-            return tuple(each.update.version for each in newest_versions(self._db))
+            return tuple(newest_numbers(self._db).values())
 
     # --- as a copy ----------------------------------------------------------------------------------------------------
 
     def receive(self, name: str, sha256: str, chunks: Iterable[bytes | memoryview]) -> None:
-        """Take a file. Raises as `TensorFiles.receive`, and StoreError where the disk refuses."""
+        """Receive a file. Raises as `TensorFiles.receive`, and StoreError: the disk refused."""
         with self._mapped(f"completed by {name[:80]!r}"):
             self._verified[name] = sha256, self._files.receive(name, sha256, chunks)
 
-    def take(self, state: ReplicatedState) -> None:
-        """Become this state of the run, whose files are here.
+    def apply(self, state: ReplicatedState) -> None:
+        """Replace the state of the run by this one, whose files were received before.
 
         Raises:
-            StoreError: the disk refused, and the state before still is; or a file is missing or damaged.
-            CorruptPayloadError: no syncer could start with it; the state before still is.
+            StoreError: the disk refused, or a file is missing or damaged; the earlier state stays.
+            CorruptPayloadError: no syncer could start with the new state; the earlier state stays.
         """
         for each in {each.update.fragment: each for each in state.versions}.values():  # the newest ones
             it = each.update
@@ -314,25 +315,13 @@ class Replica(Store):
                         insert_run(db, state.row)
                     _replace(db, state)
                     _require_startable(db, known or state.row, state.record)
-                except NONSENSE as error:
+                except INVALID as error:
                     raise _no_state(error) from error
                 self._at("inserted")
             self._at("committed")
             self._verified.clear()
             if state.versions or not known:
-                self._clear()
-
-    def _clear(self) -> None:
-        """Remove what is superseded, and set aside what no version names."""
-        with self._using:
-            kept = kept_files(self._db, KEPT_VERSIONS)
-            others = [name for name in self._files.names() if name not in kept]
-            superseded = {name for name in others if is_named(self._db, name)}
-        for name in others:
-            if name in superseded:
-                self._files.remove(name)
-            else:
-                self._files.set_aside(name)
+                self._remove_superseded()
 
 
 def _replace(db: sqlite3.Connection, state: ReplicatedState) -> None:
@@ -350,7 +339,7 @@ def _replace(db: sqlite3.Connection, state: ReplicatedState) -> None:
 
 
 def _require_startable(db: sqlite3.Connection, row: Row, record: Json | None) -> None:
-    """A start must be able to begin with what the transaction leaves. Raises one of `NONSENSE` where it cannot."""
+    """Check that a start can load the transaction's result. Raises one of `INVALID` if it cannot."""
     newest = [each.update for each in newest_versions(db)]
     num_fragments = len(json.loads(row["layout"])["fragments"])
     if [each.fragment for each in newest] != list(range(num_fragments)) or not epochs_of(db):
@@ -360,4 +349,4 @@ def _require_startable(db: sqlite3.Connection, row: Row, record: Json | None) ->
 
 def _no_state(reason: object) -> CorruptPayloadError:
     said = reason if isinstance(reason, str) else repr(reason)
-    return CorruptPayloadError(f"what the first syncer has sent is no state of a run ({said[:MAX_REASON]}).")
+    return CorruptPayloadError(f"the first syncer has sent an invalid state of the run ({said[:MAX_REASON]}).")
