@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from diloco.core.memory import new_like, new_vector, room
+from diloco.core.memory import new_buffer, new_like, new_vector
 
 LARGE = 8 << 20
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 1000, LARGE])
 def test_room_is_zero_and_can_be_written(num_bytes: int) -> None:
-    buffer = room(num_bytes)
+    buffer = new_buffer(num_bytes)
     assert len(buffer) == num_bytes
     assert not any(buffer[: min(num_bytes, 4096)])
     buffer[:] = bytes([7]) * num_bytes

@@ -229,7 +229,7 @@ def test_a_difference_is_said_in_words() -> None:
         (lambda: DecoupledDiLoCo(merge=CoordinateMedian()), "use weight='uniform' with it, not 'tokens\\^2/steps'"),
         (lambda: replace(DiLoCo(weight="tokens"), merge=MultiKrum()), r"MultiKrum\(\) counts every learner the same"),
         (lambda: DiLoCo(outer="adam"), "outer is 'adam'; use one of SGD"),
-        (lambda: AllLive(drop_seed=3), "drop is 0; set drop"),
+        (lambda: AllLive(drop_seed=3), "has no effect with drop=0"),
         (lambda: DiLoCo(outer=DelayedNesterov(), quorum=AllLive(at_least=2)), "waits for several; use at_least=1"),
         (lambda: DiLoCo(overlap=1, quorum=AllLive(drop=0.5)), "needs overlap=0, not 1"),
         (lambda: replace(DiLoCo(), adopt=KeepDisplacement()), "set overlap"),

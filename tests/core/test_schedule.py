@@ -203,7 +203,7 @@ def test_torchft_trajectory(overlap: int) -> None:
         ((True, 1), "sync_every must be a whole number of at least 1, not True"),
         ((4, 0), "num_fragments must be a whole number of at least 1, not 0"),
         ((4, 1, -1), "overlap must be a whole number of at least 0, not -1"),
-        ((4, 1, 9), "overlap=9 exceeds two periods of sync_every=4"),
+        ((4, 1, 9), "overlap=9 exceeds two intervals of sync_every=4"),
         ((4, 2, 0, (1,)), r"offsets=\(1,\) needs one offset for each of the 2 fragments"),
         ((4, 2, 0, (1, 5)), "offset 5 must be a whole number from 0 to sync_every=4"),
         ((4, 2, 0, (1, -1)), "offset -1 must be"),

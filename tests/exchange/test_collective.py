@@ -12,7 +12,7 @@ from tests.exchange.worlds import read, start_processes
 
 import diloco
 from diloco.core.codecs import CODECS, SEGMENT_ELEMENTS
-from diloco.core.shards import Shards, dealt
+from diloco.core.shards import Shards, even_shards
 from diloco.errors import ConfigError
 from diloco.exchange.group import reason_of
 
@@ -54,7 +54,7 @@ def test_shards_cover_a_vector_in_whole_segments(num_elements: int, num_shards: 
     num_shards=st.integers(1, 9),
 )
 def test_the_shards_of_all_fragments_differ_by_one_segment_at_most(nums_elements: list[int], num_shards: int) -> None:
-    shards = dealt(nums_elements, num_shards)
+    shards = even_shards(nums_elements, num_shards)
     parts = [[each.segments(rank) for each in shards] for rank in range(num_shards)]
     in_all = [sum(part.stop - part.first for part in own) for own in parts]
     assert max(in_all) - min(in_all) <= 1

@@ -1,12 +1,12 @@
-"""Adoption: what a learner does with a global fragment that arrives.
+"""Adoption: how a learner combines its parameters θ with a global fragment Θ that arrives.
 
-The learner has trained for τ steps since it sent the fragment, so its parameters θ hold work that the global value Θ
-does not have. The anchor becomes Θ whatever is adopted: the next outer gradient is measured from Θ, before mixing.
+The learner has trained for τ steps since it sent the fragment, so θ contains work that Θ does not. The next outer
+gradient is measured from Θ, before mixing: the anchor becomes Θ under every rule but Eager.
 
-    Replace            θ ← Θ                             what was trained after the send is discarded
+    Replace            θ ← Θ                             work after the send is discarded
     Mix                θ ← α·θ + (1 − α)·Θ
-    KeepDisplacement   θ ← Θ + (θ − θ_sent)              what was trained after the send is kept
-    Eager              θ ← OuterOpt(anchor_m, Δ̃_m)      the learner takes the outer step, its newest work included
+    KeepDisplacement   θ ← Θ + (θ − θ_sent)              work after the send is kept
+    Eager              θ ← OuterOpt(anchor_m, Δ̃_m)      the learner takes the outer step itself, with its newest work
 """
 
 from abc import abstractmethod
@@ -24,7 +24,7 @@ class Adopt(Choice):
     """How local and global parameters become the learner's new parameters."""
 
     needs_origin: ClassVar[bool] = False
-    """Whether `adopt` asks for the parameters as they were when they were last sent or adopted."""
+    """Whether `adopt` needs `origin`, the parameters as they were when they were last sent or adopted."""
 
     @property
     @abstractmethod
@@ -39,8 +39,8 @@ class Adopt(Choice):
     def adopt(self, local: Tensor, global_: Tensor, origin: Tensor | None = None) -> Tensor:
         """The learner's new parameters, fp32 of the arguments' shape (any, the same for all, all fp32).
 
-        `origin`: the parameters when they were last sent; where nothing was sent since the last adoption, what was
-        adopted. Neither argument is written to, and the result may be one of them: copy it before changing it. Raises
+        `origin`: the parameters when they were last sent; if nothing was sent since the last adoption, the value then
+        adopted. No argument is written to, and the result may be one of them: copy it before changing it. Raises
         LayoutError when the arguments do not fit each other.
         """
 
@@ -88,9 +88,9 @@ class Mix(Adopt):
 
 @dataclass(frozen=True)
 class KeepDisplacement(Adopt):
-    """θ ← Θ + (θ − θ_sent): the work done while the answer was on its way goes on top of it (arXiv 2605.20866).
+    """θ ← Θ + (θ − θ_sent): the work done while the answer was in flight is added to it (arXiv 2605.20866).
 
-    Its tokens stay pending: the next outer gradient, measured from Θ, has that work in it.
+    Its tokens stay pending: the next outer gradient, measured from Θ, contains that work.
 
     >>> KeepDisplacement().adopt(torch.tensor([4.0]), torch.tensor([8.0]), torch.tensor([5.0]))   # [7.0]
     """
@@ -112,8 +112,8 @@ class KeepDisplacement(Adopt):
 class Eager(Adopt):
     """θ ← OuterOpt(anchor_m, Δ̃_m): outer steps that include the learner's own newest work (arXiv 2502.12996).
 
-    Each learner has an anchor and an outer state of its own, and measures from that anchor. `eager_gradient` is its
-    Δ̃_m; what the step gives is adopted as it is.
+    Each learner has an anchor and an outer state of its own, and measures from that anchor. `eager_gradient` gives Δ̃_m;
+    the result of the step is adopted unchanged.
     """
 
     @property
@@ -128,16 +128,16 @@ class Eager(Adopt):
 def eager_gradient(own: Tensor | None, mean: Tensor | None, added: Tensor | None) -> Tensor | None:
     """Δ̃_m = Δ̄ + s'·Δ_m^(t) − s·Δ_m^(t−H), fp32 flat [n]; arXiv 2502.12996, algorithm 3.
 
-    A share is the learner's own choice when it adds a term (1 / live learners): the same term is taken away, whatever
-    weight the mean gives to it and even if the mean does not list it. So the terms cancel over the rounds, ΣΔ̃_m = ΣΔ̄
-    + s'·Δ_m^(t), and learners do not part. Before the first mean has arrived Δ̃_m is s'·Δ_m^(t). Subtracted first, so
-    that a lone learner's older work cancels to the bit.
+    s' and s are the shares 1 / (live learners) when the learner added each term. It subtracts the same term that it
+    added, whatever weight the mean gives to it and even if the mean does not list it. So the terms cancel over the
+    rounds, ΣΔ̃_m = ΣΔ̄ + s'·Δ_m^(t), and learners do not drift apart. Before the first mean has arrived Δ̃_m is
+    s'·Δ_m^(t). The subtraction precedes the addition, so that a lone learner's older work cancels to the bit.
 
     Arguments:
-        own: s'·Δ_m^(t), this learner's newest outer gradient, as decoded from what goes on the wire, times its share;
-            None: none is sent.
-        mean: Δ̄, the merged outer gradient that is due; None: none is.
-        added: s·Δ_m^(t−H), what the learner added for the round of that mean; None: nothing.
+        own: s'·Δ_m^(t), this learner's newest outer gradient as decoded from its payload, times its share; None: no
+            outer gradient is sent now.
+        mean: Δ̄, the merged outer gradient that is due; None: no mean is due.
+        added: s·Δ_m^(t−H), the term that the learner added in the round of that mean; None: it added none.
     """
     if mean is None:
         return own

@@ -1,13 +1,14 @@
-"""Averaged tensors: training changes them and no gradient does, such as running statistics and router biases.
+"""Averaged tensors: training changes them without a gradient, as it changes running statistics and router biases.
 
-They are in the fragments and are sent as outer gradients like the parameters, Δ = anchor − value. Their outer step is
+Averaged tensors are in the fragments and are sent as outer gradients like the parameters, Δ = anchor − value. Their
+outer step is
 
-    Θ ← Θ − Δ̄            the weighted mean of the learners' values; no learning rate, no momentum
+    Θ ← Θ − Δ̄            the weighted mean of the learners' values, without learning rate and momentum
 
-because an outer optimizer follows a gradient, and this is none: the mean of estimates is the estimate. Nesterov
-momentum would carry a variance that falls below 0: with μ = 0.9 and lr = 0.7 the first step already goes 1.33 times as
-far as the mean. The mean of variances lies between them; what is left below 0 by rounding, a lossy codec or an outer
-gradient that was measured from an older version is set to 0. The elements' outer state stays 0.
+because Δ of an estimate is no gradient to follow: the merged estimate is the mean of the estimates. Nesterov momentum
+would carry a falling variance below 0: with μ = 0.9 and lr = 0.7 the first step already goes 1.33 times as far as the
+mean. A mean of variances is not negative; rounding, a lossy codec, and an outer gradient that was measured from an
+older version may leave a value below 0, which is set to 0. The outer state of averaged elements stays 0.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from diloco.core.outer import Outer, State
 
 
 class AveragedElements:
-    """Where the averaged tensors are in a fragment, or in a shard of one.
+    """The outer step of a fragment, or of a shard of one, some of whose tensors may be averaged.
 
     Arguments:
         places: the tensors of the fragment or shard.
@@ -35,11 +36,11 @@ class AveragedElements:
         self, outer: Outer, run: slice, state: Mapping[str, Tensor], params: Tensor, delta: Tensor, out: Tensor,
         new_state: State,
     ) -> None:  # fmt: skip
-        """`Outer.step` of the elements of a run, in which averaged ones become the mean.
+        """The outer step of all elements of a run: `Outer.step`, but Θ − Δ̄ for averaged elements.
 
         Arguments:
-            run: these elements of the fragment; `state`, `params` and `delta` are of them.
-            out, new_state: where the result is written; `out` may be `delta`.
+            run: which elements of the fragment `state`, `params` and `delta` hold.
+            out, new_state: receive the result; `out` may be `delta`.
         """
         means = [(part, outer.average(params[part], delta[part])) for part, _ in within(run, self._spans)]
         outer.step(state, params, delta, out=out, new_state=new_state)
@@ -50,7 +51,7 @@ class AveragedElements:
                     each[part] = 0
 
     def floor(self, run: slice, theta: Tensor) -> None:
-        """Set the variances of a run, `theta`, that are below 0 to 0."""
+        """Set negative variances of a run to 0. `theta`: its new values, changed in place."""
         for part, is_variance in within(run, self._spans):
             if is_variance:
                 theta[part].clamp_(min=0)

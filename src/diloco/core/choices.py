@@ -70,7 +70,7 @@ class Registry(Generic[ChoiceT_co]):
         return kind(**arguments)
 
     def _elsewhere(self, field: str) -> str:
-        """The end of a sentence that names the types which have this field; "": none has."""
+        """The end of a sentence that names the types which have this field; "" if none has."""
         having = [kind.__name__ for kind in self if field in {each.name for each in dataclasses.fields(kind)}]
         return (
             f", which {' and '.join(having)} {'have' if having[1:] else 'has'}; give that type too." if having else ""

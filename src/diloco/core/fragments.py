@@ -69,7 +69,7 @@ def describe(model: nn.Module) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec
 
 
 def make_layout(model: nn.Module, fragmentation: "Fragmentation") -> Layout:
-    """Cut `model` as `fragmentation` says.
+    """The layout of `model`, cut by `fragmentation`.
 
     Example: `make_layout(model, ByLayer(layers=3)).fragments[0].names`. Raises ConfigError when the fragmentation
     does not put every trainable tensor into exactly one fragment, or leaves a fragment empty.
@@ -85,7 +85,7 @@ def layout_of(
 ) -> Layout:
     """The layout of a model known by its tensors' names and shapes only. Raises ConfigError like `make_layout`.
 
-    In its fragment, an averaged tensor comes after those that are trained: a lossy codec scales neighbours together.
+    In its fragment, an averaged tensor follows all trained ones: a lossy codec scales neighbours together.
     """
     if not trainable:
         raise ConfigError("the model has no trainable parameter; there is nothing to synchronise.")

@@ -1,21 +1,26 @@
-"""A fragment at a version. `close` merges contributions into the next one; `apply_update` makes it from the update.
+"""The arithmetic of a round, on a global fragment at a version: `close` makes the next version from contributions, and
+the update that is published; `apply_update` makes the same version from that update.
 
     Δ̄ = scale · Merge({decode(payload_m)}, w)                 merge, in learner-id order, fp32
     Θ* = OuterOpt(Θ, Δ̄)                                        outer step
-    lossless `down`:  Θ' = Θ*, the payload is Θ' itself
-    lossy `down`:     payload = encode(Θ* − Θ + e);  Θ' = Θ + decode(payload);  e' = (Θ* − Θ + e) − decode(payload)
 
-Where the outer optimizer is on the learners (`outer_at="learners"`: delayed and eager updates) the merged outer
-gradient itself is published, and every holder of the fragment takes the same outer step:
+An update is one of three kinds, by the method; e is the residual, the error feedback of the party that closes rounds:
 
-    payload = encode(Δ̄ + e);  Δ̄' = decode(payload);  Θ' = OuterOpt(Θ, Δ̄');  e' = Δ̄ + e − Δ̄'
+    whole fragment   outer step on the syncer, lossless `down`
+                     payload = Θ*;  Θ' = Θ*
+    change           outer step on the syncer, lossy `down`
+                     payload = encode(Θ* − Θ + e);  Θ' = Θ + decode(payload);  e' = (Θ* − Θ + e) − decode(payload)
+    mean             outer step on the learners (delayed and eager updates): every holder of Θ takes the same step
+                     payload = encode(Δ̄ + e);  Δ̄' = decode(payload);  Θ' = OuterOpt(Θ, Δ̄');  e' = Δ̄ + e − Δ̄'
 
-Tensors that are averaged take no outer step: theirs is `core.averaged`.
+Where gradients are exchanged, no outer step is taken, and Θ' = Δ̄ is the mean gradient. Averaged tensors have an outer
+step of their own (`core.averaged`).
 
-Both compute Θ' from the payload, so all holders of a version hold the same bits. Both go run by run of whole segments
-(`codecs.SEGMENT_ELEMENTS`): besides the old and the new version they need memory for a run. Closed in place, only Θ has
-an old and a new version. All tensors are flat fp32 on the host: a whole fragment, or a shard of it that starts at a
-segment boundary. Every operation is elementwise or within a segment, so shards give the bits of the whole.
+`close` and `apply_update` both compute Θ' from the payload, so all holders of a version have the same bits. Both work
+run by run, a run being several whole segments (`codecs.SEGMENT_ELEMENTS`): beside the old and the new version they need
+memory for one run only. A fragment closed in place has two copies of Θ, and one of all else. All tensors are flat fp32
+on the host: a whole fragment, or a shard of it that starts at a segment boundary. Every operation is elementwise or
+within a segment, so shards give the bits of the whole.
 """
 
 from __future__ import annotations
@@ -39,20 +44,21 @@ from diloco.core.update import Update
 from diloco.errors import CorruptPayloadError, DigestError, NonFiniteError, VersionError
 
 _RUN_ELEMENTS = 32 * SEGMENT_ELEMENTS
-"""What is decoded at once of an update: enough to spread the cost of a call, few enough for a processor's cache."""
+"""Elements of a run: enough to spread the cost of a call, few enough for a processor's cache."""
 
 
 @dataclass(frozen=True, eq=False)
 class GlobalFragment:
-    """A global fragment at a version, or a shard of one. Its tensors are not written to, but by `close` in place.
+    """A global fragment at a version, or a shard of one; `held` where a party holds it. Only `close` in place writes to
+    its tensors.
 
     Attributes:
         fragment: index of the fragment.
-        version: 0 is the initial model; −1 stands for none.
+        version: 0 is the initial model; −1: none yet.
         theta: fp32 [n].
         outer_state: of `method.outer`, flat fp32 [n] each and 0-dimensional counters; empty where no outer step is
             taken.
-        residual: fp32 [n], what lossy updates have left out so far; None stands for zeros.
+        residual: e, fp32 [n], what lossy updates have left out so far; None: zeros.
         digest: of `theta` (`layout.Digest`).
     """
 
@@ -69,30 +75,30 @@ class GlobalFragment:
         return cls(fragment, version, theta, method.outer.init(theta.numel()), None, digest(theta))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """With tensors of its own."""
+        """A copy with tensors of its own."""
         residual = None if self.residual is None else self.residual.clone()
         outer_state = {name: each.clone() for name, each in self.outer_state.items()}
         return replace(self, theta=self.theta.clone(), outer_state=outer_state, residual=residual)
 
     @property
     def bare(self) -> Self:
-        """Θ and its version only, for a learner that takes no outer steps itself."""
+        """Θ and its version without outer state and residual, for a learner that takes no outer steps itself."""
         return replace(self, outer_state={}, residual=None)
 
     def part(self, elements: slice) -> Self:
-        """A shard of it."""
+        """The shard with these elements."""
         theta, residual = self.theta[elements], None if self.residual is None else self.residual[elements]
         state = _within(self.outer_state, elements)
         return replace(self, theta=theta, outer_state=state, residual=residual, digest=digest(theta))
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint: tensors, not copied, and plain values."""
+        """The state for a checkpoint: tensors, not copied, and plain values."""
         state = {"version": self.version, "theta": self.theta, "residual": self.residual}
         return {**state, "outer": dict(self.outer_state)}
 
     @classmethod
     def from_state_dict(cls, fragment: int, state: Mapping[str, Any]) -> Self:
-        """What `state_dict` gave. Raises ValueError, TypeError or LookupError for anything else."""
+        """The inverse of `state_dict`. Raises ValueError, TypeError or LookupError for any other value."""
         version, theta, outer, residual = (state[name] for name in ("version", "theta", "outer", "residual"))
         if type(version) is not int or version < 0 or not all(isinstance(each, Tensor) for each in outer.values()):
             raise ValueError(f"fragment {fragment} at version {str(version)[:40]!r}")
@@ -103,13 +109,13 @@ class GlobalFragment:
 
 @dataclass(frozen=True, eq=False)
 class Publication:
-    """A merged round: the next version, and the update that is published.
+    """The result of a round: the next version, and the update to publish.
 
     Attributes:
         held: the next version.
-        update: its description, without the learners whose contributions were refused.
-        payload: uint8, as it goes over the wire; the memory of `held.theta` where the update is lossless.
-        refused: learners whose contributions the method's screen has left out.
+        update: its metadata, without the learners whose contributions were refused.
+        payload: uint8, as sent over the wire; the memory of `held.theta` where the update is the whole fragment.
+        refused: learners whose contributions the method's screen refused.
     """
 
     held: GlobalFragment
@@ -130,16 +136,17 @@ def close(
     """Merge, take the outer step and encode the answer.
 
     Arguments:
-        contributions: one of each learner, encoded with `method.up`, in learner-id order.
+        held: the version before the round.
+        contributions: one per learner, encoded with `method.up`, in learner-id order.
         places: the tensors of the fragment, or of the shard (`core.merges.shard_of`).
-        scale: multiplies the merged outer gradient once, before the outer step: the part of the live weight that is in
-            `contributions`. It falls with those that the screen refuses.
-        in_place: once nothing can refuse the round any more, the residual is overwritten by the next one, and so is the
-            outer state where the outer optimizer is on the syncer. Of `held`, the caller may then use only what
-            learners fetch; the rest belongs to the new version. Without it, `held` stays as it is. The bits are the
-            same.
+        scale: the factor of the merged outer gradient: the part of the live weight that is in `contributions`. It is
+            reduced by the weight of contributions that the screen refuses.
+        in_place: the residual is overwritten by the next one, and so is the outer state where the outer optimizer is on
+            the syncer, after the last operation that can fail. Of `held`, the caller may afterwards use only what
+            learners fetch (`bare`; with the outer step on the learners, the outer state too); all else belongs to the
+            new version. False: `held` does not change. The bits are the same.
 
-    Raises (`held` is as before then, in place too):
+    Raises (`held` is unchanged then, in place too):
         CorruptPayloadError: a contribution that cannot be decoded.
         NonFiniteError: a result that fp32 or `method.down` cannot hold.
     """
@@ -158,23 +165,30 @@ def close(
     try:
         for run in _runs(num_elements):
             closing.close(run)
-    except CorruptPayloadError as error:  # not a refusal: what is held may be overwritten
+    except CorruptPayloadError as error:  # a defect, and not a refusal: `held` may be partly overwritten
         raise AssertionError(f"{method.down.name} cannot decode what it has encoded.") from error
-    new = closing.made(held.version + 1)
+    new = closing.finished(held.version + 1)
     learners, weights = tuple(each.learner for each in kept), tuple(each.weight for each in kept)
     update = Update(
-        held.fragment, held.version, new.version, learners, weights, scale, new.digest, lossless=_sends_theta(method)
+        held.fragment,
+        held.version,
+        new.version,
+        learners,
+        weights,
+        scale,
+        new.digest,
+        lossless=_publishes_whole(method),
     )
     return Publication(new, update, closing.payload, refused)
 
 
-def _sends_theta(method: Method) -> bool:
-    """Whether an update's payload is the new fragment itself."""
+def _publishes_whole(method: Method) -> bool:
+    """Whether updates are of the kind "whole fragment"."""
     return method.down.lossless and method.outer_at == "syncer"
 
 
 def _scale_without(method: Method, contributions: Sequence[Encoded], kept: Sequence[Encoded], scale: float) -> float:
-    """The scale without the refused contributions: their learners count as live and not contributing."""
+    """The scale of a round without its refused contributions, whose learners count as live and not contributing."""
     if method.partial == "full" or len(kept) == len(contributions):
         return scale
     return scale * (math.fsum(each.weight for each in kept) / math.fsum(each.weight for each in contributions))
@@ -185,7 +199,8 @@ class AppliedUpdate:
     """The version after an update.
 
     Attributes:
-        mean: the merged outer gradient, fp32 [n], where that is what is published.
+        held: that version.
+        mean: Δ̄', fp32 [n], of an update of the kind "mean".
         segments: the digests of the segments of `held.theta` (`layout.Digest.segments`).
     """
 
@@ -197,14 +212,14 @@ class AppliedUpdate:
 def apply_lossless_update(
     update: Update, payload: Tensor, num_elements: int, outer_state: Mapping[str, Tensor], *, verify: bool = True
 ) -> AppliedUpdate:
-    """The version of a lossless update, which needs no earlier one; its `theta` is the payload's memory.
+    """The version of an update with the whole fragment, which needs no base; its `theta` is the payload's memory.
 
     Arguments:
         verify: as in `apply_update`.
 
     Raises:
-        CorruptPayloadError: not the bytes of `num_elements` fp32 numbers.
-        DigestError: other bits than were published.
+        CorruptPayloadError: a payload that is not `num_elements` fp32 numbers.
+        DigestError: the bits differ from those published.
     """
     _require_size(update, payload, 4 * num_elements)
     theta, whole = payload.view(torch.float32), Digest()
@@ -224,19 +239,19 @@ def apply_update(
     *,
     verify: bool = True,
 ) -> AppliedUpdate:
-    """The version that an update leads to, in the bits of `close`.
+    """The version after an update, with the bits of `close`.
 
-    The residual stays as it is in `held`, and so does the outer state where the outer optimizer is on the syncer: only
-    the author of the updates holds them.
+    The residual is that of `held`, and so is the outer state where the outer optimizer is on the syncer: only the party
+    that closes rounds computes these.
 
     Arguments:
         places: the tensors of the fragment.
-        verify: False: the update's digest is of a shard; the caller compares the result's with the other holders'.
+        verify: compare the digests. False where the update's digest is of a shard, which the caller compares itself.
 
     Raises:
-        VersionError: a lossy update of another version than is held.
+        VersionError: a lossy update whose base is not the version held.
         CorruptPayloadError: a payload of the wrong size or with non-finite content.
-        DigestError: other bits than were published.
+        DigestError: the bits differ from those published.
     """
     num_elements = held.theta.numel()
     if update.lossless:
@@ -252,29 +267,30 @@ def apply_update(
     for run in _runs(num_elements):
         if mean is not None:
             next_.step(run, next_.decode(payload, run, mean[run]))
-        elif method.exchanged == "gradients":  # the update is the mean itself, a change from nothing
+        elif method.exchanged == "gradients":  # the payload is the mean gradient, which replaces the one before
             next_.decode(payload, run, next_.theta[run])
         else:
             next_.decode(payload, run, next_.theta[run]).add_(held.theta[run])
         next_.finish(run)
-    new = next_.made(update.version)
+    new = next_.finished(update.version)
     if verify:
         require_digest(update, new.digest)
     return AppliedUpdate(new, mean, next_.segments)
 
 
 def published_mean(method: Method, payload: Tensor, num_elements: int) -> Tensor | None:
-    """The merged outer gradient that a payload says, fp32 [num_elements], where that is what is published."""
+    """Δ̄', fp32 [num_elements], of an update of the kind "mean"; None for the other kinds."""
     return method.down.decode(payload, num_elements) if method.outer_at == "learners" else None
 
 
 class _NextVersion:
-    """The version after `held` while it is made, run by run of whole segments and in order.
+    """The version after `held` while it is computed, run by run, in order.
 
-    A residual, and an outer state that is not stepped, pass through.
+    Arguments:
+        steps: whether an outer step is taken. Otherwise the outer state is that of `held`; so is the residual.
 
     Attributes:
-        theta: the new one.
+        theta: Θ', valid in the runs that are finished.
     """
 
     def __init__(self, method: Method, held: GlobalFragment, averaged: AveragedElements, *, steps: bool) -> None:
@@ -286,32 +302,32 @@ class _NextVersion:
         self.theta = new_like(held.theta)
 
     def decode(self, payload: Tensor, run: slice, out: Tensor) -> Tensor:
-        """What the payload says of a run."""
+        """The decoded values of a run."""
         return self._method.down.decode(payload[self._span(run)], out.numel(), out, self._scratch)
 
     def step(self, run: slice, delta: Tensor) -> None:
-        """The outer step of a run, into `theta` and the new outer state. `delta` may be that part of `theta`."""
+        """Take the outer step of a run, into `theta` and the new outer state. `delta` may be a part of `theta`."""
         self._step(run, delta, self.theta[run], _within(self._outer_state, run))
 
     def finish(self, run: slice) -> None:
-        """A run of `theta` is there."""
+        """Finish a run whose Θ' is in `theta`: floor variances, flush denormals, add it to the digest."""
         self._averaged.floor(run, self.theta[run])
         self._digest.update(flush_denormals(self.theta[run]))
 
     def _step(self, run: slice, delta: Tensor, out: Tensor, new_state: dict[str, Tensor]) -> None:
-        """The outer step of a run, written to `out` and `new_state`. `delta` may be `out`."""
+        """Take the outer step of a run, written to `out` and `new_state`. `delta` may be `out`."""
         held, state = self._held, _within(self._held.outer_state, run)
         self._averaged.step(self._method.outer, run, state, held.theta[run], delta, out, new_state)
 
-    def made(self, version: int) -> GlobalFragment:
-        """All runs are there."""
+    def finished(self, version: int) -> GlobalFragment:
+        """The new version, once all runs are finished."""
         return GlobalFragment(
             self._held.fragment, version, self.theta, self._outer_state, self._residual, self._digest.hex()
         )
 
     @property
     def segments(self) -> bytes:
-        """The digests of its segments."""
+        """The digests of the segments of `theta`."""
         return self._digest.segments
 
     def _span(self, run: slice) -> slice:
@@ -321,10 +337,12 @@ class _NextVersion:
 
 
 class _Closing(_NextVersion):
-    """The next version from merged outer gradients, with the payload that says so.
+    """The next version from merged outer gradients, and the payload of its update.
 
-    All runs are encoded, each of which may be refused, before the first is closed. In place, and where learners take
-    it, the outer step of a run is taken twice, first in scratch: that takes less time than the memory of another state.
+    Two passes over the runs. `encode`, which fails on non-finite results, reads `held` only; `close` writes the new
+    version, in place over the residual and outer state of `held`. So `encode` of all runs precedes `close` of the
+    first. Two kinds of rounds therefore take the outer step of a run twice, in `encode` on scratch (a draft): those
+    closed in place, and those whose outer step is on the learners. That takes less time than a second state in memory.
     """
 
     def __init__(self, method: Method, held: GlobalFragment, averaged: AveragedElements, *, in_place: bool) -> None:
@@ -339,27 +357,27 @@ class _Closing(_NextVersion):
             self._residual = None
         elif held.residual is None or not in_place:
             self._residual = new_like(held.theta)
-        if _sends_theta(method):
+        if _publishes_whole(method):
             self.payload = self.theta.view(torch.uint8)
         else:
             self.payload = new_vector(down.encoded_bytes(held.theta.numel()), torch.uint8)
 
     def encode(self, run: slice) -> None:
-        """Encode a run, whose merged outer gradient is in `theta`. Nothing is written to what is held."""
+        """Encode a run, whose merged outer gradient is in `theta`, and check that its outer step is finite."""
         change, new_state = self.theta[run], _within(self._outer_state, run)
         if self._drafts:
             change, new_state = self._draft(run), self._draft_state(run)
         self._change(run, change, new_state)
-        if _sends_theta(self._method):
+        if _publishes_whole(self._method):
             self._require_finite(change)
         else:
             self._method.down.encode(change, self.payload[self._span(run)], self._encoding)
-        if self._method.outer_at == "learners":  # where theirs overflows, so does the one that `close` takes
+        if self._method.outer_at == "learners":  # every holder takes this step
             sent = self.decode(self.payload, run, self._draft(run))
             self._step(run, sent, sent, new_state)
             self._require_finite(sent)
         if self._steps or self._method.outer_at == "learners":
-            for each in new_state.values():  # one that overflows stays so, even where this step is finite
+            for each in new_state.values():  # a state that overflows stays so, even where this step is finite
                 if each.dim():
                     self._require_finite(each)
 
@@ -368,7 +386,7 @@ class _Closing(_NextVersion):
         new = self.theta[run]
         if self._drafts:
             self._change(run, new, _within(self._outer_state, run))
-        if not _sends_theta(self._method):
+        if not _publishes_whole(self._method):
             sent = self.decode(self.payload, run, self._scratch.take("sent", (new.numel(),), torch.float32))
             if self._residual is not None:
                 torch.sub(new, sent, out=self._residual[run])
@@ -376,17 +394,16 @@ class _Closing(_NextVersion):
                 torch.add(sent, self._held.theta[run], out=new)
             elif self._method.outer_at == "learners":
                 self.step(run, sent)
-            else:  # the answer is the mean itself, a change from nothing
+            else:  # gradients are exchanged
                 new.copy_(sent)
         self.finish(run)
 
     def _change(self, run: slice, out: Tensor, new_state: dict[str, Tensor]) -> Tensor:
-        """What is sent of a run: new elements or their change, or the merged outer gradient; and what earlier updates
-        left out of it."""
+        """Compute the values to publish of a run, Θ*, Θ* − Θ + e or Δ̄ + e by the kind of update, into `out`."""
         held, delta = self._held, self.theta[run]
         if self._steps:
             self._step(run, delta, out, new_state)
-            if not _sends_theta(self._method):
+            if not _publishes_whole(self._method):
                 out.sub_(held.theta[run])
         if held.residual is not None:
             out.add_(held.residual[run])
@@ -416,12 +433,12 @@ def _runs(num_elements: int) -> Iterator[slice]:
 
 
 def _like(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Room for the next outer state: a copy of its counters, and vectors to be written to."""
+    """The memory of a new outer state: uninitialised vectors, and copies of the counters."""
     return {name: new_like(each) if each.dim() else each.clone() for name, each in state.items()}
 
 
 def _within(state: Mapping[str, Tensor], elements: slice) -> dict[str, Tensor]:
-    """The part of an outer state that belongs to these elements."""
+    """Views of the part of an outer state at these elements."""
     return {name: each[elements] if each.dim() else each for name, each in state.items()}
 
 
@@ -434,6 +451,7 @@ def _require_size(update: Update, payload: Tensor, num_bytes: int) -> None:
 
 
 def require_digest(update: Update, found: str) -> None:
+    """Raise DigestError unless `found` is the update's digest."""
     if found != update.digest:
         raise DigestError(
             f"version {update.version} of fragment {update.fragment} is not what was published (digest "

@@ -1,8 +1,8 @@
-"""The layout of a cut model: which fragment holds which tensor, and where in the fragment's flat fp32 vector.
+"""The layout of a cut model: the fragment of each tensor, and its place in the fragment's flat fp32 vector.
 
-A layout is the same on every learner and on the syncer; two parties hold the same model when their layouts have the
-same digest. What crosses the wire and what the algorithm computes with are flat vectors: `gather` makes one from a
-model's tensors, `scatter` shows one as tensors, `digest` names its bits.
+Every learner and the syncer have the same layout, which they compare by its digest. The algorithm and the wire use flat
+vectors: `gather` copies a model's tensors into one, `scatter` gives views of one in the tensors' shapes, `digest`
+identifies its bits.
 """
 
 import ctypes
@@ -29,10 +29,9 @@ class TensorSpec:
     """Name, shape and dtype ("float32", "bfloat16", …) of one tensor of a model, and its role.
 
     Attributes:
-        role: "": a trained parameter in a fragment, or a static tensor that stays as it is. In a fragment, "averaged":
-            training changes it and no gradient does, so it becomes the mean of the learners' values; "variance": so
-            does it, and it is never below 0. Of a static tensor, "local": each learner keeps its own once it has
-            joined.
+        role: in a fragment, "": a trained parameter; "averaged": training changes it without a gradient, and it becomes
+            the mean of the learners' values; "variance": averaged, and never below 0. Beside the fragments, "": a
+            static tensor, which training does not change; "local": each learner keeps its own value after joining.
     """
 
     name: str
@@ -47,7 +46,7 @@ class TensorSpec:
 
     @property
     def is_averaged(self) -> bool:
-        """Whether it becomes the mean of the learners' values, without the outer optimizer."""
+        """Whether the merge averages this tensor, without the outer optimizer."""
         return self.role in ("averaged", "variance")
 
     def __str__(self) -> str:
@@ -61,7 +60,7 @@ _ROLE_WORDS: Mapping[Role, str] = {
 
 @dataclass(frozen=True)
 class BaseTensor:
-    """A static tensor that every learner brings with it: compared by digest when a learner joins, and never sent.
+    """A static tensor that every learner loads itself, such as LoRA's base: never sent, compared by digest at joining.
 
     Attributes:
         digest: SHA-256 (hex) of the bytes of its elements, in row-major order.
@@ -83,7 +82,7 @@ class Placement:
 
     @property
     def elements(self) -> slice:
-        """Its elements of the flat vector."""
+        """The tensor's elements in the flat vector."""
         return slice(self.offset, self.offset + self.spec.numel)
 
 
@@ -114,8 +113,8 @@ class Layout:
     """How a model is cut: its fragments, and the static tensors (frozen parameters, persistent buffers) beside them.
 
     Attributes:
-        static: the run keeps them and gives them to every learner that joins.
-        base: the learners bring them.
+        static: tensors that the run stores and sends to every learner that joins.
+        base: tensors that every learner loads itself.
 
     Raises LayoutError when a fragment is empty or out of order, or a name occurs twice.
     """
@@ -134,7 +133,7 @@ class Layout:
             seen.add(name)
         for position, fragment in enumerate(self.fragments):
             if fragment.index != position:
-                raise LayoutError(f"fragment {fragment.index} stands at position {position}; number fragments from 0.")
+                raise LayoutError(f"fragment {fragment.index} is at position {position}; number fragments from 0.")
             if fragment.numel == 0:
                 raise LayoutError(f"fragment {position} holds no elements; every fragment needs a trainable tensor.")
 
@@ -268,21 +267,21 @@ def scatter(fragment: Fragment, flat: Tensor) -> dict[str, Tensor]:
 
 
 class Digest:
-    """SHA-256 (hex) of the SHA-256 of every segment (`codecs.SEGMENT_ELEMENTS`) of a contiguous fp32 vector on the CPU,
-    of their little-endian bytes, taken up part by part in order.
+    """The digest of a contiguous fp32 vector on the CPU, computed part by part in order: SHA-256 (hex) of the SHA-256
+    digests of its segments (`codecs.SEGMENT_ELEMENTS`), each of the segment's little-endian bytes.
 
-    Two holders of one version of a fragment compare it, and ranks that hold shards of one make it from the digests of
-    their segments. The bytes are hashed in place, with the interpreter lock released; with the processor's SHA
-    instructions SHA-256 is twice as fast as BLAKE2b.
+    Holders of one version of a fragment compare digests; ranks that hold shards compute it from the digests of their
+    segments. The bytes are hashed in place, with the interpreter lock released; with the processor's SHA instructions
+    SHA-256 is twice as fast as BLAKE2b.
     """
 
     def __init__(self) -> None:
         self._whole: list[bytes] = []
         self._hasher = hashlib.sha256()
-        self._missing = SEGMENT_ELEMENTS  # elements of the segment under way
+        self._missing = SEGMENT_ELEMENTS  # elements until the current segment is complete
 
     def update(self, part: Tensor) -> None:
-        """Take up the next elements. Raises LayoutError for anything else than contiguous fp32 on the CPU."""
+        """Add the next elements. Raises LayoutError for anything else than contiguous fp32 on the CPU."""
         if part.dtype != torch.float32 or part.device.type != "cpu" or not part.is_contiguous():
             raise LayoutError(
                 f"a digest is taken of a contiguous float32 vector on the CPU, not {_dtype_name(part)} on "
@@ -304,7 +303,7 @@ class Digest:
         return b"".join(self._whole + last)
 
     def hex(self) -> str:
-        """Of all parts so far."""
+        """The digest of all parts so far."""
         return digest_of_segments(self.segments)
 
 

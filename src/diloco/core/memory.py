@@ -1,8 +1,8 @@
-"""Long tensors: host memory that goes back to the system, and elementwise work block by block.
+"""Long tensors: host memory that is returned to the system, and elementwise work block by block.
 
-A temporary of a block stays in the processor's cache, and its memory serves the next block. A temporary as long as a
-fragment goes to memory and back, and the system hands out its pages one by one, which costs several times the
-arithmetic.
+The temporary of a block stays in the processor's cache, and its memory is reused for the next block. A temporary as
+long as a fragment is written to memory and read back, and the system maps its pages one by one, which costs several
+times the arithmetic.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import Tensor
 _HUGE_PAGE_BYTES = 2 << 20
 
 
-def room(num_bytes: int) -> memoryview:
+def new_buffer(num_bytes: int) -> memoryview:
     """A new writable buffer of zeros."""
     if _is_small(num_bytes):
         return memoryview(bytearray(num_bytes))
     buffer = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them
+    with contextlib.suppress(OSError):  # a kernel without huge pages
         buffer.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(buffer)
 
@@ -32,7 +32,7 @@ def new_vector(num_elements: int, dtype: torch.dtype = torch.float32, device: to
     num_bytes = num_elements * dtype.itemsize
     if _is_small(num_bytes) or (device is not None and device.type != "cpu"):
         return torch.empty(num_elements, dtype=dtype, device=device)
-    return torch.frombuffer(room(num_bytes), dtype=dtype)
+    return torch.frombuffer(new_buffer(num_bytes), dtype=dtype)
 
 
 def new_like(tensor: Tensor) -> Tensor:
@@ -41,21 +41,21 @@ def new_like(tensor: Tensor) -> Tensor:
 
 
 def _is_small(num_bytes: int) -> bool:
-    """Or there are no huge pages on this platform."""
+    """Whether a buffer is too small for huge pages, or the platform has none."""
     return num_bytes < _HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE")
 
 
 BLOCK_ELEMENTS = 1 << 16
-"""Enough to spread the cost of a call. With blocks four times as long the C library may free a temporary's pages."""
+"""Enough to spread the cost of a call. With blocks four times as long the C library may unmap a temporary's pages."""
 
 _EXPONENT = 0x7F800000
-"""The bits of an fp32 number that are 0 in zeros and denormals only. Devices disagree on denormals."""
+"""The exponent bits of an fp32 number: all 0 in zeros and denormals only."""
 
 
 def blocks(x: Tensor) -> Iterator[slice]:
     """Slices of the first dimension that cover x, each of about BLOCK_ELEMENTS elements; an empty x has one.
 
-    On another device than a processor: all of x, since calls cost more there than temporaries do.
+    On a GPU, one slice for all of x: calls cost more there than temporaries do.
     """
     rows = x.shape[0]
     step = max(1, BLOCK_ELEMENTS * rows // max(1, x.numel())) if x.device.type == "cpu" else max(1, rows)
@@ -64,7 +64,7 @@ def blocks(x: Tensor) -> Iterator[slice]:
 
 
 def flush_denormals(x: Tensor) -> Tensor:
-    """Magnitudes below 2⁻¹²⁶ become +0, in place, so that devices with and without denormals hold the same bits."""
+    """Set magnitudes below 2⁻¹²⁶ to +0, in place, so that devices with and without denormals hold the same bits."""
     for part in blocks(x):
         bits = x[part].view(torch.int32)
         bits.mul_(bits.bitwise_and(_EXPONENT).ne_(0))

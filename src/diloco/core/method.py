@@ -57,34 +57,34 @@ class Method:
     """The answers that make one training method.
 
     Attributes:
-        name: of the preset, or of your own.
+        name: of the preset, or any other.
         paper: the reference.
         exchanged: what learners send. `"outer gradients"`: the displacement Δ = anchor − θ, answered by an outer step.
             `"gradients"`: the gradient itself before every inner step, answered by its mean (data parallel).
-            `"parameters"`: as outer gradients, for a method that stands for plain parameter averaging at every step
-            and is refused under a stateful inner optimizer.
+            `"parameters"`: outer gradients of single inner steps, which average the parameters: data parallel as long
+            as the inner optimizer is stateless, so a learner refuses any other optimizer.
         fragments: how the model is cut.
         sync_every: H, inner steps between two sends of one fragment; pairs (from_step, H) where it changes over the
             run.
         overlap: τ, inner steps between sending a fragment and applying the answer. With `Called()` it only sizes
             the grace window.
         offsets: o_p, one per fragment; fragment p is sent after inner steps t ≡ o_p (mod H). None: (p+1)·H/P.
-        wait: True: a learner blocks when an answer is due and not there. False: it goes on and adopts it when it comes.
-        up, down: codecs towards the merge and back. A lossy `down` carries the encoded change of the global fragment,
-            or the encoded outer gradient where the outer optimizer is on the learners.
-        error_feedback: β; a learner adds β times what its last encodings lost to its next contribution. 0 (False): it
-            does not.
-        weight: how much a contribution counts: "uniform", "tokens", "tokens^2/steps", "discounted" (tokens, by
+        wait: True: a learner blocks until a due answer has arrived. False: it trains on and adopts it on arrival.
+        up, down: codecs of contributions and of updates. A lossy `down` carries the encoded change of the global
+            fragment, or the encoded outer gradient where the outer optimizer is on the learners.
+        error_feedback: β; a learner adds β times what its earlier encodings lost to its next contribution. 0 or False:
+            no error feedback.
+        weight: of a contribution in the merge: "uniform", "tokens", "tokens^2/steps", "discounted" (tokens, by
             staleness).
-        quorum: how rounds are called, and which learners must be in one (`core.quorum`).
-        screen: which contributions are refused for their norm before the merge; None: none.
-        merge: how contributions become one outer gradient.
-        partial: "full": the merged outer gradient as it is. "scale": times contributing ÷ live weight, so that part of
-            the learners moves the model by their part.
-        outer: what the global model does with it.
-        outer_at: "syncer": once, and the new global fragment is published. "learners": the merged outer gradient is
-            published, and every learner takes the outer step.
-        adopt: what a learner does with a new global fragment.
+        quorum: how rounds are called, and which learners a round needs (`core.quorum`).
+        screen: refuses contributions for their norm before the merge; None: none.
+        merge: how contributions become one outer gradient Δ̄.
+        partial: of a round without some live learners: "full": Δ̄ is not scaled. "scale": Δ̄ is multiplied by
+            contributing ÷ live weight, so that half of the learners moves the model half as far.
+        outer: the outer optimizer.
+        outer_at: where it runs. "syncer": the syncer publishes the new global fragment. "learners": the syncer
+            publishes Δ̄, and every learner takes the outer step.
+        adopt: how a learner combines its parameters with a new global fragment.
     """
 
     name: str
@@ -139,18 +139,18 @@ class Method:
                 raise ConfigError(why)
 
     def _contradictions(self) -> tuple[tuple[bool, str], ...]:
-        """Options that would have no effect, or not theirs, together."""
-        periods = [self.sync_every] if isinstance(self.sync_every, int) else [every for _, every in self.sync_every]
+        """Pairs (whether an excluded combination of options is set, the error message)."""
+        intervals = [self.sync_every] if isinstance(self.sync_every, int) else [every for _, every in self.sync_every]
         return (
             *self.quorum.contradictions(self),
-            (self.overlap > min(periods) and self.outer_at == "syncer",
-             (f"overlap={self.overlap} exceeds sync_every={min(periods)}; an overlap is at most one period unless "
+            (self.overlap > min(intervals) and self.outer_at == "syncer",
+             (f"overlap={self.overlap} exceeds sync_every={min(intervals)}; an overlap is at most one interval unless "
              "outer_at='learners'.")),
             (self.outer_at == "learners" and not isinstance(self.adopt, Replace | Eager),
              f"outer_at='learners' needs adopt=Replace() or Eager(), not {self.adopt}."),
             (isinstance(self.adopt, Eager) and self.outer_at == "syncer",
              "Eager() takes the outer step on each learner; set outer_at='learners'."),
-            (isinstance(self.adopt, Eager) and any(self.overlap not in (every, 2 * every) for every in periods),
+            (isinstance(self.adopt, Eager) and any(self.overlap not in (every, 2 * every) for every in intervals),
              f"Eager() needs overlap=H or 2H, not overlap={self.overlap} with sync_every={self.sync_every}."),
             (isinstance(self.adopt, Eager) and (self.merge != Mean() or self.screen is not None),
              "Eager() replaces its own part of a mean; use merge=Mean() and no screen."),
@@ -169,8 +169,8 @@ class Method:
         )  # fmt: skip
 
     def _require_plain_averaging(self) -> None:
-        """What is averaged at every step is averaged, and nothing else is done to it."""
-        plain = {
+        """Refuse options other than the plain mean after every step."""
+        needed = {
             "sync_every": 1,
             "overlap": 0,
             "wait": True,
@@ -182,7 +182,7 @@ class Method:
             "outer_at": "syncer",
             "adopt": Replace(),
         }
-        for name, value in plain.items():
+        for name, value in needed.items():
             if getattr(self, name) != value:
                 raise ConfigError(
                     f"averaging {self.exchanged} needs {name}={value!r}, not {getattr(self, name)!r}; "
@@ -198,12 +198,12 @@ class Method:
         return Schedule(self.sync_every, num_fragments, self.overlap, self.offsets)
 
     def with_own_overlap(self, overlap: int) -> Method:
-        """The method as a learner follows it that overlaps τ = `overlap` inner steps, whatever the others do.
+        """The method of a learner with its own overlap τ = `overlap`, independent of the other learners'.
 
         Replicas of different speed may overlap different numbers of steps (Streaming DiLoCo, arXiv 2501.18512).
 
         Raises:
-            ConfigError: the method's learners have no overlap of their own, or it is not one that they could all have.
+            ConfigError: the method does not allow own overlaps, or no learner of it could have this one.
         """
         if not self.quorum.has_own_overlaps or self.outer_at == "learners" or self.exchanged != "outer gradients":
             raise ConfigError(
@@ -219,12 +219,12 @@ class Method:
 
     @property
     def keeps_overlap(self) -> bool:
-        """Whether adoption keeps the work of an overlap, measured from the parameters as they were sent."""
+        """Whether adoption adds the work of an overlap, θ − θ_sent, to the new global value."""
         return self.adopt.needs_origin
 
     @property
     def needs_whole_fragments(self) -> bool:
-        """Whether a round cannot be closed shard by shard."""
+        """Whether rounds must be closed on whole fragments, and not shard by shard."""
         return self.screen is not None or not self.merge.elementwise
 
     def to_dict(self) -> dict[str, Any]:
@@ -243,14 +243,14 @@ class Method:
         return Method(**{key: parse_answer(key, value) for key, value in values.items()})
 
     def difference(self, other: Method) -> str | None:
-        """One phrase naming every field in which two methods differ, or None; names and papers do not count."""
+        """A phrase that names every field in which two methods differ, other than name and paper; None: equal."""
         mine, theirs = self.to_dict(), other.to_dict()
         different = [k for k in mine if k not in ("name", "paper") and mine[k] != theirs[k]]
         return ", ".join(f"{k} is {mine[k]!r} here and {theirs[k]!r} there" for k in different) or None
 
 
 def _leaves(kind: type[Any]) -> list[type[Any]]:
-    """The classes below one that have none below themselves."""
+    """The subclasses of a class, at any depth, that have no subclasses."""
     return [leaf for each in kind.__subclasses__() for leaf in _leaves(each)] or [kind]
 
 

@@ -2,8 +2,8 @@
 
 `torch.compile`, `DistributedDataParallel`, `nn.DataParallel`, FSDP1 and activation checkpointing wrap a module into
 another one, and thereby add `_orig_mod.`, `module.`, `_fsdp_wrapped_module.` or `_checkpoint_wrapped_module.` to the
-names of its tensors. Without these components a wrapped learner and a plain one have the same layout, and what they
-export loads into the plain model. The parts of a model that a rank holds (`Parts`) have the names of the whole one.
+names of its tensors. Without these components a wrapped model and a plain one have the same layout, and exported
+weights load into the plain model. Several parts of one model (`Parts`) have the names of the whole model.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ def _wrapped_attribute(module: nn.Module) -> str | None:
 
 
 class Parts(nn.Module):
-    """Parts of one model, such as the pipeline stages of a rank. In canonical names their own places do not occur."""
+    """Parts of one model, such as the pipeline stages of a rank, whose indices do not occur in canonical names."""
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def tensor_names(model: nn.Module) -> set[str]:
 
 
 def named_children(model: nn.Module) -> dict[str, list[str]]:
-    """Of every module with several children, by canonical path: their names, in order, also of those that are None."""
+    """The names of the children, None among them, of every module with several children; by canonical path."""
     found: dict[str, list[str]] = {}
     for path, module in _modules(model):
         names = found.setdefault(path.removesuffix("."), [])
@@ -83,7 +83,7 @@ def named_children(model: nn.Module) -> dict[str, list[str]]:
 
 
 def canonical_key(model: nn.Module, key: str) -> str:
-    """A key of `model.state_dict()` without the wrappers' components, some of which a wrapper may have removed."""
+    """A key of `model.state_dict()` without the wrappers' components, which some wrappers remove themselves."""
     module: nn.Module | None = model
     kept = []
     for component in key.split("."):
@@ -115,7 +115,7 @@ def holder(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def _modules(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Every module with the canonical beginning of its tensors' names, as often as it occurs; no wrapper."""
+    """Every module that is no wrapper, with the canonical prefix of its tensors' names; a shared module repeatedly."""
     module = unwrapped(module)
     if isinstance(module, Parts):
         for part in module.children():

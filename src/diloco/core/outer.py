@@ -1,11 +1,11 @@
-"""Outer optimizers: what the global model does with a merged outer gradient.
+"""Outer optimizers: the step of the global model along a merged outer gradient.
 
-The outer gradient Δ = anchor − θ points downhill when subtracted: Θ ← Θ − lr·(…Δ…), the sign and the momentum
-convention of `torch.optim`. An optimizer here is a frozen value and its state is passed in and out, so a step is a
-pure function: nothing is written to, and a step can be thrown away, repeated, or stored beside the parameters it
+The outer gradient Δ = anchor − θ is subtracted, as a gradient is: Θ ← Θ − lr·(…Δ…), with the sign and the momentum
+convention of `torch.optim`. An optimizer is a frozen value and its state an argument and a result, so a step is a pure
+function: its arguments do not change, and it can be discarded, repeated, or stored beside the parameters that it
 produced.
 
-Everything is elementwise over flat fp32 vectors, so stepping the shards of a fragment gives the bits of stepping the
+All arithmetic is elementwise over flat fp32 vectors: steps of the shards of a fragment give the bits of a step of the
 whole. Every multiply and add is rounded on its own (no `alpha=`, lerp or addcmul, which a processor may fuse), and
 divisors are tensors (a GPU multiplies by the reciprocal of a number): the same inputs give the same bits on any
 device.
@@ -33,7 +33,7 @@ class Outer(Choice):
     """An optimizer of the global parameters, as explicit state in, state out."""
 
     one_at_a_time: ClassVar[bool] = False
-    """Whether a step takes one learner's outer gradient, never the mean of several that were pushed."""
+    """Whether a step takes the outer gradient of a single learner, never the merge of several."""
 
     @abstractmethod
     def init(self, num_elements: int) -> State:
@@ -41,7 +41,7 @@ class Outer(Choice):
 
     @abstractmethod
     def step_block(self, state: Mapping[str, Tensor], params: Tensor, delta: Tensor) -> tuple[Tensor, State]:
-        """`step` on one block of elements, as the formula says; nothing is checked and no argument written to."""
+        """`step` on one block of elements: the formula alone. No argument is checked or written to."""
 
     def step(
         self, state: Mapping[str, Tensor], params: Tensor, delta: Tensor, *,
@@ -50,9 +50,9 @@ class Outer(Choice):
         """One outer step, block by block.
 
         `params` (Θ) and `delta` (the merged outer gradient Δ) are flat fp32 vectors of one length, `state` comes from
-        `init` or the step before. Returns the new parameters and the new state; the arguments are left as they are.
-        The new parameters are written into `out` when it is given; it may be `delta` where that is not needed any more.
-        The new state is written into `new_state` when that is given, shaped as `state`.
+        `init` or the step before. Returns the new parameters and the new state; the arguments do not change. The new
+        parameters are written into `out` if it is given, which may be `delta` itself; the new state into `new_state` if
+        it is given, of the shapes of `state`.
         Raises LayoutError when lengths or dtypes do not fit.
         """
         _check_fit(self, state, params, delta)
@@ -60,15 +60,14 @@ class Outer(Choice):
         if new_state is None:
             new_state = {name: new_like(each) for name, each in state.items()}
         for part in blocks(params):
-            held = {name: each[part] if each.dim() else each for name, each in state.items()}
-            values, made = self.step_block(held, params[part], delta[part])
-            new[part] = values
-            for name, each in made.items():
+            state_part = {name: each[part] if each.dim() else each for name, each in state.items()}
+            new[part], new_state_part = self.step_block(state_part, params[part], delta[part])
+            for name, each in new_state_part.items():
                 new_state[name][part if each.dim() else ...] = each
         return new, new_state
 
     def average(self, params: Tensor, delta: Tensor) -> Tensor:
-        """The step of elements that are averaged and not optimized (`core.averaged`): Θ − Δ, with learning rate 1."""
+        """The step of averaged elements (`core.averaged`): Θ − Δ."""
         return params.sub(delta)
 
     def momentum_of(self, state: Mapping[str, Tensor]) -> Tensor | None:
@@ -141,8 +140,8 @@ class DelayedNesterov(Outer):
         s mod N = 0:   m ← μ·m + buf/N;  Θ ← Θ − lr·((1 − cN + c)·μ·m + Δ/N);  buf ← 0
         otherwise:     Θ ← Θ − lr·(c·μ·m + Δ/N)
 
-    so that N outer gradients move the model as far as one synchronous outer step does, and momentum is not taken N
-    times. c in [0, 1/N] spreads the momentum over the steps. With N = 1 and c = 0 it is `Nesterov`.
+    so that N outer gradients move the model as far as one synchronous outer step, with one momentum step and not N. A c
+    in [0, 1/N] spreads the momentum over the steps. With N = 1 and c = 0 it is `Nesterov`.
 
     State: "momentum" and "buffer", fp32 of the parameters' shape, and "step", a 0-dimensional int64.
     """
@@ -244,12 +243,12 @@ def _betas(value: object) -> tuple[float, float]:
 
 
 def _descend(params: Tensor, update: Tensor) -> Tensor:
-    """params − update, written over `update`, which the caller has just made and does not need any more."""
+    """params − update, written over `update`, a temporary of the caller."""
     return torch.sub(params, update, out=update)
 
 
 def _check_fit(outer: Outer, state: Mapping[str, Tensor], params: Tensor, delta: Tensor) -> None:
-    """Refuse what would broadcast, be promoted to another dtype, or belongs to another optimizer."""
+    """Refuse tensors that would broadcast or be promoted, and the state of another optimizer."""
     names = outer.init(0).keys()
     if state.keys() != names:
         raise LayoutError(f"the state of {outer} holds {sorted(names)}, not {sorted(state)}.")

@@ -31,7 +31,7 @@ def DataParallel(
         g = 1/M Σ_m g_m;  θ ← InnerOpt(θ, g)
 
     `average="parameters"` averages θ after every step instead. That equals averaging gradients only where the inner
-    optimizer keeps no state, so a learner refuses it under any other.
+    optimizer is stateless, so a learner refuses any other optimizer.
     """
     if average not in ("gradients", "parameters"):
         raise ConfigError(f"average is {average!r}; use 'gradients' or 'parameters'.")
@@ -152,12 +152,12 @@ def DelayedDiLoCo(
     *, sync_every: int = 30, intervals: int = 1, fragments: Any = None, codec: Any = "fp32", outer: Any = None,
     error_feedback: float = False, weight: str = "uniform", quorum: Quorum | None = None,
 ) -> Method:  # fmt: skip
-    """A whole outer step of overlap: what is applied at a send is the mean that was sent one interval (or two) before.
+    """An overlap of a whole interval (or two): at each send, the mean of the outer gradients sent before is applied.
 
         at t ≡ o_p (mod H): send Δ_m^(t) = anchor − θ_m;  Θ ← OuterOpt(Θ, Δ̄^(t−H));  θ_m ← Θ
 
-    The outer optimizer is on each learner. It hides the exchange behind H inner steps and pays for it with quality: see
-    `EagerDiLoCo`.
+    The outer optimizer is on each learner. The exchange is hidden behind H inner steps, at a cost in quality that
+    `EagerDiLoCo` mostly avoids.
 
     Defaults: H = 30, τ = `intervals`·H, outer Nesterov lr 0.4, momentum 0.9.
 
@@ -175,7 +175,7 @@ def EagerDiLoCo(
     *, sync_every: int = 30, intervals: int = 1, fragments: Any = None, codec: Any = "fp32", outer: Any = None,
     error_feedback: float = False, weight: str = "uniform", quorum: Quorum | None = None,
 ) -> Method:  # fmt: skip
-    """A whole outer step of overlap, with each learner's own newest outer gradient in place of its old one.
+    """An overlap of a whole interval (or two), with each learner's own newest outer gradient in place of its old one.
 
         Δ̃_m = Δ̄^(t−H) + 1/M·(Δ_m^(t) − Δ_m^(t−H));  θ_m ← anchor_m ← OuterOpt(anchor_m, Δ̃_m)
 
@@ -200,14 +200,14 @@ def DecoupledDiLoCo(
     quorum: Any = None,
     merge: Any = None, partial: Partial = "scale", adopt: Any = None,
 ) -> Method:  # fmt: skip
-    """Learners that never wait: the syncer calls each fragment's turn and merges the answers that come in time.
+    """Learners never wait: the syncer calls each fragment in its turn and merges the answers that arrive in time.
 
-        syncer, when a run clock of mean inner steps reaches the fragment's turn: call; wait for K answers, then for the
-            grace window; Δ_p = RDA({anchor_m − θ_m}, w_m = tokens·(tokens/steps));  Θ_p ← OuterOpt(Θ_p, scale·Δ_p);
-            publish
-        learner, at a step boundary: answer calls;  take every Θ_p that has arrived: θ_p ← Θ_p
+        syncer, when the run clock (mean inner steps of the learners) reaches the fragment's turn: call; wait for K
+            answers, then for the grace window; Δ_p = RDA({anchor_m − θ_m}, w_m = tokens·(tokens/steps));
+            Θ_p ← OuterOpt(Θ_p, scale·Δ_p);  publish
+        learner, at a step boundary: answer calls;  adopt every Θ_p that has arrived: θ_p ← Θ_p
 
-    An answer that comes late goes into the next merge. A merge of part of the live weight moves the model by that part
+    A late answer joins the next merge. A merge of a part of the live weight moves the model by that part
     (`partial="scale"`). The overlap τ only sizes the grace window.
 
     Defaults: 24 balanced fragments, H = 24, τ = 2, K = 1 with grace 0.8, radial-directional merge with embeddings
@@ -230,14 +230,14 @@ def AsyncDiLoCo(
     outer: Any = None, error_feedback: float = False, weight: str = "tokens", quorum: Any = None, merge: Any = None,
     partial: Partial = "full", adopt: Any = None, wait: bool = False,
 ) -> Method:  # fmt: skip
-    """Every learner pushes after its own H inner steps and is merged at once, with Delayed Nesterov on the syncer.
+    """Every learner pushes after its own H inner steps, and each push is merged at once, with Delayed Nesterov.
 
         on the s-th arriving outer gradient g (N = `learners`): buffer += g
             s mod N = 0:  m ← β·m + buffer/N;  Θ ← Θ − lr·((1 − cN + c)·β·m + g/N);  buffer = 0
             otherwise:    Θ ← Θ − lr·(c·β·m + g/N)
         learner w takes ⌊v_w / max v · H⌋ inner steps between two pushes, v its measured speed
 
-    `dynamic_steps` says whether it does; None: as `quorum` says, and without one it does.
+    `dynamic_steps` turns this speed-dependent interval on or off; None: as in `quorum`, or on where `quorum` is None.
 
     `merge=HeLoCo(…)` corrects each outer gradient towards the outer momentum and damps it by age (arXiv 2606.00271).
 
@@ -274,7 +274,7 @@ def method_from_table(table: Mapping[str, Any]) -> Method:
     """A method from a run file's `[method]` table: `preset = "DiLoCo"`, the preset's keywords, and `REPLACEABLE`
     fields.
 
-    `merge`, `screen`, `partial` and `adopt` replace the preset's answer where it has no such keyword.
+    `merge`, `screen`, `partial` and `adopt` replace the preset's answer where the preset has no such keyword.
 
     Raises:
         ConfigError: no or an unknown preset, a keyword that the preset does not take (names the nearest), or answers
@@ -295,11 +295,11 @@ def method_from_table(table: Mapping[str, Any]) -> Method:
 
 
 REPLACEABLE = ("merge", "screen", "partial", "adopt")
-"""Fields of `Method` that a run file may set whatever the preset: none of them makes another method of it."""
+"""Fields of `Method` that a run file may set under every preset: they vary a method and do not make another one."""
 
 
 def _method(name: str, paper: str, codec: Any, **answers: Any) -> Method:
-    """A method of the answers that a preset's caller gave: values, or tables of them."""
+    """The method of a preset: each answer is a value, or the table of one from a run file."""
     up, down = _codecs(codec)
     values = {key: parse_answer(key, each) if isinstance(each, Mapping) else each for key, each in answers.items()}
     return Method(name=name, paper=paper, up=up, down=down, **values)

@@ -1,10 +1,12 @@
 """How rounds are called, and which learners a round needs: values that a Method holds.
 
-    AllLive   by the schedule; all learners that train are in it      DiLoCo, Streaming DiLoCo, eager updates
+A **round** of a fragment merges contributions into its next version. It is opened
+
+    AllLive   by the schedule; every learner that trains contributes   DiLoCo, Streaming DiLoCo, eager updates
     Called    by the syncer: K answers, then a grace window            Decoupled DiLoCo, arXiv 2604.21428
     Pushed    by each learner, after H of its own steps                asynchronous local SGD, arXiv 2401.09135
 
-The machines that carry a value out, the syncer's half and the learner's, are one file in `protocol.rounds`.
+The state machines of each value, the syncer's half and the learner's, are one file in `protocol.rounds`.
 """
 
 from __future__ import annotations
@@ -43,10 +45,10 @@ class Quorum(Choice):
     """
 
     has_own_overlaps: ClassVar[bool] = False
-    """Whether learners may overlap different numbers of steps, each its own."""
+    """Whether each learner may have an overlap of its own."""
 
     reports_every_step: ClassVar[bool] = False
-    """Whether learners report every inner step at once."""
+    """Whether learners report each inner step when it is taken."""
 
     at_least: int = 1
 
@@ -56,7 +58,7 @@ class Quorum(Choice):
     @property
     @abstractmethod
     def needs_syncer(self) -> str | None:
-        """Why this quorum needs a syncer; None: a process group can run it too."""
+        """The reason why this quorum needs a syncer; None: a process group can run it too."""
 
     @abstractmethod
     def contradictions(self, answers: QuorumOptions) -> Iterable[tuple[bool, str]]:
@@ -68,14 +70,14 @@ class AllLive(Quorum):
     """A scheduled round merges when every learner that trained when it opened has contributed, left or been evicted.
 
     Attributes:
-        at_least: never merge fewer contributions than this. 1 lets a lone survivor go on by itself; a higher number
-            makes it wait for others instead of silently becoming a solo run. Learners that ended at the round's step
-            or a later one count for it: they will not contribute any more. So do learners that are past that step
-            where all learners wait for each other.
-        drop: probability with which a contribution is left out, to study unreliable links; its learner goes on from its
-            own parameters and is measured from the new global model next (DiLoCo, arXiv 2311.08105, section 3.1). Never
-            drops below `at_least`.
-        drop_seed: which ones are left out: a function of it, the learner, the fragment and the round.
+        at_least: never merge fewer contributions than this. With 1, a lone survivor continues by itself; with a higher
+            number it waits for others instead of silently becoming a solo run. Learners that ended at the round's step
+            or a later one count: they will not contribute again. So do learners that are past that step where all
+            learners wait for each other.
+        drop: probability with which a contribution is left out, to study unreliable links; its learner continues from
+            its own parameters and is measured from the new global model next (DiLoCo, arXiv 2311.08105, section 3.1). A
+            round keeps at least `at_least` contributions.
+        drop_seed: the seed of these draws, each a function of the seed, the learner, the fragment and the round.
     """
 
     has_own_overlaps: ClassVar[bool] = True
@@ -89,11 +91,11 @@ class AllLive(Quorum):
         whole_number("AllLive(drop_seed=…)", self.drop_seed, minimum=0)
         if self.drop_seed and not self.drop:
             raise ConfigError(
-                f"AllLive(drop_seed={self.drop_seed}) draws what drop leaves out, and drop is 0; set drop."
+                f"AllLive(drop_seed={self.drop_seed}) has no effect with drop=0; set drop, or leave drop_seed out."
             )
 
     def drops(self, learner: str, fragment: int, round_: int) -> bool:
-        """Whether this contribution is one of those that are left out."""
+        """Whether this contribution is left out."""
         if self.drop == 0:
             return False
         drawn = hashlib.sha256(f"{self.drop_seed}/{learner}/{fragment}/{round_}".encode()).digest()
@@ -130,7 +132,7 @@ def _check_late(kind: str, late: str) -> None:
 
 
 def _needs_no_schedule(kind: str, answers: QuorumOptions) -> tuple[bool, str]:
-    """Learners without a common schedule cannot take the same outer steps: not with `outer_at="learners"`."""
+    """The contradiction of `outer_at="learners"`: learners without a common schedule cannot take equal outer steps."""
     return (
         answers.outer_at == "learners",
         f"outer_at='learners' needs a schedule that all learners follow, not {kind}; use AllLive.",
@@ -141,21 +143,21 @@ def _needs_no_schedule(kind: str, answers: QuorumOptions) -> tuple[bool, str]:
 class Called(Quorum):
     """The syncer calls for contributions; it merges once K learners have answered and the grace window is over.
 
-    Once K answers are there, the round stays open for
+    After the K-th answer the round stays open for
 
         grace = min(cap, max(0, γ·(τ·ξ_step − ξ_quorum − ξ_sync)))
 
-    with ξ moving averages of the median live learner's step time, of the time K answers take to come, and of the time a
-    synchronisation takes without the grace itself: what an overlap of τ steps leaves over. Before these are measured,
-    the window is `grace_cap_s`. It closes at once when every live learner has answered. Decoupled DiLoCo, arXiv
-    2604.21428.
+    with moving averages ξ_step of the median live learner's step time, ξ_quorum of the time until the K-th answer, and
+    ξ_sync of the time of a synchronisation without its grace window. So the window takes what an overlap of τ steps
+    leaves over. Before these times are measured, the window is `grace_cap_s`. The round closes at once when every live
+    learner has answered. Decoupled DiLoCo, arXiv 2604.21428.
 
     Attributes:
         at_least: K; fewer where fewer learners are live.
         grace: γ, 0 to 1; 0: merge as soon as K have answered.
         grace_cap_s: the longest grace window.
-        late: what happens to an answer that came after its round was closed: "merge" puts it into the next round,
-            "drop" rejects it as "late".
+        late: the fate of an answer that arrives after its round was closed: "merge" puts it into the next round, "drop"
+            rejects it as "late".
     """
 
     reports_every_step: ClassVar[bool] = True
@@ -196,8 +198,7 @@ class Pushed(Quorum):
 
     Attributes:
         at_least: K; fewer where fewer learners are live.
-        late: what happens to work that was measured from an older version than the one it would be merged into: "merge"
-            or "drop" (counted).
+        late: the fate of work that was measured from an older version than the newest: "merge", or "drop" (counted).
         dynamic_steps: each learner takes ⌊v/v_max · H⌋ inner steps between two pushes, v its measured speed (DyLU, same
             paper).
     """
@@ -220,7 +221,7 @@ class Pushed(Quorum):
         yield (
             answers.overlap > 0,
             (
-                f"overlap={answers.overlap} has no effect where learners push: each adopts an answer when it has come; "
+                f"overlap={answers.overlap} has no effect where learners push: each adopts an answer when it arrives; "
                 "use overlap=0."
             ),
         )

@@ -1,21 +1,23 @@
 """The whole family in one plain loop: what a run computes, without machines, threads or a network.
 
-A run is a list of events, carried out in order:
+A run is a list of events, executed in order:
 
     ("gradient", m)                learner m computes the gradient of its next inner step
-    ("step", m)                    and takes the step; data parallel exchanges in between
-    ("send", m, p)                 learner m encodes its outer gradient of fragment p, Δ = anchor − θ
-    ("merge", p, senders, scale)   the oldest contribution in flight of each sender is merged, in learner order; the
-                                   mean times `scale` and the outer optimizer make the next version of fragment p
-    ("adopt", m, p, version)       learner m adopts a version of fragment p
-    ("eager", m, p, due, sent)     learner m takes an outer step of its own: the mean of version `due` has come (None:
-                                   none has), the fragment was sent at this boundary, or both
+    ("step", m)                    learner m takes that step: θ ← InnerOpt(θ, g). Data parallel exchanges g in between
+    ("send", m, p)                 learner m encodes its outer gradient of fragment p, Δ_m = anchor − θ
+    ("merge", p, senders, scale)   Δ̄ = scale · merge of the senders' contributions;  Θ ← OuterOpt(Θ, Δ̄) is the next
+                                   version of fragment p. Each occurrence of a learner in `senders` takes its oldest
+                                   contribution in flight: one that was late for a merge is in the next, beside a newer
+    ("adopt", m, p, version)       θ ← adopt(θ, Θ); learner m measures from this version of fragment p now
+    ("eager", m, p, due, sent)     learner m takes an outer step of its own, anchor_m ← OuterOpt(anchor_m, Δ̃_m), where
+                                   the mean of version `due` has arrived (None: none has), where the fragment was sent
+                                   at this boundary, or both. It takes the place of "adopt" in eager updates
 
 `scheduled` lists the events of a method whose rounds are scheduled. Where the syncer calls or learners push, the
 network decides their order, and the caller gives the list.
 
-Every exchange agrees with `Reference` to the bit. It computes with whole vectors and keeps every version. Of a Method's
-answers it uses codecs, weights, merges, outer optimizers and adoptions, each from its own file.
+Every exchange agrees with `Reference` to the bit. `Reference` computes with whole vectors and keeps every version. Of a
+Method's answers it uses codecs, weights, merges, outer optimizers and adoptions, each from its own file.
 
 DiLoCo, arXiv 2311.08105, algorithm 1; Streaming DiLoCo, arXiv 2501.18512, algorithm 2; Eager updates, arXiv 2502.12996,
 algorithm 3; Asynchronous Local-SGD, arXiv 2401.09135, algorithm 2; Decoupled DiLoCo, arXiv 2604.21428.
@@ -47,10 +49,10 @@ Event = tuple[Any, ...]
 def scheduled(
     method: Method, num_learners: int, num_fragments: int, num_steps: int, overlaps: Mapping[int, int] | None = None
 ) -> Iterator[Event]:
-    """The events of learners in step, all of which live to the end and wait for every answer.
+    """The events of learners that step together, stay to the end and wait for every answer.
 
     Arguments:
-        overlaps: τ of the learners that have one of their own.
+        overlaps: τ by learner, for those whose overlap differs from the method's.
 
     Raises:
         ConfigError: the method's rounds are not scheduled, or it leaves contributions out at random.
@@ -59,7 +61,8 @@ def scheduled(
         raise ConfigError(f"the order of events under {method.quorum} is not known beforehand; list them.")
     learners, schedule = range(num_learners), method.schedule(num_fragments)
     versions = [0] * num_fragments
-    answers: dict[tuple[int, int], list[tuple[int, int]]] = {(m, p): [] for p in range(num_fragments) for m in learners}
+    # By learner and fragment: (inner step, version) of the versions on their way, which are applied after that step.
+    due: dict[tuple[int, int], list[tuple[int, int]]] = {(m, p): [] for p in range(num_fragments) for m in learners}
     for step in range(1, num_steps + 1):
         yield from (("gradient", m) for m in learners)
         if method.exchanged != "gradients":
@@ -70,13 +73,13 @@ def scheduled(
             yield "merge", p, tuple(learners), 1.0
             versions[p] += 1
             for m in learners:
-                answers[m, p].append((step + (overlaps or {}).get(m, method.overlap), versions[p]))
-        for (m, p), awaited in answers.items():
-            due = awaited.pop(0)[1] if awaited and awaited[0][0] <= step else None
-            if isinstance(method.adopt, adopt.Eager) and (due is not None or p in sent):
-                yield "eager", m, p, due, p in sent
-            elif due is not None:
-                yield "adopt", m, p, due
+                due[m, p].append((step + (overlaps or {}).get(m, method.overlap), versions[p]))
+        for (m, p), on_their_way in due.items():
+            version = on_their_way.pop(0)[1] if on_their_way and on_their_way[0][0] <= step else None
+            if isinstance(method.adopt, adopt.Eager) and (version is not None or p in sent):
+                yield "eager", m, p, version, p in sent
+            elif version is not None:
+                yield "adopt", m, p, version
         if method.exchanged == "gradients":
             yield from (("step", m) for m in learners)
 
@@ -88,7 +91,7 @@ class Model(Protocol):
         """Compute the gradients of the next inner step."""
 
     def step(self) -> int:
-        """Take the step. Returns its tokens."""
+        """Take the step; return the number of tokens that it was computed on."""
 
     def tensors(self) -> Mapping[str, Tensor]:
         """The tensors that are exchanged."""
@@ -101,7 +104,14 @@ class Model(Protocol):
 
 
 class Version(NamedTuple):
-    """Θ, the outer state, what a lossy wire has left out so far, and the merged outer gradient as published."""
+    """A version of the global fragment.
+
+    Attributes:
+        theta: Θ, flat fp32; where gradients are exchanged, the mean gradient in its place.
+        outer_state: of the outer optimizer after this version's step.
+        residual: error feedback of a lossy `down`: what the updates so far have left out; None: nothing.
+        mean: what was published; where the outer step is on the learners, Δ̄. None: of the initial model.
+    """
 
     theta: Tensor
     outer_state: State
@@ -110,7 +120,11 @@ class Version(NamedTuple):
 
 
 class SentGradient(NamedTuple):
-    """A contribution in flight. `residual`: the learner's before it."""
+    """A contribution in flight: an encoded outer gradient, its base version, and the work in it.
+
+    Attributes:
+        residual: the learner's error feedback before this encoding.
+    """
 
     payload: Tensor
     base: int
@@ -121,17 +135,20 @@ class SentGradient(NamedTuple):
 
 @dataclass
 class LearnerFragment:
-    """One learner's work on one fragment; vectors are flat fp32.
+    """One fragment in one learner; vectors are flat fp32.
 
     Attributes:
-        anchor: what outer gradients are measured from.
-        origin: the parameters as last sent; None: not since the last adoption.
-        version: adopted.
-        tokens, steps: trained and not sent.
-        in_flight: contributions, oldest first.
-        residual: error feedback.
-        outer_state, newest, added: of eager updates: the learner's own outer state, its newest outer gradient as
-            decoded, and the shares of it that its anchor has taken and that are not subtracted yet, oldest first.
+        anchor: Θ of the version adopted last; outer gradients are measured from it. In eager updates, anchor_m.
+        origin: θ as it was sent, if the fragment was sent since its last adoption (an overlap): the next outer gradient
+            is measured from it, because the work before it is in flight already.
+        version: of the anchor.
+        tokens, steps: trained since the last send.
+        in_flight: contributions that are not merged, oldest first.
+        residual: e of error feedback.
+        outer_state: of eager updates: the learner's own.
+        newest: of eager updates: Δ_m^(t), the newest outer gradient as decoded from its payload.
+        added: of eager updates: 1/M · Δ_m of each round whose mean has not arrived, oldest first. It is in the anchor,
+            and is subtracted from that mean.
     """
 
     anchor: Tensor
@@ -151,7 +168,7 @@ class Reference:
 
     Attributes:
         versions: of each fragment, from version 0 on.
-        work: by learner and fragment.
+        learners: of each learner, its fragments.
     """
 
     def __init__(self, method: Method, layout: Layout, models: Sequence[Model]) -> None:
@@ -159,21 +176,21 @@ class Reference:
         self.places = [fragment.tensors for fragment in layout.fragments]
         thetas = [_flat(places, models[0].tensors()) for places in self.places]
         self.versions = [[Version(theta, method.outer.init(theta.numel()))] for theta in thetas]
-        self.work = [[LearnerFragment(theta, method.outer.init(theta.numel())) for theta in thetas] for _ in models]
+        self.learners = [[LearnerFragment(theta, method.outer.init(theta.numel())) for theta in thetas] for _ in models]
         for model in models:
             for places, theta in zip(self.places, thetas, strict=True):
                 _write(places, model.tensors(), theta)
 
     def run(self, events: Iterable[Event]) -> None:
-        """Carry out events in order."""
+        """Execute events in order."""
         for event in events:
             match event:
                 case "gradient", m:
                     self.models[m].gradient()
                 case "step", m:
                     tokens = self.models[m].step()
-                    for work in self.work[m]:
-                        work.tokens, work.steps = work.tokens + tokens, work.steps + 1
+                    for own in self.learners[m]:
+                        own.tokens, own.steps = own.tokens + tokens, own.steps + 1
                 case "send", m, p:
                     self._send(m, p)
                 case "merge", p, senders, scale:
@@ -186,37 +203,41 @@ class Reference:
                     raise ConfigError(f"{event} is no event of a run; see diloco.core.reference.")
 
     def _send(self, m: int, p: int) -> None:
-        """Send Q(Δ + β·e), e being what earlier encodings lost; e ← Δ + β·e − sent."""
-        method, model, work, places = self.method, self.models[m], self.work[m][p], self.places[p]
+        """Send Q(Δ + β·e), where e is what earlier encodings lost; then e ← Δ + β·e − decoded.
+
+        The anchor is rounded to the dtypes of the model first, so that a learner that did not move sends zeros.
+        """
+        method, model, own, places = self.method, self.models[m], self.learners[m][p], self.places[p]
         if method.exchanged == "gradients":
             total = _flat(places, model.gradients())
         else:
             theta = _flat(places, model.tensors())
-            total = _rounded(places, work.anchor if work.origin is None else work.origin) - theta
-            work.origin = None if isinstance(method.adopt, adopt.Eager) else theta
-        if work.residual is not None:
-            total = total + work.residual * method.error_feedback
+            total = _rounded(places, own.anchor if own.origin is None else own.origin) - theta
+            own.origin = None if isinstance(method.adopt, adopt.Eager) else theta
+        if own.residual is not None:
+            total = total + own.residual * method.error_feedback
         payload = method.up.encode(total)
-        work.in_flight.append(SentGradient(payload, work.version, work.tokens, work.steps, work.residual))
-        work.newest, work.tokens, work.steps = method.up.decode(payload, total.numel()), 0, 0
+        own.in_flight.append(SentGradient(payload, own.version, own.tokens, own.steps, own.residual))
+        own.newest, own.tokens, own.steps = method.up.decode(payload, total.numel()), 0, 0
         if method.error_feedback:
-            work.residual = total - work.newest
+            own.residual = total - own.newest
 
     def _merge(self, p: int, senders: Sequence[int], scale: float) -> None:
-        """Δ̄ = merge({Δ_m, w_m}), and the next version. The residual of what a screen refuses is taken back."""
+        """Δ̄ = scale · merge({Δ_m, w_m}), and the next version. A learner whose contribution a screen refuses takes back
+        its residual from before that contribution."""
         method, places, last, round_ = self.method, self.places[p], self.versions[p][-1], len(self.versions[p]) - 1
-        taken = {m: [self.work[m][p].in_flight.pop(0) for _ in range(senders.count(m))] for m in sorted(set(senders))}
-        tokens, steps = ([sum(getattr(c, of) for c in own) for own in taken.values()] for of in ("tokens", "steps"))
-        ages = [max(round_ - c.base for c in own) for own in taken.values()]
+        taken = {m: [self.learners[m][p].in_flight.pop(0) for _ in range(senders.count(m))] for m in sorted({*senders})}
+        tokens, steps = ([sum(getattr(c, of) for c in sent) for sent in taken.values()] for of in ("tokens", "steps"))
+        ages = [max(round_ - c.base for c in sent) for sent in taken.values()]
         weights = merge_weights(method.weight, tokens, steps, ages)
         encoded = [
-            Encoded(f"{m:06d}", tuple(c.payload for c in own), weight, age, self.models[m].trained(p))
-            for (m, own), weight, age in zip(taken.items(), weights, ages, strict=True)
+            Encoded(f"{m:06d}", tuple(c.payload for c in sent), weight, age, self.models[m].trained(p))
+            for (m, sent), weight, age in zip(taken.items(), weights, ages, strict=True)
         ]
         mean, momentum = torch.empty_like(last.theta), method.outer.momentum_of(last.outer_state)
         refused = refused_by(method.screen, method.up, encoded, places, mean.numel()) if method.screen else ()
         for m in map(int, refused):
-            self.work[m][p].residual = taken[m][0].residual
+            self.learners[m][p].residual = taken[m][0].residual
         kept = [each for each in encoded if each.learner not in refused]
         if method.partial == "scale" and refused:
             scale *= math.fsum(each.weight for each in kept) / math.fsum(weights)
@@ -225,33 +246,42 @@ class Reference:
         self.versions[p].append(_close(method, places, last, mean if scale == 1 else mean * scale))
 
     def _adopt(self, m: int, p: int, version: int) -> None:
-        """θ ← adopt(θ, Θ); the anchor becomes Θ. Where gradients are exchanged, Θ is their mean."""
-        work, places, theta, how = self.work[m][p], self.places[p], self.versions[p][version].theta, self.method.adopt
-        if self.method.exchanged == "gradients":
-            _write(places, self.models[m].gradients(), theta)
-        else:
-            _write(places, self.models[m].tensors(), theta, how, work.anchor if work.origin is None else work.origin)
+        """θ ← adopt(θ, Θ), and the anchor becomes Θ. Where gradients are exchanged, each becomes the mean: g_m ← Θ."""
+        own, model, theta, how = self.learners[m][p], self.models[m], self.versions[p][version].theta, self.method.adopt
+        tensors = model.gradients() if self.method.exchanged == "gradients" else model.tensors()
+        _write(self.places[p], tensors, theta, how, own.anchor if own.origin is None else own.origin)
         if not how.keeps_pending:
-            work.tokens = work.steps = 0
-        work.anchor, work.origin, work.version = theta, None, version
+            own.tokens = own.steps = 0
+        own.anchor, own.origin, own.version = theta, None, version
 
     def _step_eagerly(self, m: int, p: int, due: int | None, *, sent: bool) -> None:
-        """anchor_m ← OuterOpt(anchor_m, Δ̄^(t−H) − 1/M·Δ_m^(t−H) + 1/M·Δ_m^(t)); work since the send is added to it."""
-        work, places, before, delta = self.work[m][p], self.places[p], self.work[m][p].anchor, None
+        """anchor_m ← OuterOpt(anchor_m, Δ̄^(t−H) − 1/M·Δ_m^(t−H) + 1/M·Δ_m^(t)), each term where there is one.
+
+        θ_m ← anchor_m at a send. Between sends, the work since the last one is added: it is in no outer gradient yet.
+        """
+        own, places, before, delta = self.learners[m][p], self.places[p], self.learners[m][p].anchor, None
         if due is not None and (mean := self.versions[p][due].mean) is not None:
-            delta, work.version = mean - work.added.pop(0), due
-        if sent and work.newest is not None:
-            own = work.newest * (1.0 / len(self.models))
-            work.added.append(own)
-            delta = own if delta is None else delta + own
+            delta, own.version = mean - own.added.pop(0), due
+        if sent and own.newest is not None:
+            share = own.newest * (1.0 / len(self.models))
+            own.added.append(share)
+            delta = share if delta is None else delta + share
         if delta is not None:
-            stepped, work.outer_state = _outer_step(self.method, places, work.outer_state, before, delta)
-            work.anchor = _floored(places, stepped)
-        _write(places, self.models[m].tensors(), work.anchor, None if sent else adopt.KeepDisplacement(), before)
+            stepped, own.outer_state = _outer_step(self.method, places, own.outer_state, before, delta)
+            own.anchor = _floored(places, stepped)
+        _write(places, self.models[m].tensors(), own.anchor, None if sent else adopt.KeepDisplacement(), before)
 
 
 def _close(method: Method, places: Sequence[Placement], last: Version, mean: Tensor) -> Version:
-    """Take the outer step, or publish the mean itself. A lossy wire carries what it can of either; the rest is kept."""
+    """The next version as all who hold it compute it from the payload that is published.
+
+        outer step on the syncer     Θ' = OuterOpt(Θ, Δ̄);  lossy: change = Θ' − Θ + e, then Θ' = Θ + Q(change)
+        gradients, no outer step     Θ' = Δ̄;               lossy: change = Δ̄ + e,      then Θ' = Q(change)
+        outer step on the learners   Δ̄ is published, lossy as in the second line, and every holder of the fragment
+                                     takes the same step with what it decodes: Θ' = OuterOpt(Θ, Δ̄)
+
+    where Q encodes and decodes, and e ← change − Q(change) is the syncer's error feedback.
+    """
     steps = method.exchanged != "gradients" and method.outer_at == "syncer"
     new, state = _outer_step(method, places, last.outer_state, last.theta, mean) if steps else (mean, last.outer_state)
     residual = None
@@ -259,8 +289,8 @@ def _close(method: Method, places: Sequence[Placement], last: Version, mean: Ten
         change = new - last.theta if steps else new
         if last.residual is not None:
             change = change + last.residual
-        said = method.down.decode(method.down.encode(change), change.numel())
-        residual, new = change - said, said + last.theta if steps else said
+        decoded = method.down.decode(method.down.encode(change), change.numel())
+        residual, new = change - decoded, decoded + last.theta if steps else decoded
     mean = new
     if method.outer_at == "learners":
         new, state = _outer_step(method, places, last.outer_state, last.theta, mean)
@@ -280,7 +310,7 @@ def _outer_step(
 
 
 def _floored(places: Sequence[Placement], theta: Tensor) -> Tensor:
-    """No variance below 0, and no denormals."""
+    """Set variances below 0, and denormals, to 0: devices differ in how they treat denormals."""
     for part in (place.elements for place in places if place.spec.role == "variance"):
         theta[part] = theta[part].clamp(min=0)
     return torch.where(theta.abs() < torch.finfo(torch.float32).tiny, 0.0, theta)
@@ -291,7 +321,7 @@ def _flat(places: Sequence[Placement], tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 def _rounded(places: Sequence[Placement], flat: Tensor) -> Tensor:
-    """As the tensors' dtypes hold it."""
+    """A flat fp32 vector rounded to the dtype of each tensor in it."""
     return torch.cat([flat[place.elements].to(getattr(torch, place.spec.dtype)).float() for place in places])
 
 

@@ -1,20 +1,21 @@
-"""Which fragment is sent, and which applied, after which inner step. Integers only.
+"""After which inner steps each fragment is sent, and its answer applied. Integer arithmetic only.
 
 Inner steps count t = 1, 2, 3, …. With H = sync_every, P = num_fragments, τ = overlap and one offset o_p per fragment:
 
     fragment p is sent    after the inner steps t ≡ o_p (mod H)
     fragment p is applied after the inner steps t + τ
 
-so every fragment is synchronised once in H steps, and a learner keeps training for τ steps while its outer gradient
-travels. Sends are spread evenly by default, o_p = ⌊(p + 1)·H / P⌋: with P = 1 that is DiLoCo, a synchronisation after
-H, 2H, … steps; with P > H several fragments are sent after one step. An offset of 0 is one of H. torchft's convention,
-which counts to the application, is o_p = (p + 1)·H / P − τ.
+so every fragment is synchronised once in H steps, and a learner keeps training for the τ steps in which its outer
+gradient is in flight. Sends are spread evenly by default, o_p = ⌊(p + 1)·H / P⌋: with P = 1 that is DiLoCo, a
+synchronisation after H, 2H, … steps; with P > H several fragments are sent after one step. An offset of 0 is one of H.
+torchft's convention, which counts to the application, is o_p = (p + 1)·H / P − τ.
 
 At one boundary (after one inner step) sends come before applications: with τ = H a fragment's next outer gradient is
 measured before the answer to the previous one is applied.
 
-H may change over a run: `sync_every = ((0, 30), (1000, 100))` synchronises every 30 inner steps up to step 1000 and
-every 100 after it. Each piece starts counting at its first step.
+An interval is H inner steps. H may change over a run: `sync_every = ((0, 30), (1000, 100))` synchronises every 30
+inner steps up to step 1000 and every 100 after it. Each of these pieces of the run counts its intervals from its own
+first step.
 
 Where the outer optimizer is on the learners an overlap may be two intervals, τ = 2H (eager updates, arXiv 2502.12996).
 
@@ -37,11 +38,10 @@ MAX_INTERVALS_IN_FLIGHT = 2
 
 
 def sync_every_of(value: object) -> SyncEvery:
-    """Read H from what a run file or a caller gives: a number, or pairs of from_step and H in ascending order, the
-    first from 0.
+    """H as a run file or a caller gives it: a number, or pairs (from_step, H) in ascending order, the first from 0.
 
     Raises:
-        ConfigError: anything else.
+        ConfigError: any other value.
     """
     if not isinstance(value, list | tuple):
         whole_number("sync_every", value, minimum=1)
@@ -68,12 +68,12 @@ class Schedule:
     """The communication pattern of one learner.
 
     Attributes:
-        sync_every: H ≥ 1, inner steps between two synchronisations of one fragment, or pieces of it (see above).
+        sync_every: H ≥ 1, inner steps between two synchronisations of one fragment, or (from_step, H) of each piece.
         num_fragments: P ≥ 1.
         overlap: τ, 0 ≤ τ ≤ 2H, inner steps between sending and applying. When τ > H / P several fragments are in flight
             at once.
-        offsets: one integer in 0..H per fragment (0 means H). Afterwards it holds the resolved offsets of the first
-            piece, in 1..H: the first inner step after which each fragment is sent.
+        offsets: as an argument, one integer in 0..H per fragment (0 means H); None: o_p as above. As an attribute, the
+            resolved offsets of the first piece, in 1..H: the first inner step after which each fragment is sent.
 
     Raises:
         ConfigError: the numbers do not fit each other.
@@ -98,7 +98,7 @@ class Schedule:
             raise ConfigError("offsets belong to one sync_every; drop them, or give sync_every one value.")
         for _, every in self._pieces:
             if self.overlap > MAX_INTERVALS_IN_FLIGHT * every:
-                raise ConfigError(f"overlap={self.overlap} exceeds two periods of sync_every={every}; lower it.")
+                raise ConfigError(f"overlap={self.overlap} exceeds two intervals of sync_every={every}; lower it.")
         resolved = [self._resolved_offsets(every) for _, every in self._pieces]
         object.__setattr__(self, "offsets", resolved[0])
         object.__setattr__(self, "_resolved", tuple(resolved))
@@ -109,15 +109,15 @@ class Schedule:
 
     @property
     def intervals_in_flight(self) -> int:
-        """How many answers to a fragment may still be on their way when its next outer gradient is sent."""
+        """The number of answers to a fragment that may be in flight when its next outer gradient is sent."""
         return self.intervals_in(self.overlap)
 
     def intervals_in(self, overlap: int) -> int:
-        """How many whole intervals an overlap has."""
+        """The number of whole intervals in an overlap."""
         return max(overlap // every for _, every in self._pieces)
 
     def sync_every_at(self, step: int) -> int:
-        """H after inner step `step`."""
+        """H in the piece of inner step `step`."""
         return self._pieces[self._piece(step)][1]
 
     def sends(self, step: int) -> tuple[int, ...]:
@@ -144,7 +144,7 @@ class Schedule:
         return next((step for step in range(before - 1, 0, -1) if self.sends(step)), 0)
 
     def _piece(self, step: int) -> int:
-        """Which piece inner step `step` (≥ 1) belongs to: the last that starts before it."""
+        """The index of the piece of inner step `step` (≥ 1): the last that starts before it."""
         return max(0, bisect_left(self._pieces, (step, 0)) - 1)
 
     def _resolved_offsets(self, every: int) -> tuple[int, ...]:
@@ -159,4 +159,4 @@ class Schedule:
                 raise ConfigError(f"offset {offset!r} must be a whole number from 0 to sync_every={every}.")
         return tuple(offset or every for offset in self.offsets)
 
-    _resolved: ClassVar[tuple[tuple[int, ...], ...]]
+    _resolved: ClassVar[tuple[tuple[int, ...], ...]]  # of each piece; ClassVar keeps it out of the fields

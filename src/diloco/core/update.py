@@ -1,4 +1,4 @@
-"""The description of a published version: plain values, without the tensors."""
+"""The metadata of a published version of a fragment, without the tensors."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Update:
     Attributes:
         fragment: index of the fragment.
         base, version: the versions it joins.
-        contributors, weights: whose work is in it, in merge order.
-        scale: what the merged outer gradient was multiplied by.
-        digest: of the new global fragment, fp32.
+        contributors, weights: the learners whose contributions were merged, and their weights, in merge order.
+        scale: the factor of the merged outer gradient.
+        digest: of the new global fragment, fp32 (`core.layout.Digest`).
         lossless: True: the payload is the new fragment in fp32 and needs no base. False: it is the encoded change from
             `base`, or the encoded outer gradient that takes `base` to `version`.
     """
@@ -36,5 +36,5 @@ class Update:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """What `as_dict` gave; JSON in between does no harm."""
+        """The inverse of `as_dict`, also after a passage through JSON."""
         return cls(**{**values, "contributors": tuple(values["contributors"]), "weights": tuple(values["weights"])})

@@ -9,7 +9,7 @@ WEIGHTS = ("uniform", "tokens", "tokens^2/steps", "discounted")
 
 
 def weights_of(kind: str, tokens: Sequence[int], steps: Sequence[int], staleness: Sequence[int]) -> list[float]:
-    """How much each learner's contribution counts.
+    """The weight of each learner's contribution.
 
         "uniform"         1: i.i.d. shards (DiLoCo, arXiv 2311.08105)
         "tokens"          the tokens it was trained on: unequal shards (same paper, appendix)
@@ -17,8 +17,8 @@ def weights_of(kind: str, tokens: Sequence[int], steps: Sequence[int], staleness
                           arXiv 2604.21428)
         "discounted"      tokens / (1 + 0.25·staleness): work on older versions counts less
 
-    `staleness` is in versions, all three have one entry per learner. Raises ConfigError for another kind, and for
-    tokens without steps.
+    `tokens`, `steps` and `staleness` (in versions) have one entry per learner. Raises ConfigError for another kind, and
+    for tokens without steps.
     """
     match kind:
         case "uniform":
@@ -33,7 +33,7 @@ def weights_of(kind: str, tokens: Sequence[int], steps: Sequence[int], staleness
 
 
 def merge_weights(kind: str, tokens: Sequence[int], steps: Sequence[int], staleness: Sequence[int]) -> list[float]:
-    """`weights_of` those that are merged; if all the weights are 0 (no tokens), each is 1."""
+    """The weights of a merge: `weights_of` its contributions, or 1 for each if all of these are 0 (no tokens)."""
     weights = weights_of(kind, tokens, steps, staleness)
     return weights if any(weights) else [1.0 for _ in weights]
 

@@ -22,7 +22,7 @@ from diloco.core.fragments import Fragment, Layout, gather, scatter
 from diloco.core.layout import Placement
 from diloco.core.memory import new_vector
 from diloco.core.merges import shard_of
-from diloco.core.shards import dealt
+from diloco.core.shards import even_shards
 from diloco.errors import LayoutError
 from diloco.exchange.group import Group, device_group, device_of
 from diloco.learner.pieces import Box, Gather, Piece, cut
@@ -136,7 +136,7 @@ class Divided(Partition):
     ) -> None:  # fmt: skip
         self._layout, self._rank, self._boxes = layout, rank, boxes
         self._gather, self._all_to_all, self._wire = gather, all_to_all, wire
-        self._shards = dealt((fragment.numel for fragment in layout.fragments), len(boxes))
+        self._shards = even_shards((fragment.numel for fragment in layout.fragments), len(boxes))
         self._dtypes = {p.spec.name: _dtype(p) for f in layout.fragments for p in f.tensors}
         self._sending: list[_Route] = []
         self._adopting: list[_Route] = []

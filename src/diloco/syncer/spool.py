@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from diloco.core.memory import room
+from diloco.core.memory import new_buffer
 from diloco.errors import NoRoomError
 from diloco.exchange.wire.frames import tensor_of
 
@@ -90,7 +90,7 @@ class Spool:
                 return Slot(num_bytes, self._free.pop(used), self._map)
             self._keep_within_budget()
         try:
-            return Slot(num_bytes, room(num_bytes), self._map)
+            return Slot(num_bytes, new_buffer(num_bytes), self._map)
         except (MemoryError, OSError) as error:
             with self._lock:
                 self._held_bytes -= num_bytes

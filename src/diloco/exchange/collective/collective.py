@@ -13,7 +13,7 @@ from torch import Tensor
 
 from diloco.core.fragments import Layout
 from diloco.core.method import Method
-from diloco.core.shards import dealt
+from diloco.core.shards import even_shards
 from diloco.errors import ExchangeError
 from diloco.exchange.base import Event, FlatModel, Overview, StartingState
 from diloco.exchange.collective.joining import broadcast, compare, name_of
@@ -73,7 +73,7 @@ class Collective(PeerExchange):
             model = broadcast(self._group, self._num_bytes, layout, initial)
             undo.pop_all()
         self._is_open = True
-        shards = dealt((fragment.numel for fragment in layout.fragments), self._group.size)
+        shards = even_shards((fragment.numel for fragment in layout.fragments), self._group.size)
         self._fragments = [
             first_held(method, fragment, theta, each, self._group.rank)
             for fragment, theta, each in zip(layout.fragments, model.fragments, shards, strict=True)

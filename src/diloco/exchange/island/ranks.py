@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from diloco.core.codecs import Codec
 from diloco.core.fragments import Layout
 from diloco.core.method import Method
-from diloco.core.shards import Shards, dealt
+from diloco.core.shards import Shards, even_shards
 from diloco.errors import CheckpointError, ConfigError, DilocoError
 from diloco.exchange.base import (
     Call,
@@ -138,7 +138,7 @@ class Ranks(Exchange):
     def open(
         self, layout: Layout, method: Method, initial: Callable[[], FlatModel], *, overlap: int | None = None
     ) -> StartingState:
-        self._shards = dealt((fragment.numel for fragment in layout.fragments), self.group.size)
+        self._shards = even_shards((fragment.numel for fragment in layout.fragments), self.group.size)
         self._codec = method.up
 
         def whole() -> FlatModel:

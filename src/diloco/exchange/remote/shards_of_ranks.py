@@ -19,7 +19,7 @@ from diloco.core.fragments import Layout
 from diloco.core.global_fragment import AppliedUpdate, require_digest
 from diloco.core.layout import digest_of_segments
 from diloco.core.method import Method
-from diloco.core.shards import Segments, dealt
+from diloco.core.shards import Segments, even_shards
 from diloco.errors import DilocoError, ExchangeError, NoRoomError, UnreachableError, VersionError
 from diloco.exchange.base import FlatModel
 from diloco.exchange.dialling import Dialler
@@ -249,8 +249,8 @@ def divided(layout: Layout, method: Method, lanes: CommandLanes) -> tuple[list[t
     """For every fragment: the bytes of a contribution that this rank sends and the size of them all; and the segments
     of a version that it fetches."""
     rank = lanes.group.rank
-    shards = dealt((fragment.numel for fragment in layout.fragments), lanes.group.size)
-    spans = [(each.payload(method.up, rank), method.up.encoded_bytes(each.num_elements)) for each in shards]
+    shards = even_shards((fragment.numel for fragment in layout.fragments), lanes.group.size)
+    spans = [(each.payload_span(method.up, rank), method.up.encoded_bytes(each.num_elements)) for each in shards]
     return spans, [each.segments(rank) for each in shards]
 
 

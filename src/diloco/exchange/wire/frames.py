@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from diloco.core.memory import room
+from diloco.core.memory import new_buffer
 from diloco.errors import ConfigError, CorruptPayloadError, translated
 from diloco.escaping import MALFORMED
 from diloco.exchange.wire.rpc import MAX_MESSAGE_BYTES
@@ -164,7 +164,7 @@ def room_for(num_bytes: int) -> memoryview:
     """
     failed, advice = f"there is no memory for {num_bytes} bytes", "is the other side of another version?"
     with translated((MemoryError, OSError, OverflowError), CorruptPayloadError, failed, advice):
-        return room(num_bytes)
+        return new_buffer(num_bytes)
 
 
 def tensors_of(buffer: bytes | memoryview, what: str) -> dict[str, Tensor]:

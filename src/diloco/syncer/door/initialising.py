@@ -14,7 +14,7 @@ import torch
 
 from diloco.core.fragments import Layout
 from diloco.core.global_fragment import GlobalFragment
-from diloco.core.memory import room
+from diloco.core.memory import new_buffer
 from diloco.errors import BusyError, CorruptPayloadError, LayoutError, StoreError
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import tensor_of, tensors_of
@@ -140,7 +140,7 @@ def _replying(
 def _room_for_model(num_bytes: int) -> memoryview:
     """Reserve memory; the system maps its pages as bytes arrive."""
     try:
-        return room(num_bytes)
+        return new_buffer(num_bytes)
     except (MemoryError, OSError, OverflowError) as error:
         raise StoreError(f"a model of {num_bytes} bytes does not fit into the syncer's memory ({error}).") from error
 
