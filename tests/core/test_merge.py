@@ -290,7 +290,7 @@ def test_places_have_no_gaps() -> None:
 
 
 def test_a_learner_without_a_payload_is_refused() -> None:
-    with pytest.raises(ConfigError, match="a brings no payload"):
+    with pytest.raises(ConfigError, match="the contribution of a has no payload"):
         merged_vector(Mean(), FP32(), [Encoded("a", (), 1.0)], whole(10), 10)
 
 

@@ -1,7 +1,7 @@
 """Wire codecs: fp32 vectors as bytes of an exactly known size. The formats are written down in docs/wire-formats.md.
 
-Importing `core.codecs.formats`, their names and sizes, does not import torch: what encodes is imported at its first
-use (PEP 562).
+The names and sizes of the formats (`core.codecs.formats`) do not need torch, so the codecs themselves are imported at
+their first use (PEP 562).
 """
 
 from importlib import import_module

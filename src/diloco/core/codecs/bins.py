@@ -1,4 +1,4 @@
-"""Two bits per value: four bins over ±3σ, their means as the codebook of a block."""
+"""Two bits per value: four bins over ±3σ, whose means are the codebook of a block."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ def encode_bins(x: Tensor, out: Tensor, range_sigmas: float, scratch: Scratch) -
     """Encode blocks: x fp32 [blocks, n] into out uint8 [blocks, bytes]; NonFiniteError on inf or NaN.
 
     With σ the root mean square of a block and t = range_sigmas / 4 · σ, the bins are x < −t, −t ≤ x < 0, 0 ≤ x ≤ t and
-    t < x; a code is a bin's number and stands for the mean of what is in it. Arithmetic is fp32 after scaling by a
+    t < x; a code is the index of a bin, its value the mean of the bin's elements. Arithmetic is fp32 after scaling by a
     power of two, and sums fold halves, so that every device writes the same bits.
     """
     blocks, n = x.shape

@@ -1,4 +1,4 @@
-"""Block formats: a bf16 scale for each block, then the codes. The layout, the scales, the packing of 4-bit codes."""
+"""Block formats, a bf16 scale for each block and then the codes: their layout, scales, and packing of 4-bit codes."""
 
 import functools
 import math
@@ -100,7 +100,7 @@ class ScaledBlocks(Codec):
         self._checked_scales(payload, num_elements, scratch)
 
     def _kernels(self, device: torch.device, num_elements: int) -> ModuleType | None:
-        """`triton_blocks`, which writes the same bits on a GPU; None where the torch operations below are used."""
+        """`triton_blocks`, which computes the same bits on a GPU; None: use the torch operations of this module."""
         if device.type != "cuda" or num_elements != SEGMENT_ELEMENTS or self.block > _LARGEST_KERNEL_BLOCK:
             return None
         return gpu_kernels()
@@ -126,7 +126,7 @@ class ScaledBlocks(Codec):
         return parts
 
     def _blocks(self, x: Tensor, blocks: slice, scratch: Scratch) -> Tensor:
-        """x [rows, m] as [rows, blocks, width]; a zero is put after a block whose codes would not fill whole bytes."""
+        """x [rows, m] as [rows, blocks, width]; a block whose codes do not fill whole bytes is padded with a zero."""
         if x.shape[1] * self.code_bits % 8 == 0:
             return x.view(x.shape[0], blocks.stop - blocks.start, -1)
         padded = scratch.take("padded", (x.shape[0], 1, x.shape[1] + 1), torch.float32)

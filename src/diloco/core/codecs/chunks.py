@@ -1,5 +1,4 @@
-"""What chunked codecs share: sums that every device computes to the same bits, packed codes, and the loop over
-chunks."""
+"""The base of chunked codecs: the loop over chunks, sums with the same bits on every device, and packed codes."""
 
 from abc import abstractmethod
 from typing import ClassVar
@@ -17,8 +16,8 @@ def scaled(x: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
     largest).
 
     A row's largest magnitude becomes one from 2 to below 4, so that neither sums nor squares overflow; a row without a
-    normal number becomes zeros, and its exponent bits are 0. w is the next power of two, at least 2; what is beyond n
-    is 0. Raises NonFiniteError on inf or NaN.
+    normal number becomes zeros, and its exponent bits are 0. w is the next power of two, at least 2; elements beyond n
+    are 0. Raises NonFiniteError on inf or NaN.
     """
     rows, n = x.shape
     largest = magnitude_bits(x, scratch).amax(-1, keepdim=True)
@@ -31,8 +30,7 @@ def scaled(x: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
 
 
 def unscale(y: Tensor, exponent: Tensor) -> Tensor:
-    """Values of the scale of `scaled`'s y, in place, as values of x; the last step rounds where the result is
-    subnormal."""
+    """Bring values from the scale of `scaled`'s y back to that of x, in place; only subnormal results are rounded."""
     return y.mul_(0.5).mul_(power_of_two(exponent))
 
 
@@ -55,7 +53,7 @@ def fold(x: Tensor) -> Tensor:
 def pack(codes: Tensor, bits: int, out: Tensor, scratch: Scratch) -> None:
     """Pack codes uint8 [rows, n], each of `bits` = 1 or 2, into out uint8 [rows, m = ⌈n · bits / 8⌉].
 
-    Byte i holds elements i, i + m, i + 2m, …, the first in its lowest bits; elements that do not exist are 0.
+    Byte i holds elements i, i + m, i + 2m, …, the first in its lowest bits; elements beyond n are 0.
     """
     (rows, n), m = codes.shape, out.shape[1]
     if n * bits < 8 * m:
@@ -71,7 +69,7 @@ def pack(codes: Tensor, bits: int, out: Tensor, scratch: Scratch) -> None:
 
 
 def unpack(packed: Tensor, bits: int, scratch: Scratch) -> Tensor:
-    """The codes of packed uint8 [rows, m]: uint8 [rows, 8m / bits], with those of the elements that do not exist."""
+    """The codes of packed uint8 [rows, m]: uint8 [rows, 8m / bits], including the padding."""
     rows, m = packed.shape
     codes = scratch.take("codes", (rows, 8 // bits * m), torch.uint8)
     for i, part in enumerate(codes.split(m, 1)):
@@ -86,7 +84,7 @@ _CPU_CACHED_ELEMENTS = 8 * SEGMENT_ELEMENTS
 class Chunked(Codec):
     """A segment's elements form chunks of `chunk_elements`; only the last one of a segment can be shorter.
 
-    A concrete codec says how equally long chunks, one a row, are encoded, decoded and checked.
+    A concrete codec encodes, decodes and checks chunks of equal length, one per row.
     """
 
     cpu_group_segments: ClassVar[int] = 64
@@ -152,5 +150,5 @@ def corrupt(name: str, what: str) -> CorruptPayloadError:
 
 
 def short(value: float) -> str:
-    """A number as names hold it: "0.5", and "4" for 4.0."""
+    """A number as in codec names: "0.5", and "4" for 4.0."""
     return str(value).removesuffix(".0")

@@ -1,4 +1,4 @@
-"""What every wire codec shares: segments, exact sizes, validation, and error feedback."""
+"""The base of all wire codecs: segments, exact sizes, validation. And error feedback, for any codec."""
 
 import math
 from abc import ABC, abstractmethod
@@ -31,7 +31,7 @@ class Scratch:
         self._constants: dict[tuple[int, torch.dtype], Tensor] = {}
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The buffer of this name and shape; its content is whatever was left in it."""
+        """The buffer of this name and shape; its content is undefined."""
         buffer = self._buffers.get((name, shape))
         if buffer is None:
             buffer = new_vector(math.prod(shape), dtype, self._device).view(shape)
@@ -39,7 +39,7 @@ class Scratch:
         return buffer
 
     def constant(self, value: int, dtype: torch.dtype) -> Tensor:
-        """A number as a 0-dimensional tensor, which torch takes up faster than a Python number each time."""
+        """A number as a 0-dimensional tensor, with which an operation starts faster than with a Python number."""
         constant = self._constants.get((value, dtype))
         if constant is None:
             constant = self._constants[value, dtype] = torch.tensor(value, dtype=dtype)
@@ -49,11 +49,11 @@ class Scratch:
 class Codec(ABC):
     """A wire format for fp32 vectors; concrete codecs are frozen dataclasses, so equal parameters mean equal codecs.
 
-    `core.codecs.formats` knows its name and how many bytes a segment takes. A concrete codec says how equally long
-    segments, one a row, are encoded, decoded and checked (`encode_rows`, `decode_rows`, `check_rows`). Encoding is
-    deterministic, and decoding gives the same bits on every device.
+    `core.codecs.formats` defines its name and sizes. A concrete codec encodes, decodes and checks segments of equal
+    length, one per row (`encode_rows`, `decode_rows`, `check_rows`). Encoding is deterministic, and decoding gives the
+    same bits on every device.
 
-    Raises ConfigError on parameters that its format cannot have.
+    Raises ConfigError on parameters that the format does not allow.
     """
 
     cpu_group_segments: ClassVar[int] = _CPU_GROUP_SEGMENTS
@@ -74,7 +74,7 @@ class Codec(ABC):
 
     @cached_property
     def format(self) -> WireFormat:
-        """What its name says, sizes among it."""
+        """The wire format of this name, with its sizes."""
         return wire_format(self.name)
 
     def encoded_bytes(self, num_elements: int) -> int:
@@ -94,7 +94,7 @@ class Codec(ABC):
         """CorruptPayloadError unless every row (uint8 [rows, encoded_bytes(m)]) decodes to finite numbers only."""
 
     def segment_span(self, num_elements: int, start_segment: int, stop_segment: int) -> slice:
-        """Where segments start ≤ i < stop lie in a payload; those bytes are the payload of those elements."""
+        """The bytes of segments start ≤ i < stop in a payload, which are the payload of these elements alone."""
         num_segments = math.ceil(num_elements / SEGMENT_ELEMENTS)
         if not 0 <= start_segment <= stop_segment <= num_segments:
             raise ConfigError(
@@ -125,7 +125,7 @@ class Codec(ABC):
     def decode(
         self, payload: Tensor, num_elements: int, out: Tensor | None = None, scratch: Scratch | None = None
     ) -> Tensor:
-        """The vector (fp32 [num_elements]) that `payload` (uint8, contiguous) stands for, written into `out` if given.
+        """The vector (fp32 [num_elements]) that `payload` (uint8, contiguous) encodes, written into `out` if given.
 
         `scratch`: of the payload's device, for callers that decode many payloads of one length; None: the call has its
             own.

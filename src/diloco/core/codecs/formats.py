@@ -1,7 +1,7 @@
-"""Wire formats by name, and how many bytes they take: all that is known of a codec without torch.
+"""Wire formats by name, and their sizes in bytes: the part of the codecs that does not need torch.
 
 A codec is one line of `FAMILIES` and one file in `core/codecs/`, which encodes and decodes; planner and codecs take
-sizes from here. docs/wire-formats.md says what the bytes mean.
+sizes from here. docs/wire-formats.md describes the bytes.
 """
 
 import difflib
@@ -17,18 +17,23 @@ from diloco.errors import ConfigError
 SEGMENT_ELEMENTS = 32768
 """A payload joins independently encoded segments of this many elements; the last one may be shorter."""
 CHUNK_ELEMENTS = 4096
-"""Of sparse formats. SparseLoCo's: positions of 12 bits, and what is kept is spread over the vector."""
+"""Of a chunk in sparse formats, as in SparseLoCo: a position has 12 bits, and kept elements are spread over the vector.
+"""
 SCALE_BYTES = 2
 """A bf16 number for each block of integers or of small floats."""
 CODEBOOK_BYTES = 8
 """Four bin means in bf16 for each block of 2-bit codes."""
 INT8_BLOCK, NIBBLE_BLOCK, TWO_BIT_BLOCK = 256, 64, 4096
-"""Elements of a block, if a name says nothing else."""
+"""Elements of a block, unless the name gives another number."""
 PAPER_RANGE_SIGMAS = 6.0
 
 
 class Sizes(ABC):
-    """A vector is cut into blocks of `block` elements, encoded one by one; only the last one can be shorter."""
+    """The sizes of a format whose vectors are cut into blocks, encoded one by one.
+
+    Attributes:
+        block: elements of a block; only the last one of a vector can be shorter.
+    """
 
     block: int
 
@@ -39,7 +44,7 @@ class Sizes(ABC):
 
 @dataclass(frozen=True)
 class PlainSizes(Sizes):
-    """Every element by itself."""
+    """Elements encoded separately, in equally many bytes each."""
 
     element_bytes: int
     block: int = 1
@@ -50,7 +55,7 @@ class PlainSizes(Sizes):
 
 @dataclass(frozen=True)
 class CodedSizes(Sizes):
-    """Codes of `code_bits` bits, and for each block a header: what the codes stand for."""
+    """Codes of `code_bits` bits, and for each block a header from which the codes' values follow."""
 
     block: int
     header_bytes: int
@@ -76,13 +81,13 @@ class SparseSizes(Sizes):
 
 @dataclass(frozen=True)
 class WireFormat:
-    """What a codec's name says.
+    """The format that a codec's name denotes.
 
     Attributes:
-        name: the codec's.
+        name: of the codec.
         codec: module and class below `diloco.core.codecs`.
         parameters: arguments of that class.
-        sizes: how many bytes it takes.
+        sizes: of its payloads.
     """
 
     name: str
@@ -99,7 +104,7 @@ class WireFormat:
 
     @property
     def bits_per_value(self) -> float:
-        """Bits that an element of a long vector takes."""
+        """Bits per element of a long vector."""
         return 8 * self.sizes.block_bytes(self.sizes.block) / self.sizes.block
 
 
@@ -109,9 +114,9 @@ class CodecFamily:
 
     Attributes:
         codec: module and class below `diloco.core.codecs`.
-        pattern: regular expression of the names; its groups are the parameters that a name may give.
-        sizes: how many bytes they take, from those parameters; refuses impossible ones with ConfigError.
-        names: the format with the default parameters, then others that are in common use.
+        pattern: regular expression of the names; its groups are the parameters in a name.
+        sizes: the sizes for given parameters; raises ConfigError on impossible ones.
+        names: the format with the default parameters, then others in common use.
     """
 
     codec: str
@@ -144,10 +149,10 @@ def _top_k(k: int = 128, values: str = "fp32") -> Sizes:
 def _sign_pruned(fraction: float = 0.5, values: str = "fp32") -> Sizes:
     if not 0 <= fraction < 1:
         raise ConfigError(f"sign pruning cannot prune {fraction} of a chunk; use a fraction from 0 to below 1")
-    return SparseSizes(functools.partial(_left, fraction), _VALUES[values])
+    return SparseSizes(functools.partial(_num_kept, fraction), _VALUES[values])
 
 
-def _left(fraction: float, num_elements: int) -> int:
+def _num_kept(fraction: float, num_elements: int) -> int:
     return num_elements - floor(fraction * num_elements)
 
 
@@ -193,11 +198,11 @@ def wire_format(name: str) -> WireFormat:
     """The format of a name such as "bf16", "int4:128", "2bit-4sigma", "topk-64-bf16", "sign-pruned-0.25".
 
     Raises:
-        ConfigError: a name that no codec has, or a parameter that it cannot have.
+        ConfigError: an unknown name, or a parameter that the format does not allow.
     """
     for family in FAMILIES:
         if match := re.fullmatch(family.pattern, name, re.ASCII):
-            parameters = {key: _plain(text) for key, text in match.groupdict().items() if text is not None}
+            parameters = {key: _parameter(text) for key, text in match.groupdict().items() if text is not None}
             try:
                 return WireFormat(name, family.codec, parameters, family.sizes(**parameters))
             except ConfigError as error:
@@ -205,8 +210,8 @@ def wire_format(name: str) -> WireFormat:
     raise ConfigError(_unknown(name))
 
 
-def _plain(text: str) -> float | str:
-    """A parameter: a whole number, a number or a word."""
+def _parameter(text: str) -> float | str:
+    """A parameter in a name: a whole number, a number or a word."""
     for kind in (int, float):
         try:
             return kind(text)
@@ -231,10 +236,10 @@ def _unknown(name: str) -> str:
 
 @functools.lru_cache(maxsize=256)
 def smallest_positions(num_elements: int, num_kept: int) -> tuple[int, int]:
-    """(bytes, low bits) of the shortest way to say which elements are kept; 0 low bits: a bitmap.
+    """(bytes, low bits) of the shortest encoding of the positions of kept elements.
 
-    The others are Elias-Fano lists, with that number of low bits of each position. The bitmap, then fewer low bits,
-    where they are equally long.
+    0 low bits: a bitmap. Otherwise an Elias-Fano list, with that number of low bits of each position. Among equally
+    short encodings, the bitmap, then the list with the fewest low bits.
     """
     lists = (
         (low * ceil(num_kept / 8) + ceil((num_kept + (num_elements - 1 >> low)) / 8), low)

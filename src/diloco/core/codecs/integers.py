@@ -1,4 +1,4 @@
-"""Symmetric integers with one scale, their step, a block: int8 and int4."""
+"""Symmetric integers with a scale, the quantisation step, for each block: int8 and int4."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""Which elements of a sparse chunk are kept, written in as few bytes as a size known beforehand allows."""
+"""Encodings of the positions of a sparse chunk's kept elements, of a size that does not depend on the positions."""
 
 import functools
 import math
@@ -15,7 +15,7 @@ from diloco.core.codecs.formats import smallest_positions
 
 @dataclass(frozen=True)
 class Positions(ABC):
-    """A way to write which k of n elements are kept (1 ≤ k < n), in `num_bytes` bytes whichever they are."""
+    """An encoding of the positions of k kept elements among n (1 ≤ k < n), in `num_bytes` bytes for every choice."""
 
     n: int
     k: int
@@ -27,20 +27,20 @@ class Positions(ABC):
 
     @abstractmethod
     def encode(self, chosen: Tensor, x: Tensor, out: Tensor, scratch: Scratch) -> Tensor:
-        """Write the positions of chosen (bool [chunks, n], k each) into out (uint8); the kept of x: [chunks, k]."""
+        """Write the positions of chosen (bool [chunks, n], k each) into out (uint8). Returns x at them: [chunks, k]."""
 
     @abstractmethod
     def decode(self, payload: Tensor, scratch: Scratch) -> Tensor | None:
-        """What `spread` needs, from positions uint8 [chunks, num_bytes]; None where no encoder writes such."""
+        """The argument `positions` of `spread`, from uint8 [chunks, num_bytes]; None: no encoder writes these."""
 
     @abstractmethod
     def spread(self, positions: Tensor, kept: Tensor, out: Tensor, scratch: Scratch) -> None:
-        """Kept values (fp32 [chunks, k]) at their positions in out (fp32 [chunks, n]), +0 elsewhere."""
+        """Write kept values (fp32 [chunks, k]) at their positions in out (fp32 [chunks, n]), +0 elsewhere."""
 
 
 @dataclass(frozen=True)
 class Bitmap(Positions):
-    """A bit an element, set where it is kept."""
+    """One bit per element, set if it is kept."""
 
     @property
     def num_bytes(self) -> int:
@@ -74,7 +74,7 @@ class Bitmap(Positions):
 
 @dataclass(frozen=True)
 class EliasFano(Positions):
-    """The `low_bits` = l lowest bits of each position p_i; and a string of bits, set at (p_i >> l) + i for each i.
+    """The `low_bits` = l lowest bits of each position p_i, then a bit string with bit (p_i >> l) + i set for each i.
 
     About l + 2 bits a position, 7 for 128 of 4096. Elias 1974 (10.1145/321812.321820), Vigna 2013
     (10.1145/2433396.2433409).
@@ -88,7 +88,7 @@ class EliasFano(Positions):
 
     @property
     def _plane_bytes(self) -> int:
-        """Of one of the low bits of all positions."""
+        """Bytes of one plane: one of the low bits, of all positions."""
         return math.ceil(self.k / 8)
 
     @property
@@ -128,6 +128,6 @@ class EliasFano(Positions):
 
 @functools.lru_cache(maxsize=256)
 def positions_of(n: int, k: int) -> Positions:
-    """The way with the fewest bytes."""
+    """The encoding with the fewest bytes."""
     _, low_bits = smallest_positions(n, k)
     return EliasFano(n, k, low_bits) if low_bits else Bitmap(n, k)

@@ -10,7 +10,7 @@ from diloco.errors import ConfigError
 def codec_from_name(name: object) -> Codec:
     """The codec of a name such as "int4", or with other parameters than the defaults: "int4:128", "sign-pruned-0.25".
 
-    Raises ConfigError on a name that no codec has, and on a parameter that it cannot have.
+    Raises ConfigError on an unknown name, and on a parameter that the format does not allow.
     """
     if not isinstance(name, str):
         raise ConfigError(f"a codec is named by a text such as 'int4', not by {name!r}")
@@ -21,4 +21,4 @@ def codec_from_name(name: object) -> Codec:
 
 
 CODECS: dict[str, Codec] = {name: codec_from_name(name) for family in FAMILIES for name in family.names}
-"""Every codec with its default parameters, by name; the sparse ones with each format of values in use."""
+"""Every codec with its default parameters, by name; sparse ones also with the value formats in common use."""

@@ -1,4 +1,4 @@
-"""Sparse formats: of each chunk of 4096 elements a fixed number is kept, and the positions of those are sent."""
+"""Sparse formats: a fixed number of elements of each chunk of 4096 is kept, and sent with their positions."""
 
 from abc import abstractmethod
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ _SMALLEST_KEY = -(2**31)
 class _Sparse(Chunked):
     """A chunk is [positions of the k kept elements][their values, in order of position]; the others decode to +0.
 
-    k depends on the number of elements alone. Where it is all of them, no positions are sent. Values are fp32 (exact),
+    k depends only on the number of elements. Where all are kept, no positions are sent. Values are fp32 (exact),
     bf16, or the 2 bits of `TwoBit`, the kept values of a chunk being one block.
     """
 
@@ -38,8 +38,7 @@ class _Sparse(Chunked):
 
     @abstractmethod
     def _keys(self, x: Tensor, scratch: Scratch) -> Tensor:
-        """int32 [chunks, n]: the elements with the k largest keys are kept, those at lower positions where keys are
-        equal."""
+        """int32 [chunks, n]: the elements with the k largest keys are kept; of equal keys, those at lower positions."""
 
     @property
     def lossless(self) -> bool:
@@ -82,7 +81,7 @@ class _Sparse(Chunked):
 
     @contextmanager
     def _damage(self) -> Iterator[None]:
-        """What the codec of the values says is said of this one."""
+        """Raise errors of the values' codec under the name of this one."""
         try:
             yield
         except CorruptPayloadError as error:
@@ -127,10 +126,10 @@ class SignPruned(_Sparse):
     first.
 
     A chunk's elected sign is that of its sum, positive if that is 0: the sign with the larger summed magnitude. Pruned
-    are, until there are as many as stated: zeros, then elements of the other sign from the smallest magnitude up, then
-    those of the elected sign from the smallest up; of equal ones those at higher positions first. A fraction of 0
-    prunes nothing, which with fp32 values is lossless; about half of a chunk has the other sign, so 0.5 leaves hardly
-    any of it.
+    are, in this order until the number is reached: zeros, then elements of the other sign from the smallest magnitude
+    up, then those of the elected sign from the smallest up; of equal ones those at higher positions first. A fraction
+    of 0 prunes nothing, which with fp32 values is lossless; about half of a chunk has the other sign, so 0.5 leaves
+    hardly any element of it.
 
     DiLoCo, arXiv 2311.08105, prunes "per neuron" by sign, after TIES-Merging, arXiv 2306.01708, without saying more.
     Here (1) a chunk of 4096 neighbours in the flat fragment stands for a neuron; (2) the fraction is met exactly in
@@ -155,7 +154,7 @@ class SignPruned(_Sparse):
 
 
 def largest(keys: Tensor, k: int, scratch: Scratch) -> Tensor:
-    """Where the k < n largest keys (int32 [rows, n]) are, the first ones among equals: bool [rows, n]."""
+    """Mask of the k < n largest keys (int32 [rows, n]), the first ones among equals: bool [rows, n]."""
     threshold = _kth_largest(keys, k)
     reached = scratch.take(
         "reached", tuple(keys.shape), torch.int32

@@ -25,7 +25,7 @@ def encode(x: Tensor, out: Tensor, family: str, block: int, levels: float, large
     """Encode segments: x fp32 [rows, 32768] into out uint8 [rows, bytes], both contiguous.
 
     Returns:
-        The largest bits of |x|; `out` is of no use where they are those of inf or NaN.
+        The largest bits of |x|; `out` is undefined where they are those of inf or NaN.
     """
     largest = torch.zeros(1, dtype=torch.int32, device=x.device)
     grid, sizes = _launch(x, out, block)
@@ -45,7 +45,7 @@ def decode(payload: Tensor, out: Tensor, family: str, block: int) -> None:
 
 
 def _launch(elements: Tensor, payload: Tensor, block: int) -> tuple[tuple[int], dict[str, int]]:
-    """The grid of programs, and the sizes that a kernel is compiled for."""
+    """The grid of programs, and the sizes for which a kernel is compiled."""
     blocks = max(1, _PROGRAM_ELEMENTS // block)
     sizes = {
         "half": block // 2,

@@ -21,7 +21,7 @@ order."""
 
 @dataclass(frozen=True)
 class Uniform8(Codec):
-    """INTELLECT-1's int8 (arXiv 2412.01152): code b stands for the mean of the values in bucket b; 8.25 bits per
+    """INTELLECT-1's int8 (arXiv 2412.01152): the value of code b is the mean of the values in bucket b; 8.25 bits per
     element.
 
     With σ the root mean square of a segment and w = 12σ / 256, bucket b holds b − 128 ≤ x / w < b − 127; values beyond

@@ -1,4 +1,4 @@
-"""How the outer gradients of several learners become one: a file per merge, and all merges by name."""
+"""Merges of several learners' outer gradients into one, a file each, and screens that refuse some before."""
 
 from diloco.core.choices import Registry
 from diloco.core.merges.clipping import MedianNormClip

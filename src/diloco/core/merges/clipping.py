@@ -13,7 +13,7 @@ from diloco.core.merges.weighted_sum import WeightedSum, means_of
 
 @dataclass(frozen=True)
 class MedianNormClip(LinearMerge[Sequence[float]]):
-    """The weighted mean of contributions that are scaled down to the median norm where theirs is larger."""
+    """The weighted mean of contributions, each scaled down to the median norm if its own norm is larger."""
 
     elementwise: ClassVar[bool] = False
 

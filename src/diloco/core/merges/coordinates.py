@@ -1,4 +1,4 @@
-"""Merges that take every coordinate by itself and need the values of all learners at once."""
+"""The base of coordinate-wise merges, which need one coordinate's values of all learners at once."""
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,7 @@ from diloco.core.merges.merge import Merge
 from diloco.core.merges.weighted_sum import means_of
 
 BLOCK_ELEMENTS = 16384
-"""How much of every vector is combined at once, so that all of them stay in a processor's cache."""
+"""Elements of every vector that are combined at once, so that all vectors' blocks fit a processor's cache."""
 
 
 class CoordinateMerge(Merge):
@@ -24,8 +24,8 @@ class CoordinateMerge(Merge):
         """Merge a block, coordinate by coordinate.
 
         Arguments:
-            values: fp32 [n], one vector per learner that trains the block and counts, in merge order; they may be
-                overwritten.
+            values: fp32 [n], one vector per learner that trains the block and has a weight, in merge order; they may
+                be overwritten.
             weights: of those learners, divided by the largest of the whole merge.
             out: fp32 [n], written.
         """

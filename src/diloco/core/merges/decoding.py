@@ -1,5 +1,4 @@
-"""How a merge reads its contributions: checked once, then decoded a run of whole segments at a time into scratch that
-is used again."""
+"""The inputs of a merge as it reads them: checked once, then decoded run by run of whole segments, into reused scratch."""
 
 import math
 from bisect import bisect_right
@@ -16,18 +15,19 @@ from diloco.core.merges.inputs import Encoded
 from diloco.errors import ConfigError, CorruptPayloadError, LayoutError
 
 RUN_SEGMENTS = 16
-"""How many segments of one learner are decoded at once: enough to spread the cost of a call, few enough for a
-processor's cache."""
+"""Segments of one learner that are decoded at once: enough to spread the cost of a call, few enough for a processor's
+cache."""
 RUN_ELEMENTS = RUN_SEGMENTS * SEGMENT_ELEMENTS
 
 SHARED_RUN_SEGMENTS = 8
-"""The same where all learners are decoded at once. Distances depend on it: their blocks begin with each run."""
+"""Segments where all learners are decoded at once. Distances depend on this number: their blocks begin with each run.
+"""
 
 T = TypeVar("T")
 
 
 def within(run: slice, spans: Sequence[tuple[slice, T]]) -> Iterator[tuple[slice, T]]:
-    """The parts of `spans`, which are in order and do not overlap, that lie in a run; relative to its start."""
+    """The parts of `spans` in a run, relative to its start. Spans are in order and do not overlap."""
     for index in range(bisect_right(spans, run.start, key=lambda span: span[0].stop), len(spans)):
         elements, value = spans[index]
         if elements.start >= run.stop:
@@ -41,15 +41,15 @@ class Decoder:
     """The contributions of one merge.
 
     Attributes:
-        contributions: one of each learner, in learner-id order.
+        contributions: one per learner, in learner-id order.
         places: the tensors of the vector that is merged.
-        num_elements: its length.
-        momentum: fp32 [num_elements], that of the outer optimizer, where it keeps one.
-        device: of the payloads; everything is computed there.
+        num_elements: the length of that vector.
+        momentum: of the outer optimizer, fp32 [num_elements]; None: it has none.
+        device: of the payloads and of all computation.
 
     Raises:
         ConfigError: unusable weights, or a contribution without a payload.
-        LayoutError: places that do not cover the elements, or a contribution that names a tensor that is not there.
+        LayoutError: places that do not cover the elements, or a contribution with the index of an unknown tensor.
         CorruptPayloadError: a payload of the wrong size; names the learner.
     """
 
@@ -119,11 +119,11 @@ def _check(contributions: Sequence[Encoded], places: Sequence[Placement], num_el
         if not math.isfinite(each.weight) or each.weight < 0:
             raise ConfigError(f"the weight of {each.learner} must be finite and not negative, not {each.weight!r}.")
         if not each.payloads:
-            raise ConfigError(f"{each.learner} brings no payload to the merge; leave it out.")
+            raise ConfigError(f"the contribution of {each.learner} has no payload; leave it out of the merge.")
         for index in each.tensors or ():
             if not 0 <= index < len(places):
                 raise LayoutError(
-                    f"{each.learner} trains tensor {index}, and there are tensors 0 to {len(places) - 1}."
+                    f"{each.learner} trains tensor {index}, and the merge has tensors 0 to {len(places) - 1}."
                 )
     if not any(each.weight for each in contributions):
         raise ConfigError(f"the weights of all {len(contributions)} contributions are 0; at least one must count.")

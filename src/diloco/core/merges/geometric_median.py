@@ -11,15 +11,15 @@ from diloco.core.merges.linear import LinearMerge
 from diloco.core.merges.measures import Matrix, squared_distances
 from diloco.core.merges.weighted_sum import WeightedSum, means_of
 
-_ROUNDING = 1e-8  # a distance below this part of the largest is none: squares have 16 digits
+_ROUNDING = 1e-8  # a distance below this part of the largest is rounding: squares have 16 digits
 
 
 @dataclass(frozen=True)
 class GeometricMedian(LinearMerge[Sequence[Matrix]]):
     """The point with the smallest sum of weighted distances, by a fixed number of Weiszfeld steps from the mean.
 
-    z ← Σ (w/‖v − z‖)·v / Σ (w/‖v − z‖). Every z is a mean, so that the distances between contributions say how far they
-    are from it: two passes over the contributions, however many steps.
+    z ← Σ (w/‖v − z‖)·v / Σ (w/‖v − z‖). Every z is a weighted mean, so its distances to the contributions follow from
+    those between contributions: two passes over the contributions, for any number of steps.
     """
 
     elementwise: ClassVar[bool] = False
@@ -32,7 +32,9 @@ class GeometricMedian(LinearMerge[Sequence[Matrix]]):
     def measure(self, decoder: Decoder) -> Sequence[Matrix]:
         stretches = means_of(decoder.contributions, decoder.places)
         counting = {index for stretch in stretches for index in stretch.counting}
-        return squared_distances(decoder, stretches) if len(counting) > 2 else []  # every point between two is as good
+        return (
+            squared_distances(decoder, stretches) if len(counting) > 2 else []
+        )  # of two, every point between them is a median
 
     def coefficients(self, decoder: Decoder, measured: Sequence[Matrix]) -> list[WeightedSum]:
         stretches = means_of(decoder.contributions, decoder.places)
@@ -57,8 +59,8 @@ def _to_mean(
     """‖v_i − z‖ of every contribution, z the mean with these weights, without z: ‖v_i − z‖² = Σ_j a_j·D_ij − ½ Σ_jk
     a_j·a_k·D_jk
 
-    with D the squared distances and a the weights, of sum 1, for each stretch over itself. 0 for one that counts
-    nowhere.
+    with the squared distances D and the weights a, of sum 1, for each stretch separately. 0 for a contribution without
+    weight in all stretches.
     """
     sums, lengths = [0.0] * len(weights), [0] * len(weights)
     for matrix, stretch in zip(squared, stretches, strict=True):

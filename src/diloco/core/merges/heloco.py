@@ -1,14 +1,14 @@
-"""HeLoCo: outer gradients of learners that ran on old versions, turned towards the outer momentum. arXiv 2606.00271.
+"""HeLoCo: outer gradients measured from old versions are turned towards the outer momentum. arXiv 2606.00271.
 
-An outer gradient measured from an old version may point against where the model has gone since. Per tensor, with v the
+An outer gradient measured from an old version may point against the later movement of the model. Per tensor, with v the
 outer gradient, m the outer momentum and c = cos(v, m):
 
     c ≥ c_ok        v as it is
     0 ≤ c < c_ok    rotated towards m until its cosine is c_ok, its norm kept
     c < 0           v without its component along m
 
-then damped by age, v / (1 + damping·staleness), and averaged. What differs from the paper: the component against the
-momentum is removed and not shrunk by a schedule.
+then damped by age, v / (1 + damping·staleness), and averaged. Difference from the paper: the component against the
+momentum is removed, and not shrunk by a schedule.
 """
 
 import math
@@ -40,7 +40,7 @@ class HeLoCo(LinearMerge[Angles]):
         threshold: c_ok, 0 to 1.
         damping: per version of staleness; 0: none.
 
-    Without momentum (the first steps) it is the damped mean, in one pass over the contributions; else two.
+    Without momentum (in the first steps) it is the damped mean. One pass over the contributions then, otherwise two.
     """
 
     elementwise: ClassVar[bool] = False

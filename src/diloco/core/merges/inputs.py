@@ -1,5 +1,4 @@
-"""What goes into a merge: one encoded contribution of each learner, its weight, and the tensors that the learner
-trains."""
+"""The input of a merge: each learner's encoded contribution, its weight, and the tensors that the learner trains."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,14 +10,14 @@ from diloco.core.layout import Placement
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
-    """What one learner brings to a merge.
+    """One learner's contribution to a merge.
 
     Attributes:
         learner: its name.
-        payloads: uint8 vectors, each the encoding of the same elements; what they decode to is added up, in this order
-            (work that came too late for the round before, then fresh work).
-        weight: how much it counts; finite, not negative.
-        staleness: versions between the oldest base it was measured from and the round.
+        payloads: uint8 vectors, each an encoding of the same elements; their decoded values are summed in this order
+            (work that was late for the round before, then new work).
+        weight: finite, not negative.
+        staleness: versions between the oldest base of its outer gradients and the round.
         tensors: indices into the merge's `places` of the tensors that this learner trains; None: all of them.
     """
 
@@ -30,7 +29,7 @@ class Encoded:
 
     @property
     def counts(self) -> bool:
-        """Whether anything of it is in a merge."""
+        """Whether it changes the merge: it has a weight, and its learner trains some tensor."""
         return self.weight > 0 and self.tensors != frozenset()
 
     def trains(self, index: int) -> bool:

@@ -1,4 +1,4 @@
-"""Multi-Krum: the mean of the contributions that lie nearest to others. Blanchard et al. 2017, arXiv 1703.02757."""
+"""Multi-Krum: the mean of the contributions that are nearest to others. Blanchard et al. 2017, arXiv 1703.02757."""
 
 import math
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ from diloco.core.merges.weighted_sum import WeightedSum, means_of
 class MultiKrum(LinearMerge[Sequence[Matrix]]):
     """The mean of the n − f contributions whose n − f − 2 nearest others are nearest; f = `num_byzantine`.
 
-    Its guarantee needs n ≥ 2f + 3 learners. With fewer it looks at as many others as there are left, at least one. A
-    learner that trains what no other does cannot be judged, and is kept. A weight is what a learner says of itself, so
-    every learner counts the same.
+    Its guarantee needs n ≥ 2f + 3 learners. With fewer, each is compared with as many others as remain, at least one. A
+    learner whose tensors no other learner trains cannot be judged, and is kept. Learners report their weights
+    themselves, so weights do not count: all learners are equal.
     """
 
     elementwise: ClassVar[bool] = False
@@ -55,7 +55,7 @@ def _counting(decoder: Decoder) -> list[int]:
 
 
 def _equal_means(decoder: Decoder, kept: Sequence[int]) -> list[WeightedSum]:
-    """The plain mean of some of the contributions; the others are as if they trained nothing."""
+    """The plain mean of the `kept` contributions; all others are taken to train no tensor."""
     equal = [
         replace(each, weight=1.0) if index in kept else replace(each, tensors=frozenset())
         for index, each in enumerate(decoder.contributions)
@@ -64,13 +64,13 @@ def _equal_means(decoder: Decoder, kept: Sequence[int]) -> list[WeightedSum]:
 
 
 def _between(i: int, j: int, squared: Sequence[Matrix], stretches: Sequence[WeightedSum], num_elements: int) -> float:
-    """The squared distance of two contributions, from those of the stretches; inf if they train nothing in common."""
+    """The squared distance of two contributions, from those of the stretches; inf if they share no tensor."""
     common = [s for s, each in enumerate(stretches) if i in each.counting and j in each.counting]
     shared = sum(stretches[s].num_elements for s in common)
     return math.fsum(squared[s][i][j] for s in common) * (num_elements / shared) if shared else math.inf
 
 
 def _score(squared: Sequence[float], looked_at: int) -> float:
-    """The sum of the smallest; where there are fewer to look at, as if there were enough; 0 without any."""
+    """The sum of the `looked_at` smallest distances, scaled up if fewer are finite; 0 if none is."""
     nearest = sorted(each for each in squared if each < math.inf)[:looked_at]
     return math.fsum(nearest) * (looked_at / len(nearest)) if nearest else 0.0

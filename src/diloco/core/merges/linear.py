@@ -1,4 +1,4 @@
-"""Merges that are weighted sums: what they measure, their coefficients, and the one loop that adds contributions up."""
+"""The base of merges that are weighted sums: measurements, coefficients, and the one loop that sums contributions."""
 
 import math
 from abc import abstractmethod
@@ -24,11 +24,11 @@ class LinearMerge(Merge, Generic[MeasuredT]):
 
     @abstractmethod
     def measure(self, decoder: Decoder) -> MeasuredT:
-        """What the coefficients depend on beside the weights, in at most one pass over the contributions."""
+        """Measure what the coefficients depend on beside the weights, in at most one pass over the contributions."""
 
     @abstractmethod
     def coefficients(self, decoder: Decoder, measured: MeasuredT) -> Sequence[WeightedSum]:
-        """The sums, in order and without gaps. Pure arithmetic: nothing is decoded for it."""
+        """The sums, in order and without gaps. Pure arithmetic, which decodes nothing."""
 
     def merge_runs(self, decoder: Decoder, out: Tensor) -> Iterator[slice]:
         sums = [(each.elements, each) for each in self.coefficients(decoder, self.measure(decoder))]
@@ -54,12 +54,11 @@ class LinearMerge(Merge, Generic[MeasuredT]):
 
 
 def add_up(decoder: Decoder, run: slice, sums: Sequence[tuple[slice, WeightedSum]], out: Tensor) -> None:
-    """Write the sums of a run, which lie at these places in it, to `out` (fp32, the run); what is between them stays as
-    it is."""
+    """Write the sums of a run to `out` (fp32, the run), each at its slice; elements outside these do not change."""
     for index in sorted({index for _, each in sums for index in each.factors}):
         own = [(part, each) for part, each in sums if index in each.factors]
         if len(own) == 1 and own[0][0] == slice(0, len(out)) and index == min(own[0][1].factors):
-            # A run of one sum: its first contribution is decoded to where it belongs.
+            # A run of one sum: its first contribution is decoded straight into `out`.
             scaled(decoder.read(index, run, out), own[0][1].factors[index])
         else:
             decoded = decoder.read(index, run)
@@ -82,7 +81,7 @@ def add_up(decoder: Decoder, run: slice, sums: Sequence[tuple[slice, WeightedSum
 
 def scaled(x: Tensor, factor: float) -> Tensor:
     """factor·x, in place. Where fp32 cannot hold the factor (a very short vector made long, or back) the product is
-    taken in fp64."""
+    computed in fp64."""
     if factor == 1.0:
         return x
     if factor == 0.0 or SMALLEST <= abs(factor) <= LARGEST:
@@ -91,7 +90,7 @@ def scaled(x: Tensor, factor: float) -> Tensor:
 
 
 def _scale_to_length(decoder: Decoder, sum_: WeightedSum, length: float, out: Tensor) -> None:
-    """The whole of a sum, which lies in `out`; a sum without a direction becomes the weighted mean."""
+    """Scale a complete sum in `out` to its length; a sum without a direction is replaced by the weighted mean."""
     if sum_.length is not None and length >= sum_.shortest:
         scaled(out[sum_.elements], sum_.length / length)
         return

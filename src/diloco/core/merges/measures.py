@@ -2,9 +2,9 @@
 
 Sums are fp64 over fixed blocks of 4096 elements from the start of the vector: a block's upper half is added to its
 lower one until one element is left (`torch.sum` adds in an order that depends on the processor), and blocks are added
-exactly (`math.fsum`). Each function decodes the contributions once. If a learner trains only a part of the tensors, its
-length is taken over those (a distance of two learners: over what both train) and scaled up by √(elements / those
-elements), so that it is comparable to that of a whole contribution.
+exactly (`math.fsum`). Each function decodes the contributions once. If a learner trains only some of the tensors, its
+length is computed over those (a distance, over the tensors that both learners train) and scaled up by √(elements /
+those elements), to be comparable to the length of a whole contribution.
 """
 
 import math
@@ -21,7 +21,7 @@ BLOCK_ELEMENTS = 4096
 
 
 class BlockSums:
-    """Σ x·y of two vectors that come piece by piece, or Σ x²; between two pieces, less than a block of each is kept."""
+    """Σ x·y of two vectors that are added piece by piece, or Σ x². Less than a block is kept from piece to piece."""
 
     def __init__(self, scratch: "WideScratch") -> None:
         self._scratch = scratch
@@ -35,14 +35,14 @@ class BlockSums:
             self._add((x[part],) if y is None else (x[part], y[part]))
 
     def end(self) -> None:
-        """The vectors end here: the last block is filled up with zeros, and the next piece begins a new one."""
+        """End the vectors: the last block is padded with zeros, and the next piece begins a new block."""
         if self._rest and self._rest[0].numel():
             missing = BLOCK_ELEMENTS - self._rest[0].numel()
             self._add(tuple(each.new_zeros(missing) for each in self._rest))
         self._rest = ()
 
     def total(self) -> float:
-        """The sum over everything that was added."""
+        """The sum over all pieces."""
         self.end()
         return math.fsum(self._sums)
 
@@ -62,7 +62,7 @@ class WideScratch:
         self._halves: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def widen(self, rest: tuple[Tensor, ...], pieces: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """What was left of the piece before, then this piece, in fp64."""
+        """The rest of the piece before, followed by this piece, in fp64."""
         wide = tuple(
             row[: before.numel() + piece.numel()] for row, before, piece in zip(self._wide, rest, pieces, strict=False)
         )
@@ -113,8 +113,7 @@ def norm(x: Tensor) -> float:
 
 
 def contribution_norms(decoder: Decoder) -> list[float]:
-    """‖v‖ of every contribution, over the tensors that its learner trains; what its payloads say of others counts for
-    nothing."""
+    """‖v‖ of every contribution, over the tensors that its learner trains; its values of other tensors are ignored."""
     scratch = WideScratch(decoder.device)
     untrained = [
         [place.elements for place_index, place in enumerate(decoder.places) if not each.trains(place_index)]
@@ -136,8 +135,7 @@ def contribution_norms(decoder: Decoder) -> list[float]:
 
 @dataclass(frozen=True)
 class Measured:
-    """A tensor of a contribution: its norm, and its inner product with the outer momentum (0 where that is not asked
-    for)."""
+    """A tensor of a contribution: its norm, and its inner product with the outer momentum (0 if not measured)."""
 
     norm: float
     along: float = 0.0
@@ -146,7 +144,7 @@ class Measured:
 def measure_tensors(
     decoder: Decoder, learners: Mapping[int, Sequence[int]], momentum: Tensor | None = None
 ) -> dict[tuple[int, int], Measured]:
-    """By (tensor, contribution). `learners`: the contributions to measure, for each tensor that is to be measured."""
+    """Measurements by (tensor, contribution). `learners`: of each tensor to measure, the contributions to measure."""
     scratch = WideScratch(decoder.device)
     keys = [(tensor, index) for tensor in sorted(learners) for index in learners[tensor]]
     squares = {key: BlockSums(scratch) for key in keys}
@@ -175,7 +173,7 @@ Matrix = list[list[float]]
 
 
 def squared_distances(decoder: Decoder, stretches: Sequence[WeightedSum]) -> list[Matrix]:
-    """‖v_i − v_j‖² of all contributions, for each stretch over itself; 0 where one of the two does not count there.
+    """‖v_i − v_j‖² of all contributions, for each stretch separately; 0 where one of the two has no weight there.
 
     Blocks begin with each run of a stretch. All contributions of a run are decoded at a time.
     """

@@ -18,14 +18,14 @@ from diloco.errors import ConfigError
 class _Trimmed(CoordinateMerge):
     """Sort the values of every coordinate, cut some at each end, average the rest.
 
-    A weight is what a learner says of itself, so every learner counts the same; only weight 0 leaves one out.
+    Learners report their weights themselves, so weights do not count, except that weight 0 leaves a learner out.
     """
 
     weighted: ClassVar[bool] = False
 
     @abstractmethod
     def _cut(self, count: int) -> int:
-        """How many of `count` values are cut at each end."""
+        """The number of values, of `count`, that are cut at each end."""
 
     def combine(self, values: Sequence[Tensor], weights: Sequence[float], out: Tensor) -> None:
         cut = self._cut(len(values))
@@ -38,8 +38,7 @@ class _Trimmed(CoordinateMerge):
 
 @dataclass(frozen=True)
 class TrimmedMean(_Trimmed):
-    """Per coordinate the mean of what is left when ⌊trim·n⌋ of n values are cut at each end; `trim` from 0 to below
-    0.5."""
+    """Per coordinate the mean without the ⌊trim·n⌋ largest and smallest of n values; `trim` from 0 to below 0.5."""
 
     trim: float = 0.25
 

@@ -1,8 +1,7 @@
-"""What every merge is: a value that says how contributions become one outer gradient, and the loop that all of them go
-through.
+"""The base of all merges, and `merged_runs`, which executes one.
 
-A merge's memory does not grow with the number of learners beyond a run of each, and the order of arrival does not
-matter (the caller passes contributions in learner-id order).
+With the number of learners, a merge's memory grows by a run of each at most. The order of arrival does not matter: the
+caller passes contributions in learner-id order.
 """
 
 import math
@@ -29,7 +28,7 @@ class Merge(Choice):
     """
 
     weighted: ClassVar[bool] = True
-    """False: every learner counts the same, whatever its weight; only weight 0 leaves one out."""
+    """False: weights do not count, except that weight 0 leaves a learner out."""
 
     @abstractmethod
     def merge_runs(self, decoder: Decoder, out: Tensor) -> Iterator[slice]:
@@ -52,20 +51,20 @@ def merged_runs(
     """Decode and merge: (elements, merged outer gradient of these) for one run of whole segments after the other.
 
     Arguments:
-        merge: how.
-        codec: what the payloads are encoded with.
-        contributions: one of each learner, in learner-id order; at least one of them counts (weight above 0).
+        merge: the rule.
+        codec: of the payloads.
+        contributions: one per learner, in learner-id order; at least one has a weight above 0.
         places: the tensors of these `num_elements` elements, in order and without gaps: those of a fragment, or those
             of a run of whole segments of it, clipped (`shard_of`), where the merge is elementwise.
-        momentum: the outer optimizer's (`Outer.momentum_of`), fp32 [num_elements], where it keeps one.
-        out: fp32 [num_elements], where the result goes. What is yielded is a view of it, is final, and may be
-            overwritten from then on. What has not been yielded yet must be left alone.
+        momentum: of the outer optimizer (`Outer.momentum_of`), fp32 [num_elements]; None: it has none.
+        out: fp32 [num_elements], receives the result. The tensors yielded are views of it; they are final, and the
+            caller may overwrite them. The caller must not write to other elements.
 
-    Each tensor is merged over the learners that train it, with their weights; one that no learner trains gets 0.
+    Each tensor is merged over the learners that train it, with their weights; a tensor that no learner trains gets 0.
 
     Raises:
         ConfigError: unusable weights.
-        LayoutError: places that do not cover the elements, or a contribution that names a tensor that is not there.
+        LayoutError: places that do not cover the elements, or a contribution with the index of an unknown tensor.
         CorruptPayloadError: a payload of the wrong size or with inf or NaN in it; names the learner.
         NonFiniteError: the merge itself overflows.
     """
@@ -76,7 +75,7 @@ def merged_runs(
 
 
 def _require_finite(run: Tensor) -> None:
-    """One pass without a temporary: minimum and maximum carry every inf and NaN. `run` is not empty."""
+    """Raise NonFiniteError on inf or NaN, in one pass without a temporary. `run` is not empty."""
     low, high = torch.aminmax(run)
     if not (math.isfinite(low) and math.isfinite(high)):
         raise NonFiniteError("the sum of the contributions overflows fp32; find the learner that diverged.")

@@ -1,9 +1,9 @@
 """Radial-directional averaging: the mean of the lengths in the direction of the mean of the directions. Decoupled
 DiLoCo, arXiv 2604.21428.
 
-The mean of M nearly orthogonal outer gradients is shorter than each of them by √M; this merge keeps its norm
-independent of M. What differs from the paper: where the directions cancel, its formula is not defined, and the weighted
-mean is taken.
+The mean of M nearly orthogonal outer gradients is shorter than each of them by √M; the norm of this merge does not
+depend on M. Difference from the paper: where the directions cancel, its formula is undefined, and the weighted mean is
+used.
 """
 
 import math
@@ -18,7 +18,7 @@ from diloco.core.merges.measures import Measured, measure_tensors
 from diloco.core.merges.weighted_sum import WeightedSum, mean_of
 
 CANCELLED = 1e-3
-"""If the mean direction is shorter than this, the directions cancel."""
+"""Directions cancel if their mean is shorter than this."""
 
 Norms = Mapping[tuple[int, int], Measured]
 
@@ -31,8 +31,8 @@ class RadialDirectional(LinearMerge[Norms]):
         averaged: tensors whose name matches one of these patterns (shell style) are averaged instead: embeddings, whose
             rows are trained by different learners at different times.
 
-    A tensor that one learner alone trains is that learner's, bit for bit. Two passes over the contributions: norms,
-    then the sum of directions, whose length is taken while it is added up.
+    A tensor that only one learner trains becomes that learner's, bit for bit. Two passes over the contributions: norms,
+    then the sum of directions, whose length is measured while it is summed.
     """
 
     elementwise: ClassVar[bool] = False
@@ -71,7 +71,7 @@ class RadialDirectional(LinearMerge[Norms]):
         directed = {}
         for index, place in enumerate(decoder.places):
             learners = [i for i, each in enumerate(decoder.contributions) if each.weight > 0 and each.trains(index)]
-            if place.spec.is_averaged:  # a mean of statistics is one, and a longer vector is not
+            if place.spec.is_averaged:  # the merge of statistics is their mean, and not a longer vector
                 continue
             if len(learners) > 1 and not any(fnmatchcase(place.spec.name, pattern) for pattern in self.averaged):
                 directed[index] = learners

@@ -16,16 +16,16 @@ from diloco.errors import ConfigError
 
 
 class Screen(Choice):
-    """Which contributions are refused for their norm, before the merge."""
+    """A rule that refuses contributions for their norm, before the merge."""
 
     @abstractmethod
     def refused(self, norms: Sequence[float]) -> tuple[int, ...]:
-        """Indices of the contributions that are left out; never all of them."""
+        """Indices of the refused contributions; never all of them."""
 
 
 @dataclass(frozen=True)
 class NormOutliers(Screen):
-    """Refuse what is longer than `max_ratio` times the median norm."""
+    """Refuse contributions whose norm is above `max_ratio` times the median norm."""
 
     max_ratio: float = 4.0
 
@@ -41,7 +41,8 @@ class NormOutliers(Screen):
 
 @dataclass(frozen=True)
 class NormZScore(Screen):
-    """Refuse what is more than `threshold` standard deviations longer than the mean norm (EDiT, arXiv 2412.07210).
+    """Refuse contributions whose norm is more than `threshold` standard deviations above the mean (EDiT, arXiv
+    2412.07210).
 
     With n learners no z-score exceeds √(n − 1), so few learners need a low threshold.
     """
@@ -65,8 +66,8 @@ def refused_by(
     """The learners whose contributions the screen refuses, in one pass over the contributions; arguments as of
     `merged_runs`.
 
-    A contribution without weight or tensors is not judged: with it, the median norm may be 0 and the only work there is
-        an outlier.
+    A contribution without weight or tensors is not judged: with it, the median norm may be 0, and the only real work
+    would be an outlier.
 
     Raises CorruptPayloadError: a payload of the wrong size or with inf or NaN in it; names the learner.
     """

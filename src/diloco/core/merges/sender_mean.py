@@ -14,9 +14,9 @@ class SenderMean(CoordinateMerge):
     """Every coordinate's weighted mean over its senders, the learners whose decoded value is not zero; 0 without
     senders.
 
-    For contributions that name a few coordinates each: SparseLoCo's reference implementation (arXiv 2508.15706) divides
-    by a coordinate's senders and not by all learners. With dense contributions it is the mean. A learner sends none of
-    a tensor that it does not train.
+    For sparse contributions: SparseLoCo's reference implementation (arXiv 2508.15706) divides by the number of a
+    coordinate's senders, and not by that of all learners. With dense contributions it is the mean. A learner is no
+    sender of tensors that it does not train.
     """
 
     def combine(self, values: Sequence[Tensor], weights: Sequence[float], out: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What a linear merge is made of: for each stretch of elements, the factor of every contribution."""
+"""The terms of a linear merge: for each stretch of elements, the factor of every contribution."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,10 +16,9 @@ class WeightedSum:
         elements: of the merged vector.
         factors: by index of the contribution, in merge order.
         divisor: of the sum.
-        towards: factors of the outer momentum, by contribution; one is added after its contribution.
-        length: what the sum is scaled to in the end; None: it stays as it is.
-        shortest: a sum that is shorter has no direction, and the weighted mean takes its place (where `length` is
-            given).
+        towards: factors of the outer momentum, by contribution; each is added after its contribution.
+        length: the norm to which the sum is scaled; None: it is not scaled.
+        shortest: with `length`, a sum shorter than this has no direction, and is replaced by the weighted mean.
     """
 
     elements: slice
@@ -40,9 +39,9 @@ class WeightedSum:
 
 
 def mean_of(contributions: Sequence[Encoded], trained_by: Sequence[int], elements: slice) -> WeightedSum:
-    """The weighted mean of those that train these elements.
+    """The weighted mean over the contributions that train these elements.
 
-    Weights are divided by the largest, so equal ones are exactly 1. Without any weight there is nothing to add.
+    Weights are divided by the largest, so equal ones are exactly 1. If all weights are 0, the sum has no factors.
     """
     largest = max((contributions[i].weight for i in trained_by), default=0.0)
     if largest == 0:
