@@ -1,4 +1,4 @@
-"""The inputs of a merge as it reads them: checked once, then decoded run by run of whole segments, into reused scratch."""
+"""Reading the inputs of a merge: checked once, then decoded run by run of whole segments, into reused scratch."""
 
 import math
 from bisect import bisect_right
