@@ -93,6 +93,6 @@ def test_it_says_so_after_10_s(caplog: pytest.LogCaptureFixture) -> None:
         model, torch.optim.SGD(model.parameters(), lr=0.1), method=diloco.DiLoCo(sync_every=9), exchange=script
     )
     step(learner)
-    assert [record.getMessage() for record in caplog.records if "stood still" in record.getMessage()] == [
-        f"learner me has stood still after step 1 for {seconds} s: the run is paused." for seconds in (10, 20, 40)
+    assert [record.getMessage() for record in caplog.records if "the run is paused" in record.getMessage()] == [
+        f"learner me has been blocked after step 1 for {seconds} s: the run is paused." for seconds in (10, 20, 40)
     ]

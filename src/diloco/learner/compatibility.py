@@ -1,4 +1,4 @@
-"""Whether models, optimizers, a method and an exchange work together."""
+"""Checks, before a learner joins, that its model, optimizers, method and exchange work together."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch.nn.parameter import is_lazy
 from diloco.core.method import Method
 from diloco.errors import ConfigError
 from diloco.exchange.base import Exchange
-from diloco.learner.models import require_hooks
+from diloco.learner.optimizers import require_hooks, require_model_parameters
 from diloco.learner.pieces import Gather
 
 MASTER_WEIGHTS = ("master_param", "master_params", "fp32_params", "param_fp32")
 
 
 def require_exchange(exchange: object) -> None:
-    """Raise ConfigError for what is no exchange, such as an address."""
+    """Raise ConfigError unless `exchange` is an exchange; an address is none."""
     if not isinstance(exchange, Exchange):
         raise ConfigError(
             f"Learner(exchange={exchange!r}) is no exchange; pass what diloco.connect(…) or Collective(…) "
@@ -40,10 +40,10 @@ def check_compatible(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], method: Method, exchange: Exchange,
     gather: Gather | None,
 ) -> None:  # fmt: skip
-    """Refuse a combination that cannot work, before the learner joins.
+    """Refuse a combination that cannot work.
 
     Raises:
-        ConfigError: what does not fit, and what to use instead.
+        ConfigError: names the parts that do not fit, and what to use instead.
     """
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -53,9 +53,9 @@ def check_compatible(
             "which piece of each parameter a rank holds (docs/islands.md)."
         )
     _check_tensors(model)
-    parameters = set(map(id, model.parameters()))  # optimizers skip those that require no gradient
+    require_model_parameters(optimizers, set(map(id, model.parameters())))
     for optimizer in optimizers:
-        _check_optimizer(optimizer, parameters)
+        _refuse_master_weights(optimizer)
     if method.exchanged == "parameters":
         for optimizer in optimizers:
             if not _is_stateless(optimizer):
@@ -63,15 +63,16 @@ def check_compatible(
                     "averaging parameters at every step equals data parallel only without optimizer state, and "
                     f"{type(optimizer).__name__} keeps some; use DataParallel(average='gradients'), or DiLoCo."
                 )
-    if method.exchanged == "gradients" and not exchange.gradients:
+    if method.exchanged != "gradients":
+        return
+    if not exchange.gradients:
         raise ConfigError(
             "a syncer or an elastic group cannot run DataParallel on gradients: only the learners would hold the "
             "model, so a lost learner could not rejoin; use Collective over a process group, or a method that "
             "exchanges outer gradients."
         )
-    if method.exchanged == "gradients":
-        require_hooks(optimizers[0])
-    if method.exchanged == "gradients" and len(optimizers) > 1:
+    require_hooks(optimizers[0])
+    if len(optimizers) > 1:
         raise ConfigError(
             f"{method.name} exchanges all gradients before the optimizer's step, and {len(optimizers)} optimizers may "
             "step at different times; join them into one (diloco.training.optimizers.Chained), or use a method that "
@@ -80,10 +81,10 @@ def check_compatible(
 
 
 def _check_tensors(model: nn.Module) -> None:
-    """Refuse tensors that are not there yet, or that only TorchScript can reach."""
+    """Refuse tensors that have no values yet, or that only TorchScript can access."""
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
         raise ConfigError(
-            "the model holds a ScriptModule, whose tensors TorchScript keeps to itself; attach to the model as it was "
+            "the model holds a ScriptModule, whose tensors only TorchScript can access; attach to the model as it was "
             "before torch.jit.script, or use torch.compile."
         )
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
@@ -99,13 +100,7 @@ def _check_tensors(model: nn.Module) -> None:
             )
 
 
-def _check_optimizer(optimizer: torch.optim.Optimizer, parameters: set[int]) -> None:
-    optimized = [p for group in optimizer.param_groups for p in group["params"]]
-    if strangers := [p for p in optimized if id(p) not in parameters]:
-        raise ConfigError(
-            f"{type(optimizer).__name__} trains {len(strangers)} tensor(s) that are not parameters of the model, such "
-            "as private master weights, so adopting a global value would not reach them; give it model.parameters()."
-        )
+def _refuse_master_weights(optimizer: torch.optim.Optimizer) -> None:
     for attribute in MASTER_WEIGHTS:
         if any(attribute in state for state in optimizer.state.values()) or hasattr(optimizer, attribute):
             raise ConfigError(

@@ -1,7 +1,7 @@
-"""What leaves a CUDA device and comes to it: through pinned memory, on streams beside the training's.
+"""Transfers between host and CUDA device: through pinned memory, on streams beside the training's.
 
 Anchors and residuals stay on the host. A displacement is encoded on the device run by run: a run's anchor and residual
-go up, its payload and new residual come down. docs/gpu.md says why.
+are copied to the device, its payload and new residual back. docs/gpu.md gives the reasons.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 
 from diloco.core.codecs import SEGMENT_ELEMENTS, Codec, compress
-from diloco.core.fragments import Layout
 from diloco.core.layout import Placement
 from diloco.core.memory import new_vector
 from diloco.exchange.group import device_of
 from diloco.learner.partition import Partition
 
 RUN_ELEMENTS = 256 * SEGMENT_ELEMENTS
-"""Elements on the way at a time: 32 MiB of fp32."""
+"""Elements that are copied at a time: 32 MiB of fp32."""
 
 Key = tuple[int, int]
 """(fragment, version)."""
@@ -50,23 +49,23 @@ class DeviceQueue:
             yield
 
     def up(self, name: str, source: Tensor) -> Tensor:
-        """A device copy of host values. `synchronize` before the next one of this name."""
+        """A device copy of host values. Call `synchronize` before the next copy of this name."""
         staging = self._staged(name, source).copy_(source)
         return staging.to(self.device, non_blocking=True)
 
     def down(self, name: str, source: Tensor, into: Tensor) -> None:
-        """Copy device values to the host; complete on return, as is all that was asked for before."""
+        """Copy device values to the host. On return this copy, and all earlier work of the stream, is complete."""
         staging = self._staged(name, source).copy_(source, non_blocking=True)
         self.synchronize()
         into.copy_(staging)
 
     def synchronize(self) -> None:
-        """Wait until the stream has done all that it was given."""
+        """Wait until all work of the stream is complete."""
         if self._stream is not None:
             self._stream.synchronize()
 
     def mark(self) -> torch.cuda.Event | None:
-        """An event that happens when the stream is done with what it was given so far."""
+        """An event at the present end of the stream's work; None on the CPU."""
         return None if self._stream is None else self._stream.record_event()
 
     def _staged(self, name: str, like: Tensor) -> Tensor:
@@ -81,18 +80,18 @@ class DeviceDisplacement:
     """Δ = anchor − θ of a fragment whose snapshot θ is on a device; encoded there, run by run.
 
     Arguments:
-        theta: flat fp32 on the device; given up when the displacement is.
-        ready: happens on the device when `theta` is complete.
+        theta: flat fp32 on the device.
+        ready: the event at which `theta` is complete.
         anchor: flat fp32 on the host; None: θ itself is encoded.
-        rounded: the tensors to whose dtypes the anchor is first rounded.
+        places: the tensors, to whose dtypes the anchor is first rounded.
     """
 
     def __init__(
         self, queue: DeviceQueue, theta: Tensor, ready: torch.cuda.Event | None, anchor: Tensor | None,
-        rounded: Sequence[Placement],
+        places: Sequence[Placement],
     ) -> None:  # fmt: skip
         self._queue, self._theta, self._ready = queue, theta, ready
-        self._anchor, self._rounded = anchor, rounded
+        self._anchor, self._places = anchor, places
 
     def encode(self, codec: Codec) -> Tensor:
         """The payload of Δ, uint8 on the host. Raises as `Codec.encode`."""
@@ -128,7 +127,7 @@ class DeviceDisplacement:
         if self._anchor is None:
             return theta
         delta = torch.empty_like(theta).copy_(self._queue.up("anchor", self._anchor[elements]))
-        for place in self._rounded:
+        for place in self._places:
             start, stop = max(place.elements.start, elements.start), min(place.elements.stop, elements.stop)
             if start < stop:
                 part = delta[start - elements.start : stop - elements.start]
@@ -137,9 +136,9 @@ class DeviceDisplacement:
 
 
 class DeviceUploads:
-    """Copies new global values to a device while training goes on, so that adopting one is a write on the device.
+    """Copies new global values to the device during training, so that an adoption is a copy within the device.
 
-    On the CPU there is nothing to copy. Every method runs on the training thread.
+    On the CPU nothing is copied. All methods run on the training thread.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -148,12 +147,12 @@ class DeviceUploads:
         self._thread = ThreadPoolExecutor(1, "diloco-upload") if device.type == "cuda" else None
 
     def start(self, key: Key, theta: Tensor) -> None:
-        """Begin to copy a version (flat fp32 on the host)."""
+        """Start the copy of a version (flat fp32 on the host)."""
         if self._thread is not None and key not in self._started:
             self._started[key] = self._thread.submit(self.copy, theta)
 
     def take(self, key: Key, theta: Tensor) -> Tensor:
-        """The version on the device, for the current stream; `theta` itself where its copy was not started."""
+        """The version on the device, for use on the current stream; `theta` itself if its copy was not started."""
         started = self._started.pop(key, None)
         if started is None:
             return theta
@@ -165,24 +164,24 @@ class DeviceUploads:
         return value
 
     def keep(self, keys: Collection[Key]) -> None:
-        """Give up the copies of other versions."""
+        """Discard the copies of all other versions."""
         self._started = {key: started for key, started in self._started.items() if key in keys}
 
     def copy(self, theta: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-        """A copy on the device, run by run, and what happens when it is complete."""
+        """A copy on the device, made run by run, and the event at which it is complete."""
         with self._queue.held():
             value = torch.empty(theta.numel(), dtype=theta.dtype, device=self._queue.device)
             for start in range(0, theta.numel(), RUN_ELEMENTS):
                 run = slice(start, min(start + RUN_ELEMENTS, theta.numel()))
                 value[run].copy_(self._queue.up("theta", theta[run]))
-                self._queue.synchronize()  # the pinned memory is free again
+                self._queue.synchronize()  # before the pinned memory is reused
             return value, self._queue.mark()
 
 
 @dataclass
 class DeviceSnapshot:
-    """A flat fp32 copy of a fragment's part, on the device of the parameters, complete once `ready` has happened; None:
-    it is complete."""
+    """A flat fp32 copy of a fragment's part on the parameters' device. `ready`: the event of its completion; None: it
+    is complete already."""
 
     values: Tensor
     ready: torch.cuda.Event | None = None
@@ -194,16 +193,15 @@ class Snapshots:
     On CUDA a snapshot is one flat copy on the device, where a thread of the exchange encodes it on a side stream.
     """
 
-    def __init__(self, layout: Layout, partition: Partition) -> None:
+    def __init__(self, partition: Partition) -> None:
         self._partition = partition
         self._free: dict[int, list[Tensor]] = {}
         self._lock = threading.Lock()
         self._queue: DeviceQueue | None = None
-        self._exact = all(p.spec.dtype == "float32" for f in layout.fragments for p in f.tensors)
 
     @torch.no_grad()
     def take(self, fragment: int, tensors: Mapping[str, Tensor]) -> DeviceSnapshot:
-        """Copy a fragment's tensors. On CUDA the copy is asked for on the current stream."""
+        """Copy a fragment's tensors. On CUDA the copy is queued on the current stream."""
         device = device_of(tensors)
         if device.type == "cuda":
             flat = self._partition.gather(fragment, tensors).to(device)  # on the host where this rank holds none of it
@@ -222,18 +220,15 @@ class Snapshots:
     def displacement(
         self, fragment: int, anchor: Tensor | None, snapshot: DeviceSnapshot
     ) -> Tensor | DeviceDisplacement:
-        """Δ = anchor − θ: flat fp32 on the host, in the snapshot's own buffer; what encodes it, on a device.
+        """Δ = anchor − θ: on the host flat fp32, in the snapshot's own buffer; on CUDA an object that encodes it.
 
         The anchor is first rounded to each parameter's dtype. Without an anchor the result is the snapshot itself.
         """
         if snapshot.values.device.type == "cuda":
-            places = () if self._exact else self._partition.places(fragment)
-            queue = self._queue_of(snapshot.values.device)
+            queue, places = self._queue_of(snapshot.values.device), self._partition.places(fragment)
             return DeviceDisplacement(queue, snapshot.values, snapshot.ready, anchor, places)
         if anchor is None:
             return snapshot.values
-        if self._exact:
-            return torch.sub(anchor, snapshot.values, out=snapshot.values)
         for place in self._partition.places(fragment):
             part = place.elements
             rounded = anchor[part].to(getattr(torch, place.spec.dtype)).to(torch.float32)

@@ -1,7 +1,7 @@
 """A learner's state for `torch.distributed.checkpoint` (DCP), which saves it and loads it with any number of ranks.
 
-Everything that is sharded is a shard of a fragment's flat vector, the parameters too, so a checkpoint of four ranks of
-FSDP2 continues as two ranks of tensor parallel, or as one process.
+All sharded tensors, parameters included, are saved as shards of a fragment's flat vector. So four ranks of FSDP2 can
+save a checkpoint, and two ranks of tensor parallel, or one process, resume from it.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ PLAIN = "plain"
 
 
 class FragmentShard(Tensor):
-    """A fragment's flat vector, of which this rank holds a run, as DCP takes it: see `_Checkpointable` of torch.
+    """A rank's shard of a fragment's flat vector, in the form that DCP saves and loads: torch's `_Checkpointable`.
 
-    It has the size of the whole vector and no memory of its own; nothing can be computed with it.
+    It has the size of the whole vector, and no memory of its own; it supports no computation.
 
     Arguments:
-        local: [stop − start], on the host.
-        elements: which of the vector's.
-        num_elements: of the vector.
+        local: the shard, [stop − start], on the host.
+        elements: the slice of the vector that it holds.
+        num_elements: of the whole vector.
     """
 
     local: Tensor
@@ -51,7 +51,7 @@ class FragmentShard(Tensor):
         whole.local, whole._start = local, torch.Size([elements.start])
         return whole
 
-    # torch's annotations have another name for the argument.
+    # torch annotates the argument under another name.
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"Shard({self.local.numel()} of {self.numel()} elements from {self._start[0]} on)"
 
@@ -76,10 +76,10 @@ class FragmentShard(Tensor):
 
 
 def distributed_state(learner: LearnerDriver) -> dict[str, Any]:
-    """What `learner_state` says, for `dcp.save`. Every rank calls it.
+    """`learner_state` in the form for `dcp.save`. Every rank calls it.
 
     Raises:
-        ConfigError: the exchange has state of its own, which is not of a fragment.
+        ConfigError: the exchange has state of its own, which cannot be divided by fragments.
     """
     state = learner_state(learner)
     if state["exchange"]:
@@ -105,17 +105,17 @@ def distributed_state(learner: LearnerDriver) -> dict[str, Any]:
 def load_distributed_state(
     learner: LearnerDriver, storage: str | Path | StorageReader, prefix: str, process_group: ProcessGroup | None
 ) -> dict[str, Any]:
-    """A state for `resume`, from a checkpoint whose entry `prefix` is `distributed_state` of any number of ranks.
+    """The state for `resume`, from a checkpoint with `distributed_state` of any number of ranks at the key `prefix`.
 
     Raises:
-        CheckpointError: it is no such checkpoint.
+        CheckpointError: the checkpoint has no such entry, or one of another model.
     """
 
     def fill(targets: dict[str, Any]) -> dict[str, Any]:
         reader = FileSystemReader(storage) if isinstance(storage, str | Path) else storage
         is_alone = learner.exchange.rank[1] == 1
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is meant here
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as intended here
             load({prefix: targets}, storage_reader=reader, process_group=process_group, no_dist=is_alone)
         return targets
 
@@ -155,18 +155,18 @@ def _shard(learner: LearnerDriver, local: Tensor, fragment: int) -> FragmentShar
 
 
 def _fragment_of(path: tuple[str, ...]) -> int | None:
-    """Whose vector the tensor at a path of the state is: the first key that begins with a number says so."""
+    """The fragment of the tensor at a path of the state, by the first key that begins with a number; None: none."""
     if path[0] not in _BY_FRAGMENT:
         return None
     return next((int(number) for key in path[1:] if (number := key.split(".")[0]).isdigit()), None)
 
 
 _BY_FRAGMENT = ("anchors", "origins", "parameters", "received", "eager", "residuals")
-"""Parts of `learner_state`."""
+"""Parts of `learner_state` that hold tensors of fragments."""
 
 
 def _packed(value: Any, path: tuple[str, ...], packed: Callable[[tuple[str, ...], Tensor], Any]) -> Any:
-    """Plain values, with `packed` tensors by their path."""
+    """A nested value in plain JSON types, each tensor replaced by `packed(path, tensor)`."""
     match value:
         case Tensor():
             return packed(path, value)
@@ -179,7 +179,7 @@ def _packed(value: Any, path: tuple[str, ...], packed: Callable[[tuple[str, ...]
 
 
 def _restored(value: Any, prepared: Callable[[Mapping[str, Any]], Any]) -> Any:
-    """What `_packed` was given."""
+    """The inverse of `_packed`, with each tensor from `prepared`."""
     match value:
         case {"tensor": _}:
             return prepared(value)

@@ -1,6 +1,6 @@
-"""What a learner does between two inner steps: send the fragments that are due, receive updates, wait, adopt versions.
+"""The driver of `LearnerCore`: it executes the decisions of the state machine on tensors, over an exchange.
 
-`LearnerCore` decides; this module carries its decisions out on tensors, over an exchange.
+It runs at the boundaries between inner steps: send the fragments that are due, receive updates, wait, adopt versions.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class LearnerDriver:
     Arguments:
         core: the state machine.
         tensors: the learner's tensors.
-        masters: looks whether what is adopted reaches the optimizer.
+        master_weights: detects optimizers that an adoption does not reach.
         trained: per fragment the indices of the tensors that this learner trains; None: all of them.
-        rewarm: of a fresh inner optimizer's learning rate.
-        opened: the run as the learner found it when it joined.
+        rewarm: the re-warm-up of the learning rate of a new inner optimizer.
+        opened: the run's state when the learner joined.
 
     Attributes:
         name, incarnation: the learner's identity in the run.
@@ -51,17 +51,18 @@ class LearnerDriver:
         digests: of the global fragments that this learner has adopted, or of the part of them that this process
             exchanges.
         has_finished: the learner takes no more steps.
-        is_interrupted: it is to wait for nothing any more.
-        is_drained: it was evicted, and the run has no place for it any more.
+        is_interrupted: a wait raises StoppedError from now on.
+        is_drained: the learner was evicted and may not rejoin.
         is_held: the run is paused.
-        units: of the run's data, where it is leased.
-        training_loss, evaluation: the newest that the training loop has told of.
-        updates, merges: versions received, and those among them that contain this learner's work.
+        units: leased units of the run's data; None: no data is leased.
+        training_loss, evaluation: the newest from `Learner.log`.
+        updates, merges: numbers of versions received, and of those that contain this learner's work.
     """
 
     def __init__(
         self, method: Method, layout: Layout, exchange: Exchange, core: LearnerCore, tensors: LearnerTensors,
-        masters: MasterWeightDetector, trained: Sequence[tuple[int, ...] | None], rewarm: Rewarm, opened: StartingState,
+        master_weights: MasterWeightDetector, trained: Sequence[tuple[int, ...] | None], rewarm: Rewarm,
+        opened: StartingState,
     ) -> None:  # fmt: skip
         self.method, self.layout, self.exchange = method, layout, exchange
         self.core, self.tensors = core, tensors
@@ -74,7 +75,7 @@ class LearnerDriver:
         self.evaluation: Evaluation | None = None
         self.units: UnitQueue | None = None
         self.rewarm = rewarm
-        self._masters, self._trained = masters, trained
+        self._master_weights, self._trained = master_weights, trained
         self._begin(opened)
 
     def _begin(self, opened: StartingState) -> None:
@@ -84,8 +85,8 @@ class LearnerDriver:
         self.tensors.uploads.keep(())
         self.residuals = ErrorFeedback(self.method, len(self.layout.fragments))
         self._sent: dict[int, Send] = {}  # at this boundary
-        self._touched: set[int] = set()  # sent or adopted at this boundary
-        self._masters.begin()
+        self._sent_or_adopted: set[int] = set()  # at this boundary
+        self._master_weights.begin()
         places = [self.tensors.partition.places(fragment) for fragment in range(len(self.layout.fragments))]
         self.eager = EagerSteps(self.method, places, opened) if isinstance(self.method.adopt, Eager) else None
         # Where gradients are exchanged, versions after 0 are gradients, and each learner's parameters are its own.
@@ -94,7 +95,7 @@ class LearnerDriver:
         self.digests = [held.digest for held in opened.fragments]
 
     def rejoin(self, opened: StartingState, *, step: int = 0) -> None:
-        """Start a new incarnation, at the run's step or the learner's own (`step`), whichever is later."""
+        """Start a new incarnation, at the later of the run's step and the learner's own (`step`)."""
         self.core.rejoined(
             opened.versions, opened.step if opened.awaited else max(opened.step, step), awaited=opened.awaited
         )
@@ -107,21 +108,21 @@ class LearnerDriver:
     def after_step(self, tokens: int) -> None:
         """The boundary after an inner step: send outer gradients, adopt global fragments."""
         self.tensors.frozen.check_boundary()
-        self._masters.stepped()
+        self._master_weights.stepped()
         self.tensors.parameters |= self.tensors.frozen.averaged()
         sync_every, units = self.exchange.overview.sync_every, self._trained_units()
         for send in self.core.stepped(tokens, units=units, sync_every=sync_every):
             self._send(send, self.tensors.parameters)
         self.report()
-        self._stand_still()
+        self._wait_out_pause()
         self._settle()
         while self.exchange.boundary():
             self._settle()
         if self._keeps_origins:
             self.tensors.measure_from(self._sent, here=True)
         self._sent.clear()
-        self.tensors.frozen.left(self.layout.fragments[fragment] for fragment in self._touched)
-        self._touched.clear()
+        self.tensors.frozen.boundary_ends(self.layout.fragments[fragment] for fragment in self._sent_or_adopted)
+        self._sent_or_adopted.clear()
 
     def before_step(self) -> None:
         """The boundary before an inner step, where gradients are exchanged: set each to the mean over learners."""
@@ -144,7 +145,7 @@ class LearnerDriver:
 
     @property
     def _keeps_origins(self) -> bool:
-        """Whether the next outer gradient of a fragment sent and not adopted starts from the parameters sent."""
+        """Whether outer gradients of a fragment that was sent and not adopted are measured from the parameters sent."""
         return self.method.adopt.needs_origin or (
             self.core.rules.schedule.intervals_in_flight > 0 and self.eager is None
         )
@@ -155,12 +156,12 @@ class LearnerDriver:
         self._sent[send.fragment] = send
         fragment, measured = self.layout.fragments[send.fragment], self._measured_from(send.fragment)
         self.tensors.registered.check()
-        self._masters.check_groups()
+        self._master_weights.check_groups()
         self.tensors.frozen.check(fragment.index, len(self.layout.fragments))
         if measured is not None:
             self.tensors.frozen.check_trained(fragment, self._trained[fragment.index])
-            self._masters.look(fragment)
-            self._touched.add(fragment.index)
+            self._master_weights.check_copies(fragment)
+            self._sent_or_adopted.add(fragment.index)
         snapshots = self.tensors.snapshots
         snapshot = snapshots.take(send.fragment, tensors)
         num_elements = snapshot.values.numel()
@@ -170,7 +171,7 @@ class LearnerDriver:
             units=send.units, overwritten=send.overwritten,
         )  # fmt: skip
 
-        residuals = self.residuals  # a new incarnation has others
+        residuals = self.residuals  # those of this incarnation
         tentative = residuals.offered(send.fragment, send.number)
 
         def payload() -> Tensor:
@@ -181,13 +182,13 @@ class LearnerDriver:
 
         if self.eager is None:
             self.exchange.offer(contribution, payload)
-        else:  # the learner's own outer step takes it at this boundary
+        else:  # the learner's own outer step at this boundary needs the payload
             encoded = payload()
             self.eager.sent(send, encoded, num_elements)
             self.exchange.offer(contribution, lambda: encoded)
 
     def _measured_from(self, fragment: int) -> Tensor | None:
-        """What an outer gradient is measured from; None where gradients themselves are sent."""
+        """The origin or anchor of an outer gradient; None where gradients themselves are sent."""
         if self.method.exchanged == "gradients":
             return None
         anchors = self.tensors.anchors if self.eager is None else self.eager.anchors
@@ -196,30 +197,26 @@ class LearnerDriver:
     # --- data ---------------------------------------------------------------------------------------------------------
 
     def lease(self, *, at_least: int = 0) -> None:
-        """Ask for units of the run's data ahead, where few are left."""
+        """Request units of the run's data ahead, if few are left."""
         if self.units is not None and not self.has_finished and self.units.wants(at_least):
             ask = self.units.ask(self.core.unsent_units, at_least=at_least)
             if ask is not None:
                 self.exchange.ask(ask)
 
     def wait_for_units(self, missing: Callable[[], bool]) -> None:
-        """Block while units are `missing`. A new incarnation asks anew."""
+        """Block while units are `missing`; a new incarnation requests them again."""
 
         def wait(timeout_s: float) -> None:
             self._wait(timeout_s)
             self.lease()
 
-        def blocked(seconds: float) -> None:
-            if self.exchange.rank[0] == 0:
-                log.warning(
-                    "learner %s has been blocked after step %d for %.0f s: it waits for units of data; %s.",
-                    self.name, self.core.step, seconds, self.exchange.obstacles,
-                )  # fmt: skip
+        def reason() -> str:
+            return f"it waits for units of data; {self.exchange.obstacles}."
 
-        self.timing.wait_while(lambda: missing() and not self.has_finished, wait, blocked)
+        self._block_while(lambda: missing() and not self.has_finished, reason, wait)
 
     def _trained_units(self) -> Ranges:
-        """The units that the step was taken on."""
+        """The units of data of the inner step."""
         if (queue := self.units) is None:
             if self.core.has_units:
                 raise ConfigError(
@@ -255,7 +252,7 @@ class LearnerDriver:
         """Take the learner's own outer step and adopt its anchor. Work that was not sent is added to the new anchor."""
         send, before = self._sent.get(fragment), eager.anchors[fragment]
         anchor = eager.step(fragment, send, arrived, self.exchange.overview.num_live)
-        with self._masters.writing(fragment):
+        with self._master_weights.writing(fragment):
             if send is not None:
                 self.tensors.write(fragment, anchor)
             else:
@@ -264,28 +261,38 @@ class LearnerDriver:
     def wait_while(self, missing: Callable[[], Sequence[tuple[int, int]]]) -> None:
         """Block while updates are `missing`: (fragment, version) of each."""
 
+        def reason() -> str:
+            updates = " and ".join(f"version {version} of fragment {fragment}" for fragment, version in missing())
+            return f"it waits for {updates}; {self.exchange.obstacles}."
+
         def wait(timeout_s: float) -> None:
             self._wait(timeout_s, self.core.received_versions)
 
-        if self.timing.wait_while(lambda: bool(missing()), wait, lambda s: self._blocked(s, missing())):
+        if self._block_while(lambda: bool(missing()), reason, wait):
             self.report()
 
-    def _stand_still(self) -> None:
-        """Block while the run is paused. What comes meanwhile is adopted afterwards."""
+    def _wait_out_pause(self) -> None:
+        """Block while the run is paused. Versions that arrive meanwhile are adopted afterwards."""
+        self.receive()
+        if self._block_while(lambda: self.is_held and not self.has_finished, lambda: "the run is paused.", self._wait):
+            self.report()
 
-        def blocked(seconds: float) -> None:
+    def _block_while(
+        self, is_waiting: Callable[[], bool], reason: Callable[[], str], wait: Callable[[float], None]
+    ) -> bool:
+        """`Timing.wait_while`, with a warning that gives the reason, once for all ranks of this learner."""
+
+        def warn(seconds: float) -> None:
             if self.exchange.rank[0] == 0:
                 log.warning(
-                    "learner %s has stood still after step %d for %.0f s: the run is paused.",
-                    self.name, self.core.step, seconds,
+                    "learner %s has been blocked after step %d for %.0f s: %s",
+                    self.name, self.core.step, seconds, reason(),
                 )  # fmt: skip
 
-        self.receive()
-        if self.timing.wait_while(lambda: self.is_held and not self.has_finished, self._wait, blocked):
-            self.report()
+        return self.timing.wait_while(is_waiting, wait, warn)
 
     def take_back(self) -> None:
-        """The work of contributions whose answers are not waited for is pending again (`LearnerCore.take_back`)."""
+        """Make the work of unanswered contributions pending again (`LearnerCore.take_back`)."""
         for fragment, number in self.core.take_back():
             self.residuals.roll_back(fragment, number)
             self.tensors.measure_from((fragment,), here=False)
@@ -299,15 +306,6 @@ class LearnerDriver:
         self.report(waiting=True, blocked_with=blocked_with)
         self.exchange.wait(timeout_s)
         self.receive()
-
-    def _blocked(self, seconds: float, missing: Sequence[tuple[int, int]]) -> None:
-        """Say what this learner has been waiting for, once for all its ranks."""
-        if self.exchange.rank[0] == 0:
-            updates = " and ".join(f"version {version} of fragment {fragment}" for fragment, version in missing)
-            log.warning(
-                "learner %s has been blocked after step %d for %.0f s: it waits for %s; %s.",
-                self.name, self.core.step, seconds, updates, self.exchange.obstacles,
-            )  # fmt: skip
 
     def receive(self) -> None:
         """Handle the exchange's events since the last call, without adopting a version."""
@@ -342,7 +340,7 @@ class LearnerDriver:
 
     def _arrived(self, arrived: Arrived) -> None:
         update, fragment = arrived.update, arrived.update.fragment
-        self.received.setdefault((fragment, update.version), arrived)  # what is heard twice is no news
+        self.received.setdefault((fragment, update.version), arrived)  # an update may arrive twice
         if self.eager is None and update.version > self.core.versions[fragment]:
             self.tensors.uploads.start((fragment, update.version), arrived.held.theta)
         self.updates += update.version > self.core.versions[fragment]
@@ -361,14 +359,14 @@ class LearnerDriver:
             self.tensors.measure_from((fragment,), here=False)
 
     def _adopt(self, fragment: int, version: int) -> None:
-        self._touched.add(fragment)
+        self._sent_or_adopted.add(fragment)
         arrived = self.received[fragment, version]
         if self.method.exchanged == "gradients":
             theta = self.tensors.uploads.take((fragment, version), arrived.held.theta)
             self.tensors.write(fragment, theta, self.tensors.gradients())
         elif self.eager is None and not self.core.keeps_own(fragment, version):
             theta = self.tensors.uploads.take((fragment, version), arrived.held.theta)
-            with self._masters.writing(fragment):
+            with self._master_weights.writing(fragment):
                 self.tensors.adopt(fragment, theta, just_sent=fragment in self._sent)
             self._sent.pop(fragment, None)
         self.tensors.set_anchor(fragment, arrived.held.theta)
@@ -380,7 +378,7 @@ class LearnerDriver:
         self.tensors.uploads.keep(self.received)
 
     def newest(self) -> list[Tensor]:
-        """The global fragments that stand for the run's here: those adopted, or newer ones that were received."""
+        """The newest global fragments in this process: those adopted, or later ones that were received."""
         newest = list(self.tensors.anchors)
         for fragment, version in enumerate(self.core.newest):
             if version > self.core.versions[fragment]:

@@ -1,9 +1,9 @@
 """Eager updates of one learner: its own anchors and outer states, which differ from the run's (arXiv 2502.12996).
 
 At every send of a fragment the learner takes an outer step of its own. The step is along the mean that is due, in which
-the learner's earlier outer gradient is replaced by its newest (`core.adopt.eager_gradient`). The learner cannot know
-its weight in a mean that does not exist yet, so it adds its newest outer gradient with the share of an average live
-learner. When that mean arrives, the learner subtracts exactly what it added, whatever its share of the mean is. After
+the learner's earlier outer gradient is replaced by its newest (`core.adopt.eager_gradient`). The learner does not know
+its weight in a mean that is not computed yet, so it adds its newest outer gradient with the share 1 / (live learners).
+When that mean arrives, the learner subtracts exactly the term that it added, whatever its weight in the mean is. After
 any number of rounds it has therefore taken the steps of all means that arrived, and those of its own work in flight.
 """
 
@@ -44,7 +44,7 @@ class EagerSteps:
         self._added: dict[tuple[int, int], Tensor] = {}
 
     def sent(self, send: Send, payload: Tensor, num_elements: int) -> None:
-        """Note the payload of an outer gradient that is sent at this boundary."""
+        """Record the payload of an outer gradient that is sent at this boundary."""
         self._newest[send.fragment] = self._method.up.decode(payload, num_elements)
 
     def step(self, fragment: int, send: Send | None, arrived: Arrived | None, num_live: int) -> Tensor:
@@ -54,9 +54,9 @@ class EagerSteps:
         contain nothing that this learner has added.
 
         Arguments:
-            send: what is sent of the fragment at this boundary; None: nothing.
+            send: the send of the fragment at this boundary; None: it is not sent.
             arrived: the version that is due; None: none.
-            num_live: live learners; their inverse is the share of this send.
+            num_live: the number of live learners; its inverse is the share of this send.
 
         Returns:
             The new anchor, flat fp32 on the host.
@@ -69,7 +69,7 @@ class EagerSteps:
         own = None
         if send is not None:
             own = self._newest.pop(fragment).mul(1.0 / num_live)
-            earlier = self._added.get((fragment, send.round))  # the round is repeated
+            earlier = self._added.get((fragment, send.round))  # of an earlier attempt at the same round
             self._added[fragment, send.round] = own if earlier is None else earlier.add(own)
         gradient = eager_gradient(own, mean, subtracted)
         if gradient is not None:

@@ -1,6 +1,6 @@
-"""Error feedback of a learner: what the encoding of a contribution lost, its residual, is added to the next one.
+"""Error feedback of a learner: the residual, which is the encoding error of contributions, is added to the next one.
 
-If the contribution is not merged, the residual is rolled back to its value from before the encoding.
+If a contribution is not merged, the residual is rolled back to its value from before that encoding.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ErrorFeedback:
         self._decay = float(method.error_feedback)
         self._keep = self._decay > 0
         self._residuals: list[Tensor | None] = [None] * num_fragments
-        # By fragment, in the order of `offered`. A merged one stays until all before it are merged or rejected.
+        # By fragment, in the order of `offered`. A merged one is kept until all earlier ones are merged or rejected.
         self._open: list[list[TentativeResidual]] = [[] for _ in range(num_fragments)]
         self._lock = threading.Lock()
 
@@ -61,7 +61,7 @@ class ErrorFeedback:
         """Encode Δ + decay · e, where e is the fragment's residual; the new e is tentative until `commit`.
 
         Arguments:
-            outer_gradient: Δ, flat fp32 [n] on the host, or what encodes it on a device.
+            outer_gradient: Δ, flat fp32 [n] on the host, or an object that encodes it on a device.
 
         Returns:
             The payload, uint8 on the host.
@@ -96,7 +96,7 @@ class ErrorFeedback:
     def roll_back(self, fragment: int, number: int) -> None:
         """The contribution with this number was not merged: the residual is as before it, to the bit.
 
-        What later contributions in flight have added to the residual stays.
+        The changes by later contributions in flight remain.
         """
         with self._lock:
             chain = self._open[fragment]
@@ -145,8 +145,8 @@ class ErrorFeedback:
     def state_dict(self) -> dict[str, Any]:
         """The committed residuals, by fragment: a contribution in flight counts as not merged.
 
-        A resumed learner never receives that contribution's result. Over a syncer, the contribution belongs to an
-        earlier incarnation. Over other exchanges its work is pending again, and is encoded again from the residual
+        A resumed learner never receives that contribution's verdict. Over a syncer, the contribution belongs to an
+        earlier incarnation. Over other exchanges its work becomes pending, and is encoded again from the residual
         before it.
         """
         with self._lock:

@@ -1,8 +1,8 @@
-"""What a learner's model holds beside its trained parameters: frozen parameters and persistent buffers.
+"""Frozen state: the parameters and persistent buffers of a learner's model that no gradient trains.
 
-Of the static tensors, the run's values are loaded when the learner joins. Those whose role is "local", and buffers
-without floating-point values (counters), are the learner's own from then on; training must not change the others. The
-base (`learner.frozen_base`) is never loaded, and averaged tensors are in the fragments.
+A learner that joins loads the run's values of the static tensors. Those with the role "local", and buffers without
+floating-point values (counters), are its own from then on; training must not change the others. The base
+(`learner.frozen_base`) is never loaded, and averaged tensors are in the fragments.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Place = tuple[nn.Module, str]
 
 
 class FrozenState:
-    """The tensors of one learner's model that no gradient trains.
+    """The frozen state of one learner's model: loads the run's values, and detects when training changes one.
 
-    Loads the run's values, and detects that training changes one: values are compared with a copy, because code may
-    write through `.data` or replace the tensor. Also detects that `requires_grad` of a parameter changes.
+    Values are compared with a copy, because code may write through `.data` or replace the tensor. Changes of a
+    parameter's `requires_grad` are detected too.
     """
 
     def __init__(self, model: nn.Module, layout: Layout) -> None:
-        here = tensor_names(model)  # other ranks of the learner may hold others
+        here = tensor_names(model)  # other ranks of the learner may hold other tensors
         self._places = {spec.name: holder(model, spec.name) for spec in layout.static if spec.name in here}
         self._local = {spec.name for spec in layout.static if spec.role == "local"}
         self._averaged = {name: holder(model, name) for name in averaged_names(layout) if name in here}
@@ -41,19 +41,19 @@ class FrozenState:
         self._has_joined = self._is_checked = False
         self._trained = {name: each for name, each in named_parameters(model) if each.requires_grad}
         self._untrained = {name: each for name, each in named_parameters(model) if not each.requires_grad}
-        self._left: dict[str, Tensor] = {}
+        self._frozen_at_boundary: dict[str, Tensor] = {}
 
     def values(self) -> dict[str, Tensor]:
-        """Host copies of the current static values, by name; of sharded ones whole, which every rank gathers."""
+        """Host copies of the current static tensors, by name. Every rank gathers the whole of sharded ones."""
         whole = {name: whole_of(current(place)) for name, place in self._places.items()}
         return {name: each.to("cpu", copy=True).contiguous() for name, each in whole.items()}
 
     def averaged(self) -> dict[str, Tensor]:
-        """The present averaged tensors, by name; training may have replaced them."""
+        """The current averaged tensors, by name; training may have replaced them."""
         return {name: current(place) for name, place in self._averaged.items()}
 
     def counters(self) -> dict[str, Tensor]:
-        """Host copies of the learner's own: local tensors, and buffers without floating-point values."""
+        """Host copies of the learner's own tensors: local ones, and buffers without floating-point values."""
         own = {name: current(place) for name, place in self._places.items() if self._is_own(name)}
         return {name: local_of(each).to("cpu", copy=True) for name, each in own.items()}
 
@@ -65,7 +65,7 @@ class FrozenState:
 
     @torch.no_grad()
     def adopt(self, values: Mapping[str, Tensor]) -> None:
-        """Load the run's values: all of them at first, and those that are compared when the learner rejoins."""
+        """Load the run's values; at a rejoin, not those of the tensors that are the learner's own."""
         for name in self._places.keys() & values.keys():
             if not (self._has_joined and self._is_own(name)):
                 piece = read_dtensor(name, current(self._places[name]))
@@ -78,10 +78,10 @@ class FrozenState:
         }
 
     def check(self, part: int, num_parts: int) -> None:
-        """Compare one part of the floating-point tensors with the run's: each send of a round checks another part.
+        """Compare every `num_parts`-th floating-point tensor with the run's: the sends of a round check all of them.
 
         Arguments:
-            part: index of the part, from 0 to `num_parts` − 1.
+            part: the index of the first tensor to check, from 0 to `num_parts` − 1.
 
         Raises:
             LayoutError: training changed a tensor, so learners would silently differ.
@@ -92,7 +92,7 @@ class FrozenState:
                 self._refuse(name)
 
     def check_boundary(self) -> None:
-        """At the first boundary compare everything with the run's; at each, look whether a parameter was unfrozen.
+        """Check that no parameter was unfrozen and, at the first boundary, compare all tensors with the run's.
 
         Raises:
             LayoutError: training changed a tensor, or a parameter requires a gradient that did not.
@@ -109,8 +109,8 @@ class FrozenState:
                 )
 
     def check_trained(self, fragment: Fragment, trains: Sequence[int] | None) -> None:
-        """Look whether a parameter of a fragment that is sent was frozen: it requires no gradient any more and is where
-        it was after the last send or adoption. One that is frozen now and then, as in a GAN, has moved.
+        """Check that no parameter of a fragment to send was frozen for good: one that requires no gradient now, and has
+        the value of the last send or adoption. A parameter that is frozen from time to time, as in a GAN, has moved.
 
         Arguments:
             trains: indices of the tensors that this learner trains; None: all.
@@ -122,7 +122,7 @@ class FrozenState:
             name = place.spec.name
             if (own := self._frozen_later(name)) is None or not (trains is None or index in trains):
                 continue
-            before = self._left.get(name)
+            before = self._frozen_at_boundary.get(name)
             if before is not None and own.numel() and torch.equal(own, before):
                 raise LayoutError(
                     f"parameter {name!r} requires no gradient any more and has not been trained since it was last "
@@ -130,15 +130,15 @@ class FrozenState:
                     "learners to a run of the model as it is now."
                 )
 
-    def left(self, fragments: Iterable[Fragment]) -> None:
-        """These fragments were sent or adopted at this boundary, which ends: remember what is frozen of them."""
+    def boundary_ends(self, fragments: Iterable[Fragment]) -> None:
+        """Copy the parameters frozen by now of the fragments that were sent or adopted at this boundary."""
         for name in (name for fragment in fragments for name in fragment.names):
-            self._left.pop(name, None)
+            self._frozen_at_boundary.pop(name, None)
             if (own := self._frozen_later(name)) is not None:
-                self._left[name] = own.clone()
+                self._frozen_at_boundary[name] = own.clone()
 
     def _frozen_later(self, name: str) -> Tensor | None:
-        """What this process holds of a parameter that required a gradient and does not now; None for any other."""
+        """The local values of a parameter that required a gradient and does not now; None for any other."""
         parameter = self._trained.get(name)
         return None if parameter is None or parameter.requires_grad else local_of(parameter)
 
@@ -175,10 +175,10 @@ def averaged_names(layout: Layout) -> list[str]:
 
 
 def current(place: Place) -> Tensor:
-    """The tensor that is at a place now.
+    """The current tensor at a place.
 
     Raises:
-        LayoutError: there is none any more.
+        LayoutError: the tensor was removed.
     """
     module, attribute = place
     tensor = getattr(module, attribute, None)

@@ -1,6 +1,6 @@
 """The base of a fine-tuned model: frozen tensors that every learner loads itself (`Learner(static="digest")`).
 
-Its digests are part of the layout, so a learner with another base cannot join. Nothing of it is sent or copied.
+Its digests are part of the layout, so a learner with another base cannot join. The base is neither sent nor copied.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from diloco.core.layout import BaseTensor, TensorSpec
 from diloco.errors import LayoutError
 
 _BLOCK_BYTES = 64 * 2**20
-"""What is copied from a device at once."""
+"""Bytes that are copied from a device at once."""
 
 SAMPLED_ELEMENTS = 64
-"""Compared of every tensor at its check."""
+"""Elements of every tensor that a check compares."""
 
 
 def base_tensor(spec: TensorSpec, tensor: Tensor) -> BaseTensor:
-    """A tensor of the base with its digest. Reads it once; one that is sharded, every rank gathers for it."""
+    """A tensor of the base with its digest. Every rank gathers a sharded tensor for it."""
     return BaseTensor(spec, digest_of(whole_of(tensor)))
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor."""
+    """The part of a tensor in this process."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def whole_of(tensor: Tensor) -> Tensor:
-    """All of a tensor; of one that is sharded, every rank gathers it."""
+    """The whole of a tensor; every rank gathers a sharded one."""
     return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 @torch.no_grad()
 def digest_of(tensor: Tensor) -> str:
-    """SHA-256 (hex) of a tensor's elements in row-major order: of any dtype, on any device."""
+    """SHA-256 (hex) of the elements of a tensor of any dtype, on any device, in row-major order."""
     plain = tensor.detach().as_subclass(Tensor)
     flat = plain.contiguous().view(-1).view(torch.uint8)
     hasher = hashlib.sha256()
@@ -51,8 +51,8 @@ def digest_of(tensor: Tensor) -> str:
 
 
 @dataclass
-class _Seen:
-    """A tensor as it was when its digest was last known to be right."""
+class _Fingerprint:
+    """The signs by which a check recognises an unchanged tensor, taken when its digest was last known."""
 
     tensor: Tensor
     address: int
@@ -61,25 +61,25 @@ class _Seen:
 
 
 class FrozenBase:
-    """Notices that training changes a tensor of the base, without a copy of it.
+    """Detects that training changes a tensor of the base, without a copy of it.
 
-    A check looks at the tensor's identity, address and version counter, and at 64 elements. It therefore sees that the
-    tensor is replaced, in-place operations, and of writes that autograd does not count (through `.data`, by a kernel)
-    those that reach one of the 64. Where identity, address or counter has changed, the digest is taken again: loading
-    the same values once more is no change.
+    A check compares the tensor's identity, address and version counter, and 64 elements. It therefore detects a
+    replaced tensor and in-place operations; writes that autograd does not count (through `.data`, by a kernel) are
+    detected if they reach one of the 64 elements. Where identity, address or counter has changed, the digest is
+    computed again: loading the same values once more is no change.
 
     Arguments:
         tensors: of the layout.
-        find: gives the present tensor of a name.
+        find: returns the current tensor of a name.
     """
 
     def __init__(self, tensors: Sequence[BaseTensor], find: Callable[[str], Tensor]) -> None:
         self._digests = {each.spec.name: each.digest for each in tensors}
-        for name in self._digests:  # of a sharded tensor, what is here
+        for name in self._digests:  # of a sharded tensor, the digest of the local part
             if isinstance(tensor := find(name), DTensor):
                 self._digests[name] = digest_of(local_of(tensor))
         self._find = find
-        self._seen = {name: _seen(find(name)) for name in self._digests}
+        self._last = {name: _fingerprint(find(name)) for name in self._digests}
 
     def check(self, part: int, num_parts: int) -> None:
         """Check every `num_parts`-th tensor, from the one with index `part` on.
@@ -88,29 +88,29 @@ class FrozenBase:
             LayoutError: training changed a tensor.
         """
         for name in list(self._digests)[part::num_parts]:
-            tensor, before = self._find(name), self._seen[name]
-            now = _seen(tensor)
+            tensor, before = self._find(name), self._last[name]
+            now = _fingerprint(tensor)
             is_same = now.tensor is before.tensor and (now.address, now.version) == (before.address, before.version)
             if (is_same and torch.equal(now.sample, before.sample)) or self._is_unchanged(name, now):
                 continue
             raise LayoutError(
-                f"training changed {name!r}, which static='digest' takes for the same on every learner for the whole "
-                "run; leave it as it was loaded (evaluate adapters without merging them), or make it trainable before "
-                "the learner attaches."
+                f"training changed {name!r}, which static='digest' requires to be the same on every learner for the "
+                "whole run; leave it as it was loaded (evaluate adapters without merging them), or make it trainable "
+                "before the learner attaches."
             )
 
-    def _is_unchanged(self, name: str, now: _Seen) -> bool:
+    def _is_unchanged(self, name: str, now: _Fingerprint) -> bool:
         if digest_of(local_of(now.tensor)) != self._digests[name]:
             return False
-        self._seen[name] = now
+        self._last[name] = now
         return True
 
 
 @torch.no_grad()
-def _seen(tensor: Tensor) -> _Seen:
+def _fingerprint(tensor: Tensor) -> _Fingerprint:
     local = local_of(tensor).as_subclass(Tensor)
     version = None if tensor.is_inference() else tensor._version
-    return _Seen(tensor, local.data_ptr(), version, _sample(local))
+    return _Fingerprint(tensor, local.data_ptr(), version, _sample(local))
 
 
 def _sample(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The model of an island, from what each of its ranks holds: pipeline stages and experts are on some ranks only."""
+"""The model of an island, combined from the parts of its ranks: pipeline stages and experts are on some ranks only."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ T = TypeVar("T", TensorSpec, BaseTensor)
 
 
 class _Before:
-    """Whether a tensor comes before another in the model, as far as the modules of the ranks tell."""
+    """The order of two tensors in the model, as far as it follows from the modules of the ranks."""
 
     def __init__(self, children: Sequence[Mapping[str, Sequence[str]]]) -> None:
         self._children = children
 
     def __call__(self, name: str, other: str) -> bool:
+        """Whether the tensor `name` is known to precede `other`."""
         mine, theirs = name.split("."), other.split(".")
         common = next(i for i, (one, another) in enumerate(zip(mine, theirs, strict=False)) if one != another)
         path, one, another = ".".join(mine[:common]), mine[common], theirs[common]
@@ -34,21 +35,21 @@ class _Before:
 
 
 def described_by_all(mine: ModelDescription, group: Group) -> ModelDescription:
-    """The tensors of all ranks; every rank calls it.
+    """The description of the whole model; every rank calls it.
 
-    Ranks that hold the same tensors hold them in the order of the model. Where they hold different ones, as pipeline
-    stages do, their orders are merged: as the modules are ordered where a rank has them, if only as None or without
-    layers; else layers of one list by number, and all else by rank.
+    Ranks that hold the same tensors hold them in model order. If they hold different ones, as pipeline stages do, their
+    orders are merged: by the order of modules, where a rank has both modules, even as None or without layers; otherwise
+    layers of one list by number, and all other tensors by rank.
 
     Raises:
         LayoutError: two ranks describe a tensor differently.
     """
-    told = group.gather_values(mine.to_dict(), "what each rank holds of the model")
-    return merged([ModelDescription.from_dict(each) for each in told])
+    of_ranks = group.gather_values(mine.to_dict(), "what each rank holds of the model")
+    return merged([ModelDescription.from_dict(each) for each in of_ranks])
 
 
 def merged(described: Sequence[ModelDescription]) -> ModelDescription:
-    """The tensors of all ranks, in the order of a single process that holds the whole model."""
+    """The combined description, in the order of a single process that holds the whole model."""
     buffers = dict.fromkeys(chain.from_iterable(each.buffers for each in described))
 
     def turn(each: TensorSpec | BaseTensor) -> int:
@@ -66,7 +67,7 @@ def merged(described: Sequence[ModelDescription]) -> ModelDescription:
 
 
 def static_of_all(mine: Mapping[str, Tensor], layout: Layout, group: Group) -> dict[str, Tensor]:
-    """On rank 0 the static tensors of all ranks, on the host; every rank calls it with its own."""
+    """The static tensors of all ranks on the host, on rank 0. Every rank calls it with its own tensors."""
     held = group.gather_values(list(mine), "the static tensors of each rank")
     found = dict(mine)
     for spec in layout.static:
@@ -109,7 +110,7 @@ def _in_one_order(orders: Sequence[Sequence[str]], before: _Before) -> list[str]
     left = list({tuple(order): None for order in orders})
     names: list[str] = list(left.pop()) if len(left) == 1 else []
     while heads := list(dict.fromkeys(order[0] for order in left if order)):
-        # A name waits where it is not the next one of every rank that holds it.
+        # A name is ready if it is the next one of every rank that holds it.
         ready = [head for head in heads if all(head == order[0] for order in left if head in order)] or heads
         chosen = ready[0]
         for head in ready[1:]:

@@ -1,8 +1,8 @@
-"""`Learner`: the object that users hold. It ties a model and its optimizer to a method and an exchange.
+"""`Learner`, the object that users hold: it connects a model and its optimizer to a method and an exchange.
 
 `step()` is one boundary: send the fragments that are due, receive updates, adopt the versions that are due. The
-training thread copies what is sent and what is adopted. Encoding, sending, receiving and decoding run on threads of the
-exchange.
+training thread only copies the tensors to send and to adopt. Encoding, sending, receiving and decoding run on threads
+of the exchange.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from diloco.learner.compatibility import check_compatible, require_exchange, req
 from diloco.learner.driver import LearnerDriver
 from diloco.learner.frozen import exchanged_tensors
 from diloco.learner.island_model import described_by_all, static_of_all
-from diloco.learner.leased import LeasedUnits
+from diloco.learner.leased_units import LeasedUnits
 from diloco.learner.master_weights import MasterWeightDetector
-from diloco.learner.models import FullyShardedModules, joined, listed, require_hooks
+from diloco.learner.models import FullyShardedModules, joined
+from diloco.learner.optimizers import ModeCheck, in_eval_mode, listed, require_hooks
 from diloco.learner.own_ranks import RanksOfLearner, island_of
 from diloco.learner.partition import Partition, Undivided, divided
 from diloco.learner.pieces import Gather, read_dtensor
 from diloco.learner.rewarm import Rewarm
 from diloco.learner.roles import Buffers, ModelDescription, Static, described, require_answers
-from diloco.learner.schedule_free import in_eval_mode, is_in_train_mode
 from diloco.learner.state_dict import learner_state, resume
 from diloco.learner.tensors import LearnerTensors, trained_tensors
 from diloco.protocol.learner import LearnerCore
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 
 class Learner:
-    """One learner of a run: models that train here and exchange outer gradients with the other learners.
+    """One learner of a run: trains models in this process and exchanges outer gradients with the other learners.
 
     Call `step` after every step of the optimizer. With a method that exchanges gradients (`DataParallel`) the exchange
     happens inside `optimizer.step()`, through a hook.
@@ -64,45 +64,45 @@ class Learner:
             tensors have the names of the whole model. Parameters on CPU or CUDA in fp32, bf16 or fp16. Joining
             overwrites them with the run's. Names are canonical: those of the model without `torch.compile`,
             DistributedDataParallel and checkpoint wrappers, so wrapped and plain learners can meet.
-        optimizer: what trains the model, or several (Muon and AdamW). Its state is local and never reset. Of a
+        optimizer: the inner optimizer, or several (Muon and AdamW). Its state is local and never reset. With a
             schedule-free optimizer, the global model is the one that the parameters hold when the learner steps
             (docs/learner.md).
-        method: the run's method. None: the method that the exchange brings (from a syncer). A different one is refused.
+        method: the run's method; another one is refused. None: the method of the syncer.
         exchange: from `diloco.connect(…)`, `diloco.Collective(…)` or `diloco.run_local(…)`; a new one for each learner.
         ranks: the process group or device mesh whose ranks are this learner, each with a Learner of its own; rank 0
-            talks to the other learners. None: as the model says (`DistributedDataParallel`, `replicate()`; DTensors, as
-            in FSDP2 and tensor parallel: all ranks), else this process alone. "self": this process alone, where
-            torch.distributed has several ranks that train separately.
+            communicates with the other learners. None: read from the model (`DistributedDataParallel`, `replicate()`;
+            DTensors, as in FSDP2 and tensor parallel: all ranks), else this process alone. "self": this process alone,
+            where torch.distributed has several ranks that train separately.
         trains: names of the parameters that this learner trains, as shell patterns; None: all. The others are adopted
             and never sent. A merge of a tensor is over the learners that train it. The caller must ensure that training
             changes only these parameters.
         overlap: τ of this learner; None: the method's. Learners of different speed may overlap different numbers of
             inner steps, in scheduled rounds with the outer step on the syncer (Streaming DiLoCo, arXiv 2501.18512).
-        buffers: what becomes of floating-point buffers that training changes, such as BatchNorm's running statistics.
-            "refuse": they are an error, when the learner attaches or at its first boundary. "average": all persistent
-            ones are part of the fragments, and become the mean of the learners' values. "local": each learner keeps its
-            own. Or answers by name, as {shell pattern: answer}: the first that matches counts, for frozen parameters
-            too (a router's bias); "refuse" where none does. Counters of whole numbers are each learner's own.
-        static: "exchange": frozen parameters and buffers are part of the run's model, and a learner that joins takes
-            them from it. "digest": every learner has loaded the same ones (LoRA on a pretrained base); they are
+        buffers: the role of floating-point buffers that training changes, such as BatchNorm's running statistics.
+            "refuse": such a buffer is an error, when the learner attaches or at its first boundary. "average": all
+            persistent ones are part of the fragments, and become the mean of the learners' values. "local": each
+            learner keeps its own. Or answers by name, as {shell pattern: answer}: the first match counts, also for
+            frozen parameters (a router's bias); "refuse" without a match. Integer counters are each learner's own.
+        static: "exchange": frozen parameters and buffers are part of the run's model, and a learner that joins loads
+            the run's. "digest": every learner loads the same ones itself (LoRA on a pretrained base); they are
             compared by digest when it joins, and are neither sent nor exported. All learners must give the same
             `buffers` and `static`.
-        gather: which piece of each parameter this rank holds, where it is neither whole nor a DTensor (`Gather`), as in
-            FSDP1.
-        resume: what `state_dict` returned in an earlier process; as `load_state_dict`. The optimizer's state may be
+        gather: describes the piece of each parameter in this rank, where it is neither whole nor a DTensor (`Gather`),
+            as in FSDP1.
+        resume: the value of `state_dict` in an earlier process; as `load_state_dict`. The optimizer's state may be
             loaded before or after.
-        rewarm_steps: inner steps in which the learning rate grows to the schedule's, in a learner that joins a run
+        rewarm_steps: inner steps over which the learning rate grows to the schedule's, in a learner that joins a run
             under way without a checkpoint; 0: no re-warm-up. None: 5, or a warning where the optimizer cannot be
             re-warmed. A learner that resumes, or joins before the first version, does not re-warm.
 
     Attributes:
         model, optimizer: as given.
-        resumed: whether the learner continues exactly from the state that it was given; None: it was given none.
+        resumed: whether the learner continues exactly from the state to resume; None: without such a state.
 
     Raises:
         ConfigError: a combination that cannot work: FSDP parameters, private master weights, averaging parameters under
             a stateful optimizer, a method that differs from the run's, an exchange that belongs to another learner,
-            several ranks of which nothing says whether they are one learner; an optimizer that cannot be re-warmed, or
+            several ranks of which it is unknown whether they are one learner; an optimizer that cannot be re-warmed, or
             `rewarm_steps` over an exchange that no learner joins late.
         LayoutError: the run holds another model, or training changes a buffer that is not exchanged.
         CheckpointError: `resume` belongs to another model or method.
@@ -141,7 +141,7 @@ class Learner:
         self._exchange = exchange if island is None else island
         with ExitStack() as undo:
             if island is not None:
-                undo.callback(island.disconnect)  # the other ranks wait for this one
+                undo.callback(island.disconnect)  # otherwise the other ranks wait for this one
             self.method = self._exchange.method(method)
 
             def describe() -> ModelDescription:
@@ -169,10 +169,11 @@ class Learner:
             exchange.take()
             opened = self._exchange.open(self.layout, self.method, lambda: self._own_model(island), overlap=overlap)
             self._core = LearnerCore(Rules.of(own, len(self.layout.fragments)), opened.versions, step=opened.step)
-            masters = MasterWeightDetector(self._optimizers, self.layout, self._tensors.parameters)
+            master_weights = MasterWeightDetector(self._optimizers, self.layout, self._tensors.parameters)
             self._driver = LearnerDriver(
-                self.method, self.layout, self._exchange, self._core, self._tensors, masters, trained, rewarm, opened
-            )
+                self.method, self.layout, self._exchange, self._core, self._tensors, master_weights, trained, rewarm,
+                opened,
+            )  # fmt: skip
             if any(opened.versions) and resume is None:
                 rewarm.join()
             undo.pop_all()
@@ -180,7 +181,7 @@ class Learner:
         self._closed = False
         self._hooks: list[RemovableHandle] = []
         self._steps_by_itself = self._holds_global_model = False
-        self._modes: list[bool | None] = []
+        self._modes = ModeCheck(self._optimizers)
         if self._exchanges_gradients:
             self._hooks.append(self._optimizers[-1].register_step_pre_hook(self._before_step))
         self.resumed: bool | None = None
@@ -202,12 +203,12 @@ class Learner:
         """Call after each step of the optimizer: send, receive and adopt what is due.
 
         Blocks only while the method waits for an update. With gradient accumulation an inner step is a step of the
-        optimizer, whatever the number of micro-batches; one that a gradient scaler skips is none.
+        optimizer, for any number of micro-batches; a step that a gradient scaler skips does not count.
 
         Arguments:
-            tokens: tokens of that inner step on this rank, a whole number: an int, or a tensor of one (one on a GPU is
-                waited for). None: 1, where tokens are not counted. Weights by tokens are
-                then by steps of ranks, and `run_tokens` counts these; all learners of a run must count the same unit.
+            tokens: number of tokens of that inner step on this rank: an int, or a tensor of one integer (on a GPU, this
+                waits for its value). None: 1, if tokens are not counted; weights by tokens are then by steps of ranks,
+                and `run_tokens` counts these steps. All learners of a run must count the same unit.
 
         Raises:
             ConfigError: the learner is closed or has finished, or steps by itself (`step_after_optimizer`); `tokens` is
@@ -222,15 +223,15 @@ class Learner:
         self._step(1 if tokens is None else tokens)
 
     def log(self, *, training_loss: float | None = None, held_out_loss: float | None = None) -> None:
-        """Tell those who watch the run how training goes: the syncer's page, its metrics and its events show it.
+        """Report the progress of training to the syncer's page, metrics and events.
 
-        It changes nothing in the run, goes out with the next heartbeat, and is lost where there is no syncer. Call it
-        every few steps. In a learner of several ranks, the values of rank 0 count.
+        The values do not influence the run. They are sent with the next heartbeat, and have no effect without a syncer.
+        Call this every few steps. In a learner of several ranks, the values of rank 0 count.
 
         Arguments:
             training_loss: of the newest inner step, nats per token.
-            held_out_loss: of the global model as this learner holds it (`global_state_dict`), nats per token, on data
-                that is not trained on.
+            held_out_loss: of the global model at this learner's versions (`global_state_dict`), nats per token, on data
+                outside the training data.
 
         Raises:
             ConfigError: the learner is closed.
@@ -244,16 +245,16 @@ class Learner:
         driver.report()
 
     def step_after_optimizer(self, tokens: Callable[[], int] | None = None) -> None:
-        """From now on, call `step` after every step of the optimizer, by a hook: for loops that cannot be edited.
+        """From now on, call `step` in a hook after every step of the optimizer: for loops that cannot be edited.
 
-        Of several optimizers, the hook is on the last one: give the one last that is stepped last in each iteration.
-        What a gradient scaler skips is no step.
+        Of several optimizers, the hook is on the last of the list, which must be the last to step in each iteration. A
+        step that a gradient scaler skips does not count.
 
         Arguments:
-            tokens: gives the tokens of the inner step that was just taken, on this rank; None: 1, as for `step`.
+            tokens: returns the number of tokens of the last inner step on this rank; None: 1, as for `step`.
 
         Raises:
-            ConfigError: the learner is closed, or does so already; the optimizer is a wrapper that has no hooks.
+            ConfigError: the learner is closed, or has such a hook already; the optimizer is a wrapper without hooks.
         """
         self._require_open()
         if self._steps_by_itself:
@@ -262,7 +263,7 @@ class Learner:
         self._steps_by_itself = True
 
         def stepped(optimizer: torch.optim.Optimizer, *_: object) -> None:
-            # Of optimizers that skip a step themselves, where a gradient scaler has found an overflow.
+            # Set on optimizers that skip steps themselves, where a gradient scaler has found an overflow.
             found_inf = getattr(optimizer, "found_inf", None)
             if found_inf is None or not bool(found_inf):
                 self._step(1 if tokens is None else tokens())
@@ -272,7 +273,7 @@ class Learner:
     def _step(self, tokens: int) -> None:
         self._require_training()
         tokens = _number_of(tokens)
-        self._require_one_mode()
+        self._modes.stepped()
         self._fully_sharded.reshard()
         timing = self._driver.timing
         if not self._exchanges_gradients:
@@ -292,7 +293,7 @@ class Learner:
         timing.step_ends()
 
     def _begins(self) -> None:
-        """The first step was taken: no checkpoint is loaded any more."""
+        """The first step was taken: from now on no checkpoint can be loaded."""
         self._start_model = None  # a copy of the model that the anchors replace
         if (notice := self._driver.rewarm.notice(self._core.step + 1)) and self._exchange.rank[0] == 0:
             log.warning("learner %s %s", self.name, notice)
@@ -321,8 +322,8 @@ class Learner:
 
     @property
     def lr_factor(self) -> float:
-        """Of the learning rate in the next step: below 1 in a re-warm-up (`rewarm_steps`). The learner applies it
-        itself, inside `optimizer.step()`."""
+        """The factor of the learning rate in the next step, below 1 during a re-warm-up (`rewarm_steps`). The learner
+        applies it inside `optimizer.step()`."""
         return self._driver.rewarm.factor
 
     @property
@@ -338,34 +339,35 @@ class Learner:
 
     @property
     def run_tokens(self) -> int:
-        """Tokens trained by the whole run as last reported; this learner's own if the exchange counts none."""
+        """Tokens trained by the whole run, as last reported; this learner's own where the exchange does not count them."""
         known = self._exchange.overview.run_tokens
         return self._core.tokens if known is None else known
 
     @property
     def drained(self) -> bool:
-        """Whether this learner should finish now: the run has no place for it any more (`protocol.steering`, or an
-        admin has drained it or ended the run), and a fragment has no work that was not sent.
+        """Whether this learner should finish now: the run no longer needs it (`protocol.steering`), or an admin has
+        drained it or ended the run; and all work on some fragment has been sent.
 
-        The training loop ends on it. A fragment that is sent at other steps loses what was trained since its last send.
-        A learner that was evicted, and cannot join again, loses what is not merged, and takes no more steps.
+        A training loop must end when this is true. Fragments that are sent at other steps lose the work since their
+        last send. A learner that was evicted, and cannot join again, loses all work that is not merged, and takes no
+        more steps.
         """
         has_sent = any(work.pending_steps == 0 for work in self._core.fragments)
         return self._driver.is_drained or (self._exchange.overview.drained and has_sent)
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Which rank of this learner this process is, and of how many."""
+        """(This process's rank in this learner, the number of its ranks)."""
         return self._exchange.rank
 
     def lease(self, data: DataSet, *, num_ahead: int) -> LeasedUnits:
-        """Train on units of data that the run's syncer leases (docs/data.md); `LeasedSampler` is made of it.
+        """Train on units of data that the run's syncer leases (docs/data.md); `LeasedSampler` uses it.
 
-        From now on, each `step` is on the units taken since the one before. Before the first step, and after the state
-        of a checkpoint is loaded or before.
+        From now on, each `step` accounts for the units taken since the step before. Call it before the first step, and
+        before or after loading a checkpoint.
 
         Arguments:
-            num_ahead: units to ask for at a time.
+            num_ahead: units to request at a time.
 
         Raises:
             ConfigError: the exchange has no syncer that leases, or the method exchanges gradients; the learner has
@@ -388,14 +390,14 @@ class Learner:
 
         Returns:
             Host tensors with the canonical keys, the shapes and the dtypes of `model.state_dict()`, so that they load
-            into the model without wrappers; where gradients are exchanged, the values of the model itself. Buffers that
-            are kept local have this learner's own values. With `static="digest"`, only what the run holds: for LoRA,
-            the adapters.
+            into the model without wrappers; where gradients are exchanged, the values of the model itself. Local
+            buffers have this learner's own values. With `static="digest"`, only the tensors that the run holds: for
+            LoRA, the adapters.
 
         All ranks of a learner call it together; with DTensors each gets its shards.
 
         Raises:
-            ConfigError: the learner has several ranks, between which values cross: it is closed, or others step.
+            ConfigError: a learner of several ranks is closed, or its other ranks call `step` meanwhile.
         """
         self._require_ranks()
         if self._exchanges_gradients or self._holds_global_model:
@@ -408,17 +410,16 @@ class Learner:
 
     @contextmanager
     def global_model(self) -> Iterator[None]:
-        """The global weights are in the model inside the block, to evaluate it; its own are back after, to the bit.
+        """A context in which the model has the global weights, to evaluate it. Afterwards it has its own, to the bit.
 
-        They are those of `global_state_dict`. The learner's own parameters are kept on the host meanwhile, in their own
-        dtypes: one copy of the model in host memory. So are its local buffers and counters, which an evaluation may
-        change (`update_bn`). The device needs one fragment in fp32, as at an adoption. Where
-        gradients are exchanged, the model is the global one, and nothing is copied. Inside, the learner can neither
-        step nor save its state, and a schedule-free optimizer is in eval mode. All ranks of a learner enter and leave
-        the block together.
+        The weights are those of `global_state_dict`. Meanwhile the host holds a copy of the learner's own parameters in
+        their own dtypes, and of its local buffers and counters, which an evaluation may change (`update_bn`). The
+        device needs memory for one fragment in fp32, as at an adoption. Where gradients are exchanged, the model is the
+        global one, and nothing is copied. Inside, the learner can neither step nor save its state, and a schedule-free
+        optimizer is in eval mode. All ranks of a learner enter and leave the context together.
 
         Raises:
-            ConfigError: the block is entered a second time inside; a learner of several ranks is closed.
+            ConfigError: the context is entered inside itself; a learner of several ranks is closed.
 
         Example:
             >>> with learner.global_model():
@@ -449,8 +450,8 @@ class Learner:
 
         `updates` counts versions received, and `merges` those that contain this learner's work. `blocked_s` is the time
         in which `step` waited for updates, and `blocked_histogram` counts calls of `step` by it. `num_bytes` is by kind
-        (`Exchange.num_bytes`); `resumed_bytes` did not cross the link again after a cut. `ledger` says for each
-        fragment what became of the tokens trained.
+        (`Exchange.num_bytes`); `resumed_bytes` were not sent again after a cut. `ledger` accounts, for each fragment,
+        for the tokens trained.
         """
         driver, timing = self._driver, self._driver.timing
         return {
@@ -475,8 +476,8 @@ class Learner:
         """This learner's part of a checkpoint: parameters, anchors, versions, counters, updates, error feedback.
 
         Blocks until the updates of scheduled rounds in flight have arrived, so that a resumed run continues with the
-        same bits. In asynchronous rounds, work in flight becomes pending again, or stays with the syncer over one.
-        Save the optimizer's state at the same boundary. The model's own `state_dict` is not needed.
+        same bits. In asynchronous rounds, work in flight becomes pending again, or belongs to the syncer, if there is
+        one. Save the optimizer's state at the same boundary. The model's own `state_dict` is not needed.
 
         Returns:
             Nested dicts of host tensors and plain values.
@@ -496,9 +497,9 @@ class Learner:
         Call it before the first step. The caller loads the optimizer's state, before or after.
 
         Returns:
-            True where the learner continues exactly as it was. False where the run has gone on without it: the learner
+            True: the learner continues exactly from the state. False: the run has continued without this learner, which
             keeps its step count and adopts the run's newest model, like any learner that rejoins. A run in one process
-            returns to a checkpoint only until a learner has trained in it.
+            returns to a checkpoint only before a learner has trained in it.
 
         Raises:
             CheckpointError: the state belongs to another model or method.
@@ -521,7 +522,7 @@ class Learner:
 
         Raises:
             ConfigError: the learner is closed, or the global weights are in its model; the exchange has state of its
-                own, such as a process group's.
+                own, as a process group has.
 
         Example:
             >>> dcp.save({"learner": learner.distributed_state_dict(), "optimizer": …}, checkpoint_id=directory)
@@ -537,15 +538,15 @@ class Learner:
     def load_distributed_state_dict(
         self, storage: str | Path | StorageReader, prefix: str = "learner", *, process_group: ProcessGroup | None = None
     ) -> bool:
-        """As `load_state_dict`, from what `torch.distributed.checkpoint.save` has written. Every rank calls it.
+        """As `load_state_dict`, from a checkpoint of `torch.distributed.checkpoint.save`. Every rank calls it.
 
         Arguments:
-            storage: the directory, or what reads it.
+            storage: the directory, or a reader of it.
             prefix: the key under which `distributed_state_dict` was saved.
             process_group: of the ranks of this learner; None: all.
 
         Raises:
-            CheckpointError: there is no learner's state, or it belongs to another model or method.
+            CheckpointError: the checkpoint has no learner's state, or that of another model or method.
             ConfigError: this learner has already taken a step, or is closed.
         """
         self._require_open()
@@ -558,19 +559,19 @@ class Learner:
     def finish(self) -> None:
         """Declare that this learner takes no more steps, so that no round waits for it. Idempotent.
 
-        It stays a member of the run until `close`, with time to evaluate, export or save. Contributions in flight are
-        still merged. A process group has fixed members: there the others wait for it all the same.
+        The learner remains a member of the run until `close`, and can evaluate, export or save meanwhile. Contributions
+        in flight are still merged. A process group has fixed members, which wait for it nevertheless.
         """
         self._require_open()
         self._driver.has_finished = True
         self._driver.report()
 
     def interrupt(self, after_s: float = 0.5) -> None:
-        """Wait for nothing any more, after this time: for SIGTERM. May be called from a signal handler or any thread.
+        """End all waits after this time: for SIGTERM. May be called from a signal handler or any thread.
 
-        A call of `step` that is blocked raises StoppedError then; `state_dict` waits no longer for updates in flight,
-        whose work is pending again in it; `close` says goodbye in a moment. Training may go on until it would block.
-        Over a syncer; other exchanges wait in torch, which cannot be interrupted.
+        A blocked call of `step` then raises StoppedError; `state_dict` does not wait for updates in flight, whose work
+        becomes pending again; `close` says goodbye in a moment. Training may continue until it would block. Only over a
+        syncer: other exchanges wait in torch, which cannot be interrupted.
         """
         self._exchange.interrupt(after_s)
 
@@ -605,17 +606,6 @@ class Learner:
                 "more; use the global model before close()."
             )
 
-    def _require_one_mode(self) -> None:
-        """A schedule-free optimizer swaps one model for another in the parameters; only one of them is exchanged."""
-        modes = [is_in_train_mode(each) for each in self._optimizers]
-        self._modes = self._modes or modes
-        if modes != self._modes:
-            now, before = ("train", "eval") if True in modes else ("eval", "train")
-            raise ConfigError(
-                f"the schedule-free optimizer is in {now} mode, and was in {before} mode at earlier calls of "
-                "learner.step, so that another one of its two models would be exchanged; call step in one mode."
-            )
-
     def _require_own_parameters(self) -> None:
         if self._holds_global_model:
             raise ConfigError(
@@ -625,7 +615,7 @@ class Learner:
 
 
 def _number_of(tokens: int | Tensor) -> int:
-    """The number of tokens of a step, from an int or what stands for one, as a tensor of one whole number."""
+    """The number of tokens of a step, from an int or an object that converts to one, such as a tensor of one integer."""
     try:
         number = index(tokens)
     except TypeError as error:

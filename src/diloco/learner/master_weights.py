@@ -1,15 +1,15 @@
-"""Master weights that an optimizer keeps for itself: adopting a global value would not reach them, in silence.
+"""Detection of private master weights of an optimizer, which an adoption would silently fail to reach.
 
-Two looks, both only until they have an answer:
+Two tests of each parameter, until one has a result:
 
-    at a send          an fp32 tensor of the optimizer, under whatever key, of the shape of a bf16 or fp16 parameter
-                       that rounds to the parameter's present values is its master copy
-    after an adoption  one step later the parameter is back where it was before the adoption: what was written is lost
+    at a send          an fp32 tensor of the optimizer, under any key, with the shape of a bf16 or fp16 parameter, that
+                       rounds to the parameter's present values is its master copy
+    after an adoption  the parameter returns within one step to its value from before the adoption
 
-The second finds copies that the first cannot reach. With b before the adoption, a adopted, c one step and e two steps
-later, over elements at even distances in a parameter, it concludes only where the adoption moved the parameter at least
-8 times as far as an inner step does, ‖a − b‖ ≥ 8·‖e − c‖: then ‖c − b‖ ≤ ‖a − b‖/4 says that the write is lost, and
-‖c − a‖ ≤ ‖a − b‖/4 that it holds. A high learning rate, or an adoption that hardly moves anything, says neither.
+The second test finds copies that are not reachable from the optimizer. Let b be the value of sampled elements before
+the adoption, a the value adopted, and c and e those one and two steps later. If the adoption moved the parameter at
+least 8 times as far as an inner step, ‖a − b‖ ≥ 8·‖e − c‖, then ‖c − b‖ ≤ ‖a − b‖/4 means that the adopted value was
+lost, and ‖c − a‖ ≤ ‖a − b‖/4 that it was kept. Otherwise (a high learning rate, a short adoption) there is no result.
 """
 
 from __future__ import annotations
@@ -24,24 +24,25 @@ from torch import Tensor
 from diloco.core.fragments import Fragment, Layout
 from diloco.errors import ConfigError
 from diloco.learner.frozen_base import local_of
+from diloco.learner.optimizers import require_model_parameters
 
 MIN_STEPS = 8
-"""How many inner steps long an adoption must be to say something."""
+"""The least length of an adoption with a result, in lengths of an inner step."""
 
 NEAR = 4
-"""What is within this part of the adoption's length of a place has returned to it."""
+"""A value has returned to another one if their distance is at most the adoption's length divided by this."""
 
 SAMPLED_TENSORS, MIN_ELEMENTS, SAMPLED_ELEMENTS = 16, 64, 256
-"""The largest tensors of a fragment with at least so many elements, and how many elements of each."""
+"""Sampled are the 16 largest tensors of a fragment, if they have at least 64 elements, and 256 elements of each."""
 
 MAX_ADOPTIONS = 32
-"""After so many adoptions of a fragment without an answer, it is not looked at any more."""
+"""Adoptions of a fragment after which tests without a result end."""
 
 HALF = (torch.bfloat16, torch.float16)
 
 
 class MasterWeightDetector:
-    """Looks for master weights of one learner's optimizers.
+    """Detects private master weights of one learner's optimizers.
 
     Arguments:
         optimizers: that train the model.
@@ -53,34 +54,25 @@ class MasterWeightDetector:
         self, optimizers: Sequence[torch.optim.Optimizer], layout: Layout, parameters: Mapping[str, Tensor]
     ) -> None:
         self._optimizers, self._parameters = optimizers, parameters
-        self._known = {id(each): each for optimizer in optimizers for each in _trained_by(optimizer)}
-        self._first: dict[str, Tensor] = {}  # of half precision, without an answer yet: samples after the first step
+        self._at_attaching = [each for o in optimizers for group in o.param_groups for each in group["params"]]
+        # Samples after the first step of half-precision parameters, as long as their test has no result.
+        self._first: dict[str, Tensor] = {}
         self._has_stepped = False
-        self._writes = [_Writes(fragment, parameters) for fragment in layout.fragments]
+        self._samples = [_AdoptionSamples(fragment, parameters) for fragment in layout.fragments]
 
     def check_groups(self) -> None:
-        """Look whether an optimizer was given tensors since the learner attached that are not the model's.
-
-        Raises:
-            ConfigError: it was.
-        """
-        known = self._known.keys() | {id(each) for each in self._parameters.values()}
-        for optimizer in self._optimizers:
-            if strangers := [each for each in _trained_by(optimizer) if id(each) not in known]:
-                raise ConfigError(
-                    f"{type(optimizer).__name__} was given {len(strangers)} tensor(s) after the learner was attached "
-                    "that are no parameters of its model, such as a new module's or private master weights, so their "
-                    "training is not exchanged; make all of the model and its optimizers before attaching."
-                )
+        """Raise ConfigError if an optimizer was given other tensors than the model's after the learner attached."""
+        known = {id(each) for each in (*self._at_attaching, *self._parameters.values())}
+        require_model_parameters(self._optimizers, known)
 
     @torch.no_grad()
-    def look(self, fragment: Fragment) -> None:
-        """Look for master copies of a fragment's parameters that have moved since the first step.
+    def check_copies(self, fragment: Fragment) -> None:
+        """The test at a send, of a fragment's parameters that have moved since the first step.
 
-        One that has not moved, or whose elements are all the same, may equal another tensor by chance.
+        A parameter that has not moved, or whose elements are all equal, may equal another tensor by chance.
 
         Raises:
-            ConfigError: there is a master copy.
+            ConfigError: an optimizer keeps a master copy.
         """
         names = [name for name in fragment.names if name in self._first]
         kept = list(self._kept()) if names else []
@@ -98,17 +90,17 @@ class MasterWeightDetector:
                     )
 
     def stepped(self) -> None:
-        """Called after an inner step, before anything is written: what has become of the last adoption?
+        """The test after an adoption. Call it after each inner step, before any parameter is written.
 
         Raises:
-            ConfigError: a parameter is back where it was before.
+            ConfigError: a parameter has lost the adopted value.
         """
         if not self._has_stepped:
             self._has_stepped = True
             half = {name: local_of(each) for name, each in self._parameters.items() if each.dtype in HALF}
             self._first = {name: _sample(each) for name, each in half.items() if each.numel()}
-        for writes in self._writes:
-            if (name := writes.stepped()) is not None:
+        for samples in self._samples:
+            if (name := samples.stepped()) is not None:
                 kinds = ", ".join(type(each).__name__ for each in self._optimizers)
                 raise ConfigError(
                     f"one step of {kinds} after a global value was adopted, {name!r} is back where it was before, so "
@@ -117,30 +109,26 @@ class MasterWeightDetector:
                 )
 
     def begin(self) -> None:
-        """The learner joins, maybe again: its parameters are overwritten, which is no adoption to look at."""
-        for writes in self._writes:
-            writes.around = []
+        """Forget samples: the learner joins, or rejoins, and its parameters are overwritten."""
+        for samples in self._samples:
+            samples.around = []
 
     @contextmanager
     def writing(self, fragment: int) -> Iterator[None]:
-        """Inside, a fragment's parameters are adopted."""
-        writes = self._writes[fragment]
-        before = writes.sample()
+        """The context in which a fragment's parameters are adopted."""
+        samples = self._samples[fragment]
+        before = samples.sample()
         yield
-        writes.written(before)
+        samples.written(before)
 
     def _kept(self) -> Iterator[tuple[torch.optim.Optimizer, str, Tensor]]:
-        """The fp32 tensors that the optimizers keep, with their keys."""
+        """The fp32 tensors in the optimizers' state and attributes, with their keys."""
         own = {id(each) for each in self._parameters.values()}
         for optimizer in self._optimizers:
             seen: set[int] = set()
             for key, tensor in _tensors_of(vars(optimizer), "", seen):
                 if tensor.dtype == torch.float32 and id(tensor) not in own:
                     yield optimizer, key, local_of(tensor)
-
-
-def _trained_by(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    return (each for group in optimizer.param_groups for each in group["params"])
 
 
 def _tensors_of(value: object, key: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
@@ -161,7 +149,7 @@ def _tensors_of(value: object, key: str, seen: set[int]) -> Iterator[tuple[str, 
 
 
 def _rounds_to(tensor: Tensor, parameter: Tensor) -> bool:
-    """Whether an fp32 tensor rounds to a parameter's values, by a few elements first."""
+    """Whether an fp32 tensor rounds to a parameter's values; a few elements are compared first."""
     mine, theirs = tensor.reshape(-1), parameter.reshape(-1)
     if mine.device != theirs.device:
         mine = mine.to(theirs.device)
@@ -170,8 +158,13 @@ def _rounds_to(tensor: Tensor, parameter: Tensor) -> bool:
 
 
 @dataclass
-class _Writes:
-    """Samples of a fragment's parameters around its last adoption: what was there, what was adopted, one step later."""
+class _AdoptionSamples:
+    """Samples of a fragment's parameters around its last adoption.
+
+    Attributes:
+        num_adoptions: sampled so far.
+        around: samples before the adoption (b), after it (a), and one step later (c); empty: no adoption is under test.
+    """
 
     fragment: Fragment
     parameters: Mapping[str, Tensor]
@@ -183,7 +176,7 @@ class _Writes:
         names = [name for name in trained if name in self.parameters]
         sizes = {name: local_of(self.parameters[name]).numel() for name in names}
         large = sorted((name for name in names if sizes[name] >= MIN_ELEMENTS), key=lambda name: -sizes[name])
-        self.names = large[:SAMPLED_TENSORS]  # without an answer yet
+        self.names = large[:SAMPLED_TENSORS]  # without a result
 
     def sample(self) -> Tensor:
         """fp32 [tensors, elements] on the host."""
@@ -191,14 +184,14 @@ class _Writes:
         return torch.stack(rows).cpu() if rows else torch.empty(0, SAMPLED_ELEMENTS)
 
     def written(self, before: Tensor) -> None:
-        """The fragment was adopted."""
+        """Begin the test of an adoption. `before`: a sample from before it."""
         self.num_adoptions += 1
         if self.num_adoptions > MAX_ADOPTIONS:
             self.names = []
         self.around = [before, self.sample()] if self.names else []
 
     def stepped(self) -> str | None:
-        """After an inner step: the name of a parameter that has lost what was written to it, if there is one."""
+        """Continue the test after an inner step. Returns the name of a parameter that has lost the adopted value."""
         if not self.around:
             return None
         self.around.append(self.sample())
@@ -216,6 +209,6 @@ class _Writes:
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """SAMPLED_ELEMENTS elements at even distances, fp32; of a smaller tensor some of them twice."""
+    """SAMPLED_ELEMENTS elements at even distances, fp32; of a smaller tensor some elements repeatedly."""
     places = torch.linspace(0, tensor.numel() - 1, SAMPLED_ELEMENTS, dtype=torch.float64).long().to(tensor.device)
     return tensor[torch.unravel_index(places, tensor.shape)].float()

@@ -1,14 +1,12 @@
-"""The models that a learner trains as one module, and whether they still hold the parameters that it exchanges."""
+"""A learner's models as one module, and checks that the module keeps the parameters that were attached."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Any
 
-import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from diloco.core.fragments import describe
 from diloco.core.names import Parts, buffer_holders, named_buffers, named_parameters
@@ -16,7 +14,7 @@ from diloco.errors import ConfigError, LayoutError
 
 
 def joined(model: nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module]) -> nn.Module:
-    """One module that holds all models. The names of a model's tensors begin with its own name, where it has one.
+    """One module that contains all models. A model given by name contributes tensors with that name as prefix.
 
     Raises:
         ConfigError: there is no model, it is no module, a name cannot be that of a submodule, or two parts hold a
@@ -56,57 +54,26 @@ def _whole(parts: Sequence[nn.Module]) -> Parts:
     return Parts(parts)
 
 
-def listed(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> tuple[torch.optim.Optimizer, ...]:
-    """All optimizers.
-
-    Raises:
-        ConfigError: there is none, or one is no optimizer.
-    """
-    optimizers = tuple(optimizer) if isinstance(optimizer, Sequence) else (optimizer,)
-    if not optimizers:
-        raise ConfigError("Learner(optimizer=[]) has no optimizer; pass those that train the model.")
-    for each in optimizers:
-        if not hasattr(each, "param_groups"):
-            raise ConfigError(
-                f"Learner(optimizer=…) has a {type(each).__name__}, which is no optimizer; pass those that train the "
-                "model."
-            )
-    return optimizers
-
-
-def require_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ConfigError unless the optimizer calls hooks at its steps, as those of torch do."""
-    if not hasattr(optimizer, "_optimizer_step_post_hooks"):
-        raise ConfigError(
-            f"{type(optimizer).__name__} calls no hooks at its steps, as a wrapper around an optimizer may not; give "
-            "Learner the optimizer inside it, or call learner.step() after each step, with outer gradients exchanged."
-        )
-
-
 class FullyShardedModules:
     """The modules of a model that `fully_shard` (FSDP2) was applied to.
 
-    Between the passes their parameters are sharded, but for those of the root module after a forward pass that no
-    backward pass has followed, as in an evaluation. These are whole: other tensors in the place of the shards, which
-    the next forward pass takes as they are, whatever was written to the shards meanwhile.
+    Between the passes their parameters are sharded, except in the root module after a forward pass without a backward
+    pass, as in an evaluation. Whole tensors are then in the place of the shards, and the next forward pass uses them,
+    whatever was written to the shards meanwhile.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        fsdp = sys.modules.get("torch.distributed.fsdp")
-        kind: type | None = getattr(fsdp, "FSDPModule", None)  # Any: torch's own class is no nn.Module
-        self._modules: list[Any] = [] if kind is None else [each for each in model.modules() if isinstance(each, kind)]
+        self._modules = [each for each in model.modules() if isinstance(each, FSDPModule)]
 
     def reshard(self) -> None:
-        """Put the shards into their places; the next forward pass gathers them anew."""
+        """Replace whole parameters by their shards, which the next forward pass gathers again."""
         for module in self._modules:
             module.reshard()
 
 
 class Registered:
-    """The parameters of a model as they were when the learner was attached: only these are exchanged.
-
-    Also which modules hold its persistent buffers. Training may replace a buffer, but not the module around it.
-    """
+    """The parameters of a model when the learner was attached, which are the ones exchanged, and the modules of its
+    persistent buffers. Training may replace a buffer, but not the module that holds it."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -136,7 +103,7 @@ class Registered:
         self._check_buffers()
 
     def _check_buffers(self) -> None:
-        """A buffer without floating-point values may be added: it would be the learner's own (`learner.frozen`)."""
+        """Compare buffers by their modules. A buffer without floating-point values may be added (`learner.frozen`)."""
         now = buffer_holders(self._model)
         for name, module in self._holders.items():
             if now.get(name) is not module:

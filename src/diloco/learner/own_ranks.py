@@ -1,4 +1,5 @@
-"""Which ranks of torch.distributed are one learner: as the caller says, or as the model's wrappers and tensors say."""
+"""The ranks of torch.distributed that form one learner: given by the caller, or read from the model's wrappers and
+tensors."""
 
 from __future__ import annotations
 
@@ -25,11 +26,11 @@ def island_of(
     """The process group or mesh whose ranks are this learner; None: this process alone.
 
     Arguments:
-        ranks: as the caller says; None: read from the model.
+        ranks: given by the caller; None: read from the model.
 
     Raises:
-        ConfigError: the model is of other ranks than `ranks` says, or nothing says what the ranks are and the exchange
-            would take each for a learner.
+        ConfigError: other ranks train the model than those of `ranks`, or neither `ranks` nor the model tells the
+            ranks, and the exchange would treat each rank as a learner.
     """
     if ranks == "self":
         _require_alone(model)
@@ -40,14 +41,15 @@ def island_of(
         return ranks
     if ranks is not None:
         raise ConfigError(
-            f"this process is not one of the ranks that ranks={ranks!r} says; pass a process group or mesh that it is "
-            'in, "self", or None.'
+            f"this process is not one of the ranks of ranks={ranks!r}; pass a process group or mesh that contains it, "
+            '"self", or None.'
         )
     if exchange.dials_out and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise ConfigError(
-            f"torch.distributed has {dist.get_world_size()} ranks here, and nothing says which of them are this "
-            "learner. If they train one model together, pass ranks=torch.distributed.group.WORLD to Learner, or their "
-            'group or mesh; if each rank is a learner of its own, pass ranks="self" and give each a name of its own.'
+            f"torch.distributed has {dist.get_world_size()} ranks here, and neither ranks= nor the model tells which "
+            "of them are this learner. If they train one model together, pass ranks=torch.distributed.group.WORLD to "
+            'Learner, or their group or mesh; if each rank is a learner of its own, pass ranks="self" and give each a '
+            "name of its own."
         )
     return None
 
@@ -56,15 +58,15 @@ def _require_alone(model: nn.Module) -> None:
     for group in _found_in(model):
         if len(members := ranks_in(group)) > 1:
             raise ConfigError(
-                f'ranks="self" says that this process alone is the learner, but ranks {members} train its model '
+                f'ranks="self" makes this process alone the learner, but ranks {members} train its model '
                 "together; leave ranks= out, or give every learner a model of its own."
             )
 
 
 def _found_in(model: nn.Module) -> Iterator[dist.ProcessGroup | DeviceMesh]:
-    """What the model's wrappers and tensors say: of each DDP module, `replicate()` and DTensor.
+    """The ranks by each of the model's DDP modules, `replicate()` modules and DTensors.
 
-    The mesh of a DTensor may be a part of the job's, which has other parts of the model elsewhere, so it says: all.
+    The mesh of a DTensor may be a part of the job's, whose other ranks hold other parts of the model: it yields all.
     """
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
@@ -77,7 +79,7 @@ def _found_in(model: nn.Module) -> Iterator[dist.ProcessGroup | DeviceMesh]:
 
 
 def _replicated_over(module: nn.Module) -> dist.ProcessGroup | DeviceMesh | None:
-    """What `torch.distributed._composable.replicate` was called with for this module; None: it was not."""
+    """The ranks over which `torch.distributed._composable.replicate` replicates this module; None: it does not."""
     imported = sys.modules.get("torch.distributed._composable.replicate")
     if imported is None or not isinstance(module, imported.DDP):
         return None
@@ -97,7 +99,7 @@ def _world() -> dist.ProcessGroup:
 
 
 def _largest(found: list[dist.ProcessGroup | DeviceMesh]) -> dist.ProcessGroup | DeviceMesh | None:
-    """The group that all others are part of."""
+    """The group that contains all others; None without groups."""
     found = list({id(each): each for each in found}.values())
     if not found:
         return None

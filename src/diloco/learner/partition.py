@@ -1,9 +1,10 @@
-"""How the tensors of a model, as this process holds them, become the part of each fragment that it exchanges, and back.
+"""Conversion between the tensors of a model, as this process holds them, and the part of each fragment that it
+exchanges.
 
 A process alone exchanges whole fragments (`Undivided`). The ranks of an island divide each fragment among them
-(`core.shards`): rank r owns a run of its elements, whatever of the model it holds itself. Before a send every rank
-gives the owners the elements that they lack, and after an adoption the owners give every rank the elements of its
-pieces (`Divided`). So no rank ever holds a whole fragment, and replicas cost nothing twice.
+(`core.shards`): rank r owns a run of its elements, independent of the pieces of the model that it holds. Before a send
+every rank sends the owners the elements that they lack, and after an adoption the owners send every rank the elements
+of its pieces (`Divided`). So no rank ever holds a whole fragment, and only one of equal replicas is exchanged.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ AllToAll = Callable[[Tensor, Sequence[int], Sequence[int], str], Tensor]
 
 
 class Partition(ABC):
-    """What this process exchanges of every fragment."""
+    """The part of every fragment that this process exchanges."""
 
     @abstractmethod
     def elements(self, fragment: int) -> slice:
-        """Of the fragment's flat vector."""
+        """The part's elements in the fragment's flat vector."""
 
     @abstractmethod
     def gather(
@@ -44,7 +45,7 @@ class Partition(ABC):
     ) -> Tensor:
         """The part of a fragment, flat fp32, from tensors as the model holds them; on their device, or in `out`.
 
-        `of_first`: of replicas, those of the first rank, for replicas that need not be the same.
+        `of_first`: take replicas from the first rank that holds them, because they may differ.
         """
 
     @abstractmethod
@@ -54,7 +55,7 @@ class Partition(ABC):
 
     @abstractmethod
     def local(self, name: str, tensor: Tensor) -> Tensor:
-        """The memory of what this process holds of a tensor."""
+        """The memory of a tensor's piece in this process."""
 
     @abstractmethod
     def places(self, fragment: int) -> tuple[Placement, ...]:
@@ -91,25 +92,25 @@ class _Block:
 
     name: str
     box: Box
-    start: int  # of the tensor in the owner's part; negative where the tensor begins before it
+    start: int  # of the tensor in the owner's part; negative if the tensor begins before the part
 
     def in_part(self, part: Tensor) -> Tensor:
-        """As a strided view of the owner's part."""
+        """These elements as a strided view of the owner's part."""
         return part.as_strided(self.box.sizes, self.box.strides, part.storage_offset() + self.start + self.box.first)
 
     def num_bytes(self, dtypes: Mapping[str, torch.dtype]) -> int:
-        """Of its values."""
+        """The size of its values."""
         return self.box.numel * dtypes[self.name].itemsize
 
 
 @dataclass
 class _Route:
-    """The blocks of one fragment that this rank shares with each rank, itself too, in the same order on both.
+    """The blocks of one fragment that this rank shares with each rank, itself included, in the same order on both.
 
     Attributes:
-        held: those here, by the rank that owns them.
-        owned: those owned here, by the rank that holds them.
-        crosses: whether any two ranks share a block.
+        held: blocks that this rank holds, by the rank that owns them.
+        owned: blocks that this rank owns, by the rank that holds them.
+        crosses: whether any block is held by one rank and owned by another.
     """
 
     held: list[list[_Block]]
@@ -118,13 +119,13 @@ class _Route:
 
 
 class Divided(Partition):
-    """The ranks of an island. All call every method that takes tensors, in the same order.
+    """The partition over the ranks of an island. All ranks call every method that takes tensors, in the same order.
 
     Arguments:
-        boxes: of every rank, by name, what it holds. A box that several ranks hold is a replica.
-        gather: what this rank holds.
-        all_to_all: moves bytes between the ranks.
-        wire: the device that it takes them from and brings them to.
+        boxes: of every rank, the box that it holds of each tensor, by name. A box that several ranks hold is a replica.
+        gather: returns the piece of a tensor that this rank holds.
+        all_to_all: exchanges bytes between the ranks.
+        wire: the device of the bytes that it exchanges.
 
     Raises:
         LayoutError: the pieces of a tensor do not make up all of it.
@@ -209,7 +210,7 @@ class Divided(Partition):
         self, route: _Route, sent: list[list[tuple[_Block, Tensor]]], expected: list[list[_Block]],
         dtypes: Mapping[str, torch.dtype], what: str,
     ) -> Iterator[tuple[_Block, Tensor]]:  # fmt: skip
-        """Send these blocks to each rank; yields those expected from each, with their values."""
+        """Send blocks to each rank; yields the blocks expected from each, with their values."""
         yield from sent[self._rank]
         if not route.crosses:
             return
@@ -232,7 +233,11 @@ class Divided(Partition):
             yield block, raw.view(dtypes[block.name]).view(block.box.sizes)
 
     def _route(self, fragment: Fragment, replicas: Literal["all", "near", "first"]) -> _Route:
-        """`replicas`: which ones of a box take part: "near": the owner's own, or else the one that its rank chooses."""
+        """The route of a fragment.
+
+        `replicas`: the holders of a box that take part: "all"; "first"; or "near": the owner if it holds the box, else
+        a holder chosen by the owner's rank.
+        """
         num_ranks, rank = len(self._boxes), self._rank
         shards = self._shards[fragment.index]
         route = _Route([[] for _ in range(num_ranks)], [[] for _ in range(num_ranks)])
@@ -245,7 +250,7 @@ class Divided(Partition):
                 if box is not None and box.numel:
                     holders.setdefault(box, []).append(holder)
             for box, ranks in holders.items():
-                # Only of these owners is anything in the box: for all of them the work would grow with their square.
+                # The owners of elements in the box; a loop over all owners would take time in the square of the ranks.
                 low, high = place.offset + box.first, place.offset + box.last + 1
                 for owner in range(bisect_right(stops, low), bisect_left(starts, high)):
                     if starts[owner] == stops[owner]:
@@ -287,19 +292,19 @@ def _require_all(place: Placement, boxes: Sequence[Box | None]) -> None:
 def divided(layout: Layout, parameters: Mapping[str, Tensor], gather: Gather, group: Group) -> Divided:
     """The partition of a model whose parameters the ranks of `group` hold in pieces. Every rank calls it.
 
-    Where all of them have NCCL, the pieces cross between the devices over the ranks' own process group.
+    If all ranks have NCCL, the pieces are exchanged between the devices, over the ranks' own process group.
     """
     own = {name: gather(name, parameter) for name, parameter in parameters.items()}
     device = device_of({name: piece.local for name, piece in own.items()})
     on_device = device_group(group.parent, device)
-    told = group.gather_values(
+    of_ranks = group.gather_values(
         {
             "boxes": {name: [piece.box.shape, piece.box.offsets, piece.box.sizes] for name, piece in own.items()},
             "on device": on_device is not None,
         },
         "what each rank holds of the model",
     )
-    boxes = [{name: Box(*map(tuple, box)) for name, box in each["boxes"].items()} for each in told]
-    if on_device is not None and all(each["on device"] for each in told):
+    boxes = [{name: Box(*map(tuple, box)) for name, box in each["boxes"].items()} for each in of_ranks]
+    if on_device is not None and all(each["on device"] for each in of_ranks):
         return Divided(layout, group.rank, boxes, gather, on_device.all_to_all, device)
     return Divided(layout, group.rank, boxes, gather, group.all_to_all, torch.device("cpu"))

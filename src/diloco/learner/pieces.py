@@ -1,7 +1,7 @@
-"""What a rank holds of a tensor: all of it, or a box of one that is sharded over the ranks of its island.
+"""The piece of a tensor that a rank holds: the whole, or a box of a tensor that is sharded over the island's ranks.
 
-FSDP2, HSDP, tensor and expert parallelism hold parameters as DTensors, which say themselves which box is here
-(`read_dtensor`). What holds them in another way is described by a `Gather`.
+FSDP2, HSDP, tensor and expert parallelism hold parameters as DTensors, whose box is known (`read_dtensor`). A `Gather`
+describes any other way of holding them.
 """
 
 from __future__ import annotations
@@ -17,11 +17,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from diloco.errors import ConfigError
 
-# Boxes of a tensor, and which of their elements are in a run of its row-major order.
-#
-# Sharded tensors are held as boxes (a rank's rows, columns, or experts), flat vectors as runs. To move elements between
-# the two, a box is cut into sub-boxes whose elements are all in one run: inside the flat vector a sub-box is a strided
-# view, inside the box it is a slice, so no index is ever made.
+# Sharded tensors are held as boxes (a rank's rows, columns, or experts), flat vectors as runs of the row-major order.
+# To move elements between the two, a box is cut into sub-boxes whose elements are all in one run. A sub-box is a
+# strided view of the flat vector and a slice of the box, so no index tensor is needed.
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,7 @@ class Box:
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Box:
-        """All of a tensor."""
+        """The box of a whole tensor."""
         return cls(shape, (0,) * len(shape), shape)
 
     @property
@@ -44,17 +42,17 @@ class Box:
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Of the whole tensor in row-major order, in elements."""
+        """The strides of the whole tensor in row-major order, in elements."""
         return tuple(prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
 
     @property
     def first(self) -> int:
-        """The place of its first element in the whole tensor's row-major order."""
+        """The index of its first element in the whole tensor's row-major order."""
         return sum(offset * stride for offset, stride in zip(self.offsets, self.strides, strict=True))
 
     @property
     def last(self) -> int:
-        """The place of its last element there; of a box that is not empty."""
+        """The index of its last element in that order; the box must not be empty."""
         return self.first + sum((size - 1) * stride for size, stride in zip(self.sizes, self.strides, strict=True))
 
     def within(self, other: Box) -> tuple[slice, ...]:
@@ -75,7 +73,7 @@ def cut(box: Box, start: int, stop: int) -> Iterator[Box]:
 
 
 def _cut(box: Box, dim: int, fixed: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """Of the part of the tensor at the indices `fixed`; `start` and `stop` are relative to that part."""
+    """`cut` of the part of the tensor at the indices `fixed`; `start` and `stop` are relative to that part."""
     if start >= stop or box.numel == 0:
         return
     if dim == len(box.shape):
@@ -99,12 +97,12 @@ def _cut(box: Box, dim: int, fixed: tuple[int, ...], start: int, stop: int) -> I
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """What this rank holds of a tensor.
+    """The piece of a tensor that this rank holds.
 
     Attributes:
         shape: of the whole tensor.
-        box: what of it is here. Its shape may be another one with the same elements in the same row-major order, such
-            as (numel,) for a piece of a flattened tensor.
+        box: the elements of the piece. Its shape may be another one with the same elements in the same row-major order,
+            such as (numel,) for a piece of a flattened tensor.
         local: its memory, of the shape `box.sizes`. Writing it writes the model.
     """
 
@@ -114,10 +112,10 @@ class Piece:
 
 
 class Gather(Protocol):
-    """How the ranks of an island hold the tensors of its model."""
+    """A function that describes how the ranks of an island hold the tensors of its model."""
 
     def __call__(self, name: str, tensor: Tensor) -> Piece:
-        """The piece of a parameter, or of its gradient, that is here.
+        """The piece of a parameter, or of its gradient, in this rank.
 
         Arguments:
             name: of the parameter.
@@ -126,7 +124,7 @@ class Gather(Protocol):
 
 
 def read_dtensor(name: str, tensor: Tensor) -> Piece:
-    """The `Gather` of plain tensors, which are here whole, and of DTensors.
+    """The `Gather` of plain tensors, whose piece is the whole, and of DTensors.
 
     Raises:
         ConfigError: a DTensor with partial sums.

@@ -1,9 +1,8 @@
-"""A short re-warm-up: the learning rate is a growing part of the schedule's while an optimizer's state is young, as it
-is in a learner that joins a run under way without a checkpoint.
+"""A short re-warm-up of the learning rate, for a learner that joins a run under way without a checkpoint, and so with a
+new optimizer state.
 
-At the k-th of n inner steps every parameter group has k/n of the learning rate that it would have, by hooks around
-`optimizer.step`. Outside of that call the group has its own rate, so that schedules and logs see what they would see
-without it.
+At the k-th of n inner steps every parameter group has k/n of the schedule's learning rate, set by hooks around
+`optimizer.step`. Outside of that call the group has the schedule's rate, so schedules and logs are not affected.
 """
 
 from __future__ import annotations
@@ -20,23 +19,23 @@ from diloco.errors import CheckpointError, ConfigError
 from diloco.escaping import MAX_REASON, printable
 
 REWARM_STEPS = 5
-"""Default of a joiner. Measured (docs/studies.md, healing): 5 steps cost nothing, 60 steps 0.01 nats per byte."""
+"""Default of a joining learner. Measured (docs/studies.md, healing): 5 steps cost nothing, 60 steps 0.01 nats per byte."""
 
 
 class Rewarm:
     """The re-warm-up of one learner.
 
     Arguments:
-        optimizers: that train the model.
-        joining_steps: inner steps that it takes in a learner that joins a run under way; 0: there is none. None: the
-            default, or none where the optimizers cannot be re-warmed.
+        optimizers: of the model.
+        joining_steps: inner steps of the re-warm-up if the learner joins a run under way; 0: no re-warm-up. None: the
+            default, or no re-warm-up where the optimizers do not support it.
 
     Raises:
         ConfigError: `joining_steps` is no whole number, or the optimizers cannot be re-warmed.
 
     Attributes:
-        num_steps: inner steps that it takes; 0: there is none.
-        num_taken: those behind it.
+        num_steps: inner steps of the re-warm-up; 0: none.
+        num_taken: those that were taken.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], joining_steps: int | None) -> None:
@@ -46,23 +45,23 @@ class Rewarm:
             _require_rates(optimizers)
         self.num_steps = self.num_taken = 0
         self._optimizers, self._joining_steps = optimizers, joining_steps
-        self._obstacle = ""  # why there is none in a learner that has joined a run under way
+        self._obstacle = ""  # the reason why a learner that joined a run under way has no re-warm-up
         self._hooks: list[Any] = []
-        self._rates: dict[int, list[Any]] = {}  # by optimizer, of its groups during its step
-        self._depths = Counter[int]()  # of a subclass whose step calls its parent's, each of which calls the hooks
+        self._rates: dict[int, list[Any]] = {}  # the groups' own rates during a step, by optimizer
+        self._depths = Counter[int]()  # of nested hooks, where a subclass's step calls its parent's
 
     @property
     def factor(self) -> float:
-        """Of the learning rate in the next inner step."""
+        """The factor of the learning rate in the next inner step."""
         return 1.0 if self.num_taken >= self.num_steps else (self.num_taken + 1) / self.num_steps
 
     @property
     def num_left(self) -> int:
-        """Inner steps before the learning rate is the schedule's."""
+        """Inner steps until the learning rate is the schedule's."""
         return max(0, self.num_steps - self.num_taken)
 
     def notice(self, first: int) -> str:
-        """What a learner whose first inner step is this one says of its re-warm-up; "": nothing."""
+        """The log message on the re-warm-up of a learner whose first inner step is `first`; "": none."""
         if self._obstacle:
             return f"joins a run under way without a re-warm-up of its learning rate: {self._obstacle}"
         if not self.num_left:
@@ -70,7 +69,7 @@ class Rewarm:
         return f"re-warms its learning rate over {self.num_left} steps from step {first} on, as its optimizer is new"
 
     def join(self) -> None:
-        """The learner has joined a run under way, without a checkpoint."""
+        """Begin the re-warm-up of a learner that has joined a run under way without a checkpoint."""
         if self._joining_steps is not None:
             self.begin(self._joining_steps)
             return
@@ -80,7 +79,7 @@ class Rewarm:
             self._obstacle = str(error)
 
     def begin(self, num_steps: int, num_taken: int = 0) -> None:
-        """Begin, or go on after `num_taken` steps.
+        """Begin a re-warm-up, or continue it after `num_taken` steps.
 
         Raises:
             ConfigError: the optimizers cannot be re-warmed.
@@ -95,15 +94,15 @@ class Rewarm:
                 self._hooks.append(optimizer.register_step_post_hook(self._after))
 
     def stepped(self) -> None:
-        """An inner step was taken."""
-        self._depths.clear()  # a step that failed has not left
+        """Count an inner step."""
+        self._depths.clear()  # a step that raised has not called its hooks after the step
         if self._hooks:
             self.num_taken += 1
             if self.num_taken >= self.num_steps:
                 self._end()
 
     def state_dict(self) -> dict[str, int]:
-        """For a checkpoint: a learner that is stopped in the middle goes on with it."""
+        """The state for a checkpoint: a learner that is stopped during a re-warm-up continues it."""
         return {"num_steps": self.num_steps, "num_taken": self.num_taken}
 
     def _before(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -128,7 +127,7 @@ class Rewarm:
 
 
 def _require_rates(optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Raise ConfigError unless the learning rates of the optimizers can be changed at each step."""
+    """Raise ConfigError unless hooks can change the optimizers' learning rates at each step."""
     for optimizer in optimizers:
         if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
             what = "calls no hooks at its steps, as a wrapper around an optimizer may not"
@@ -142,10 +141,10 @@ def _require_rates(optimizers: Sequence[torch.optim.Optimizer]) -> None:
 
 
 def rewarm_of(state: Mapping[str, Any]) -> tuple[int, int]:
-    """What `Rewarm.begin` takes to continue from `Rewarm.state_dict`.
+    """The arguments of `Rewarm.begin` that continue from `Rewarm.state_dict`.
 
     Raises:
-        CheckpointError: it is none.
+        CheckpointError: the state is damaged.
     """
     num_steps, num_taken = state.get("num_steps"), state.get("num_taken")
     if type(num_steps) is not int or type(num_taken) is not int or min(num_steps, num_taken) < 0:

@@ -1,7 +1,7 @@
-"""What becomes of the tensors beside the trained parameters: `Learner(buffers=…, static=…)`, written into the layout.
+"""Roles of the tensors beside the trained parameters, by `Learner(buffers=…, static=…)`.
 
-All learners of a run must give the same answers: they are part of the layout, whose digests are compared when a learner
-joins, and a difference names the tensor.
+Roles are a part of the layout, whose digests are compared when a learner joins. So all learners of a run must give the
+same answers, and the error names a tensor whose roles differ.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ STATIC: tuple[Static, ...] = get_args(Static)
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """The tensors of a model, or of the part of one that a rank holds, by what becomes of them.
+    """The tensors of a model, or of the part of one that a rank holds, by their roles.
 
     Attributes:
-        exchanged: in the fragments: trained parameters, then averaged tensors.
-        static, base: the others. Here and among the averaged tensors, frozen parameters come before buffers; all else
-            is in model order.
-        buffers: the names of all buffers among them.
-        children: the order of the modules that they are in (`core.names.named_children`).
+        exchanged: tensors of the fragments: trained parameters, then averaged tensors.
+        static, base: all other tensors. In these, and among the averaged tensors, frozen parameters precede buffers;
+            otherwise tensors are in model order.
+        buffers: the names of all buffers among the tensors.
+        children: the order of the modules that contain them (`core.names.named_children`).
     """
 
     exchanged: tuple[TensorSpec, ...]
@@ -48,19 +48,19 @@ class ModelDescription:
     children: Mapping[str, Sequence[str]]
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values, for the other ranks."""
+        """Plain values, to send to the other ranks."""
         specs = {name: [asdict(each) for each in getattr(self, name)] for name in ("exchanged", "static", "base")}
         return {**specs, "buffers": self.buffers, "children": self.children}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """What `to_dict` gave; JSON in between does no harm."""
+        """The inverse of `to_dict`, also after a passage through JSON."""
         exchanged, static = (tuple(map(_spec, values[name])) for name in ("exchanged", "static"))
         base = tuple(BaseTensor(_spec(each["spec"]), each["digest"]) for each in values["base"])
         return cls(exchanged, static, base, tuple(values["buffers"]), values["children"])
 
     def layout(self, method: Method) -> Layout:
-        """The model, cut as the method says."""
+        """The layout of the model, cut by the method."""
         return layout_of(self.exchanged, self.static, method.fragments, self.base)
 
 
@@ -71,11 +71,11 @@ def _spec(values: Mapping[str, Any]) -> TensorSpec:
 def described(
     model: nn.Module, method: Method, buffers: Buffers | Mapping[str, Buffers], static: Static, gather: Gather
 ) -> ModelDescription:
-    """What becomes of a model's tensors, by these answers for what it holds beside its trained parameters.
+    """The description of a model.
 
     Arguments:
         buffers, static: as in `Learner`.
-        gather: gives the shapes of parameters that are sharded.
+        gather: gives the shapes of sharded parameters.
 
     Raises:
         ConfigError: an unknown answer, or a tensor that cannot be averaged.
@@ -106,14 +106,14 @@ def described(
 
 
 def require_answers(model: nn.Module, buffers: Buffers | Mapping[str, Buffers], found: ModelDescription) -> None:
-    """Check the answers against what all ranks of the learner hold.
+    """Check the answers against the tensors of all ranks of the learner.
 
     Arguments:
-        model: as it is here.
-        found: of all ranks.
+        model: of this rank.
+        found: the description over all ranks.
 
     Raises:
-        ConfigError: a pattern matches nothing that it could mean.
+        ConfigError: a pattern matches no buffer and no frozen parameter.
         LayoutError: training is known to change a tensor for which the answer is "refuse".
     """
     compared = (*found.static, *(each.spec for each in found.base))
@@ -136,7 +136,7 @@ def _answered(
     specs: Sequence[TensorSpec], tensors: Mapping[str, Tensor], buffers: Buffers | Mapping[str, Buffers]
 ) -> list[TensorSpec]:
     """The specs with their roles."""
-    by_name = isinstance(buffers, Mapping)  # a frozen parameter is meant only where a pattern names it
+    by_name = isinstance(buffers, Mapping)  # only patterns apply to frozen parameters
     answers = dict(buffers) if isinstance(buffers, Mapping) else {"*": buffers}
     for pattern, answer in answers.items():
         if answer not in BUFFERS:
@@ -148,8 +148,8 @@ def _answered(
     for spec in specs:
         tensor = tensors[spec.name]
         answer = next((each for pattern, each in answers.items() if fnmatchcase(spec.name, pattern)), "refuse")
-        is_meant = by_name or not isinstance(tensor, nn.Parameter)
-        if answer == "refuse" or not is_meant or not tensor.is_floating_point():
+        applies = by_name or not isinstance(tensor, nn.Parameter)
+        if answer == "refuse" or not applies or not tensor.is_floating_point():
             found.append(spec)
         elif answer == "local":
             found.append(replace(spec, role="local"))
@@ -165,7 +165,7 @@ def _answered(
 
 
 def _refuse_changing(model: nn.Module, names: Mapping[int, str]) -> None:
-    """Refuse tensors that the next forward pass changes; `names`: of the compared tensors, by identity."""
+    """Refuse tensors that the next forward pass changes. `names`: of the tensors to check, by identity."""
     for tensor, owner in _changed_by_forward(model):
         if (name := names.get(id(tensor))) is not None:
             raise LayoutError(
@@ -176,7 +176,7 @@ def _refuse_changing(model: nn.Module, names: Mapping[int, str]) -> None:
 
 
 def _changed_by_forward(model: nn.Module) -> Iterator[tuple[Tensor, str]]:
-    """Buffers that a forward pass in the modules' present modes is known to change, and what they belong to."""
+    """The buffers that a forward pass in the modules' present modes is known to change, each with its kind in words."""
     from torch.nn.modules.batchnorm import _NormBase
     from torch.nn.utils.parametrizations import _SpectralNorm
     from torch.nn.utils.spectral_norm import SpectralNorm

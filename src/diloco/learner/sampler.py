@@ -17,20 +17,20 @@ B = TypeVar("B")
 
 
 class LeasedSampler(Sampler[list[int]]):
-    """A batch sampler for `DataLoader(…, batch_sampler=…)` whose samples the run's syncer leases: over all learners of
-    the run each sample of a pass is merged once, whatever joins, leaves or dies (docs/data.md).
+    """A batch sampler for `DataLoader(…, batch_sampler=…)` whose samples the run's syncer leases: each sample of a pass
+    is merged once over all learners of the run, also when learners join, leave or fail (docs/data.md).
 
-    Iterate over `batches(loader)`, not over the loader: batches that workers have prepared and that were not trained
-    must not count.
+    Iterate over `batches(loader)`, not over the loader: batches that workers have prepared must not count before they
+    are trained.
 
     Arguments:
-        learner: whose `step` trains what is sampled; over a syncer, or in `run_local`.
+        learner: trains the samples; over a syncer, or in `run_local`.
         num_samples: of the data set, the same for all learners.
         batch_size: samples in a batch of this rank. The last batch of the data may be smaller.
-        seed: of the order, which is another one in every pass.
+        seed: of the order, which differs from pass to pass.
         passes: over the data set, after which iteration ends; None: it does not end.
-        digest: identifies the data set, where its size and the seed do not; the same for all learners.
-        lease_batches: batches that are leased at a time.
+        digest: identifies the data set beside its size and the seed; the same for all learners.
+        lease_batches: number of batches leased at a time.
         ranks: (this rank, their number) of the ranks of this learner that read different samples; None: all its ranks.
             Ranks that share one model replica, as in tensor parallel, read the same.
 
@@ -65,11 +65,11 @@ class LeasedSampler(Sampler[list[int]]):
         self._units = learner.lease(data, num_ahead=lease_batches * batch_size * self._num_ranks)
 
     def __iter__(self) -> Iterator[list[int]]:
-        self._units.put_back()  # of an earlier iteration that was broken off
+        self._units.put_back()  # those of an earlier iteration that was broken off
         while True:
             units = self._units.draw(self._batch_size * self._num_ranks)
             if len(units) < self._num_ranks:
-                return  # of several ranks some would have none; they are free again when the learner leaves
+                return  # too few for all ranks; the syncer leases them again when the learner leaves
             part = slice(len(units) * self._rank // self._num_ranks, len(units) * (self._rank + 1) // self._num_ranks)
             yield [place_of_unit(unit, self._num_samples, self._seed) for unit in units[part]]
 

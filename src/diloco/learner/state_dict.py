@@ -1,4 +1,4 @@
-"""A learner's part of a checkpoint: what `Learner.state_dict` contains, and how a learner resumes from it."""
+"""A learner's part of a checkpoint: the content of `Learner.state_dict`, and resuming from it."""
 
 from __future__ import annotations
 
@@ -28,12 +28,10 @@ KEYS = (
 
 
 def learner_state(learner: LearnerDriver) -> dict[str, Any]:
-    """Wait for the updates of scheduled rounds in flight, then return all that the learner needs to continue exactly.
+    """Wait for the updates of scheduled rounds in flight, then return the state that continues the learner exactly.
 
-    A learner that is told to stop, or that the syncer refuses, waits no longer: what it has not heard of is pending
-    again.
-
-    The parameters are part of it: joining a run overwrites those that the caller has loaded into the model before.
+    A learner that is interrupted, or refused by the syncer, ends the wait: contributions without an answer become
+    pending again. The parameters are included, because joining overwrites those that the caller has loaded.
     """
     try:
         learner.receive()
@@ -77,20 +75,20 @@ def resume(learner: LearnerDriver, opened: StartingState, state: Mapping[str, An
     learner.rewarm.begin(*rewarm)
     if has_gone_on:
         learner.rejoin(opened, step=state["core"]["step"])
-        learner.tensors.frozen.load_counters(state["counters"])  # the learner's own, wherever the run is
+        learner.tensors.frozen.load_counters(state["counters"])  # the learner's own
         return False
     core.load_state_dict(state["core"])
     learner.tensors.load_state_dict(state)
     learner.digests = [digest(anchor) for anchor in learner.tensors.anchors]
     learner.tensors.measure_from(core.forget_in_flight(keep_work=bool(exchange)), here=not exchange)
-    if not exchange:  # a syncer keeps the books, by incarnation, and this is a new one
+    if not exchange:  # a syncer accounts by incarnation, and this is a new one
         core.reincarnated()
     learner.residuals.load_state_dict(state["residuals"])
     if learner.eager is not None:
         learner.eager.load_state_dict(state["eager"])
     learner.received = received
     for fragment, version in learner.received:
-        core.received(fragment, version, 0)  # the contribution in flight knows already
+        core.received(fragment, version, 0)  # 0: contributions in flight are marked as merged already
     return True
 
 
@@ -118,7 +116,7 @@ def _check(learner: LearnerDriver, state: Mapping[str, Any]) -> None:
 
 
 def _check_tensors(learner: LearnerDriver, state: Mapping[str, Any]) -> None:
-    """Check that the tensors are those of this model. Raises one of `MALFORMED` where they are not."""
+    """Raise one of `MALFORMED` unless the tensors fit this model."""
     anchors = learner.tensors.anchors
     flat = [(int(f), each) for part in ("origins", "residuals") for f, each in state[part].items()]
     flat += [(f, state["anchors"][str(f)]) for f in range(len(anchors))]
@@ -145,13 +143,13 @@ def _check_tensors(learner: LearnerDriver, state: Mapping[str, Any]) -> None:
 def _require_tensors(values: Iterable[object]) -> None:
     for each in values:
         if not isinstance(each, Tensor):
-            raise TypeError(f"a {type(each).__name__} stands for a tensor")
+            raise TypeError(f"a {type(each).__name__} in place of a tensor")
 
 
 def _has_gone_on(opened: StartingState, state: Mapping[str, Any]) -> bool:
-    """Whether the run holds other versions than those that the learner knew of.
+    """Whether the run holds other versions than those that the learner had received.
 
-    An exchange whose state is in the checkpoint is restored from it, so there the run may also hold earlier versions.
+    An exchange whose state is in the checkpoint is restored from it, so its run may also hold earlier versions.
     """
     newest = [work["version"] for work in state["core"]["fragments"]]
     for fragment, version in map(_fragment_and_version, state["received"]):
@@ -189,9 +187,9 @@ def _by_version(received: Mapping[str, Any]) -> list[tuple[tuple[int, int], Mapp
 
 
 def _require_mappings(values: object, *keys: str) -> None:
-    """A tensor would take a text for a sequence of indices."""
+    """Raise TypeError unless these values are mappings: a tensor would accept a text as a sequence of indices."""
     if not isinstance(values, Mapping) or not all(isinstance(values[key], Mapping) for key in keys):
-        raise TypeError(f"a {type(values).__name__} stands for names and values")
+        raise TypeError(f"a {type(values).__name__} in place of names and values")
 
 
 def _fragment_and_version(key: str) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""A learner's tensors: parameters, anchors, origins, frozen tensors, and which of them this learner trains."""
+"""A learner's tensors: parameters, anchors, origins, frozen state, and the choice of those that this learner trains."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class LearnerTensors:
             outer gradients are measured from it.
         origins: by fragment, that part of the parameters as it was last sent, flat fp32 on the host; only of fragments
             that were sent since their last adoption.
-        partition: what of each fragment this process exchanges.
-        snapshots: takes snapshots of what is sent.
-        uploads: bring what is adopted to the parameters' device.
+        partition: the part of each fragment that this process exchanges.
+        snapshots: takes snapshots of fragments to send.
+        uploads: copies versions to adopt to the parameters' device.
         frozen: frozen parameters and buffers.
         registered: the model's parameters at attaching.
     """
@@ -46,7 +46,7 @@ class LearnerTensors:
         self.parameters = exchanged_tensors(model, layout)
         self.anchors: list[Tensor] = []
         self.origins: dict[int, Tensor] = {}
-        self.snapshots = Snapshots(layout, partition)
+        self.snapshots = Snapshots(partition)
         self.uploads = DeviceUploads(device_of(self.parameters))
         self.frozen = FrozenState(model, layout)
         self.registered = Registered(model)
@@ -54,7 +54,7 @@ class LearnerTensors:
         self._averaged = set(averaged_names(layout))
 
     def own_model(self) -> FlatModel:
-        """The model as it is here; the learner that initialises the run gives it to all."""
+        """The present model of this process, with which it may initialise the run."""
         fragments = tuple(
             self.partition.gather(fragment.index, self.parameters, of_first=True).cpu()
             for fragment in self._layout.fragments
@@ -62,11 +62,11 @@ class LearnerTensors:
         return FlatModel(fragments, self.frozen.values())
 
     def parts_here(self) -> list[Tensor]:
-        """Of every fragment, the part of the present parameters that this process exchanges: flat fp32 on the host."""
+        """The present parameters by fragment, as the part that this process exchanges: flat fp32 on the host."""
         return [self._here(fragment.index) for fragment in self._layout.fragments]
 
     def pieces_of(self, parts: Sequence[Tensor]) -> dict[str, Tensor]:
-        """What `own_parameters` gives, of the parts of every fragment."""
+        """The value of `own_parameters` for parameters given as the parts of every fragment."""
         dtypes = {place.spec.name: place.spec.dtype for each in self._layout.fragments for place in each.tensors}
         pieces: dict[str, Tensor] = {}
         for fragment, part in enumerate(parts):
@@ -121,14 +121,16 @@ class LearnerTensors:
         Arguments:
             flat: flat fp32.
             tensors: by name; None: the parameters.
-            origin: what `how` takes for the values at the last send; None: the present values.
+            origin: for `how`, the values at the last send; None: the present values.
         """
         tensors = self.parameters if tensors is None else tensors
         device = device_of(tensors)
         origins = {} if origin is None else self.partition.spread(fragment, origin, device)
         for name, value in self.partition.spread(fragment, flat, device).items():
             own = self.partition.local(name, tensors[name])
-            if how is None or (how.needs_origin and name in self._averaged):  # Θ + (θ − θ_sent) may leave a range
+            if how is None or (
+                how.needs_origin and name in self._averaged
+            ):  # Θ + (θ − θ_sent) may leave an averaged tensor's range
                 own.copy_(value)
             else:
                 _adopt_into(own, how, value.to(own.device), origins.get(name))
@@ -149,8 +151,7 @@ class LearnerTensors:
     def model_state_dict(self, fragments: Sequence[Tensor] | None) -> dict[str, Tensor]:
         """The model's `state_dict` under canonical names, on the host, with the values of these flat parts.
 
-        None: with its own values. Sharded tensors are sharded as in the model. Without the base, where the learners
-        bring it.
+        None: with its own values. Sharded tensors are sharded as in the model. The base is left out, if there is one.
         """
         values: dict[str, Tensor] = {}
         for fragment, part in enumerate(fragments or ()):
@@ -159,7 +160,7 @@ class LearnerTensors:
         held = {spec.name for spec in self._layout.static} | {*self.parameters, *self._aliases}
         for key, own in self._model.state_dict().items():
             name = canonical_key(self._model, key)
-            if self._layout.base and name not in held:  # the caller has it: the run does not
+            if self._layout.base and name not in held:  # a base tensor, which the run does not hold
                 continue
             source = values.get(self._aliases.get(name, name))
             state[name] = (
@@ -169,18 +170,18 @@ class LearnerTensors:
 
     @property
     def has_made_keys(self) -> bool:
-        """Whether hooks put tensors into the model's `state_dict` that they make, as parts of a fused projection."""
+        """Whether hooks add computed tensors to the model's `state_dict`, such as parts of a fused projection."""
         tensors = chain(named_parameters(self._model), named_buffers(self._model))
         known = {*self._aliases, *(name for name, _ in tensors)}
         made = (key for key, own in self._model.state_dict().items() if isinstance(own, Tensor))
         return any(canonical_key(self._model, key) not in known for key in made)
 
     def own_parameters(self) -> dict[str, Tensor]:
-        """Host copies of what this process holds of the parameters, in their own dtypes."""
+        """Host copies of this process's pieces of the parameters, in their own dtypes."""
         return {name: own.to("cpu", copy=True) for name, own in self._local_parameters()}
 
     def require_pieces(self, own: Mapping[str, Tensor]) -> None:
-        """Raise CheckpointError unless `own`, of a checkpoint, has what this process holds of the parameters."""
+        """Raise CheckpointError unless `own`, of a checkpoint, has this process's pieces of the parameters."""
         for name, local in self._local_parameters():
             if name not in own or own[name].shape != local.shape:
                 held = f"a piece of the shape {tuple(own[name].shape)}" if name in own else "nothing"
@@ -191,12 +192,12 @@ class LearnerTensors:
 
     @torch.no_grad()
     def restore_parameters(self, own: Mapping[str, Tensor]) -> None:
-        """Put back what `own_parameters` returned."""
+        """Restore the values that `own_parameters` returned."""
         for name, local in self._local_parameters():
             local.copy_(own[name])
 
     def state_dict(self) -> dict[str, Any]:
-        """This part of `Learner.state_dict`."""
+        """The tensors of `Learner.state_dict`."""
         return {
             "anchors": {str(f): anchor for f, anchor in enumerate(self.anchors)},
             "origins": {str(f): origin for f, origin in self.origins.items()},
@@ -205,14 +206,14 @@ class LearnerTensors:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore the state that `state_dict` returned."""
         self.anchors = [state["anchors"][str(f)] for f in range(len(self.anchors))]
         self.origins = {int(f): origin for f, origin in state["origins"].items()}
         self.restore_parameters(state["parameters"])
         self.frozen.load_counters(state["counters"])
 
     def _local_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """What this process holds of every parameter, by name."""
+        """This process's piece of every parameter, by name."""
         return ((name, self.partition.local(name, parameter)) for name, parameter in self.parameters.items())
 
 

@@ -1,4 +1,4 @@
-"""How long a learner's inner steps take, and how long its calls of `step` are blocked."""
+"""The duration of a learner's inner steps, and of the waits inside its calls of `step`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class Histogram:
-    """Counts calls of `step` by the time that they were blocked."""
+    """Counts calls of `step` by the time for which they were blocked."""
 
     BOUNDS_S = (0.0, 0.001, 0.01, 0.1, 1.0, 10.0)
 
@@ -29,13 +29,13 @@ class Timing:
 
     Arguments:
         now_s: the time in seconds from an arbitrary origin (`Exchange.now_s`).
-        remind_after_s: after how long of waiting `wait_while` reports it first.
+        remind_after_s: the duration of a wait after which `wait_while` first reports it.
 
     Attributes:
         step_s: moving average of the time of an inner step, without `Learner.step`; deadlines are multiples of it.
-        blocked_s: time spent waiting for updates, in all.
-        num_blocked: how often the learner has waited.
-        histogram: calls of `step` by the time that they were blocked.
+        blocked_s: total time spent waiting.
+        num_blocked: number of waits.
+        histogram: calls of `step` by the time for which they were blocked.
     """
 
     def __init__(self, now_s: Callable[[], float], remind_after_s: float) -> None:
@@ -65,8 +65,8 @@ class Timing:
         """Call `wait` as long as something is `missing`, and count the time. Returns whether anything was missing.
 
         Arguments:
-            wait: blocks for at most these seconds.
-            blocked: is called with the seconds waited so far, after `remind_after_s` and each time that they double.
+            wait: blocks for at most the given seconds.
+            blocked: called with the seconds waited so far, after `remind_after_s` and each time that they have doubled.
         """
         if not missing():
             return False

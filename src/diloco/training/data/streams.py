@@ -27,7 +27,7 @@ from torch import Tensor
 
 from diloco.errors import CheckpointError, ConfigError
 from diloco.learner import Learner
-from diloco.learner.leased import LeasedUnits
+from diloco.learner.leased_units import LeasedUnits
 from diloco.protocol.leases import DataSet
 from diloco.protocol.units import permute, place_of_unit
 from diloco.training.data.corpus import Corpus, TextSource, Tokens

@@ -1,4 +1,4 @@
-"""Units of the run's data for the training loop, leased by the syncer (`protocol.leases`)."""
+"""Units of the run's data for a training loop, leased by the syncer (`protocol.leases`)."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from diloco.protocol.unit_queue import UnitQueue
 
 
 class LeasedUnits:
-    """The units of one learner; `Learner.lease` makes it. All ranks of the learner draw and take the same, in the same
-    order."""
+    """The leased units of one learner, from `Learner.lease`; all its ranks draw and take the same ones in order."""
 
     def __init__(self, driver: LearnerDriver, data: DataSet, num_ahead: int) -> None:
         self._driver = driver
         self._queue = driver.units = UnitQueue(data, min(num_ahead, MAX_ASKED))
 
     def draw(self, num: int) -> list[int]:
-        """The next `num` units, or those that are left; none: the data has ended, or others have the rest of it.
+        """The next `num` units, or those that are left; none at the end of the data, or if others lease the rest.
 
-        Blocks only where none were leased in time: more are asked for ahead.
+        Units are requested ahead; blocks if these have not arrived in time.
         """
         self._driver.lease(at_least=num)
         self._driver.wait_for_units(lambda: not self._queue.has(num))
@@ -27,11 +26,12 @@ class LeasedUnits:
         return units
 
     def take(self) -> None:
-        """The oldest batch drawn is what the next `Learner.step` has trained, or a part of it."""
+        """Count the oldest batch drawn as trained by the next `Learner.step`, alone or with other batches."""
         self._queue.take()
 
     def put_back(self) -> None:
-        """Draw the batches again that were drawn and not taken. Those of an earlier incarnation are claimed before."""
+        """Return batches that were drawn and not taken, to be drawn again; those of an earlier incarnation are claimed
+        first."""
         if self._queue.has_drawn:
             self._driver.lease()
             self._driver.wait_for_units(lambda: not self._queue.is_sure)
