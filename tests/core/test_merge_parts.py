@@ -22,7 +22,7 @@ from diloco.core.codecs import FP32, SEGMENT_ELEMENTS, Int4
 from diloco.core.layout import Placement, TensorSpec
 from diloco.core.merges import MERGES, Encoded, Mean, Merge, MultiKrum, RadialDirectional, merged_runs
 from diloco.core.merges.decoding import RUN_ELEMENTS
-from diloco.core.merges.measures import BLOCK_ELEMENTS, inner_product, norm
+from diloco.core.merges.measures import BLOCK_ELEMENTS, BlockSums, WideScratch, norm
 from diloco.core.merges.medians import sorted_vectors
 
 
@@ -58,7 +58,9 @@ def test_lengths_are_sums_in_one_order(num_elements: int) -> None:
     padded = torch.zeros(2, -(-num_elements // BLOCK_ELEMENTS) * BLOCK_ELEMENTS)
     padded[:, :num_elements] = torch.stack([x, y])
     blocks = padded.double().view(2, -1, BLOCK_ELEMENTS)
-    assert inner_product(x, y) == math.fsum(halves(one * other) for one, other in zip(*blocks, strict=True))
+    products = BlockSums(WideScratch(x.device))
+    products.add(x, y)
+    assert products.total() == math.fsum(halves(one * other) for one, other in zip(*blocks, strict=True))
     assert norm(x) == math.sqrt(math.fsum(halves(block * block) for block in blocks[0]))
 
 

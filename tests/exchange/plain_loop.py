@@ -57,12 +57,12 @@ def in_a_plain_loop(scenario: Scenario) -> list[Result]:
     reference = Reference(method, layout, trainees)
     reference.run(scheduled(method, LEARNERS, len(layout.fragments), scenario.steps, scenario.overlaps))
     results = []
-    for trainee, works in zip(trainees, reference.work, strict=True):
+    for trainee, learner in zip(trainees, reference.learners, strict=True):
         own = {name: value.detach().clone() for name, value in trainee.model.state_dict().items()}
         global_ = dict(own)
         if method.exchanged != "gradients":
-            for fragment, work in zip(layout.fragments, works, strict=True):
-                theta = reference.versions[fragment.index][work.version].theta
+            for fragment, copy in zip(layout.fragments, learner, strict=True):
+                theta = reference.versions[fragment.index][copy.version].theta
                 for place in fragment.tensors:
                     like = own[place.spec.name]
                     global_[place.spec.name] = theta[place.elements].view(like.shape).to(like.dtype)
@@ -71,5 +71,5 @@ def in_a_plain_loop(scenario: Scenario) -> list[Result]:
                 del global_[each.spec.name]
         tensors = {f"parameters.{name}": value for name, value in own.items()}
         tensors |= {f"global.{name}": value for name, value in global_.items()}
-        results.append(Result(tensors, {"versions": [work.version for work in works]}))
+        results.append(Result(tensors, {"versions": [copy.version for copy in learner]}))
     return results

@@ -219,7 +219,7 @@ class Method:
 
     @property
     def keeps_overlap(self) -> bool:
-        """Whether adoption adds the work of an overlap, θ − θ_sent, to the new global value."""
+        """Whether adoption adds the work of an overlap, θ − θ_sent, to the new global value (`Adopt.needs_origin`)."""
         return self.adopt.needs_origin
 
     @property

@@ -53,7 +53,7 @@ class LearnerDriver:
         has_finished: the learner takes no more steps.
         is_interrupted: a wait raises StoppedError from now on.
         is_drained: the learner was evicted and may not rejoin.
-        is_held: the run is paused.
+        is_paused: the run is paused.
         units: leased units of the run's data; None: no data is leased.
         training_loss, evaluation: the newest from `Learner.log`.
         updates, merges: numbers of versions received, and of those that contain this learner's work.
@@ -80,7 +80,7 @@ class LearnerDriver:
 
     def _begin(self, opened: StartingState) -> None:
         """Start a new incarnation from the run's model, with no contribution in flight."""
-        self.name, self.incarnation, self.is_held = opened.learner, opened.incarnation, False
+        self.name, self.incarnation, self.is_paused = opened.learner, opened.incarnation, False
         self.received.clear()
         self.tensors.uploads.keep(())
         self.residuals = ErrorFeedback(self.method, len(self.layout.fragments))
@@ -274,7 +274,7 @@ class LearnerDriver:
     def _wait_out_pause(self) -> None:
         """Block while the run is paused. Versions that arrive meanwhile are adopted afterwards."""
         self.receive()
-        if self._block_while(lambda: self.is_held and not self.has_finished, lambda: "the run is paused.", self._wait):
+        if self._block_while(lambda: self.is_paused and not self.has_finished, lambda: "the run is paused.", self._wait):
             self.report()
 
     def _block_while(
@@ -326,7 +326,7 @@ class LearnerDriver:
                 case Interrupted():
                     self.is_interrupted = True
                 case Hold(is_paused=is_paused):
-                    self.is_held = is_paused
+                    self.is_paused = is_paused
                 case Drained():
                     self.core.drained()
                     self.has_finished = self.is_drained = True

@@ -339,7 +339,7 @@ class Learner:
 
     @property
     def run_tokens(self) -> int:
-        """Tokens trained by the whole run, as last reported; this learner's own where the exchange does not count them."""
+        """Tokens trained by the whole run, as last reported; this learner's own if the exchange does not count them."""
         known = self._exchange.overview.run_tokens
         return self._core.tokens if known is None else known
 
@@ -615,7 +615,7 @@ class Learner:
 
 
 def _number_of(tokens: int | Tensor) -> int:
-    """The number of tokens of a step, from an int or an object that converts to one, such as a tensor of one integer."""
+    """The number of tokens of a step, from an int or an object that converts to one, such as a tensor of one value."""
     try:
         number = index(tokens)
     except TypeError as error:

@@ -19,7 +19,7 @@ from diloco.errors import CheckpointError, ConfigError
 from diloco.escaping import MAX_REASON, printable
 
 REWARM_STEPS = 5
-"""Default of a joining learner. Measured (docs/studies.md, healing): 5 steps cost nothing, 60 steps 0.01 nats per byte."""
+"""Default of a joining learner. Measured (docs/studies.md, healing): 5 steps cost nothing, 60 steps 0.01 nats/byte."""
 
 
 class Rewarm:

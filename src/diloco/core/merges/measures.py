@@ -98,13 +98,6 @@ class WideScratch:
         return halves
 
 
-def inner_product(x: Tensor, y: Tensor) -> float:
-    """⟨x, y⟩ of two flat fp32 vectors."""
-    sums = BlockSums(WideScratch(x.device))
-    sums.add(x, y)
-    return sums.total()
-
-
 def norm(x: Tensor) -> float:
     """‖x‖ of a flat fp32 vector."""
     sums = BlockSums(WideScratch(x.device))
