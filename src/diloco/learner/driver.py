@@ -273,8 +273,12 @@ class LearnerDriver:
 
     def _wait_out_pause(self) -> None:
         """Block while the run is paused. Versions that arrive meanwhile are adopted afterwards."""
+
+        def is_waiting() -> bool:
+            return self.is_paused and not self.has_finished
+
         self.receive()
-        if self._block_while(lambda: self.is_paused and not self.has_finished, lambda: "the run is paused.", self._wait):
+        if self._block_while(is_waiting, lambda: "the run is paused.", self._wait):
             self.report()
 
     def _block_while(
