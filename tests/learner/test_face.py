@@ -591,7 +591,7 @@ def test_what_an_optimizer_is_given_later_is_refused(swapped: bool) -> None:
                 groups[0]["params"] = [nn.Parameter(each.detach().clone()) for each in groups[0]["params"]]
             else:
                 learner.optimizer.add_param_group({"params": nn.Linear(3, 3).parameters()})
-            with pytest.raises(ConfigError, match=r"SGD was given \d tensor\(s\) after the learner was attached"):
+            with pytest.raises(ConfigError, match=r"SGD trains \d tensor\(s\) that are not parameters of the model"):
                 learner.step()
 
     alone(life)
