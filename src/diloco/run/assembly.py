@@ -1,5 +1,5 @@
-"""Contributions that come in parts: each rank of a learner uploads the bytes of its shard, over a connection of its
-own. A part that is here is not written again: a rank that uploads it once more has lost the acknowledgement."""
+"""Contributions that are uploaded in parts: each rank of a learner uploads the bytes of its shard, over a connection of
+its own. A complete part is not written again: a rank that uploads it once more did not receive the acknowledgement."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from diloco.protocol.contribution import Contribution
 from diloco.run.ports import S
 
 Span = tuple[int, int]
-"""The bytes of a part in the payload: the first, and the one behind the last."""
+"""The bytes of a part in the payload: first, and last + 1."""
 
 
 @dataclass(eq=False)
@@ -19,11 +19,11 @@ class Assembly(Generic[S]):
     """A contribution that is being put together.
 
     Attributes:
-        slot: the room for all of it.
-        here: the parts that are complete.
-        coming: the parts that are being uploaded, each by one connection.
-        cut: of parts whose upload was cut off, how many bytes are here.
-        is_over: its incarnation is out; the room is free once nothing is being uploaded into it.
+        slot: the room for the whole payload.
+        here: the complete parts.
+        coming: the parts that are being uploaded, each over one connection.
+        cut: of parts whose upload was cut off, how many bytes were received.
+        is_over: its incarnation has ended; the slot is released once no part is being uploaded.
     """
 
     contribution: Contribution
@@ -40,7 +40,7 @@ class Assembly(Generic[S]):
         return sum(stop - start for start, stop in self.here) == self.num_bytes
 
     def begin(self, contribution: Contribution, num_bytes: int, span: Span) -> int:
-        """The upload of a part begins. Returns how many bytes of it an earlier upload has left here.
+        """The upload of a part begins. Returns how many of its bytes an earlier upload has left.
 
         Raises:
             PayloadError: it is a part of another contribution, or overlaps with another part.
@@ -74,16 +74,16 @@ class Assemblies(Generic[S]):
         self._open: dict[tuple[str, int, int, int], Assembly[S]] = {}
 
     def of(self, c: Contribution) -> Assembly[S] | None:
-        """The one of this contribution; None: no part of it has come yet."""
+        """The assembly of a contribution; None: no part of it was uploaded yet."""
         return self._open.get(_key(c))
 
     def add(self, assembly: Assembly[S]) -> None:
-        """Its first part comes."""
+        """Add a contribution, with its first part."""
         self._open[_key(assembly.contribution)] = assembly
 
     def ended(self, assembly: Assembly[S], span: Span, *, is_complete: bool, received: int) -> bool:
-        """The upload of a part has ended, with `received` bytes of it here. Returns whether the caller must release the
-        slot, as it will not be used."""
+        """The upload of a part has ended after `received` bytes. Returns whether the caller must release the slot,
+        since it will not be used."""
         assembly.coming.discard(span)
         if is_complete:
             assembly.here.add(span)
@@ -96,11 +96,11 @@ class Assemblies(Generic[S]):
         return not assembly.coming
 
     def remove(self, assembly: Assembly[S]) -> None:
-        """It is whole, or nothing of it is here."""
+        """Remove a contribution that is complete, or of which nothing was received."""
         del self._open[_key(assembly.contribution)]
 
     def end(self, learner: str, incarnation: int) -> list[S]:
-        """An incarnation is out. Returns the slots to release now; others are still uploaded into."""
+        """An incarnation has ended. Returns the slots to release now; uploads into others are still under way."""
         slots = []
         for key, assembly in list(self._open.items()):
             if key[:2] == (learner, incarnation):

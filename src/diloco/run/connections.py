@@ -1,4 +1,4 @@
-"""The learners that listen: one open connection for each incarnation."""
+"""The open connections of learners, one per incarnation."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from diloco.run.ports import ConnectionPort
 
 
 class Connections:
-    """The newest connection of each incarnation. Those that broke and were not replaced stay until it is known."""
+    """The newest connection of each incarnation. A broken connection stays until the break is detected."""
 
     def __init__(self) -> None:
         self._open: dict[tuple[str, int], ConnectionPort] = {}
 
     def opened(self, learner: str, incarnation: int, connection: ConnectionPort) -> None:
-        """A connection is there; one that this incarnation had before ends."""
+        """A connection was opened; an earlier one of the incarnation ends."""
         self.end(learner, incarnation)
         self._open[learner, incarnation] = connection
 
     def broke(self, learner: str, incarnation: int, connection: ConnectionPort) -> bool:
-        """A connection is gone. Returns whether it was the newest of its incarnation."""
+        """A connection broke. Returns whether it was the newest of its incarnation."""
         if self._open.get((learner, incarnation)) is not connection:
             return False
         del self._open[learner, incarnation]

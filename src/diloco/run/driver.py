@@ -1,5 +1,5 @@
-"""`Driver`: the events of one run. It checks them, enters them into `SyncerCore`, and has the actions executed
-(`run.executor`).
+"""`Driver`: the events of one run. It checks them and enters them into `SyncerCore`; `run.executor` executes the
+actions.
 
     from learners        initialise · join · heartbeat · lease · leave · connected, disconnected · fetch
                          begin_push, then complete_push or cut_push
@@ -9,13 +9,13 @@
     from the worker      a payload is checked, a round is closed
     from the disk        a write is durable, or refused
 
-Each call is an event, and none blocks: tensor and disk work goes to a worker, whose result is an event of its own. So a
-driver can be stopped between any two effects, and another driver, made from the durable state (`saved`), continues. The
-caller must ensure that one event is over before the next begins. Events that wait for the disk (initialisation, join,
-lease, leave, steer) are answered by a call of `done`.
+Each call is an event, and none blocks: tensor and disk work is done by a worker, and its result is an event of its own.
+So a driver can be stopped between any two effects, and another driver, made from the durable state (`saved`),
+continues. The caller must ensure that one event is over before the next begins. Events that wait for the disk
+(initialisation, join, lease, leave, steer) are answered by a call of `done`.
 
-The life of a contribution: a push is begun, which makes room for it, and completed, which has its content checked;
-`SyncerCore` acknowledges or rejects it; the executor closes its round, makes the new version durable, and publishes it.
+The life of a contribution: `begin_push` makes room for it, and `complete_push` has its content checked; `SyncerCore`
+acknowledges or rejects it; the executor closes its round, makes the new version durable, and publishes it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from diloco.protocol.lineage import Lineage, lost, refusal
 from diloco.protocol.members import Claim, Deadlines, Report
 from diloco.protocol.steering import Order, Pool
 from diloco.protocol.syncer import SyncerCore
-from diloco.run import validation as sense
+from diloco.run import validation
 from diloco.run.assembly import Span
 from diloco.run.executor import ActionExecutor
 from diloco.run.global_model import FragmentAnswer
@@ -69,7 +69,7 @@ STOOD_STILL_S = 1.0
 """A tick that is later than this means that the whole process was suspended."""
 
 COMES_AGAIN_S = 5.0
-"""A learner repeats a push without room at least once a second. After this long without a repetition, none is waiting.
+"""A learner repeats a push that found no room at least once a second. After this long without one, no push is waiting.
 """
 
 
@@ -79,10 +79,10 @@ class Driver(Generic[H, S, P]):
     Arguments:
         run: its id.
         method: its method; a run that is continued must have the same.
-        ports: its world.
-        boot: names this driver among those that served the run before it, other than 0.
+        ports: its environment.
+        boot: distinguishes this driver from earlier drivers of the run; not 0.
         deadlines: when a silent learner is evicted.
-        saved: what is durable of the run; None: it has no model yet.
+        saved: the durable state of the run; None: it has no model yet.
         pool: how many learners may train; None: as many as join.
 
     Attributes:
@@ -112,7 +112,7 @@ class Driver(Generic[H, S, P]):
             self.state.restore(saved, self._clock.now_s())
             self._clock.wake_at(self._clock.now_s())
 
-    # --- what may be asked at any time --------------------------------------------------------------------------------
+    # --- queries, at any time -----------------------------------------------------------------------------------------
 
     @property
     def core(self) -> SyncerCore:
@@ -133,7 +133,7 @@ class Driver(Generic[H, S, P]):
         """The update that follows version `base`, or the newest whole fragment if that update is not kept.
 
         Arguments:
-            claim: of the learner that fetches; None: a viewer does.
+            claim: of the learner that fetches; None: a viewer fetches.
 
         Raises:
             LayoutError: no such fragment. NotInitialisedError: there is no model yet. StaleIncarnationError,
@@ -171,15 +171,16 @@ class Driver(Generic[H, S, P]):
 
     @event
     def initialise(self, model: InitialModel[H], done: Callable[[DilocoError | None], None]) -> None:
-        """Give the run its model, once. `done` is called with None once that is durable; with AlreadyInitialisedError
-        if the run has a model, which stays; with StoreError if the disk refused, and the run stays without a model.
+        """Initialise the run with its model, once. `done` is called with None once that is durable; with
+        AlreadyInitialisedError if the run has a model, which it keeps; with StoreError if the disk refused, and the run
+        has no model.
 
         Raises:
             AlreadyInitialisedError: it has a model already.
-            LayoutError: the method cannot train it; nothing is written.
+            LayoutError: the method cannot train this model; nothing is written.
             PayloadError: its description is out of bounds.
         """
-        sense.check_initial(model)
+        validation.check_initial(model)
         self.state.first_core(model)
         self._beginnings.append((model, done))
         if len(self._beginnings) == 1:
@@ -206,12 +207,12 @@ class Driver(Generic[H, S, P]):
 
     @property
     def lineage(self) -> Lineage:
-        """Which state of which run is served."""
+        """The run and the state of it that this driver serves."""
         return self.state.lineage(self.boot)
 
     @event
     def begin_epoch(self, number: int) -> None:
-        """This epoch is durable, and served from here on: learners that follow this driver have agreed to it."""
+        """This epoch is durable, and is served from now on: learners that follow this driver have agreed to it."""
         self.state.begin_epoch(number)
 
     @event
@@ -222,21 +223,21 @@ class Driver(Generic[H, S, P]):
         """A learner joins as a new incarnation. `done`: called with its number once that is durable.
 
         Arguments:
-            claim: its incarnation is the one of the same process that is out; 0: it had none.
+            claim: with the last incarnation of the same process; 0: it had none.
             ready, overlap, tokens_per_step: as in `SyncerCore.joined`.
 
         Raises:
             NotInitialisedError: there is no model yet. LayoutError: it holds another model.
             LineageError, UnknownRunError: as `protocol.lineage.refusal`. PayloadError: no such step size, or such an
                 incarnation, can be.
-            StaleIncarnationError: it joins again, but a newer process has its place.
-            ConfigError: the run's method gives learners no overlap of their own, or not this one.
-            NoRoomError: the run's pool has no place for it now. DrainedError: nor will it have one.
+            StaleIncarnationError: it joins again, but a newer process has taken its name.
+            ConfigError: the run's method allows learners no overlap of their own, or not this one.
+            NoRoomError: the run's pool has no place for it now. DrainedError: the pool will have none.
         """
         core, learner = self.core, claim.learner
-        sense.check_name(learner)
-        sense.check_step_size(learner, tokens_per_step)
-        sense.check_incarnation(learner, claim.incarnation, core.accounting.incarnation_of(learner))
+        validation.check_name(learner)
+        validation.check_step_size(learner, tokens_per_step)
+        validation.check_incarnation(learner, claim.incarnation, core.accounting.incarnation_of(learner))
         self._require_followed(claim)
         if overlap is not None:
             self.state.method.with_own_overlap(overlap)
@@ -264,12 +265,12 @@ class Driver(Generic[H, S, P]):
         """Check that the learner can follow this syncer, is a member, and has versions that are part of the run.
 
         Raises:
-            LineageError, UnknownRunError: as `protocol.lineage.refusal`. StaleIncarnationError: its incarnation is
-                out, or a version is not part of the run any more. PayloadError: more versions than fragments.
+            LineageError, UnknownRunError: as `protocol.lineage.refusal`. StaleIncarnationError: its incarnation is no
+                member, or a version is not part of the run any more. PayloadError: more versions than fragments.
         """
         self._require_followed(claim)
         self.core.check(claim.learner, claim.incarnation, claim.process)
-        sense.check_versions(claim.learner, claim.versions, len(self.state.versions))
+        validation.check_versions(claim.learner, claim.versions, len(self.state.versions))
         if claim.seen is None or (gone := lost(self.state.epochs, claim.seen.epoch, claim.versions)) is None:
             return
         fragment, version = gone
@@ -284,18 +285,18 @@ class Driver(Generic[H, S, P]):
         """A heartbeat; returns the learner's standing.
 
         Arguments:
-            claim: a learner that has finished, or is blocked, is so only at the syncer that it follows, which has all
-                its contributions; another one may lack some.
+            claim: if it follows another syncer, the learner does not count as finished or blocked: this syncer may lack
+                some of its contributions.
 
         Raises:
-            StaleIncarnationError, LineageError, UnknownRunError: as `connected`. PayloadError: its numbers make no
-                sense.
+            StaleIncarnationError, LineageError, UnknownRunError: as `connected`. PayloadError: its numbers are
+                implausible.
         """
         core, learner = self.core, claim.learner
         self._require_member(claim)
         tokens_per_step = core.members[learner].tokens_per_step
-        sense.check_report(learner, report, len(self.state.versions), core.step, tokens_per_step)
-        sense.check_forward(learner, report.steps, self._status.steps_of(learner, claim.incarnation))
+        validation.check_report(learner, report, len(self.state.versions), core.step, tokens_per_step)
+        validation.check_forward(learner, report.steps, self._status.steps_of(learner, claim.incarnation))
         if claim.seen != self.lineage:
             report = replace(report, finished=False, blocked_with=())
         actions = core.heartbeat(self._clock.now_s(), learner, claim.incarnation, report)
@@ -308,20 +309,20 @@ class Driver(Generic[H, S, P]):
         """A learner leaves. `done`: called once that is durable.
 
         Arguments:
-            claim: with incarnation 0, all incarnations that its process knows of are out, and only its tokens are to
-                be counted.
+            claim: with incarnation 0, all incarnations known to its process were evicted, and only its tokens are
+                counted.
             report: `step` is the one at which it ends, unless the syncer knows of a later one.
 
         Raises:
-            StaleIncarnationError: the incarnation is out, or the process is not the newest of its name. PayloadError:
-                its numbers make no sense. LineageError, UnknownRunError: it has followed a later state.
+            StaleIncarnationError: the incarnation is no member, or the process is not the newest of its name.
+                PayloadError: its numbers are implausible. LineageError, UnknownRunError: it has followed a later state.
         """
         core, now_s, learner, step = self.core, self._clock.now_s(), claim.learner, report.step
         self._require_followed(claim)
         if claim.incarnation:
             core.check(learner, claim.incarnation, claim.process)
         member = core.members.get(learner)
-        sense.check_goodbye(learner, report, core.step, None if member is None else member.tokens_per_step)
+        validation.check_goodbye(learner, report, core.step, None if member is None else member.tokens_per_step)
         if claim.incarnation:
             actions = core.left(
                 now_s, learner, claim.incarnation, step=step, tokens=report.tokens, earlier_tokens=report.earlier_tokens
@@ -339,11 +340,11 @@ class Driver(Generic[H, S, P]):
         """A learner asks for units of the run's data. `done`: called with them once their lease is durable.
 
         Raises:
-            StaleIncarnationError: the incarnation is out. ConfigError: it has other data than the run.
-            PayloadError: the request makes no sense. LineageError, UnknownRunError: it has followed a later state.
+            StaleIncarnationError: the incarnation is no member. ConfigError: it has other data than the run.
+            PayloadError: the request is implausible. LineageError, UnknownRunError: it has followed a later state.
         """
         self._require_member(claim)
-        sense.check_ask(claim.learner, ask)
+        validation.check_ask(claim.learner, ask)
         now_s, tokens_before = self._clock.now_s(), self.state.initial_tokens
         grant, actions = self.core.lease(now_s, claim.learner, claim.incarnation, ask, tokens_before=tokens_before)
         self._writes.record(now_s, partial(done, grant))
@@ -355,7 +356,7 @@ class Driver(Generic[H, S, P]):
         for others before they start are sent theirs too.
 
         Raises:
-            StaleIncarnationError: the incarnation is out, or a version is not part of the run any more.
+            StaleIncarnationError: the incarnation is no member, or a version is not part of the run any more.
             LineageError, UnknownRunError: as `protocol.lineage.refusal`. PayloadError: more versions than fragments.
         """
         self._require_member(claim)
@@ -366,7 +367,7 @@ class Driver(Generic[H, S, P]):
 
     @event
     def disconnected(self, claim: Claim, connection: ConnectionPort) -> None:
-        """This connection broke."""
+        """The connection broke."""
         if self._connections.broke(claim.learner, claim.incarnation, connection):
             now_s = self._clock.now_s()
             self._executor.execute(self.core.disconnected(now_s, claim.learner, claim.incarnation))
@@ -380,17 +381,17 @@ class Driver(Generic[H, S, P]):
         """Begin the upload of a contribution with a payload of this size: check it, and make room.
 
         Arguments:
-            boot: the driver that it is meant for.
-            span: the part of the payload that is uploaded; None: all of it. The contribution has arrived once all of
-                its parts have.
+            boot: of the driver that it is addressed to.
+            span: the part of the payload that is uploaded; None: all of it. The contribution is complete once all its
+                parts are.
             process: as in `Claim`.
 
         Raises:
-            RestartedError: another driver than this one, which may lack what that one had acknowledged.
-            StaleIncarnationError: from an incarnation that is out. PayloadError: its numbers make no sense.
+            RestartedError: it is addressed to another driver; this one may lack contributions acknowledged there.
+            StaleIncarnationError: the incarnation is no member. PayloadError: its numbers are implausible.
             LayoutError: no such fragment or tensor. CorruptPayloadError: not the size that its fragment and codec need.
-            NoRoomError: there is none now; the same push is taken once there is. BusyError: once an earlier connection
-                has ended, which uploads the same.
+            NoRoomError: there is no room now; repeat the push. BusyError: an earlier connection still uploads the
+                same.
         """
         c = contribution
         if boot != self.boot:
@@ -398,10 +399,10 @@ class Driver(Generic[H, S, P]):
                 "the syncer was started again; what it has not given a verdict on is sent again, the oldest first."
             )
         self.core.check(c.learner, c.incarnation, process)
-        sense.check_contribution(c, self.core.step, self.core.members[c.learner].tokens_per_step)
+        validation.check_contribution(c, self.core.step, self.core.members[c.learner].tokens_per_step)
         self.state.model.held(c.fragment)
         fragment = self.state.model.layout.fragments[c.fragment]
-        sense.check_size(c, num_bytes, self._ports.jobs.contribution_bytes(fragment.numel), len(fragment.tensors))
+        validation.check_size(c, num_bytes, self._ports.jobs.contribution_bytes(fragment.numel), len(fragment.tensors))
         is_here = c in self._checked_parts or self.core.accounting.is_known(c)
         model_bytes = sum(self._ports.jobs.contribution_bytes(each.numel) for each in self.state.model.layout.fragments)
         try:
@@ -414,12 +415,12 @@ class Driver(Generic[H, S, P]):
 
     @event
     def cut_push(self, push: Upload[S], no_room: NoRoomError | None = None, *, received: int = 0) -> None:
-        """The upload was broken off.
+        """The upload was cut off.
 
         Arguments:
             no_room: the error, if there was no room for the payload.
-            received: bytes of `push.room`, the first ones, that are here. They are kept for the next upload of the same
-                (`Upload.received`), as long as the incarnation is part of the run and room is not needed.
+            received: how many first bytes of `push.room` were received. They are kept for the next upload of the same
+                contribution (`Upload.received`), while the incarnation is a member and the room is not needed.
         """
         c = push.contribution
         self._uploads.cut(push, self._clock.now_s(), received=received, is_wanted=self._is_wanted(c))
@@ -427,7 +428,7 @@ class Driver(Generic[H, S, P]):
             self._sent_back(c, no_room)
 
     def _is_wanted(self, c: Contribution) -> bool:
-        """Whether a contribution that is not here may still come."""
+        """Whether a contribution that is not complete may still be uploaded."""
         member = self.core.members.get(c.learner)
         return member is not None and member.incarnation == c.incarnation and not self.core.accounting.is_known(c)
 
@@ -441,11 +442,12 @@ class Driver(Generic[H, S, P]):
 
     @event
     def complete_push(self, push: Upload[S], done: Callable[[DilocoError | None], None]) -> None:
-        """All of its payload is here. `done`: None once it is accepted, rejected (its learner's standing says so when
-        that is durable) or known as a duplicate; otherwise what is wrong with it, and the round is as before:
+        """All bytes of an upload were received. `done`: called with None once the contribution is accepted, rejected
+        (its learner's standing has the verdict when that is durable) or recognised as a duplicate; otherwise with the
+        error, and the round is unchanged:
 
-            NonFiniteError, CorruptPayloadError: content that cannot be used. StaleIncarnationError: its incarnation is
-                out by now.
+            NonFiniteError, CorruptPayloadError: unusable content. StaleIncarnationError: its incarnation was evicted
+                meanwhile.
             VersionError, ConfigError: as `SyncerCore.contributed`.
         """
         if not self._uploads.completed(push):
@@ -486,16 +488,16 @@ class Driver(Generic[H, S, P]):
 
     @event
     def steer(self, order: Order, by: str, done: Callable[[str], None]) -> None:
-        """An operator's order. `done`: called with what was done, in a sentence, once that is durable.
+        """An operator's order. `done`: called with its effect, in a sentence, once that is durable.
 
         Arguments:
-            by: who gives it.
+            by: the operator's name.
 
         Raises:
-            NotInitialisedError: there is no model yet. ConfigError: it cannot be carried out. PayloadError: it makes no
-                sense.
+            NotInitialisedError: there is no model yet. ConfigError: the order cannot be executed. PayloadError: it is
+                malformed.
         """
-        sense.check_order(order, by)
+        validation.check_order(order, by)
         now_s = self._clock.now_s()
         said, actions = self.core.steer(now_s, order, by)
         self._observer.steered(order, by, said)
@@ -515,7 +517,7 @@ class Driver(Generic[H, S, P]):
         if not self.state.is_initialised:
             return
         core = self.core
-        if late_s > STOOD_STILL_S:  # suspended, or starved: what learners said meanwhile has not been heard yet
+        if late_s > STOOD_STILL_S:  # suspended, or starved: messages of that time are not processed yet
             self._observer.stood_still(late_s)
             core.stood_still(late_s)
         self._uploads.tick(self._clock.now_s())

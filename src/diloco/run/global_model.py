@@ -13,9 +13,9 @@ from diloco.protocol.contribution import Verdict
 from diloco.run.ports import H, MergedRound, ModelLayout, P
 
 KEPT_UPDATES = 3
-"""Updates of a fragment kept encoded in memory at most, for learners that are behind: as many as together have fewer
-bytes than the fragment itself, but no fewer than the schedule, or a learner's own overlap, lets learners be behind. An
-update is dropped earlier once all learners have sent work that is based on its version."""
+"""The most updates of a fragment that are kept encoded in memory, for learners that are behind: as many as together
+have fewer bytes than the fragment itself, but no fewer than the versions by which the schedule, or a learner's own
+overlap, lets learners be behind. An update is dropped earlier once all learners have sent work based on its version."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ class GlobalModel(Generic[H, P]):
         fragments, contributors: the newest version of each fragment, and the learners whose work it merged.
 
     Attributes:
-        layout: how it is cut.
+        layout: of the fragments.
         static: a safetensors file.
-        newest: what this driver has published last.
+        newest: the last update published by this driver.
     """
 
     def __init__(
@@ -99,16 +99,16 @@ class GlobalModel(Generic[H, P]):
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """Of each fragment, published."""
+        """The published version of each fragment."""
         return tuple(fragment.held.version for fragment in self._fragments)
 
     @property
     def contributors(self) -> list[tuple[str, ...]]:
-        """Of each fragment's newest version."""
+        """The contributors of each fragment's newest version."""
         return [fragment.contributors for fragment in self._fragments]
 
     def fetch(self, index: int, base: int) -> FragmentAnswer[H, P]:
-        """The update that follows version `base`, as encoded; the newest whole fragment where that is not kept.
+        """The update that follows version `base`, encoded; the newest whole fragment if that update is not kept.
 
         Raises:
             LayoutError: there is no such fragment.

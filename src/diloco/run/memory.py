@@ -17,7 +17,7 @@ POINTS = ("written", "synced", "renamed", "directory synced", "inserted", "commi
 
 @dataclass(eq=False)
 class MemorySlot:
-    """Room for one payload, which is put here whole."""
+    """Room for one payload, which is stored whole."""
 
     num_bytes: int
     payload: Any = None
@@ -46,13 +46,13 @@ class MemorySpool:
 
 
 class MemoryStore(Generic[H, P]):
-    """What is durable of a run, in memory: a driver that is gone leaves it behind for the next one. As on a disk, what
-    is written and what is read are copies.
+    """The durable state of a run, in memory, which outlives its driver. As on a disk, written and read values are
+    copies.
 
     Arguments:
         at: is told each of `POINTS`. OSError from it is a disk that refuses; whatever else it raises is the end of the
             process there.
-        saved: what is durable already; None: nothing.
+        saved: the durable state at the start; None: there is none.
     """
 
     def __init__(self, at: Callable[[str], None] = lambda _: None, saved: SavedRun[H] | None = None) -> None:

@@ -1,8 +1,8 @@
 """The ports of a driver: clock, connections, spool, jobs, store, worker, observer. Tensors are opaque values to the
 driver.
 
-Jobs and the store block. The worker does what they are asked for asynchronously, and ends each job with one call of
-`done`, which is an event of the driver like any other. No port may call the driver from within a call of the driver.
+Jobs and the store block. The worker runs their jobs asynchronously, and ends each with one call of `done`, which is an
+event of the driver like any other. No port may call the driver from within a call of the driver.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ModelLayout(Protocol):
 
 
 class RunMethod(MethodAnswers, Protocol):
-    """What a driver needs of a Method."""
+    """The part of a Method that a driver needs."""
 
     def with_own_overlap(self, overlap: int) -> Any: ...
     def difference(self, other: Any) -> str | None: ...
@@ -80,9 +80,9 @@ class InitialModel(Generic[H]):
     Attributes:
         fragments: at version 0.
         static: a safetensors file with the frozen parameters and buffers.
-        learner, source: the learner that brings it, and where it came from ("seed 17", a checkpoint's name).
-        run_id, epoch: as in `protocol.lineage`: drawn for this model, and 1; or where it continues a run whose state
-            was lost, that run's id, and a later epoch than it has had.
+        learner, source: the learner that uploads it, and its origin ("seed 17", a checkpoint's name).
+        run_id, epoch: as in `protocol.lineage`: drawn for this model, and 1; if it continues a run whose state was
+            lost, the id of that run, and an epoch later than all of its own.
         step, tokens: inner steps and tokens trained before the run.
     """
 
@@ -98,7 +98,7 @@ class InitialModel(Generic[H]):
 
 
 def first_epoch(model: InitialModel[Any]) -> Epoch:
-    """The epoch in which a run gets its model."""
+    """The epoch in which a run is initialised."""
     return Epoch(model.epoch, (0,) * len(model.fragments))
 
 
@@ -108,7 +108,7 @@ class MergedRound(Generic[H, P]):
 
     Attributes:
         num_bytes: of the payload.
-        refused: learners whose contributions the method's screen left out.
+        refused: learners whose contributions the method's screen refused.
         merge_s: seconds of tensor work.
     """
 
@@ -122,7 +122,7 @@ class MergedRound(Generic[H, P]):
 
     @property
     def tokens(self) -> int:
-        """Trained tokens whose work is in it."""
+        """Trained tokens whose work is merged."""
         return sum(c.tokens for c in self.action.contributions if c.learner not in self.refused)
 
 
@@ -135,7 +135,7 @@ class SavedRun(Generic[H]):
         contributors: of those versions.
         static, source, step, tokens, run_id: as in `InitialModel`.
         epochs: the starts on this state, the last one at the end.
-        record: as `SyncerCore.saved` gave it last; None: the run has only been initialised.
+        record: the newest of `SyncerCore.saved`; None: the run was only initialised.
     """
 
     run: str
@@ -171,16 +171,16 @@ class ClockPort(Protocol):
 
 
 class ConnectionPort(Protocol):
-    """One connection to a learner. What is sent on it may be lost with it."""
+    """One connection to a learner. Messages on it may be lost with it."""
 
     def standing(self, standing: Standing) -> None:
         """Send the standing. It replaces an earlier one that is not sent yet."""
 
     def evicted(self, reason: str, *, replaced: bool) -> None:
-        """Send that the incarnation is evicted; only `end` follows. `replaced`: a newer one took its place."""
+        """Send a notice of the incarnation's eviction; only `end` follows. `replaced`: a newer one took its place."""
 
     def end(self) -> None:
-        """End the stream after what was given before."""
+        """End the stream after the earlier notices."""
 
 
 class SpoolPort(Protocol[S]):
@@ -191,10 +191,10 @@ class SpoolPort(Protocol[S]):
         """In memory at the moment."""
 
     def allocate(self, num_bytes: int) -> S:
-        """Room for a payload. It returns at once: room on a disk is made when the slot is first used.
+        """Allocate room for a payload. It returns at once: room on a disk is made when the slot is first used.
 
         Raises:
-            NoRoomError: there is none now, as far as is known at once.
+            NoRoomError: there is no room now, as far as is known without blocking.
         """
 
     def release(self, slot: S) -> None:
@@ -205,18 +205,18 @@ S_contra = TypeVar("S_contra", contravariant=True)
 
 
 class JobsPort(Protocol[H, S_contra, P]):
-    """Tensor work: `run.tensor_jobs.TensorJobs`, or what stands for it where there are no tensors."""
+    """Tensor work: `run.tensor_jobs.TensorJobs`, or its stand-in where there are no tensors."""
 
     def contribution_bytes(self, num_elements: int) -> int:
         """Bytes of a contribution to a fragment of this many elements."""
 
     def check(self, slot: S_contra, num_elements: int) -> PayloadError | None:
-        """What is wrong with the payload of a contribution to a fragment of this many elements; None: nothing is."""
+        """The error in the payload of a contribution to a fragment of this many elements; None: it is valid."""
 
     def close(
         self, action: MergeRound, layout: Any, held: H, slots: Sequence[S_contra]
     ) -> MergedRound[H, P] | PayloadError:
-        """Merge a round's contributions into the next version of a fragment, or say why that has no usable result.
+        """Merge a round's contributions into the next version of a fragment, or return why there is no usable result.
         `slots`: one per contribution of the action.
 
         `held` may be closed in place: a driver uses it only to answer fetches, and again for the next round if this
@@ -225,7 +225,7 @@ class JobsPort(Protocol[H, S_contra, P]):
 
 
 class StorePort(Protocol[H, P]):
-    """Makes a run durable. There is one write at a time; each raises StoreError if the disk refused it as a whole."""
+    """Makes a run durable, by one write at a time; each raises StoreError if the disk refused it as a whole."""
 
     def initialise(self, run: str, method: RunMethod, model: InitialModel[H]) -> None:
         """Version 0 of every fragment."""
@@ -251,20 +251,20 @@ T = TypeVar("T")
 
 
 class WorkerPort(Protocol):
-    """Does jobs outside of the driver: writes one after the other, and so the closing of rounds."""
+    """Runs jobs outside of the driver. Writes are run one after the other, and so are the jobs that close rounds."""
 
     def submit(self, what: Work, fragment: int | None, job: Callable[[], T], done: Callable[[T], None]) -> None:
-        """Do a job, and call `done` with its result. `fragment`: that it is about; None: no single one."""
+        """Run a job, and call `done` with its result. `fragment`: the job's fragment; None: not a single one."""
 
 
 class Observer(Protocol):
-    """Gets told of every event of a run, such as `diloco.syncer.journal.Journal`."""
+    """Is notified of every event of a run, such as `diloco.syncer.journal.Journal`."""
 
     def initialised(self, model: InitialModel[Any]) -> None:
-        """The run has its model."""
+        """The run was initialised."""
 
     def joined(self, learner: str, incarnation: int, step: int) -> None:
-        """A new incarnation is part of the run."""
+        """A new incarnation has joined."""
 
     def left(self, learner: str, incarnation: int, tokens: int) -> None:
         """A learner has left."""
@@ -273,7 +273,7 @@ class Observer(Protocol):
         """An incarnation was evicted or replaced."""
 
     def steered(self, order: Order, by: str, said: str) -> None:
-        """An operator has given an order. `said`: what is done, in a sentence."""
+        """An operator has given an order. `said`: its effect, in a sentence."""
 
     def contributed(self, c: Contribution, num_bytes: int) -> None:
         """A contribution was accepted."""
@@ -291,13 +291,13 @@ class Observer(Protocol):
         """A version is visible."""
 
     def data_moved(self, leases: Leases) -> None:
-        """Of leased data, a pass is done, or units have come back."""
+        """Of leased data, a pass is complete, or units were returned."""
 
     def waits_for_room(self, error: NoRoomError) -> None:
-        """There is no room for contributions from now on; their learners repeat them."""
+        """There is no room for contributions now; their learners repeat them."""
 
     def sent_back(self, c: Contribution) -> None:
-        """There was no room for a contribution."""
+        """A contribution was refused for lack of room."""
 
     def waits_for_disk(self, what: str, error: StoreError) -> None:
         """The disk has refused a write, which is tried again."""

@@ -1,4 +1,4 @@
-"""One run, as its driver knows it: its state machine, and what is published."""
+"""The state of one run in its driver: the state machine and the published model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def require_run(served: str, run: str) -> None:
 
 
 class RunState(Generic[H, P]):
-    """A run without a model, until `begin` or `restore`.
+    """The state of one run, without a model until `begin` or `restore`.
 
     Arguments:
         run: its id.
@@ -30,7 +30,7 @@ class RunState(Generic[H, P]):
         pool: how many learners may train; None: as many as join.
 
     Attributes:
-        initial_tokens: what the model was trained on before the run.
+        initial_tokens: tokens that the model was trained on before the run.
         run_id: as in `protocol.lineage`.
         epochs: the starts on this run's state.
     """
@@ -63,7 +63,7 @@ class RunState(Generic[H, P]):
 
     @property
     def model(self) -> GlobalModel[H, P]:
-        """What is published. Raises as `core`."""
+        """The published model. Raises as `core`."""
         if self._model is None:
             raise NotInitialisedError(f"run {self.run!r} has no model yet; start one learner that initialises it.")
         return self._model
@@ -75,11 +75,11 @@ class RunState(Generic[H, P]):
 
     @property
     def run_tokens(self) -> int:
-        """Tokens trained by the run, and by its model before."""
+        """Tokens trained by the run, and before it."""
         return 0 if self._core is None else self._core.accounting.run_tokens + self.initial_tokens
 
     def lineage(self, boot: int) -> Lineage:
-        """What this process serves."""
+        """The lineage that the process `boot` serves."""
         return Lineage(self.run_id, self.epochs[-1].number if self.epochs else 0, boot)
 
     @property
@@ -97,14 +97,14 @@ class RunState(Generic[H, P]):
         self.run_id, self.epochs = initial.run_id, (first_epoch(initial),)
 
     def begin_epoch(self, number: int) -> None:
-        """A later epoch of the run begins, with the versions that are published."""
+        """A later epoch of the run begins, at the published versions."""
         self.epochs = (*self.epochs, Epoch(number, self.versions))
 
     def first_core(self, initial: InitialModel[Any]) -> SyncerCore:
         """The state machine of a run that begins with this model.
 
         Raises:
-            AlreadyInitialisedError: the run has a model. LayoutError: its method cannot train this one.
+            AlreadyInitialisedError: the run has a model. LayoutError: its method cannot train this model.
         """
         if self.is_initialised:
             raise self.already_initialised()
@@ -116,13 +116,13 @@ class RunState(Generic[H, P]):
         return SyncerCore(rules, [0] * num_fragments, deadlines=self._deadlines, step=initial.step, pool=self._pool)
 
     def already_initialised(self) -> AlreadyInitialisedError:
-        """The error of a second beginning."""
+        """The error of a second initialisation."""
         return AlreadyInitialisedError(
             f"run {self.run!r} has a model already and keeps it; join it without initialising it."
         )
 
     def restore(self, saved: SavedRun[H], now_s: float) -> None:
-        """Continue from what is durable.
+        """Continue from the durable state.
 
         Raises:
             UnknownRunError: another run is saved. AlreadyInitialisedError: it has another method.

@@ -1,4 +1,4 @@
-"""What `diloco status` shows: the state of `SyncerCore`, and which learners take part in what."""
+"""The values of `diloco status`: the state of `SyncerCore`, and the learners' part in recent merges."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from diloco.run.global_model import GlobalModel
 
 @dataclass
 class _Seen:
-    """What was heard of an incarnation besides the ledger.
+    """Facts about an incarnation besides its ledger.
 
     Attributes:
-        versions: the ones it has.
+        versions: by fragment, the newest that it has.
         steps: inner steps that it has taken.
         staleness: how many versions old its last merged work was.
-        recent: of the last merges while it trained, whether each had its work.
+        recent: for each of the last merges while it trained, whether its work was in it.
     """
 
     incarnation: int
@@ -34,8 +34,8 @@ class _Seen:
 
 
 def state_of(it: Mapping[str, Any]) -> str:
-    """A learner's state in a word, from its status; only a healthy one is expected in a merge. One of
-    before the syncer's restart that was not heard since is not back yet."""
+    """A learner's state in a word, from its status; only a healthy one is expected in a merge. A member from before the
+    syncer's restart, without a message since, is "not back yet"."""
     if not it["heard"]:
         return "not back yet"
     if not it["live"]:
@@ -48,7 +48,7 @@ def state_of(it: Mapping[str, Any]) -> str:
 
 
 class RunStatus:
-    """What learners report besides the ledger; after a restart it is empty until they report again."""
+    """Reports of learners besides their ledgers; empty after a restart until they report again."""
 
     def __init__(self) -> None:
         self._seen: dict[str, _Seen] = {}
@@ -72,7 +72,7 @@ class RunStatus:
                 self._seen_of(learner, member.incarnation).recent.append(learner in contributors)
 
     def _seen_of(self, learner: str, incarnation: int) -> _Seen:
-        """Only the newest incarnation's is kept."""
+        """Only the newest incarnation's facts are kept."""
         seen = self._seen.get(learner)
         if seen is None or seen.incarnation < incarnation:
             seen = self._seen[learner] = _Seen(incarnation)
@@ -81,11 +81,11 @@ class RunStatus:
     def as_dict(self, core: SyncerCore, model: GlobalModel[Any, Any], now_s: float) -> dict[str, Any]:
         """Plain values.
 
-        Of each learner: `live` (not evicted and connected), `healthy` (live and training), `heard` (since this syncer
-        started; the step and the silence of one that was not are not known), `merged` (fragments whose newest version
+        Of each learner: `live` (not evicted and connected), `healthy` (live and training), `heard` (a message arrived
+        since this syncer started; otherwise its step and silence are unknown), `merged` (fragments whose newest version
         contains its work), `share` (of the last merges while it trained; None: there was none since this syncer
-        started), `versions_behind` (by how many versions its oldest fragment is behind; None: not reported yet),
-        `staleness` (of its last merged contribution, in versions; None: none yet). `data`: `Leases.status`.
+        started), `versions_behind` (of its oldest fragment; None: not reported yet), `staleness` (of its last merged
+        contribution, in versions; None: none yet). `data`: as in `Leases.status`.
         """
         return {
             "steering": {**core.steering.saved(), "at_least": core.at_least},
@@ -122,7 +122,7 @@ class RunStatus:
 
 
 def _fragment(core: SyncerCore, model: GlobalModel[Any, Any], now_s: float, index: int) -> dict[str, Any]:
-    """A fragment's round with the reason why it waits, and where the tokens of all learners went."""
+    """A fragment's round with the reason why it waits, and the summed ledger of all learners."""
     state, decision = core.fragments[index], core.decision(now_s, index)
     contributed, members = core.rounds.roster(index)
     if state.closing is not None:

@@ -51,12 +51,12 @@ class TensorJobs:
         self, layout: Layout, thetas: Sequence[Tensor], static: bytes, *, learner: str, source: str, run_id: str,
         step: int = 0, tokens: int = 0, epoch: int = 1,
     ) -> InitialModel[GlobalFragment]:  # fmt: skip
-        """The model that a run begins with. `thetas`: fp32 [n] of each fragment."""
+        """The initial model of a run. `thetas`: fp32 [n] of each fragment."""
         held = tuple(GlobalFragment.first(self._method, index, theta) for index, theta in enumerate(thetas))
         return InitialModel(layout, held, static, learner, source, run_id, step, tokens, epoch)
 
     def check(self, slot: TensorSlot, num_elements: int) -> PayloadError | None:
-        """What is wrong with a payload, if anything."""
+        """The error in a payload; None: it is valid."""
         try:
             self._method.up.check(slot.tensor, num_elements)
         except PayloadError as error:
@@ -66,7 +66,7 @@ class TensorJobs:
     def close(
         self, action: MergeRound, layout: Layout, held: GlobalFragment, slots: Sequence[TensorSlot]
     ) -> MergedRound[GlobalFragment, Tensor] | PayloadError:
-        """The round's result, or why there is none that could be used."""
+        """The round's result, or the reason why there is no usable one."""
         began_s = self._seconds()
         encoded = encoded_of(action.contributions, action.weights, [slot.tensor for slot in slots], action.round)
         places = layout.fragments[action.fragment].tensors

@@ -1,6 +1,4 @@
-"""Room for contributions that come up: whole or in parts, after a cut from where they were, and no more than a learner
-can need.
-"""
+"""Room for the payloads of contributions: uploaded whole or in parts, resumed after a cut, and limited per learner."""
 
 from __future__ import annotations
 
@@ -11,17 +9,17 @@ from typing import Generic
 
 from diloco.errors import BusyError
 from diloco.protocol.contribution import Contribution
-from diloco.run import validation as sense
+from diloco.run import validation
 from diloco.run.assembly import Assemblies, Assembly, Span
 from diloco.run.ports import S, SpoolPort
 
-# What has arrived of contributions whose upload was cut off, so that the next one goes on from there.
+# The received prefixes of contributions whose upload was cut off, so that the next upload resumes there.
 #
-# One for each incarnation at most: a learner sends one contribution at a time. It is dropped when its incarnation ends,
-# sends another contribution, or does not come back to it in time, and all are dropped when room is needed.
+# At most one per incarnation: a learner sends one contribution at a time. It is dropped when its incarnation ends,
+# sends another contribution, or does not resume in time, and all are dropped when room is needed.
 
 KEPT_S = 600.0
-"""How long a prefix waits for its learner, which repeats an upload within seconds unless the link is down."""
+"""How long a prefix is kept for its learner, which repeats an upload within seconds unless the link is down."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +34,10 @@ class Prefix(Generic[S]):
 
 
 class Prefixes(Generic[S]):
-    """Of all learners.
+    """The prefixes of all learners.
 
     Arguments:
-        release: gives a slot back.
+        release: releases a slot.
     """
 
     def __init__(self, release: Callable[[S], None]) -> None:
@@ -60,23 +58,23 @@ class Prefixes(Generic[S]):
         return self._kept.pop(_owner(c))
 
     def settled(self, c: Contribution) -> None:
-        """The contribution has arrived, by another upload."""
+        """The contribution was completed by another upload."""
         kept = self._kept.get(_owner(c))
         if kept is not None and kept.contribution == c:
             self.drop(*_owner(c))
 
     def drop(self, learner: str, incarnation: int) -> None:
-        """The incarnation is out, or sends something else."""
+        """Drop the prefix of an incarnation that has ended, or sends another contribution."""
         if (kept := self._kept.pop((learner, incarnation), None)) is not None:
             self._release(kept.slot)
 
     def tick(self, now_s: float) -> None:
-        """Drop those that have waited for too long."""
+        """Drop prefixes that were kept for too long."""
         for owner in [owner for owner, kept in self._kept.items() if now_s - kept.cut_at_s >= KEPT_S]:
             self.drop(*owner)
 
     def make_room(self) -> None:
-        """Drop all: there is no room for contributions that come up now."""
+        """Drop all prefixes: there is no room for new contributions."""
         for owner in list(self._kept):
             self.drop(*owner)
 
@@ -86,8 +84,8 @@ def _owner(c: Contribution) -> tuple[str, int]:
 
 
 MOST_MODELS = 2
-"""Of room for the uploads of one incarnation, by contributions to all fragments: it sends one after the other,
-and the connection of an earlier one may not have ended."""
+"""Room for the uploads of one incarnation, as a multiple of contributions to all fragments: it sends one after the
+other, and the connection of an earlier one may not have ended."""
 
 
 @dataclass(eq=False)
@@ -96,11 +94,10 @@ class Upload(Generic[S]):
 
     Attributes:
         num_bytes: of the whole payload.
-        slot: the room for what is uploaded, or for the whole payload with `assembly`.
+        slot: the room for this upload, or for the whole payload with `assembly`.
         span: the part of the payload; None: all of it.
-        assembly: what the part belongs to; None: the whole payload is uploaded, or the part is here already and is not
-            needed.
-        received: bytes of `room`, the first ones, that an upload which was cut off has left there.
+        assembly: of this part; None: the whole payload is uploaded, or the part was received before and is not needed.
+        received: how many first bytes of `room` an earlier upload, which was cut off, has left there.
     """
 
     contribution: Contribution
@@ -140,10 +137,10 @@ class Uploads(Generic[S]):
 
         Arguments:
             model_bytes: of a contribution to each fragment.
-            is_here: the whole contribution is here already.
+            is_here: the whole contribution was received before.
 
         Raises:
-            NoRoomError: there is none. BusyError: the incarnation has too much of it. PayloadError: as
+            NoRoomError: there is no room. BusyError: the incarnation uses too much. PayloadError: as
                 `Assembly.begin`.
         """
         most_bytes = MOST_MODELS * model_bytes
@@ -151,7 +148,7 @@ class Uploads(Generic[S]):
             prefix = self._prefixes.take(c, num_bytes)
             slot = self._allocate(c, num_bytes, most_bytes) if prefix is None else prefix.slot
             return Upload(c, num_bytes, slot, received=0 if prefix is None else prefix.received)
-        sense.check_span(c, span, num_bytes)
+        validation.check_span(c, span, num_bytes)
         assembly = self.assemblies.of(c)
         if is_here or (assembly is not None and span in assembly.here):  # the acknowledgement of this part was lost
             return Upload(c, num_bytes, self._allocate(c, span[1] - span[0], most_bytes), span)
@@ -161,7 +158,7 @@ class Uploads(Generic[S]):
         return Upload(c, num_bytes, assembly.slot, span, assembly, assembly.begin(c, num_bytes, span))
 
     def cut(self, upload: Upload[S], now_s: float, *, received: int, is_wanted: bool) -> None:
-        """It was broken off, with the first bytes of its room here; they are kept where they may be wanted."""
+        """An upload was cut off; the bytes received are kept if they may be needed."""
         c = upload.contribution
         if upload.span is None and received > 0 and is_wanted:
             self._prefixes.keep(Prefix(c, upload.num_bytes, upload.slot, received, now_s))
@@ -169,8 +166,8 @@ class Uploads(Generic[S]):
             self._ended(upload, is_complete=False, received=received)
 
     def completed(self, upload: Upload[S]) -> bool:
-        """All of it is here; returns whether that makes the contribution whole. Then its slot is the caller's, who
-        calls `taken` or `release`."""
+        """All bytes of an upload were received; returns whether the contribution is complete. If so, the caller owns
+        its slot, and calls `taken` or `release`."""
         if upload.span is None:
             return True
         self._ended(upload, is_complete=True)
@@ -204,18 +201,18 @@ class Uploads(Generic[S]):
             self._spool.release(slot)
 
     def release(self, slot: S) -> None:
-        """Nothing more comes into this slot."""
+        """Release a slot that is not used any more."""
         self._forget(slot)
         self._spool.release(slot)
 
     def end(self, learner: str, incarnation: int) -> None:
-        """The incarnation is out."""
+        """An incarnation has ended: drop its incomplete payloads."""
         self._prefixes.drop(learner, incarnation)
         for slot in self.assemblies.end(learner, incarnation):
             self.release(slot)
 
     def make_room(self) -> None:
-        """Give up what was cut off."""
+        """Drop the prefixes of cut uploads."""
         self._prefixes.make_room()
 
     def tick(self, now_s: float) -> None:

@@ -1,8 +1,8 @@
-"""Bounds for what learners report, checked before a number is used.
+"""Bounds for the reports of learners, checked before a number is used.
 
 The bounds are orders of magnitude beyond any training: they catch an overflow, a wrong sign or a wrong unit. They
-cannot tell a learner that trained alone for days, or resumed a checkpoint, from one that lies. Values that a message
-states twice must agree. Each check raises PayloadError, with one sentence for the sender.
+cannot distinguish a dishonest learner from one that trained alone for days, or resumed a checkpoint. Values that a
+message states twice must agree. Each check raises PayloadError, with one sentence for the sender.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from diloco.protocol.units import Ranges, is_set
 from diloco.run.ports import InitialModel
 
 MAX_AHEAD = 10**8
-"""Inner steps by which one message may advance a run: a hundred a second for eleven days. A bound on the step itself
-could be reached by one learner, and then all others, which start at the run's step, would be refused."""
+"""Inner steps by which one message may advance a run: a hundred a second for eleven days. If the bound were on the step
+itself, one learner could reach it, and all others, which start at the run's step, would be refused."""
 
 MAX_INITIAL_STEP = 10**10
 """Inner steps that a model was trained for before the run."""
@@ -32,7 +32,7 @@ MAX_TOKENS = 10**15
 """Tokens that one incarnation of a learner trains, and that a model was trained on before."""
 
 MAX_LATER = 2**20
-"""Times that a learner has joined since the state that a run has gone back to."""
+"""Joins of a learner since the state that a run was taken back to."""
 
 MAX_STEP_S = 10.0**6
 """Seconds that an inner step takes: eleven days."""
@@ -44,10 +44,10 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 """A learner's id, and the name of a key: safe in a file's name, a terminal, a page and a metric's label."""
 
 MAX_WHY = 200
-"""Characters of an order's reason, and of the name of who gives it."""
+"""Characters of an order's reason, and of the operator's name."""
 
 MAX_SOURCE = 200
-"""Characters of the place where a model came from, or of a digest."""
+"""Characters of a model's source, or of a digest."""
 
 
 RUN_ID = re.compile(r"[0-9a-f]{32}")
@@ -60,7 +60,7 @@ MAX_UNIT = 2**53
 """Units of data, over all passes."""
 
 MAX_RANGES = 2**15
-"""Ranges of units in one message: more than the steps between two contributions, of which each reads a few."""
+"""Ranges of units in one message: more than the inner steps between two contributions, each of which reads a few."""
 
 
 def check_name(learner: str) -> None:
@@ -73,7 +73,7 @@ def check_name(learner: str) -> None:
 
 
 def check_order(order: Order, by: str) -> None:
-    """Check an operator's order, and the name of who gives it."""
+    """Check an operator's order, and the operator's name."""
     if order.what not in get_args(What):
         raise PayloadError(f"there is no order {order.what[:64]!r}; orders are {', '.join(get_args(What))}.")
     if order.what in OF_A_LEARNER:
@@ -90,7 +90,7 @@ def check_order(order: Order, by: str) -> None:
 
 
 def check_incarnation(learner: str, incarnation: int, known: int) -> None:
-    """Check the incarnation that a learner says it was, which may be later than the newest that is known."""
+    """Check the last incarnation that a joining learner claims, which may be later than the newest known one."""
     if not 0 <= incarnation <= known + MAX_LATER:
         raise PayloadError(f"{learner!r} was never incarnation {incarnation}: {known} is the newest that is known of.")
 
@@ -171,7 +171,7 @@ def check_versions(learner: str, versions: Sequence[int], num_fragments: int) ->
 
 
 def check_contribution(c: Contribution, run_step: int, tokens_per_step: int | None) -> None:
-    """Check a contribution by itself; `SyncerCore` checks its round and base. `tokens_per_step`: as in
+    """Check a contribution on its own; `SyncerCore` checks its round and base. `tokens_per_step`: as in
     `check_report`."""
     if c.number < 1:
         raise PayloadError(
@@ -196,7 +196,7 @@ def check_contribution(c: Contribution, run_step: int, tokens_per_step: int | No
 
 
 def check_ask(learner: str, ask: Ask) -> None:
-    """Check a request for a lease by itself; `Leases` checks it against the others."""
+    """Check a request for a lease on its own; `Leases` checks it against the others."""
     data = ask.data
     _within(learner, "units of data in all passes", data.num_units * max(1, data.passes), MAX_UNIT)
     _within(learner, "tokens in a unit of data", data.unit_tokens, MAX_TOKENS)
@@ -267,7 +267,7 @@ def check_run_id(run_id: str) -> None:
 
 
 def check_word(learner: str, word: Word, most_epoch: int) -> None:
-    """Check what a learner says of the syncer that it follows. `most_epoch`: the highest that can be."""
+    """Check a learner's statement about the syncer that it follows. `most_epoch`: the highest plausible epoch."""
     check_epoch(learner, word.seen.epoch, most_epoch)
     if word.promised is not None:
         check_epoch(learner, word.promised.epoch, most_epoch)

@@ -1,7 +1,7 @@
 """The queue of writes that make a run durable: one at a time, repeated where the disk refuses.
 
-A record is taken when its write begins. So the disk never goes back in time, and one record serves all requests before
-it.
+A record is taken when its write begins, so the disk never holds an older state after a newer one, and one record serves
+all earlier requests.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class Writes(Generic[H, P]):
         self._under_way: Write[H, P] | None = None
 
     def version(self, now_s: float, merged: MergedRound[H, P]) -> None:
-        """A version is to be made durable."""
+        """Request that a version is made durable."""
         self._versions.append(Write(merged, now_s))
 
     def record(self, now_s: float, then: Then | None = None) -> None:
-        """A record of the run as it is now is to be made durable."""
+        """Request that the run's record is made durable. `then`: called once it is."""
         self._record = self._record or Write(None, now_s)
         if then is not None:
             self._then.append(then)
@@ -79,12 +79,12 @@ class Writes(Generic[H, P]):
         return write
 
     def ended(self, write: Write[H, P]) -> list[Then]:
-        """It is durable; returns what was waiting for that."""
+        """A write is durable; returns the callbacks that waited for it."""
         self._under_way = None
         return write.then
 
     def refused(self, now_s: float, write: Write[H, P]) -> None:
-        """The disk has refused it: again after a while, with a record of then."""
+        """The disk has refused a write: it is repeated later, with a record taken then."""
         self._under_way = None
         write.is_refused, write.not_before_s = True, now_s + RETRY_S
         self._then, write.then = [*write.then, *self._then], []
@@ -97,14 +97,14 @@ class Writes(Generic[H, P]):
 
     @property
     def next_s(self) -> float:
-        """When the next one is due; infinite while one is under way, whose end is an event."""
+        """When the next write is due; infinite while one is under way, whose end is an event."""
         if self._under_way is not None:
             return math.inf
         return min((write.not_before_s for write in self._waiting), default=math.inf)
 
     @property
     def are_moving(self) -> bool:
-        """Whether any is under way or about to begin, and does not wait for a disk that refused it."""
+        """Whether a write is under way or due that does not wait for a disk that refused it."""
         return self._under_way is not None or not all(write.is_refused for write in self._waiting)
 
     @property
