@@ -230,7 +230,7 @@ class Exchange(ABC):
     def report(self, report: Report) -> None:  # noqa: B027  (an exchange without heartbeats has nothing to do)
         """The learner's newest state, for heartbeats; never blocks."""
 
-    def rejoined(self, incarnation: int) -> None:  # noqa: B027  (an exchange without a syncer evicts nobody)
+    def rejoined(self, incarnation: int) -> None:  # noqa: B027  (an exchange without a syncer has no evictions)
         """The learner has started over after `Rejoined`: from now on it reports as this incarnation. Until then it
         reports as the evicted one, also if that event was polled and waits for other ranks."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict
+from typing import Any
 
 from diloco.core.fragments import Layout
 from diloco.core.method import Method
@@ -14,7 +15,7 @@ from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.protocol.contribution import Contribution, Standing, Verdict
 from diloco.protocol.leases import Grant
 from diloco.protocol.lineage import Lineage
-from diloco.protocol.members import Evaluation
+from diloco.protocol.members import Report
 from diloco.protocol.session import requests
 from diloco.protocol.succession import Ballot, Proposal
 from diloco.protocol.units import Ranges
@@ -51,10 +52,7 @@ def pull_request(fetch: requests.Fetch) -> pb.PullRequest:
     """The request for a part of the model."""
     who = fetch.who
     request = pb.PullRequest(
-        run=who.run,
-        learner=who.learner,
-        process=who.process,
-        incarnation=who.incarnation,
+        **_identity(who),
         base=fetch.base,
         joining=fetch.joining,
         seen=lineage_message(fetch.seen),
@@ -71,12 +69,9 @@ def heartbeat_request(beat: requests.Beat) -> pb.HeartbeatRequest:
     """The request of a heartbeat."""
     who, report = beat.who, beat.report
     return pb.HeartbeatRequest(
-        run=who.run,
-        learner=who.learner,
-        incarnation=who.incarnation,
-        step=report.step,
+        **_identity(who),
+        **_progress(report),
         steps=report.steps,
-        tokens=report.tokens,
         step_s=report.step_s or 0.0,
         waiting=report.waiting,
         finished=report.finished,
@@ -84,17 +79,22 @@ def heartbeat_request(beat: requests.Beat) -> pb.HeartbeatRequest:
         versions=[max(version, 0) for version in beat.versions],
         confirmed=report.confirmed,
         seen=lineage_message(beat.seen),
-        process=who.process,
         promised=_ballot_message(beat.promised),
-        earlier_tokens=report.earlier_tokens,
-        training_loss=report.training_loss,
-        evaluation=_evaluation_message(report.evaluation),
-        blocked_s=report.blocked_s,
     )
 
 
-def _evaluation_message(evaluation: Evaluation | None) -> pb.Evaluation | None:
-    return None if evaluation is None else pb.Evaluation(**asdict(evaluation))
+def _identity(who: requests.Identity) -> dict[str, Any]:
+    """The fields of a request that name the learner."""
+    return {"run": who.run, "learner": who.learner, "process": who.process, "incarnation": who.incarnation}
+
+
+def _progress(report: Report) -> dict[str, Any]:
+    """The fields of a report that both heartbeats and the request to leave have."""
+    evaluation = None if report.evaluation is None else pb.Evaluation(**asdict(report.evaluation))
+    return {
+        "step": report.step, "tokens": report.tokens, "earlier_tokens": report.earlier_tokens,
+        "blocked_s": report.blocked_s, "training_loss": report.training_loss, "evaluation": evaluation,
+    }  # fmt: skip
 
 
 def vote_request(vote: requests.Vote) -> pb.VoteRequest:
@@ -126,10 +126,7 @@ def lease_request(lease: requests.Lease) -> pb.LeaseRequest:
     """The request for units of data."""
     who, ask = lease.who, lease.ask
     return pb.LeaseRequest(
-        run=who.run,
-        learner=who.learner,
-        process=who.process,
-        incarnation=who.incarnation,
+        **_identity(who),
         number=ask.number,
         num_units=ask.num_units,
         data_units=ask.data.num_units,
@@ -155,10 +152,7 @@ def watch_request(watch: requests.Watch) -> pb.WatchRequest:
     """The request for a stream of notices."""
     who = watch.who
     return pb.WatchRequest(
-        run=who.run,
-        learner=who.learner,
-        process=who.process,
-        incarnation=who.incarnation,
+        **_identity(who),
         seen=lineage_message(watch.seen),
         versions=[max(version, 0) for version in watch.versions],
     )
@@ -190,20 +184,7 @@ def lineage_of(message: pb.Lineage) -> Lineage:
 
 def leave_request(leave: requests.Leave) -> pb.LeaveRequest:
     """The request to leave the run."""
-    who, report = leave.who, leave.report
-    return pb.LeaveRequest(
-        run=who.run,
-        learner=who.learner,
-        incarnation=who.incarnation,
-        step=report.step,
-        tokens=report.tokens,
-        earlier_tokens=report.earlier_tokens,
-        process=who.process,
-        seen=lineage_message(leave.seen),
-        training_loss=report.training_loss,
-        evaluation=_evaluation_message(report.evaluation),
-        blocked_s=report.blocked_s,
-    )
+    return pb.LeaveRequest(**_identity(leave.who), **_progress(leave.report), seen=lineage_message(leave.seen))
 
 
 def standing_of(message: pb.Standing) -> Standing:

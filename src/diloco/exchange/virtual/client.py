@@ -128,7 +128,7 @@ class SessionClient:
         self._do(self.core.asked(self._now, incarnation, ask))
 
     def report(self, incarnation: int, report: Report) -> None:
-        """What the learner says of itself from now on."""
+        """Set the learner's newest report."""
         self._do(self.core.report(self._now, incarnation, report))
 
     def restore(self, fragments: Sequence[GlobalFragment]) -> None:
@@ -223,7 +223,7 @@ class SessionClient:
             case requests.Describe():
                 reply((driver.lineage, driver.state.is_initialised))
             case requests.Join(who=who, seen=seen):
-                ready, self._ready = self._ready and not who.incarnation, False  # one that has to ask again comes late
+                ready, self._ready = self._ready and not who.incarnation, False  # a learner that joins again is late
                 driver.join(
                     who.claim(seen),
                     self._layout,
