@@ -7,7 +7,6 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from diloco.exchange.wire.address import socket_path, split_address
 from diloco.exchange.wire.rpc import SERVER_OPTIONS
 from diloco.protocol.members import Deadlines
 from diloco.protocol.session.heartbeat import HEARTBEAT_S
-from diloco.protocol.steering import Order, Pool
+from diloco.protocol.steering import Pool
 from diloco.run.journal.payloads import TensorPayloads
 from diloco.run.journal.recorder import Recorder
 from diloco.store.backup import BackupPlan, Backups
@@ -33,7 +32,7 @@ from diloco.syncer.door.audit import Audit
 from diloco.syncer.door.open_calls import CallDeadlines, CallGuard, OpenCalls, OpenTransfers
 from diloco.syncer.door.receiving import IncomingModel
 from diloco.syncer.door.service import Service
-from diloco.syncer.hosting import HostedDriver, SyncerDriver
+from diloco.syncer.hosting import HostedDriver
 from diloco.syncer.journal import Journal
 from diloco.syncer.keys.auth import Authenticator, check_binding
 from diloco.syncer.keys.callers import Caller
@@ -181,7 +180,8 @@ class Syncer:
         if options.page_address is not None:
             is_open = options.keys is None
             self.page = LivePage(
-                options.page_address, self._events.path, self.progress.newest, is_open=is_open, steer=self._steer,
+                options.page_address, self._events.path, self.progress.newest, is_open=is_open,
+                steer=lambda order, caller: service.execute(order, caller, "page"),
                 check=auth.check,
             )  # fmt: skip
         self._stopping = threading.Event()
@@ -220,16 +220,6 @@ class Syncer:
         if self.page is None:
             raise ConfigError("this syncer serves no page; start it with --page.")
         return self.page.url_for(caller)
-
-    def _steer(self, order: Order, caller: Caller) -> str:
-        """Execute an order from the page."""
-
-        def steer(driver: SyncerDriver, done: Callable[[str], None]) -> None:
-            driver.steer(order, caller.name, done)
-
-        said = self.driver.wait_for(steer)
-        self._audit.admitted("Steer", caller, order.learner, "page")
-        return said
 
     def versions(self) -> tuple[int, ...]:
         """The newest durable version of each fragment."""
