@@ -42,7 +42,7 @@ from diloco.syncer.page.live_page import LivePage
 from diloco.syncer.ports import connections_for, port_refusal, raise_file_limit, why_unbound
 from diloco.syncer.progress import EVERY_S, ProgressLog
 from diloco.syncer.spool import Slot, Spool
-from diloco.syncer.standby.following import DialledConnection, Following
+from diloco.syncer.standby.following import Following, StandbyCredentials
 from diloco.syncer.standby.leading import Leading
 from diloco.syncer.standby.pair_calls import PairCalls, StandingJournal
 from diloco.syncer.standby.pairing import TICK_S, Pairing, ReplicatedStore
@@ -95,7 +95,7 @@ class Options:
     record_contributions: bool = False
     backup: BackupPlan | None = None
     follow: str | None = None
-    follow_with: DialledConnection = field(default_factory=DialledConnection)
+    follow_with: StandbyCredentials = field(default_factory=StandbyCredentials)
     durable: Literal["both", "one"] = "both"
 
 
@@ -161,7 +161,12 @@ class Syncer:
         self._following = None
         if options.follow is not None:
             self._following = Following(
-                run, self._store, self.pairing, options.follow_with, let_go=self._update_hosting, failed=self._failed
+                run,
+                self._store,
+                self.pairing,
+                options.follow_with,
+                end_driver=self._update_hosting,
+                failed=self._failed,
             )
         self._incoming = IncomingModel()
         pair = PairCalls(
@@ -172,7 +177,7 @@ class Syncer:
             run, method, lambda: self.driver, guard=guard, pair=pair, calls=self._calls, deadlines=self._deadlines,
             transfers=self.transfers, incoming=self._incoming, audit=audit,
             lost_floor_s=options.deadlines.lost_floor_s, resumed=self._observer.resumed,
-            status_extra=self._status_extra, heard=self.progress.heard,
+            status_extra=self._status_extra, reported=self.progress.record,
             page_url=self._page_url,
         )  # fmt: skip
         self._server.add_generic_rpc_handlers((service.handlers(),))

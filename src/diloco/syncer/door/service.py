@@ -72,7 +72,7 @@ class Service:
         lost_floor_s: the shortest deadline of a silent learner.
         resumed: called with the learner, the kind and the bytes that a resumed transfer did not repeat.
         status_extra: more values for `Status`.
-        heard: called with each accepted heartbeat and Leave.
+        reported: called with each accepted heartbeat and Leave.
         page_url: gives a caller a link to the live page.
     """
 
@@ -92,14 +92,14 @@ class Service:
         lost_floor_s: float,
         resumed: Callable[[str, str, int], None],
         status_extra: Callable[[], dict[str, Any]],
-        heard: Callable[[Claim, Report], None],
+        reported: Callable[[Claim, Report], None],
         page_url: Callable[[Caller], str],
     ) -> None:
         self._run, self._method, self._host, self._pair = run, method, host, pair
         self._guard, self._admit = guard, guard.admit
         self._calls, self._deadlines, self._audit = calls, deadlines, audit
         self._transfers, self._lost_floor_s, self._resumed = transfers, lost_floor_s, resumed
-        self._status_extra, self._heard, self._page_url = status_extra, heard, page_url
+        self._status_extra, self._reported, self._page_url = status_extra, reported, page_url
         self._probing = threading.Lock()
         self._initialising = Initialising(host, transfers=transfers, audit=audit, incoming=incoming, resumed=resumed)
 
@@ -177,7 +177,7 @@ class Service:
             return pb.HeartbeatReply(lineage=lineage, standing=standing_message(standing), proposal=proposal)
 
         answer = self._driver.ask(reply)
-        self._heard(claim, report)
+        self._reported(claim, report)
         return answer
 
     def lease(self, caller: Caller, request: pb.LeaseRequest, context: grpc.ServicerContext) -> pb.LeaseReply:
@@ -197,7 +197,7 @@ class Service:
             driver.leave(claim, report, lambda: done(pb.LeaveReply()))
 
         reply = self._driver.wait_for(leave, context)
-        self._heard(claim, report)
+        self._reported(claim, report)
         return reply
 
     def status(self, caller: Caller, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.StatusReply:
