@@ -29,7 +29,7 @@ from diloco.protocol.pair.values import Contents, Position
 from diloco.protocol.succession import Standing
 from diloco.store.inspection import inspect
 from diloco.syncer.server import Options, Syncer
-from diloco.syncer.standby.following import DialledConnection, Following
+from diloco.syncer.standby.following import Following, StandbyCredentials
 from diloco.syncer.standby.pairing import Pairing
 from diloco.syncer.standby.replica import FILE, Replica, read_position, write_position
 
@@ -235,7 +235,7 @@ class StandbyUnderFire(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         with closing(Replica(state)) as store:
             pairing = Pairing(store, other=self._address, waits_for_both=True, patience_s=CALL_S, observer=Silent())
             following = Following(
-                RUN, store, pairing, DialledConnection(insecure=True), let_go=lambda: None, failed=failures.append
+                RUN, store, pairing, StandbyCredentials(insecure=True), end_driver=lambda: None, failed=failures.append
             )  # fmt: skip
             try:
                 following.once()

@@ -20,7 +20,7 @@ from diloco.protocol.members import Report
 from diloco.protocol.rounds.base import Rules
 from diloco.protocol.syncer import SyncerCore
 from diloco.run.ports import InitialModel, MergedRound
-from diloco.store.store import Store, understood
+from diloco.store.store import Store, checked_values
 
 NUM_ELEMENTS = 1000
 STATIC = safetensors.torch.save({"rope.inv_freq": torch.arange(4.0)})
@@ -107,7 +107,7 @@ def started(path: Path) -> dict[int, int]:
     """The versions that a start serves, all of them verified. Raises StoreError."""
     with Store(path) as store:
         saved = store.load()
-        with understood(path):
+        with checked_values(path):
             assert saved is not None
             SyncerCore(Rules.of(saved.method, 2), [0, 0]).restore(0.0, saved.record or record_at(1))
         store.begin(saved)

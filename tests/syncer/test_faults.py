@@ -161,7 +161,9 @@ def test_a_killed_learner_is_given_up_and_comes_back(kill_at: int, tmp_path: Pat
         )
         victim = start_module("tests.syncer.runs", syncer.address, str(kill_at))
         victim.join(timeout=60)
-        assert victim.exitcode == -signal.SIGKILL
+        exitcode = victim.exitcode
+        victim.kill()  # where it is late, nothing else ends it
+        assert exitcode == -signal.SIGKILL
         versions = versions_of(syncer)
         until(lambda: "victim" not in status_of(syncer)["learners"], "the victim is not given up")
         seen = read_events(tmp_path / "state" / "events.jsonl")

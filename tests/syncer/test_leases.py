@@ -75,10 +75,12 @@ def numbers(ranges: list[list[int]]) -> set[int]:
 
 
 def test_each_unit_is_merged_once_whatever_is_killed_joins_and_leaves(tmp_path: Path) -> None:
-    syncer = SyncerProcess(tmp_path, RUN_FILE)
+    syncer, learners = SyncerProcess(tmp_path, RUN_FILE), list[Any]()
 
     def learner(name: str, *options: str) -> Any:
-        return start_module("tests.syncer.leased_life", str(tmp_path), syncer.address, name, *options)
+        process = start_module("tests.syncer.leased_life", str(tmp_path), syncer.address, name, *options)
+        learners.append(process)
+        return process
 
     def done() -> int:
         data = fetch_status(syncer.address, run=RUN)["data"]
@@ -114,7 +116,8 @@ def test_each_unit_is_merged_once_whatever_is_killed_joins_and_leaves(tmp_path: 
             assert process.exitcode == 0
         status = fetch_status(syncer.address, run=RUN)["data"]
     finally:
-        (tmp_path / "stop").touch()
+        for process in learners:
+            process.kill()
         syncer.kill()
 
     with pytest.raises(SystemExit) as ended:  # all of it is decided again as it was
@@ -150,9 +153,13 @@ def test_the_ranks_of_a_learner_read_different_samples_and_continue(tmp_path: Pa
             start_module("tests.syncer.leased_ranks_life", str(tmp_path), syncer.address, str(rank))
             for rank in range(2)
         ]
-        for process in ranks:
-            process.join(120)
-            assert process.exitcode == 0
+        try:
+            for process in ranks:
+                process.join(120)
+                assert process.exitcode == 0
+        finally:
+            for process in ranks:
+                process.kill()
         data = fetch_status(syncer.address, run=RUN)["data"]
     first, second = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2))
     steps = [set(one) | set(other) for one, other in zip(first, second, strict=True)]

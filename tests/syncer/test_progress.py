@@ -87,9 +87,9 @@ def test_speed_and_time_to_go_are_those_of_the_last_minute(world: World) -> None
 
 def test_what_heartbeats_tell_is_kept_and_an_evaluation_written_once(world: World) -> None:
     report = Report(training_loss=2.5, evaluation=Evaluation(loss=2.25, run_tokens=90))
-    world.progress.heard(Claim("a"), report)
-    world.progress.heard(Claim("a"), report)
-    world.progress.heard(Claim("a"), Report())
+    world.progress.record(Claim("a"), report)
+    world.progress.record(Claim("a"), report)
+    world.progress.record(Claim("a"), Report())
     assert [event for event in world.written() if isinstance(event, ev.Reported)] == world.written()
     assert len(world.written()) == 1
     moment = world.progress.newest()
@@ -97,14 +97,14 @@ def test_what_heartbeats_tell_is_kept_and_an_evaluation_written_once(world: Worl
     assert moment.learners["a"].training_loss == 2.5
     world.progress.write()
     assert world.sample("diloco_held_out_loss") == 2.25
-    world.progress.heard(Claim("a"), Report(evaluation=Evaluation(loss=2.0, run_tokens=190)))
+    world.progress.record(Claim("a"), Report(evaluation=Evaluation(loss=2.0, run_tokens=190)))
     assert len([event for event in world.written() if isinstance(event, ev.Reported)]) == 2
 
 
 def test_blocked_seconds_are_counted_from_what_a_process_told_first(world: World) -> None:
     def count(*told: tuple[int, float]) -> object:
         for process, blocked_s in told:
-            world.progress.heard(Claim("a", process=process), Report(blocked_s=blocked_s))
+            world.progress.record(Claim("a", process=process), Report(blocked_s=blocked_s))
         world.progress.write()
         return world.metrics.registry.get_sample_value("diloco_blocked_seconds_total", {"learner": "a"})
 

@@ -32,7 +32,7 @@ from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.protocol.pair.values import Contents
 from diloco.syncer.keys.keyring import Keyring
 from diloco.syncer.server import Syncer
-from diloco.syncer.standby.following import DialledConnection
+from diloco.syncer.standby.following import StandbyCredentials
 from diloco.syncer.standby.replica import ReplicatedState
 
 pytestmark = pytest.mark.timeout(120)
@@ -314,7 +314,7 @@ def test_a_standby_shows_its_own_certificate_and_says_how_it_stands(
         raw = Raw(first.address, keys=keys / "me")
         raw.initialise()
         raw.connection.close()
-        shown = DialledConnection(Keys(keys / "second"))
+        shown = StandbyCredentials(Keys(keys / "second"))
         with serve(tmp_path / "b", keys=keys / "second", follow=first.address, follow_with=shown) as second:
             until(lambda: are_paired(first, second), "they do not pair")
             for syncer, text in ((first, "paired in epoch 1"), (second, "following in epoch 1")):
@@ -366,10 +366,10 @@ def test_a_standby_knows_the_epochs_of_its_first_before_it_has_its_versions(tmp_
         stream.close()
         raw.connection.close()
         assert told_first.epoch == 7
-        first.pairing.knows_of(9)
+        first.pairing.note_epoch(9)
         assert first.pairing.succession.next_epoch(0) == 10
         with pytest.raises(PayloadError, match="as an epoch of the run"):
-            first.pairing.knows_of(2**60)
+            first.pairing.note_epoch(2**60)
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

@@ -35,8 +35,8 @@ from diloco.store.records import (
     Row,
     StoredVersion,
     epochs_of,
-    look,
     read_description,
+    read_format,
     run_row,
     stored_versions,
 )
@@ -332,7 +332,7 @@ def _database_copy(path: Path) -> Iterator[sqlite3.Connection | str]:
             if (path / name).exists():
                 shutil.copyfile(path / name, copy / name)
         try:
-            found, has_run = look(copy)
+            found, has_run = read_format(copy)
         except (StoreError, sqlite3.DatabaseError) as error:
             yield f"cannot be used: {str(error).replace(directory, str(path)).partition('. Nothing')[0]}"
             return

@@ -49,7 +49,7 @@ def advice(path: Path) -> str:
     return f"'diloco syncer check {path}' says what can still be served, or start a new run elsewhere"
 
 
-def look(path: Path) -> tuple[int, bool]:
+def read_format(path: Path) -> tuple[int, bool]:
     """The format of the database in a store's directory, and whether it holds a run; format 0: the file is missing or
     empty.
 
@@ -91,7 +91,7 @@ def look(path: Path) -> tuple[int, bool]:
 
 def connect(path: Path) -> sqlite3.Connection:
     """Open the database in a store's directory, or create it. The caller has checked the format of an existing one with
-    `look`."""
+    `read_format`."""
     db = sqlite3.connect(path / DATABASE, isolation_level=None, check_same_thread=False)
     db.execute("PRAGMA journal_mode = WAL")
     db.execute("PRAGMA synchronous = FULL")
@@ -123,7 +123,7 @@ def num_unread_frames(path: Path) -> int:
 
 
 def connect_read_only(path: Path) -> sqlite3.Connection:
-    """Open a database that holds a run, as `look` has found. Closing it leaves the write-ahead log in place."""
+    """Open a database that holds a run, as `read_format` has found. Closing it leaves the write-ahead log in place."""
     return sqlite3.connect(
         f"{(path / DATABASE).absolute().as_uri()}?mode=ro", uri=True, isolation_level=None, check_same_thread=False
     )

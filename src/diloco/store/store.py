@@ -60,13 +60,13 @@ from diloco.store.records import (
     insert_run,
     is_named,
     kept_files,
-    look,
     newest_numbers,
     newest_versions,
     num_unread_frames,
     put_epoch,
     put_version,
     read_description,
+    read_format,
     run_row,
     transaction,
     write_description,
@@ -105,7 +105,7 @@ class Store:
             self._lock = lock_directory(self.path)
         try:
             with self._mapped("opened"):
-                found, has_run = look(self.path)
+                found, has_run = read_format(self.path)
                 if not has_run:
                     self._require_no_run(is_new=found == 0)
                 # Read-only at first: a start that is refused must neither merge nor truncate the write-ahead log.
@@ -251,7 +251,7 @@ class Store:
             StoreError: a file or the database is missing or damaged; the message names fragment and version. No older
                 version takes its place.
         """
-        with self._mapped("read"), understood(self.path):
+        with self._mapped("read"), checked_values(self.path):
             with self._using:
                 run = self._db.execute(
                     "SELECT run, method, layout, source, step, tokens, static_file, static_sha256, record, run_id"
@@ -358,7 +358,7 @@ class Store:
 
 
 @contextlib.contextmanager
-def understood(path: Path) -> Iterator[None]:
+def checked_values(path: Path) -> Iterator[None]:
     """Raise StoreError for invalid values in the database: SQLite's own check covers only its pages."""
     try:
         yield

@@ -27,7 +27,7 @@ from diloco.run.driver import Driver
 from diloco.run.journal.recorder import Recorder
 from diloco.run.ports import Ports, StorePort, Work
 from diloco.run.tensor_jobs import TensorJobs
-from diloco.store.store import Store, understood
+from diloco.store.store import Store, checked_values
 from diloco.syncer.journal import Journal
 from diloco.syncer.spool import Slot, Spool
 
@@ -115,7 +115,7 @@ NUM_CHECKERS = 4
 """Most threads that check payloads; each reads a contribution once."""
 
 
-class Threads:
+class JobThreads:
     """Executes jobs on threads; each result becomes an event of the driver.
 
     Arguments:
@@ -211,13 +211,13 @@ class HostedDriver:
         self._is_stopped = False
         self._failure: BaseException | None = None
         self.jobs = TensorJobs(method, in_place=True)
-        self._threads = Threads(self._event, self._failed)
+        self._threads = JobThreads(self._event, self._failed)
         self._ticker = Ticker(lambda late_s: self._event(lambda: self._driver.tick(late_s)))
         ports = Ports(self._ticker, spool, self.jobs, writes or store, self._threads, journal)
         if recorder is not None:
             ports = recorder.around(ports)
         saved = store.load()
-        with understood(store.path):
+        with checked_values(store.path):
             begun = saved if saved is None or is_begun else saved.begun()
             self._driver = SyncerDriver(
                 run, method, ports, boot=boot or secrets.randbits(63) + 1, deadlines=deadlines, saved=begun, pool=pool

@@ -44,11 +44,11 @@ class ProgressLog:
         self._blocked_s: dict[str, float] = {}
         self._newest: events.Progress | None = None
 
-    def heard(self, claim: Claim, report: Report) -> None:
+    def record(self, claim: Claim, report: Report) -> None:
         """Keep the losses and the blocked time of an accepted heartbeat or Leave."""
         learner = claim.learner
         with self._lock:
-            self._was_blocked(learner, claim.process, report.blocked_s)
+            self._count_blocked(learner, claim.process, report.blocked_s)
             if report.training_loss is not None:
                 self._losses[learner] = report.training_loss
             if report.evaluation is None:
@@ -59,7 +59,7 @@ class ProgressLog:
             self._evaluated[learner] = found
         self._log.append(events.Reported(learner=learner, tokens=found[0], loss=found[1]))
 
-    def _was_blocked(self, learner: str, process: int, blocked_s: float) -> None:
+    def _count_blocked(self, learner: str, process: int, blocked_s: float) -> None:
         """Count the increase. A process's first value may date from before this syncer's start, and was counted
         then."""
         before, told_s = self._blocked.get(learner, (process, blocked_s))

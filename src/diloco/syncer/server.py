@@ -7,7 +7,6 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from diloco.exchange.wire.address import socket_path, split_address
 from diloco.exchange.wire.rpc import SERVER_OPTIONS
 from diloco.protocol.members import Deadlines
 from diloco.protocol.session.heartbeat import HEARTBEAT_S
-from diloco.protocol.steering import Order, Pool
+from diloco.protocol.steering import Pool
 from diloco.run.journal.payloads import TensorPayloads
 from diloco.run.journal.recorder import Recorder
 from diloco.store.backup import BackupPlan, Backups
@@ -33,7 +32,7 @@ from diloco.syncer.door.audit import Audit
 from diloco.syncer.door.open_calls import CallDeadlines, CallGuard, OpenCalls, OpenTransfers
 from diloco.syncer.door.receiving import IncomingModel
 from diloco.syncer.door.service import Service
-from diloco.syncer.hosting import HostedDriver, SyncerDriver
+from diloco.syncer.hosting import HostedDriver
 from diloco.syncer.journal import Journal
 from diloco.syncer.keys.auth import Authenticator, check_binding
 from diloco.syncer.keys.callers import Caller
@@ -43,7 +42,7 @@ from diloco.syncer.page.live_page import LivePage
 from diloco.syncer.ports import connections_for, port_refusal, raise_file_limit, why_unbound
 from diloco.syncer.progress import EVERY_S, ProgressLog
 from diloco.syncer.spool import Slot, Spool
-from diloco.syncer.standby.following import DialledConnection, Following
+from diloco.syncer.standby.following import Following, StandbyCredentials
 from diloco.syncer.standby.leading import Leading
 from diloco.syncer.standby.pair_calls import PairCalls, StandingJournal
 from diloco.syncer.standby.pairing import TICK_S, Pairing, ReplicatedStore
@@ -96,7 +95,7 @@ class Options:
     record_contributions: bool = False
     backup: BackupPlan | None = None
     follow: str | None = None
-    follow_with: DialledConnection = field(default_factory=DialledConnection)
+    follow_with: StandbyCredentials = field(default_factory=StandbyCredentials)
     durable: Literal["both", "one"] = "both"
 
 
@@ -162,7 +161,12 @@ class Syncer:
         self._following = None
         if options.follow is not None:
             self._following = Following(
-                run, self._store, self.pairing, options.follow_with, let_go=self._update_hosting, failed=self._failed
+                run,
+                self._store,
+                self.pairing,
+                options.follow_with,
+                end_driver=self._update_hosting,
+                failed=self._failed,
             )
         self._incoming = IncomingModel()
         pair = PairCalls(
@@ -173,7 +177,7 @@ class Syncer:
             run, method, lambda: self.driver, guard=guard, pair=pair, calls=self._calls, deadlines=self._deadlines,
             transfers=self.transfers, incoming=self._incoming, audit=audit,
             lost_floor_s=options.deadlines.lost_floor_s, resumed=self._observer.resumed,
-            status_extra=self._status_extra, heard=self.progress.heard,
+            status_extra=self._status_extra, reported=self.progress.record,
             page_url=self._page_url,
         )  # fmt: skip
         self._server.add_generic_rpc_handlers((service.handlers(),))
@@ -181,7 +185,8 @@ class Syncer:
         if options.page_address is not None:
             is_open = options.keys is None
             self.page = LivePage(
-                options.page_address, self._events.path, self.progress.newest, is_open=is_open, steer=self._steer,
+                options.page_address, self._events.path, self.progress.newest, is_open=is_open,
+                steer=lambda order, caller: service.execute(order, caller, "page"),
                 check=auth.check,
             )  # fmt: skip
         self._stopping = threading.Event()
@@ -220,16 +225,6 @@ class Syncer:
         if self.page is None:
             raise ConfigError("this syncer serves no page; start it with --page.")
         return self.page.url_for(caller)
-
-    def _steer(self, order: Order, caller: Caller) -> str:
-        """Execute an order from the page."""
-
-        def steer(driver: SyncerDriver, done: Callable[[str], None]) -> None:
-            driver.steer(order, caller.name, done)
-
-        said = self.driver.wait_for(steer)
-        self._audit.admitted("Steer", caller, order.learner, "page")
-        return said
 
     def versions(self) -> tuple[int, ...]:
         """The newest durable version of each fragment."""

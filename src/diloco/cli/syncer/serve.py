@@ -79,7 +79,7 @@ def command(
     from diloco.protocol.steering import Pool
     from diloco.store.backup import BackupPlan
     from diloco.syncer.server import EVENTS, Options, Syncer
-    from diloco.syncer.standby.following import DialledConnection
+    from diloco.syncer.standby.following import StandbyCredentials
     from diloco.tracking.feed import SyncerFeed, open_feed
     from diloco.tracking.trackers import require_packages
 
@@ -110,7 +110,7 @@ def command(
         record_contributions=table.record_contributions or record_contributions,
         backup=None if table.backup is None else BackupPlan(table.backup, table.backup_every_s, table.backup_keep),
         follow=follow or table.follow,
-        follow_with=DialledConnection(own, is_insecure),
+        follow_with=StandbyCredentials(own, is_insecure),
         durable=table.durable,
         deadlines=Deadlines(**{field.name: getattr(table, field.name) for field in fields(Deadlines)}),
     )

@@ -1,4 +1,4 @@
-"""Values of the state machines as messages of the wire, and back."""
+"""Conversion between values of the state machines and messages of the wire; the stream of a Watch call."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from diloco.protocol.units import Ranges
 
 
 def contribution_of(header: pb.PushHeader) -> Contribution:
-    """What a push brings."""
+    """The contribution in a push."""
     return Contribution(
         header.learner, header.incarnation, header.fragment, header.number, header.round, header.base, header.tokens,
         header.steps, header.trained, tuple((discard.reason, discard.tokens) for discard in header.discarded),
@@ -38,7 +38,7 @@ def claim_of(
 
 
 def report_of(request: pb.HeartbeatRequest | pb.LeaveRequest) -> Report:
-    """The content of a heartbeat, or the part of it that a goodbye has."""
+    """The report in a heartbeat; a Leave has a part of it."""
     evaluation = request.evaluation
     report = Report(
         step=request.step, tokens=request.tokens, earlier_tokens=request.earlier_tokens,
@@ -55,7 +55,6 @@ def report_of(request: pb.HeartbeatRequest | pb.LeaveRequest) -> Report:
 
 
 def lineage_message(lineage: Lineage) -> pb.Lineage:
-    """What is served."""
     return pb.Lineage(run_id=lineage.run_id, epoch=lineage.epoch, boot=lineage.boot)
 
 
@@ -68,25 +67,24 @@ def seen_of(
     | pb.PullRequest
     | pb.InitialiseHeader,
 ) -> Lineage | None:
-    """What a learner has followed so far."""
+    """The lineage that a learner has followed so far."""
     seen = message.seen
     return Lineage(seen.run_id, seen.epoch, seen.boot) if message.HasField("seen") else None
 
 
 def ask_of(request: pb.LeaseRequest) -> Ask:
-    """What a learner asks for."""
+    """The units of data that a learner asks for."""
     data = DataSet(request.data_units, request.data_passes, request.data_digest, request.unit_tokens)
     return Ask(request.number, request.num_units, data, tuple(_units(each.ranges) for each in request.claim))
 
 
 def order_of(request: pb.SteerRequest) -> Order:
     """An operator's order."""
-    what = cast("What", request.order)  # which the driver checks
+    what = cast("What", request.order)  # checked by the driver
     return Order(what, request.learner, request.at_least, request.bans, request.reason)
 
 
 def lease_reply(grant: Grant) -> pb.LeaseReply:
-    """What is leased to it."""
     units, claimed = ([pb.Units(first=it[0], stop=it[1]) for it in each] for each in (grant.units, grant.claimed))
     return pb.LeaseReply(units=units, claimed=claimed)
 
@@ -96,7 +94,6 @@ def _units(ranges: Iterable[pb.Units]) -> Ranges:
 
 
 def standing_message(standing: Standing) -> pb.Standing:
-    """What stands for a learner."""
     return pb.Standing(
         step=standing.step, start_step=standing.start_step, run_tokens=standing.run_tokens, num_live=standing.num_live,
         sync_every=standing.sync_every or 0, versions=standing.versions,
@@ -107,20 +104,19 @@ def standing_message(standing: Standing) -> pb.Standing:
 
 
 def verdict_message(verdict: Verdict) -> pb.Verdict:
-    """What became of a contribution."""
     return pb.Verdict(fragment=verdict.fragment, number=verdict.number, reason=verdict.reason, version=verdict.version)
 
 
 class WatchStream:
-    """A learner's connection: the notices of one Watch call. A standing that has not gone out is replaced by the next
-    one.
+    """The notices of one Watch call, as `ports.ConnectionPort`. A standing that was not sent yet is replaced by the
+    next.
 
     Arguments:
-        lineage: what the driver serves.
+        lineage: that the driver serves.
     """
 
     def __init__(self, lineage: Lineage) -> None:
-        self._lineage: Lineage | None = lineage  # until the welcome is out
+        self._lineage: Lineage | None = lineage  # until the welcome is sent
         self._standing: Standing | None = None
         self._evicted: pb.Evicted | None = None
         self._has_ended = False
@@ -145,7 +141,7 @@ class WatchStream:
             self._changed.notify()
 
     def notices(self) -> Iterator[pb.Notice]:
-        """What goes out, as it comes, until the end."""
+        """The notices until the end of the call."""
         while (notice := self._next()) is not None:
             yield notice
 
@@ -163,5 +159,5 @@ class WatchStream:
 
 
 def layout_of(text: str) -> Layout:
-    """The layout that a learner's model has. Raises LayoutError: the text is none."""
+    """The layout of a learner's model. Raises LayoutError: the text is not a layout."""
     return Layout.from_dict(read_json(text, "the layout", LayoutError, "send Layout.to_dict()"))

@@ -366,17 +366,22 @@ class CallGuard:
         return kind, call
 
     def admit(
-        self, context: grpc.ServicerContext, caller: Caller, run: str, role: Role, learner: str, kind: str
+        self, context: grpc.ServicerContext, caller: Caller, request: Any, role: Role, kind: str = "control"
     ) -> None:
-        """Check that the caller may act in this role, for this learner, in this run; count the call's bytes as `kind`.
+        """Check that the caller may act in this role, in the request's run and for its learner; count the call's bytes
+        as `kind`.
+
+        Arguments:
+            request: a message with the run, and for the role "learner" with the learner.
 
         Raises:
             AuthError, PayloadError, UnknownRunError: it may not.
         """
+        learner: str = request.learner if role == "learner" else ""
         if role == "learner":
             check_name(learner)
         caller.may(role, learner or None)
-        require_run(self._run, run)
+        require_run(self._run, request.run)
         self._wire_bytes.label(context, learner or "viewers", kind)
 
     @contextmanager

@@ -30,6 +30,7 @@ from diloco.exchange.wire.rpc import MAX_CONTROL_BYTES, MAX_MESSAGE_BYTES
 from diloco.protocol.contribution import Contribution
 from diloco.protocol.leases import Grant
 from diloco.protocol.members import Claim, Report
+from diloco.protocol.steering import Order
 from diloco.run.uploads import Upload
 from diloco.syncer.door.admission import Admission
 from diloco.syncer.door.audit import Audit
@@ -71,7 +72,7 @@ class Service:
         lost_floor_s: the shortest deadline of a silent learner.
         resumed: called with the learner, the kind and the bytes that a resumed transfer did not repeat.
         status_extra: more values for `Status`.
-        heard: called with each accepted heartbeat and Leave.
+        reported: called with each accepted heartbeat and Leave.
         page_url: gives a caller a link to the live page.
     """
 
@@ -91,14 +92,14 @@ class Service:
         lost_floor_s: float,
         resumed: Callable[[str, str, int], None],
         status_extra: Callable[[], dict[str, Any]],
-        heard: Callable[[Claim, Report], None],
+        reported: Callable[[Claim, Report], None],
         page_url: Callable[[Caller], str],
     ) -> None:
         self._run, self._method, self._host, self._pair = run, method, host, pair
         self._guard, self._admit = guard, guard.admit
         self._calls, self._deadlines, self._audit = calls, deadlines, audit
         self._transfers, self._lost_floor_s, self._resumed = transfers, lost_floor_s, resumed
-        self._status_extra, self._heard, self._page_url = status_extra, heard, page_url
+        self._status_extra, self._reported, self._page_url = status_extra, reported, page_url
         self._probing = threading.Lock()
         self._initialising = Initialising(host, transfers=transfers, audit=audit, incoming=incoming, resumed=resumed)
 
@@ -133,7 +134,7 @@ class Service:
     # --- control ------------------------------------------------------------------------------------------------------
 
     def describe(self, caller: Caller, request: pb.DescribeRequest, context: grpc.ServicerContext) -> pb.DescribeReply:
-        self._admit(context, caller, request.run, "viewer", "", "control")
+        self._admit(context, caller, request, "viewer")
 
         def reply(driver: SyncerDriver) -> pb.DescribeReply:
             layout = json.dumps(driver.state.model.layout.to_dict()) if driver.state.is_initialised else ""
@@ -146,7 +147,7 @@ class Service:
         return self._driver.ask(reply)
 
     def join(self, caller: Caller, request: pb.JoinRequest, context: grpc.ServicerContext) -> pb.JoinReply:
-        self._admit(context, caller, request.run, "learner", request.learner, "joins")
+        self._admit(context, caller, request, "learner", "joins")
         layout = layout_of(request.layout)
 
         def join(driver: SyncerDriver, done: Callable[[pb.JoinReply], None]) -> None:
@@ -166,9 +167,9 @@ class Service:
     def heartbeat(
         self, caller: Caller, request: pb.HeartbeatRequest, context: grpc.ServicerContext
     ) -> pb.HeartbeatReply:
-        self._admit(context, caller, request.run, "learner", request.learner, "control")
+        self._admit(context, caller, request, "learner")
         claim, report = claim_of(request), report_of(request)
-        proposal = self._pair.beaten(request)
+        proposal = self._pair.heartbeat(request)
 
         def reply(driver: SyncerDriver) -> pb.HeartbeatReply:
             standing = driver.heartbeat(claim, report)
@@ -176,11 +177,11 @@ class Service:
             return pb.HeartbeatReply(lineage=lineage, standing=standing_message(standing), proposal=proposal)
 
         answer = self._driver.ask(reply)
-        self._heard(claim, report)
+        self._reported(claim, report)
         return answer
 
     def lease(self, caller: Caller, request: pb.LeaseRequest, context: grpc.ServicerContext) -> pb.LeaseReply:
-        self._admit(context, caller, request.run, "learner", request.learner, "control")
+        self._admit(context, caller, request, "learner")
         claim, ask = claim_of(request), ask_of(request)
 
         def lease(driver: SyncerDriver, done: Callable[[Grant], None]) -> None:
@@ -189,18 +190,18 @@ class Service:
         return lease_reply(self._driver.wait_for(lease, context))
 
     def leave(self, caller: Caller, request: pb.LeaveRequest, context: grpc.ServicerContext) -> pb.LeaveReply:
-        self._admit(context, caller, request.run, "learner", request.learner, "control")
+        self._admit(context, caller, request, "learner")
         claim, report = claim_of(request), report_of(request)
 
         def leave(driver: SyncerDriver, done: Callable[[pb.LeaveReply], None]) -> None:
             driver.leave(claim, report, lambda: done(pb.LeaveReply()))
 
         reply = self._driver.wait_for(leave, context)
-        self._heard(claim, report)
+        self._reported(claim, report)
         return reply
 
     def status(self, caller: Caller, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.StatusReply:
-        self._admit(context, caller, request.run, "viewer", "", "control")
+        self._admit(context, caller, request, "viewer")
         try:
             status = self._driver.ask(lambda driver: driver.status())
         except StandbyError:
@@ -208,33 +209,38 @@ class Service:
         return pb.StatusReply(status=json.dumps({**status, "standby": self._pair.status(), **self._status_extra()}))
 
     def vote(self, caller: Caller, request: pb.VoteRequest, context: grpc.ServicerContext) -> pb.VoteReply:
-        self._admit(context, caller, request.run, "learner", request.learner, "control")
+        self._admit(context, caller, request, "learner")
         return self._pair.vote(request)
 
     def promote(self, caller: Caller, request: pb.PromoteRequest, context: grpc.ServicerContext) -> pb.PromoteReply:
-        self._admit(context, caller, request.run, "admin", "", "control")
+        self._admit(context, caller, request, "admin")
         reply = self._pair.promote(request)
         self._audit.admitted("Promote", caller, "", context.peer())
         return reply
 
     def steer(self, caller: Caller, request: pb.SteerRequest, context: grpc.ServicerContext) -> pb.SteerReply:
-        self._admit(context, caller, request.run, "admin", "", "control")
+        self._admit(context, caller, request, "admin")
+
+        return pb.SteerReply(said=self.execute(order_of(request), caller, context.peer(), context))
+
+    def execute(self, order: Order, caller: Caller, peer: str, context: grpc.ServicerContext | None = None) -> str:
+        """Execute an admin's order, from a call or from the live page; returns a sentence on its effect."""
 
         def steer(driver: SyncerDriver, done: Callable[[str], None]) -> None:
-            driver.steer(order_of(request), caller.name, done)
+            driver.steer(order, caller.name, done)
 
         said = self._driver.wait_for(steer, context)
-        self._audit.admitted("Steer", caller, request.learner, context.peer())
-        return pb.SteerReply(said=said)
+        self._audit.admitted("Steer", caller, order.learner, peer)
+        return said
 
     def open_page(self, caller: Caller, request: pb.OpenPageRequest, context: grpc.ServicerContext) -> pb.OpenPageReply:
-        self._admit(context, caller, request.run, "viewer", "", "control")
+        self._admit(context, caller, request, "viewer")
         return pb.OpenPageReply(url=self._page_url(caller))
 
     def watch(
         self, caller: Caller, request: pb.WatchRequest, _: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[pb.Notice]:
-        self._admit(context, caller, request.run, "learner", request.learner, "control")
+        self._admit(context, caller, request, "learner")
         claim = claim_of(request)
         stream = WatchStream(self._driver.ask(lambda driver: driver.lineage))
         self._driver.ask(lambda driver: driver.connected(claim, stream))
@@ -250,13 +256,13 @@ class Service:
     def initialise(
         self, caller: Caller, header: pb.InitialiseHeader, stream: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[pb.InitialiseReply]:
-        self._admit(context, caller, header.run, "learner", header.learner, "joins")
+        self._admit(context, caller, header, "learner", "joins")
         yield from self._initialising.receive(caller, header, stream, context)
 
     def push(
         self, caller: Caller, header: pb.PushHeader, stream: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[pb.PushReply]:
-        self._admit(context, caller, header.run, "learner", header.learner, "contributions")
+        self._admit(context, caller, header, "learner", "contributions")
         contribution = contribution_of(header)
         what = "Push", header.fragment, header.number, header.start, header.stop
         with self._transfers.open(header.learner, header.incarnation, what, context):
@@ -310,7 +316,7 @@ class Service:
         self, caller: Caller, request: pb.PullRequest, stream: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[bytes]:
         kind = "joins" if request.joining or not request.learner else "updates"
-        self._admit(context, caller, request.run, "learner" if request.learner else "viewer", request.learner, kind)
+        self._admit(context, caller, request, "learner" if request.learner else "viewer", kind)
         claim = claim_of(request) if request.learner else None
         lineage = lineage_message(self._driver.ask(lambda driver: driver.lineage))
         if request.WhichOneof("part") == "static":
@@ -367,7 +373,7 @@ class Service:
     def follow(
         self, caller: Caller, hello: pb.FollowHello, stream: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[bytes]:
-        self._admit(context, caller, hello.run, "standby", "", "standby")
+        self._admit(context, caller, hello, "standby", "standby")
         parts = self._pair.follow(hello, stream, context)
         with self._deadlines.member(context):  # the pair has its own deadline
             first = next(parts)
@@ -380,7 +386,7 @@ class Service:
         self, caller: Caller, header: pb.ProbeHeader, stream: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[bytes]:
         """Measure one link at a time: two probes would disturb each other, and exceed the share of one."""
-        self._admit(context, caller, header.run, "learner", header.learner, "probes")
+        self._admit(context, caller, header, "learner", "probes")
         if not self._probing.acquire(blocking=False):
             raise RunError("another learner's link is being measured; measure again in a minute.")
         try:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from diloco.errors import AuthError, ConfigError, UnreachableError
 from diloco.exchange.wire.address import is_local, socket_path
 from diloco.syncer.keys.callers import UNKNOWN, Caller
-from diloco.syncer.keys.certificates import EndsSoon, holder_of
+from diloco.syncer.keys.certificates import ExpiryWarnings, holder_of
 from diloco.tables import Table, read_text, read_toml, validate, write_toml
 from diloco.whole_files import replace_secret
 
@@ -105,7 +105,7 @@ class Authenticator:
     """
 
     def __init__(self, run: str, *, keys: Path | None = None) -> None:
-        self._run, self._ends = run, EndsSoon()
+        self._run, self._expiries = run, ExpiryWarnings()
         self._revoked = None if keys is None else RevokedList(keys / REVOKED)
 
     def caller(self, context: grpc.ServicerContext) -> Caller:
@@ -152,7 +152,7 @@ class Authenticator:
                 f"the certificate of {caller.name!r} expired at {caller.expires.astimezone(UTC):%Y-%m-%d %H:%M} UTC; "
                 "ask the run's operator for a new one (`diloco keys rotate`)."
             )
-        self._ends.look(now, f"the certificate of {caller.name!r}", caller.expires)
+        self._expiries.warn(now, f"the certificate of {caller.name!r}", caller.expires)
 
 
 def check_binding(address: str, *, keys: bool, insecure: bool) -> None:

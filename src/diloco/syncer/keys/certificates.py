@@ -185,13 +185,13 @@ def general_name(host: str) -> x509.GeneralName:
         ) from error
 
 
-class EndsSoon:
+class ExpiryWarnings:
     """Logs certificates that expire soon, each at most once in `AGAIN`. Any thread may call it."""
 
     def __init__(self) -> None:
         self._named_at: dict[str, dt.datetime] = {}
 
-    def look(self, now: dt.datetime, what: str, expires: dt.datetime | None) -> None:
+    def warn(self, now: dt.datetime, what: str, expires: dt.datetime | None) -> None:
         """Log a certificate that expires within `SOON`; None: it does not expire."""
         if expires is None or expires - now > SOON:
             return

@@ -12,7 +12,7 @@ import grpc
 
 from diloco.errors import ConfigError
 from diloco.exchange.key_pair import CA, CERT, KEY, KeyPair, check_valid_now, hosts_of, read_key_pair
-from diloco.syncer.keys.certificates import EndsSoon, holder_of
+from diloco.syncer.keys.certificates import ExpiryWarnings, holder_of
 
 log = logging.getLogger("diloco.syncer")
 
@@ -25,14 +25,14 @@ def server_credentials(directory: Path) -> grpc.ServerCredentials:
     Raises:
         ConfigError: the keys cannot be used, or are a learner's. AuthError: the certificate is not valid now.
     """
-    looked, ends = _marks(directory), EndsSoon()
+    looked, expiries = _marks(directory), ExpiryWarnings()
     known = read_syncer_keys(directory)
     expires = holder_of(known.cert).expires
-    ends.look(dt.datetime.now(dt.UTC), "the syncer's own certificate", expires)
+    expiries.warn(dt.datetime.now(dt.UTC), "the syncer's own certificate", expires)
 
     def newest() -> grpc.ServerCertificateConfiguration | None:
         nonlocal known, looked, expires
-        ends.look(dt.datetime.now(dt.UTC), "the syncer's own certificate", expires)
+        expiries.warn(dt.datetime.now(dt.UTC), "the syncer's own certificate", expires)
         if (marks := _marks(directory)) == looked:
             return None
         looked = marks

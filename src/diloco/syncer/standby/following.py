@@ -40,7 +40,7 @@ MAX_STATE_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
-class DialledConnection:
+class StandbyCredentials:
     """The credentials of a standby at its first, as in `Connection`."""
 
     keys: Keys | None = None
@@ -87,19 +87,19 @@ class Following:
     Arguments:
         run: its id.
         pairing: hosts the pair core, whose `other` is the address.
-        let_go: ends this syncer's driver; called before a syncer that has served the run becomes a standby.
+        end_driver: ends this syncer's driver; called before a syncer that has served the run becomes a standby.
         failed: called with an unexpected error of the thread.
     """
 
     def __init__(
-        self, run: str, store: Replica, pairing: Pairing, shown: DialledConnection, *, let_go: Callable[[], None],
+        self, run: str, store: Replica, pairing: Pairing, shown: StandbyCredentials, *, end_driver: Callable[[], None],
         failed: Callable[[BaseException], None],
     ) -> None:  # fmt: skip
         core = pairing.core
         assert core.other is not None
         self._run_name, self._store, self._pairing = run, store, pairing
         self._end = StandbyEnd(core)
-        self._let_go, self._failed = let_go, failed
+        self._end_driver, self._failed = end_driver, failed
         self._connection = Connection(
             core.other, keys=shown.keys, insecure=shown.insecure, stall_floor_s=core.patience_s
         )
@@ -155,8 +155,8 @@ class Following:
                     self.has_fenced.set()
                     return True
                 pairing.event(lambda now: self._end.concede(now, hello.base))
-                pairing.knows_of(first.epoch)
-                self._let_go()
+                pairing.note_epoch(first.epoch)
+                self._end_driver()
                 link = pairing.event(lambda now: self._end.linked(now, hello.contents, first.boot))
                 try:
                     self._follow(link, stream, upstream)

@@ -41,7 +41,7 @@ class PairCalls:
     ) -> None:
         self._pairing, self._leading, self._following, self._serves = pairing, leading, following, serves
 
-    def beaten(self, request: pb.HeartbeatRequest) -> pb.Proposal | None:
+    def heartbeat(self, request: pb.HeartbeatRequest) -> pb.Proposal | None:
         """Count a heartbeat as a message to the pair, of silence 0; returns the proposal to vote on."""
         return None if self._pairing.core.is_single else self._heard(request, 0.0)
 

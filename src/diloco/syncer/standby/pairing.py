@@ -94,7 +94,7 @@ class Pairing:
             check_word(learner, word, self.most_epoch)
             return self.core.heard(time.monotonic(), word)
 
-    def knows_of(self, epoch: int) -> None:
+    def note_epoch(self, epoch: int) -> None:
         """Note the first's epoch: this syncer begins only later ones, even before it has the first's state.
 
         Raises:

@@ -1,21 +1,21 @@
-"""Keys that end soon are named in time, and not in every call."""
+"""Warnings of certificates that expire soon: in time, and not in every call."""
 
 import datetime as dt
 
 import pytest
 
-from diloco.syncer.keys.certificates import EndsSoon
+from diloco.syncer.keys.certificates import ExpiryWarnings
 
 START = dt.datetime(2030, 1, 1, tzinfo=dt.UTC)
 
 
 def test_what_ends_is_named_once_a_day_from_fourteen_days_before(caplog: pytest.LogCaptureFixture) -> None:
-    ends, expires = EndsSoon(), START + dt.timedelta(days=20)
+    warnings, expires = ExpiryWarnings(), START + dt.timedelta(days=20)
     named = []
     for hour in range(0, 21 * 24, 6):
         caplog.clear()
-        ends.look(START + dt.timedelta(hours=hour), "the token of 'a'", expires)
-        ends.look(START + dt.timedelta(hours=hour), "the token of 'b'", None)
+        warnings.warn(START + dt.timedelta(hours=hour), "the token of 'a'", expires)
+        warnings.warn(START + dt.timedelta(hours=hour), "the token of 'b'", None)
         named += [(hour / 24, each.getMessage()) for each in caplog.records]
     assert [day for day, _ in named] == list(range(6, 21))
     words = "at 2030-01-21 00:00 UTC; `diloco keys rotate` makes a new one"
@@ -25,7 +25,7 @@ def test_what_ends_is_named_once_a_day_from_fourteen_days_before(caplog: pytest.
 
 
 def test_each_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    ends, expires = EndsSoon(), START + dt.timedelta(days=1)
+    warnings, expires = ExpiryWarnings(), START + dt.timedelta(days=1)
     for what in ("the token of 'a'", "the token of 'b'"):
-        ends.look(START, what, expires)
+        warnings.warn(START, what, expires)
     assert len(caplog.records) == 2
