@@ -13,7 +13,7 @@ from diloco.config import RunConfig, dump_config, parse_config
 from diloco.errors import CheckpointError, ConfigError
 from diloco.exchange.base import Exchange
 from diloco.training.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
-from diloco.training.loop import LearnerSpec, Trainer
+from diloco.training.loop import Trainer
 from diloco.training.model import build_model
 from diloco.training.optimizers import (
     Chained,
@@ -22,6 +22,7 @@ from diloco.training.optimizers import (
     load_optimizer,
     make_optimizer,
 )
+from diloco.training.spec import LearnerSpec
 
 Tiny = Callable[..., RunConfig]
 SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
