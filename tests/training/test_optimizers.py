@@ -176,7 +176,7 @@ def test_a_shared_parameter_and_a_late_group_are_refused() -> None:
     a, _, optimizer = pair(1)
     with pytest.raises(ValueError, match="more than one parameter group"):
         Chained([torch.optim.SGD(a.parameters(), lr=1), torch.optim.SGD([a.weight], lr=1)])
-    with pytest.raises(ConfigError, match="takes no more groups"):
+    with pytest.raises(ConfigError, match="accepts no more groups"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
 
 
@@ -206,7 +206,7 @@ def test_muloco_brings_muon_unless_the_run_file_says_otherwise() -> None:
         (
             ("method={preset='MuLoCo'}",),
             "muon",
-            "trains 7 hidden matrices by Muon and the rest by AdamW, as MuLoCo has it",
+            "trains 7 hidden matrices by Muon and the rest by AdamW, as in MuLoCo",
         ),
         (("method={preset='MuLoCo'}", "inner.optimizer=adamw"), "adamw", "trains every parameter by AdamW"),
         (("inner.optimizer=muon",), "muon", "trains 7 hidden matrices by Muon and the rest by AdamW"),

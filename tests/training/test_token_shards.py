@@ -278,7 +278,6 @@ def test_the_command_line_makes_shards_trains_from_them_and_says_what_is_wrong(
     assert code == 0, err
     assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == 3_004
     assert (tmp_path / "out" / "tokenizer.json").exists()
-    assert not (tmp_path / "out" / "TOKENS.md").exists()
     shard = tmp_path / "shards" / "train-00000.bin"
     shard.write_bytes(shard.read_bytes()[2:])
     code, _, err = call("train", str(run_file), "--alone", "--force")
