@@ -1,5 +1,8 @@
-"""Tasks is a context and choices of equal length, of which one is right: the length of a choice says nothing, and the
-likelihoods of whole choices are compared. lm-eval reads a YAML file and a JSON-lines file for each task. No torch.
+"""Built-in tasks that a small model can learn: closing brackets, sums of two numbers, and the next word (cloze).
+
+A document is a context with choices of equal length, so that the length of a choice has no influence when the
+likelihoods of whole choices are compared. One choice is right. lm-eval reads a YAML file and a JSON-lines file for each
+task. No torch.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from diloco.errors import DilocoError, StoreError, first_line, translated
@@ -70,9 +69,7 @@ class Feed:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close(END_S)
 
 

@@ -91,8 +91,8 @@ class SyncerValues:
         self._counts: Counter[str] = Counter(dict.fromkeys(COUNTED.values(), 0))
         self._merges: list[tuple[int, float, float]] = []  # contributors, participation, seconds
         self._before: tuple[float, int] | None = None  # Unix time and tokens of the last `progress` of this process
-        self._bytes: dict[str, Counter[str]] = {}  # by learner and direction, of this process
-        self._earlier_bytes: dict[str, Counter[str]] = {}  # of processes before it
+        self._process = 0  # of the syncer; every process counts bytes from 0
+        self._bytes: dict[tuple[int, str], Counter[str]] = {}  # by process and learner, and by direction
 
     def take(self, event: ev.Event) -> Point | None:
         """Process the next event. Returns its point, or None."""
@@ -100,7 +100,8 @@ class SyncerValues:
             self._counts[name] += event.times if isinstance(event, ev.Refused) else 1
         match event:
             case ev.SyncerStarted():
-                self._begin_process()
+                self._process, self._before = self._process + 1, None
+                self._live.clear()
             case ev.Initialised():
                 self._step = event.step
             case ev.Joined():
@@ -113,7 +114,7 @@ class SyncerValues:
                 self._merges.append((len(event.contributors), share, event.merge_s))
             case ev.Traffic():
                 received, sent = sum(event.received_bytes.values()), sum(event.sent_bytes.values())
-                self._bytes[event.learner] = Counter(received=received, sent=sent)
+                self._bytes[self._process, event.learner] = Counter(received=received, sent=sent)
             case ev.Reported():
                 return Point(self._step, event.t, _evaluation(event.tokens, event.loss))
             case ev.Progress():
@@ -123,12 +124,6 @@ class SyncerValues:
             case _:
                 pass
         return None
-
-    def _begin_process(self) -> None:
-        for learner, counted in self._bytes.items():
-            self._earlier_bytes[learner] = self._earlier_bytes.get(learner, Counter()) + counted
-        self._bytes, self._before = {}, None
-        self._live.clear()
 
     def _progress(self, event: ev.Progress) -> Point:
         self._step, self.run_id = event.step, event.run_id
@@ -150,7 +145,7 @@ class SyncerValues:
         return Point(event.step, event.t, values)
 
     def _totals(self, tokens: int) -> dict[str, float]:
-        num_bytes = sum((*self._bytes.values(), *self._earlier_bytes.values()), Counter())
+        num_bytes = sum(self._bytes.values(), Counter())
         totals = {"run/tokens": tokens, **self._counts}
         if num_bytes:
             totals |= {f"run/{way}_bytes": num_bytes[way] for way in ("received", "sent")}
@@ -161,7 +156,7 @@ class SyncerValues:
             "step": it.step, "tokens": it.tokens, "step_s": it.step_s, "silent_s": it.silent_s,
             "training_loss": it.training_loss,
         }  # fmt: skip
-        total = self._bytes.get(name, Counter()) + self._earlier_bytes.get(name, Counter())
+        total = sum((counted for (_, learner), counted in self._bytes.items() if learner == name), Counter())
         known |= {f"{way}_bytes": number for way, number in total.items()}
         return {f"learner/{name}/{key}": float(value) for key, value in known.items() if value is not None}
 

@@ -82,7 +82,7 @@ class TextSource:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Training tokens, held-out tokens and what is needed to read them.
+    """Training tokens, held-out tokens, and how to decode them.
 
     Attributes:
         train: empty where `texts` is set.
@@ -145,15 +145,23 @@ def _stdlib_files(root: Path) -> Iterator[str]:
 
 def _texts(data: DataTable) -> Corpus:
     """Texts of files or of a data set: their tokens, or with `stream` the texts themselves."""
-    train, apart = open_documents(data)
+    train, held_out_texts = open_documents(data)
     encoder, texts = Encoder(data.tokenizer), None
     if data.stream:
-        end = (0, 0) if apart is not None else held_out_end(train, data.held_out_documents)
-        held_out = _encoded(encoder, train, DocumentShard(end=end)) if apart is None else _encoded(encoder, apart)
+        end = (0, 0) if held_out_texts is not None else held_out_end(train, data.held_out_documents)
+        held_out = (
+            _encoded(encoder, train, DocumentShard(end=end))
+            if held_out_texts is None
+            else _encoded(encoder, held_out_texts)
+        )
         parts, texts = (Tokens([]), held_out), TextSource(train, encoder, end, data.shuffle_sequences)
     else:
         tokens = _encoded(encoder, train)
-        parts = tokens.split_tail(data.held_out_fraction) if apart is None else (tokens, _encoded(encoder, apart))
+        parts = (
+            tokens.split_tail(data.held_out_fraction)
+            if held_out_texts is None
+            else (tokens, _encoded(encoder, held_out_texts))
+        )
     return Corpus(*parts, encoder.vocab_size, encoder.tokenizer is None, encoder.tokenizer, texts)
 
 

@@ -33,8 +33,8 @@ PIECE_BYTES = 1 << 16
 _PARQUET_ROWS = 64
 """Rows of a Parquet file that are decoded at a time, instead of a whole row group."""
 
-_LINES = (".jsonl", ".jsonl.gz", ".json.gz")
-_NOT_READ = (".zst", ".bz2", ".xz", ".lz4", ".zip")
+_JSON_LINES = (".jsonl", ".jsonl.gz", ".json.gz")
+_UNSUPPORTED = (".zst", ".bz2", ".xz", ".lz4", ".zip")
 
 _UNREADABLE = (OSError, EOFError, zlib.error, ValueError, KeyError)
 """Errors of reading a file or a data set that is absent, damaged or of another format."""
@@ -236,14 +236,14 @@ def _files(paths: Sequence[Path], column: str) -> Documents:
     for is_parquet, group in groupby(paths, lambda path: path.suffix == ".parquet"):
         files = list(group)
         for path in files:
-            if path.suffix in _NOT_READ:
+            if path.suffix in _UNSUPPORTED:
                 raise ConfigError(f"data file {path} has an unsupported compression; compress it with gzip instead")
             with _reading(path):
                 path.open("rb").close()
         if is_parquet:
             parts += _parquet(files, column)
         else:
-            parts += [FilePart(path, column if path.name.endswith(_LINES) else None) for path in files]
+            parts += [FilePart(path, column if path.name.endswith(_JSON_LINES) else None) for path in files]
     return Documents(tuple(parts))
 
 
