@@ -8,8 +8,8 @@ tensor file.
     step-0000000120                 a checkpoint
     step-0000000120.newer           its replacement of the same step, after a crash during the replacement
     unusable-step-0000000120        a checkpoint that was damaged or of another format, set aside by a start
-    .step-0000000120.<host>.<pid>   being written by this process; the next save removes it if the process is dead
-    .step-0000000120.removed.<host>.<pid>   being removed by this process; likewise
+    .step-0000000120.<host>.<pid>   being written by a process; the next save removes it if that process is dead
+    .step-0000000120.removed.<host>.<pid>   being removed by a process; likewise
 """
 
 import hashlib

@@ -147,22 +147,18 @@ def _texts(data: DataTable) -> Corpus:
     """Texts of files or of a data set: their tokens, or with `stream` the texts themselves."""
     train, held_out_texts = open_documents(data)
     encoder, texts = Encoder(data.tokenizer), None
+    held_out = None if held_out_texts is None else _encoded(encoder, held_out_texts)
     if data.stream:
-        end = (0, 0) if held_out_texts is not None else held_out_end(train, data.held_out_documents)
-        held_out = (
-            _encoded(encoder, train, DocumentShard(end=end))
-            if held_out_texts is None
-            else _encoded(encoder, held_out_texts)
-        )
-        parts, texts = (Tokens([]), held_out), TextSource(train, encoder, end, data.shuffle_sequences)
+        tokens, begin = Tokens([]), (0, 0)
+        if held_out is None:
+            begin = held_out_end(train, data.held_out_documents)
+            held_out = _encoded(encoder, train, DocumentShard(end=begin))
+        texts = TextSource(train, encoder, begin, data.shuffle_sequences)
     else:
         tokens = _encoded(encoder, train)
-        parts = (
-            tokens.split_tail(data.held_out_fraction)
-            if held_out_texts is None
-            else (tokens, _encoded(encoder, held_out_texts))
-        )
-    return Corpus(*parts, encoder.vocab_size, encoder.tokenizer is None, encoder.tokenizer, texts)
+        if held_out is None:
+            tokens, held_out = tokens.split_tail(data.held_out_fraction)
+    return Corpus(tokens, held_out, encoder.vocab_size, encoder.tokenizer is None, encoder.tokenizer, texts)
 
 
 def _encoded(encoder: Encoder, documents: Documents, shard: DocumentShard | None = None) -> Tokens:

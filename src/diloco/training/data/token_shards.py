@@ -241,15 +241,15 @@ class _Writer:
     def write_part(self, part: PartName, documents: Documents, shard: DocumentShard) -> None:
         """Write the remaining shards of a part."""
         cursor = self._cursors.get(part)
-        reader = None if cursor == "done" else DocumentReader(documents, shard, state=cursor)
-        while reader is not None:
+        at_end = cursor == "done"
+        reader = DocumentReader(documents, shard, state=None if at_end else cursor)
+        while not at_end:
             written, at_end = self._write_shard(_shard_name(part, len(self._shards[part])), reader)
             if written.num_tokens:
                 self._shards[part].append(written)
                 self._progress.num_shards += 1
             self._cursors[part] = "done" if at_end else reader.state_dict()
             _write(self._directory / UNFINISHED, self._unfinished)
-            reader = None if at_end else reader
 
     def _write_shard(self, name: str, reader: DocumentReader) -> tuple[TokenShard, bool]:
         """Write the next shard unless it is empty. Returns it, and whether it is the last one."""
