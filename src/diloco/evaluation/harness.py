@@ -87,9 +87,8 @@ class Harness:
                 device=str(export.model.device),
             )  # fmt: skip
             loaded = self._manager.load(list(self._tasks))
-            for task in loaded[
-                "tasks"
-            ].values():  # as `lm_eval.simple_evaluate`, which also inspects git and the machine
+            # As `lm_eval.simple_evaluate`, which also inspects git and the machine.
+            for task in loaded["tasks"].values():
                 if task.get_config("num_fewshot") is None:
                     task.set_config(key="num_fewshot", value=0)
                 task.set_fewshot_seed(seed=FEWSHOT_SEED)
@@ -103,15 +102,15 @@ def _results(found: Mapping[str, Any]) -> Iterator[TaskResult]:
     samples, numbers = found["samples"], found["n-samples"]
     for task, measures in {**found["results"], **found.get("groups", {})}.items():
         for key, value in measures.items():
-            metric, _, kept_by = key.partition(",")
-            if not kept_by or metric.endswith("_stderr") or not isinstance(value, int | float):
+            metric, _, filter_name = key.partition(",")
+            if not filter_name or metric.endswith("_stderr") or not isinstance(value, int | float):
                 continue
-            error = measures.get(f"{metric}_stderr,{kept_by}")
+            error = measures.get(f"{metric}_stderr,{filter_name}")
             higher = found.get("higher_is_better", {}).get(task, {}).get(metric, True)
             yield _result(
                 task, metric, "higher" if higher in (True, None) else "lower", float(value),
                 error if isinstance(error, float) and math.isfinite(error) else None,
-                [it for it in samples.get(task, ()) if it["filter"] == kept_by],
+                [it for it in samples.get(task, ()) if it["filter"] == filter_name],
                 numbers.get(task, {}).get("effective", 0),
             )  # fmt: skip
 
