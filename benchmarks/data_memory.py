@@ -54,7 +54,7 @@ def measure(way: str, directory: Path) -> dict[str, Any]:
     num_tokens = 0
     if way == "tokenize":
         index = write_token_shards(DataTable(**texts), directory / "shards", shard_tokens=10_000_000)
-        num_tokens = index.num("num_tokens", "train")
+        num_tokens = index.total("num_tokens", "train")
     elif way == "stream":
         corpus = load_corpus(DataTable(**texts, stream=True))
         assert corpus.texts is not None

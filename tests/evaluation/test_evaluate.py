@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -13,11 +14,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from diloco.cli import main
 from diloco.config import parse_config
 from diloco.errors import ConfigError
-from diloco.evaluation.exports import held_out_loss, load_export, text_batches
+from diloco.evaluation.exports import held_out_loss, load_export
 from diloco.evaluation.harness import Harness
-from diloco.training.data.corpus import load_corpus
+from diloco.training.data.corpus import Tokens, load_corpus
 from diloco.training.data.reading import byte_tokenizer
-from diloco.training.data.streams import held_out_batches
+from diloco.training.data.streams import held_out_batches, spaced_windows
 from diloco.training.held_out import evaluate
 from diloco.training.model import build_model
 from diloco.training.pretrained import export_run
@@ -105,7 +106,7 @@ def test_the_held_out_loss_is_that_of_a_direct_computation_and_of_the_trainer(
 def test_many_windows_are_blocks_of_neighbours(folder: Path) -> None:
     model = load_export(folder / "first").model
     tokens = list(TEXT.encode())
-    batches = text_batches(tokens, 16, 200)
+    batches = spaced_windows(Tokens([np.array(tokens)]), 16, 200, batch=32)
     assert sum(map(len, batches)) == 200
     assert torch.equal(batches[0][0], torch.tensor(tokens[:17]))
     result = held_out_loss(model, batches)

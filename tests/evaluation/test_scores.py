@@ -81,7 +81,7 @@ def test_the_right_choice_is_right_and_as_long_as_the_others() -> None:
     for document in docs.arithmetic_documents(500, 0):
         a, b = map(int, document.text.strip("\n=").split("+"))
         assert document.choices[document.answer] == str(a + b)
-        assert docs.is_asked(a, b)
+        assert docs.is_held_out(a, b)
         assert len(set(document.choices)) == 4
         assert len({len(choice) for choice in document.choices}) == 1
     for document in docs.bracket_documents(200, 0):
@@ -99,9 +99,9 @@ def test_no_sum_that_is_asked_for_is_trained() -> None:
     rng = random.Random(0)
     for _ in range(3000):
         a, b = map(int, docs.training_line(rng, "arithmetic").partition("=")[0].split("+"))
-        assert not docs.is_asked(a, b)
-        assert not docs.is_asked(b, a)
-    asked = sum(docs.is_asked(a, b) for a in range(docs.SUMMANDS) for b in range(docs.SUMMANDS))
+        assert not docs.is_held_out(a, b)
+        assert not docs.is_held_out(b, a)
+    asked = sum(docs.is_held_out(a, b) for a in range(docs.SUMMANDS) for b in range(docs.SUMMANDS))
     assert 150 < asked < 250
 
 

@@ -288,7 +288,7 @@ def test_a_callback_trains_once(tmp_path: Path) -> None:
         module, loader = Net(), StatefulDataLoader(Data(0), batch_size=5)
         trainer.fit(module, loader)
         trainer.fit_loop.epoch_loop.max_steps = 8
-        with pytest.raises(errors.ConfigError, match="has trained before"):
+        with pytest.raises(errors.ConfigError, match="has already trained"):
             trainer.fit(module, loader)
 
 
@@ -387,6 +387,6 @@ def test_a_sharded_job_that_was_killed_returns(tmp_path: Path) -> None:
         end_all(killed, expect=-9)
         returns = start_learner(scripts, syncer, tmp_path, 0, "fsdp", 2, "--resume")
         end_all([*stays, *returns])
-        assert "the run has gone on since step 6" in returns[0].said
+        assert "the run has advanced since step 6" in returns[0].said
         for index in range(2):
             assert_same(model_of(tmp_path / f"learner-{index}"), fetch_model(syncer.address, run=RUN))

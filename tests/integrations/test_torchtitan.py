@@ -263,7 +263,7 @@ def test_a_mixture_needs_an_answer_for_its_router(tmp_path: Path) -> None:
     with serve(tmp_path / "syncer") as syncer, running() as scripts:
         [job] = started = Island(1, (*LAYERS, "--model", "deepseek_v3")).start(scripts, syncer, tmp_path, 0)
         end_all(started, expect=1)
-    assert "ConfigError: torchtitan moves 'layers.1.moe.expert_bias_E'" in job.said
+    assert "ConfigError: torchtitan updates 'layers.1.moe.expert_bias_E'" in job.said
     assert "--diloco.buffers" in job.said
 
 

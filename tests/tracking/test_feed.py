@@ -92,7 +92,7 @@ def test_points_come_in_order_between_start_and_end(caplog: pytest.LogCaptureFix
 
 def test_a_tracker_that_hangs_loses_the_oldest_and_holds_up_nothing(caplog: pytest.LogCaptureFixture) -> None:
     hangs, well = Recording(hangs_at=0), Recording()
-    feed = Feed(RUN, {"hangs": hangs, "well": well}, most_waiting=3)
+    feed = Feed(RUN, {"hangs": hangs, "well": well}, queue_points=3)
     feed.put(point(0))
     assert hangs.hangs.wait(LONG_S)
     for _ in ("start", 0):
@@ -105,8 +105,8 @@ def test_a_tracker_that_hangs_loses_the_oldest_and_holds_up_nothing(caplog: pyte
     assert hangs.told == ["start", 0, 5, 6, 7, "end"]
     assert well.told == ["start", *range(8), "end"]
     assert said(caplog) == [
-        "hangs is behind the run, which goes on, and misses the oldest points beyond 3",
-        "hangs has missed 4 of 8 points",
+        "hangs is behind the run, which continues, and loses the oldest points beyond 3",
+        "hangs has lost 4 of 8 points",
     ]
 
 
@@ -122,7 +122,7 @@ def test_a_tracker_that_is_late_is_said_once(caplog: pytest.LogCaptureFixture) -
         feed.put(point(step, t=1001.0 + BEHIND_S))
     hangs.goes_on.set()
     feed.close(LONG_S)
-    assert said(caplog) == ["hangs is behind the run, which goes on, and misses the oldest points beyond 1000"]
+    assert said(caplog) == ["hangs is behind the run, which continues, and loses the oldest points beyond 1000"]
     assert hangs.told == ["start", 0, 1, 2, 3, 4, "end"]
 
 
@@ -137,8 +137,8 @@ def test_a_tracker_that_does_not_end_is_left_alone(
     if num:
         assert hangs.hangs.wait(LONG_S)
     feed.close(timeout_s=0.0)
-    missed = [f"hangs has missed {num} of {num} points"] if num else []
-    assert said(caplog) == ["hangs has not ended within 0 s and is left alone", *missed]
+    missed = [f"hangs has lost {num} of {num} points"] if num else []
+    assert said(caplog) == ["hangs has not ended within 0 s and is abandoned", *missed]
     hangs.goes_on.set()
 
 
@@ -147,7 +147,7 @@ def test_a_tracker_that_fails_misses_that_point_and_says_so_once(caplog: pytest.
     fed(fails, *map(point, range(5)))
     assert fails.told == ["start", 0, 2, 4, "end"]
     assert said(caplog) == [
-        "it failed, misses points, and the run goes on: ValueError: no 1", "it has missed 2 of 5 points",
+        "it failed and loses points, and the run continues: ValueError: no 1", "it has lost 2 of 5 points",
     ]  # fmt: skip
 
 
@@ -158,13 +158,13 @@ def test_a_tracker_that_cannot_start_misses_all(caplog: pytest.LogCaptureFixture
     assert fails.told == []
     kind = "" if error is ConfigError else "SystemExit: "
     assert said(caplog) == [
-        f"it could not start, and the run goes on: {kind}no start", "it has missed 2 of 2 points",
+        f"it could not start, and the run continues: {kind}no start", "it has lost 2 of 2 points",
     ]  # fmt: skip
 
 
 def test_what_fails_at_the_end_is_said(caplog: pytest.LogCaptureFixture) -> None:
     fed(Recording("end"), point(0))
-    assert said(caplog) == ["it failed at its end, and the run goes on: ValueError: no end"]
+    assert said(caplog) == ["it failed at its end, and the run continues: ValueError: no end"]
 
 
 LEFT_ALONE = """
@@ -251,7 +251,7 @@ def test_a_standby_starts_no_tracker(tmp_path: Path) -> None:
 def test_a_log_that_cannot_be_read_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "events.jsonl").write_text("not an event\n")
     followed(tmp_path / "events.jsonl", Recording()).close()
-    assert "trackers get nothing more: line 1 of" in caplog.text
+    assert "trackers receive no more points: line 1 of" in caplog.text
 
 
 # ------------------------------------------------------------------------------------------------------- the run file

@@ -216,8 +216,8 @@ def test_bad_token_files_are_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "odd.bin").write_bytes(b"123")
     (tmp_path / "empty.bin").write_bytes(b"")
     for name, message in [
-        ("signed.npy", "one row of unsigned integers"),
-        ("square.npy", "one row of unsigned integers"),
+        ("signed.npy", "a one-dimensional array of unsigned integers"),
+        ("square.npy", "a one-dimensional array of unsigned integers"),
         ("odd.bin", "cannot map"),
         ("empty.bin", "cannot map"),
         ("none.bin", "cannot map"),
@@ -267,7 +267,7 @@ def test_hugging_face_datasets_load_from_disk_and_by_name(tmp_path: Path) -> Non
         with pytest.raises(ConfigError, match=r"cannot load column .*\((?!An error occurred).*\); check data.dataset"):
             load(dataset=str(tmp_path / name))
     for keys in ({"split": "other"}, {"held_out_split": "validation"}):
-        with pytest.raises(ConfigError, match="^.*flat is one split, and has no others to choose from"):
+        with pytest.raises(ConfigError, match="^.*flat is a single split"):
             load(dataset=str(tmp_path / "flat"), **keys)
     with pytest.raises(ConfigError, match='split "other"'):
         load(dataset=str(tmp_path / "splits"), split="other")

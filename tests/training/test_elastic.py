@@ -23,12 +23,12 @@ from diloco.exchange.base import Exchange
 from diloco.exchange.remote import fetch_model
 from diloco.syncer.server import Options, Syncer
 from diloco.training.checkpoint import list_checkpoints, load_checkpoint
-from diloco.training.loop import LearnerSpec, Summary, Trainer
+from diloco.training.loop import Trainer
 from diloco.training.model import build_model
 from diloco.training.pretrained import checkpoint_state
 from diloco.training.progress import ProgressDisplay
 from diloco.training.schedule import learning_rate
-from diloco.training.spec import StopRequest
+from diloco.training.spec import LearnerSpec, StopRequest, Summary
 
 Tiny = Callable[..., RunConfig]
 DILOCO = "method={preset='DiLoCo', sync_every=6}"
@@ -83,7 +83,7 @@ def test_a_run_may_begin_with_what_another_came_to(tiny: Tiny, tmp_path: Path) -
     assert (summary.steps, summary.tokens, summary.run_tokens) == (20, 10 * 256, 5_120)
     assert_same(dict(whole.model.state_dict()), dict(second.model.state_dict()))
 
-    with pytest.raises(ConfigError, match="has 2560 tokens behind it and run.tokens is 2560; raise it"):
+    with pytest.raises(ConfigError, match="has trained 2560 tokens and run.tokens is 2560; raise it"):
         Trainer(
             tiny(f"warm_start.checkpoint='{checkpoint}'", "run.tokens=2_560"), LearnerSpec("x", role="baseline")
         ).train()
@@ -164,7 +164,7 @@ class Starter(ProgressDisplay):
         self.trainer: Trainer
         self.has_started = threading.Event()
 
-    def wants(self) -> bool:
+    def is_due(self) -> bool:
         if self.trainer.learner.steps >= 10:
             self.has_started.set()
         return False
@@ -191,7 +191,7 @@ def test_a_late_joiners_schedule_and_data_start_where_the_run_is(tiny: Tiny, tmp
     assert [event.step for event in stepped] == list(range(started.step + 1, 151))
     for event in stepped:  # at the run's step, whatever the learner adopts meanwhile
         assert event.lr == learning_rate(config, event.step)
-    assert late._island.stream.position == early._island.stream.position == 150 * 4
+    assert late._training.stream.position == early._training.stream.position == 150 * 4
 
 
 # --- unequal learners
@@ -202,7 +202,7 @@ def test_learners_of_different_batch_size(tiny: Tiny) -> None:
     (a, one), (b, two) = run_pair(tiny(*overrides, learner="pair-0"), tiny(*overrides, learner="pair-1"))
     assert (a.tokens, b.tokens) == (a.steps * 4 * 32, b.steps * 2 * 32)
     assert a.run_tokens >= 5_120
-    assert (one._island.stream.position, two._island.stream.position) == (4 * a.steps, 2 * b.steps)
+    assert (one._training.stream.position, two._training.stream.position) == (4 * a.steps, 2 * b.steps)
     assert_same(one.learner.global_state_dict(), two.learner.global_state_dict())
 
 

@@ -17,10 +17,10 @@ from diloco.event_log import read_events
 from diloco.events import CheckpointUnusable, Event, RunStarted, Stepped
 from diloco.syncer.server import Options, Syncer
 from diloco.training.checkpoint import list_checkpoints, newest_usable, save_checkpoint
-from diloco.training.loop import LearnerSpec, Summary, Trainer
+from diloco.training.loop import Trainer
 from diloco.training.progress import ProgressDisplay
 from diloco.training.schedule import learning_rate
-from diloco.training.spec import StopRequest
+from diloco.training.spec import LearnerSpec, StopRequest, Summary
 
 Tiny = Callable[..., RunConfig]
 STEPS = 150
@@ -34,7 +34,7 @@ class Pacer(ProgressDisplay):
         self.is_under_way, self.may_end = threading.Event(), threading.Event()
         self.trainer: Trainer
 
-    def wants(self) -> bool:
+    def is_due(self) -> bool:
         if self.trainer.learner.steps >= 10:
             self.is_under_way.set()
         if self.trainer.learner.steps == 20:

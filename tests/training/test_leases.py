@@ -25,9 +25,9 @@ from diloco.simulation.scenario import Scenario
 from diloco.simulation.virtual_run import simulate
 from diloco.syncer.server import Options, Syncer
 from diloco.training.checkpoint import list_checkpoints
-from diloco.training.loop import LearnerSpec, Together, Trainer
+from diloco.training.loop import Trainer
 from diloco.training.rank_group import RankGroup
-from diloco.training.spec import StopRequest
+from diloco.training.spec import LearnerSpec, StopRequest
 
 Tiny = Callable[..., RunConfig]
 LEASES = ("method={preset='DiLoCo', sync_every=6}", "data.deal=leases", "data.lease_steps=3")
@@ -136,6 +136,6 @@ def test_leases_need_a_syncer(tiny: Tiny) -> None:
     with pytest.raises(ConfigError, match='"leases" needs a syncer'):
         Trainer(tiny(*LEASES), LearnerSpec("lone", role="isolated"))
     with pytest.raises(ConfigError, match='"leases" needs a syncer'):
-        Trainer(tiny(*LEASES), LearnerSpec("a"), together=Together(RankGroup(), lambda *_: None))  # type: ignore[arg-type, return-value]
+        Trainer(tiny(*LEASES), LearnerSpec("a"), peers=RankGroup())
     with pytest.raises(ConfigError, match='lease_steps has no effect without deal = "leases"'):
         tiny("data.lease_steps=3")

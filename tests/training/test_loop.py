@@ -19,8 +19,9 @@ from diloco.events import Adopted, CheckpointRefused, Evaluated, Finished, RunSt
 from diloco.exchange.base import Exchange
 from diloco.training.checkpoint import list_checkpoints, load_checkpoint
 from diloco.training.learners import AnyLearner
-from diloco.training.loop import LearnerSpec, Summary, Trainer
+from diloco.training.loop import Trainer
 from diloco.training.pretrained import checkpoint_state
+from diloco.training.spec import LearnerSpec, Summary
 
 Tiny = Callable[..., RunConfig]
 
@@ -99,7 +100,7 @@ def stopped_at(trainer: Trainer, step: int) -> Summary:
     """Train as if Ctrl-C was pressed during `step`."""
 
     class Stopper:
-        def wants(self) -> bool:
+        def is_due(self) -> bool:
             if trainer.learner.steps == step:
                 trainer.stop()
             return False
@@ -136,7 +137,7 @@ def trained_with_a_full_disk(trainer: Trainer, steps: range) -> list[str]:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     class Disk:
-        def wants(self) -> bool:
+        def is_due(self) -> bool:
             resource.setrlimit(resource.RLIMIT_FSIZE, (30_000 if trainer.learner.steps in steps else soft, hard))
             return False
 

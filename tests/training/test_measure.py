@@ -72,7 +72,7 @@ def test_a_new_site_file_is_complete_and_a_second_learner_extends_it(
 
 
 def test_what_is_timed_is_the_learners_own_inner_step(tiny: Tiny) -> None:
-    pace = measure_step_time(tiny(), 0, seconds=0.0, at_least=2, job=RankGroup())
+    pace = measure_step_time(tiny(), 0, seconds=0.0, at_least=2, ranks=RankGroup())
     assert pace.num_steps == 2
     assert pace.step_s > 0
     assert (pace.accelerators, pace.memory_bytes) == (1, None)

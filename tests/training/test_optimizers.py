@@ -13,7 +13,7 @@ from diloco.config import RunConfig, dump_config, parse_config
 from diloco.errors import CheckpointError, ConfigError
 from diloco.exchange.base import Exchange
 from diloco.training.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
-from diloco.training.loop import LearnerSpec, Trainer
+from diloco.training.loop import Trainer
 from diloco.training.model import build_model
 from diloco.training.optimizers import (
     Chained,
@@ -22,6 +22,7 @@ from diloco.training.optimizers import (
     load_optimizer,
     make_optimizer,
 )
+from diloco.training.spec import LearnerSpec
 
 Tiny = Callable[..., RunConfig]
 SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -175,7 +176,7 @@ def test_a_shared_parameter_and_a_late_group_are_refused() -> None:
     a, _, optimizer = pair(1)
     with pytest.raises(ValueError, match="more than one parameter group"):
         Chained([torch.optim.SGD(a.parameters(), lr=1), torch.optim.SGD([a.weight], lr=1)])
-    with pytest.raises(ConfigError, match="takes no more groups"):
+    with pytest.raises(ConfigError, match="accepts no more groups"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
 
 
@@ -205,7 +206,7 @@ def test_muloco_brings_muon_unless_the_run_file_says_otherwise() -> None:
         (
             ("method={preset='MuLoCo'}",),
             "muon",
-            "trains 7 hidden matrices by Muon and the rest by AdamW, as MuLoCo has it",
+            "trains 7 hidden matrices by Muon and the rest by AdamW, as in MuLoCo",
         ),
         (("method={preset='MuLoCo'}", "inner.optimizer=adamw"), "adamw", "trains every parameter by AdamW"),
         (("inner.optimizer=muon",), "muon", "trains 7 hidden matrices by Muon and the rest by AdamW"),

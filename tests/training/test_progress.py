@@ -25,7 +25,7 @@ def test_plain_lines_keep_their_pace() -> None:
     plain = LineProgress(file, every_s=5, clock=lambda: now[0])
     for second in range(12):
         now[0] = float(second)
-        if plain.wants():
+        if plain.is_due():
             plain.show(STATUS)
     assert len(file.getvalue().splitlines()) == 3
     plain.close()
@@ -43,9 +43,9 @@ def test_a_terminal_gets_a_live_line_and_a_pipe_gets_plain_ones() -> None:
     assert isinstance(make_progress(file, 5), LineProgress)
     now = [0.0]
     live = LiveProgress(Console(file=file, force_terminal=True, width=200), clock=lambda: now[0])
-    assert live.wants()
+    assert live.is_due()
     live.show(STATUS)
-    assert not live.wants()
+    assert not live.is_due()
     live.say("[note]")
     live.close()
     assert "loss 2.500" in file.getvalue()

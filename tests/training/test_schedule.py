@@ -36,30 +36,30 @@ def test_a_run_scales_the_peak_and_sets_the_length_by_its_tokens() -> None:
 
 
 def test_reports_at_every_step_are_taken_as_they_are() -> None:
-    budget = TokenEstimate(own=0, heard=0)
-    assert [budget.spent(own=k, heard=3 * k) for k in range(5)] == [0, 3, 6, 9, 12]
+    budget = TokenEstimate(own=0, reported=0)
+    assert [budget.now(own=k, reported=3 * k) for k in range(5)] == [0, 3, 6, 9, 12]
 
 
 def test_between_reports_the_others_go_on_at_their_pace() -> None:
-    budget = TokenEstimate(own=0, heard=0)
-    assert budget.spent(own=10, heard=0) == 10  # nothing heard yet: at least what it did itself
-    assert budget.spent(own=10, heard=30) == 30
-    assert [budget.spent(own=own, heard=30) for own in (12, 15)] == [36, 45]
-    assert budget.spent(own=20, heard=40) == 40  # two learners have gone
-    assert budget.spent(own=24, heard=40) == 44
+    budget = TokenEstimate(own=0, reported=0)
+    assert budget.now(own=10, reported=0) == 10  # nothing heard yet: at least what it did itself
+    assert budget.now(own=10, reported=30) == 30
+    assert [budget.now(own=own, reported=30) for own in (12, 15)] == [36, 45]
+    assert budget.now(own=20, reported=40) == 40  # two learners have gone
+    assert budget.now(own=24, reported=40) == 44
 
 
 def test_a_jump_without_own_steps_does_not_change_the_pace() -> None:
-    budget = TokenEstimate(own=10, heard=100)
-    assert budget.spent(own=10, heard=500) == 500
-    assert budget.spent(own=12, heard=500) == 502
+    budget = TokenEstimate(own=10, reported=100)
+    assert budget.now(own=10, reported=500) == 500
+    assert budget.now(own=12, reported=500) == 502
 
 
 def test_a_saved_budget_goes_on_at_its_pace() -> None:
-    budget = TokenEstimate(own=0, heard=0)
-    assert budget.spent(own=10, heard=30) == 30
-    again = TokenEstimate(own=14, heard=30)
+    budget = TokenEstimate(own=0, reported=0)
+    assert budget.now(own=10, reported=30) == 30
+    again = TokenEstimate(own=14, reported=30)
     again.load_state_dict(budget.state_dict())
-    assert again.spent(own=14, heard=30) == budget.spent(own=14, heard=30) == 42
-    assert again.spent(own=20, heard=60) == 60
-    assert again.spent(own=21, heard=60) == 63
+    assert again.now(own=14, reported=30) == budget.now(own=14, reported=30) == 42
+    assert again.now(own=20, reported=60) == 60
+    assert again.now(own=21, reported=60) == 63

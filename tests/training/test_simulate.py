@@ -24,7 +24,8 @@ from diloco.protocol.steering import Pool
 from diloco.simulation.result import NO_LOSS, SimulationResult, pictures
 from diloco.simulation.scenario import Scenario, scenario_of_recorded_run
 from diloco.simulation.virtual_run import simulate
-from diloco.training.loop import LearnerSpec, Trainer
+from diloco.training.loop import Trainer
+from diloco.training.spec import LearnerSpec
 
 Tiny = Callable[..., RunConfig]
 DILOCO = "method={preset='DiLoCo', sync_every=6}"

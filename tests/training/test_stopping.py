@@ -30,9 +30,9 @@ from diloco.protocol.members import Deadlines
 from diloco.syncer.keys.keyring import Keyring
 from diloco.syncer.server import Options, Syncer
 from diloco.training.checkpoint import list_checkpoints, load_checkpoint
-from diloco.training.loop import LearnerSpec, Summary, Trainer
+from diloco.training.loop import Trainer
 from diloco.training.progress import ProgressDisplay
-from diloco.training.spec import StopRequest
+from diloco.training.spec import LearnerSpec, StopRequest, Summary
 
 Tiny = Callable[..., RunConfig]
 SCHEDULED = "method={preset='DiLoCo', sync_every=6}"
@@ -51,7 +51,7 @@ def serve(config: RunConfig, directory: Path, **more: Any) -> Syncer:
 def trainer_of(config: RunConfig, part: LearnerSpec, progress: ProgressDisplay | None = None) -> Trainer:
     stopping = StopRequest()
     attach = _connector(config, part, stopping)
-    return Trainer(config, part, attach=attach, progress=progress, stopping=stopping)
+    return Trainer(config, part, attach=attach, progress=progress, stop_request=stopping)
 
 
 @contextmanager
@@ -72,7 +72,7 @@ class Pause(ProgressDisplay):
         self.trainer: Trainer | None = None
         self.is_there, self.may_go_on = threading.Event(), threading.Event()
 
-    def wants(self) -> bool:
+    def is_due(self) -> bool:
         if self.trainer is not None and self.trainer.learner.steps == self._step:
             self.is_there.set()
             self.may_go_on.wait(WAIT_S)
@@ -202,7 +202,7 @@ def test_a_signal_ends_a_blocked_process(tiny: Tiny, tmp_path: Path) -> None:
             finally:
                 process.kill()
         assert process.returncode == 0
-        assert "stops after step 6, where it waited for others" in output
+        assert "stops after step 6, while it waited for others" in output
         assert load_checkpoint(newest(config, "second"))["step"] == 6
 
 
@@ -264,7 +264,7 @@ def test_a_signal_ends_blocked_ranks(to: str, tiny: Tiny, tmp_path: Path) -> Non
             until(lambda: waits(syncer, "second") or process.poll() is not None, "it does not wait", 120.0)
             os.kill(process.pid if to == "torchrun" else rank_of(process.pid, 1), signal.SIGTERM)
             output, errors = process.communicate(timeout=WAIT_S)
-            assert "stops after step 6, where it waited for others" in output, errors
+            assert "stops after step 6, while it waited for others" in output, errors
         if to == "rank 1":
             assert process.returncode == 0, errors
         saved = load_checkpoint(newest(config, "second"))
@@ -278,7 +278,7 @@ class Before(ProgressDisplay):
         self._step, self._do = step, do
         self.trainer: Trainer | None = None
 
-    def wants(self) -> bool:
+    def is_due(self) -> bool:
         if self.trainer is not None and self.trainer.learner.steps == self._step - 1:
             self._do()
         return False

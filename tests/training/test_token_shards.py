@@ -70,7 +70,7 @@ def tell(made):
     if made.num_documents >= last:
         os.kill(os.getpid(), signal.SIGKILL)
 from pathlib import Path
-write_token_shards(DataTable.model_validate_json(table), Path(directory), shard_tokens=shard_tokens, tell=tell)
+write_token_shards(DataTable.model_validate_json(table), Path(directory), shard_tokens=shard_tokens, report=tell)
 """
 
 
@@ -100,7 +100,7 @@ def test_what_is_made_after_kills_has_the_bytes_of_what_is_made_at_once(
         assert sum(map(len, unfinished["shards"].values())) >= num_whole
         with pytest.raises(ConfigError, match="is not finished"):
             read_index(in_parts)
-    with pytest.raises(ConfigError, match=r"says shard_tokens = 9000 where it would be 8000 now"):
+    with pytest.raises(ConfigError, match="was made with shard_tokens = 9000, which is now 8000"):
         write_token_shards(data, in_parts, shard_tokens=8_000)
     kept = (in_parts / "train-00001.bin").stat().st_ino
     write_token_shards(data, in_parts, shard_tokens=9_000)
@@ -122,8 +122,8 @@ def test_a_directory_of_shards_is_the_same_corpus_as_its_texts(rows: Path, token
         assert mapped.tokenizer is not None
         assert mapped.tokenizer.decode(mapped.train.read(0, 5).tolist()) == "0 times 0 is 0"
         assert all(isinstance(array, np.memmap) for array in mapped.train._arrays)
-    assert index.num("num_documents", "train") == len(ROWS)
-    assert index.num("num_documents", "held_out") == 1
+    assert index.total("num_documents", "train") == len(ROWS)
+    assert index.total("num_documents", "held_out") == 1
     with pytest.raises(ConfigError, match="held_out_fraction has no effect"):
         corpus.load_corpus(DataTable(kind="tokens", directory=directory, held_out_fraction=0.2))
     with pytest.raises(ValueError, match="directory says it all"):
@@ -168,7 +168,7 @@ def test_data_that_has_changed_is_noticed_wherever_it_has(
     for rows in (other, [*ROWS, "one more"]):  # of the same size, but for compressed Parquet; and longer
         write(rows)
         for name in ("whole", "half"):
-            with pytest.raises(ConfigError, match="says documents_sha256 ="):
+            with pytest.raises(ConfigError, match="was made with documents_sha256 ="):
                 make(name)
 
 
@@ -182,12 +182,12 @@ def test_what_goes_wrong_while_shards_are_made_is_one_sentence(rows: Path, token
             (directory / "tokenizer" / "tokenizer.json").symlink_to("/dev/full")
 
     with pytest.raises(StoreError, match=r"cannot write .*tokenizer \(.*No space left.*\); free disk space"):
-        write_token_shards(data, directory, shard_tokens=5_000, tell=fill)
+        write_token_shards(data, directory, shard_tokens=5_000, report=fill)
     (directory / "tokenizer" / "tokenizer.json").unlink()
     first = directory / "train-00000.bin"
     raw = first.read_bytes()
     first.write_bytes(b"")
-    with pytest.raises(StoreError, match="train-00000.bin are not those of its index"):
+    with pytest.raises(StoreError, match="train-00000.bin differs from the sha256 of its index"):
         write_token_shards(data, directory, shard_tokens=5_000)
     first.write_bytes(raw)
     assert write_token_shards(data, directory, shard_tokens=5_000).tokenizer == "tokenizer"
@@ -210,7 +210,7 @@ def test_a_wrong_directory_is_one_sentence(rows: Path, tmp_path: Path) -> None:
     first = directory / index.shards["train"][0].file
     raw = first.read_bytes()
     first.write_bytes(raw[:5] + b"?" + raw[6:])
-    with pytest.raises(StoreError, match="train-00000.bin are not those of its index"):
+    with pytest.raises(StoreError, match="train-00000.bin differs from the sha256 of its index"):
         write_token_shards(data, directory, shard_tokens=10_000)
     first.write_bytes(raw[:-1])
     with pytest.raises(ConfigError, match=f"has {len(raw) - 1} bytes where its index says {len(raw)}"):
@@ -225,10 +225,14 @@ def test_a_wrong_directory_is_one_sentence(rows: Path, tmp_path: Path) -> None:
         ("dtype", "float32", "dtype = .float32.: input should be 'uint8', 'uint16' or 'uint32'.*make it again"),
         ("format", 2, "cannot read .*index.json .*format = 2: input should be 1.*make it again"),
         ("shards", {"train": [{}]}, "cannot read .*index.json"),
-        ("shards", {"train": [], "held_out": [{**shard, "file": "../a.bin"}]}, "'../a.bin' is where held_out-00000"),
-        ("shards", {"train": [], "held_out": [{**shard, "file": "a\0b"}]}, r"'a\\x00b' is where held_out-00000"),
+        (
+            "shards",
+            {"train": [], "held_out": [{**shard, "file": "../a.bin"}]},
+            "'../a.bin' is listed where held_out-00000",
+        ),
+        ("shards", {"train": [], "held_out": [{**shard, "file": "a\0b"}]}, r"'a\\x00b' is listed where held_out-00000"),
         ("shards", {"train": [], "held_out": [{"file": shard["file"], "num_tokens": 1}]}, "cannot read .*index.json"),
-        ("shards", {"train": shards[::-1], "held_out": []}, "is where train-00000.bin should be"),
+        ("shards", {"train": shards[::-1], "held_out": []}, "is listed where train-00000.bin should be"),
         ("made_from", 5, "cannot read .*index.json"),
         ("tokenizer", 5, "cannot read .*index.json"),
         ("vocab_size", -1, "cannot read .*vocab_size = -1: input should be greater"),
@@ -241,7 +245,7 @@ def test_a_wrong_directory_is_one_sentence(rows: Path, tmp_path: Path) -> None:
         write_token_shards(DataTable(), directory, shard_tokens=1)
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "mine").touch()
-    with pytest.raises(ConfigError, match="holds something else"):
+    with pytest.raises(ConfigError, match="contains other files than token shards"):
         write_token_shards(data, tmp_path / "used", shard_tokens=1)
 
 
@@ -278,12 +282,14 @@ def test_the_command_line_makes_shards_trains_from_them_and_says_what_is_wrong(
     assert code == 0, err
     assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == 3_004
     assert (tmp_path / "out" / "tokenizer.json").exists()
-    assert not (tmp_path / "out" / "TOKENS.md").exists()
     shard = tmp_path / "shards" / "train-00000.bin"
     shard.write_bytes(shard.read_bytes()[2:])
     code, _, err = call("train", str(run_file), "--alone", "--force")
     assert code == 2
     assert err.splitlines()[-1].startswith(f"diloco: token shard {shard} has ")
-    for file, expected, message in [(texts_file, 1, "are not those of its index"), (run_file, 2, "has no texts")]:
+    for file, expected, message in [
+        (texts_file, 1, "differs from the sha256 of its index"),
+        (run_file, 2, "has no texts"),
+    ]:
         code, _, err = call("tokenize", str(file), str(tmp_path / "shards"))
         assert (code, message in err.splitlines()[-1]) == (expected, True), err

@@ -30,12 +30,12 @@ from diloco.training.checkpoint import list_checkpoints, load_checkpoint
 from diloco.training.data.corpus import load_corpus
 from diloco.training.data.streams import Stream
 from diloco.training.inner import InnerStep
-from diloco.training.loop import LearnerSpec, Summary, Trainer
+from diloco.training.loop import Trainer
 from diloco.training.model import build_model
 from diloco.training.optimizers import make_optimizer, untrained_parameters
 from diloco.training.pretrained import checkpoint_state
 from diloco.training.schedule import schedule_factor
-from diloco.training.spec import StopRequest
+from diloco.training.spec import LearnerSpec, StopRequest, Summary
 
 pytestmark = pytest.mark.timeout(240)  # each test includes processes that import torch
 Tiny = Callable[..., RunConfig]
@@ -243,7 +243,7 @@ def test_gradients_cross_ranks_once_a_step_and_what_is_left_alone_stays(tiny: Ti
     assert len(crossings) == 3 * len(set(crossings))
 
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    inner.leave_alone(untrained_parameters(model, ["model.layers.*"]))
+    inner.exclude(untrained_parameters(model, ["model.layers.*"]))
     inner.run(batch, 1.0)
     changed = {name for name, p in model.named_parameters() if not torch.equal(before[name], p)}
     assert changed == {name for name in before if name.startswith("model.layers.")}

@@ -37,10 +37,10 @@ def command(
     from diloco.training.data.token_shards import write_token_shards
 
     with _telling() as tell:
-        index = write_token_shards(data, out_dir, shard_tokens=shard_tokens, tell=tell)
-    tokens = {part: index.num("num_tokens", part) for part in ("train", "held_out")}
+        index = write_token_shards(data, out_dir, shard_tokens=shard_tokens, report=tell)
+    tokens = {part: index.total("num_tokens", part) for part in ("train", "held_out")}
     if as_json:
-        documents = {part: index.num("num_documents", part) for part in ("train", "held_out")}
+        documents = {part: index.total("num_documents", part) for part in ("train", "held_out")}
         num_shards = sum(map(len, index.shards.values()))
         typer.echo(json.dumps({
             "directory": str(out_dir), "dtype": index.dtype, "vocab_size": index.vocab_size, "num_shards": num_shards,

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
     from diloco.config import RunConfig
     from diloco.tracking.feed import Feed
-    from diloco.training.learners import AnyLearner
-    from diloco.training.loop import Attach, LearnerSpec, Summary, Trainer
+    from diloco.training.learners import AnyLearner, Attach
+    from diloco.training.loop import Trainer
     from diloco.training.rank_group import RankGroup
-    from diloco.training.spec import StopRequest
+    from diloco.training.spec import LearnerSpec, StopRequest, Summary
 
 STOPPED = 128 + signal.SIGTERM
 """Exit code of a supervised part that a signal has stopped: it is not done, and is to be started again."""
@@ -156,20 +156,20 @@ def _train(
     with ExitStack() as at_the_end:  # trackers end after the ranks have parted
         with ranks_of_process(config.train.device) as job:
             if part.role == "learner" and not collective and _is_over(config, part, job):
-                if as_json and job.first:
+                if as_json and job.is_first:
                     typer.echo(json.dumps({"name": part.name, "reason": "finished"}))
                 return
-            if force is not None and (collective or job.first):
+            if force is not None and (collective or job.is_first):
                 _clear(config, part.name, force)
             if checkpoints is not None:
                 part = _with_usable(part, checkpoints, job)
-            if config.track.trackers and (collective or job.first):
+            if config.track.trackers and (collective or job.is_first):
                 feed = at_the_end.enter_context(open_feed(config, part.name, persistent_id(config.dir / part.name)))
             trainer = _trainer(config, part, job, collective, as_json, feed)
-            what = "writing a checkpoint" if job.first else None
+            what = "writing a checkpoint" if job.is_first else None
             with ending_by_signals(trainer.stop, what, again=not part.supervised):
                 summary = trainer.train()
-        if job.first:
+        if job.is_first:
             _print(summary, as_json)
     if part.supervised and summary.reason == "stopped":
         raise typer.Exit(STOPPED)
@@ -186,7 +186,7 @@ def _clear(config: "RunConfig", name: str, force: bool) -> None:
 def _is_over(config: "RunConfig", part: "LearnerSpec", job: "RankGroup") -> bool:
     """Whether there is nothing left to train; the first rank asks, and all know."""
     over = False
-    if job.first:
+    if job.is_first:
         begins = part.resume_from is None and not part.supervised
         over = is_over(
             config, part.name, initialise=part.initialise, begins=begins, waits=part.supervised,
@@ -202,7 +202,7 @@ def _with_usable(part: "LearnerSpec", checkpoints: Path, job: "RankGroup") -> "L
     """
     from diloco.training.checkpoint import list_checkpoints, newest_usable
 
-    unusable = newest_usable(checkpoints)[1] if job.first else ()
+    unusable = newest_usable(checkpoints)[1] if job.is_first else ()
     job.any(False)
     found = list_checkpoints(checkpoints)
     if not found and part.initialise and not part.supervised:
@@ -223,22 +223,21 @@ def _trainer(
     from diloco.training.progress import make_progress
     from diloco.training.spec import StopRequest
 
-    progress = make_progress(sys.stderr if as_json else sys.stdout, config.train.log_every_s) if job.first else None
+    progress = make_progress(sys.stderr if as_json else sys.stdout, config.train.log_every_s) if job.is_first else None
     if not collective:
         stopping = StopRequest()
         attach = _connector(config, part, stopping) if part.role == "learner" else None
-        return Trainer(config, part, attach=attach, progress=progress, job=job, stopping=stopping, feed=feed)
+        return Trainer(config, part, attach=attach, progress=progress, ranks=job, stop_request=stopping, feed=feed)
     if job.size != config.run.learners:
         raise ConfigError(f"{job.size} ranks and run.learners = {config.run.learners}: start one rank for each learner")
 
     from diloco.core.presets import method_from_table
-    from diloco.training.process_group import attach_over, together_over
+    from diloco.training.learners import attach_to_group
 
     assert job.process_group is not None  # `--collective` is refused without torchrun
     method = method_from_table(config.method)
-    attach = attach_over(job.process_group, method, config.train.trains, config.train.overlap)
-    together = together_over(job.process_group, job)
-    return Trainer(config, part, attach=attach, progress=progress, together=together, feed=feed)
+    attach = attach_to_group(job.process_group, method, config.train.trains, config.train.overlap)
+    return Trainer(config, part, attach=attach, progress=progress, peers=job, feed=feed)
 
 
 def _print(summary: "Summary", as_json: bool) -> None:
@@ -275,7 +274,7 @@ def _connector(config: "RunConfig", part: "LearnerSpec", stopping: "StopRequest"
                 lineage=None if part.resume_from is None else lineage_of(part.resume_from),
                 tokens_per_step=config.learner_batch * config.data.sequence_length,
             )
-            stopping.interrupts(exchange.interrupt)
+            stopping.interrupt_with(exchange.interrupt)
             trains, overlap = config.train.trains or None, config.train.overlap
             with ExitStack() as refused:  # its threads would outlive it: an exchange that is refused is closed
                 refused.callback(exchange.close)
@@ -284,7 +283,7 @@ def _connector(config: "RunConfig", part: "LearnerSpec", stopping: "StopRequest"
                     rewarm_steps=config.train.rewarm_steps,
                 )  # fmt: skip
                 refused.pop_all()
-            stopping.interrupts(learner.interrupt)  # which tells the other ranks
+            stopping.interrupt_with(learner.interrupt)  # which tells the other ranks
             return learner
 
         try:

@@ -1,1 +1,1 @@
-"""What a trained model can do: held-out loss and task scores of exported models, with intervals (docs/evaluate.md)."""
+"""Held-out loss and task scores of exported models, with confidence intervals (docs/evaluate.md)."""

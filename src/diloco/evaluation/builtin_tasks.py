@@ -1,7 +1,8 @@
-"""Tasks that a small model can learn, from a seed: which bracket closes, sums of two numbers, the word left out.
+"""Built-in tasks that a small model can learn: closing brackets, sums of two numbers, and the next word (cloze).
 
-A document is a context and choices of equal length, of which one is right: the length of a choice says nothing, and the
-likelihoods of whole choices are compared. lm-eval reads a YAML file and a JSON-lines file for each task. No torch.
+A document is a context with choices of equal length, so that the length of a choice has no influence when the
+likelihoods of whole choices are compared. One choice is right. lm-eval reads a YAML file and a JSON-lines file for each
+task. No torch.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ from diloco.errors import ConfigError, StoreError, translated
 BUILTIN_TASKS = ("diloco_arithmetic", "diloco_brackets", "diloco_cloze")
 NUM_DOCUMENTS = 500
 SEED = 0
-"""Of the documents in the files: all models are asked the same."""
+"""Seed of the documents in the task files, which are the same for all models."""
 
 CLOSERS = {"(": ")", "[": "]", "{": "}"}
 DEEPEST = 4
-"""Brackets that are open at a time."""
+"""Maximum depth of nested brackets."""
 SUMMANDS = 30
-"""Numbers that are added: 0 to 29."""
+"""Summands are the numbers from 0 to 29."""
 HELD_OUT = 5
-"""One in so many of the pairs of summands is asked for, and is in no training text."""
+"""One in this many pairs of summands is held out: in the task, and in no training text."""
 WORD = re.compile(r"(?<![A-Za-z])[A-Za-z]{3,}(?![A-Za-z])")
 
 
 @dataclass(frozen=True)
 class TaskDocument:
-    """One question: `choices[answer]` is what follows `text`."""
+    """A question: `choices[answer]` is the right continuation of `text`."""
 
     text: str
     choices: tuple[str, ...]
@@ -41,7 +42,7 @@ class TaskDocument:
 
 
 def brackets(rng: random.Random, num_pairs: int) -> str:
-    """A balanced text of three kinds of brackets, at most `DEEPEST` open at a time."""
+    """A balanced text of three kinds of brackets, nested at most `DEEPEST` deep."""
     text, open_ones, left = "", "", num_pairs
     while left or open_ones:
         opens = left and (not open_ones or (len(open_ones) < DEEPEST and rng.random() < 0.5))
@@ -53,7 +54,7 @@ def brackets(rng: random.Random, num_pairs: int) -> str:
 
 
 def bracket_documents(num: int, seed: int) -> list[TaskDocument]:
-    """Which bracket closes next? The context ends with a closing one, so that the answer is further back."""
+    """Which bracket closes next? The context ends with a closing bracket, so the matching one is further back."""
     rng, found = random.Random(f"brackets {seed}"), list[TaskDocument]()
     kinds = tuple(CLOSERS.values())
     while len(found) < num:
@@ -65,18 +66,19 @@ def bracket_documents(num: int, seed: int) -> list[TaskDocument]:
     return found
 
 
-def is_asked(first: int, second: int) -> bool:
-    """Whether this sum is for evaluation only; a + b and b + a are the same."""
+def is_held_out(first: int, second: int) -> bool:
+    """Whether a sum is held out for evaluation; a + b and b + a count as the same."""
     digest = hashlib.sha256(f"{min(first, second)}+{max(first, second)}".encode()).digest()
     return digest[0] % HELD_OUT == 0
 
 
 def arithmetic_documents(num: int, seed: int) -> list[TaskDocument]:
-    """What is the sum? The wrong choices are near: off by up to three or by ten, or with their digits exchanged.
+    """What is the sum? Wrong choices differ by up to three or by ten, or have their digits exchanged.
 
-    At most as many documents as there are sums that no training text has."""
+    There are at most as many documents as held-out sums.
+    """
     rng, found = random.Random(f"arithmetic {seed}"), list[TaskDocument]()
-    pairs = [(a, b) for a in range(SUMMANDS) for b in range(SUMMANDS) if is_asked(a, b)]
+    pairs = [(a, b) for a in range(SUMMANDS) for b in range(SUMMANDS) if is_held_out(a, b)]
     for a, b in rng.sample(pairs, min(num, len(pairs))):
         right = str(a + b)
         near = {str(a + b + step) for step in (-10, -3, -2, -1, 1, 2, 3, 10)} | {right[::-1]}
@@ -88,9 +90,12 @@ def arithmetic_documents(num: int, seed: int) -> list[TaskDocument]:
 
 
 def cloze_documents(text: str, num: int, seed: int, context: int = 200) -> list[TaskDocument]:
-    """Which word comes next? Of four words of the text of equal length; `context`: characters before it, at most.
+    """Which of four words of equal length is next in the text?
 
-    At most as many documents as the text has words with three others of their length before which nothing is missing.
+    There are at most as many documents as the text has words with enough context and three other words of their length.
+
+    Arguments:
+        context: maximum number of characters before the word.
     """
     rng, found = random.Random(f"cloze {seed}"), list[TaskDocument]()
     places = [match for match in WORD.finditer(text) if match.start() >= min(context, 40)]
@@ -113,19 +118,19 @@ def cloze_documents(text: str, num: int, seed: int, context: int = 200) -> list[
 
 
 def training_line(rng: random.Random, kind: str) -> str:
-    """A line of training text of a kind, "brackets" or "arithmetic", with its line end."""
+    """A line of training text for a task, "brackets" or "arithmetic", with its line end."""
     if kind == "brackets":
         return brackets(rng, rng.randint(4, 12)) + "\n"
     while True:
         a, b = rng.randrange(SUMMANDS), rng.randrange(SUMMANDS)
-        if not is_asked(a, b):
+        if not is_held_out(a, b):
             return f"{a}+{b}={a + b}\n"
 
 
 # --- files for lm-eval
 
-# JSON is YAML, and quotes what has to be quoted. Choices stand where the context ends, without a space between.
-_TASK = """# What is asked: docs/evaluate.md.
+# JSON is valid YAML with all necessary quotes. A choice follows its context without a space.
+_TASK = """# Described in docs/evaluate.md.
 task: {name}
 dataset_path: json
 dataset_kwargs:
@@ -150,15 +155,15 @@ metadata:
 def write_task_files(
     directory: Path, names: Sequence[str], *, text: str | None = None, num: int = NUM_DOCUMENTS
 ) -> None:
-    """Write the files of some of `BUILTIN_TASKS`. The same arguments write the same documents.
+    """Write the files of built-in tasks. The same arguments write the same documents.
 
     Arguments:
-        directory: made where there is none; lm-eval takes it as `include_path`. The YAML files name its place.
-        text: that `diloco_cloze` takes its words from.
-        num: documents of each task, at most.
+        directory: created if it does not exist; the `include_path` of lm-eval. The YAML files contain its path.
+        text: source of the words of `diloco_cloze`.
+        num: maximum number of documents of each task.
 
     Raises:
-        ConfigError: a cloze without a text, or with one that is too short.
+        ConfigError: a cloze task without a text, or with a text that is too short.
         StoreError: the directory cannot be written.
     """
     with translated(OSError, StoreError, f"cannot write tasks to {directory}", "choose another directory"):
@@ -180,7 +185,7 @@ def _documents(name: str, text: str | None, num: int) -> list[TaskDocument]:
     if name == "diloco_arithmetic":
         return arithmetic_documents(num, SEED)
     if text is None:
-        raise ConfigError("diloco_cloze asks for words of a text; give one with --text FILE or --run RUN_FILE")
+        raise ConfigError("diloco_cloze needs a text; give one with --text FILE or --run RUN_FILE")
     documents = cloze_documents(text, num, SEED)
     if not documents:
         raise ConfigError(

@@ -8,33 +8,36 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from torch import Tensor
 
 from diloco.config import load_config
 from diloco.errors import ConfigError
 from diloco.evaluation.builtin_tasks import BUILTIN_TASKS, write_task_files
-from diloco.evaluation.exports import LONGEST, Export, context_of, held_out_loss, load_export, text_batches
+from diloco.evaluation.exports import LONGEST, Export, context_of, held_out_loss, load_export
 from diloco.evaluation.harness import Harness, require_harness
 from diloco.evaluation.scores import ExportScores, TaskResult
 from diloco.tables import read_text
-from diloco.training.data.corpus import Corpus, load_corpus
-from diloco.training.data.streams import held_out_batches
+from diloco.training.data.corpus import Corpus, Tokens, load_corpus
+from diloco.training.data.streams import held_out_batches, spaced_windows
 from diloco.training.rank_group import choose_device
 
 MAX_CLOZE_TOKENS = 1_000_000
-"""Of held-out data, for the words that a cloze leaves out."""
+"""Limit for the held-out data that the cloze task takes its words from."""
 
 
 @dataclass(frozen=True)
 class EvaluationRequest:
-    """What is to be found out about exports.
+    """The evaluations to run on exports.
 
     Attributes:
         task_files: directories of task files for lm-eval.
-        texts: files of held-out text; or `run`, a run file with `overrides`, whose held-out data is meant.
-        sequences, context: of `texts`: so many windows, of so many tokens (None: what all exports take).
-        limit: documents of each task, at most.
-        batch: sequences that a model is given at a time.
+        texts: files of held-out text.
+        run, overrides: a run file, whose held-out data is used in place of `texts`.
+        sequences, context: number and length of the windows of `texts`; context None: the longest that all exports
+            accept.
+        limit: maximum number of documents of each task.
+        batch: sequences in a batch.
     """
 
     tasks: tuple[str, ...] = ()
@@ -49,71 +52,75 @@ class EvaluationRequest:
     device: str = "cpu"
 
 
-def evaluate_exports(paths: Sequence[Path], wanted: EvaluationRequest) -> list[ExportScores]:
-    """The scores of every export, in order. Exports with the same tokenizer are given the same sequences and documents.
+def evaluate_exports(paths: Sequence[Path], request: EvaluationRequest) -> list[ExportScores]:
+    """The scores of every export, in order. Exports with the same tokenizer get the same sequences and documents.
 
     Raises:
-        ConfigError: something that was asked for cannot be: no export, no such task, a missing package.
-        ExchangeError: the data of a task cannot be had here.
+        ConfigError: not an export, an unknown task, a missing package, or a request that does not fit the exports.
+        ExchangeError: the data of a task cannot be loaded.
     """
-    if wanted.device not in ("cpu", "cuda"):
-        raise ConfigError(f"--device {wanted.device} is not known; use cpu or cuda")
-    device = str(choose_device(wanted.device))
+    if request.device not in ("cpu", "cuda"):
+        raise ConfigError(f"--device {request.device} is not known; use cpu or cuda")
+    device = str(choose_device(request.device))
     contexts = [context_of(path) for path in paths]
-    config = None if wanted.run is None else load_config(wanted.run, wanted.overrides)
+    config = None if request.run is None else load_config(request.run, request.overrides)
     corpus = None if config is None else load_corpus(config.data)
-    text = "\n".join(read_text(path, "text") for path in wanted.texts)
-    length = _length(paths, contexts, wanted) if config is None else config.data.sequence_length
-    num_windows = wanted.sequences if config is None else config.evaluate.sequences
+    text = "\n".join(read_text(path, "text") for path in request.texts)
+    length = _length(paths, contexts, request) if config is None else config.data.sequence_length
+    num_windows = request.sequences if config is None else config.evaluate.sequences
     found: list[ExportScores] = []
     with ExitStack() as stack:
-        harness = _harness(stack, wanted, text if corpus is None else None, corpus) if wanted.tasks else None
+        harness = _harness(stack, request, text if corpus is None else None, corpus) if request.tasks else None
         for name, path in zip(_names(paths), paths, strict=True):
-            export = load_export(path, device)  # one at a time is in memory
+            export = load_export(path, device)  # one export in memory at a time
             results: list[TaskResult] = []
             if corpus is not None:
                 _check_vocabulary(export, corpus)
-                results.append(held_out_loss(export.model, held_out_batches(corpus, length, num_windows, wanted.batch)))
+                results.append(
+                    held_out_loss(export.model, held_out_batches(corpus, length, num_windows, request.batch))
+                )
             elif text:
-                results.append(held_out_loss(export.model, _batches_of(text, export, length, wanted)))
+                results.append(held_out_loss(export.model, _batches_of(text, export, length, request)))
             if harness is not None:
-                results += harness.run(export, limit=wanted.limit, batch=wanted.batch)
+                results += harness.run(export, limit=request.limit, batch=request.batch)
             found.append(ExportScores(name, export.num_parameters, {result.name: result for result in results}))
     return found
 
 
-def _harness(stack: ExitStack, wanted: EvaluationRequest, text: str | None, corpus: Corpus | None) -> Harness:
-    """The tasks; the project's own among them are written to a directory that goes with the stack."""
+def _harness(stack: ExitStack, request: EvaluationRequest, text: str | None, corpus: Corpus | None) -> Harness:
+    """The harness of the tasks, with the built-in ones in a directory that `stack` removes."""
     require_harness()
-    names = [name for name in BUILTIN_TASKS if name in wanted.tasks]
+    names = [name for name in BUILTIN_TASKS if name in request.tasks]
     if "diloco_cloze" in names and corpus is not None:
         text = held_out_text(corpus)
-    own = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="diloco-tasks-")))
-    write_task_files(own, names, text=text or None)
-    return Harness(wanted.tasks, [own, *wanted.task_files])
+    directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="diloco-tasks-")))
+    write_task_files(directory, names, text=text or None)
+    return Harness(request.tasks, [directory, *request.task_files])
 
 
 def held_out_text(corpus: Corpus) -> str:
-    """The beginning of a corpus' held-out part, as text. Raises ConfigError where its tokens are not text."""
+    """The beginning of the held-out part of a corpus, as text. Raises ConfigError if its tokens cannot be decoded."""
     tokens = corpus.held_out.read(0, min(len(corpus.held_out), MAX_CLOZE_TOKENS))
     if corpus.is_bytes:
         return bytes(tokens.tolist()).decode("utf-8", errors="replace")
     if corpus.tokenizer is None:
-        raise ConfigError("diloco_cloze needs text, and the run's data is tokens without a tokenizer; drop the task")
+        raise ConfigError("diloco_cloze needs text, but the run's data is tokens without a tokenizer; remove the task")
     return str(corpus.tokenizer.decode(tokens.tolist()))
 
 
-def _length(paths: Sequence[Path], contexts: Sequence[int], wanted: EvaluationRequest) -> int:
-    """Tokens of a sequence of text that all exports take."""
+def _length(paths: Sequence[Path], contexts: Sequence[int], request: EvaluationRequest) -> int:
+    """Tokens of a window of text that all exports accept."""
     longest, path = min(zip(contexts, paths, strict=True))
-    if wanted.context is not None and wanted.context > longest:
-        raise ConfigError(f"--context {wanted.context} is more than the {longest} tokens that {path} takes; lower it")
-    return min(longest, LONGEST) if wanted.context is None else wanted.context
+    if request.context is not None and request.context > longest:
+        raise ConfigError(
+            f"--context {request.context} is more than the {longest} tokens that {path} accepts; lower it"
+        )
+    return min(longest, LONGEST) if request.context is None else request.context
 
 
-def _batches_of(text: str, export: Export, length: int, wanted: EvaluationRequest) -> list[Tensor]:
+def _batches_of(text: str, export: Export, length: int, request: EvaluationRequest) -> list[Tensor]:
     tokens = export.required_tokenizer().encode(text, add_special_tokens=False, verbose=False)
-    batches = text_batches(tokens, length, wanted.sequences, wanted.batch)
+    batches = spaced_windows(Tokens([np.asarray(tokens)]), length, request.sequences, request.batch)
     if sum(map(len, batches)) < 2:
         raise ConfigError(
             f"the text has {len(tokens)} tokens, less than two sequences of {length} + 1; give more text or lower "
@@ -126,12 +133,12 @@ def _check_vocabulary(export: Export, corpus: Corpus) -> None:
     vocab_size = export.model.config.get_text_config().vocab_size
     if vocab_size < corpus.vocab_size:
         raise ConfigError(
-            f"{export.path} knows {vocab_size} tokens, and the data of --run has {corpus.vocab_size}; give the run "
-            "file that it was exported with"
+            f"{export.path} has a vocabulary of {vocab_size}, and the data of --run one of {corpus.vocab_size}; give "
+            "the run file that it was exported with"
         )
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """The exports by their last parts, or by their paths where these are the same."""
+    """The names of the exports: the last parts of their paths, or the whole paths unless these differ."""
     names = [path.resolve().name for path in paths]
     return names if len(set(names)) == len(names) else [str(path) for path in paths]

@@ -1,4 +1,4 @@
-"""Load what `diloco export` or `save_pretrained` wrote; the held-out loss of a model with its standard error."""
+"""Loads exports of `diloco export` or `save_pretrained`, and computes a held-out loss with its standard error."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LONGEST = 1024
-"""Tokens of a window where the model takes more and nothing else was asked for."""
+"""Default limit for the tokens of a window, for models that accept more."""
 
 BLOCKS = 64
-"""At most so many blocks of neighbouring windows: what is close in a text is alike, and one window says little that the
-next one does not."""
+"""Maximum number of blocks of neighbouring windows. Their means give the standard error, since the losses of
+neighbouring windows are correlated."""
 
 
 @dataclass(frozen=True)
 class Export:
-    """A model that was exported, in evaluation mode.
+    """An exported model, in evaluation mode.
 
     Attributes:
-        context: the most tokens that the model takes.
-        tokenizer: None: there is none beside the model.
+        context: maximum number of tokens of an input.
+        tokenizer: None for an export without a tokenizer.
     """
 
     path: Path
@@ -48,24 +48,24 @@ class Export:
 
     @property
     def num_parameters(self) -> int:
-        """Tied ones counted once."""
+        """Number of parameters, tied ones counted once."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     def required_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer. Raises ConfigError where there is none."""
+        """The tokenizer. Raises ConfigError if there is none."""
         if self.tokenizer is None:
             raise ConfigError(
-                f"{self.path} has no tokenizer, which tasks and text need; save the tokenizer of its data beside it "
+                f"{self.path} has no tokenizer, which tasks and text need; save the tokenizer of its data into it "
                 "(tokenizer.save_pretrained), or evaluate the held-out loss of its run with --run"
             )
         return self.tokenizer
 
 
 def context_of(path: Path) -> int:
-    """The most tokens that an export takes. Raises ConfigError where it is none."""
+    """Maximum number of tokens of an input of an export. Raises ConfigError for another directory."""
     if not (path / "config.json").is_file():
         raise ConfigError(
-            f"{path} is not an export: it holds no config.json; write one with diloco export RUN_FILE {path}"
+            f"{path} is not an export: it has no config.json; write one with diloco export RUN_FILE {path}"
         )
     with _loading(path):
         config = AutoConfig.from_pretrained(path, local_files_only=True)
@@ -73,13 +73,13 @@ def context_of(path: Path) -> int:
 
 
 def load_export(path: Path, device: str = "cpu") -> Export:
-    """Load a model and its tokenizer; nothing is fetched from elsewhere.
+    """Load a model and its tokenizer from local files only.
 
     Raises:
-        ConfigError: it is no export, or cannot be loaded.
+        ConfigError: the directory is not an export, or cannot be loaded.
     """
     context = context_of(path)
-    logging.disable_progress_bar()  # it would draw one on standard error for every file
+    logging.disable_progress_bar()  # transformers draws one for every file
     with _loading(path):
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, use_safetensors=True)
         has_tokenizer = any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
@@ -109,9 +109,10 @@ def window_losses(model: nn.Module, batches: Sequence[Tensor]) -> list[float]:
 
 
 def held_out_loss(model: nn.Module, batches: Sequence[Tensor]) -> TaskResult:
-    """The loss on windows of equal length, in the order of the text: int64 batches (B, T + 1).
+    """The loss on windows of equal length in the order of the text: int64 batches (B, T + 1).
 
-    The value is the mean over windows; its error is that of the means of up to `BLOCKS` blocks of neighbouring windows.
+    The value is the mean over windows; its standard error is computed from the means of `BLOCKS` blocks of neighbouring
+    windows.
     """
     losses = window_losses(model, batches)
     num_blocks = min(BLOCKS, len(losses))
@@ -124,12 +125,3 @@ def held_out_loss(model: nn.Module, batches: Sequence[Tensor]) -> TaskResult:
     spread = Score.of(means)
     score = Score.with_error(statistics.fmean(losses), spread.error, spread.num)
     return TaskResult("held-out loss", "nats per token", "lower", score, documents, tuple(means))
-
-
-def text_batches(tokens: Sequence[int], length: int, num_windows: int, batch: int = 32) -> list[Tensor]:
-    """At most `num_windows` windows of `length` + 1 tokens, spread evenly over a text: int64 (B, length + 1)."""
-    available = (len(tokens) - 1) // length
-    count = min(num_windows, available)
-    starts = [available * k // count * length for k in range(count)] if count else []
-    windows = [torch.tensor(tokens[start : start + length + 1]) for start in starts]
-    return [torch.stack(windows[start : start + batch]) for start in range(0, count, batch)]

@@ -1,4 +1,4 @@
-"""Run tasks by lm-eval (EleutherAI's evaluation harness, the extra `eval`) on a loaded export."""
+"""Runs tasks by lm-eval (EleutherAI's evaluation harness, the extra `eval`) on a loaded export."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from diloco.tables import nearest
 
 BATCH = 16
 FEWSHOT_SEED = 1234
-"""lm-eval's own."""
+"""The default of lm-eval."""
 BOOTSTRAPS = 1000
-"""For the standard errors of metrics that are no mean."""
+"""Resamples for the standard errors of metrics that are not means."""
 
 
 def require_harness() -> None:
-    """Raise ConfigError unless lm-eval is installed, with what it needs for models of transformers."""
+    """Raise ConfigError unless lm-eval and its requirements for models of transformers are installed."""
     for library in ("lm_eval", "accelerate"):
         try:
             __import__(library)
@@ -32,18 +32,18 @@ def require_harness() -> None:
             if error.name is None or error.name.partition(".")[0] != library:
                 raise
             raise ConfigError(
-                f"tasks are run by lm-eval, and {library} is not installed; pip install 'diloco[eval]'"
+                f"tasks need lm-eval, and {library} is not installed; pip install 'diloco[eval]'"
             ) from error
 
 
 class Harness:
-    """Tasks by name: those of `directories` first, then those that come with lm-eval.
+    """Tasks by name: those of `directories` first, then those of lm-eval.
 
     Arguments:
-        directories: of task files.
+        directories: directories of task files.
 
     Raises:
-        ConfigError: lm-eval is not installed; a directory is none; there is no task of a name.
+        ConfigError: lm-eval is not installed, a directory does not exist, or a task is unknown.
     """
 
     def __init__(self, tasks: Sequence[str], directories: Sequence[Path] = ()) -> None:
@@ -55,7 +55,7 @@ class Harness:
                 raise ConfigError(f"{directory} is not a directory of task files; check --task-files")
         with _quietly():
             self._manager = TaskManager(include_path=list(directories), include_defaults=False)
-            if unknown := self._unknown(tasks):  # fourteen thousand files are read for them: ten seconds
+            if unknown := self._unknown(tasks):  # loading the tasks of lm-eval reads 14,000 files in 10 s
                 self._manager = TaskManager(include_path=list(directories))
                 unknown = self._unknown(tasks)
         if unknown:
@@ -68,14 +68,14 @@ class Harness:
         return [name for name in tasks if name not in known]
 
     def run(self, export: Export, *, limit: int | None = None, batch: int = BATCH) -> list[TaskResult]:
-        """The scores of an export: every metric of every task, and of groups their mean.
+        """The scores of an export: every metric of every task, and the means of groups of tasks.
 
         Arguments:
-            limit: documents of each task, at most.
+            limit: maximum number of documents of each task.
 
         Raises:
-            ConfigError: the export has no tokenizer; a task does not fit the model.
-            ExchangeError: the data of a task cannot be had here.
+            ConfigError: the export has no tokenizer, or a task does not fit the model.
+            ExchangeError: the data of a task cannot be loaded.
         """
         tokenizer = export.required_tokenizer()
         import lm_eval
@@ -87,9 +87,8 @@ class Harness:
                 device=str(export.model.device),
             )  # fmt: skip
             loaded = self._manager.load(list(self._tasks))
-            for task in loaded[
-                "tasks"
-            ].values():  # as `lm_eval.simple_evaluate`, which looks at git and the machine too
+            # As `lm_eval.simple_evaluate`, which also inspects git and the machine.
+            for task in loaded["tasks"].values():
                 if task.get_config("num_fewshot") is None:
                     task.set_config(key="num_fewshot", value=0)
                 task.set_fewshot_seed(seed=FEWSHOT_SEED)
@@ -103,15 +102,15 @@ def _results(found: Mapping[str, Any]) -> Iterator[TaskResult]:
     samples, numbers = found["samples"], found["n-samples"]
     for task, measures in {**found["results"], **found.get("groups", {})}.items():
         for key, value in measures.items():
-            metric, _, kept_by = key.partition(",")
-            if not kept_by or metric.endswith("_stderr") or not isinstance(value, int | float):
+            metric, _, filter_name = key.partition(",")
+            if not filter_name or metric.endswith("_stderr") or not isinstance(value, int | float):
                 continue
-            error = measures.get(f"{metric}_stderr,{kept_by}")
+            error = measures.get(f"{metric}_stderr,{filter_name}")
             higher = found.get("higher_is_better", {}).get(task, {}).get(metric, True)
             yield _result(
                 task, metric, "higher" if higher in (True, None) else "lower", float(value),
                 error if isinstance(error, float) and math.isfinite(error) else None,
-                [it for it in samples.get(task, ()) if it["filter"] == kept_by],
+                [it for it in samples.get(task, ()) if it["filter"] == filter_name],
                 numbers.get(task, {}).get("effective", 0),
             )  # fmt: skip
 
@@ -120,7 +119,7 @@ def _result(
     task: str, metric: str, better: str, value: float, error: float | None, samples: Sequence[Mapping[str, Any]],
     num: int,
 ) -> TaskResult:  # fmt: skip
-    """With the values of single documents, where the value is their mean."""
+    """The result of a metric, with the values of single documents if the metric is their mean."""
     values = [it.get(metric) for it in samples]
     numbers = [float(each) for each in values if isinstance(each, int | float)]
     if numbers and len(numbers) == len(values) and math.isclose(sum(numbers) / len(numbers), value, abs_tol=1e-9):
@@ -131,21 +130,21 @@ def _result(
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:
-    """The nearest known name; there are too many to list them."""
+    """Suggest the nearest known name, since the list of names is too long for a message."""
     advice = nearest(name, known)
     return advice if advice.startswith("did you mean") else "lm-eval ls tasks lists them"
 
 
 @contextmanager
 def _failures(tasks: Sequence[str]) -> Iterator[None]:
-    """What goes wrong inside lm-eval, as a sentence. It raises what its parts raise."""
+    """A context that turns the errors of lm-eval, which raises those of its parts, into errors of this package."""
     named = ", ".join(tasks)
     try:
         yield
-    except OSError as error:  # also what a hub that is not reached raises
+    except OSError as error:  # also raised when the hub cannot be reached
         raise ExchangeError(
-            f"the data of {named} cannot be had here ({first_line(error)}); fetch it on a machine that reaches the "
-            "hub, or use tasks with local files (--task-files)"
+            f"the data of {named} cannot be loaded ({first_line(error)}); load it on a machine that reaches the hub, "
+            "or use tasks with local files (--task-files)"
         ) from error
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, NotImplementedError) as error:
         raise ConfigError(
@@ -155,7 +154,7 @@ def _failures(tasks: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Without lm-eval's messages of progress, and without progress bars where no one watches."""
+    """A context without progress messages of lm-eval, and without progress bars outside a terminal."""
     loggers = [logging.getLogger(name) for name in ("lm_eval", "datasets", "transformers")]
     before = [each.level for each in loggers]
     for each in loggers:

@@ -1,4 +1,4 @@
-"""Scores with their 95 % intervals, and the differences of two models on the same documents. Plain values, no torch."""
+"""Scores with 95 % intervals, and paired differences of two models on the same documents. Plain values, no torch."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Score:
 
     Attributes:
         value: the mean.
-        error: its standard error; None: not known.
-        num: documents (of a held-out loss: blocks of text).
-        low, high: 95 % interval; None: not known.
+        error: its standard error; None if unknown.
+        num: number of documents (for a held-out loss, of blocks of text).
+        low, high: 95 % interval; None if unknown.
     """
 
     value: float
@@ -30,8 +30,11 @@ class Score:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Score:
-        """Of the values of all documents, at least one: a share of rights and wrongs with Wilson's interval, which has
-        a width even where all are right; other means with Student's."""
+        """The mean of the values of all documents, of which there is at least one.
+
+        Values that are all 0 or 1 get Wilson's interval, whose width is positive even if all are 1; other values get
+        Student's.
+        """
         value, num = statistics.fmean(values), len(values)
         if num < 2:
             return cls(value, None, num, None, None)
@@ -42,7 +45,7 @@ class Score:
 
     @classmethod
     def with_error(cls, value: float, error: float | None, num: int) -> Score:
-        """Of a mean whose standard error is known, with Student's interval."""
+        """A mean with a known standard error, with Student's interval."""
         half = None if error is None else t_quantile(num - 1) * error if num > 1 else None
         return cls(value, error, num, None if half is None else value - half, None if half is None else value + half)
 
@@ -56,8 +59,11 @@ def wilson_interval(share: float, num: int) -> tuple[float, float]:
 
 
 def t_quantile(freedom: int) -> float:
-    """Half of a 95 % interval ÷ the standard error, for so many degrees of freedom: Student's t by its expansion about
-    the normal quantile, to 0.1 % from 6 degrees on (Abramowitz and Stegun 26.7.5); below, from a table."""
+    """The 97.5 % quantile of Student's t: half of a 95 % interval ÷ the standard error.
+
+    By the expansion about the normal quantile, to 0.1 % from 6 degrees of freedom on (Abramowitz and Stegun 26.7.5);
+    below, from a table.
+    """
     if freedom in _FEW:
         return _FEW[freedom]
     z, n = Z, freedom
@@ -78,11 +84,11 @@ class TaskResult:
 
     Attributes:
         task: "held-out loss", or the name of a task or of a group of tasks.
-        metric: "nats per token", or the task's own.
+        metric: "nats per token", or a metric of the task.
         better: "higher" or "lower".
         score: the mean over documents.
-        documents: what identifies each document that was scored; empty where the values of single ones are not known.
-        values: of each document, in the same order.
+        documents: identity of each scored document; empty if the values of single documents are unknown.
+        values: values of the documents, in the same order.
     """
 
     task: str
@@ -100,10 +106,10 @@ class TaskResult:
 
 @dataclass(frozen=True)
 class ExportScores:
-    """What was found of one export.
+    """The scores of one export.
 
     Attributes:
-        results: by `TaskResult.name`, in the order they are shown.
+        results: by `TaskResult.name`, in display order.
     """
 
     export: str
@@ -111,7 +117,7 @@ class ExportScores:
     results: Mapping[str, TaskResult]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, without those of single documents."""
+        """Plain values, without the values of single documents."""
         return {
             "export": self.export,
             "num_parameters": self.num_parameters,
@@ -123,7 +129,7 @@ class ExportScores:
 
 
 def difference(other: TaskResult, first: TaskResult) -> Score | None:
-    """`other` minus `first`, in pairs of the same document; None where they were not scored on the same ones."""
+    """`other` minus `first`, paired by document; None unless both were scored on the same documents."""
     if not other.documents or other.documents != first.documents or other.metric != first.metric:
         return None
     pairs = [theirs - ours for theirs, ours in zip(other.values, first.values, strict=True)]
@@ -133,7 +139,7 @@ def difference(other: TaskResult, first: TaskResult) -> Score | None:
 
 
 def differences(other: ExportScores, first: ExportScores) -> dict[str, Score]:
-    """What can be compared in pairs, by `TaskResult.name`."""
+    """The paired differences of two exports by `TaskResult.name`, where they exist."""
     found = {
         name: difference(result, first.results[name]) for name, result in other.results.items() if name in first.results
     }

@@ -1,1 +1,1 @@
-"""Attach a learner to a training loop that is not ours: one module per library, which imports that library."""
+"""Learners in the training loops of other libraries: one module per library, which imports that library."""

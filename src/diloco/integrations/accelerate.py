@@ -7,13 +7,12 @@
             …                                                  # backward, optimizer.step, as before
             learner.step(tokens=batch["input_ids"].numel())    # after every micro-batch
 
-`accelerator.save_state` saves what the learner needs in the directory `diloco` of its checkpoint, and
-`accelerator.load_state`, with the learner made and before the first step, continues from it.
+`accelerator.save_state` saves the learner's state in the directory `diloco` of its checkpoint. `accelerator.load_state`
+restores it; call it after the learner is constructed and before the first step.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from diloco.core.method import Method
 from diloco.errors import ConfigError
 from diloco.exchange.base import Exchange
 from diloco.integrations.accelerator import PreparedOptimizer, is_first_copy, refuse_fsdp1, require_part
-from diloco.integrations.common import forward_schedule, required_library
+from diloco.integrations.common import forward_schedule, required_library, warn_resumed_behind
 from diloco.learner import Learner
 from diloco.learner.roles import Buffers, Static
 from diloco.training.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
@@ -34,25 +33,23 @@ with required_library("accelerate"):
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.scheduler import AcceleratedScheduler
 
-log = logging.getLogger("diloco")
-
 DIRECTORY = "diloco"
-"""In a checkpoint of the Accelerator: a directory for each rank."""
+"""Directory in a checkpoint of the Accelerator; it has a directory for each rank."""
 
 
 class AcceleratedLearner(Learner):
-    """A `Learner` of the training of an Accelerator. All its ranks are one learner.
+    """A `Learner` in a loop with an Accelerator. All ranks of the Accelerator are one learner.
 
-    Its checkpoints are those of the Accelerator: `save_state` waits as `Learner.state_dict` does.
+    It is saved in the checkpoints of the Accelerator. `save_state` waits for answers, as `Learner.state_dict` does.
 
     Arguments:
-        model, optimizer, scheduler: as `accelerator.prepare` returned them. The schedule follows the run's steps: it is
-            forwarded where the learner joins, or returns, when the run has gone on.
-        exchange, method, trains, overlap, buffers, static, rewarm_steps: as `Learner` takes them. A checkpoint that
-            `load_state` loads afterwards ends the re-warm-up.
+        model, optimizer, scheduler: results of `accelerator.prepare`. The schedule follows the run's steps: it is
+            advanced when the learner joins, or rejoins, a run that has advanced.
+        exchange, method, trains, overlap, buffers, static, rewarm_steps: arguments of `Learner`. Loading a checkpoint
+            by `load_state` ends the re-warm-up.
 
     Raises:
-        ConfigError: what cannot work with an Accelerator, and what `Learner` refuses.
+        ConfigError: an unsupported setting of the Accelerator, and as `Learner`.
     """
 
     def __init__(
@@ -72,16 +69,16 @@ class AcceleratedLearner(Learner):
     ) -> None:
         if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
             raise ConfigError(
-                f"{accelerator.distributed_type.value} trains copies of the parameters, which adopting a global value "
-                "would not reach; use DDP or FSDP2."
+                f"{accelerator.distributed_type.value} trains copies of the parameters, so that adopted global values "
+                "would be ignored; use DDP or FSDP2."
             )
         refuse_fsdp1(model)
         if not isinstance(optimizer, AcceleratedOptimizer):
             raise ConfigError(
-                "the optimizer was not prepared; give what accelerator.prepare(model, optimizer) returned."
+                "the optimizer is not prepared; pass the result of accelerator.prepare(model, optimizer)."
             )
         self._accelerator, self._prepared, self._scheduler = accelerator, PreparedOptimizer(optimizer), scheduler
-        self._tokens = 0  # of the micro-batches since the last step of the optimizer
+        self._tokens = 0  # of the micro-batches since the last optimizer step
         self._is_first_copy = is_first_copy(accelerator.parallelism_config, accelerator.torch_device_mesh)
         super().__init__(
             model, self._prepared.inner, exchange=exchange, method=method, trains=trains, overlap=overlap,
@@ -91,13 +88,13 @@ class AcceleratedLearner(Learner):
         accelerator.register_for_checkpointing(_Checkpoint(self))
 
     def step(self, tokens: int | None = None) -> None:
-        """Call after each micro-batch: a step of the learner where the optimizer has made one.
+        """Call after each micro-batch. It is a step of the learner if the optimizer has stepped.
 
-        A step that the gradient scaler skipped counts, with no tokens.
+        A step that the gradient scaler skipped counts as a step with no tokens.
 
         Arguments:
-            tokens: of that micro-batch on this rank; None: 1. Ranks that share a batch (tensor and context parallelism)
-                count it once.
+            tokens: tokens of the micro-batch on this rank; None: 1. Ranks that share a batch (tensor and context
+                parallelism) count it once.
 
         Raises:
             As `Learner.step`.
@@ -108,7 +105,7 @@ class AcceleratedLearner(Learner):
             trained, self._tokens = self._tokens if counts else 0, 0
             before = self.steps
             super().step(trained)
-            self._forward_schedule(self.steps - before - 1)  # it was evicted and has rejoined
+            self._forward_schedule(self.steps - before - 1)  # missed before a rejoin
 
     def _forward_schedule(self, num_steps: int) -> None:
         scheduler, per_step = self._scheduler, 1
@@ -120,9 +117,9 @@ class AcceleratedLearner(Learner):
 
 
 class _Checkpoint:
-    """What a learner adds to the checkpoints of its Accelerator.
+    """The learner's part of the checkpoints of its Accelerator.
 
-    The Accelerator saves a registered object on the first rank only, and loads it last. A hook saves every rank's part.
+    The Accelerator saves a registered object on the first rank only, and loads it last; hooks save every rank's part.
     """
 
     def __init__(self, learner: AcceleratedLearner) -> None:
@@ -135,8 +132,8 @@ class _Checkpoint:
     def _save(self, models: list[nn.Module], weights: list[dict[str, Tensor]], output_dir: str) -> None:
         if self._learner._tokens:
             raise ConfigError(
-                "save_state was called between two micro-batches of one optimizer step, whose gradients no checkpoint "
-                "holds; call it where accelerator.sync_gradients is true."
+                "save_state was called between two micro-batches of one optimizer step, and no checkpoint contains "
+                "their gradients; call it where accelerator.sync_gradients is true."
             )
         steps = self._learner.steps
         saved = {"steps": steps, "learner": self._learner.state_dict()}
@@ -147,17 +144,14 @@ class _Checkpoint:
         require_part(self._loads_from, self._learner._accelerator.num_processes)
 
     def state_dict(self) -> dict[str, int]:
-        """For people; the state itself is in safetensors beside it."""
+        """The steps, for people; the state itself is in safetensors beside it."""
         return {"steps": self._learner.steps}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """The Accelerator has loaded everything else."""
+        """Restore the learner, after the Accelerator has restored everything else."""
         assert self._loads_from is not None
         saved = load_checkpoint(latest_checkpoint(self._loads_from))
         learner = self._learner
         if not learner.load_state_dict(saved["learner"]):
-            log.warning(
-                "the run has gone on since step %d, where this checkpoint was saved; %s continues at step %d with the "
-                "run's newest model", saved["steps"], learner.name, learner.steps
-            )  # fmt: skip
+            warn_resumed_behind(learner, saved["steps"])
         learner._forward_schedule(learner.steps - int(saved["steps"]))

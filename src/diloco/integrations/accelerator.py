@@ -1,5 +1,4 @@
-"""What an Accelerator has prepared: the optimizer inside, its steps that a gradient scaler skips, and how ranks share
-the model, the batches and a checkpoint."""
+"""Objects of an Accelerator: its prepared optimizer, and how its ranks share the model, batches and checkpoints."""
 
 from __future__ import annotations
 
@@ -18,13 +17,13 @@ with required_library("accelerate"):
 
 
 class PreparedOptimizer:
-    """A prepared optimizer.
+    """A prepared optimizer, and whether the gradient scaler skipped its last step.
 
     Arguments:
-        optimizer: as `accelerator.prepare` returned it, or a plain one.
+        optimizer: result of `accelerator.prepare`, or a plain optimizer.
 
     Attributes:
-        inner: the optimizer inside.
+        inner: the wrapped optimizer.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -36,8 +35,7 @@ class PreparedOptimizer:
         self.inner.register_step_post_hook(self._stepped)
 
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """A fused optimizer is called, and skips the step by itself where the scaler says so; accelerate takes that for
-        a step."""
+        """Record `found_inf`: a fused optimizer skips a step itself, and accelerate counts that as a step."""
         self._found_inf = getattr(optimizer, "found_inf", None)
 
     @property
@@ -49,26 +47,25 @@ class PreparedOptimizer:
 
 
 def refuse_fsdp1(model: nn.Module) -> None:
-    """Raise ConfigError where the Accelerator has divided the model with FSDP1."""
+    """Raise ConfigError if the model is sharded with FSDP1."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise ConfigError(
-            "FSDP1 flattens the parameters, so that saving and loading them would miss the global model; set "
-            "fsdp_version to 2."
+            "FSDP1 flattens the parameters, so checkpoints would not contain the global model; set fsdp_version to 2."
         )
 
 
 def num_copies(parallelism: ParallelismConfig | None) -> int:
-    """How many ranks have the same batch, as those of tensor and context parallelism do."""
+    """Number of ranks with the same batch, as in tensor and context parallelism."""
     return 1 if parallelism is None else parallelism.tp_size * parallelism.cp_size
 
 
 def is_first_copy(parallelism: ParallelismConfig | None, mesh: DeviceMesh | None) -> bool:
-    """Whether this rank is the first of those that have its batch.
+    """Whether this rank is the first of the ranks with its batch.
 
     Arguments:
-        mesh: of the Accelerator.
+        mesh: the device mesh of the Accelerator.
     """
     if num_copies(parallelism) == 1:
         return True
@@ -78,13 +75,16 @@ def is_first_copy(parallelism: ParallelismConfig | None, mesh: DeviceMesh | None
 
 
 def require_part(own: Path, num_ranks: int) -> None:
-    """Before a rank reads its part of a checkpoint, which is beside those of the others.
+    """Check that a checkpoint has the part of this rank.
+
+    Arguments:
+        own: the directory of this rank's part, beside those of the other ranks.
 
     Raises:
-        CheckpointError: there are parts, of fewer ranks.
+        CheckpointError: the checkpoint has parts of fewer ranks.
     """
     saved = [] if own.is_dir() else list(own.parent.glob("rank-*"))
     if saved:
         raise CheckpointError(
-            f"the checkpoint is of a job of {len(saved)} ranks, and this one has {num_ranks}; use as many."
+            f"the checkpoint is of a job of {len(saved)} ranks, and this one has {num_ranks}; use the same number."
         )

@@ -1,5 +1,6 @@
 """Shared by all integrations: the import of a library that may be absent, and a schedule that follows the run."""
 
+import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,6 +8,9 @@ from contextlib import contextmanager
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from diloco.errors import ConfigError
+from diloco.learner import Learner
+
+log = logging.getLogger("diloco")
 
 
 @contextmanager
@@ -27,6 +31,14 @@ def required_library(library: str, *, extra: str | None = None) -> Iterator[None
         raise ConfigError(
             f"this integration needs {library}, which is not installed; pip install 'diloco[{extra or library}]'"
         ) from error
+
+
+def warn_resumed_behind(learner: Learner, saved_steps: int) -> None:
+    """Log that a learner resumed from a checkpoint and the run has advanced since."""
+    log.warning(
+        "the run has advanced since step %d, where this checkpoint was saved; %s continues at step %d with the run's "
+        "newest model", saved_steps, learner.name, learner.steps,
+    )  # fmt: skip
 
 
 def forward_schedule(scheduler: object, num_steps: int) -> None:

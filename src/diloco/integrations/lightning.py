@@ -3,13 +3,12 @@
     trainer = Trainer(…, callbacks=[DilocoCallback(diloco.connect("syncer.example.org:7700", run="demo", …))])
     trainer.fit(module, loader, ckpt_path=…)     # as before
 
-Lightning validates and saves the global model, and the module holds it after training. What the learner needs to
-continue, its own parameters included, is in the checkpoint under this callback.
+Lightning validates and saves the global model, and the module contains it after training. The learner's state,
+including its own parameters, is saved in the checkpoint under this callback.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
@@ -23,7 +22,7 @@ from diloco.core.method import Method
 from diloco.errors import CheckpointError, ConfigError, DilocoError
 from diloco.exchange.base import Exchange
 from diloco.exchange.group import Group
-from diloco.integrations.common import forward_schedule, required_library
+from diloco.integrations.common import forward_schedule, required_library, warn_resumed_behind
 from diloco.learner import Learner
 from diloco.learner.roles import Buffers, Static
 from diloco.training.checkpoint import from_bytes, to_bytes
@@ -36,39 +35,38 @@ except ModuleNotFoundError:
         from pytorch_lightning import LightningModule, Trainer  # type: ignore[assignment]
         from pytorch_lightning.callbacks import Callback  # type: ignore[assignment]
 
-log = logging.getLogger("diloco")
-
 STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
-"""Those whose optimizers train the module's own parameters, whole or as DTensors, by the names of their classes."""
+"""Class names of the supported strategies: their optimizers train the module's own parameters, whole or as DTensors."""
 
 
 class DilocoCallback(Callback):
     """Makes a `fit` of a Lightning Trainer one learner of a run. All ranks of a Trainer are one learner.
 
-    A step of the learner is a training batch in which an optimizer has stepped: with automatic optimization a step of
-    the optimizer, however many batches accumulate in it; with manual optimization a batch, however many optimizers step
-    in it. A step that a gradient scaler skips is none. The tokens of a step are those of all batches since the last.
+    A step of the learner is a training batch in which an optimizer has stepped. With automatic optimization that is a
+    step of the optimizer, over all accumulated batches; with manual optimization it is a batch, for any number of
+    optimizers. A step that a gradient scaler skips does not count. The tokens of a step are those of all batches since
+    the previous step.
 
-    `max_steps` is the length of the run: a learner that joins it later, or returns, starts its learning rate schedule
-    at the run's step and trains up to the run's end.
+    `max_steps` is the length of the run: a learner that joins or rejoins later starts its learning rate schedule at the
+    run's step and trains to the end of the run.
 
-    `fit(ckpt_path=…)` continues with the same bits where the run has not gone on without this learner, and from the
-    run's newest model where it has. Distributed checkpoints of `ModelParallelStrategy` continue with any number of
-    ranks, others with as many as before.
+    `fit(ckpt_path=…)` continues with the same bits if the run has not advanced without this learner, and otherwise from
+    the run's newest model. A distributed checkpoint of `ModelParallelStrategy` can be resumed with any number of ranks,
+    other checkpoints with the same number.
 
     Arguments:
         exchange: from `diloco.connect(…)`; a callback and its exchange serve one `fit`.
-        method, trains, overlap, buffers, static, rewarm_steps: as `Learner` takes them.
-        tokens: counts the tokens of a batch, on this rank. None: a batch is one, so that all steps weigh the same.
-            Ranks that share a batch (`tensor_parallel_size`) count it once.
-        validate: what `fit` validates: the "global" model, or this learner's own ("local"). The sanity check before
-            training validates the module as given.
+        method, trains, overlap, buffers, static, rewarm_steps: arguments of `Learner`.
+        tokens: counts the tokens of a batch on this rank. None: every batch counts as one token. Ranks that share a
+            batch (`tensor_parallel_size`) count it once.
+        validate: the model that `fit` validates: the "global" model, or this learner's own ("local"). The sanity check
+            before training validates the module as given.
 
     Attributes:
-        learner: the learner, from the beginning of training on; closed when training ends.
+        learner: the learner, from the start of training; closed when training ends.
 
     Raises:
-        ConfigError: when `fit` begins, what cannot work with Lightning, and what `Learner` refuses.
+        ConfigError: when `fit` starts: an unsupported setting of Lightning, and as `Learner`.
         CheckpointError: the checkpoint is of a job with another number of ranks.
     """
 
@@ -89,9 +87,9 @@ class DilocoCallback(Callback):
         self._exchange, self._method, self._trains, self._overlap = exchange, method, trains, overlap
         self._buffers, self._static, self._rewarm_steps = buffers, static, rewarm_steps
         self._count_tokens, self._validates_global = tokens, validate == "global"
-        self._state: Mapping[str, Any] = {}  # before training what was loaded, after it the last
-        self._entry: str | None = None  # of a distributed checkpoint, where the learner's state is
-        self._parts: dict[str, Any] = {}  # after training the last, as it is saved there
+        self._state: Mapping[str, Any] = {}  # before training the loaded state, after it the final one
+        self._entry: str | None = None  # entry of a distributed checkpoint that contains the learner's state
+        self._parts: dict[str, Any] = {}  # after training the final state for that entry
         self._tokens = 0  # since the last step
         self._has_stepped = self._is_over = self._is_closed = False
         self._hooks, self._global_model = ExitStack(), ExitStack()
@@ -99,14 +97,14 @@ class DilocoCallback(Callback):
     # --- beginning ----------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse what cannot work, before anything is loaded or built."""
+        """Refuse unsupported settings before anything is loaded or built."""
         if stage == "fit":
             _refuse(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Join the run; where `fit` resumes, continue from the checkpoint. Lightning has restored the optimizers."""
+        """Join the run, and restore the learner if `fit` resumes. Lightning has restored the optimizers."""
         if self.learner is not None:
-            raise ConfigError("this DilocoCallback has trained before; make a new one, with an exchange of its own.")
+            raise ConfigError("this DilocoCallback has already trained; make a new one with a new exchange.")
         model = trainer.strategy.model
         assert model is not None
         if self._exchange.dials_out and getattr(trainer.strategy, "_save_distributed_checkpoint", False):
@@ -122,33 +120,31 @@ class DilocoCallback(Callback):
             learner.load_distributed_state_dict(path, entry)
         if learner.method.exchanged == "gradients":
             raise ConfigError(
-                "Lightning computes gradients inside optimizer.step(), after they would have been exchanged; use "
+                "Lightning computes gradients inside optimizer.step(), which is too late to exchange them; use "
                 f"strategy='ddp' instead of {learner.method.name}, or a method that exchanges outer gradients."
             )
         saved_steps = int(self._state.get("steps", 0))
         self._state = {}
         if learner.resumed is False:
-            log.warning(
-                "the run has gone on since step %d, where this checkpoint was saved; %s continues at step %d with the "
-                "run's newest model", saved_steps, learner.name, learner.steps
-            )  # fmt: skip
+            warn_resumed_behind(learner, saved_steps)
         self._follow(trainer, learner.steps - saved_steps)
         for each in trainer.optimizers:
             self._hooks.callback(each.register_step_post_hook(self._stepped).remove)
 
     def _state_of_rank(self, trainer: Trainer) -> dict[str, Any] | None:
-        """From a checkpoint with one state for each rank."""
+        """This rank's state, of a checkpoint with one state per rank."""
         ranks: Sequence[dict[str, Any]] | None = self._state.get("ranks")
         if ranks is None:
             return None
         if len(ranks) != trainer.world_size:
             raise CheckpointError(
-                f"the checkpoint is of a job of {len(ranks)} ranks, and this one has {trainer.world_size}; use as many."
+                f"the checkpoint is of a job of {len(ranks)} ranks, and this one has {trainer.world_size}; "
+                "use the same number."
             )
         return deepcopy(ranks[trainer.global_rank])  # Lightning may have mapped the file into memory
 
     def _follow(self, trainer: Trainer, num_missed: int) -> None:
-        """The run has taken steps that this Trainer has not."""
+        """Advance the schedules by steps that the Trainer has missed, and stop the Trainer at the end of the run."""
         assert self.learner is not None
         if trainer.lightning_module.automatic_optimization:
             for each in trainer.lr_scheduler_configs:
@@ -165,7 +161,7 @@ class DilocoCallback(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """One step of the learner, where an optimizer has stepped."""
+        """Make a step of the learner if an optimizer has stepped."""
         if _counts(trainer):
             self._tokens += 1 if self._count_tokens is None else self._count_tokens(batch)
         if not self._has_stepped or self._is_over:
@@ -174,23 +170,23 @@ class DilocoCallback(Callback):
         before = self.learner.steps
         self.learner.step(tokens=self._tokens)
         self._tokens, self._has_stepped = 0, False
-        self._follow(trainer, self.learner.steps - before - 1)  # it was evicted and has rejoined
+        self._follow(trainer, self.learner.steps - before - 1)  # missed before a rejoin
 
     # --- validation and checkpoints -----------------------------------------------------------------------------------
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Put the global weights in."""
+        """Load the global weights into the module."""
         if self._validates_global and self.learner is not None and self._is_training:
             self._global_model.enter_context(self.learner.global_model())
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Put the learner's own weights back."""
+        """Restore the learner's own weights."""
         self._global_model.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """What the learner needs to continue, of all ranks; before training what was loaded, after it the last.
+        """The learner's state of all ranks; before training the loaded state, after it the final one.
 
-        A distributed checkpoint has it in an entry of its own (`on_save_checkpoint`), which is named here.
+        A distributed checkpoint has the state in a separate entry (`on_save_checkpoint`), which is named here.
         """
         if not self._is_training:
             return dict(self._state)
@@ -199,12 +195,11 @@ class DilocoCallback(Callback):
         return {"steps": self.learner.steps, **saved}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep it until training begins."""
+        """Keep the state until training starts."""
         self._state = state_dict
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """The model of a checkpoint is the global one. A distributed one has the learner's state beside those of the
-        optimizers."""
+        """Save the global model, and in a distributed checkpoint the learner's state beside the optimizers'."""
         parts = self._parts
         if self.learner is not None and self._is_training:
             with self.learner.global_model():
@@ -220,11 +215,11 @@ class DilocoCallback(Callback):
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave the run, with its newest model in the module."""
+        """Leave the run, and load its newest model into the module."""
         assert self.learner is not None
         with self._hooks:
             self.learner.finish()
-            self._state, self._parts = self.state_dict(), self._own_parts()  # with the answers that are on their way
+            self._state, self._parts = self.state_dict(), self._own_parts()  # with the answers that are in flight
             with self.learner.global_model():
                 final = _copied(pl_module.state_dict())
             pl_module.load_state_dict(final)
@@ -254,7 +249,7 @@ def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _counts(trainer: Trainer) -> bool:
-    """Whether this rank is the one to count a batch that several ranks have, as tensor parallel ones do."""
+    """Whether this rank counts a batch that several ranks share, as in tensor parallelism."""
     if "ModelParallelStrategy" not in _names(trainer.strategy):
         return True
     mesh: DeviceMesh = trainer.strategy.device_mesh  # type: ignore[attr-defined]
@@ -265,42 +260,42 @@ _GATHER_TIMEOUT_S = 1800.0
 
 
 def _gathered(state: dict[str, Any]) -> list[Any]:
-    """The states of all ranks, on rank 0, which saves them."""
+    """The states of all ranks on rank 0, which saves them; empty on the others."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [state]
     group, mine = Group(None, timeout_s=_GATHER_TIMEOUT_S), to_bytes(state)
     try:
-        sizes = group.gather_values(mine.numel(), "the sizes of what ranks save")
-        joined = group.collect(mine, sizes, "what ranks save")
+        sizes = group.gather_values(mine.numel(), "the sizes of checkpoint parts")
+        joined = group.collect(mine, sizes, "checkpoint parts")
     finally:
         group.disconnect()
     return [from_bytes(raw) for raw in joined.split(sizes)] if group.rank == 0 else []
 
 
 def _refuse(trainer: Trainer) -> None:
-    """Refuse what cannot work with Lightning."""
+    """Refuse unsupported settings of Lightning."""
     strategy = trainer.strategy
     if _names(strategy).isdisjoint(STRATEGIES):
         raise ConfigError(
             f"the Trainer's strategy is {type(strategy).__name__}, which shards or copies parameters in a way that "
-            "checkpoints and adoption do not follow; use strategy='auto' on one device, 'ddp', or "
+            "checkpoints and adoption do not support; use strategy='auto' on one device, 'ddp', or "
             "ModelParallelStrategy with fully_shard in configure_model."
         )
-    for callback in trainer.callbacks:  # type: ignore[attr-defined] # set by a connector of Lightning's
+    for callback in trainer.callbacks:  # type: ignore[attr-defined] # set by a connector of Lightning
         if "StochasticWeightAveraging" in _names(callback):
             raise ConfigError(
-                "StochasticWeightAveraging replaces the weights behind the learner; leave it out, since the global "
-                "model is an average already."
+                "StochasticWeightAveraging replaces the learner's weights; remove it, since the global model is an "
+                "average already."
             )
         if "WeightAveraging" in _names(callback):
             raise ConfigError(
                 f"{type(callback).__name__} validates and saves its own average of this learner's weights in place of "
-                "the global model; leave it out."
+                "the global model; remove it."
             )
         if getattr(callback, "save_weights_only", False):
             raise ConfigError(
-                "ModelCheckpoint(save_weights_only=True) leaves callbacks out and would save this learner's own "
-                "weights; leave save_weights_only out, which saves the global model."
+                "ModelCheckpoint(save_weights_only=True) omits callbacks and would save this learner's own weights; "
+                "remove save_weights_only to save the global model."
             )
 
 

@@ -3,8 +3,8 @@
     def my_job() -> Trainer.Config:                                         # in a config registry of torchtitan
         return attach(llama3_8b(), Attachment(syncer="syncer.example.org:7700", run="demo", learner="paris"))
 
-torchtitan validates the global model, and its last checkpoint holds it. What the learner needs to continue, its own
-parameters included, is in the trainer's state of every checkpoint.
+torchtitan validates the global model, and its last checkpoint contains it. The learner's state, including its own
+parameters, is in the trainer's state of every checkpoint.
 """
 
 from __future__ import annotations
@@ -33,58 +33,57 @@ with required_library("torchtitan"):
 
 @dataclass(kw_only=True, slots=True)
 class Attachment(Configurable.Config):  # type: ignore[misc]
-    """How a job takes part in a run: the arguments of `diloco.connect` and `Learner`, as fields of a config."""
+    """A job's part in a run: the arguments of `diloco.connect` and `Learner` as fields of a config."""
 
     syncer: str
     """Address of the syncer, HOST:PORT."""
     run: str
     """Name of the run."""
     learner: str | None = None
-    """Name of this learner, unique in the run and the same after a restart. None: the one that `keys` are for, or else
-    the host's name."""
+    """Name of this learner, unique in the run and the same after a restart. None: the name in `keys`, or else the
+    host's name."""
     keys: str | None = None
-    """Directory of this learner's keys, as `diloco keys` makes it. None: what the environment variable DILOCO_KEYS
-    holds, a directory or a line of keys; a line here would be in every record of the configuration."""
+    """Directory of this learner's keys, made by `diloco keys`. None: the value of the environment variable DILOCO_KEYS,
+    a directory or a line of keys. A line given here would appear in every record of the configuration."""
     insecure: bool = False
-    """Plain text to another machine, on purpose."""
+    """Allow plain text connections to another machine."""
     initialise: bool = False
-    """Give the run this job's model. Exactly one learner does so, once: a job that finds its checkpoint does not, so
-    that its command can stay the same."""
+    """Give the run this job's model. Exactly one learner does so, once. A job that finds its checkpoint does not, so
+    its command can stay the same."""
     join_timeout_s: float | None = None
-    """Seconds to wait for the syncer, and for the run to have a model. None: as long as it takes."""
+    """Timeout in seconds for the syncer, and for the run to have a model. None: no timeout."""
     trains: list[str] | None = None
     """Shell patterns of the names of the parameters that this learner trains. None: all."""
     overlap: int | None = None
-    """Inner steps that an exchange overlaps. None: the method's."""
+    """Inner steps that an exchange overlaps. None: the default of the method."""
     buffers: Buffers | dict[str, Buffers] = "refuse"
-    """What becomes of buffers that training changes, as for `Learner`: one answer, or pairs of a shell pattern and an
-    answer. The biases of a mixture's router need one."""
+    """Treatment of buffers that training changes, as for `Learner`: one choice, or choices by shell pattern. The biases
+    of the router of a mixture of experts need a choice."""
     static: Static = "exchange"
-    """Whether frozen tensors come from the run, or are compared by digest, as for `Learner`."""
+    """Whether frozen tensors are received from the run or compared by digest, as for `Learner`."""
     rewarm_steps: int | None = None
-    """Steps in which the learning rate grows to the schedule's where a job joins a run under way without a checkpoint,
-    as for `Learner`."""
+    """Steps of learning rate re-warm-up for a job that joins a running run without a checkpoint, as for `Learner`."""
     validate: Literal["global", "local"] = "global"
     """The model that is validated: the global one, or this learner's own."""
 
 
-class DilocoTrainer(Trainer):  # type: ignore[misc] # of a library without types
+class DilocoTrainer(Trainer):  # type: ignore[misc] # torchtitan has no types
     """torchtitan's `Trainer`, as one learner of a run. All ranks of a job are one learner, whatever the parallelism.
 
     A step of the learner is a `train_step`: one optimizer step over all micro-batches. `training.steps` is the length
-    of the run: a job that joins it later, or returns without a checkpoint, has the run's step in `step` and in its
-    learning rate schedule, and trains up to the run's end.
+    of the run: a job that joins later, or rejoins without a checkpoint, starts at the run's step, with `step` and its
+    learning rate schedule, and trains to the end of the run.
 
-    A job that finds a checkpoint continues with the same bits where the run has not gone on without this learner, and
-    from the run's newest model where it has. The model in a checkpoint is the learner's own, and in the last one of the
-    job the global one.
+    A job that finds a checkpoint continues with the same bits if the run has not advanced without this learner, and
+    otherwise from the run's newest model. A checkpoint contains the learner's own model, and the last one of the job
+    the global model.
 
     Attributes:
-        learner: the learner, from the first step on.
+        learner: the learner, from the first step.
 
     Raises:
-        ConfigError: when training begins, a mixture without an answer for its router's biases, and what `Learner`
-            refuses.
+        ConfigError: when training starts: a mixture of experts without a choice for the biases of its router, and as
+            `Learner`.
         CheckpointError: the checkpoint is of a job with another number of ranks.
     """
 
@@ -99,10 +98,10 @@ class DilocoTrainer(Trainer):  # type: ignore[misc] # of a library without types
     step: int
     ntokens_seen: int
     learner: Learner | None = None
-    _saved: bytes | None = None  # before training the learner's state that was loaded, after it the last
+    _saved: bytes | None = None  # before training the loaded state of the learner, after it the final one
 
     def exchange(self) -> Exchange:
-        """The exchange, as configured. Override it for another kind than one with a syncer."""
+        """Make the configured exchange. Override it for an exchange without a syncer."""
         its = self.config.diloco
         return connect(
             its.syncer, run=its.run, learner=its.learner, keys=its.keys, insecure=its.insecure,
@@ -112,14 +111,14 @@ class DilocoTrainer(Trainer):  # type: ignore[misc] # of a library without types
     # --- steps --------------------------------------------------------------------------------------------------------
 
     def should_continue_training(self) -> bool:
-        """Whether the run has another step for this learner, which joins here: torchtitan has loaded its checkpoint."""
+        """Whether the run has another step for this learner. The first call joins, after the checkpoint is loaded."""
         if self.learner is None:
             self.learner = self._attach()
             self._follow()
         return bool(super().should_continue_training()) and not self.learner.drained
 
     def train_step(self, data_iterator: Iterator[tuple[dict[str, Tensor], Tensor]]) -> None:
-        """One step of the optimizer, and of the learner."""
+        """Make one step of the optimizer and of the learner."""
         assert self.learner is not None
         before = self.ntokens_seen
         super().train_step(data_iterator)
@@ -142,20 +141,20 @@ class DilocoTrainer(Trainer):  # type: ignore[misc] # of a library without types
         )  # fmt: skip
         self._saved = None
         if its.validate == "global" and self.config.validator.enable:
-            self.validator = _OnGlobalModel(self.validator, learner)
+            self.validator = _GlobalModelValidator(self.validator, learner)
         return learner
 
     def _refuse_router_biases(self) -> None:
         for name in chain.from_iterable(tensor_names(part) for part in self.model_parts):
             if name.endswith(".expert_bias_E"):
                 raise ConfigError(
-                    f"torchtitan moves {name!r}, the biases of a router, by a rule of its own at every step, so "
-                    "learners would drift apart; set --diloco.buffers (Attachment(buffers=…)) to average, with the "
-                    "parameters, or to local, for each learner to keep its own."
+                    f"torchtitan updates {name!r}, the biases of a router, by a rule of its own at every step, so the "
+                    "biases of learners would diverge; set --diloco.buffers (Attachment(buffers=…)) to average, with "
+                    "the parameters, or to local, for separate biases in each learner."
                 )
 
     def _follow(self) -> None:
-        """Take the run's step, where it has gone on without this learner, or before it came."""
+        """Set the step and the schedules to the run's step, if the run has advanced without this learner."""
         assert self.learner is not None
         missed, self.step = self.learner.steps - self.step, self.learner.steps
         for scheduler in self.lr_schedulers:
@@ -163,15 +162,15 @@ class DilocoTrainer(Trainer):  # type: ignore[misc] # of a library without types
 
     @property
     def _counts_tokens(self) -> bool:
-        """Whether no other rank counts the same tokens."""
+        """Whether this rank counts its tokens, which other ranks may share."""
         meshes = map(self.parallel_dims.get_optional_mesh, ("pp", "tp"))
         return all(mesh is None or mesh.get_local_rank() == 0 for mesh in meshes)
 
     def _end(self) -> None:
-        """Put the global model in, which the last checkpoint then holds."""
+        """Load the global model, so that the last checkpoint contains it."""
         assert self.learner is not None
         self.learner.finish()
-        self._saved = _bytes_of(self.learner.state_dict())  # waits for the answers that are on their way
+        self._saved = _bytes_of(self.learner.state_dict())  # waits for the answers that are in flight
         tensors = [each for part in self.model_parts for each in (*part.parameters(), *part.buffers())]
         with self.learner.global_model():
             final = [tensor.detach().clone() for tensor in tensors]
@@ -182,15 +181,15 @@ class DilocoTrainer(Trainer):  # type: ignore[misc] # of a library without types
     # --- checkpoints and the end --------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The trainer's state, with this rank's of the learner as bytes: torch.distributed.checkpoint loads tensors
-        only where it knows their shapes before."""
+        """The trainer's state, with this rank's part of the learner's as bytes: torch.distributed.checkpoint loads only
+        tensors of known shapes."""
         saved = self._saved
         if saved is None and self.learner is not None:
             saved = _bytes_of(self.learner.state_dict())
         return {**super().state_dict(), "diloco": {self._rank: saved or b""}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the trainer's state, and keep the learner's until training begins."""
+        """Restore the trainer's state, and keep the learner's until training starts."""
         super().load_state_dict(state_dict)
         self._saved = state_dict["diloco"][self._rank] or None
 
@@ -207,8 +206,8 @@ class DilocoTrainer(Trainer):  # type: ignore[misc] # of a library without types
             super().close()
 
 
-class _OnGlobalModel:
-    """A validator of torchtitan, on the global model."""
+class _GlobalModelValidator:
+    """A validator of torchtitan that validates the global model."""
 
     def __init__(self, validator: Any, learner: Learner) -> None:
         self._validator, self._learner = validator, learner
@@ -226,14 +225,14 @@ def _bytes_of(state: dict[str, Any]) -> bytes:
 
 
 def attach(config: Trainer.Config, attachment: Attachment) -> DilocoTrainer.Config:
-    """The configuration of the same job as a learner of a run.
+    """The configuration of a job as a learner of a run.
 
     Raises:
-        ConfigError: the job has a trainer of its own, which `DilocoTrainer` would replace.
+        ConfigError: the job has a custom trainer, which `DilocoTrainer` would replace.
     """
     if type(config) is not Trainer.Config:
         raise ConfigError(
-            f"the job has a trainer of its own ({type(config).__qualname__}); derive it from DilocoTrainer instead of "
+            f"the job has a custom trainer ({type(config).__qualname__}); derive it from DilocoTrainer instead of "
             "torchtitan's Trainer, and its Config from DilocoTrainer.Config."
         )
     given = {field.name: getattr(config, field.name) for field in fields(config)}

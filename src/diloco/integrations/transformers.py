@@ -3,9 +3,9 @@
     trainer = Trainer(…, callbacks=[DilocoCallback(diloco.connect("syncer.example.org:7700", run="demo", …))])
     trainer.train(resume_from_checkpoint=…)      # as before
 
-The Trainer evaluates and saves the global model: it is in the model from the end of a step in which the Trainer
-evaluates or saves until the next step begins, and after training. What the learner needs to continue, its own
-parameters included, is in `checkpoint-N/diloco`.
+The Trainer evaluates and saves the global model: the model has the global weights after a step in which the Trainer
+evaluates or saves, until the next step starts, and after training. The learner's state, including its own parameters,
+is in `checkpoint-N/diloco`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from diloco.core.method import Method
 from diloco.errors import CheckpointError, ConfigError
 from diloco.exchange.base import Exchange
 from diloco.integrations.accelerator import PreparedOptimizer, num_copies, refuse_fsdp1, require_part
-from diloco.integrations.common import forward_schedule, required_library
+from diloco.integrations.common import forward_schedule, required_library, warn_resumed_behind
 from diloco.learner import Learner
 from diloco.learner.roles import Buffers, Static
 from diloco.training.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
@@ -40,7 +40,7 @@ with required_library("accelerate"), required_library("transformers"):
 log = logging.getLogger("diloco")
 
 DIRECTORY = "diloco"
-"""In a checkpoint of the Trainer; and the key of `TrainerState.stateful_callbacks` that says whose it is."""
+"""Directory in a checkpoint of the Trainer, and key of `TrainerState.stateful_callbacks` for the id of the training."""
 
 _attached: weakref.WeakKeyDictionary[nn.Module, DilocoCallback] = weakref.WeakKeyDictionary()
 
@@ -49,25 +49,26 @@ class DilocoCallback(TrainerCallback):
     """Makes the training of a Trainer one learner of a run.
 
     A step of the learner is a step of the optimizer (`TrainerState.global_step` counts the same). Its tokens are those
-    that the Trainer counts in the inputs of all its micro-batches and ranks (`TrainerState.num_input_tokens_seen`);
-    with `TrainingArguments(include_num_input_tokens_seen="non_padding")` those of padding are left out. A step that the
-    gradient scaler skips counts as a step with no tokens.
+    that the Trainer counts in the inputs of all micro-batches and ranks (`TrainerState.num_input_tokens_seen`);
+    `TrainingArguments(include_num_input_tokens_seen="non_padding")` excludes padding. A step that the gradient scaler
+    skips counts as a step with no tokens.
 
-    `max_steps` and `num_train_epochs` are the length of the run: a learner that joins it later, or returns, starts its
-    learning rate schedule at the run's step and trains up to the run's end. All ranks of a Trainer are one learner.
+    `max_steps` and `num_train_epochs` are the length of the run: a learner that joins or rejoins later starts
+    its learning rate schedule at the run's step and trains to the end of the run. All ranks of a Trainer are one
+    learner.
 
-    Callbacks that ask for an evaluation or a save have to come before this one.
+    Callbacks that request an evaluation or a save must come before this one.
 
     Arguments:
         exchange: from `diloco.connect(…)`; a callback and its exchange serve one `Trainer.train`.
-        method, trains, overlap, buffers, static, rewarm_steps: as `Learner` takes them.
+        method, trains, overlap, buffers, static, rewarm_steps: arguments of `Learner`.
 
     Attributes:
-        learner: the learner, from the beginning of training on; closed when training ends.
+        learner: the learner, from the start of training; closed when training ends.
 
     Raises:
-        ConfigError: when training begins, what cannot work with a Trainer, and what `Learner` refuses.
-        CheckpointError: the Trainer resumes from a checkpoint without this callback's state, or of another number of
+        ConfigError: when training starts: an unsupported setting of the Trainer, and as `Learner`.
+        CheckpointError: the Trainer resumes from a checkpoint without this callback's state, or with another number of
             ranks.
     """
 
@@ -86,10 +87,10 @@ class DilocoCallback(TrainerCallback):
         self._exchange, self._method, self._trains, self._overlap = exchange, method, trains, overlap
         self._buffers, self._static, self._rewarm_steps = buffers, static, rewarm_steps
         self._optimizer: PreparedOptimizer
-        self._life = secrets.randbits(62)  # names the checkpoints of this training; all ranks take rank 0's
-        self._tokens = 0  # that the Trainer has counted before this step
+        self._training_id = secrets.randbits(62)  # id of this training in its checkpoints; all ranks use rank 0's
+        self._tokens = 0  # count of the Trainer before this step
         self._global_model = ExitStack()
-        self._shows_global_model = False  # the global weights are in the model
+        self._shows_global_model = False  # the model has the global weights
         self._is_over = self._has_left = False
 
     # --- beginning ----------------------------------------------------------------------------------------------------
@@ -97,7 +98,7 @@ class DilocoCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Join the run; where the Trainer resumes, continue from its checkpoint."""
+        """Join the run, and restore the learner if the Trainer resumes."""
         _refuse(args, state)
         model, optimizer = given["model"], given["optimizer"]
         refuse_fsdp1(model)
@@ -106,14 +107,14 @@ class DilocoCallback(TrainerCallback):
         self._tokens = state.num_input_tokens_seen
         if self.learner is None:
             saved = _saved_state(args, state) if state.global_step else None
-            self._life = int(broadcast(torch.tensor(self._life, device=args.device)))
+            self._training_id = int(broadcast(torch.tensor(self._training_id, device=args.device)))
             self.learner = self._attach(args, model, optimizer, saved)
             behind = self.learner.steps - (0 if saved is None else int(saved["steps"]))
         else:
             self._check_again(state, model, optimizer)
             behind = self.learner.steps
         forward_schedule(given["lr_scheduler"], behind)
-        _records(state)[DIRECTORY] = {"attributes": {"life": self._life}}
+        _records(state)[DIRECTORY] = {"attributes": {"life": self._training_id}}
         self._is_over = self.learner.steps >= state.max_steps or self.learner.drained
         control.should_training_stop |= self._is_over
         if args.eval_on_start:
@@ -122,9 +123,9 @@ class DilocoCallback(TrainerCallback):
     def _attach(
         self, args: TrainingArguments, model: nn.Module, optimizer: torch.optim.Optimizer, saved: dict[str, Any] | None
     ) -> Learner:
-        """Join the run, and continue from what was saved."""
+        """Join the run, and restore the saved state."""
         if (other := _attached.get(model)) is not None and other is not self:
-            raise ConfigError("two DilocoCallbacks were given for one model; give the Trainer one.")
+            raise ConfigError("the Trainer has two DilocoCallbacks for one model; give it one.")
         _attached[model] = self
         self._optimizer = PreparedOptimizer(optimizer)
         learner = Learner(
@@ -134,19 +135,14 @@ class DilocoCallback(TrainerCallback):
             resume=None if saved is None else saved["learner"], rewarm_steps=self._rewarm_steps,
         )  # fmt: skip
         if saved is not None and not learner.resumed:
-            log.warning(
-                "the run has gone on since step %d, where this checkpoint was saved; %s continues at step %d with the "
-                "run's newest model", saved["steps"], learner.name, learner.steps
-            )  # fmt: skip
+            warn_resumed_behind(learner, saved["steps"])
         return learner
 
     def _check_again(self, state: TrainerState, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Training begins a second time, as `auto_find_batch_size` lets it after an error for lack of memory: the
-        learner goes on."""
+        """Continue with the same learner when `auto_find_batch_size` restarts training, which is out of memory."""
         if self._has_left or state.global_step or _attached.get(model) is not self:
             raise ConfigError(
-                "this DilocoCallback has taken part in an earlier training; make a new Trainer, callback and exchange "
-                "to train again."
+                "this DilocoCallback has already trained; make a new Trainer, callback and exchange to train again."
             )
 
     # --- steps --------------------------------------------------------------------------------------------------------
@@ -154,13 +150,13 @@ class DilocoCallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Train on the learner's own weights again."""
+        """Restore the learner's own weights."""
         self._show_own_model()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> TrainerControl:
-        """One step of the learner; where the Trainer evaluates or saves next, put the global weights in."""
+        """Make a step of the learner; load the global weights if the Trainer evaluates or saves next."""
         assert self.learner is not None
         if self._is_over:
             control.should_training_stop = True
@@ -169,13 +165,13 @@ class DilocoCallback(TrainerCallback):
         tokens, self._tokens = state.num_input_tokens_seen - self._tokens, state.num_input_tokens_seen
         if not self._tokens:
             raise ConfigError(
-                "the Trainer has found no tokens in its inputs; set model.main_input_name to the name of the input to "
-                "count."
+                "the Trainer has counted no tokens in its inputs; set model.main_input_name to the name of the input "
+                "to count."
             )
-        tokens //= num_copies(AcceleratorState().parallelism_config)  # the Trainer counts those of all ranks
+        tokens //= num_copies(AcceleratorState().parallelism_config)  # the Trainer counts all ranks
         before = self.learner.steps
         self.learner.step(tokens=tokens if args.process_index == 0 and not self._optimizer.has_skipped else 0)
-        forward_schedule(given["lr_scheduler"], self.learner.steps - before - 1)  # it was evicted and has rejoined
+        forward_schedule(given["lr_scheduler"], self.learner.steps - before - 1)  # missed before a rejoin
         if self.learner.steps >= state.max_steps or self.learner.drained:
             self._is_over = control.should_training_stop = True
             control.should_save |= args.save_strategy == SaveStrategy.STEPS
@@ -184,37 +180,37 @@ class DilocoCallback(TrainerCallback):
         return control
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
-        """Where the Trainer evaluates or saves next, put the global weights in."""
+        """Load the global weights if the Trainer evaluates or saves next."""
         self._show_own_model()
         self._show_if_needed(control)
 
     # --- evaluation, checkpoints, the end -----------------------------------------------------------------------------
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
-        """The Trainer has saved the global model. Save what the learner needs beside it."""
+        """Save the learner's state beside the global model, which the Trainer has saved."""
         assert self.learner is not None
         if not self._shows_global_model:
             raise ConfigError(
-                "a callback after DilocoCallback has asked for a save, so that the learner's own model was saved; make "
-                "DilocoCallback the last of the callbacks."
+                "a callback after DilocoCallback has requested a save, so the learner's own model was saved; make "
+                "DilocoCallback the last callback."
             )
         self._show_own_model()
         if args.save_only_model:
             return
         saved = {
-            "life": self._life, "global_step": state.global_step, "steps": self.learner.steps,
+            "life": self._training_id, "global_step": state.global_step, "steps": self.learner.steps,
             "learner": self.learner.state_dict(),
         }  # fmt: skip
         directory = _output(args) / f"checkpoint-{state.global_step}" / _own(args)
         save_checkpoint(directory, self.learner.steps, saved, keep=1)
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
-        """Say where another model than the global one was evaluated."""
+        """Warn if the evaluated model was not the global one."""
         if self.learner is not None and not self._has_left and not self._shows_global_model:
-            log.warning("this evaluation was of %s's own weights, not of the global model", self.learner.name)
+            log.warning("this evaluation used %s's own weights, not the global model", self.learner.name)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
-        """Leave the run. The model is the global one, or the best one that the Trainer has loaded."""
+        """Leave the run. The model becomes the global one, or stays the best one, which the Trainer has loaded."""
         assert self.learner is not None
         model = given["model"]
         self._has_left = True
@@ -222,7 +218,7 @@ class DilocoCallback(TrainerCallback):
         has_best = args.load_best_model_at_end and state.best_model_checkpoint is not None
         final = _copy(model) if has_best else None
         self._show_own_model()
-        self.learner.state_dict()  # waits for the answers that are on their way
+        self.learner.state_dict()  # waits for the answers that are in flight
         if final is None:
             with self.learner.global_model():
                 final = _copy(model)
@@ -250,25 +246,25 @@ def _copy(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _refuse(args: TrainingArguments, state: TrainerState) -> None:
-    """Refuse what cannot work with a Trainer."""
+    """Refuse unsupported settings of a Trainer."""
     if state.is_hyper_param_search:
         raise ConfigError(
-            "a hyperparameter search trains many models, and a run has one; search without DilocoCallback."
+            "a hyperparameter search trains many models, and a run has one model; search without DilocoCallback."
         )
     if args.deepspeed is not None:
         raise ConfigError(
-            "DeepSpeed trains copies of the parameters, which adopting a global value would not reach; use DDP or "
+            "DeepSpeed trains copies of the parameters, so that adopted global values would be ignored; use DDP or "
             "FSDP2."
         )
     if args.push_to_hub and args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
         raise ConfigError(
-            f"hub_strategy={HubStrategy(args.hub_strategy).value!r} pushes checkpoints before the learner's state is "
-            "in them; use hub_strategy='every_save', which pushes the global model."
+            f"hub_strategy={HubStrategy(args.hub_strategy).value!r} pushes checkpoints before they contain the "
+            "learner's state; use hub_strategy='every_save', which pushes the global model."
         )
 
 
 def _records(state: TrainerState) -> dict[str, Any]:
-    """What a Trainer keeps of its callbacks in its checkpoints; the annotation is of what its constructor takes."""
+    """The state of callbacks in the checkpoints of a Trainer. (The library annotates the constructor's argument.)"""
     records: Any = state.stateful_callbacks
     assert isinstance(records, dict)
     return records
@@ -280,15 +276,15 @@ def _output(args: TrainingArguments) -> Path:
 
 
 def _own(args: TrainingArguments) -> str:
-    """Where this rank's state is in a checkpoint."""
+    """Directory of this rank's state in a checkpoint."""
     return f"{DIRECTORY}/rank-{args.process_index}"
 
 
 def _saved_state(args: TrainingArguments, state: TrainerState) -> dict[str, Any]:
-    """What this callback saved beside the checkpoint that the Trainer resumes from.
+    """The state that this callback saved in the checkpoint that the Trainer resumes from.
 
-    The Trainer does not tell its callbacks where it resumes from, so the state is looked for where the Trainer saves,
-    and where its arguments say; both files name the training that wrote them.
+    The Trainer does not pass the path of that checkpoint to callbacks. So the state is searched where the Trainer saves
+    and where its arguments point; the ids of the training in both files must match.
     """
     place = f"checkpoint-{state.global_step}"
     if (known := _records(state).get(DIRECTORY)) is None:

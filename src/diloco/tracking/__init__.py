@@ -1,4 +1,4 @@
-"""TensorBoard, W&B, trackio and MLflow: the numbers of a run in the trackers that its people use."""
+"""TensorBoard, W&B, trackio and MLflow as trackers of a run."""
 
 THREADS = "tracking-"
-"""How the name of a tracker's thread begins. One that is alive at the end of its process was left alone."""
+"""Prefix of the names of tracker threads. A thread that is alive at the end of its process has been abandoned."""

@@ -1,4 +1,4 @@
-"""Hands points to trackers, each in a thread with a bounded queue: what trains or merges never waits for a tracker."""
+"""Feeds points to trackers, each in a thread with a bounded queue. Training and merging never wait for a tracker."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from diloco.errors import DilocoError, StoreError, first_line, translated
@@ -24,142 +23,143 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("diloco.tracking")
 
-MOST_WAITING = 1000
-"""Points that wait for a tracker; of more the oldest is dropped."""
+QUEUE_POINTS = 1000
+"""Capacity of a tracker's queue; a full queue drops its oldest point."""
 
 BEHIND_S = 60.0
-"""A tracker that is later than this by the time of its points is said to be."""
+"""A warning is logged when the queue of a tracker spans more than this time."""
 
 ID_FILE = "tracked-as"
 
-NOT_TOLD = {"syncer", "track", "learner"}
-"""Tables of the run file that are about machines: they have paths, and URLs that may have passwords in them."""
+PRIVATE_TABLES = {"syncer", "track", "learner"}
+"""Tables of the run file that trackers do not receive: they describe machines, with paths and URLs that may hold
+passwords."""
 
 
 class Feed:
-    """Feeds trackers with the points of one process. A context manager that closes it. Any thread may call any method.
+    """Feeds trackers with the points of one process. A context manager closes it. Any thread may call any method.
 
-    A tracker that falls behind misses the oldest points, one that raises misses that point, one that cannot start
-    misses all. The first fault of each is logged, and at the end how many points it has missed.
+    A tracker that falls behind loses the oldest points; one that raises loses that point; one that cannot start loses
+    all. The first fault of each tracker is logged, and at the end the number of points that it has lost.
 
     Arguments:
         trackers: by name.
     """
 
-    def __init__(self, run: TrackedRun, trackers: Mapping[str, Tracker], *, most_waiting: int = MOST_WAITING) -> None:
+    def __init__(self, run: TrackedRun, trackers: Mapping[str, Tracker], *, queue_points: int = QUEUE_POINTS) -> None:
         self.run = run
-        self._threads = [_TrackerThread(name, it, run, most_waiting) for name, it in trackers.items()]
+        self._threads = [_TrackerThread(name, it, run, queue_points) for name, it in trackers.items()]
         for thread in self._threads:
             thread.start()
 
     def put(self, point: Point) -> None:
-        """A point for each tracker; it never blocks."""
+        """Queue a point for each tracker, without blocking."""
         for thread in self._threads:
             thread.put(point)
 
     def close(self, timeout_s: float) -> None:
-        """Let trackers log what waits and end, for so long at most; leave those alone that have not ended then."""
+        """Let the trackers log their queues and end; abandon those that have not ended within `timeout_s`."""
         end_at = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.finish()
         for thread in self._threads:
             thread.join(max(0.0, end_at - time.monotonic()))
-            thread.leave(timeout_s)
+            thread.abandon(timeout_s)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close(END_S)
 
 
 class _TrackerThread(threading.Thread):
-    """One tracker and its queue. A daemon: the process does not wait for it."""
+    """The thread of one tracker, with its queue. A daemon: the end of the process does not wait for it."""
 
-    def __init__(self, name: str, tracker: Tracker, run: TrackedRun, most_waiting: int) -> None:
+    def __init__(self, name: str, tracker: Tracker, run: TrackedRun, queue_points: int) -> None:
         super().__init__(name=f"{THREADS}{name}", daemon=True)
         self._label, self._tracker, self._run = name, tracker, run
         self._changed = threading.Condition()
-        self._waiting: deque[Point] = deque(maxlen=most_waiting)  # a full one drops its oldest
+        self._queue: deque[Point] = deque(maxlen=queue_points)  # a full one drops its oldest
         self._num_points = self._num_logged = 0
         self._is_finishing = self._has_failed = False
 
     def put(self, point: Point) -> None:
         with self._changed:
-            is_full = len(self._waiting) == self._waiting.maxlen
-            is_behind = is_full or (bool(self._waiting) and point.t - self._waiting[0].t > BEHIND_S)
+            is_full = len(self._queue) == self._queue.maxlen
+            is_behind = is_full or (bool(self._queue) and point.t - self._queue[0].t > BEHIND_S)
             self._num_points += 1
-            self._waiting.append(point)
+            self._queue.append(point)
             self._changed.notify()
         if is_behind and self.is_alive():
-            self._fail(f"is behind the run, which goes on, and misses the oldest points beyond {self._waiting.maxlen}")
+            self._fail(f"is behind the run, which continues, and loses the oldest points beyond {self._queue.maxlen}")
 
     def finish(self) -> None:
-        """Nothing more comes."""
+        """Log what is queued, then end."""
         with self._changed:
             self._is_finishing = True
             self._changed.notify()
 
-    def leave(self, after_s: float) -> None:
-        """Drop what waits, and say how many points are missing. `after_s`: that the tracker had to end."""
+    def abandon(self, after_s: float) -> None:
+        """Drop the queue, and log how many points are lost. `after_s`: time that the tracker had to end."""
         with self._changed:
-            self._waiting.clear()
+            self._queue.clear()
         if self.is_alive():
-            log.warning("%s has not ended within %g s and is left alone", self._label, after_s)
+            log.warning("%s has not ended within %g s and is abandoned", self._label, after_s)
         if missing := self._num_points - self._num_logged:
-            log.warning("%s has missed %d of %d points", self._label, missing, self._num_points)
+            log.warning("%s has lost %d of %d points", self._label, missing, self._num_points)
 
     def run(self) -> None:
         if not self._attempt("could not start", self._tracker.start, self._run):
             return
         while (point := self._next()) is not None:
-            self._num_logged += self._attempt("failed, misses points", self._tracker.log, point)
+            self._num_logged += self._attempt("failed and loses points", self._tracker.log, point)
         self._attempt("failed at its end", self._tracker.end)
 
     def _next(self) -> Point | None:
-        """The oldest point; None: there are no more."""
+        """The oldest point; None at the end."""
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._is_finishing)
-            return self._waiting.popleft() if self._waiting else None
+            self._changed.wait_for(lambda: self._queue or self._is_finishing)
+            return self._queue.popleft() if self._queue else None
 
     def _attempt(self, fault: str, method: Callable[..., None], *arguments: object) -> bool:
-        """Call the tracker; return False where it raised. What watches never stops what decides."""
+        """Call the tracker. Returns False if it raised: a tracker never stops training or merging."""
         try:
             method(*arguments)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a library raises anything
             kind = "" if isinstance(error, DilocoError) else f"{type(error).__name__}: "
-            self._fail(f"{fault}, and the run goes on: {kind}{first_line(error)}")
+            self._fail(f"{fault}, and the run continues: {kind}{first_line(error)}")
             return False
         return True
 
     def _fail(self, what: str) -> None:
-        """Log the first fault only: the end says how many points are missing."""
+        """Log the first fault only; `abandon` logs how many points are lost."""
         if not self._has_failed:
             self._has_failed = True
             log.warning("%s %s", self._label, what)
 
 
 class SyncerFeed:
-    """Follows the event log of a syncer from its beginning, so that totals are the run's, and feeds trackers with what
-    is written from now on. A context manager that closes it.
+    """Feeds trackers from the event log of a syncer. A context manager closes it.
+
+    It reads the log from its beginning, so that totals are those of the run, and feeds events that are written from
+    now on.
 
     Arguments:
-        opened: makes the feed from an id, once the run has one: a standby logs nothing before it takes over.
+        opened: makes the feed from an id, once the run has one. A standby logs nothing before it takes over.
     """
 
     def __init__(self, event_log: Path, opened: Callable[[str], Feed]) -> None:
         self._tail, self._values, self._opened = EventTail(event_log), SyncerValues(), opened
         self._feed: Feed | None = None
-        self._early: deque[Point] = deque(maxlen=MOST_WAITING)  # before the run has an id
+        self._early: deque[Point] = deque(maxlen=QUEUE_POINTS)  # points from before the run has an id
         self._since = time.time()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="syncer-tracking", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Feed what is written by now, and let the trackers end."""
+        """Feed the events written so far, and let the trackers end."""
         self._stopping.set()
         self._thread.join()
         if self._feed is not None:
@@ -177,9 +177,9 @@ class SyncerFeed:
                 self._read()
             self._read()
         except StoreError as error:
-            log.error("trackers get nothing more: %s", error)
-        except Exception:  # what watches cannot stop what decides
-            log.exception("trackers get nothing more; the run goes on without them")
+            log.error("trackers receive no more points: %s", error)
+        except Exception:  # a fault of tracking must not stop the syncer
+            log.exception("trackers receive no more points; the run continues without them")
 
     def _read(self) -> None:
         while events := self._tail.read(1 << 20):
@@ -195,7 +195,7 @@ class SyncerFeed:
 
 
 def open_feed(config: RunConfig, who: str, id_: str) -> Feed:
-    """The feed of one process of a run to the trackers of its run file.
+    """Open the trackers of a run file for one process of the run.
 
     Arguments:
         who: "syncer", or the learner's name.
@@ -209,16 +209,16 @@ def open_feed(config: RunConfig, who: str, id_: str) -> Feed:
         "trackio": lambda: Trackio(folder),
         "mlflow": lambda: MLflow(folder, table.mlflow_tracking_uri),
     }
-    told: dict[str, Any] = config.model_dump(mode="json", exclude_none=True, exclude=NOT_TOLD)
-    run = TrackedRun(id_, table.project, config.run.name, f"{table.name or config.run.name}-{who}", told)
+    public: dict[str, Any] = config.model_dump(mode="json", exclude_none=True, exclude=PRIVATE_TABLES)
+    run = TrackedRun(id_, table.project, config.run.name, f"{table.name or config.run.name}-{who}", public)
     return Feed(run, {name: made[name]() for name in table.trackers})
 
 
 def persistent_id(folder: Path) -> str:
-    """The id of what a process of this folder logs, drawn once.
+    """The id of the tracked run of this folder, drawn once and kept in it.
 
     Raises:
-        StoreError: it cannot be kept.
+        StoreError: the folder cannot be read or written.
     """
     path = folder / ID_FILE
     with translated(OSError, StoreError, f"cannot keep {path}", "set [run] dir to a writable directory"):

@@ -1,6 +1,6 @@
 """Adapters of TensorBoard, W&B, trackio and MLflow. The library of a tracker is imported when its run starts.
 
-They run in threads of a process that trains or serves, and leave its signals, standard input and output alone.
+They run in threads of a process that trains or serves, and do not touch its signals, standard input or output.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from diloco.errors import ConfigError
 from diloco.tracking.values import Point
 
 END_S = 15.0
-"""Trackers have this long to log what waits and to end, all together."""
+"""Time limit for all trackers together to log their queues and to end."""
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """One process of a run, as its trackers know it.
+    """The run of a tracker: one process of a run.
 
     Attributes:
-        id: the same whenever the process is started again, so that a tracker goes on; letters, digits, "-".
-        project: under which trackers file it.
-        group: of the run's processes, the run's name.
-        name: for people.
-        config: of the run, plain values.
+        id: the same after a restart of the process, so that the tracker continues; letters, digits, "-".
+        project: project of the trackers that the run belongs to.
+        group: name of the run, common to its processes.
+        name: display name.
+        config: configuration of the run, plain values.
     """
 
     id: str
@@ -44,39 +44,40 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """Logs points of one run. Methods may take long and may raise anything: nothing but a thread of a `Feed` waits for
-    them."""
+    """Logs points of one run. Methods may block and may raise anything: only a thread of a `Feed` calls them."""
 
     def start(self, run: TrackedRun) -> None:
-        """Begin, or go on with what an earlier process of the same id began."""
+        """Start a run of the tracker, or continue the one that an earlier process of this id started."""
 
     def log(self, point: Point) -> None:
-        """Keep a point. Points come in the order of their time; their steps may go back where the run does."""
+        """Log a point. Points are ordered by time; their steps may go back where the run does."""
 
     def end(self) -> None:
-        """Keep what is not kept yet. Nothing comes afterwards."""
+        """Flush. No call follows."""
 
 
 def require_packages(trackers: Sequence[str]) -> None:
-    """Raise ConfigError where the package of one of these is not installed."""
+    """Raise ConfigError unless the packages of all these trackers are installed."""
     absent = [name for name in trackers if find_spec(name) is None]
     if absent:
         raise ConfigError(
-            f"track.trackers has {', '.join(absent)}, not installed here; pip install 'diloco[{','.join(absent)}]', or "
-            "leave it out of the list."
+            f"track.trackers names {', '.join(absent)}, not installed here; "
+            f"pip install 'diloco[{','.join(absent)}]', or remove it from the list."
         )
 
 
 class TensorBoard:
-    """An event file in `<folder>/tensorboard/<name>`, a new one at each start; TensorBoard reads all files of a folder
-    as one run."""
+    """An event file in `<folder>/tensorboard/<name>`, a new one at each start.
+
+    TensorBoard reads all files of a folder as one run.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "tensorboard"
         self._writer: Any = None
 
     def start(self, run: TrackedRun) -> None:
-        """Open a file, with the configuration as its first text."""
+        """Open a file, and write the configuration as text."""
         from tensorboard.plugins.text.summary_v2 import text_pb
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
@@ -85,7 +86,7 @@ class TensorBoard:
         self._add(text_pb("config", text), 0.0, 0)
 
     def log(self, point: Point) -> None:
-        """Write the values as scalars, in fp32, through to the operating system."""
+        """Write the values as fp32 scalars, and flush them to the operating system."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         values = [Summary.Value(tag=name, simple_value=value) for name, value in point.values.items()]
@@ -103,14 +104,14 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of W&B with the step as the axis of all charts: online, or in files that `wandb sync` sends later."""
+    """A W&B run with the step as the axis of all charts: online, or in files for `wandb sync`."""
 
     def __init__(self, folder: Path, mode: Literal["online", "offline"]) -> None:
         self._folder, self._mode = folder, mode
         self._run: Any = None
 
     def start(self, run: TrackedRun) -> None:
-        """Begin the run of this id, or go on with it."""
+        """Start the run of this id, or continue it."""
         import wandb
 
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -123,7 +124,7 @@ class WeightsAndBiases:
             raise ConfigError(
                 'W&B has no API key here; run wandb login, or set WANDB_API_KEY or track.wandb_mode = "offline"'
             )
-        # Offline W&B cannot look whether there is such a run: parts of one id become one when they are synchronised.
+        # Offline, W&B cannot find an earlier run of this id; `wandb sync` joins the parts of one id.
         self._run = wandb.init(
             project=run.project, group=run.group, name=run.name, id=run.id, config=dict(run.config),
             resume="allow" if self._mode == "online" else None, dir=str(self._folder), settings=settings,
@@ -132,34 +133,34 @@ class WeightsAndBiases:
         self._run.define_metric("*", step_metric="step")
 
     def log(self, point: Point) -> None:
-        """Log a row. The step is a value of it: steps of W&B's own cannot go back, and those of a run may."""
+        """Log a row, with the step as a value: W&B's own steps cannot go back, and those of a run may."""
         self._run.log({"step": point.step, **point.values})
 
     def end(self) -> None:
-        """Finish the run, which sends what is not sent yet."""
+        """Finish the run, which sends the remaining data."""
         self._run.finish()
 
 
 def _refuse_to_stop() -> None:
-    """The button on W&B's page that stops a run would interrupt this process."""
-    logging.getLogger("diloco.tracking").warning("W&B asks to stop the run, which a tracker may not; the run goes on")
+    """Ignore the stop button on W&B's page, which would interrupt this process."""
+    logging.getLogger("diloco.tracking").warning("a stop request from W&B is ignored: a tracker cannot stop a run")
 
 
 class Trackio:
-    """A database in `<folder>/trackio`, which `TRACKIO_DIR=<folder>/trackio trackio show` opens."""
+    """A database in `<folder>/trackio`; `TRACKIO_DIR=<folder>/trackio trackio show` opens it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "trackio"
         self._run: Any = None
 
     def start(self, run: TrackedRun) -> None:
-        """Begin the run of this name and id, or go on with it."""
-        os.environ["TRACKIO_DIR"] = str(self._folder)  # which trackio reads when it is imported
+        """Start the run of this name and id, or continue it."""
+        os.environ["TRACKIO_DIR"] = str(self._folder)  # read at the import of trackio
         import trackio
 
         for module in (trackio, trackio.run, trackio.utils):  # standard output is for results
             vars(module)["print"] = partial(print, file=sys.stderr)
-        # trackio goes on with the newest run of a name, so the name has a part of the id.
+        # trackio continues the newest run of a name, so the name includes a part of the id.
         name = f"{run.name}-{run.id[:8]}"
         self._run = trackio.init(
             project=run.project, name=name, group=run.group, config=dict(run.config), resume="allow", embed=False
@@ -170,20 +171,20 @@ class Trackio:
         self._run.log(dict(point.values), step=point.step)
 
     def end(self) -> None:
-        """Write what is not written yet."""
+        """Flush and finish the run."""
         self._run.finish()
 
 
 ID_TAG = "diloco.id"
 MAX_BATCH = 100
-"""Parameters that MLflow takes in a call."""
+"""Limit of MLflow for the items of one call."""
 MAX_VALUE = 500
-"""Characters of a parameter's value."""
+"""Limit of MLflow for the characters of a parameter's value."""
 
 
 class MLflow:
-    """A run at a tracking server, or without an address in `<folder>/mlflow.db`. Values that are not finite are logged
-    as they are."""
+    """A run of a tracking server; without an address, of `<folder>/mlflow.db`. Non-finite values are logged
+    unchanged."""
 
     def __init__(self, folder: Path, tracking_uri: str | None) -> None:
         self._folder, self._tracking_uri = folder, tracking_uri
@@ -191,7 +192,7 @@ class MLflow:
         self._run_id = ""
 
     def start(self, run: TrackedRun) -> None:
-        """Begin a run with the tag of this id, or go on with it."""
+        """Start a run with the tag of this id, or continue it."""
         import mlflow
         from mlflow.entities import Param
 
@@ -201,7 +202,7 @@ class MLflow:
             uri = f"sqlite:///{(self._folder / 'mlflow.db').absolute()}"
         mlflow.set_tracking_uri(uri)
         self._client = mlflow.MlflowClient()
-        experiment_id = mlflow.set_experiment(run.project).experiment_id  # another process may make it as well
+        experiment_id = mlflow.set_experiment(run.project).experiment_id  # another process may create it too
         found = self._client.search_runs([experiment_id], f"tags.`{ID_TAG}` = '{run.id}'", max_results=1)
         if found:
             self._run_id = found[0].info.run_id
@@ -212,7 +213,7 @@ class MLflow:
         self._batches("params", [Param(_name(key), str(value)[:MAX_VALUE]) for key, value in _flat(run.config)])
 
     def log(self, point: Point) -> None:
-        """Log the values at once."""
+        """Log the values synchronously."""
         from mlflow.entities import Metric
 
         t_ms = int(point.t * 1000)
@@ -223,17 +224,17 @@ class MLflow:
             self._client.log_batch(self._run_id, **{kind: items[first : first + MAX_BATCH]})
 
     def end(self) -> None:
-        """The run's end."""
+        """Mark the run as finished."""
         self._client.set_terminated(self._run_id)
 
 
 def _name(name: str) -> str:
-    """A name with characters that MLflow takes."""
+    """The name without characters that MLflow refuses."""
     return re.sub(r"[^A-Za-z0-9_\-. :/]", "_", name)
 
 
 def _flat(tables: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of nested tables, by names with dots."""
+    """The values of nested tables, by dotted names."""
     for key, value in tables.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{before}{key}.")

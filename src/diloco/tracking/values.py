@@ -1,6 +1,6 @@
-"""Events of a run as named numbers; docs/trackers.md lists the names.
+"""Converts events and counters of a run to named numbers; docs/trackers.md lists the names.
 
-Nothing here reads a clock or a file: the same events give the same points.
+The same events give the same points: nothing here reads a clock or a file.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from diloco import events as ev
 
 @dataclass(frozen=True)
 class Point:
-    """Numbers at one moment.
+    """Named numbers at one time.
 
     Attributes:
-        step: inner steps, of the run at its syncer, of its own at a learner.
+        step: inner steps, of the run at its syncer, of the learner at a learner.
         t: Unix time in seconds.
         values: by the names of docs/trackers.md.
     """
@@ -29,14 +29,14 @@ class Point:
 
 
 STATES = ("merged", "pending", "discarded", "lost")
-"""What becomes of trained tokens."""
+"""States of trained tokens."""
 
 
 def learner_values(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """`Learner.metrics()` as numbers that a tracker takes; none of the baseline's, which exchanges nothing.
+    """`Learner.metrics()` as numbers for a tracker; empty for a learner that exchanges nothing.
 
-    Bytes are of payloads, as this learner sends and receives them. Shares are of the tokens that it has trained, over
-    all fragments, and add up to 1.
+    Bytes are those of the payloads that this learner sends and receives. Shares are fractions of its trained tokens,
+    over all fragments, and add up to 1.
     """
     if not metrics:
         return {}
@@ -60,7 +60,7 @@ def learner_values(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def trainer_point(event: ev.Event) -> Point | None:
-    """An event of the reference trainer as numbers; None: it has none for a tracker."""
+    """An event of the reference trainer as numbers; None for an event that trackers do not log."""
     match event:
         case ev.Stepped():
             names = ("loss", "lr", "gradient_norm", "tokens", "tokens_per_s")
@@ -75,13 +75,13 @@ def trainer_point(event: ev.Event) -> Point | None:
 
 
 class SyncerValues:
-    """The events of a syncer, from the first of its log, as points: one for each `progress`, `reported`, `finished`.
+    """Converts the events of a syncer, from the first of its log, to points.
 
-    What happened between two of them is in the next point: totals since the run began, and means since the point
-    before.
+    Every `progress`, `reported` and `finished` event gives a point. A point of `progress` contains totals since the run
+    began, and means since the previous `progress`.
 
     Attributes:
-        run_id: as the newest `progress` has it.
+        run_id: id of the run in the newest `progress`.
     """
 
     def __init__(self) -> None:
@@ -90,17 +90,18 @@ class SyncerValues:
         self._live: set[str] = set()
         self._counts: Counter[str] = Counter(dict.fromkeys(COUNTED.values(), 0))
         self._merges: list[tuple[int, float, float]] = []  # contributors, participation, seconds
-        self._before: tuple[float, int] | None = None  # Unix time and tokens of the last progress of this process
-        self._bytes: dict[str, Counter[str]] = {}  # by learner and direction, of this process
-        self._earlier_bytes: dict[str, Counter[str]] = {}  # of processes before it
+        self._before: tuple[float, int] | None = None  # Unix time and tokens of the last `progress` of this process
+        self._process = 0  # of the syncer; every process counts bytes from 0
+        self._bytes: dict[tuple[int, str], Counter[str]] = {}  # by process and learner, and by direction
 
     def take(self, event: ev.Event) -> Point | None:
-        """One more event; None: it is in a later point, or in none."""
+        """Process the next event. Returns its point, or None."""
         if (name := COUNTED.get(event.kind)) is not None:
             self._counts[name] += event.times if isinstance(event, ev.Refused) else 1
         match event:
             case ev.SyncerStarted():
-                self._begin_process()
+                self._process, self._before = self._process + 1, None
+                self._live.clear()
             case ev.Initialised():
                 self._step = event.step
             case ev.Joined():
@@ -113,7 +114,7 @@ class SyncerValues:
                 self._merges.append((len(event.contributors), share, event.merge_s))
             case ev.Traffic():
                 received, sent = sum(event.received_bytes.values()), sum(event.sent_bytes.values())
-                self._bytes[event.learner] = Counter(received=received, sent=sent)
+                self._bytes[self._process, event.learner] = Counter(received=received, sent=sent)
             case ev.Reported():
                 return Point(self._step, event.t, _evaluation(event.tokens, event.loss))
             case ev.Progress():
@@ -123,12 +124,6 @@ class SyncerValues:
             case _:
                 pass
         return None
-
-    def _begin_process(self) -> None:
-        for learner, counted in self._bytes.items():
-            self._earlier_bytes[learner] = self._earlier_bytes.get(learner, Counter()) + counted
-        self._bytes, self._before = {}, None
-        self._live.clear()
 
     def _progress(self, event: ev.Progress) -> Point:
         self._step, self.run_id = event.step, event.run_id
@@ -150,7 +145,7 @@ class SyncerValues:
         return Point(event.step, event.t, values)
 
     def _totals(self, tokens: int) -> dict[str, float]:
-        num_bytes = sum((*self._bytes.values(), *self._earlier_bytes.values()), Counter())
+        num_bytes = sum(self._bytes.values(), Counter())
         totals = {"run/tokens": tokens, **self._counts}
         if num_bytes:
             totals |= {f"run/{way}_bytes": num_bytes[way] for way in ("received", "sent")}
@@ -161,7 +156,7 @@ class SyncerValues:
             "step": it.step, "tokens": it.tokens, "step_s": it.step_s, "silent_s": it.silent_s,
             "training_loss": it.training_loss,
         }  # fmt: skip
-        total = self._bytes.get(name, Counter()) + self._earlier_bytes.get(name, Counter())
+        total = sum((counted for (_, learner), counted in self._bytes.items() if learner == name), Counter())
         known |= {f"{way}_bytes": number for way, number in total.items()}
         return {f"learner/{name}/{key}": float(value) for key, value in known.items() if value is not None}
 
@@ -174,10 +169,10 @@ COUNTED = {
     "evicted": "run/evictions",
     "refused": "run/refused_calls",
 }
-"""The name of the total by the kind of event."""
+"""Names of the totals by kind of event."""
 
 MEANS = ("run/contributors", "run/participation", "run/merge_s")
-"""Of a merge, over those since the point before."""
+"""Names of the means over the merges since the previous point."""
 
 
 def _evaluation(tokens: int, loss: float) -> dict[str, float]:
@@ -185,7 +180,7 @@ def _evaluation(tokens: int, loss: float) -> dict[str, float]:
 
 
 def _by_state(ledger: Mapping[str, int]) -> Counter[str]:
-    """Tokens by state of a `progress` event, all reasons of discarding as one."""
+    """Tokens of a `progress` event by state, summed over the reasons of discarding."""
     tokens: Counter[str] = Counter()
     for key, number in ledger.items():
         tokens[key.partition(":")[0]] += number

@@ -1,14 +1,14 @@
-"""One checkpoint is one directory: tensors in safetensors, everything else in `manifest.json`, appearing all at once.
+"""Checkpoints: each is a directory with tensors in safetensors and everything else in `manifest.json`. No pickle.
 
-It is written under a temporary name, every file is synced, and a rename makes it visible; so a crash at any moment
-leaves the previous checkpoint in place. An older checkpoint goes after the newer one is durable, also where both are of
-one step, and it loses its name before its files. The manifest carries the size and sha256 of the tensor file. Nothing
-is pickled.
+A checkpoint is written under a temporary name, every file is synced, and a rename makes it visible, so a crash at any
+time leaves the previous checkpoint in place. An older checkpoint is removed after the newer one is durable, also where
+both are of the same step; it is renamed before its files are removed. The manifest has the size and sha256 of the
+tensor file.
 
     step-0000000120                 a checkpoint
-    step-0000000120.newer           one of the same step that takes its place; only a crash in between leaves it so
-    unusable-step-0000000120        one that was damaged, or of another format, when it was needed
-    .step-0000000120.<host>.<pid>   being written by a process; removed by the next save once that is dead
+    step-0000000120.newer           its replacement of the same step, after a crash during the replacement
+    unusable-step-0000000120        a checkpoint that was damaged or of another format, set aside by a start
+    .step-0000000120.<host>.<pid>   being written by a process; the next save removes it if that process is dead
     .step-0000000120.removed.<host>.<pid>   being removed by a process; likewise
 """
 
@@ -31,6 +31,7 @@ from torch import Tensor
 
 from diloco.errors import CheckpointError, StoreError, first_line, translated
 from diloco.escaping import MALFORMED
+from diloco.store.durable import sync_directory
 from diloco.whole_files import hidden_name, remove_leftovers
 
 log = logging.getLogger("diloco")
@@ -43,7 +44,7 @@ _NEWER = ".newer"
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """Path and size of a checkpoint."""
+    """The path and size of a checkpoint."""
 
     path: Path
     num_bytes: int
@@ -51,7 +52,7 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True)
 class UnusableCheckpoint:
-    """A checkpoint that cannot be used: where it was, where it is kept, and why."""
+    """A damaged checkpoint: its path, the path where it is kept, and the error of loading it."""
 
     path: Path
     kept: Path
@@ -59,11 +60,11 @@ class UnusableCheckpoint:
 
 
 def save_checkpoint(directory: Path, step: int, state: dict[str, Any], keep: int) -> SavedCheckpoint:
-    """Write `state` (nested dicts, lists, tuples, tensors and plain values) as `directory/step-…`, then drop all but
-    `keep`.
+    """Write `state` (nested dicts, lists, tuples, tensors and plain values) as `directory/step-…`, and keep the newest
+    `keep` checkpoints.
 
-    Raises StoreError when it cannot be made durable; the earlier checkpoints are then untouched. Older ones that cannot
-    be removed are named in the process's log.
+    Older checkpoints that cannot be removed are only logged. Raises StoreError when the new one cannot be made durable;
+    the earlier ones are then unchanged.
     """
     tensors: dict[str, Tensor] = {}
     plain = _pack(state, tensors, "")
@@ -86,8 +87,8 @@ def save_checkpoint(directory: Path, step: int, state: dict[str, Any], keep: int
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
-        _sync_directory(temporary)
-        _name(temporary, final)
+        sync_directory(temporary)
+        _publish(temporary, final)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise StoreError(
@@ -101,18 +102,18 @@ def save_checkpoint(directory: Path, step: int, state: dict[str, Any], keep: int
     return SavedCheckpoint(final, len(payload) + len(text))
 
 
-def _name(written: Path, final: Path) -> None:
-    """Give a checkpoint its name. One that has it already (a run passes a step again) goes after this one is there."""
+def _publish(written: Path, final: Path) -> None:
+    """Rename a written checkpoint to its final name, and then remove an earlier checkpoint of the same step."""
     newer = final.with_name(final.name + _NEWER)
-    if newer.exists():  # a crash came before it had its name
+    if newer.exists():  # left by a crash during a replacement
         _replace(newer, final)
     if final.is_dir():
         written.rename(newer)
-        _sync_directory(final.parent)
+        sync_directory(final.parent)
         _replace(newer, final)
     else:
         written.rename(final)
-    _sync_directory(final.parent)
+    sync_directory(final.parent)
 
 
 def _replace(newer: Path, final: Path) -> None:
@@ -122,7 +123,7 @@ def _replace(newer: Path, final: Path) -> None:
 
 
 def _remove(checkpoint: Path) -> None:
-    """Its name goes first, so that no half of it is taken for a checkpoint."""
+    """Rename it first: a partly removed directory must not look like a checkpoint."""
     hidden = checkpoint.with_name(hidden_name(f"{checkpoint.name}.removed"))
     checkpoint.rename(hidden)
     shutil.rmtree(hidden)
@@ -142,10 +143,10 @@ def latest_checkpoint(directory: Path) -> Path:
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """The state that was saved, tensors on the CPU.
+    """Load the saved state, with tensors on the CPU.
 
-    Raises CheckpointError when a file is missing, damaged or of another format; the sentence names an earlier
-    checkpoint if there is one.
+    Raises CheckpointError when a file is missing, damaged or of another format; the message names an earlier checkpoint
+    if there is one.
     """
     try:
         return _load(path)
@@ -154,10 +155,10 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def newest_usable(directory: Path) -> tuple[Path | None, tuple[UnusableCheckpoint, ...]]:
-    """The newest checkpoint that can be loaded; None: there is none. Newer ones are kept under another name.
+    """Find the newest checkpoint that can be loaded, or None, and rename newer ones to `unusable-…`.
 
     Raises:
-        StoreError: the disk refuses to rename one.
+        StoreError: a damaged checkpoint cannot be renamed.
     """
     unusable = []
     while checkpoints := list_checkpoints(directory):
@@ -189,17 +190,17 @@ def _load(path: Path) -> dict[str, Any]:
         payload = (path / _TENSORS).read_bytes()
         expected = manifest["files"][_TENSORS]
         if len(payload) != expected["num_bytes"] or hashlib.sha256(payload).hexdigest() != expected["sha256"]:
-            raise CheckpointError(f"{path / _TENSORS} is damaged (its bytes are not those that were written)")
+            raise CheckpointError(f"{path / _TENSORS} is damaged (its size or sha256 differs from the manifest)")
         state: dict[str, Any] = _unpack(manifest["state"], load_tensors(payload))
     except (OSError, SafetensorError, *MALFORMED) as error:
         raise CheckpointError(
-            f"{path} is not a whole checkpoint ({type(error).__name__}: {first_line(error)})"
+            f"{path} is not a complete checkpoint ({type(error).__name__}: {first_line(error)})"
         ) from error
     return state
 
 
 def lineage_of(path: Path) -> dict[str, Any] | None:
-    """The syncer that the learner of a whole checkpoint followed (`protocol.lineage`); None: it followed none."""
+    """The syncer that the learner of a loadable checkpoint followed (`protocol.lineage`); None: it followed none."""
     with translated((OSError, *MALFORMED), CheckpointError, f"cannot read {path}", _instead(path)):
         lineage: dict[str, Any] | None = json.loads((path / _MANIFEST).read_bytes())["state"]["learners"][0].get(
             "lineage"
@@ -212,16 +213,8 @@ def _instead(path: Path) -> str:
     return f"resume from {earlier[-1]} instead" if earlier else "there is no earlier one, start afresh"
 
 
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _pack(value: Any, tensors: dict[str, Tensor], name: str) -> Any:
-    """`value` as JSON, with its tensors moved to `tensors`."""
+    """`value` as plain JSON values, with its tensors moved to `tensors`."""
     if isinstance(value, Tensor):
         tensors[name] = value.detach()
         return {"__tensor__": name}
@@ -239,7 +232,7 @@ def _pack(value: Any, tensors: dict[str, Tensor], name: str) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise CheckpointError(
-        f"{name} is a {type(value).__name__}, which a checkpoint cannot hold; use tensors and plain values"
+        f"{name} is a {type(value).__name__}, which a checkpoint cannot store; use tensors and plain values"
     )
 
 
@@ -258,16 +251,16 @@ def _unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
 
 
 def _separate(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """CPU copies where a tensor is not alone in its storage, as safetensors requires."""
+    """The tensors on the CPU, each in a storage of its own, as safetensors requires."""
     seen: set[int] = set()
     separate = {}
     for name, tensor in tensors.items():
-        alone = tensor.detach().cpu().contiguous()
-        storage = alone.untyped_storage()
-        if storage.data_ptr() in seen or storage.nbytes() != alone.nbytes:
-            alone = alone.clone()
-        seen.add(alone.untyped_storage().data_ptr())
-        separate[name] = alone
+        own = tensor.detach().cpu().contiguous()
+        storage = own.untyped_storage()
+        if storage.data_ptr() in seen or storage.nbytes() != own.nbytes:
+            own = own.clone()
+        seen.add(own.untyped_storage().data_ptr())
+        separate[name] = own
     return separate
 
 
@@ -283,15 +276,15 @@ def random_state() -> dict[str, Any]:
 
 
 def to_bytes(state: dict[str, Any]) -> Tensor:
-    """A state (as `save_checkpoint` takes it) as one vector of uint8, to be sent; `from_bytes` reads it."""
+    """Encode a state (as for `save_checkpoint`) as one vector of uint8."""
     tensors: dict[str, Tensor] = {}
     plain = json.dumps(_pack(state, tensors, ""))
     return torch.frombuffer(bytearray(save_tensors(_separate(tensors), metadata={"state": plain})), dtype=torch.uint8)
 
 
 def from_bytes(raw: Tensor) -> dict[str, Any]:
-    """The state that `to_bytes` encoded. Raises CheckpointError for anything else."""
-    advice = "send what to_bytes made"
+    """Decode a state that `to_bytes` encoded. Raises CheckpointError for other bytes."""
+    advice = "decode only bytes that to_bytes encoded"
     with translated((SafetensorError, *MALFORMED), CheckpointError, "a state cannot be read from bytes", advice):
         content = raw.numpy().tobytes()
         header_bytes = int.from_bytes(content[:8], "little")
@@ -301,7 +294,7 @@ def from_bytes(raw: Tensor) -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Continue every generator where `random_state` left it."""
+    """Restore every generator from `random_state`."""
     random.setstate(state["python"])
     kind, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))

@@ -1,4 +1,4 @@
-"""The global model on the held-out part, without touching the model being trained."""
+"""The held-out loss of a global model, and a sample of its text. The model that is being trained does not change."""
 
 import hashlib
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -14,6 +14,7 @@ from diloco.training.data.streams import held_out_batches
 from diloco.training.learners import AnyLearner
 
 BATCH = 32
+TEMPERATURE = 0.8
 
 
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -27,7 +28,7 @@ def evaluate(model: nn.Module, state: Mapping[str, Tensor], batches: Sequence[Te
     device = next(model.parameters()).device
     total, count = torch.zeros((), dtype=torch.float64), 0
     with _evaluating(model):
-        values = _fitted(model, state)
+        values = _matched(model, state)
         for batch in batches:
             batch = batch.to(device)
             logits = torch.func.functional_call(model, values, (batch[:, :-1],)).logits
@@ -39,40 +40,27 @@ def evaluate(model: nn.Module, state: Mapping[str, Tensor], batches: Sequence[Te
 
 @torch.no_grad()
 def sample_bytes(
-    model: nn.Module,
-    state: Mapping[str, Tensor],
-    *,
-    prompt: str,
-    num_bytes: int,
-    context: int,
-    seed: int = 0,
-    temperature: float = 0.8,
+    model: nn.Module, state: Mapping[str, Tensor], *, prompt: str, num_bytes: int, context: int, seed: int = 0
 ) -> str:
-    """Text continued by a byte model; `context` is the longest input it takes. Same arguments, same text."""
+    """Text that a byte model generates after a prompt; the same for the same arguments.
+
+    Arguments:
+        context: the longest input of the model, in tokens.
+    """
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt.encode()) or [ord("\n")]
-    start = len(prompt.encode())
     with _evaluating(model):
-        values = _fitted(model, state)
+        values = _matched(model, state)
         for _ in range(num_bytes):
             window = torch.tensor([tokens[-context:]], device=device)
             logits = torch.func.functional_call(model, values, (window,)).logits[0, -1, :256]
-            chances = torch.softmax(logits.float().cpu() / temperature, dim=-1)
-            tokens.append(int(torch.multinomial(chances, 1, generator=generator)))
-    return bytes(tokens[-num_bytes:] if start == 0 else tokens[start:]).decode("utf-8", errors="replace")
+            probabilities = torch.softmax(logits.float().cpu() / TEMPERATURE, dim=-1)
+            tokens.append(int(torch.multinomial(probabilities, 1, generator=generator)))
+    return bytes(tokens[len(tokens) - num_bytes :]).decode("utf-8", errors="replace")
 
 
-def digest_of(state: Mapping[str, Tensor]) -> str:
-    """A digest of names and values."""
-    found = hashlib.blake2b(digest_size=16)
-    for name, tensor in state.items():
-        found.update(name.encode())
-        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
-
-
-def _fitted(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _matched(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """`state` in the devices and dtypes of `model`, with one name for each tied tensor."""
     values: dict[int, tuple[str, Tensor]] = {}
     for name, own in model.state_dict(keep_vars=True).items():
@@ -92,10 +80,11 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 class HeldOutEvaluator:
-    """Evaluates a learner's global model on the run's held-out sequences, and need not do so twice.
+    """Evaluates a learner's global model on the held-out sequences of a run, each global model once.
 
     Arguments:
-        losses: where several judges share what they found: by the digest of the global model.
+        losses: losses by the digest of the global model, shared by the evaluators of one process; None: this evaluator
+            remembers its last loss.
     """
 
     def __init__(
@@ -106,39 +95,45 @@ class HeldOutEvaluator:
         self._context = config.data.sequence_length
         self._is_bytes = corpus.is_bytes
         self._batches = held_out_batches(corpus, self._context, config.evaluate.sequences, BATCH)
-        self._shared = losses is not None
+        self._is_shared = losses is not None
         self._losses: dict[Hashable, float] = {} if losses is None else losses
 
     @property
     def num_sequences(self) -> int:
-        """How many sequences a loss is the mean of."""
+        """Number of sequences that a loss averages."""
         return sum(len(batch) for batch in self._batches)
 
     def known(self, learner: AnyLearner) -> float | None:
-        """The loss of the learner's present global model, if it was evaluated before."""
+        """The loss of the learner's current global model; None: it has not been evaluated."""
         return self._losses.get(self._key(learner))
 
     def loss(self, state: Mapping[str, Tensor]) -> float:
-        """The held-out loss of a global model in nats per token; the model being trained stays as it is."""
+        """The held-out loss of a global model, in nats per token."""
         return evaluate(self._model, state, self._batches)
 
     def remember(self, learner: AnyLearner, loss: float) -> None:
-        """Remember the loss of the learner's present global model."""
-        if not self._shared:
-            self._losses.clear()  # the last one is enough
+        """Store the loss of the learner's current global model."""
+        if not self._is_shared:
+            self._losses.clear()
         self._losses[self._key(learner)] = loss
 
     def _key(self, learner: AnyLearner) -> Hashable:
-        return digest_of(learner.global_state_dict()) if self._shared else (learner.steps, learner.versions)
+        return _digest_of(learner.global_state_dict()) if self._is_shared else (learner.steps, learner.versions)
 
     def sample(self, state: Mapping[str, Tensor]) -> str:
-        """Text that a global model writes after the run's prompt; empty where its tokens are not bytes."""
-        if not (self._is_bytes and self._table.sample_bytes):
+        """Text that a global model generates after the run's prompt; empty unless its tokens are bytes."""
+        table = self._table
+        if not (self._is_bytes and table.sample_bytes):
             return ""
         return sample_bytes(
-            self._model,
-            state,
-            prompt=self._table.prompt,
-            num_bytes=self._table.sample_bytes,
-            context=self._context,
+            self._model, state, prompt=table.prompt, num_bytes=table.sample_bytes, context=self._context
         )
+
+
+def _digest_of(state: Mapping[str, Tensor]) -> str:
+    """A digest of names and values."""
+    found = hashlib.blake2b(digest_size=16)
+    for name, tensor in state.items():
+        found.update(name.encode())
+        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()

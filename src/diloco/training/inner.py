@@ -1,4 +1,4 @@
-"""The inner step: forward, backward, clip, optimizer. It knows nothing of other learners."""
+"""The inner step: forward, backward, clip, optimizer. No other learner takes part in it."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,9 +16,9 @@ from diloco.training.rank_group import synchronised
 
 @contextmanager
 def flushed_denormals(enabled: bool) -> Iterator[None]:
-    """Treat magnitudes below 2⁻¹²⁶ as zero inside: they slow small models down, and an inner step does not need them.
+    """Treat magnitudes below 2⁻¹²⁶ as zero: they slow small models down, and an inner step does not need them.
 
-    The setting belongs to the calling thread and to threads it starts meanwhile, so start none inside.
+    The setting applies to the calling thread and to threads that it starts meanwhile, so start none inside.
     """
     if enabled:
         torch.set_flush_denormal(True)
@@ -50,7 +50,7 @@ class InnerStep:
         self._optimizer = optimizer
         self._peaks: list[float] = [group["lr"] for group in optimizer.param_groups]
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._left_alone: tuple[nn.Parameter, ...] = ()
+        self._excluded: tuple[nn.Parameter, ...] = ()
         self._accumulate = table.accumulate
         self._clip = float("inf") if table.clip is None else table.clip
         self._flush = table.flush_denormals
@@ -62,19 +62,19 @@ class InnerStep:
             table.autocast == "auto" and device.type == "cuda" and supported
         )
 
-    def leave_alone(self, parameters: Sequence[nn.Parameter]) -> None:
-        """These get no gradient from here on, so no optimizer changes them."""
-        self._left_alone = tuple(parameters)
+    def exclude(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Compute no gradients of these parameters in later steps, so that no optimizer changes them."""
+        self._excluded = tuple(parameters)
 
     def run(self, batch: Tensor, lr_factor: float) -> StepResult:
         """Take an optimizer step on int64 `batch` (B, T + 1) in `accumulate` equal micro-batches.
 
-        `lr_factor`: share of its peak learning rate that every parameter group has in this step.
+        `lr_factor` scales the peak learning rate of every parameter group in this step.
         """
         for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = peak * lr_factor
         total = torch.zeros((), device=self._device)
-        with flushed_denormals(self._flush), self._without_gradients():
+        with flushed_denormals(self._flush), self._without_excluded():
             parts = batch.to(self._device, non_blocking=True).chunk(self._accumulate)
             for part in parts:
                 with synchronised(self._model, last=part is parts[-1]):
@@ -88,21 +88,21 @@ class InnerStep:
         return StepResult(total, norm)
 
     @contextmanager
-    def _without_gradients(self) -> Iterator[None]:
-        """Skip gradients of parameters that are left alone; under DDP drop them afterwards."""
-        spared = () if isinstance(self._model, DistributedDataParallel) else self._left_alone
-        for parameter in spared:
+    def _without_excluded(self) -> Iterator[None]:
+        """Compute no gradients of excluded parameters; under DDP drop these gradients afterwards."""
+        frozen = () if isinstance(self._model, DistributedDataParallel) else self._excluded
+        for parameter in frozen:
             parameter.requires_grad_(False)
         try:
             yield
         finally:
-            for parameter in spared:
+            for parameter in frozen:
                 parameter.requires_grad_(True)
-            for parameter in self._left_alone:
+            for parameter in self._excluded:
                 parameter.grad = None
 
     def _update(self) -> Tensor:
-        """Clip and step. The hook runs after the one that exchanges gradients: it clips their mean."""
+        """Clip and step. The hook runs after the hook that exchanges gradients, so it clips their mean."""
         norms = []
 
         def clip(*_: object) -> None:

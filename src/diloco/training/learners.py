@@ -1,20 +1,27 @@
-"""The learner that exchanges nothing, with the methods of `diloco.Learner` that the trainer uses."""
+"""Learners of the reference trainer: one without an exchange, and the ranks of a process group."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from diloco.core.fragments import Layout
+from diloco.core.method import Method
 from diloco.errors import CheckpointError
+from diloco.exchange.base import FlatModel, Overview, StartingState
+from diloco.exchange.collective import Collective
 from diloco.learner import Learner
 
 
 class StandaloneLearner:
-    """A learner without an exchange: the data-parallel baseline in one process, the warm start, the isolated learner.
+    """A learner without an exchange: the data-parallel baseline, the warm start, the isolated learner.
 
-    Every step counts as `tokens_per_step` tokens of the run: what the baseline and the warm start train, and what the
-    isolated learner and its peers would train together, so that all of them stop after as many steps.
+    It has the methods of `diloco.Learner` that the trainer calls. Every step counts as `tokens_per_step` tokens of the
+    run: the baseline and the warm start train that many, and an isolated learner would together with its peers. So all
+    of them stop after the same number of steps.
     """
 
     versions: tuple[int, ...] = ()
@@ -35,10 +42,10 @@ class StandaloneLearner:
         self.run_tokens += self._tokens_per_step
 
     def log(self, *, training_loss: float | None = None, held_out_loss: float | None = None) -> None:
-        """Do nothing: there is no syncer to tell."""
+        """Do nothing: no syncer receives losses."""
 
     def global_state_dict(self) -> Mapping[str, Tensor]:
-        """The global model, which is the model itself without an exchange."""
+        """The learner's own model, which is the global one without an exchange."""
         return {name: tensor.detach() for name, tensor in self._model.state_dict().items()}
 
     def state_dict(self) -> dict[str, Any]:
@@ -46,7 +53,7 @@ class StandaloneLearner:
         return {"type": "alone", "steps": self.steps, "run_tokens": self.run_tokens}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Continue from saved counters. Raises CheckpointError when another kind of learner wrote them."""
+        """Continue from saved counters. Raises CheckpointError for the state of a learner with an exchange."""
         if state.get("type") != "alone":
             raise CheckpointError("the checkpoint was written by a learner with an exchange; resume it with one")
         self.steps = int(state["steps"])
@@ -65,4 +72,51 @@ class StandaloneLearner:
 
 
 AnyLearner = Learner | StandaloneLearner
-"""What the trainer trains with."""
+
+Attach = Callable[[nn.Module, torch.optim.Optimizer, int, int], AnyLearner]
+"""Makes the learner that exchanges: (model, inner optimizer, inner steps done, tokens that the run has trained)."""
+
+
+class WarmStartedCollective(Collective):
+    """A process group whose run has already made `step` inner steps and trained `tokens` tokens."""
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None, *, step: int, tokens: int) -> None:
+        super().__init__(process_group)
+        self._step = step
+        self._tokens_before = tokens
+
+    def open(
+        self, layout: Layout, method: Method, initial: Callable[[], FlatModel], *, overlap: int | None = None
+    ) -> StartingState:
+        opened = super().open(layout, method, initial, overlap=overlap)
+        return replace(opened, step=self._step, run_tokens=self._tokens_before)
+
+    @property
+    def overview(self) -> Overview:
+        overview = super().overview
+        return replace(overview, run_tokens=self._tokens_before + (overview.run_tokens or 0))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of `Collective`, with the tokens of the warm start."""
+        return super().state_dict() | {"tokens_before": self._tokens_before}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
+        loaded = super().load_state_dict(state)
+        self._tokens_before = state["tokens_before"]
+        return loaded
+
+
+def attach_to_group(
+    process_group: dist.ProcessGroup, method: Method, trains: Sequence[str] = (), overlap: int | None = None
+) -> Attach:
+    """A function that makes each rank of a process group a learner by `method`.
+
+    Arguments:
+        trains: patterns of the names of the parameters that this learner trains; empty: all.
+    """
+
+    def attach(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, tokens: int) -> AnyLearner:
+        exchange = WarmStartedCollective(process_group, step=steps, tokens=tokens)
+        return Learner(model, optimizer, method=method, exchange=exchange, trains=trains or None, overlap=overlap)
+
+    return attach

@@ -1,5 +1,4 @@
-"""Build the model a run file describes: any causal language model of transformers, from a configuration or with
-weights."""
+"""Build the model of a run file: any causal language model of transformers, from a configuration or from weights."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,10 +28,10 @@ SMALL_LLAMA: dict[str, Any] = {
 
 
 def model_config(table: ModelTable, vocab_size: int, sequence_length: int) -> PreTrainedConfig:
-    """The transformers configuration of a run; the table's own settings come last.
+    """The transformers configuration of a run; the settings of the table override those of a config file.
 
-    Raises ConfigError for an unknown model type or an unknown setting (with the nearest known one), or an unreadable
-    config file.
+    Raises ConfigError for an unknown model type or setting (naming the nearest known one), and for an unreadable config
+    file.
     """
     if table.config is not None:
         if not table.config.is_file():
@@ -58,13 +57,12 @@ def model_config(table: ModelTable, vocab_size: int, sequence_length: int) -> Pr
         config: PreTrainedConfig = config_class(**{**base, **table.settings, "use_cache": False})
     own_size = config.get_text_config().vocab_size
     if own_size < vocab_size:
-        raise ConfigError(f"model.vocab_size = {own_size} is below the data's {vocab_size}; leave it out or raise it")
+        raise ConfigError(f"model.vocab_size = {own_size} is below the data's {vocab_size}; remove or raise it")
     return config
 
 
 def build_model(table: ModelTable, vocab_size: int, sequence_length: int, seed: int) -> PreTrainedModel:
-    """The model in its initial state: from `seed` alone, or from `model.weights`. The caller's random state is left as
-    it was.
+    """The model in its initial state: from `seed` alone, or from `model.weights`. It does not change the random state.
 
     Raises ConfigError when the configuration or the weights cannot be used.
     """
@@ -85,7 +83,7 @@ def build_model(table: ModelTable, vocab_size: int, sequence_length: int, seed: 
 
 
 def _pretrained(table: ModelTable, weights: str, dtype: torch.dtype) -> PreTrainedModel:
-    """A model from a directory or from the hub, with its own configuration."""
+    """A model of a directory or of the hub, with its own configuration."""
     if table.settings or table.config is not None:
         raise ConfigError(f"model.weights = {weights} brings its own configuration; remove the other keys of [model]")
     failed, advice = f"cannot load model.weights = {weights}", "give a directory or a hub name"
@@ -98,7 +96,7 @@ def _pretrained(table: ModelTable, weights: str, dtype: torch.dtype) -> PreTrain
 
 
 def load_weights(model: PreTrainedModel, path: Path) -> None:
-    """Fill `model` from a safetensors file. Raises ConfigError when it cannot be read or does not fit."""
+    """Load a safetensors file into `model`. Raises ConfigError when it cannot be read or does not fit."""
     failed = f"cannot read the weights {path}"
     with translated((OSError, SafetensorError), ConfigError, failed, "give a safetensors file"):
         weights = load_file(path)
@@ -108,9 +106,9 @@ def load_weights(model: PreTrainedModel, path: Path) -> None:
 
 
 def load_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Fill `model` from `state`, which may hold a tied weight under any of its names.
+    """Load `state` into `model`; a tied weight may have any of its names.
 
-    Raises LayoutError naming the first tensor that is missing, unknown or of another shape.
+    Raises LayoutError that names the first tensor that is missing, unknown or of another shape.
     """
     own = model.state_dict(keep_vars=True)
     filled = set()

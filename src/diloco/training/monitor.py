@@ -1,115 +1,182 @@
-"""Watches a part of a run train: how fast, what it adopts, what it waits for, and how good the global model is."""
+"""Reports of a learner's training: events for programs, a status for people, points for trackers, held-out losses."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
 
 from diloco import events as ev
 from diloco.config import RunConfig
+from diloco.event_log import EventLog
+from diloco.tracking.feed import Feed
+from diloco.tracking.values import Point, learner_values, trainer_point
 from diloco.training.held_out import HeldOutEvaluator
 from diloco.training.inner import StepResult
 from diloco.training.learners import AnyLearner
-from diloco.training.progress import StepStatus
+from diloco.training.progress import ProgressDisplay, StepStatus
 from diloco.training.rank_group import RankGroup
-from diloco.training.reporter import Reporter
-from diloco.training.spec import LearnerSpec, Summary
+from diloco.training.spec import Clock, LearnerSpec, Summary
 from diloco.training.state import TrainingState
 
-Holdings = tuple[tuple[int, str], ...]
+FragmentVersions = tuple[tuple[int, str], ...]
 """The version and digest of each fragment."""
 
 
-def holdings(learner: AnyLearner) -> Holdings:
-    """What a learner has adopted; nothing without an exchange."""
+def fragment_versions(learner: AnyLearner) -> FragmentVersions:
+    """The fragment versions that a learner has adopted; none without an exchange."""
     return tuple(zip(learner.versions, learner.digests, strict=True))
 
 
 class Monitor:
-    """Reports on a part after every step. Every rank of a part has one, since some results are shared."""
+    """Reports on a learner after every step. Every rank has one, since ranks evaluate together; the first one reports.
+
+    Arguments:
+        event_log: path of the events file; None on all ranks but the first, which then report nothing.
+        feed: the trackers of the first rank; None: no trackers.
+    """
 
     def __init__(
         self,
         config: RunConfig,
-        part: LearnerSpec,
-        island: TrainingState,
-        judge: HeldOutEvaluator,
-        job: RankGroup,
-        reporter: Reporter,
+        spec: LearnerSpec,
+        training: TrainingState,
+        evaluator: HeldOutEvaluator,
+        ranks: RankGroup,
+        event_log: Path | None,
+        progress: ProgressDisplay,
+        clock: Clock,
+        feed: Feed | None,
     ) -> None:
-        self._config = config
-        self._part = part
-        self._island = island
-        self._judge = judge
-        self._job = job
-        self._reporter = reporter
+        self._config, self._spec, self._training = config, spec, training
+        self._evaluator, self._ranks, self._clock = evaluator, ranks, clock
+        self._log = None if event_log is None else EventLog(event_log, who=spec.name, clock=clock.stamp)
+        self._progress = ProgressDisplay() if event_log is None else progress
+        self._feed = None if event_log is None else feed
+        self._last_logged = (clock.seconds(), 0)  # time and tokens
+        self._waits = (0.0, 0)
 
-    def begins(self) -> None:
-        """The part is what it will be."""
-        config, part = self._config, self._part
-        self._reporter.append(
+    def append(self, event: ev.Event) -> None:
+        """Write an event."""
+        if self._log is not None:
+            stamped = self._log.append(event)
+            if self._feed is not None and (point := trainer_point(stamped)) is not None:
+                self._feed.put(point)
+
+    def say(self, text: str) -> None:
+        """Show people one sentence about this learner."""
+        self._progress.say(f"{self._spec.name} {text}")
+
+    def prepared(self) -> None:
+        """Report that training starts: model and data are in place, and the next step is the first."""
+        training, role = self._training, self._spec.role
+        self.append(
             ev.RunStarted(
-                run=config.run.name,
-                learners=config.run.learners,
-                num_parameters=sum(p.numel() for p in self._island.model.parameters()),
-                step=self._island.step,
-                tokens=self._island.tokens,
-                role=part.role,
-                shard=None if part.role == "baseline" else part.shard,
-                method=config.method,
+                run=self._config.run.name,
+                learners=self._config.run.learners,
+                num_parameters=sum(p.numel() for p in training.model.parameters()),
+                step=training.step,
+                tokens=training.tokens,
+                role=role,
+                shard=None if role == "baseline" else self._spec.shard,
+                method=self._config.method,
             )
         )
-        held = holdings(self._island.learner)
-        self._reporter.adopted(self._island.step, ((-1, ""),) * len(held), held)
+        held = fragment_versions(training.learner)
+        self._adopted(((-1, ""),) * len(held))
+        for checkpoint in self._spec.unusable:
+            kept, path = str(checkpoint.kept), str(checkpoint.path)
+            self.say(f"cannot use its checkpoint: {checkpoint.error}; the checkpoint is kept as {kept}")
+            self.append(ev.CheckpointUnusable(path=path, kept=kept, error=checkpoint.error))
+        self._last_logged = (self._clock.seconds(), training.tokens)
 
-    def stepped(self, lr: float, result: StepResult, held: Holdings, *, warming_up: bool) -> None:
-        """A step was taken at this learning rate, before which the learner held these fragments."""
-        config, island, step = self._config, self._island, self._island.step
-        self._reporter.adopted(step, held, holdings(island.learner))
+    def stepped(self, lr: float, result: StepResult, before: FragmentVersions, *, warming_up: bool) -> None:
+        """Report one inner step.
+
+        Arguments:
+            lr: learning rate of the step.
+            before: fragment versions that the learner held before the step.
+        """
+        config, training, step = self._config, self._training, self._training.step
+        self._adopted(before)
         if step % config.train.log_every_steps == 0:
-            loss, norm = self._job.mean(float(result.loss)), float(result.gradient_norm)
-            self._reporter.stepped(step, loss=loss, lr=lr, tokens=island.tokens, gradient_norm=norm)
-            self._reporter.exchanged(step, island.learner.metrics())
-            island.learner.log(training_loss=loss)
-        if self._reporter.wants_status():
-            self._reporter.show(self._status(lr, float(result.loss), "warm start" if warming_up else ""))
+            loss = self._ranks.mean(float(result.loss))
+            metrics = training.learner.metrics()
+            self._log_step(loss, lr, float(result.gradient_norm))
+            self._log_exchange(metrics)
+            training.learner.log(training_loss=loss)
+        if self._progress.is_due():
+            self._progress.show(self._status(lr, float(result.loss), "warm start" if warming_up else ""))
         if config.evaluate.every_steps and step % config.evaluate.every_steps == 0:
             self._evaluate()
 
     def finished(self, reason: str, seconds: float, *, evaluates: bool = True) -> Summary:
-        """The last step was taken: evaluate, if there is time for it, and say what the part comes to."""
-        island = self._island
+        """Report the end of training, with a last evaluation unless `evaluates` is False. Returns the summary."""
+        training = self._training
         loss, sample = None, ""
         if evaluates:
             loss = self._evaluate()
-            state = island.learner.global_state_dict()  # every rank has a part in it
-            sample = self._judge.sample(state) if self._job.first else ""
-        step, tokens = island.step, island.tokens
+            state = training.learner.global_state_dict()  # on every rank: all have a part in it
+            sample = self._evaluator.sample(state) if self._ranks.is_first else ""
+        step, tokens = training.step, training.tokens
         if sample:
-            self._reporter.append(ev.Sampled(step=step, prompt=self._config.evaluate.prompt, text=sample))
-        self._reporter.append(ev.Finished(steps=step, tokens=tokens, seconds=seconds, reason=reason, loss=loss))
+            self.append(ev.Sampled(step=step, prompt=self._config.evaluate.prompt, text=sample))
+        self.append(ev.Finished(steps=step, tokens=tokens, seconds=seconds, reason=reason, loss=loss))
         return Summary(
-            name=self._part.name,
-            role=self._part.role,
+            name=self._spec.name,
+            role=self._spec.role,
             reason=reason,
             steps=step,
             tokens=tokens,
-            run_tokens=island.run_tokens,
+            run_tokens=training.run_tokens,
             held_out_loss=loss,
             seconds=seconds,
-            step_s=island.inner_s / max(1, island.num_steps),
+            step_s=training.inner_s / max(1, training.num_steps),
             sample=sample,
-            metrics=island.learner.metrics(),
+            metrics=training.learner.metrics(),
         )
 
+    def _adopted(self, before: FragmentVersions) -> None:
+        """Report the fragments that have another version or digest than before."""
+        after = fragment_versions(self._training.learner)
+        for fragment, (old, new) in enumerate(zip(before, after, strict=True)):
+            if new != old:
+                version, digest = new
+                self.append(ev.Adopted(step=self._training.step, fragment=fragment, version=version, digest=digest))
+
+    def _log_step(self, loss: float, lr: float, gradient_norm: float) -> None:
+        now, tokens = self._clock.seconds(), self._training.tokens
+        since, before = self._last_logged
+        self._last_logged = (now, tokens)
+        rate = (tokens - before) / max(1e-9, now - since)
+        self.append(
+            ev.Stepped(
+                step=self._training.step, loss=loss, lr=lr, tokens=tokens, tokens_per_s=rate,
+                gradient_norm=gradient_norm,
+            )
+        )  # fmt: skip
+
+    def _log_exchange(self, metrics: Mapping[str, Any]) -> None:
+        """Report a learner's counters, and how long its training thread has waited since the last report."""
+        step = self._training.step
+        if self._feed is not None and (values := learner_values(metrics)):
+            self._feed.put(Point(step, self._clock.stamp(), values))
+        seconds, times = float(metrics.get("blocked_s", 0.0)), int(metrics.get("num_blocked", 0))
+        if times > self._waits[1]:
+            self.append(ev.Waited(step=step, seconds=seconds - self._waits[0], times=times - self._waits[1]))
+        self._waits = (seconds, times)
+
     def _status(self, lr: float, loss: float, note: str) -> StepStatus:
-        island, metrics = self._island, self._island.learner.metrics()
+        training, metrics = self._training, self._training.learner.metrics()
         num_bytes = metrics.get("num_bytes", {})
         num_updates = metrics.get("updates", 0)
         return StepStatus(
-            name=self._part.name,
-            step=island.step,
+            name=self._spec.name,
+            step=training.step,
             loss=loss,
             lr=lr,
-            tokens_per_s=island.tokens_per_s,
-            run_tokens=island.run_tokens,
+            tokens_per_s=training.tokens_per_s,
+            run_tokens=training.run_tokens,
             budget=self._config.run.tokens,
-            versions=island.learner.versions,
+            versions=training.learner.versions,
             sent_bytes=num_bytes.get("contributions", 0),
             received_bytes=num_bytes.get("updates", 0) + num_bytes.get("joins", 0),
             participation=metrics["merges"] / num_updates if num_updates else None,
@@ -117,24 +184,30 @@ class Monitor:
         )
 
     def _evaluate(self) -> float:
-        """The global model's loss; the first rank finds it, and all know it."""
-        learner = self._island.learner
-        loss = self._judge.known(learner)
+        """The held-out loss of the global model, on all ranks; the first rank computes it."""
+        learner, step = self._training.learner, self._training.step
+        loss = self._evaluator.known(learner)
         if loss is not None:
             return loss
-        state = learner.global_state_dict()  # every rank has a part in it
-        loss = self._job.shared(self._judge.loss(state) if self._job.first else 0.0)
-        self._judge.remember(learner, loss)
+        state = learner.global_state_dict()  # on every rank: all have a part in it
+        loss = self._ranks.from_first(self._evaluator.loss(state) if self._ranks.is_first else 0.0)
+        self._evaluator.remember(learner, loss)
         learner.log(held_out_loss=loss)
-        step = self._island.step
-        self._reporter.append(
+        self.append(
             ev.Evaluated(
                 step=step,
-                tokens=self._island.run_tokens,
+                tokens=self._training.run_tokens,
                 loss=loss,
-                num_sequences=self._judge.num_sequences,
+                num_sequences=self._evaluator.num_sequences,
                 versions=learner.versions,
             )
         )
-        self._reporter.say(f"step {step}: held-out loss of the global model {loss:.4f}")
+        self.say(f"step {step}: held-out loss of the global model {loss:.4f}")
         return loss
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._log is not None:
+            self._log.close()

@@ -13,10 +13,10 @@ from diloco.errors import ConfigError
 
 
 class Chained(torch.optim.Optimizer):
-    """Several optimizers over different parameters of one model, as one torch optimizer: stepped together, in order.
+    """Several optimizers over different parameters of one model as one torch optimizer, stepped together in order.
 
-    It has all their parameter groups and all their state, in the very dicts that they use, so that schedules, hooks,
-    checkpoints and `diloco.Learner` need not know. Raises ValueError when two optimizers share a parameter.
+    It shares the parameter groups and state dicts of the optimizers, so that schedules, hooks, checkpoints and
+    `diloco.Learner` work as with one optimizer. Raises ValueError when two optimizers share a parameter.
 
     Example: `Chained([torch.optim.Muon(matrices), torch.optim.AdamW(others)])`.
     """
@@ -30,7 +30,7 @@ class Chained(torch.optim.Optimizer):
         self._link()
 
     def _link(self) -> None:
-        """Make every optimizer work on its part of this one's groups, and on this one's state."""
+        """Share this optimizer's groups and state with the chained ones."""
         start = 0
         for each in self.optimizers:
             stop = start + len(each.param_groups)
@@ -40,13 +40,13 @@ class Chained(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from `state_dict()` of the same optimizers over the same parameters."""
-        super().load_state_dict(dict(state_dict))  # puts new dicts in the place of groups and state
+        super().load_state_dict(dict(state_dict))  # replaces the dicts of groups and state
         self._link()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only while this is made: a group belongs to one of the optimizers. Raises ConfigError afterwards."""
+        """Raise ConfigError after construction: a group belongs to one of the chained optimizers."""
         if self.optimizers:
-            raise ConfigError("a chained optimizer takes no more groups; give them to one of its optimizers.")
+            raise ConfigError("a chained optimizer accepts no more groups; add them to one of its optimizers before.")
         super().add_param_group(param_group)
 
     @overload
@@ -65,10 +65,10 @@ class Chained(torch.optim.Optimizer):
 
 
 def hidden_matrices(model: nn.Module) -> list[Parameter]:
-    """The trainable two-dimensional parameters between embeddings and head, in model order: what Muon is for.
+    """The matrices that Muon trains: trainable two-dimensional parameters between embeddings and head, in model order.
 
-    Embeddings are the weights of `nn.Embedding` modules; the head is what `model.get_output_embeddings()` gives, where
-    there is such a method. A head that is tied to an embedding is that embedding.
+    Embeddings are the weights of `nn.Embedding` modules; the head is the result of `model.get_output_embeddings()`, if
+    the model has this method. A tied head is the embedding itself.
     """
     outer = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     get_head = getattr(model, "get_output_embeddings", None)
@@ -79,8 +79,7 @@ def hidden_matrices(model: nn.Module) -> list[Parameter]:
 
 
 def untrained_parameters(model: nn.Module, patterns: Sequence[str]) -> list[Parameter]:
-    """The parameters that a learner leaves alone which trains those whose names match the patterns; none where there
-    are no patterns.
+    """The parameters that a learner does not train: those whose names match none of `patterns`. No patterns: none.
 
     Raises ConfigError for a pattern that matches nothing.
     """
@@ -97,8 +96,7 @@ def untrained_parameters(model: nn.Module, patterns: Sequence[str]) -> list[Para
 
 
 def make_optimizer(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
-    """The inner optimizer of a run, with decay on matrices only. Raises ConfigError where Muon would have nothing to
-    train.
+    """The inner optimizer of a run, with weight decay on matrices only. Raises ConfigError if Muon finds no matrix.
 
     Muon orthogonalises the momentum of a matrix by Newton-Schulz iterations (Jordan et al. 2024). Under
     "match_rms_adamw" its updates have the size of AdamW's, so that one learning rate serves both (Liu et al. 2025,
@@ -128,7 +126,7 @@ def _muon(parameters: Sequence[Parameter], table: InnerTable) -> torch.optim.Muo
 
 
 def _adamw(parameters: Sequence[Parameter], table: InnerTable) -> torch.optim.AdamW:
-    """The fused form is the fastest on CPU and CUDA alike."""
+    """AdamW in its fused form, which is the fastest on CPU and CUDA."""
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": table.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
@@ -139,9 +137,9 @@ def _adamw(parameters: Sequence[Parameter], table: InnerTable) -> torch.optim.Ad
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Continue from a saved state, under the hyperparameters that `optimizer` has now.
+    """Load a saved state into `optimizer`, which keeps its own hyperparameters.
 
-    Raises ValueError when the state is of another kind of optimizer or of other parameters.
+    Raises ValueError for the state of another kind of optimizer or of other parameters.
     """
     now = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     saved = [set(group) - {"params"} for group in state["param_groups"]]
@@ -153,9 +151,9 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer, config: RunConfig) -> str:
-    """The end of a sentence about a learner: which parameters are trained by what, and why."""
+    """Describe which parameters the optimizer trains; the end of a sentence about a learner."""
     if config.inner_optimizer == "adamw":
         return "trains every parameter by AdamW"
     num_matrices = sum(len(group["params"]) for group in optimizer.param_groups if "ns_steps" in group)
-    why = "" if config.inner.optimizer is not None else f", as {MUON_PRESET} has it; inner.optimizer chooses another"
+    why = "" if config.inner.optimizer is not None else f", as in {MUON_PRESET}; inner.optimizer selects another"
     return f"trains {num_matrices} hidden matrices by Muon and the rest by AdamW{why}"

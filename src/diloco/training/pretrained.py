@@ -1,7 +1,7 @@
-"""Write a global model as a directory that `transformers` loads with `from_pretrained`."""
+"""Export a global model as a directory that `from_pretrained` of transformers loads."""
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from diloco.config import RunConfig
@@ -23,31 +23,19 @@ from diloco.training.model import build_model, load_state
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_BYTES_NOTE = """# Tokens
 
-This model reads and writes bytes: token i is the byte i of UTF-8 text, and there are no other tokens. Byte 0 ends a
-text. `AutoTokenizer` loads a tokenizer that does this; without it:
+def export_run(state: Mapping[str, Tensor], config: RunConfig, out_dir: Path) -> int:
+    """Write the model of a run and its tokenizer. Returns the number of parameters, tied ones counted once.
 
-    ids = torch.tensor([list("def ".encode())])
-    text = bytes(model.generate(ids, max_new_tokens=100, do_sample=True)[0].tolist()).decode(errors="replace")
-"""
-
-
-def save_pretrained(
-    state: Mapping[str, Tensor], model_config: PreTrainedConfig, out_dir: Path, beside: Callable[[Path], None]
-) -> None:
-    """Write `config.json` and `model.safetensors` of the model that `state` holds; a tied weight may bear either name.
-
-    Arguments:
-        beside: writes what belongs to it into a directory, such as its tokenizer.
-
-    Raises LayoutError when `state` is not a model of this configuration, StoreError when `out_dir` cannot be written:
-    every file in it is as before then, or whole.
+    A tied weight of `state` may have any of its names. Raises LayoutError when `state` is not a model of this run, and
+    StoreError when `out_dir` cannot be written; every file in it is then unchanged, or complete.
     """
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(model_config, dtype=_dtype(state))
+    vocab_size, tokenizer = vocabulary(config)
+    built = build_model(config.model, vocab_size, config.data.sequence_length, config.run.seed)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(built.config, dtype=_dtype(state))
     load_state(model, state)
-    model.config.use_cache = True  # off in training, wanted for generation
-    # Written beside its place and then moved, so that a directory of that name is always whole.
+    model.config.use_cache = True  # off in training, on for generation
+    # The files are written to another directory and then moved, so each file of the export is always complete.
     partial = out_dir.with_name(f".{out_dir.name}.partial")
     failed, advice = f"cannot write the model to {out_dir}", "free disk space or choose another directory"
     try:
@@ -55,39 +43,23 @@ def save_pretrained(
             shutil.rmtree(partial, ignore_errors=True)
             with _without_progress_bar():
                 model.save_pretrained(partial)
-            beside(partial)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(partial)
             out_dir.mkdir(parents=True, exist_ok=True)
             for file in partial.iterdir():
                 file.replace(out_dir / file.name)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def export_run(state: Mapping[str, Tensor], config: RunConfig, out_dir: Path) -> int:
-    """Write the model of a run, as `save_pretrained`, with its tokenizer or a note on its tokens beside it.
-
-    Returns the number of parameters, tied ones counted once.
-    """
-    vocab_size, tokenizer = vocabulary(config)
-    model = build_model(config.model, vocab_size, config.data.sequence_length, config.run.seed)
-
-    def write_tokenizer(directory: Path) -> None:
-        if tokenizer is not None:
-            tokenizer.save_pretrained(directory)
-        if tokenizer is not None and _tokenizer_name(config) == "bytes":
-            (directory / "TOKENS.md").write_text(_BYTES_NOTE, encoding="utf-8")
-
-    save_pretrained(state, model.config, out_dir, write_tokenizer)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def checkpoint_state(path: Path) -> dict[str, Tensor]:
-    """The global model in a learner's checkpoint. Raises CheckpointError when it cannot be read."""
+    """The global model of a learner's checkpoint. Raises CheckpointError when it cannot be read."""
     return global_model(load_checkpoint(path))
 
 
 def global_model(saved: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The global model of a saved state: the newest adopted one, or the own model without outer gradients."""
+    """The global model of a saved state: the newest adopted one, or the learner's own without outer gradients."""
     state: dict[str, Tensor] = saved["model"]
     if saved["layout"] is None:
         return state
@@ -100,7 +72,7 @@ def global_model(saved: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def merge_fragments(layout: Layout, thetas: Sequence[Tensor], static: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Named tensors in their own dtypes from the flat fp32 fragments, and the static ones, which are not trained."""
+    """Named tensors in their own dtypes from flat fp32 fragments, with the static tensors, which are not trained."""
     state = dict(static)
     for fragment, theta in zip(layout.fragments, thetas, strict=True):
         dtypes = {placement.spec.name: placement.spec.dtype for placement in fragment.tensors}
@@ -109,7 +81,7 @@ def merge_fragments(layout: Layout, thetas: Sequence[Tensor], static: Mapping[st
 
 
 def vocabulary(config: RunConfig) -> "tuple[int, PreTrainedTokenizerBase | None]":
-    """Vocabulary size and tokenizer of a run, without reading its data; files of tokens have no tokenizer."""
+    """Vocabulary size and tokenizer of a run, without reading its data; token files have no tokenizer."""
     name = _tokenizer_name(config)
     if name != "bytes":
         tokenizer = load_tokenizer(name)
@@ -120,7 +92,7 @@ def vocabulary(config: RunConfig) -> "tuple[int, PreTrainedTokenizerBase | None]
 
 
 def _tokenizer_name(config: RunConfig) -> str:
-    """`bytes`, or what `load_tokenizer` takes."""
+    """`bytes`, or the argument of `load_tokenizer`."""
     directory = config.data.directory
     return config.data.tokenizer if directory is None else read_index(directory).tokenizer_name
 
@@ -131,7 +103,7 @@ def _dtype(state: Mapping[str, Tensor]) -> torch.dtype:
 
 @contextmanager
 def _without_progress_bar() -> Iterator[None]:
-    """transformers draws one on standard error for every file it writes."""
+    """Hide the progress bar that transformers draws for every file that it writes."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

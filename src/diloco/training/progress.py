@@ -1,4 +1,4 @@
-"""How a person sees a learner's progress: one live line in a terminal, plain lines elsewhere, or nothing."""
+"""Display of a learner's progress for people: a live line in a terminal, plain lines elsewhere, or nothing."""
 
 import time
 from collections.abc import Callable
@@ -25,7 +25,7 @@ class StepStatus:
     versions: tuple[int, ...] = ()
     sent_bytes: int = 0
     received_bytes: int = 0
-    participation: float | None = None  # share of the merges it has heard of that this learner took part in
+    participation: float | None = None  # share of the merges known to this learner that include its work
     note: str = ""
 
     def line(self) -> str:
@@ -41,58 +41,52 @@ class StepStatus:
             low, high = min(self.versions), max(self.versions)
             parts.append(f"versions {low}" if low == high else f"versions {low}-{high}")
         if self.sent_bytes or self.received_bytes:
-            parts.append(f"up {_megabytes(self.sent_bytes)} down {_megabytes(self.received_bytes)}")
+            parts.append(f"up {self.sent_bytes / 1e6:.2f} MB down {self.received_bytes / 1e6:.2f} MB")
         if self.participation is not None:
             parts.append(f"participation {self.participation:.0%}")
         return " | ".join([*parts, self.note] if self.note else parts)
 
 
-def _megabytes(num_bytes: int) -> str:
-    return f"{num_bytes / 1e6:.2f} MB"
-
-
 class ProgressDisplay:
-    """Shows nothing; its subclasses show the state of things."""
+    """A display that shows nothing; its subclasses show a status every few seconds."""
 
-    def wants(self) -> bool:
-        """Whether it is time to show something: computing a status may wait for the device."""
+    def is_due(self) -> bool:
+        """Whether to show a status now; computing one may wait for the device."""
         return False
 
     def show(self, status: StepStatus) -> None:
-        """Show the state of things."""
+        """Show a status."""
 
     def say(self, text: str) -> None:
-        """Show one sentence that stays."""
+        """Show a sentence that stays visible."""
 
     def close(self) -> None:
-        """Leave the terminal in good order."""
+        """Restore the terminal."""
 
 
-class _Paced(ProgressDisplay):
-    """Wants a status every `every_s` seconds."""
+class _PeriodicDisplay(ProgressDisplay):
+    """A display that shows a status every `every_s` seconds."""
 
     def __init__(self, every_s: float, clock: Callable[[], float]) -> None:
         self._every_s, self._clock = every_s, clock
-        self._next = clock()
+        self._due_at = clock()
 
-    def wants(self) -> bool:
-        return self._clock() >= self._next
+    def is_due(self) -> bool:
+        if self._clock() < self._due_at:
+            return False
+        self._due_at = self._clock() + self._every_s
+        return True
 
-    def _shown(self) -> None:
-        self._next = self._clock() + self._every_s
 
-
-class LineProgress(_Paced):
-    """A line every so often, for logs and pipes. A line that a full disk refuses is missing there; training goes
-    on."""
+class LineProgress(_PeriodicDisplay):
+    """Plain lines for logs and pipes. Where a full disk refuses a line, it is lost and training continues."""
 
     def __init__(self, file: TextIO, every_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(every_s, clock)
         self._file = file
 
     def show(self, status: StepStatus) -> None:
-        """Print the line."""
-        self._shown()
+        """Print the status as a line."""
         self.say(status.line())
 
     def say(self, text: str) -> None:
@@ -101,8 +95,8 @@ class LineProgress(_Paced):
             print(text, file=self._file, flush=True)
 
 
-class LiveProgress(_Paced):
-    """One line that is redrawn in place, for a terminal."""
+class LiveProgress(_PeriodicDisplay):
+    """One line of a terminal that is redrawn in place."""
 
     def __init__(self, console: Console, every_s: float = 0.25, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(every_s, clock)
@@ -111,18 +105,17 @@ class LiveProgress(_Paced):
 
     def show(self, status: StepStatus) -> None:
         """Redraw the line."""
-        self._shown()
         self._live.update(Text(status.line()), refresh=True)
 
     def say(self, text: str) -> None:
-        """Print above the line."""
+        """Print a sentence above the line."""
         self._live.console.print(text, markup=False, highlight=False)
 
     def close(self) -> None:
-        """Leave the last state on the screen."""
+        """Leave the last status on the screen."""
         self._live.stop()
 
 
 def make_progress(file: TextIO, every_s: float) -> ProgressDisplay:
-    """A live line when `file` is a terminal, plain lines otherwise."""
+    """A live line if `file` is a terminal, plain lines otherwise."""
     return LiveProgress(Console(file=file)) if file.isatty() else LineProgress(file, every_s)

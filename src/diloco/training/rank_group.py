@@ -1,7 +1,7 @@
-"""The processes that act together: the ranks that torchrun started, or just this one.
+"""The ranks that train one learner: those that torchrun started, or this process alone.
 
-As one learner they hold the same model, share every batch, and agree on when to stop; the first rank speaks, writes and
-saves for all.
+All ranks hold the same model, share every batch, and stop after the same step. The first rank logs, writes events and
+saves checkpoints for all.
 """
 
 import os
@@ -18,14 +18,14 @@ from diloco.errors import ConfigError
 from diloco.exchange.group import Group
 
 TIMEOUT_S = 24 * 3600.0
-"""How long a rank waits for the first one, which may itself wait for other learners. A rank that dies is noticed at
+"""Timeout of waiting for the first rank, which may itself wait for other learners. The death of a rank is noticed at
 once."""
 
 
 class RankGroup:
-    """Ranks that act together. Without a group this process is alone, and everything is local.
+    """Ranks that act together; a process without a process group is its only rank.
 
-    Every method but `rows` and `synchronised` is called by all ranks in the same order.
+    All ranks must call every method but `rows` and `synchronised` in the same order.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
@@ -35,12 +35,12 @@ class RankGroup:
         self.size = 1 if self._group is None else self._group.size
 
     @property
-    def first(self) -> bool:
-        """Whether this is the rank that speaks, writes and saves."""
+    def is_first(self) -> bool:
+        """Whether this rank logs, writes and saves for all."""
         return self.rank == 0
 
     def rows(self, num_rows: int) -> slice:
-        """This rank's part of a batch that divides over the ranks."""
+        """This rank's rows of a batch, which must divide over the ranks."""
         share = num_rows // self.size
         return slice(self.rank * share, (self.rank + 1) * share)
 
@@ -53,7 +53,7 @@ class RankGroup:
             )
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The model as its ranks train it: gradients become the mean over ranks in the backward pass."""
+        """The model to train on these ranks: the backward pass averages gradients over them."""
         if self._group is None or self.size == 1:
             return model
         return DistributedDataParallel(model, process_group=self.process_group)
@@ -64,37 +64,32 @@ class RankGroup:
 
     def mean(self, value: float) -> float:
         """The mean over ranks."""
-        if self._group is None:
-            return value
-        values: list[float] = self._group.gather_values(value, "the mean over ranks")
+        values: list[float] = self._values_of_all(value, "the mean over ranks")
         return sum(values) / self.size
 
-    def shared(self, value: float) -> float:
+    def from_first(self, value: float) -> float:
         """The first rank's value, on every rank."""
-        if self._group is None:
-            return value
-        number = torch.tensor([value], dtype=torch.float64)
-        self._group.broadcast(number, "a value of rank 0")
-        return float(number)
+        return float(self._values_of_all(value, "a value of rank 0")[0])
 
-    def gathered(self, part: Tensor) -> list[Tensor]:
+    def gather(self, part: Tensor) -> list[Tensor]:
         """Every rank's bytes (uint8), in rank order."""
         if self._group is None:
             return [part]
-        sizes = self._group.gather_values(part.numel(), "the sizes of what ranks save")
-        return list(self._group.gather(part, sizes, "what ranks save").split(sizes))
+        sizes = self._values_of_all(part.numel(), "the sizes of checkpoint parts")
+        return list(self._group.gather(part, sizes, "checkpoint parts").split(sizes))
 
     def require_same(self, values: Any, what: str) -> None:
-        """Raise the same ConfigError on every rank unless `values` (plain ones) are the same on all."""
-        if self._group is None:
-            return
-        theirs = self._group.gather_values(values, what)
-        for rank, other in enumerate(theirs):
-            if other != theirs[0]:
-                raise ConfigError(f"{what} is {theirs[0]} on rank 0 and {other} on rank {rank}; start all ranks alike")
+        """Raise the same ConfigError on every rank unless `values` (plain ones) are equal on all."""
+        first, *others = self._values_of_all(values, what)
+        for rank, other in enumerate(others, 1):
+            if other != first:
+                raise ConfigError(f"{what} is {first} on rank 0 and {other} on rank {rank}; start all ranks alike")
+
+    def _values_of_all(self, values: Any, what: str) -> list[Any]:
+        return [values] if self._group is None else self._group.gather_values(values, what)
 
     def close(self) -> None:
-        """Part from the other ranks."""
+        """Disconnect from the other ranks."""
         if self._group is not None:
             self._group.disconnect()
 
@@ -105,25 +100,20 @@ def synchronised(model: nn.Module, last: bool) -> AbstractContextManager[object]
 
 
 def started_by_torchrun() -> bool:
-    """Whether this process is one of the ranks of a torchrun."""
+    """Whether torchrun started this process."""
     return dist.is_torchelastic_launched()
-
-
-def local_rank() -> int:
-    """This process's rank on its machine, as torchrun says; 0 without it."""
-    return int(os.environ["LOCAL_RANK"]) if started_by_torchrun() else 0
 
 
 def choose_device(name: str) -> torch.device:
     """The device of `train.device` for this process.
 
-    Raises ConfigError when CUDA is asked for and not there, or has fewer devices than there are ranks.
+    Raises ConfigError when CUDA is requested and not available, or this machine has fewer devices than ranks.
     """
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError('train.device = "cuda" but torch sees no CUDA device; use "auto" or "cpu"')
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    rank = local_rank()
+    rank = int(os.environ["LOCAL_RANK"]) if started_by_torchrun() else 0
     if rank >= torch.cuda.device_count():
         raise ConfigError(
             f"rank {rank} of this machine has no CUDA device, there are {torch.cuda.device_count()}; "
@@ -143,10 +133,10 @@ def ranks_of_process(device: str) -> Iterator[RankGroup]:
         torch.cuda.set_device(chosen)
     dist.init_process_group("cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo")
     try:
-        job = RankGroup(dist.group.WORLD)
+        ranks = RankGroup(dist.group.WORLD)
         try:
-            yield job
+            yield ranks
         finally:
-            job.close()
+            ranks.close()
     finally:
         dist.destroy_process_group()

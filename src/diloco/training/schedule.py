@@ -1,4 +1,4 @@
-"""How far a run is: the inner learning rate as a pure function of a learner's step, and the tokens that are spent."""
+"""The inner learning rate as a pure function of a learner's step, and an estimate of the tokens of the whole run."""
 
 import math
 from collections.abc import Mapping
@@ -35,31 +35,36 @@ def learning_rate(config: RunConfig, step: int) -> float:
 
 
 class TokenEstimate:
-    """Estimates the tokens of the whole run now, from what was last heard of it and from what this learner did since.
+    """Estimates the current tokens of the whole run from its last report and from this learner's tokens since.
 
-    A learner hears of the run's tokens about once a second; until then it takes the others to go on at the pace that
-    the last report showed: run(now) ≈ run(heard) + own(since) · Δrun / Δown. Where reports come at every step it is
-    exact.
+    A learner receives a report of the run's tokens about once a second. Between reports the other learners are assumed
+    to keep the pace of the last report: run(now) ≈ run(reported) + own(since) · Δrun / Δown. The estimate is exact
+    where every step brings a report.
+
+    Arguments:
+        own: tokens of this learner at the report.
+        reported: tokens of the run in the report.
     """
 
-    def __init__(self, own: int, heard: int) -> None:
+    def __init__(self, own: int, reported: int) -> None:
         self._own = own
-        self._heard = heard
+        self._reported = reported
         self._pace = 1.0
 
-    def spent(self, own: int, heard: int) -> int:
-        """Tokens of the run now; `own` is this learner's count now, `heard` the run's as last reported."""
-        if heard != self._heard:
+    def now(self, own: int, reported: int) -> int:
+        """Tokens of the run now; `own` is this learner's count now, `reported` the run's in the newest report."""
+        if reported != self._reported:
             if own > self._own:
-                # At least its own pace: a learner that left takes its tokens with it, which looks like a negative pace.
-                self._pace = max(1.0, (heard - self._heard) / (own - self._own))
-            self._own, self._heard = own, heard
-        return heard + int((own - self._own) * self._pace)
+                # At least this learner's own pace: the tokens of a learner that leaves go with it, which would look
+                # like a negative pace.
+                self._pace = max(1.0, (reported - self._reported) / (own - self._own))
+            self._own, self._reported = own, reported
+        return reported + int((own - self._own) * self._pace)
 
     def state_dict(self) -> dict[str, float]:
-        """The last report, its time in own tokens, and the pace."""
-        return {"own": self._own, "heard": self._heard, "pace": self._pace}
+        """The last report, this learner's tokens at it, and the pace."""
+        return {"own": self._own, "heard": self._reported, "pace": self._pace}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Continue from `state_dict`, where the run has not gone on."""
-        self._own, self._heard, self._pace = int(state["own"]), int(state["heard"]), state["pace"]
+        """Continue from `state_dict`, where the run has not advanced since."""
+        self._own, self._reported, self._pace = int(state["own"]), int(state["heard"]), state["pace"]

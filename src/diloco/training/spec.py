@@ -1,4 +1,4 @@
-"""The part of a run that a process plays: its clock, a request to stop it, and its result."""
+"""Inputs and result of a `Trainer`: its learner's role, a clock, a request to stop, a summary."""
 
 import time
 from collections.abc import Callable, Hashable
@@ -9,37 +9,42 @@ from typing import Any, Literal
 from diloco.training.checkpoint import UnusableCheckpoint
 from diloco.training.data.corpus import Corpus
 
-STOP_AFTER_S = 0.2
-"""How long a learner that is told to stop waits for others, if it does."""
+INTERRUPT_AFTER_S = 0.2
+"""Delay between a request to stop and the interruption of a learner that waits for others."""
 
 Role = Literal["learner", "baseline", "isolated"]
 
 
 @dataclass(frozen=True)
 class LearnerSpec:
-    """The part of a run that this process plays.
+    """The learner that a trainer trains.
 
-    learner: trains its shard and exchanges; the one that initialises the run first makes the warm start.
-    baseline: every shard in one process, the full batch at every step. isolated: as a learner, exchanging nothing.
+    Attributes:
+        role: "learner" trains one shard and exchanges; "isolated" trains one shard and exchanges nothing; "baseline"
+            is data parallel: it trains every shard in one process, with the full batch at every step.
+        initialise: this learner makes the warm start and gives the run its model.
+        resume_from: directory of a checkpoint.
+        supervised: a supervisor restarts this process until the learner is done.
+        unusable: damaged checkpoints that were set aside before this start.
     """
 
     name: str
     role: Role = "learner"
     shard: int = 0
     initialise: bool = False
-    resume_from: Path | None = None  # a checkpoint directory
-    supervised: bool = False  # a supervisor starts it again whenever it ends otherwise than done
-    unusable: tuple[UnusableCheckpoint, ...] = ()  # checkpoints that were set aside before
+    resume_from: Path | None = None
+    supervised: bool = False
+    unusable: tuple[UnusableCheckpoint, ...] = ()
 
 
 @dataclass(frozen=True)
 class Clock:
-    """The time that a trainer measures by; real time by default.
+    """The clock of a trainer; real time by default.
 
     Attributes:
-        stamp: the time that events carry, in seconds.
-        seconds: what durations are differences of.
-        stepped_alone: called after every step of a learner that has no exchange, whose time no exchange measures.
+        stamp: time of an event, in seconds.
+        seconds: clock that measures durations.
+        stepped_alone: called after every step of a learner without an exchange; virtual time advances here.
     """
 
     stamp: Callable[[], float] = time.time
@@ -49,11 +54,10 @@ class Clock:
 
 @dataclass
 class SharedInputs:
-    """Loaded once, found once.
+    """Inputs that the trainers of one process share.
 
     Attributes:
-        corpus: what all read from.
-        losses: held-out loss of a global model by its digest.
+        losses: held-out losses by the digest of the global model.
     """
 
     corpus: Corpus
@@ -61,32 +65,32 @@ class SharedInputs:
 
 
 class StopRequest:
-    """Whether a part of a run is to stop. Signal handlers and any thread may call any method.
+    """A request to stop training. Signal handlers and any thread may call any method.
 
     Attributes:
-        is_asked: it is.
+        is_set: training has been asked to stop.
     """
 
     def __init__(self) -> None:
-        self.is_asked = False
+        self.is_set = False
         self._interrupt: Callable[[float], None] | None = None
 
-    def ask(self) -> None:
-        """Stop after the current step, or where the part waits for others."""
-        self.is_asked = True
+    def set(self) -> None:
+        """Stop after the current step, or while the learner waits for others."""
+        self.is_set = True
         if self._interrupt is not None:
-            self._interrupt(STOP_AFTER_S)
+            self._interrupt(INTERRUPT_AFTER_S)
 
-    def interrupts(self, interrupt: Callable[[float], None]) -> None:
-        """What ends the waiting of this part from now on, after so many seconds (`Exchange.interrupt`)."""
+    def interrupt_with(self, interrupt: Callable[[float], None]) -> None:
+        """End waiting by this function from now on; its argument is a delay in seconds (`Exchange.interrupt`)."""
         self._interrupt = interrupt
-        if self.is_asked:
-            interrupt(STOP_AFTER_S)
+        if self.is_set:
+            interrupt(INTERRUPT_AFTER_S)
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The result of a finished part."""
+    """The result of a trainer."""
 
     name: str
     role: Role
@@ -94,8 +98,8 @@ class Summary:
     steps: int
     tokens: int  # trained by this learner
     run_tokens: int
-    held_out_loss: float | None  # of the global model, nats per token; None: it was stopped while it waited
-    seconds: float  # spent in the loop
+    held_out_loss: float | None  # of the global model, nats per token; None: stopped while waiting for others
+    seconds: float  # spent in the training loop
     step_s: float  # mean time of an inner step, without evaluation and checkpoints
     sample: str
     metrics: dict[str, Any]

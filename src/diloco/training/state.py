@@ -1,10 +1,8 @@
-"""One part of a run: what it trains with, its progress, and both in a checkpoint."""
+"""The training state of a learner: model, inner optimizer, data and exchange; its inner steps and checkpoints."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from diloco.config import RunConfig
@@ -14,7 +12,7 @@ from diloco.training.checkpoint import from_bytes, random_state, restore_random_
 from diloco.training.data.corpus import Corpus
 from diloco.training.data.streams import BatchStream, LeasedStream, Stream, TextStream
 from diloco.training.inner import InnerStep, StepResult
-from diloco.training.learners import AnyLearner, StandaloneLearner
+from diloco.training.learners import AnyLearner, Attach, StandaloneLearner
 from diloco.training.model import build_model, load_state
 from diloco.training.optimizers import load_optimizer, make_optimizer, untrained_parameters
 from diloco.training.pretrained import global_model
@@ -22,34 +20,31 @@ from diloco.training.rank_group import RankGroup, choose_device
 from diloco.training.schedule import TokenEstimate, schedule_factor
 from diloco.training.spec import Clock
 
-# Makes the learner that exchanges: (model, inner optimizer, steps already done, tokens that the run has trained).
-Attach = Callable[[nn.Module, torch.optim.Optimizer, int, int], AnyLearner]
-
 LEASE_STEPS = 16
-"""Inner steps that a lease of data lasts, where the run file says nothing."""
+"""Inner steps that a lease of data covers by default."""
 
 
 class TrainingState:
-    """Model, inner optimizer, data and learner of one part of a run.
+    """Model, inner optimizer, data and learner of one trainer.
 
-    It begins as a model of its own, reading every shard at the full batch of the run; `narrow` and
-    `connect` make it a learner. Every rank of a `job` has an island of its own, and all do the same.
+    At first the learner is standalone and reads every shard at the full batch of the run; `select_shard` and `attach`
+    make it a learner of the run. Every rank has a training state of its own, and calls the same methods.
 
     Attributes:
-        tokens: trained by this part.
-        num_steps, inner_s: steps taken by this process, and the time they took.
+        tokens: trained by this learner.
+        num_steps, inner_s: steps of this process, and the time they took.
     """
 
-    def __init__(self, config: RunConfig, corpus: Corpus, job: RankGroup, clock: Clock | None = None) -> None:
+    def __init__(self, config: RunConfig, corpus: Corpus, ranks: RankGroup, clock: Clock | None = None) -> None:
         self._config = config
         self._clock = clock or Clock()
-        self._job = job
+        self._ranks = ranks
         device = choose_device(config.train.device)
         length = config.data.sequence_length
         model: nn.Module = build_model(config.model, corpus.vocab_size, length, config.run.seed)
         self.model = model.to(device)
         self.model.train()
-        self._trained = job.wrap(self.model)
+        self._trained = ranks.wrap(self.model)
         self.optimizer = make_optimizer(self.model, config)
         self._inner = InnerStep(self._trained, self.optimizer, config.train, device)
         self.stream = _stream(config, corpus)
@@ -58,34 +53,34 @@ class TrainingState:
         self.num_steps = 0
         self.inner_s = 0.0
         self._trained_here = 0
-        self._budget = TokenEstimate(0, 0)
-        self._beginning = (0, 0)  # step and tokens of the run when the learner took over
+        self._run_tokens = TokenEstimate(0, 0)
+        self._beginning = (0, 0)  # step and tokens of the run when the current learner started
 
     # --- steps
 
     @property
     def step(self) -> int:
-        """The run's step that this part is at."""
+        """The inner step of the run that this learner has reached."""
         return self.learner.steps
 
     @property
     def run_tokens(self) -> int:
-        """Tokens trained by the whole run, as far as they can be known now."""
-        return self._budget.spent(self.tokens, self.learner.run_tokens)
+        """Estimate of the tokens that the whole run has trained."""
+        return self._run_tokens.now(self.tokens, self.learner.run_tokens)
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens per second of this part since its process began."""
+        """Tokens per second of this learner since its process started."""
         return self._trained_here / max(1e-9, self.inner_s)
 
     def take_step(self) -> StepResult:
-        """Take one inner step, and do what the learner does after it."""
+        """Take one inner step and the learner's part of it."""
         started = self._clock.seconds()
-        batch = self.stream.next(self._job.rows(self.stream.num_rows))
+        batch = self.stream.next(self._ranks.rows(self.stream.num_rows))
         result = self._inner.run(batch, schedule_factor(self._config, self.step + 1))
         tokens = batch[:, 1:].numel()
-        self.tokens += tokens * self._job.size
-        self._trained_here += tokens * self._job.size
+        self.tokens += tokens * self._ranks.size
+        self._trained_here += tokens * self._ranks.size
         self.learner.step(tokens=tokens)
         if isinstance(self.learner, StandaloneLearner):
             self._clock.stepped_alone()
@@ -94,76 +89,76 @@ class TrainingState:
         return result
 
     def has_data(self) -> bool:
-        """Whether there is a next batch; False where the learner was drained while it waited for one."""
+        """Whether there is a next batch; False where the learner was drained while it waited for a lease."""
         return self.stream.has_next()
 
-    # --- becoming a learner
+    # --- from standalone to a learner of the run
 
-    def narrow(self, shard: int, batch: int) -> None:
+    def select_shard(self, shard: int, batch: int) -> None:
         """Read this shard only, `batch` sequences a step."""
         self.stream.select([shard])
         self.stream.batch = batch
 
-    def specialise(self) -> None:
-        """Train only what the run file has this learner train."""
-        self._inner.leave_alone(untrained_parameters(self.model, self._config.train.trains))
+    def exclude_untrained(self) -> None:
+        """Train only the parameters that the run file selects for this learner (`train.trains`)."""
+        self._inner.exclude(untrained_parameters(self.model, self._config.train.trains))
 
-    def connect(self, attach: Attach) -> None:
-        """Take part by another exchange from here on."""
-        step, tokens = self.step, self.tokens_at(self.step)
+    def attach(self, attach: Attach) -> None:
+        """Replace the learner by one that `attach` makes, at the current step."""
+        step, tokens = self.step, self.warm_start_tokens(self.step)
         self._beginning = (step, tokens)
         self.learner.close()
         self.learner = attach(self._trained, self.optimizer, step, tokens)
         if isinstance(self.stream, LeasedStream) and isinstance(self.learner, Learner):
             self.stream.lease(self.learner)
         if self.step > step:
-            # A late joiner reads its shard from where the run is, so that no two passes differ between learners, and
-            # nothing is read again that a warm start has read.
+            # A late joiner starts its shard at the run's step: all learners are in the same pass, and no learner reads
+            # the sequences of a warm start again.
             self.stream.position = self.step * max(self._config.share, self.stream.batch)
-        self.count_anew()
+        self.reset_token_estimate()
 
-    def count_anew(self) -> None:
-        """Restart the count of the run's tokens at what the learner hears now, which is exact."""
-        self._budget = TokenEstimate(self.tokens, self.learner.run_tokens)
+    def reset_token_estimate(self) -> None:
+        """Restart the estimate of the run's tokens at the learner's current report, which is exact."""
+        self._run_tokens = TokenEstimate(self.tokens, self.learner.run_tokens)
 
-    def tokens_at(self, step: int) -> int:
-        """Tokens of the run at the end of a warm start, exactly: what is heard of its last step comes with the next."""
+    def warm_start_tokens(self, step: int) -> int:
+        """Exact tokens of the run at a step of the warm start. A report of its last step would arrive a step later."""
         first, tokens = self._beginning
         return tokens + (step - first) * self._config.tokens_per_full_step
 
     # --- checkpoints
 
     def state(self, *, warming_up: bool) -> dict[str, Any]:
-        """Everything that `load` and `take_over` need. Every rank calls it; the first one saves for all."""
+        """The state that `load` and `start_from` restore, complete on the first rank. Every rank must call it."""
         learner = self.learner.state_dict()  # before the model: it may wait for answers
         layout, model = self.learner.layout, self.model.state_dict()
-        if layout is not None:  # what is trained is in the learner's state
+        if layout is not None:  # the learner's state has the trained tensors
             model = {spec.name: model[spec.name] for spec in layout.static}
         return {
             "step": self.step,
             "tokens": self.tokens,
-            "run_tokens": self.tokens_at(self.step) if warming_up else self.run_tokens,
-            "budget": self._budget.state_dict(),
+            "run_tokens": self.warm_start_tokens(self.step) if warming_up else self.run_tokens,
+            "budget": self._run_tokens.state_dict(),
             "layout": None if layout is None else layout.to_dict(),
             "learners": self._of_all_ranks(learner),
             "model": model,
             "optimizer": self.optimizer.state_dict(),
             "schedule": self._config.schedule.model_dump(),
             "cursor": self.stream.state_dict(),
-            "random": self._job.gathered(to_bytes(random_state())),  # of every rank
+            "random": self._ranks.gather(to_bytes(random_state())),  # of every rank
         }
 
     def _of_all_ranks(self, learner: dict[str, Any]) -> list[dict[str, Any]]:
-        """Every rank's state of the learner, on the first rank."""
-        if self._job.size == 1:
+        """The learner's state of every rank; empty on all ranks but the first."""
+        if self._ranks.size == 1:
             return [learner]
-        gathered = self._job.gathered(to_bytes(learner))
-        return [from_bytes(raw) for raw in gathered] if self._job.first else []
+        gathered = self._ranks.gather(to_bytes(learner))
+        return [from_bytes(raw) for raw in gathered] if self._ranks.is_first else []
 
-    def take_over(self, saved: dict[str, Any], path: Path) -> None:
-        """A checkpoint's global model, inner optimizer, step and tokens: what an initialising learner gives the run.
+    def restore_global(self, saved: dict[str, Any], path: Path) -> None:
+        """Restore the state of a checkpoint that initialises a run: global model, inner optimizer, step and tokens.
 
-        Raises CheckpointError when it does not fit.
+        Raises CheckpointError when the checkpoint is of another model or optimizer.
         """
         failed, advice = f"{path} does not fit the model of this run", "check [model] and [inner]"
         with translated((LayoutError, ValueError), CheckpointError, failed, advice):
@@ -172,27 +167,32 @@ class TrainingState:
         self.learner.load_state_dict({"type": "alone", "steps": saved["step"], "run_tokens": saved["run_tokens"]})
         self._beginning = (saved["step"], saved["run_tokens"])
 
-    def begin_from(self, saved: dict[str, Any], path: Path) -> None:
-        """Begin a run with the state of a checkpoint of any run. Raises CheckpointError or ConfigError."""
-        self.take_over(saved, path)
+    def start_from(self, saved: dict[str, Any], path: Path) -> None:
+        """Start a run from a checkpoint of any run. Raises CheckpointError or ConfigError."""
+        self.restore_global(saved, path)
         budget = self._config.run.tokens
         if saved["run_tokens"] >= budget:
-            raise ConfigError(f"{path} has {saved['run_tokens']} tokens behind it and run.tokens is {budget}; raise it")
+            raise ConfigError(
+                f"the checkpoint {path} has trained {saved['run_tokens']} tokens and run.tokens is {budget}; raise it"
+            )
         self.stream.position = self.step * self.stream.batch
 
     def load(self, saved: dict[str, Any]) -> bool:
-        """After `take_over`: continue exactly (True), or with the newest model of a run that went on (False)."""
-        states, rank = saved["learners"], self._job.rank
+        """After `restore_global`, restore the rest. Returns False where the run has advanced without this learner.
+
+        The learner then continues with the run's newest model, otherwise exactly.
+        """
+        states, rank = saved["learners"], self._ranks.rank
         exact = self.learner.load_state_dict(states[rank] if rank < len(states) else states[0])
-        if self.learner.layout is None:  # else the learner has restored what it trains, and the rest is the run's
+        if self.learner.layout is None:  # otherwise the learner has restored the trained tensors
             self.model.load_state_dict(saved["model"])
         self.stream.load_state_dict(saved["cursor"])
-        if self._job.rank < len(saved["random"]):
-            restore_random_state(from_bytes(saved["random"][self._job.rank]))
+        if rank < len(saved["random"]):
+            restore_random_state(from_bytes(saved["random"][rank]))
         self.tokens = saved["tokens"]
-        self.count_anew()
+        self.reset_token_estimate()
         if exact:
-            self._budget.load_state_dict(saved["budget"])
+            self._run_tokens.load_state_dict(saved["budget"])
         return exact
 
 

@@ -52,7 +52,7 @@ def command(
         _read(out)  # before anything is measured
     with ExitStack() as stack:
         job = None if only == "link" else stack.enter_context(_job(config))
-        is_first = job is None or job.first
+        is_first = job is None or job.is_first
         link = _measure_link(config, name) if is_first and only != "step" else None
         step = None if job is None else _measure_step_time(config, shard, seconds, job)
     if not is_first:
@@ -84,7 +84,7 @@ def _measure_step_time(config: RunConfig, shard: int, seconds: float, job: "Rank
 
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
-    return measure_step_time(config, shard, seconds=seconds, job=job)
+    return measure_step_time(config, shard, seconds=seconds, ranks=job)
 
 
 def _sentence(name: str, step: "StepTime | None", link: "LinkSpeed | None") -> str:

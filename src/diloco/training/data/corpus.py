@@ -1,4 +1,4 @@
-"""The corpus of a run: training tokens and held-out tokens, in memory or memory-mapped, or the texts of a stream."""
+"""The corpus of a run: training and held-out tokens, in memory or memory-mapped, or the texts of a stream."""
 
 import hashlib
 import os
@@ -30,7 +30,7 @@ from diloco.training.data.token_shards import read_index
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Parts of the standard library that are tests, tables, or not there in every installation of the same version.
+# Parts of the standard library that are tests or tables, or that not every installation of a version has.
 _STDLIB_SKIPPED = {
     "site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "tkinter", "turtledemo", "lib2to3",
     "ensurepip", "encodings", "pydoc_data",
@@ -48,9 +48,9 @@ class Tokens:
         return self._ends[-1] if self._ends else 0
 
     def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Tokens start … stop−1 as int64; both must lie within the sequence."""
+        """Tokens start … stop−1 as int64; both must be within the sequence."""
         parts = []
-        index = bisect_right(self._ends, start)  # the first array that ends after it
+        index = bisect_right(self._ends, start)  # the first array that ends after `start`
         while start < stop:
             begin = self._ends[index] - len(self._arrays[index])
             parts.append(self._arrays[index][start - begin : stop - begin])
@@ -67,7 +67,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class TextSource:
-    """The documents of a stream from `begin` on, as `DocumentShard` counts, and how they become sequences."""
+    """The training documents of a stream, from position `begin` on (part, row), and how they become sequences."""
 
     documents: Documents
     encoder: Encoder
@@ -75,17 +75,20 @@ class TextSource:
     shuffle_sequences: int
 
     def fingerprint(self) -> str:
-        """sha256 (hex) of all that determines which tokens are read."""
-        told = [self.documents.digest(), self.encoder.digest(), self.begin]
-        return hashlib.sha256(repr(told).encode()).hexdigest()
+        """sha256 (hex) of everything that determines the tokens."""
+        parts = [self.documents.digest(), self.encoder.digest(), self.begin]
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Training tokens, held-out tokens and what is needed to read them.
+    """Training tokens, held-out tokens, and how to decode them.
 
-    `tokenizer` is None for bytes and for token files; `is_bytes` says that a token is a byte. `texts` is what a stream
-    reads; there are no training tokens then.
+    Attributes:
+        train: empty where `texts` is set.
+        is_bytes: every token is a byte.
+        tokenizer: None for bytes and for token files.
+        texts: the texts of a stream; None: the corpus has training tokens.
     """
 
     train: Tokens
@@ -96,7 +99,8 @@ class Corpus:
     texts: TextSource | None = None
 
     def fingerprint(self) -> str:
-        """sha256 (hex) of sizes and of 64 stretches spread over both parts: identifies a corpus without reading all."""
+        """sha256 (hex) of the sizes and of 64 excerpts of each part, which identifies a corpus without reading all
+        of it."""
         digest = hashlib.sha256(str(self.vocab_size).encode())
         for tokens in (self.train, self.held_out):
             digest.update(str(len(tokens)).encode())
@@ -107,7 +111,7 @@ class Corpus:
 
 
 def load_corpus(data: DataTable) -> Corpus:
-    """The corpus that a run file describes. Raises ConfigError when it cannot be read or is too short."""
+    """Load the corpus of a run file. Raises ConfigError when it cannot be read or is too short."""
     corpus = {"stdlib": _stdlib, "text": _texts, "tokens": _tokens, "huggingface": _texts}[data.kind](data)
     for part, tokens in (("training", corpus.train), ("held-out", corpus.held_out)):
         if len(tokens) <= data.sequence_length and not (data.stream and part == "training"):
@@ -123,7 +127,7 @@ def _stdlib(_: DataTable) -> Corpus:
     root = Path(sysconfig.get_path("stdlib"))
     parts: tuple[list[bytes], list[bytes]] = ([], [])
     for relative in sorted(_stdlib_files(root)):
-        # By a hash of the path, not by the place in the list: adding a file elsewhere moves nothing.
+        # By a hash of the path, not by the index in the list: an added file moves no other file.
         bucket = int.from_bytes(hashlib.sha256(relative.encode()).digest()[:4], "big") % 20
         parts[not bucket].append((root / relative).read_bytes() + SEPARATOR)
     train, held_out = (Tokens([np.frombuffer(b"".join(texts), dtype=np.uint8)]) for texts in parts)
@@ -131,7 +135,7 @@ def _stdlib(_: DataTable) -> Corpus:
 
 
 def _stdlib_files(root: Path) -> Iterator[str]:
-    """Paths from `root`. Skipped folders are not entered: ten times as many files may be installed there."""
+    """Paths relative to `root`. Skipped folders, which may hold ten times as many files, are not searched."""
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in _STDLIB_SKIPPED]
         relative = Path(folder).relative_to(root).as_posix()
@@ -140,25 +144,29 @@ def _stdlib_files(root: Path) -> Iterator[str]:
 
 
 def _texts(data: DataTable) -> Corpus:
-    """Texts of files or of a data set: their tokens, or with `stream` what they are read from while training."""
-    train, apart = open_documents(data)
+    """Texts of files or of a data set: their tokens, or with `stream` the texts themselves."""
+    train, held_out_texts = open_documents(data)
     encoder, texts = Encoder(data.tokenizer), None
+    held_out = None if held_out_texts is None else _encoded(encoder, held_out_texts)
     if data.stream:
-        end = (0, 0) if apart is not None else held_out_end(train, data.held_out_documents)
-        held_out = _encoded(encoder, train, DocumentShard(end=end)) if apart is None else _encoded(encoder, apart)
-        parts, texts = (Tokens([]), held_out), TextSource(train, encoder, end, data.shuffle_sequences)
+        tokens, begin = Tokens([]), (0, 0)
+        if held_out is None:
+            begin = held_out_end(train, data.held_out_documents)
+            held_out = _encoded(encoder, train, DocumentShard(end=begin))
+        texts = TextSource(train, encoder, begin, data.shuffle_sequences)
     else:
         tokens = _encoded(encoder, train)
-        parts = tokens.split_tail(data.held_out_fraction) if apart is None else (tokens, _encoded(encoder, apart))
-    return Corpus(*parts, encoder.vocab_size, encoder.tokenizer is None, encoder.tokenizer, texts)
+        if held_out is None:
+            tokens, held_out = tokens.split_tail(data.held_out_fraction)
+    return Corpus(tokens, held_out, encoder.vocab_size, encoder.tokenizer is None, encoder.tokenizer, texts)
 
 
-def _encoded(encoder: Encoder, documents: Documents, deal: DocumentShard | None = None) -> Tokens:
-    """The tokens of documents; files that are their own tokens are mapped."""
+def _encoded(encoder: Encoder, documents: Documents, shard: DocumentShard | None = None) -> Tokens:
+    """The tokens of documents; files whose bytes are the tokens are memory-mapped."""
     plain = [part for part in documents.parts if isinstance(part, FilePart) and part.is_plain]
-    if deal is not None or encoder.tokenizer is not None or len(plain) < len(documents.parts):
+    if shard is not None or encoder.tokenizer is not None or len(plain) < len(documents.parts):
         return Tokens(
-            [encoder.encode(batch) for batch in DocumentReader(documents, deal or DocumentShard()).one_pass()]
+            [encoder.encode(batch) for batch in DocumentReader(documents, shard or DocumentShard()).one_pass()]
         )
     arrays: list[npt.NDArray[Any]] = []
     for part in plain:
@@ -177,14 +185,14 @@ def _tokens(data: DataTable) -> Corpus:
     index = read_index(data.directory)
     train, held_out = Tokens(index.arrays("train")), Tokens(index.arrays("held_out"))
     if len(held_out) and data.held_out_fraction != DataTable.model_fields["held_out_fraction"].default:
-        raise ConfigError(f"data.held_out_fraction has no effect: {data.directory} has a held-out part; drop it")
+        raise ConfigError(f"data.held_out_fraction has no effect: {data.directory} has a held-out part; remove the key")
     parts = (train, held_out) if len(held_out) else train.split_tail(data.held_out_fraction)
     tokenizer = None if index.tokenizer is None else load_tokenizer(index.tokenizer_name)
     return Corpus(*parts, index.vocab_size, tokenizer is None, tokenizer)
 
 
 def _map(path: Path, dtype: str) -> npt.NDArray[Any]:
-    """A memory map of a token file. Raises ConfigError unless it is one-dimensional and of an unsigned type."""
+    """Map a token file into memory. Raises ConfigError unless it is one-dimensional and of an unsigned type."""
     failed = f"cannot map the token file {path}"
     with translated((OSError, ValueError), ConfigError, failed, "check data.paths and data.dtype"):
         if path.suffix == ".npy":
@@ -193,6 +201,7 @@ def _map(path: Path, dtype: str) -> npt.NDArray[Any]:
             array = np.memmap(path, dtype=f"<{np.dtype(dtype).str[1:]}", mode="r")
     if array.ndim != 1 or array.dtype.kind != "u":
         raise ConfigError(
-            f"the token file {path} holds {array.dtype} of shape {array.shape}; give one row of unsigned integers"
+            f"the token file {path} holds {array.dtype} of shape {array.shape}; give a one-dimensional array "
+            "of unsigned integers"
         )
     return array

@@ -1,11 +1,11 @@
-"""The documents that a `[data]` table names: texts that are read one after the other, from any place.
+"""The documents of a `[data]` table: texts that are read in order, from any position.
 
 A **part** is one file, or one of the shards of a Hugging Face data set. Its **rows** are numbered from 0: the lines of
-a JSONL file, the rows of a Parquet file or of a data set, and pieces of a plain text file. Every row is one document.
+a JSONL file, the rows of a Parquet file or of a data set, or pieces of a plain text file. Every row is one document.
 
-`datasets` reads Parquet files and data sets, and its own `state_dict` tells where reading goes on. Plain text and JSONL
-are read here: the JSON reader of `datasets` takes hundreds of megabytes, refuses a file in which a later row has one
-more column, turns texts that look like dates into dates, and parses a file from its beginning to resume in its middle.
+`datasets` reads Parquet files and data sets, and its `state_dict` is their position. Plain text and JSONL are read
+here: the JSON reader of `datasets` takes hundreds of megabytes, refuses a file in which a later row has one more
+column, turns texts that look like dates into dates, and parses a file from its beginning to resume in its middle.
 """
 
 import glob
@@ -28,25 +28,26 @@ if TYPE_CHECKING:
     from datasets import IterableDataset
 
 PIECE_BYTES = 1 << 16
-"""Length of a piece of a plain text file; it goes on to the end of a line, unless a line is as long as a piece."""
+"""Length of a piece of a plain text file. A piece extends to the end of a line, unless the line is longer than that."""
 
 _PARQUET_ROWS = 64
-"""Rows of a Parquet file that are decoded at a time, instead of a whole group of rows."""
+"""Rows of a Parquet file that are decoded at a time, instead of a whole row group."""
 
-_LINES = (".jsonl", ".jsonl.gz", ".json.gz")
-_NOT_READ = (".zst", ".bz2", ".xz", ".lz4", ".zip")
+_JSON_LINES = (".jsonl", ".jsonl.gz", ".json.gz")
+_UNSUPPORTED = (".zst", ".bz2", ".xz", ".lz4", ".zip")
 
 _UNREADABLE = (OSError, EOFError, zlib.error, ValueError, KeyError)
-"""The errors of reading a file or a data set that is absent, damaged or of another kind."""
+"""Errors of reading a file or a data set that is absent, damaged or of another format."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text; `is_end` is False for a piece of a file after which the file goes on.
+    """A text.
 
     Attributes:
-        path: the file, where the text is bytes of it.
-        begin: of the text, in the uncompressed bytes of the file.
+        is_end: False for a piece of a file that another piece follows.
+        path: the file that the text is a piece of, if any.
+        begin: offset of the piece in the uncompressed bytes of the file.
     """
 
     text: str | bytes
@@ -56,7 +57,7 @@ class Document:
 
 
 class Rows(Protocol):
-    """The rows of a part, as an `IterableDataset` gives them: an iterator begins where the loaded state was taken."""
+    """The rows of a part, with the interface of `IterableDataset`: an iterator starts at the loaded state."""
 
     def __iter__(self) -> Iterator[Any]: ...
     def state_dict(self) -> dict[str, Any]: ...
@@ -73,7 +74,7 @@ class FileRows:
         path = self._part.path
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             file.seek(self._offset)
-            while (row := self._part.take(file)) is not None:
+            while (row := self._part.read_row(file)) is not None:
                 self._offset = file.tell()
                 yield row
 
@@ -86,37 +87,36 @@ class FileRows:
 
 @dataclass(frozen=True)
 class FilePart:
-    """A file of JSON objects, one a line, each with a text in `column`; without a column a plain text in pieces."""
+    """A file of JSON lines, each with a text in `column`; without a column, a plain text in pieces."""
 
     path: Path
     column: str | None = None
 
     @property
     def is_plain(self) -> bool:
-        """Whether the bytes of the file are those of one text."""
+        """Whether the bytes of the file are one text."""
         return self.column is None and self.path.suffix != ".gz"
 
     def reading(self) -> AbstractContextManager[None]:
-        """A context in which an unreadable file is a ConfigError."""
+        """A context that turns the errors of an unreadable file into a ConfigError."""
         return _reading(self.path)
 
     def rows(self) -> Rows:
-        """The rows from the first on, or from a loaded state on."""
+        """The rows, from the first or from a loaded state."""
         return FileRows(self)
 
-    def take(self, file: Any) -> bytes | Document | None:
-        """The next line that is not blank; or the next piece, whole lines or as much of one as fits in a piece,
-        without cutting a character."""
+    def read_row(self, file: Any) -> bytes | Document | None:
+        """The next non-blank line; or the next piece, which has whole lines, or whole characters of a long line."""
         if self.column is not None:
             return next((line for line in file if not line.isspace()), None)
         begin = file.tell()
         piece: bytes = file.read(PIECE_BYTES) + file.readline(PIECE_BYTES)
         while (following := file.peek(1)[:1]) and following[0] & 0xC0 == 0x80 and len(piece) <= 2 * PIECE_BYTES + 3:
-            piece += file.read(1)  # the rest of a character in UTF-8
+            piece += file.read(1)  # the rest of a UTF-8 character
         return Document(piece, not following, self.path, begin) if piece else None
 
     def document(self, row: Any, number: int) -> Document:
-        """The text of a row. Raises ConfigError where it has none."""
+        """The text of a row. Raises ConfigError if it has none."""
         if self.column is None:
             piece: Document = row
             return piece
@@ -130,7 +130,7 @@ class FilePart:
         return _text_of(value, self.column, where)
 
     def digest(self, *, whole: bool = False) -> bytes:
-        """sha256 of the size and of stretches of the file (with `whole`, of all its bytes) and of the column."""
+        """sha256 of the column, and of the size and excerpts of the file (with `whole`, of all its bytes)."""
         found = _file_digest(self.path, whole=whole)
         return found if self.column is None else hashlib.sha256(found + self.column.encode()).digest()
 
@@ -140,8 +140,8 @@ class DatasetPart:
     """One of the shards of a Hugging Face data set.
 
     Attributes:
-        files: the local files of all shards; none of what is downloaded while it is read.
-        identity: the number of rows and the fingerprint of a data set that is local.
+        files: the local files of all shards; empty for a data set that is downloaded while it is read.
+        identity: the number of rows and the fingerprint of a local data set.
     """
 
     dataset: "IterableDataset"
@@ -152,7 +152,7 @@ class DatasetPart:
     identity: str
 
     def reading(self) -> AbstractContextManager[None]:
-        """A context in which an unreadable data set is a ConfigError."""
+        """A context that turns the errors of an unreadable data set into a ConfigError."""
         return _loading(self.column, self.what)
 
     def rows(self) -> Rows:
@@ -161,16 +161,16 @@ class DatasetPart:
         return rows
 
     def document(self, row: Any, number: int) -> Document:
-        """The text of a row. Raises ConfigError where it has none."""
+        """The text of a row. Raises ConfigError if it has none."""
         return _text_of(row, self.column, f"row {number + 1} in shard {self.index} of {self.what}")
 
     def digest(self, *, whole: bool = False) -> bytes:
-        """sha256 of what is local, or of the first text of the first part: more of it would have to be downloaded."""
+        """sha256 of the local files, or of the first text of a data set that is downloaded while it is read."""
         found = hashlib.sha256(json.dumps([self.index, self.column, self.identity]).encode())
         if self.index == 0:
             for path in self.files:
                 found.update(_file_digest(path, whole=whole))
-        if self.index == 0 and not self.files:  # local files are not opened for a row: a reader has threads, to its end
+        if self.index == 0 and not self.files:  # a reader of local files has threads until the process ends
             with self.reading():
                 first = next(iter(self.rows()), None)
             found.update(b"" if first is None else str(self.document(first, 0).text).encode())
@@ -182,7 +182,7 @@ Part = FilePart | DatasetPart
 
 @dataclass(frozen=True)
 class Documents:
-    """All parts. `by_parts`: learners are dealt whole parts where these divide over them (`reading.DocumentShard`)."""
+    """All parts. `by_parts`: learners get whole parts if these divide equally over them (`reading.DocumentShard`)."""
 
     parts: tuple[Part, ...]
     by_parts: bool = False
@@ -193,9 +193,9 @@ class Documents:
 
 
 def open_documents(data: DataTable) -> tuple[Documents, Documents | None]:
-    """What a `text` or `huggingface` table reads for training, and the held-out part where it names one.
+    """Open the training documents of a `text` or `huggingface` table, and the held-out ones if it names any.
 
-    Raises ConfigError when there is no such file, data set or split, or one is named twice.
+    Raises ConfigError when a file, data set or split does not exist or is named twice.
     """
     if data.kind == "text":
         paths, held_out_paths = named_files(data)
@@ -207,25 +207,25 @@ def open_documents(data: DataTable) -> tuple[Documents, Documents | None]:
 
 
 def named_files(data: DataTable) -> tuple[list[Path], list[Path]]:
-    """The files to train on and the held-out ones. Raises ConfigError for a file that is named twice."""
+    """The training files and the held-out files. Raises ConfigError for a file that is named twice."""
     train, held_out = _matching(data.paths), _matching(data.held_out_paths)
     seen: set[str] = set()
     for path in train + held_out:
-        file = os.path.realpath(path)  # unlike Path.resolve, of a loop of links too
+        file = os.path.realpath(path)  # unlike Path.resolve, also for a cycle of links
         if file in seen:
             raise ConfigError(
-                f"data.paths and data.held_out_paths name the file {path} twice; name it once, or move it out of reach "
-                "of the pattern"
+                f"data.paths and data.held_out_paths name the file {path} twice; name it once, or move it out of the "
+                "pattern"
             )
         seen.add(file)
     return train, held_out
 
 
 def _matching(paths: tuple[Path, ...]) -> list[Path]:
-    """The files that paths and patterns (`*`, `**`, `?`) name, those of a pattern sorted."""
+    """The files that paths and patterns (`*`, `**`, `?`) match; those of a pattern are sorted."""
     found: list[Path] = []
     for path in paths:
-        # A pattern that matches nothing is taken for a name, which then cannot be read.
+        # A pattern without a match is used as a file name, which then cannot be read.
         names = [] if path.exists() else sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207
         found += [Path(name) for name in names] or [path]
     return found
@@ -236,21 +236,19 @@ def _files(paths: Sequence[Path], column: str) -> Documents:
     for is_parquet, group in groupby(paths, lambda path: path.suffix == ".parquet"):
         files = list(group)
         for path in files:
-            if path.suffix in _NOT_READ:
-                raise ConfigError(
-                    f"data file {path} is compressed in a way that is not read; compress it with gzip instead"
-                )
+            if path.suffix in _UNSUPPORTED:
+                raise ConfigError(f"data file {path} has an unsupported compression; compress it with gzip instead")
             with _reading(path):
                 path.open("rb").close()
         if is_parquet:
             parts += _parquet(files, column)
         else:
-            parts += [FilePart(path, column if path.name.endswith(_LINES) else None) for path in files]
+            parts += [FilePart(path, column if path.name.endswith(_JSON_LINES) else None) for path in files]
     return Documents(tuple(parts))
 
 
 def _parquet(paths: Sequence[Path], column: str) -> list[DatasetPart]:
-    """Parquet files, with texts in `column`. Raises ConfigError where they cannot be read or have no such column."""
+    """The parts of Parquet files. Raises ConfigError when they cannot be read or have no such column."""
     import datasets
 
     what = str(paths[0]) if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
@@ -263,7 +261,8 @@ def _parquet(paths: Sequence[Path], column: str) -> list[DatasetPart]:
 
 
 def _split(data: DataTable, split: str) -> Documents:
-    """A split: of a directory of `save_to_disk`, or by `load_dataset`, which with `stream` downloads nothing ahead."""
+    """The documents of a split, of a directory of `save_to_disk` or by `load_dataset`; `stream` downloads nothing
+    ahead."""
     import datasets
 
     assert data.dataset is not None  # checked by DataTable
@@ -284,10 +283,7 @@ def _split(data: DataTable, split: str) -> Documents:
             identity, files = f"{rows.num_rows} {rows._fingerprint}", [each["filename"] for each in rows.cache_files]
             rows = rows.to_iterable_dataset()  # of a memory-mapped file
     if (path / "state.json").is_file() and (data.held_out_split or split not in ("train", str(rows.split))):
-        raise ConfigError(
-            f"{path} is one split, and has no others to choose from; drop data.split and data.held_out_split, or save "
-            "a DatasetDict"
-        )
+        raise ConfigError(f"{path} is a single split; remove data.split and data.held_out_split, or save a DatasetDict")
     local = tuple(path for path in map(Path, files) if path.is_file())
     return Documents(tuple(_shards(rows, data.text_column, what, local, identity)), by_parts=True)
 
@@ -302,13 +298,13 @@ def _shards(
 
 
 def _text_of(row: dict[str, Any], column: str, where: str) -> Document:
-    """The document of a row of columns. Raises ConfigError that says `where` it is, if it has no text."""
+    """The document of a row of columns. Raises ConfigError that names the row (`where`) if it has no text."""
     if column not in row:
         raise ConfigError(_no_column(where, column, list(row)))
     text = row[column]
     if not isinstance(text, str):
         raise ConfigError(f'{where} has {type(text).__name__} in "{column}", not a text; correct or remove the row')
-    # Half of a surrogate pair is possible in JSON and has no UTF-8.
+    # JSON may contain half of a surrogate pair, which UTF-8 cannot encode.
     return Document(text if text.isascii() else text.encode("utf-8", errors="replace").decode())
 
 
@@ -317,7 +313,7 @@ def _no_column(where: str, column: str, names: list[str]) -> str:
 
 
 def _file_digest(path: Path, *, whole: bool) -> bytes:
-    """sha256 of a whole file, or of its size and of 16 stretches of it."""
+    """sha256 of a whole file, or of its size and 16 excerpts."""
     with _reading(path), path.open("rb") as file:
         if whole:
             return hashlib.file_digest(file, "sha256").digest()
@@ -331,7 +327,7 @@ def _file_digest(path: Path, *, whole: bool) -> bytes:
 
 def _reading(path: Path | str) -> AbstractContextManager[None]:
     return translated(
-        _UNREADABLE, ConfigError, f"cannot read the data file {path}", "check data.paths, and that it is whole"
+        _UNREADABLE, ConfigError, f"cannot read the data file {path}", "check data.paths, and that the file is complete"
     )
 
 
@@ -344,8 +340,8 @@ def _loading(column: str, what: str) -> Iterator[None]:
     except (*_UNREADABLE, DatasetsError) as error:
         cause: BaseException = error
         while isinstance(cause, DatasetsError) and cause.__cause__ is not None:
-            cause = cause.__cause__  # the error itself says only that there was one
+            cause = cause.__cause__  # the error itself has no details
         raise ConfigError(
             f'cannot load column "{column}" of {what} ({first_line(cause)}); check data.dataset, data.split and '
-            "data.text_column, and that the data is whole"
+            "data.text_column, and that the data is complete"
         ) from error

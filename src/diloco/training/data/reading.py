@@ -1,4 +1,4 @@
-"""Documents that are dealt to learners, and their tokens.
+"""Reads the documents of one learner and encodes them as tokens.
 
 A `DocumentReader` goes through the documents of one learner, pass after pass; an `Encoder` makes tokens of them, a
 batch of documents at a time.
@@ -25,14 +25,14 @@ BATCH_DOCUMENTS = 1024
 
 BYTE_VOCABULARY = 256
 SEPARATOR = b"\0"
-"""Where tokens are bytes, a byte that no text contains marks the end of each."""
+"""End of a text where tokens are bytes: a byte that no text contains."""
 
 
 @dataclass(frozen=True)
 class DocumentShard:
-    """The documents that one learner of several reads, of those from `begin` until before `end`: (part, row).
+    """The documents that belong to one of `num_shards` shards, from position `begin` until before `end` (part, row).
 
-    Row r of part p is dealt to shard (p + r) mod `num_shards`; with `by_parts`, part p to shard p mod `num_shards`.
+    Row r of part p belongs to shard (p + r) mod `num_shards`; with `by_parts`, part p to shard p mod `num_shards`.
     """
 
     shard: int = 0
@@ -41,14 +41,14 @@ class DocumentShard:
     begin: tuple[int, int] = (0, 0)
     end: tuple[int, int] | None = None
 
-    def opens(self, part: int, row: int) -> bool:
-        """Whether anything from this row of a part on may be dealt to this shard."""
+    def may_continue(self, part: int, row: int) -> bool:
+        """Whether this row or a later row of the part may belong to this shard."""
         if part < self.begin[0] or (self.end is not None and (part, row) >= self.end):
             return False
         return not self.by_parts or part % self.num_shards == self.shard
 
-    def takes(self, part: int, row: int) -> bool:
-        """Whether a row of a part that this shard opens is dealt to it."""
+    def contains(self, part: int, row: int) -> bool:
+        """Whether a row belongs to this shard, where `may_continue` is true."""
         return (part, row) >= self.begin and (self.by_parts or (part + row) % self.num_shards == self.shard)
 
 
@@ -56,21 +56,21 @@ _ALL = DocumentShard()
 
 
 class DocumentReader:
-    """Reads the documents of a deal, pass after pass.
+    """Reads the documents of a shard, pass after pass.
 
     Arguments:
-        seed: gives each pass an order of its own to the parts; None: they stay in order.
-        state: the state of a reader of the same documents and deal.
+        seed: permutes the parts in each pass; None: they stay in order.
+        state: `state_dict` of a reader of the same documents and shard.
     """
 
     def __init__(
         self,
         documents: Documents,
-        deal: DocumentShard = _ALL,
+        shard: DocumentShard = _ALL,
         seed: int | None = None,
         state: dict[str, Any] | None = None,
     ) -> None:
-        self._parts, self._deal, self._seed = documents.parts, deal, seed
+        self._parts, self._shard, self._seed = documents.parts, shard, seed
         state = state or {"pass": 0, "place": 0, "row": 0, "cursor": None}
         self._pass, self._place, self._row = int(state["pass"]), int(state["place"]), int(state["row"])
         self._cursor: dict[str, Any] | None = state["cursor"]
@@ -78,15 +78,15 @@ class DocumentReader:
         self._iterator: Iterator[Any] = iter(())
 
     def next(self) -> Document | None:
-        """The next document; None at the end of a pass, after which the next one begins."""
+        """The next document; None at the end of a pass. The call after that starts the next pass."""
         while self._place < len(self._parts):
             index = self._part_at(self._place)
-            row = self._next_row(index) if self._deal.opens(index, self._row) else None
+            row = self._next_row(index) if self._shard.may_continue(index, self._row) else None
             if row is None:
                 self._place, self._row, self._cursor, self._rows = self._place + 1, 0, None, None
                 continue
             number, self._row = self._row, self._row + 1
-            if self._deal.takes(index, number):
+            if self._shard.contains(index, number):
                 return self._parts[index].document(row, number)
         self._pass, self._place = self._pass + 1, 0
         return None
@@ -102,7 +102,7 @@ class DocumentReader:
             return next(self._iterator, None)
 
     def batch(self) -> tuple[list[Document], bool]:
-        """Documents of together about `BATCH_CHARACTERS`, and whether the pass is over after them."""
+        """About `BATCH_CHARACTERS` of documents, and whether the pass ends after them."""
         batch: list[Document] = []
         num_characters = 0
         while num_characters < BATCH_CHARACTERS and len(batch) < BATCH_DOCUMENTS:
@@ -114,14 +114,14 @@ class DocumentReader:
         return batch, False
 
     def one_pass(self) -> Iterator[list[Document]]:
-        """The batches until the end of the pass."""
-        is_over = False
-        while not is_over:
-            batch, is_over = self.batch()
+        """The remaining batches of the pass."""
+        at_end = False
+        while not at_end:
+            batch, at_end = self.batch()
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Where reading goes on, as plain values."""
+        """The position of the reader, as plain values."""
         cursor = self._cursor if self._rows is None else self._rows.state_dict()
         return {"pass": self._pass, "place": self._place, "row": self._row, "cursor": cursor}
 
@@ -133,8 +133,7 @@ class DocumentReader:
 
 
 def held_out_end(documents: Documents, num_held_out: int) -> tuple[int, int]:
-    """Where the first so many documents end, as `DocumentShard` counts. Raises ConfigError when there are not more
-    of them."""
+    """The position (part, row) after the first `num_held_out` documents. Raises ConfigError if no document follows."""
     reader, state = DocumentReader(documents), {}
     for count in range(num_held_out + 1):
         state = reader.state_dict()
@@ -147,12 +146,13 @@ def held_out_end(documents: Documents, num_held_out: int) -> tuple[int, int]:
 
 
 class Encoder:
-    """Texts as bytes, or by a tokenizer, each text followed by its end: the byte 0, or the end-of-sequence token where
-    there is one.
+    """Encodes texts as bytes or by a tokenizer.
+
+    Each text is followed by its end: the byte 0, or the end-of-sequence token if the tokenizer has one.
 
     Attributes:
         tokenizer: None for bytes.
-        dtype: of tokens in memory and in files, uint8, uint16 or uint32.
+        dtype: type of tokens in memory and in files, uint8, uint16 or uint32.
     """
 
     def __init__(self, name: str) -> None:
@@ -162,14 +162,14 @@ class Encoder:
         self.dtype = np.dtype(f"uint{bits}")
 
     def digest(self) -> str:
-        """sha256 (hex) of the vocabulary and of the end of a text."""
+        """sha256 (hex) of the vocabulary and of the end-of-text token."""
         known: list[Any] = ["bytes"]
         if self.tokenizer is not None:
             known = [sorted(self.tokenizer.get_vocab().items()), self.tokenizer.eos_token_id]
         return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
     def encode(self, batch: Sequence[Document]) -> npt.NDArray[Any]:
-        """The tokens of a batch, in one array of `dtype`. Raises ConfigError where a tokenizer is given no UTF-8."""
+        """The tokens of a batch, in one array of `dtype`. A tokenizer raises ConfigError for text that is not UTF-8."""
         if self.tokenizer is None:
             raw = [each.text.encode() if isinstance(each.text, str) else each.text for each in batch]
             ended = [text + SEPARATOR if each.is_end else text for each, text in zip(batch, raw, strict=True)]
@@ -196,16 +196,16 @@ def _decoded(document: Document) -> str:
 
 
 def vocabulary_size(tokenizer: "PreTrainedTokenizerBase") -> int:
-    """How many tokens a model needs to know: up to the highest one of the tokenizer, which may skip numbers."""
+    """Vocabulary size of a model for a tokenizer: its highest token + 1, since a tokenizer may skip numbers."""
     return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=-1))
 
 
 def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
-    """A tokenizer from a `tokenizer.json`, a directory, or the hub. Raises ConfigError when there is none."""
+    """Load a tokenizer from a `tokenizer.json`, a directory, or the hub. Raises ConfigError when that fails."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     advice = "give a tokenizer.json, a directory or a hub name"
-    # Of a file that is no tokenizer, the library raises Exception itself.
+    # The library raises Exception itself for a file that is not a tokenizer.
     with translated(Exception, ConfigError, f"cannot load the tokenizer {name}", advice):
         if name.endswith(".json"):
             return PreTrainedTokenizerFast(tokenizer_file=name)
@@ -214,13 +214,18 @@ def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
 
 
 def byte_tokenizer(context: int) -> "PreTrainedTokenizerBase":
-    """Bytes as tokens for programs that ask for a tokenizer: token i is the byte i of UTF-8 text, and there are no
-    others. It takes `context` tokens at most; any text comes back from its tokens; the byte 0 ends a text."""
+    """A tokenizer of transformers for bytes: token i is the byte i of UTF-8 text, and there are no other tokens.
+
+    Every text can be decoded from its tokens. The byte 0 ends a text.
+
+    Arguments:
+        context: maximum number of tokens of an input.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    # The end of a text stands for itself, as a token that is found in the text before it is cut into bytes.
+    # The end of a text is an added token, which is found before the text is split into bytes.
     end = SEPARATOR.decode()
     vocabulary = {character if byte else end: byte for byte, character in bytes_to_unicode().items()}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))

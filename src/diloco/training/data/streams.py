@@ -1,13 +1,13 @@
-"""The batches that a learner trains on: sequences of T + 1 tokens, of which neighbours share one token.
+"""Batches that a learner trains on: sequences of T + 1 tokens; consecutive sequences share one token.
 
-`Stream` deals windows of tokens that are in memory or memory-mapped into one fixed shard per planned learner. What a
-shard reads is a pure function of (seed, shard, position), so resuming is exact. Learners never share a window, whatever
-their pace. A learner beyond the planned ones reads one of these shards, in an order of its own. A stream over all
-shards (the data-parallel baseline, and the warm start) draws at each step what all learners together draw at that step:
-paired comparisons see the same data.
+`Stream` divides the windows of tokens in memory, or memory-mapped, into one fixed shard per planned learner. The
+sequences of a shard are a pure function of (seed, shard, position), so resuming is exact. Learners never share a
+window, whatever their pace. A learner beyond the planned ones reads one of these shards, in another order. A stream
+over all shards (the data-parallel baseline, and the warm start) draws at each step the sequences that all learners
+together draw at that step, so that paired comparisons see the same data.
 
-`LeasedStream` reads the windows that the syncer leases (`protocol.leases`): more, fewer or other learners neither skip
-a window nor repeat one.
+`LeasedStream` reads the windows that the syncer leases (`protocol.leases`): no window is skipped or repeated when the
+number of learners changes.
 
 `TextStream` reads texts while training; neither the texts nor their tokens are kept in memory or written to disk. Each
 shard reads its documents (`reading.DocumentShard`) and draws from a shuffle buffer of windows: the next window that is
@@ -35,10 +35,10 @@ from diloco.training.data.reading import DocumentReader, DocumentShard
 
 
 class BatchStream:
-    """The cursor of a learner's batches: at every draw `batch` sequences from each of `shards`.
+    """A learner's batches: at every draw `batch` sequences of each of `shards`.
 
     Attributes:
-        identity: the data, and all else that the position is a position in.
+        identity: the data, seed and division that `position` refers to.
         position: sequences drawn so far from each shard.
     """
 
@@ -47,7 +47,7 @@ class BatchStream:
         self.select(shards)
 
     def select(self, shards: Sequence[int]) -> None:
-        """Read from these shards from now on, at the same position."""
+        """Continue with these shards at the same position."""
         self.shards = tuple(shards)
 
     @property
@@ -56,19 +56,19 @@ class BatchStream:
         return len(self.shards) * self.batch
 
     def has_next(self) -> bool:
-        """Whether there is another batch; passes follow each other without end."""
+        """Whether there is another batch. By default there always is, pass after pass."""
         return True
 
     def next(self, rows: slice = slice(None)) -> Tensor:
-        """The next batch: int64 (num_rows, T + 1), rows in shard order; of it only `rows`."""
+        """`rows` of the next batch, which is int64 (num_rows, T + 1) in shard order."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
-        """The cursor: position, and the identity of the data."""
+        """The position, and the identity of the data."""
         return {"position": self.position, **self.identity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a saved cursor. Raises CheckpointError when it belongs to other data, seed or division."""
+        """Continue at a saved position. Raises CheckpointError when it belongs to other data, seed or division."""
         for key, value in self.identity.items():
             if state.get(key) != value:
                 raise CheckpointError(
@@ -80,7 +80,7 @@ class BatchStream:
 
 @dataclass(frozen=True)
 class ShardedWindows:
-    """Windows of T + 1 tokens, of which neighbours share one, dealt into `num_shards` equal shards."""
+    """Windows of T + 1 tokens, divided into `num_shards` equal shards."""
 
     num_windows: int
     num_shards: int
@@ -88,17 +88,17 @@ class ShardedWindows:
 
     @property
     def shard_windows(self) -> int:
-        """Windows in one shard; a remainder below `num_shards` is left out."""
+        """Windows of one shard; a remainder below `num_shards` windows is left out."""
         return self.num_windows // self.num_shards
 
     def window(self, shard: int, position: int) -> int:
-        """The window that `shard` reads at `position` (0, 1, 2 … over all passes).
+        """The window of `shard` at `position` (0, 1, 2 … over all passes).
 
-        A `shard` of `num_shards` or more is the one of its remainder, read in another order.
+        A shard of `num_shards` or more has the windows of shard mod `num_shards`, in another order.
         """
         epoch, place = divmod(position, self.shard_windows)
         seed = self.seed.to_bytes(8, "little")
-        # Order within the pass first, then the deal, which is the same in every pass.
+        # First the order within the pass, then the division into shards, which is the same in every pass.
         place = permute(
             place, self.shard_windows, seed + b"pass" + shard.to_bytes(8, "little") + epoch.to_bytes(8, "little")
         )
@@ -108,8 +108,10 @@ class ShardedWindows:
 class WindowStream(BatchStream):
     """Batches of windows of the training tokens."""
 
-    def __init__(self, corpus: Corpus, length: int, shards: Sequence[int], batch: int, seed: int, deal: object) -> None:
-        identity = {"data": corpus.fingerprint(), "sequence_length": length, "seed": seed, "num_shards": deal}
+    def __init__(
+        self, corpus: Corpus, length: int, shards: Sequence[int], batch: int, seed: int, division: object
+    ) -> None:
+        identity = {"data": corpus.fingerprint(), "sequence_length": length, "seed": seed, "num_shards": division}
         super().__init__(shards, batch, identity)
         self._corpus, self._length, self._seed = corpus, length, seed
         self._num_windows = (len(corpus.train) - 1) // length
@@ -126,35 +128,35 @@ class WindowStream(BatchStream):
 
 
 class Stream(WindowStream):
-    """A learner's batches of fixed shards.
+    """Batches of fixed shards.
 
-    Raises ConfigError when the data has fewer windows than shards, or when a token is not in the vocabulary.
+    Raises ConfigError when the data has fewer windows than shards, or a token is outside the vocabulary.
     """
 
     def __init__(
         self, corpus: Corpus, sequence_length: int, num_shards: int, shards: Sequence[int], batch: int, seed: int
     ) -> None:
         super().__init__(corpus, sequence_length, shards, batch, seed, num_shards)
-        self._deal = ShardedWindows(self._num_windows, num_shards, seed)
-        if self._deal.shard_windows < 1:
+        self._sharded = ShardedWindows(self._num_windows, num_shards, seed)
+        if self._sharded.shard_windows < 1:
             raise ConfigError(f"the data has {self._num_windows} sequences for {num_shards} learners; give more data")
 
     def next(self, rows: slice = slice(None)) -> Tensor:
         """The next batch, as `BatchStream.next`."""
         positions = range(self.position, self.position + self.batch)
-        windows = [self._deal.window(shard, position) for shard in self.shards for position in positions]
+        windows = [self._sharded.window(shard, position) for shard in self.shards for position in positions]
         self.position += self.batch
         return self._read(windows[rows])
 
 
 class LeasedStream(WindowStream):
-    """A learner's batches of leased windows.
+    """Batches of leased windows.
 
-    Before it leases, it reads the run's first windows, all by itself (the warm start).
+    Before the first lease (in the warm start) it reads the first windows of the run, which belong to it alone.
 
     Arguments:
-        shards: of these only the number counts.
-        lease_steps: inner steps that a lease lasts.
+        shards: only their number matters.
+        lease_steps: inner steps that a lease covers.
     """
 
     def __init__(
@@ -166,13 +168,13 @@ class LeasedStream(WindowStream):
         self._next: list[int] = []
 
     def lease(self, learner: Learner) -> None:
-        """Read from now on what the syncer leases to this learner."""
+        """Continue with the windows that the syncer leases to this learner."""
         identity = ":".join(f"{key}={value}" for key, value in self.identity.items())
         data = DataSet(self._num_windows, 0, hashlib.sha256(identity.encode()).hexdigest(), self._length)
         self._units = learner.lease(data, num_ahead=self._lease_steps * self.num_rows)
 
     def has_next(self) -> bool:
-        """Draw the next batch; False where the learner was drained while it waited for a lease."""
+        """Draw the next batch. False where the learner was drained while it waited for a lease."""
         if not self._next:
             first = self.position * len(self.shards)
             units = self._units
@@ -180,7 +182,7 @@ class LeasedStream(WindowStream):
         return bool(self._next)
 
     def next(self, rows: slice = slice(None)) -> Tensor:
-        """The batch drawn, as `BatchStream.next`."""
+        """The drawn batch, as `BatchStream.next`."""
         windows = [place_of_unit(unit, self._num_windows, self._seed) for unit in self._next]
         self.position, self._next = self.position + self.batch, []
         if self._units is not None:
@@ -191,7 +193,8 @@ class LeasedStream(WindowStream):
 class TextShard:
     """The sequences of one shard of a stream of texts, pass after pass.
 
-    A `shard` of `num_shards` or more is the one of its remainder, with another order of the parts and other draws.
+    A shard of `num_shards` or more has the documents of shard mod `num_shards`, with another order of the parts and
+    other draws.
 
     Attributes:
         num_drawn: sequences drawn so far.
@@ -207,25 +210,25 @@ class TextShard:
         state: dict[str, Any] | None = None,
     ) -> None:
         documents, parts = source.documents, len(source.documents.parts)
-        deal = DocumentShard(
+        documents_of_shard = DocumentShard(
             shard % num_shards, num_shards, documents.by_parts and parts % num_shards == 0, begin=source.begin
         )
         self._encoder, self._length = source.encoder, length
         self._name = f"shard {shard} of {num_shards}"
         self._key = seed.to_bytes(8, "little") + b"draw" + shard.to_bytes(8, "little")
         order = seed + (shard // num_shards << 32)  # seeds are below 2**32
-        self._reader = DocumentReader(documents, deal, order, None if state is None else state["reader"])
+        self._reader = DocumentReader(documents, documents_of_shard, order, None if state is None else state["reader"])
         self._buffer = np.empty((source.shuffle_sequences, length + 1), dtype=np.int32)
         self._pending: npt.NDArray[np.int32] = np.empty(0, dtype=np.int32)
         self.num_drawn = self._num_buffered = 0
-        self._is_over = False  # the pass is read to its end
+        self._is_over = False  # the reader is at the end of the pass
         if state is not None:
             self._pending, buffer = state["pending"].numpy().copy(), state["buffer"].numpy()
             self.num_drawn, self._num_buffered, self._is_over = int(state["num_drawn"]), len(buffer), state["is_over"]
             self._buffer[: len(buffer)] = buffer
 
     def draw(self) -> npt.NDArray[np.int32]:
-        """The next sequence, int32 (T + 1,). Raises ConfigError when a whole pass has none."""
+        """The next sequence, int32 (T + 1,). Raises ConfigError when a pass has no sequence."""
         self._fill()
         if not self._num_buffered:
             self._pending, self._is_over = self._pending[:0], False
@@ -245,25 +248,25 @@ class TextShard:
         return drawn
 
     def _fill(self) -> None:
-        """Fill the buffer, as far as the pass goes."""
+        """Fill the buffer, up to the end of the pass."""
         while self._num_buffered < len(self._buffer) and (window := self._window()) is not None:
             self._buffer[self._num_buffered] = window
             self._num_buffered += 1
 
     def _window(self) -> npt.NDArray[np.int32] | None:
-        """The next window of the pass; None where it is over."""
+        """The next window of the pass; None at its end."""
         while len(self._pending) <= self._length:
             if self._is_over:
                 return None
             batch, self._is_over = self._reader.batch()
-            # What follows a piece of a file is mostly another learner's, so each piece has an end.
+            # The next piece of a file mostly belongs to another learner, so each piece gets an end of text.
             tokens = self._encoder.encode([replace(each, is_end=True) for each in batch])
             self._pending = np.concatenate([self._pending, tokens.astype(np.int32)])
         window, self._pending = self._pending[: self._length + 1], self._pending[self._length :]
         return window
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the reader is, and all that was read and not drawn."""
+        """The position of the reader, and the tokens that were read and not drawn."""
         return {
             "reader": self._reader.state_dict(),
             "pending": torch.from_numpy(self._pending.copy()),
@@ -274,10 +277,10 @@ class TextShard:
 
 
 class TextStream(BatchStream):
-    """A learner's batches of texts that are read while training.
+    """Batches of texts that are read while training.
 
-    A position beyond what was drawn is reached at the next draw, by reading up to there; an earlier one by reading from
-    the beginning.
+    After a change of `position` the next draw reads up to the new position; for an earlier position it reads from the
+    beginning.
     """
 
     def __init__(
@@ -295,7 +298,7 @@ class TextStream(BatchStream):
         super().__init__(shards, batch, identity)
 
     def select(self, shards: Sequence[int]) -> None:
-        """As `BatchStream.select`; the buffers of other shards are dropped."""
+        """As `BatchStream.select`; drops the buffers of other shards."""
         super().select(shards)
         self._streams = {shard: stream for shard, stream in self._streams.items() if shard in self.shards}
 
@@ -318,7 +321,7 @@ class TextStream(BatchStream):
         return TextShard(self._source, self._length, shard, self._num_shards, self._seed, state)
 
     def state_dict(self) -> dict[str, Any]:
-        """The cursor, and the state of each shard that was read."""
+        """As `BatchStream.state_dict`, with the state of each shard that was read."""
         return {**super().state_dict(), "streams": {str(m): stream.state_dict() for m, stream in self._streams.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -329,22 +332,25 @@ class TextStream(BatchStream):
 
 
 def held_out_batches(corpus: Corpus, sequence_length: int, num_sequences: int, batch: int) -> list[Tensor]:
-    """At most `num_sequences` held-out sequences, spread evenly; the same for all learners.
+    """At most `num_sequences` evenly spaced held-out sequences; the same for all learners.
 
     Raises ConfigError when there is none.
     """
-    available = (len(corpus.held_out) - 1) // sequence_length
-    count = min(num_sequences, available)
-    if count < 1:
+    batches = spaced_windows(corpus.held_out, sequence_length, num_sequences, batch)
+    if not batches:
         raise ConfigError(
             f"the held-out part has {len(corpus.held_out)} tokens, less than one sequence of {sequence_length} + 1; "
             "hold out more"
         )
+    return batches
+
+
+def spaced_windows(tokens: Tokens, length: int, num_windows: int, batch: int) -> list[Tensor]:
+    """At most `num_windows` evenly spaced windows, as batches: int64 (B, length + 1)."""
+    available = (len(tokens) - 1) // length
+    count = max(0, min(num_windows, available))
     windows = [available * k // count for k in range(count)]
-    return [
-        _read_windows(corpus.held_out, windows[start : start + batch], sequence_length)
-        for start in range(0, count, batch)
-    ]
+    return [_read_windows(tokens, windows[start : start + batch], length) for start in range(0, count, batch)]
 
 
 def _read_windows(tokens: Tokens, windows: Sequence[int], length: int) -> Tensor:

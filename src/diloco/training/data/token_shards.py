@@ -1,13 +1,13 @@
 """A directory of token shards: files of bare tokens, and an index that describes them.
 
-    index.json              sizes, dtype, vocabulary, sha256 of each shard, what they were made from; written last
-    unfinished.json         instead of it while shards are being made: the whole ones, and where reading goes on
-    train-00000.bin …       tokens, little-endian, documents one after the other
-    held_out-00000.bin …    likewise, where the data names a held-out part
-    tokenizer/              where tokens are not bytes
+    index.json              sizes, dtype, vocabulary, sha256 of each shard, source of the texts; written last
+    unfinished.json         while shards are being written: the complete shards, and the position of the reader
+    train-00000.bin …       tokens, little-endian, document after document
+    held_out-00000.bin …    likewise, if the data has a held-out part
+    tokenizer/              unless tokens are bytes
 
-A shard ends with the batch of documents that fills it, so the cursor after it determines the rest: what is made after a
-kill has the same bytes.
+A shard ends with the batch of documents that fills it, so the position of the reader after it determines the following
+shards: a restart after a crash writes the same bytes.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ INDEX, UNFINISHED, TOKENIZER = "index.json", "unfinished.json", "tokenizer"
 PartName = Literal["held_out", "train"]
 PARTS: tuple[PartName, ...] = ("held_out", "train")
 _PARTIAL = tuple(f".{name}" for name in (*PARTS, UNFINISHED, INDEX))
-"""How the hidden names of files begin that are being written, or that a kill has left."""
+"""Prefixes of the names of partial files, which are being written or were left by a crash."""
 _MADE_FROM = {
     "kind", "paths", "held_out_paths", "tokenizer", "dataset", "dataset_config", "split", "held_out_split",
     "text_column",
@@ -51,10 +51,10 @@ class TokenShard(Table):
 
 
 class _Shards(Table):
-    """The whole shards of a directory.
+    """The complete shards of a directory.
 
     Attributes:
-        made_from: keys of the `[data]` table, the sha256 of the documents, and what a shard was to hold.
+        made_from: keys of the `[data]` table, the sha256 of the documents, and the requested size of a shard.
     """
 
     made_from: dict[str, Any]
@@ -65,7 +65,7 @@ class _Shards(Table):
         for part in PARTS:
             for number, shard in enumerate(self.shards[part]):
                 if shard.file != _shard_name(part, number):
-                    raise ValueError(f"{shard.file!r} is where {_shard_name(part, number)} should be")
+                    raise ValueError(f"{shard.file!r} is listed where {_shard_name(part, number)} should be")
         return self
 
     @property
@@ -74,15 +74,15 @@ class _Shards(Table):
         return [shard for part in PARTS for shard in self.shards[part]]
 
     def check(self, path: Path, made_from: dict[str, Any]) -> None:
-        """Compare the shards beside the file at `path`, which this is, and what they were made from.
+        """Compare the shards beside this index, whose file is `path`, and their source.
 
-        Raises ConfigError for other data, StoreError for a shard whose bytes are not those that were written.
+        Raises ConfigError for another source, StoreError for a shard with other bytes than were written.
         """
         for key, value in made_from.items():
             if self.made_from.get(key) != value:
                 raise ConfigError(
-                    f"{path} says {key} = {json.dumps(self.made_from.get(key))} where it would be {json.dumps(value)} "
-                    "now; remove the directory or choose another one"
+                    f"{path} was made with {key} = {json.dumps(self.made_from.get(key))}, which is now "
+                    f"{json.dumps(value)}; remove the directory or choose another one"
                 )
         for shard in self.whole:
             place = path.with_name(shard.file)
@@ -91,13 +91,13 @@ class _Shards(Table):
                     found = hashlib.file_digest(file, "sha256").hexdigest()
             if found != shard.sha256:
                 raise StoreError(
-                    f"the bytes of the token shard {place} are not those of its index; remove the directory and make "
-                    "it again"
+                    f"the token shard {place} differs from the sha256 of its index; remove the directory and make it "
+                    "again"
                 )
 
 
 class PartialIndex(_Shards):
-    """The file in place of the index while shards are made. `cursors`: state of the reader of each begun part."""
+    """The index while shards are being written. `cursors`: state of the reader of each started part, or "done"."""
 
     cursors: dict[PartName, Any]
 
@@ -106,7 +106,7 @@ class TokenIndex(_Shards):
     """The index of a directory.
 
     Attributes:
-        dtype: numpy's name of the type of a token.
+        dtype: numpy name of the type of a token.
     """
 
     directory: Path = Field(exclude=True)
@@ -117,15 +117,15 @@ class TokenIndex(_Shards):
 
     @property
     def tokenizer_name(self) -> str:
-        """What `load_tokenizer` takes, or `bytes`."""
+        """The argument of `load_tokenizer`, or `bytes`."""
         return "bytes" if self.tokenizer is None else str(self.directory / Path(self.tokenizer).name)
 
-    def num(self, what: Literal["num_tokens", "num_documents"], part: PartName) -> int:
-        """Tokens or documents of a part."""
-        return sum(getattr(shard, what) for shard in self.shards[part])
+    def total(self, counter: Literal["num_tokens", "num_documents"], part: PartName) -> int:
+        """Number of tokens or documents of a part."""
+        return sum(getattr(shard, counter) for shard in self.shards[part])
 
     def arrays(self, part: PartName) -> list[npt.NDArray[Any]]:
-        """Memory maps of the shards of a part. Raises ConfigError for one that has not the size of the index."""
+        """Memory maps of the shards of a part. Raises ConfigError for a shard of another size than in the index."""
         dtype = np.dtype(self.dtype).newbyteorder("<")
         arrays: list[npt.NDArray[Any]] = []
         for shard in self.shards[part]:
@@ -143,10 +143,10 @@ class TokenIndex(_Shards):
 
 
 def read_index(directory: Path) -> TokenIndex:
-    """The index of a directory that `diloco tokenize` wrote. Raises ConfigError unless there is a whole one."""
+    """Read the index of a directory that `diloco tokenize` wrote. Raises ConfigError unless it is complete."""
     path = directory / INDEX
     if not path.exists() and (directory / UNFINISHED).exists():
-        raise ConfigError(f"{directory} is not finished; run `diloco tokenize` again, which goes on where it was")
+        raise ConfigError(f"{directory} is not finished; run `diloco tokenize` again to continue it")
     advice = "give a directory that `diloco tokenize` wrote, or make it again"
     with translated((OSError, *MALFORMED), ConfigError, f"cannot read {path}", advice):
         return validate(TokenIndex, {**json.loads(path.read_bytes()), "directory": directory}, "its values")
@@ -154,10 +154,11 @@ def read_index(directory: Path) -> TokenIndex:
 
 @dataclass
 class ShardProgress:
-    """What is made of a directory: `num_shards` whole ones and the one being written.
+    """Progress of writing a directory, with the shard that is being written.
 
     Attributes:
-        num_new_tokens: of `num_tokens`, those that this process has made.
+        num_new_tokens: tokens that this process has written.
+        num_shards: complete shards.
     """
 
     num_documents: int = 0
@@ -167,20 +168,20 @@ class ShardProgress:
 
 
 def write_token_shards(
-    data: DataTable, directory: Path, *, shard_tokens: int, tell: Callable[[ShardProgress], None] = lambda _: None
+    data: DataTable, directory: Path, *, shard_tokens: int, report: Callable[[ShardProgress], None] = lambda _: None
 ) -> TokenIndex:
-    """Write the tokens of a `text` or `huggingface` table as shards; goes on where an earlier call was ended.
+    """Write the tokens of a `text` or `huggingface` table as shards, or continue an earlier call that was interrupted.
 
-    A directory that is complete is compared with its index, shard by shard. Local data is read whole before anything
-    else, to compare it with what the directory was made from.
+    The shards of a complete directory are compared with its index. Local data is first read completely, to compare it
+    with the source of the directory.
 
     Arguments:
-        shard_tokens: a shard ends with the batch of documents (`reading.BATCH_CHARACTERS`) that brings it to so many.
-        tell: called after every batch.
+        shard_tokens: a shard ends with the batch of documents (`reading.BATCH_CHARACTERS`) that reaches this size.
+        report: called after every batch.
 
     Raises:
         ConfigError: the data cannot be read, or the directory was made from other data.
-        StoreError: the disk refuses, or a shard was changed.
+        StoreError: the directory cannot be written, or a shard was changed.
     """
     if data.kind not in ("text", "huggingface"):
         raise ConfigError(f'data.kind = "{data.kind}" has no texts to tokenise; use "text" or "huggingface"')
@@ -196,21 +197,21 @@ def write_token_shards(
         index = read_index(directory)
         index.check(directory / INDEX, made_from)
         return index
-    if held_out is None:  # of a fraction of the tokens, a run holds out the last ones
+    if held_out is None:  # a run holds out a fraction at the end of the tokens itself
         end = held_out_end(train, data.held_out_documents) if data.stream else (0, 0)
         readings = {"held_out": (train, DocumentShard(end=end)), "train": (train, DocumentShard(begin=end))}
     else:
         readings = {"held_out": (held_out, DocumentShard()), "train": (train, DocumentShard())}
     with translated(OSError, StoreError, f"cannot write to {directory}", "free disk space or choose another directory"):
         directory.mkdir(parents=True, exist_ok=True)
-        writer = _Writer(directory, encoder, made_from, shard_tokens, tell)
+        writer = _Writer(directory, encoder, made_from, shard_tokens, report)
         for part in PARTS:
             writer.write_part(part, *readings[part])
         return writer.finish()
 
 
 class _Writer:
-    """Makes the shards of a directory after those that an earlier process has made whole, and its index at the end."""
+    """Writes the shards of a directory that an earlier process has not completed, and finally the index."""
 
     def __init__(
         self,
@@ -218,9 +219,9 @@ class _Writer:
         encoder: Encoder,
         made_from: dict[str, Any],
         shard_tokens: int,
-        tell: Callable[[ShardProgress], None],
+        report: Callable[[ShardProgress], None],
     ) -> None:
-        self._directory, self._encoder, self._shard_tokens, self._tell = directory, encoder, shard_tokens, tell
+        self._directory, self._encoder, self._shard_tokens, self._report = directory, encoder, shard_tokens, report
         self._unfinished = PartialIndex(made_from=made_from, shards={part: [] for part in PARTS}, cursors={})
         path = directory / UNFINISHED
         for part in PARTS:
@@ -230,65 +231,65 @@ class _Writer:
                 self._unfinished = validate(PartialIndex, json.loads(path.read_bytes()), "its values")
             self._unfinished.check(path, made_from)
         elif not all(path.name.startswith(_PARTIAL) for path in directory.iterdir()):
-            raise ConfigError(f"{directory} holds something else than token shards; choose another directory")
+            raise ConfigError(f"{directory} contains other files than token shards; choose another directory")
         self._shards, self._cursors = self._unfinished.shards, self._unfinished.cursors
         whole = self._unfinished.whole
         num_documents = sum(shard.num_documents for shard in whole)
-        self._made = ShardProgress(num_documents, sum(shard.num_tokens for shard in whole), num_shards=len(whole))
+        self._progress = ShardProgress(num_documents, sum(shard.num_tokens for shard in whole), num_shards=len(whole))
         _write(path, self._unfinished)
 
-    def write_part(self, part: PartName, documents: Documents, deal: DocumentShard) -> None:
-        """Make the shards of a part that are not there yet."""
+    def write_part(self, part: PartName, documents: Documents, shard: DocumentShard) -> None:
+        """Write the remaining shards of a part."""
         cursor = self._cursors.get(part)
-        reader = None if cursor == "done" else DocumentReader(documents, deal, state=cursor)
-        while reader is not None:
-            shard, is_over = self._write_shard(_shard_name(part, len(self._shards[part])), reader)
-            if shard.num_tokens:
-                self._shards[part].append(shard)
-                self._made.num_shards += 1
-            self._cursors[part] = "done" if is_over else reader.state_dict()
+        at_end = cursor == "done"
+        reader = DocumentReader(documents, shard, state=None if at_end else cursor)
+        while not at_end:
+            written, at_end = self._write_shard(_shard_name(part, len(self._shards[part])), reader)
+            if written.num_tokens:
+                self._shards[part].append(written)
+                self._progress.num_shards += 1
+            self._cursors[part] = "done" if at_end else reader.state_dict()
             _write(self._directory / UNFINISHED, self._unfinished)
-            reader = None if is_over else reader
 
     def _write_shard(self, name: str, reader: DocumentReader) -> tuple[TokenShard, bool]:
-        """Write the next shard, but an empty one, and return whether there is nothing after it."""
-        made = self._made
-        tokens_before, documents_before = made.num_tokens, made.num_documents
-        found, is_over = hashlib.sha256(), False
+        """Write the next shard unless it is empty. Returns it, and whether it is the last one."""
+        progress = self._progress
+        tokens_before, documents_before = progress.num_tokens, progress.num_documents
+        found, at_end = hashlib.sha256(), False
         partial = self._directory / hidden_name(name)
         try:
             with partial.open("wb") as file:
-                while made.num_tokens - tokens_before < self._shard_tokens and not is_over:
-                    batch, is_over = reader.batch()
+                while progress.num_tokens - tokens_before < self._shard_tokens and not at_end:
+                    batch, at_end = reader.batch()
                     tokens = self._encoder.encode(batch)
                     raw = tokens.astype(self._encoder.dtype.newbyteorder("<"), copy=False).tobytes()
                     file.write(raw)
                     found.update(raw)
-                    made.num_documents += sum(each.is_end for each in batch)
-                    made.num_tokens += len(tokens)
-                    made.num_new_tokens += len(tokens)
-                    self._tell(made)
+                    progress.num_documents += sum(each.is_end for each in batch)
+                    progress.num_tokens += len(tokens)
+                    progress.num_new_tokens += len(tokens)
+                    self._report(progress)
                 file.flush()
                 os.fsync(file.fileno())
-            if made.num_tokens > tokens_before:
+            if progress.num_tokens > tokens_before:
                 partial.replace(self._directory / name)
         finally:
             partial.unlink(missing_ok=True)
-        num_tokens, num_documents = made.num_tokens - tokens_before, made.num_documents - documents_before
+        num_tokens, num_documents = progress.num_tokens - tokens_before, progress.num_documents - documents_before
         shard = TokenShard(file=name, num_tokens=num_tokens, num_documents=num_documents, sha256=found.hexdigest())
-        return shard, is_over
+        return shard, at_end
 
     def finish(self) -> TokenIndex:
-        """Write the tokenizer and the index. Raises ConfigError where there is nothing to train on."""
+        """Write the tokenizer and the index. Raises ConfigError if there are no training tokens."""
         directory, tokenizer = self._directory, self._encoder.tokenizer
         if not self._shards["train"]:
             raise ConfigError("the data has no texts to train on; check data.paths or data.dataset")
         if tokenizer is not None:
-            # Of a full disk the library raises Exception itself.
+            # The library raises Exception itself when the disk is full.
             with translated(Exception, StoreError, f"cannot write {directory / TOKENIZER}", "free disk space"):
                 tokenizer.save_pretrained(directory / TOKENIZER)
         for path in directory.iterdir():
-            if path.name.startswith(_PARTIAL):  # of a process on another host; nothing of it is needed any more
+            if path.name.startswith(_PARTIAL):  # left by a process of another host
                 path.unlink(missing_ok=True)
         values = {
             "format": 1,
