@@ -30,9 +30,7 @@ def command(
     ] = None,
     recorded_run: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR", help="A recorded run: its step times, arrivals and absences; a site file adds links."
-        ),
+        typer.Option(help="Directory of a recorded run: its step times, arrivals, absences; a site file adds links."),
     ] = None,
     directory: Annotated[
         Path | None, typer.Option("--dir", help="Directory of the result; default <run.dir>-simulated.")
@@ -73,8 +71,7 @@ def command(
 def _scenario(
     config: RunConfig, site: Site | None, directory: Path | None
 ) -> "tuple[list[str], Callable[[], Scenario]]":
-    """Return the learners' names and a function that makes the scenario: it imports torch, so options are checked
-    first."""
+    """Return the learners' names and a function that makes the scenario; call it last, since it imports torch."""
     recorded = None if directory is None else read_recorded_run(directory)
     if recorded is not None and site is not None and len(recorded) != len(site.names):
         raise ConfigError(

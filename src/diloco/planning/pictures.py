@@ -45,9 +45,8 @@ def link_pictures(link_model: LinkModel, asked_bit_per_s: Mapping[str, float]) -
 def _link_curve(link_model: LinkModel, asked_bit_per_s: Mapping[str, float]) -> Picture:
     asked = list(asked_bit_per_s.values())
     relatives = list(_relatives(link_model))
-    grid = steps_between(
-        *_range(relatives, asked), GRAPH_STEPS if isinstance(link_model, GraphLinkModel) else SYNCER_STEPS
-    )
+    num_steps = GRAPH_STEPS if isinstance(link_model, GraphLinkModel) else SYNCER_STEPS
+    grid = steps_between(*_range(relatives, asked), num_steps)
     rates = sorted({*grid, *asked})  # the requested points lie on the curve
     gbit_per_s = [rate / 1e9 for rate in rates]
     drawn = []
@@ -80,9 +79,7 @@ def curve_title(link_model: LinkModel) -> str:
 
 def _range(relatives: Sequence[LinkModel], asked: Sequence[float]) -> tuple[float, float]:
     """Return the range of the axis: from the rise of the first curve to that of the last, with the requested links."""
-    if not all(
-        isinstance(each, GraphLinkModel) for each in relatives
-    ):  # no data parallel among them, and searching is slow
+    if isinstance(relatives[0], SyncerLinkModel):  # a search is slow
         return min(asked) / 5, 30 * max(asked)
     rates = steps_between(min(asked) / WIDEST, WIDEST * max(asked), NUM_TRIED)
     rising = [rate for rate in rates if max(each.value(rate) for each in relatives) > LEAST_SHOWN]

@@ -117,7 +117,7 @@ OF_A_LEARNER: frozenset[What] = frozenset({"evict", "drain", "admit"})
 
 @dataclass(frozen=True)
 class Order:
-    """One order.
+    """An operator's order.
 
     Attributes:
         learner: its subject; empty: the whole run.

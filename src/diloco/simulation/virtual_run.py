@@ -99,15 +99,9 @@ class _Simulation:
         path = self._directory / "syncer" / "events.jsonl"
         with EventLog(path, "syncer", clock=lambda: self._run.time.now) as log:
             journal = Journal(log, SyncerMetrics(run))
+            scenario, pool = self._scenario, Pool.of(self._configs[0].pool_values)
             self._run = VirtualRun(
-                self._names,
-                self._scenario.step_s,
-                starts_s,
-                self._scenario.network,
-                self._scenario.faults,
-                journal,
-                self._record,
-                Pool.of(self._configs[0].pool_values),
+                self._names, scenario.step_s, starts_s, scenario.network, scenario.faults, journal, self._record, pool
             )
             log.append(events.SyncerStarted(run=run, address=SIMULATED, method=self._method.to_dict()))
             ended = zip(self._names, self._train_all(), strict=True)

@@ -24,9 +24,7 @@ RUN_FILE = "run.toml"
 
 def command(
     site_file: Annotated[Path, typer.Argument(help="The site file (TOML): sites, links, prices, model, budget.")],
-    by: Annotated[
-        RankBy, typer.Option(help="What to rank by, among the methods whose loss penalty is allowed.")
-    ] = "hours",
+    by: Annotated[RankBy, typer.Option(help="Rank the methods with an allowed loss penalty by this.")] = "hours",
     everything: Annotated[
         bool, typer.Option("--all", help="Print every setting, not only the best of each method.")
     ] = False,
@@ -110,9 +108,8 @@ def _print_choice(inputs: AdviceInputs, ranked: list[RunEstimate], choose: int, 
     chosen = ranked[choose - 1]
     where = f"its run file is {out / RUN_FILE}" if out is not None else "--out DIR writes its run file"
     typer.echo(f"\nTake {chosen.setting.label}; {where}.")
-    faster = [
-        each for each in ranked if penalty_status(inputs, each) == "not known" and each.hours < 0.9 * chosen.hours
-    ]
+    unmeasured = [each for each in ranked if penalty_status(inputs, each) == "not known"]
+    faster = [each for each in unmeasured if each.hours < 0.9 * chosen.hours]
     if faster:
         best = min(faster, key=lambda each: each.hours)
         typer.echo(

@@ -54,9 +54,7 @@ def command(
         step_s=TIME.parse(step, "--step", positive=True),
     )
     if mode != "decoupled" and elastic_learners is not None:
-        raise ConfigError(
-            "--elastic-learners applies to decoupled learners only; leave it out, or use --mode decoupled."
-        )
+        raise ConfigError("--elastic-learners applies to decoupled learners; leave it out, or use --mode decoupled.")
     relative = () if speeds is None else parse_list("--speeds", speeds, float, "numbers", "1,1,0.6,0.6")
     fleet = Fleet(chips, learners, mode, times, LearnerSpeeds(jitter / 100, relative), elastic_learners is not False)
     if as_json:

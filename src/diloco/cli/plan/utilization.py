@@ -47,11 +47,11 @@ def command(
         int | None, typer.Option(metavar="P", help="Fragments; of three layers each by default.")
     ] = None,
     codec: Annotated[
-        str, typer.Option(help="Codec of contributions: fp32, bf16, e3m0, int4, 2bit, topk-128-2bit, …")
+        str, typer.Option(help="Of contributions: fp32, bf16, e3m0, int4, 2bit, topk-128-2bit, …")
     ] = "bf16",
     codec_down: Annotated[
         str | None,
-        typer.Option(help="Codec of updates, on the other direction. Without a syncer the default is one pass."),
+        typer.Option(help="Of updates, on the other direction. Without a syncer the default is one pass."),
     ] = None,
     latency: Annotated[str | None, typer.Option(help='Of each pass, for example "20 ms".')] = None,
     step_time: Annotated[str | None, typer.Option(help='Of an inner step, for example "310 ms".')] = None,
@@ -88,29 +88,19 @@ def command(
     if targets is not None and bandwidth is not None:
         raise ConfigError("--targets asks for a bandwidth and --bandwidth gives one; leave one of them out.")
     percentages = _percentages(TARGETS if targets is None else targets)
-    syncer_options = {
-        "--learners": learners,
-        "--speeds": speeds,
-        "--syncer": syncer,
-        "--shards": shards,
-        "--merge": merge,
-    }
+    topology = {"--learners": learners, "--speeds": speeds, "--syncer": syncer, "--shards": shards, "--merge": merge}
     if convention not in CONVENTIONS:
         raise ConfigError(f"there is no convention {convention!r}; choose {', '.join(CONVENTIONS)}.")
     if convention != "steady":
         own = {"--step-time": step_time, "--bandwidth": bandwidth, "--out": out}
-        _refuse_beside(convention, {**own, **syncer_options})
+        _refuse_beside(convention, {**own, **topology})
         answers, workload, setting = _published(convention, model, method, percentages, options)
         link_model, measure, never = None, "computing", ""
     else:
-        link_model = _link_model(model, method, step_time, options, syncer_options)
+        link_model = _link_model(model, method, step_time, options, topology)
         answers = _steady(link_model, percentages, bandwidth)
-        workload, setting, measure, never = (
-            link_model.workload,
-            link_model.setting,
-            link_model.measure,
-            link_model.never,
-        )
+        workload, setting = link_model.workload, link_model.setting
+        measure, never = link_model.measure, link_model.never
     if as_json:
         _print_json(answers, workload, setting, convention, measure)
     else:
@@ -137,23 +127,23 @@ def _refuse_beside(convention: str, given: dict[str, object]) -> None:
 
 
 def _link_model(
-    model: str, method: str, step_time: str | None, options: dict[str, Any], syncer_options: dict[str, Any]
+    model: str, method: str, step_time: str | None, options: dict[str, Any], topology: dict[str, Any]
 ) -> LinkModel:
     step_s = None if step_time is None else TIME.parse(step_time, "--step-time", positive=True)
     workload = load_workload(model, step_s)
     setting = setting_for(workload, method, **options)
-    if setting.method != "decoupled" and all(value is None for value in syncer_options.values()):
+    if setting.method != "decoupled" and all(value is None for value in topology.values()):
         return GraphLinkModel(workload, setting)
     setting = replace(setting, down=setting.down or setting.up)  # a syncer always sends updates
-    return _syncer_model(workload, setting, syncer_options)
+    return _syncer_model(workload, setting, topology)
 
 
-def _syncer_model(workload: Workload, setting: Setting, syncer_options: dict[str, Any]) -> SyncerLinkModel:
+def _syncer_model(workload: Workload, setting: Setting, topology: dict[str, Any]) -> SyncerLinkModel:
     """Return the model of learners around a syncer with these options."""
-    num, text, shards = syncer_options["--learners"], syncer_options["--speeds"], syncer_options["--shards"]
+    num, text, shards = topology["--learners"], topology["--speeds"], topology["--shards"]
     if shards is not None and shards < 1:
         raise ConfigError(f"a syncer has at least one shard, not {shards}; give --shards 1 or more.")
-    if shards is not None and syncer_options["--syncer"] is None and syncer_options["--merge"] is None:
+    if shards is not None and topology["--syncer"] is None and topology["--merge"] is None:
         raise ConfigError(f"--shards {shards} has no effect without a limit of each; add --syncer or --merge.")
     if num is not None and num < 1:
         raise ConfigError(f"{num} learners train nothing; give --learners 1 or more.")
@@ -164,9 +154,7 @@ def _syncer_model(workload: Workload, setting: Setting, syncer_options: dict[str
         if num not in (None, len(speeds)):
             raise ConfigError(f"--speeds {text} is of {len(speeds)} learners, not of {num}; give one for each.")
     rate, merged = (
-        math.inf
-        if syncer_options[option] is None
-        else (shards or 1) * RATE.parse(syncer_options[option], option, positive=True)
+        math.inf if topology[option] is None else (shards or 1) * RATE.parse(topology[option], option, positive=True)
         for option in ("--syncer", "--merge")
     )
     return SyncerLinkModel(workload, setting, speeds, rate, Merging(bytes_per_s=merged / 8))

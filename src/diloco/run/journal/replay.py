@@ -187,9 +187,7 @@ class Replay:
         if held and all(self._history.find(index, *each) for index, each in enumerate(held)):
             self.findings.gaps.append(f"{said}: the state was rolled back from {ends}")
         else:
-            self._record_difference(
-                f"{said}, but the journal before it ends with {ends}: a part of the journal is missing"
-            )
+            self._note(f"{said}, but the journal before it ends with {ends}: a part of the journal is missing")
 
     def _start_with(self, held: Sequence[Any]) -> str:
         return f"start {self.findings.num_boots} of the syncer has {_versions([version for version, _ in held])}"
@@ -226,12 +224,12 @@ class Replay:
             why = entry.get("why", f"{entry['missing']} entries are missing")
             self.findings.gaps.append(f"{why}, {self._place(entry)}")
         else:
-            self._record_difference(f"{entry['why']}, {self._place(entry)}")
+            self._note(f"{entry['why']}, {self._place(entry)}")
 
     def _differs(self, entry: Mapping[str, Any], failure: str) -> None:
         now = [json.loads(written) for written in self._past.written]
         if not now or not is_entry(now[0]) or "missing" in now[0]:
-            self._record_difference(f"{self._place(entry)}, {_said(entry)}: the replay fails ({failure})")
+            self._note(f"{self._place(entry)}, {_said(entry)}: the replay fails ({failure})")
             return
         other = {**now[0]}
         if "r" in entry and other.get("r") != entry["r"]:
@@ -248,9 +246,9 @@ class Replay:
             )
         else:
             sides = f"the entry is {json.dumps(entry)} in the journal, and {json.dumps(other)} in the replay"
-        self._record_difference(f"{self._place(entry)}, {_said(entry)}: {sides}")
+        self._note(f"{self._place(entry)}, {_said(entry)}: {sides}")
 
-    def _record_difference(self, difference: str) -> None:
+    def _note(self, difference: str) -> None:
         self.findings.difference = self.findings.difference or difference
 
     def _place(self, entry: Mapping[str, Any]) -> str:
