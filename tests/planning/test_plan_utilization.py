@@ -180,7 +180,7 @@ def test_pictures(call: Call, tmp_path: Path, around: tuple[str, ...]) -> None:
         (("--fragments", "30"), "do not fit a model of 24 layers"),
         (("--overlap", "200"), "longer than H = 100"),
         (("--codec", "fp4"), "there is no codec 'fp4'"),
-        (("--targets", "50,101"), "a target of 101 % is impossible"),
+        (("--targets", "50,101"), "a target of 101 % is out of range"),
         (("--targets", "a,b"), "is not a list of percentages"),
         (("--targets", ""), "is not a list of percentages"),
         (("--bandwidth", "1e308 Gbit/s"), "is beyond all measure"),

@@ -28,8 +28,8 @@ def command(
     site: Annotated[
         Path | None, typer.Option(help="Site file: step times, links, faults. Default: steps of 1 s, ideal links.")
     ] = None,
-    tape: Annotated[
-        Path | None, typer.Option(help="Directory of a recorded run: its step times, joins and faults.")
+    recorded_run: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A recorded run: its step times, arrivals and absences.")
     ] = None,
     directory: Annotated[
         Path | None, typer.Option("--dir", help="Output directory; default <run.dir>-simulated.")
@@ -63,9 +63,11 @@ def command(
     print_result(as_json, done.to_dict(), lambda: _print(done, page))
 
 
-def _scenario(config: RunConfig, site: Site | None, tape: Path | None) -> "tuple[list[str], Callable[[], Scenario]]":
+def _scenario(
+    config: RunConfig, site: Site | None, recorded_run: Path | None
+) -> "tuple[list[str], Callable[[], Scenario]]":
     """The learners' names, and a function that makes the scenario; it imports torch, so call it after all checks."""
-    recorded = None if tape is None else read_recorded_run(tape)
+    recorded = None if recorded_run is None else read_recorded_run(recorded_run)
     if recorded is not None and site is not None and len(recorded) != len(site.names):
         raise ConfigError(
             f"the recorded run has {len(recorded)} learners and the site file {len(site.names)}; use equal numbers."

@@ -114,7 +114,7 @@ def _print_choice(inputs: AdviceInputs, ranked: list[RunEstimate], choose: int, 
     if faster:
         best = min(faster, key=lambda each: each.hours)
         typer.echo(
-            f"{best.setting.label} (rank {ranked.index(best) + 1}), would take {significant(best.hours)} h, but no "
+            f"{best.setting.label} (rank {ranked.index(best) + 1}) would take {significant(best.hours)} h, but no "
             "experiment has measured its loss."
         )
 

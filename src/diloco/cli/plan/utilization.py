@@ -97,10 +97,10 @@ def command(
         raise ConfigError(f"there is no convention {convention!r}; choose {', '.join(CONVENTIONS)}.")
     if convention != "steady":
         own = {"--step-time": step_time, "--bandwidth": bandwidth, "--out": out}
-        _refuse_beside(convention, {**own, **around})
+        _refuse_beside(convention, {**own, **syncer_options})
         answer = _published(convention, model, method, percentages, options)
     else:
-        link_model = _question(model, method, step_time, options, around)
+        link_model = _link_model(model, method, step_time, options, syncer_options)
         answer = Answer(
             _steady(link_model, percentages, bandwidth), link_model.workload, link_model.setting, link_model
         )
@@ -113,7 +113,7 @@ def _percentages(text: str) -> tuple[float, ...]:
     values = parse_list("--targets", text, float, "percentages", "50,80,95")
     for value in values:
         if not 0 < value <= 100:
-            raise ConfigError(f"a target of {value:g} % is impossible; give percentages above 0 and up to 100.")
+            raise ConfigError(f"a target of {value:g} % is out of range; give percentages above 0 and up to 100.")
     return values
 
 
@@ -134,15 +134,15 @@ def _link_model(
     if setting.method != "decoupled" and all(value is None for value in syncer_options.values()):
         return GraphLinkModel(workload, setting)
     setting = replace(setting, down=setting.down or setting.up)  # a syncer always sends updates down
-    return _around(workload, setting, around)
+    return _syncer_model(workload, setting, syncer_options)
 
 
-def _around(workload: Workload, setting: Setting, around: dict[str, Any]) -> SyncerLinkModel:
+def _syncer_model(workload: Workload, setting: Setting, syncer_options: dict[str, Any]) -> SyncerLinkModel:
     """Learners around a syncer, from the options."""
-    num, text, shards = around["--learners"], around["--speeds"], around["--shards"]
+    num, text, shards = syncer_options["--learners"], syncer_options["--speeds"], syncer_options["--shards"]
     if shards is not None and shards < 1:
         raise ConfigError(f"--shards {shards} is not a number of shards; give --shards 1 or more.")
-    if shards is not None and around["--syncer"] is None and around["--merge"] is None:
+    if shards is not None and syncer_options["--syncer"] is None and syncer_options["--merge"] is None:
         raise ConfigError(f"--shards {shards} has no effect without a limit of a shard; add --syncer or --merge.")
     if num is not None and num < 1:
         raise ConfigError(f"{num} learners train nothing; give --learners 1 or more.")
@@ -165,7 +165,7 @@ def _published(
     convention: str, model: str, method: str, percentages: tuple[float, ...], options: dict[str, Any]
 ) -> Answer:
     run = published_run(convention, model, method, **options)
-    cells = run.printed([percent / 100 for percent in percentages])
+    cells = run.cells([percent / 100 for percent in percentages])
     rows: Rows = []
     for percent, cell in zip(percentages, cells, strict=True):
         shown = None if cell.gbit_per_s is None else round(round(cell.gbit_per_s, 2), 1)
