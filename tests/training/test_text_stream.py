@@ -260,7 +260,7 @@ def test_streams_refuse_what_they_cannot_do(tables: Tables, tmp_path: Path) -> N
         ({"held_out_fraction": 0.5}, "held_out_fraction has no effect with stream"),
         ({"kind": "stdlib", "paths": ()}, "stream has no effect with kind"),
         ({"stream": False}, "shuffle_sequences has no effect without stream"),
-        ({"held_out_paths": ["x"]}, "held_out_documents has no effect where"),
+        ({"held_out_paths": ["x"]}, "held_out_documents has no effect with held-out paths"),
     ]:
         with pytest.raises(ValueError, match=message):
             table(tables["jsonl"], **values)

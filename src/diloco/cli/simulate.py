@@ -96,7 +96,7 @@ def _has_earlier(directory: Path, replace: bool) -> bool:
     if not is_simulation(directory):
         raise ConfigError(f"{directory} exists and is not a simulation; name another directory with --dir.")
     if not replace:
-        raise ConfigError(f"{directory} exists; replace it with --replace, or name another directory with --dir.")
+        raise ConfigError(f"{directory} has a simulation; give --replace to replace it, or name another with --dir.")
     return True
 
 
