@@ -163,7 +163,7 @@ FEWER, SAME, BACK = "49 times fewer bytes", "same loss within 0.4 %", "one learn
         ({"loss_gap_percent": -1.91}, (FEWER, "same loss within 2.0 %", BACK)),
         ({"loss_gap_percent": 3.04}, (FEWER, "loss 3.0 % worse", BACK)),
         ({"loss_gap_percent": -3.0}, (FEWER, "loss 3.0 % better", BACK)),
-        ({"loss_gap_percent": float("nan")}, (FEWER, "a loss that is no number", BACK)),
+        ({"loss_gap_percent": float("nan")}, (FEWER, "a non-finite loss", BACK)),
         ({"wire_bytes": 400}, ("2.5 times fewer bytes", SAME, BACK)),
         ({"wire_bytes": 990}, ("as many bytes", SAME, BACK)),
         ({"wire_bytes": 2500}, ("2.5 times more bytes", SAME, BACK)),
@@ -173,7 +173,7 @@ FEWER, SAME, BACK = "49 times fewer bytes", "same loss within 0.4 %", "one learn
         ({"kills": [SYNCER]}, (FEWER, SAME, "the syncer killed and back in 3.5 s")),
         ({"kills": [GONE]}, (FEWER, SAME, "one learner killed and not back before the end")),
         ({"kills": [LEARNER, SYNCER]}, (FEWER, SAME, "2 kills and all back, the slowest in 5.2 s")),
-        ({"kills": [LEARNER, GONE]}, (FEWER, SAME, "2 kills, 1 of them with a return")),
+        ({"kills": [LEARNER, GONE]}, (FEWER, SAME, "2 kills, 1 of the processes back")),
     ],
 )
 def test_the_headline_says_what_was_measured(changed: dict[str, Any], expected: tuple[str, ...]) -> None:
@@ -211,7 +211,7 @@ def test_in_a_pipe_a_phase_and_a_kill_are_said_once(run: Path, capsys: pytest.Ca
         "starting",
         "watch the run at http://page",
         "together",
-        "syncer was killed; it is started again",
+        "syncer was killed; it will be restarted",
         "syncer works again, 1.5 s after it was killed",
     ]
 
@@ -293,7 +293,7 @@ def runs(pid: int) -> bool:
 
 def test_one_demo_at_a_time_is_in_a_directory(tmp_path: Path) -> None:
     with prepared(tmp_path / "demo", QUICK, seed=0):
-        with pytest.raises(ConfigError, match="a demo is under way in"), prepared(tmp_path / "demo", QUICK, seed=1):
+        with pytest.raises(ConfigError, match="a demo is running in"), prepared(tmp_path / "demo", QUICK, seed=1):
             pass
         assert (tmp_path / "demo" / "run.toml").exists()
     with prepared(tmp_path / "demo", QUICK, seed=1) as config:
@@ -302,7 +302,7 @@ def test_one_demo_at_a_time_is_in_a_directory(tmp_path: Path) -> None:
 
 def test_only_an_earlier_demo_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("precious")
-    with pytest.raises(ConfigError, match="not a demo"), prepared(tmp_path, QUICK, seed=0):
+    with pytest.raises(ConfigError, match="not of a demo"), prepared(tmp_path, QUICK, seed=0):
         pass
     assert (tmp_path / "thesis.txt").read_text() == "precious"
 
@@ -314,7 +314,7 @@ def test_only_an_earlier_demo_is_replaced(tmp_path: Path) -> None:
         assert config.run.seed == 4
         assert sorted(path.name for path in demo.iterdir()) == ["run.toml"]
     (demo / "run.toml").write_text("[run]\n")  # a run of the user's own
-    with pytest.raises(ConfigError, match="not a demo"), prepared(demo, QUICK, seed=0):
+    with pytest.raises(ConfigError, match="not of a demo"), prepared(demo, QUICK, seed=0):
         pass
 
 

@@ -98,7 +98,7 @@ def test_only_an_html_file_is_written(tmp_path: Path) -> None:
     require_html(None)
     require_html(tmp_path / "plan.html")
     for name in ("plan.png", "pictures"):
-        with pytest.raises(ConfigError, match=rf'--out {name} writes one HTML page; name it "\w+\.html"\.'):
+        with pytest.raises(ConfigError, match=rf'--out writes one HTML page, not {name}; name it "\w+\.html"\.'):
             require_html(Path(name))
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match=r"cannot write .*file.*; choose another place"):

@@ -117,7 +117,7 @@ def test_the_command(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_cannot_be_shown_is_said(run: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no events.jsonl below .*empty; name the folder of a run"):
         read_run([tmp_path / "empty"])
-    with pytest.raises(ConfigError, match="is a syncer's; name the syncer's folder too"):
+    with pytest.raises(ConfigError, match="is of a syncer; name the syncer's folder too"):
         read_run([run / "of-a"])
     with pytest.raises(StoreError, match="choose another place with --out"):
         write_page(tmp_path / "no" / "page.html", read_run([run])[1])

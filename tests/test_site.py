@@ -59,7 +59,9 @@ def test_the_reference_of_the_command_line_has_every_command() -> None:
     page = hooks.commands_page()
     assert [f"diloco {name}" for name in COMMANDS] == re.findall(r"^## (.*)$", page, re.MULTILINE)
     assert "\n### diloco keys rotate\n" in page
-    assert "| `--mode <data-parallel\\|elastic\\|decoupled>` | What a failed chip stops. \\[default" in page
+    assert (
+        "| `--mode <data-parallel\\|elastic\\|decoupled>` | Method; which chips stop when one fails. \\[default" in page
+    )
 
 
 def test_the_citation_is_of_this_version_and_license() -> None:

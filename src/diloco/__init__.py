@@ -1,7 +1,7 @@
 """Train one PyTorch model across islands of compute joined by ordinary internet links.
 
-The public names. Each is imported from its module when it is first used, so `import diloco` costs nothing and leaves
-torch alone.
+The public names. Each is imported from its module at its first use, so `import diloco` is fast and does not import
+torch.
 """
 
 from typing import TYPE_CHECKING
@@ -51,15 +51,15 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
-    # what a training script holds
+    # for training scripts
     "Learner", "LeasedSampler", "run_local", "Collective", "connect", "Pool",
-    # what a rank holds of a tensor, for Learner(gather=…)
+    # layout of sharded tensors, for Learner(gather=…)
     "Gather", "Piece", "Box",
     # methods
     "Method", "DataParallel", "LocalSGD", "DiLoCo", "StreamingDiLoCo", "MuLoCo", "SparseLoCo", "DelayedDiLoCo",
     "EagerDiLoCo",
     "DecoupledDiLoCo", "AsyncDiLoCo",
-    # the answers a method is made of: fragments, who calls a merge, outer optimizers, merges, adoption, codecs
+    # the values of a method: fragments, who calls a merge, outer optimizers, merges, adoption, codecs
     "Whole", "ByLayer", "Balanced", "Named",
     "AllLive", "Called", "Pushed",
     "SGD", "Nesterov", "DelayedNesterov", "Adam",
@@ -68,7 +68,7 @@ __all__ = [
     "MedianNormClip", "NormOutliers", "NormZScore",
     "Replace", "Mix", "KeepDisplacement", "Eager",
     "FP32", "BF16", "FP16", "Int8", "Int4", "E3M0", "TwoBit", "TopK", "SignPruned",
-    # the rest
+    # errors and version
     "DilocoError", "errors", "__version__",
 ]  # fmt: skip
 
@@ -93,7 +93,7 @@ _MODULES = {
         "DecoupledDiLoCo",
         "AsyncDiLoCo",
     ),
-    "diloco.protocol.rounds": ("AllLive", "Called", "Pushed"),
+    "diloco.core.quorum": ("AllLive", "Called", "Pushed"),
     "diloco.core.fragments": ("Whole", "ByLayer", "Balanced", "Named"),
     "diloco.core.outer": ("SGD", "Nesterov", "DelayedNesterov", "Adam"),
     "diloco.core.merges": (
@@ -117,7 +117,7 @@ _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name from its home at its first use (PEP 562)."""
+    """Import a public name from its module at its first use (PEP 562)."""
     import importlib
 
     value: object

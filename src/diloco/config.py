@@ -1,7 +1,7 @@
-"""One TOML file describes one run; `docs/run-file.md` lists every key.
+"""Run files: one TOML file describes one run. `docs/run-file.md` lists every key.
 
-Reading it needs no torch. Unknown keys and impossible values are ConfigErrors that name the file, the key, the value
-and, for a misspelt key, the nearest known one. The resolved configuration (defaults filled in) is saved with the run.
+Reading a run file needs no torch. Unknown keys and impossible values are ConfigErrors that name the file, the key, the
+value and, for a misspelt key, the nearest known one. The resolved configuration, with defaults, is saved with the run.
 """
 
 import copy
@@ -17,27 +17,27 @@ from diloco.escaping import is_key_line, without_key_lines
 from diloco.tables import Table, read_text, read_toml, validate, write_toml
 
 LEARNERS_OWN = ("inner", "schedule", "train", "evaluate", "checkpoint", "syncer", "track")
-"""The tables that a `[learner.NAME]` table may change."""
+"""The tables that `[learner.NAME]` may override."""
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 MUON_PRESET = "MuLoCo"
-"""The method whose inner optimizer is Muon unless the run file says otherwise."""
+"""The preset whose default inner optimizer is Muon."""
 
 
 class RunTable(Table):
     """The run's name, its length and its planned number of learners."""
 
     name: str = Field(pattern=NAME)
-    tokens: int = Field(gt=0)  # trained by all learners together; ends the run
-    steps: int | None = Field(default=None, gt=0)  # ends a learner, if the tokens last so long
+    tokens: int = Field(gt=0)  # budget of all learners together; ends the run
+    steps: int | None = Field(default=None, gt=0)  # ends a learner, unless the tokens end first
     seed: int = Field(default=0, ge=0, lt=2**32)
     learners: int = Field(default=1, ge=1)
     dir: Path | None = None  # default runs/<name>
 
 
 class ModelTable(BaseModel):
-    """The causal language model; other keys of the table are settings of its transformers configuration."""
+    """The causal language model; further keys are settings of its transformers configuration."""
 
     model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=())
 
@@ -58,15 +58,15 @@ class DataTable(Table):
 
     kind: Literal["stdlib", "text", "tokens", "huggingface"] = "stdlib"
     sequence_length: int = Field(default=64, ge=1)
-    deal: Literal["shards", "leases"] = "shards"  # a fixed part for each learner, or ranges that the syncer leases
-    lease_steps: int | None = Field(default=None, gt=0)  # inner steps that a lease lasts; default: 16
-    stream: bool = False  # read texts while training, instead of before
-    shuffle_sequences: int = Field(default=1024, ge=1)  # of a shard of a stream, from which sequences are drawn
-    paths: tuple[Path, ...] = ()  # or patterns; text: files, as their names end; tokens: .bin or .npy files
-    directory: Path | None = None  # tokens: one that `diloco tokenize` wrote
+    deal: Literal["shards", "leases"] = "shards"  # a fixed part for each learner, or ranges leased by the syncer
+    lease_steps: int | None = Field(default=None, gt=0)  # inner steps of a lease; default: 16
+    stream: bool = False  # read texts during training, instead of before
+    shuffle_sequences: int = Field(default=1024, ge=1)  # stream: size of a shard's shuffle buffer
+    paths: tuple[Path, ...] = ()  # or patterns; text: files with a known suffix; tokens: .bin or .npy files
+    directory: Path | None = None  # tokens: a directory written by `diloco tokenize`
     held_out_paths: tuple[Path, ...] = ()
-    held_out_fraction: float = Field(default=0.05, gt=0, lt=1)  # from the end, where no paths or split are given
-    held_out_documents: int = Field(default=256, gt=0)  # of a stream, its first ones, where no paths or split are given
+    held_out_fraction: float = Field(default=0.05, gt=0, lt=1)  # at the end; without held-out paths or split
+    held_out_documents: int = Field(default=256, gt=0)  # stream: the first ones; without held-out paths or split
     tokenizer: str = "bytes"  # or a tokenizer.json, a directory or a hub name
     dtype: Literal["uint16", "uint32"] = "uint16"  # of .bin files
     vocab_size: int | None = Field(default=None, gt=0)  # of token files
@@ -85,7 +85,7 @@ class DataTable(Table):
             raise ValueError(f'directory has no effect with kind = "{self.kind}"')
         others = self.paths or self.held_out_paths or self.vocab_size is not None or self.dtype != "uint16"
         if self.directory is not None and others:
-            raise ValueError("directory says it all; drop paths, held_out_paths, dtype and vocab_size")
+            raise ValueError("directory determines all sources; drop paths, held_out_paths, dtype and vocab_size")
         if self.kind in ("text", "tokens") and not self.paths and self.directory is None:
             also = ", or the directory that `diloco tokenize` wrote" if self.kind == "tokens" else ""
             raise ValueError(f'kind = "{self.kind}" needs paths = [...]{also}')
@@ -105,31 +105,31 @@ class DataTable(Table):
         return self
 
     def _check_stream(self) -> None:
-        """Raise ValueError for a stream that cannot be, and for keys that are for the other way of reading."""
+        """Raise ValueError for an impossible stream, and for keys of the other way of reading."""
         is_named = bool(self.held_out_paths or self.held_out_split)
         for key, is_used, why in (
             ("held_out_fraction", not self.stream, "with stream = true"),
             ("shuffle_sequences", self.stream, "without stream = true"),
             ("held_out_documents", self.stream, "without stream = true"),
-            ("held_out_documents", not is_named, "where a held-out part is named"),
+            ("held_out_documents", not is_named, "with held-out paths or a held-out split"),
         ):
             if not is_used and getattr(self, key) != type(self).model_fields[key].default:
-                raise ValueError(f"{key} has no effect {why}; leave it out")
+                raise ValueError(f"{key} has no effect {why}; drop it")
         if not self.stream:
             return
         if self.kind not in ("text", "huggingface"):
-            raise ValueError(f'kind = "{self.kind}" is not read as texts and needs no stream; drop stream')
+            raise ValueError(f'stream has no effect with kind = "{self.kind}", which has no texts to read; drop it')
         if self.deal == "leases":
             raise ValueError(
-                'deal = "leases" needs to know how many sequences there are, which a stream does not; set '
-                'deal = "shards", or make token shards with `diloco tokenize`'
+                'deal = "leases" needs the number of sequences, which a stream does not know; set deal = "shards", or '
+                "make token shards with `diloco tokenize`"
             )
 
 
 class InnerTable(Table):
-    """The inner optimizer: AdamW for everything, or Muon for the hidden matrices and AdamW for the rest."""
+    """The inner optimizer: AdamW for all parameters, or Muon for the hidden matrices and AdamW for the others."""
 
-    optimizer: Literal["adamw", "muon"] | None = None  # default: adamw, and muon under the preset MuLoCo
+    optimizer: Literal["adamw", "muon"] | None = None  # default: adamw, or muon for the preset MuLoCo
     lr: float = Field(default=4e-3, gt=0)  # the peak
     betas: tuple[float, float] = (0.9, 0.95)  # AdamW's
     eps: float = Field(default=1e-8, gt=0)  # AdamW's
@@ -146,8 +146,8 @@ class ScheduleTable(Table):
     kind: Literal["cosine", "wsd", "constant"] = "cosine"
     warmup_steps: int = Field(default=50, ge=0)
     steps: int | None = Field(default=None, gt=0)  # default: run.tokens / tokens per full step
-    final_fraction: float = Field(default=0.1, ge=0, le=1)  # of the peak, at the end and after it
-    decay_fraction: float = Field(default=0.2, gt=0, le=1)  # wsd: share of the steps that decay
+    final_fraction: float = Field(default=0.1, ge=0, le=1)  # of the peak, at the end and afterwards
+    decay_fraction: float = Field(default=0.2, gt=0, le=1)  # wsd: fraction of the steps with decay
 
 
 class TrainTable(Table):
@@ -158,74 +158,74 @@ class TrainTable(Table):
         default=None, gt=0
     )  # sequences per step of this learner; default: global_batch / learners
     trains: tuple[str, ...] = ()  # name patterns of the tensors that this learner trains; none: all
-    overlap: int | None = Field(default=None, ge=0)  # inner steps that this learner overlaps; default: the method's
+    overlap: int | None = Field(default=None, ge=0)  # overlap in inner steps of this learner; default: the method's
     accumulate: int = Field(default=1, gt=0)  # micro-batches per step
-    rewarm_steps: int = Field(default=5, ge=0)  # until the lr of a joiner without a checkpoint is the schedule's
-    clip: float | None = Field(default=1.0, gt=0)  # norm of the gradient
+    rewarm_steps: int = Field(default=5, ge=0)  # warmup of the lr for a joiner without a checkpoint
+    clip: float | None = Field(default=1.0, gt=0)  # largest norm of the gradient
     device: Literal["auto", "cpu", "cuda"] = "auto"
     autocast: Literal["auto", "bfloat16", "off"] = "auto"  # auto: bfloat16 on CUDA where supported
     threads: int | None = Field(default=None, gt=0)  # default: torch's choice
     flush_denormals: bool = False  # to zero, in the inner steps only
-    log_every_s: float = Field(default=60.0, gt=0)  # between lines where the output is no terminal
-    log_every_steps: int = Field(default=10, gt=0)  # between step events
+    log_every_s: float = Field(default=60.0, gt=0)  # interval of progress lines without a terminal
+    log_every_steps: int = Field(default=10, gt=0)  # interval of step events
 
 
 class WarmStartTable(Table):
-    """The part before the learners join: one model, at the full batch of the run."""
+    """The steps before the learners join: one model, at the full batch of the run."""
 
-    steps: int = Field(default=0, ge=0)  # of the run; they end when the run is initialised, and the schedule goes on
+    steps: int = Field(default=0, ge=0)  # counted in the run and its schedule; the run is initialised after them
     checkpoint: Path | None = None  # begin with this checkpoint's global model, inner optimizer, step and tokens
 
 
 class EvaluateTable(Table):
-    """The global model on the held-out part."""
+    """Evaluation of the global model on the held-out part."""
 
     every_steps: int = Field(default=0, ge=0)  # 0: only at the end
     sequences: int = Field(default=256, gt=0)
-    sample_bytes: int = Field(default=200, ge=0)  # of text generated at the end by a byte model
+    sample_bytes: int = Field(default=200, ge=0)  # length of text generated at the end, for byte models
     prompt: str = "def "
 
 
 class CheckpointTable(Table):
     """Local checkpoints of a learner."""
 
-    every_steps: int = Field(default=0, ge=0)  # 0: only when training is stopped by a signal, or refused
+    every_steps: int = Field(default=0, ge=0)  # 0: only if a signal or a refusal stops training
     keep: int = Field(default=2, ge=1)
 
 
 class PoolTable(Table):
     """The number of learners that train at a time: a schedule over the inner steps of the run, up to run.learners."""
 
-    schedule: str  # of core.pool
+    schedule: str  # a `PoolSchedule` of protocol.steering
     begin_step: int | None = Field(default=None, ge=0)  # default: warm_start.steps
     end_step: int | None = Field(default=None, gt=0)  # default: run.steps, or the end of the learning-rate schedule
 
 
 class SyncerTable(Table):
-    """The syncer's address, keys, and its deadlines."""
+    """The syncer's address, keys, state and deadlines."""
 
-    address: str = "127.0.0.1:7700"  # several, with commas between them, where a syncer follows another one
-    # this machine's own directory of `diloco keys`, the syncer's and each learner's; a learner's may be a line of keys
+    address: str = "127.0.0.1:7700"  # comma-separated for a run with a standby
+    # this machine's directory of keys, made by `diloco keys`; for a learner also a line of keys
     keys: str | None = Field(default=None, min_length=1, repr=False)
     insecure: bool = False
     state_dir: Path | None = None  # default <run.dir>/syncer
-    metrics_port: int | None = Field(default=None, ge=0, le=65535)  # 0: any free port
-    page: bool | None = None  # serve the live page; default: where the syncer is reached from its own machine only
-    page_port: int = Field(default=0, ge=0, le=65535)  # loopback port of the live page; 0: any free one
-    spool_bytes: int = Field(default=1 << 30, ge=0)  # contributions held in memory; beyond it they wait on disk
-    journal: bool = True  # keep what `diloco replay` needs to make all decisions again
-    record_contributions: bool = False  # and all merges: the payload of every contribution
+    metrics_port: int | None = Field(default=None, ge=0, le=65535)  # loopback port; 0: any free port
+    page: bool | None = None  # serve the live page; default: only if the syncer's address is loopback
+    page_port: int = Field(default=0, ge=0, le=65535)  # loopback port of the live page; 0: any free port
+    spool_bytes: int = Field(default=1 << 30, ge=0)  # memory for contributions; beyond it they are spooled to disk
+    journal: bool = True  # record the events with which `diloco replay` repeats all decisions
+    record_contributions: bool = False  # also record every contribution, to repeat all merges
     backup: str | None = Field(default=None, min_length=1)  # a directory or an fsspec URL for snapshots of the run
     backup_every_s: float = Field(default=3600.0, gt=0)
-    backup_keep: int = Field(default=3, ge=1)  # snapshots
-    follow: str | None = Field(default=None, min_length=1)  # the run's other syncer, where this is its standby
-    durable: Literal["both", "one"] = "both"  # "one": publish before the standby has it (docs/standby.md)
-    lost_steps: float = Field(default=20.0, gt=0)  # silent for this many of its own steps, kept between floor and cap
+    backup_keep: int = Field(default=3, ge=1)  # number of snapshots
+    follow: str | None = Field(default=None, min_length=1)  # for a standby: the address of the run's other syncer
+    durable: Literal["both", "one"] = "both"  # "one": publish before the standby has the version (docs/standby.md)
+    lost_steps: float = Field(default=20.0, gt=0)  # silence in own steps of the learner, between floor and cap
     lost_floor_s: float = Field(default=6.0, gt=0)
     lost_cap_s: float = Field(default=120.0, gt=0)
-    reconnect_steps: float = Field(default=5.0, gt=0)  # its connection broke this many of its own steps ago
+    reconnect_steps: float = Field(default=5.0, gt=0)  # time without a connection, in own steps of the learner
     reconnect_floor_s: float = Field(default=3.0, gt=0)
-    stalled_steps: float = Field(default=50.0, gt=0)  # alive but without a step for this many of its own steps
+    stalled_steps: float = Field(default=50.0, gt=0)  # time without a step, in own steps of the learner
     stalled_floor_s: float = Field(default=60.0, gt=0)
     stalled_cap_s: float = Field(default=3600.0, gt=0)
 
@@ -243,17 +243,17 @@ class SyncerTable(Table):
 
     @field_serializer("keys")
     def _without_line(self, keys: str | None) -> str | None:
-        """A line of keys is a secret, and is left out of what is saved with the run."""
+        """Leave a line of keys, which is a secret, out of the saved configuration."""
         return None if keys is not None and is_key_line(keys) else keys
 
 
 class TrackTable(Table):
-    """The trackers that the syncer and every learner log to."""
+    """The trackers to which the syncer and every learner log."""
 
     trackers: tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...] = ()
     project: str = Field(default="diloco", min_length=1)  # W&B's and trackio's project, MLflow's experiment
-    name: str | None = Field(default=None, pattern=NAME)  # default: run.name; each process adds its own
-    folder: Path | None = None  # of what trackers keep here; default <run.dir>/tracking
+    name: str | None = Field(default=None, pattern=NAME)  # default: run.name; each process appends its own
+    folder: Path | None = None  # of the trackers' local files; default <run.dir>/tracking
     wandb_mode: Literal["online", "offline"] | None = None  # default: online
     mlflow_tracking_uri: str | None = Field(default=None, min_length=1)  # default: a database in the folder
 
@@ -262,14 +262,14 @@ class TrackTable(Table):
         if len(set(self.trackers)) < len(self.trackers):
             raise ValueError(f"trackers = {list(self.trackers)} names one twice")
         for key, tracker in (("wandb_mode", "wandb"), ("mlflow_tracking_uri", "mlflow")):
-            # A table without trackers turns those of the table below it off.
+            # In [learner.NAME.track], an empty list switches the trackers of [track] off.
             if self.trackers and tracker not in self.trackers and getattr(self, key) is not None:
                 raise ValueError(f'{key} has no effect without "{tracker}" among the trackers')
         return self
 
 
 class RunConfig(Table):
-    """A whole run file."""
+    """A run file."""
 
     run: RunTable
     model: ModelTable = Field(default_factory=ModelTable)
@@ -284,9 +284,7 @@ class RunConfig(Table):
     pool: PoolTable | None = None
     syncer: SyncerTable = Field(default_factory=SyncerTable)
     track: TrackTable = Field(default_factory=TrackTable)
-    learner: dict[str, dict[str, dict[str, Any]]] = Field(
-        default_factory=dict
-    )  # by name: what is different for that learner
+    learner: dict[str, dict[str, dict[str, Any]]] = Field(default_factory=dict)  # overrides by the learner's name
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -302,9 +300,7 @@ class RunConfig(Table):
         if self.inner_optimizer == "adamw":
             for key, field in InnerTable.model_fields.items():
                 if key.startswith("muon_") and getattr(self.inner, key) != field.default:
-                    raise ValueError(
-                        f'inner.{key} has no effect with AdamW; set inner.optimizer = "muon" or leave it out'
-                    )
+                    raise ValueError(f'inner.{key} has no effect with AdamW; set inner.optimizer = "muon" or drop it')
         warmup_steps = self.schedule.warmup_steps
         if warmup_steps >= schedule_steps:
             raise ValueError(
@@ -323,7 +319,7 @@ class RunConfig(Table):
 
     @property
     def pool_values(self) -> dict[str, Any] | None:
-        """The fields of this run's `protocol.steering.Pool`; None: it has none."""
+        """The fields of the run's `protocol.steering.Pool`; None: it has no pool."""
         if self.pool is None:
             return None
         begin, end = self.pool.begin_step, self.pool.end_step
@@ -336,7 +332,7 @@ class RunConfig(Table):
 
     @property
     def dir(self) -> Path:
-        """Directory of everything this run writes."""
+        """Directory of all files of the run."""
         return self.run.dir if self.run.dir is not None else Path("runs") / self.run.name
 
     @property
@@ -346,14 +342,14 @@ class RunConfig(Table):
 
     @property
     def inner_optimizer(self) -> Literal["adamw", "muon"]:
-        """The inner optimizer that the run file names, or the one that belongs to its method."""
+        """The inner optimizer of the run file, or the default of its method."""
         if self.inner.optimizer is not None:
             return self.inner.optimizer
         return "muon" if self.method.get("preset") == MUON_PRESET else "adamw"
 
     @property
     def share(self) -> int:
-        """Sequences per step of one of the planned learners, where nothing else is said."""
+        """Default number of sequences per step of a planned learner."""
         return self.train.global_batch // self.run.learners
 
     @property
@@ -377,9 +373,9 @@ class RunConfig(Table):
 def load_config(path: str | Path, overrides: Sequence[str] = (), learner: str | None = None) -> RunConfig:
     """Read a run file; `overrides` are "table.key=value" with the value as TOML (a bare word is a string).
 
-    With the name of a `learner`, as that learner reads it: its `[learner.NAME]` table, if there is one, is laid over
-    the others, and the overrides over both; nothing is left to lay over. Raises ConfigError naming file, key and value
-    when the file is missing, is not TOML, or holds unknown keys or impossible values.
+    With the name of a `learner`, its table `[learner.NAME]` overrides the others, `overrides` override both, and the
+    result has no `[learner]` tables. Raises ConfigError that names file, key and value if the file is missing, is not
+    TOML, or has unknown keys or impossible values.
     """
     return parse_config(read_text(path, "run file"), source=str(path), overrides=overrides, learner=learner)
 
@@ -398,11 +394,11 @@ def parse_config(
             if key not in LEARNERS_OWN:
                 raise ConfigError(
                     f"{source}: [learner.{name}] sets {key}, which all learners of a run share; "
-                    f"it may set {', '.join(LEARNERS_OWN)}"
+                    f"set only {', '.join(LEARNERS_OWN)} there"
                 )
-        theirs = _read(_laid_over(tables, own), overrides, f"{source}: [learner.{name}]")
+        of_learner = _read(_merged(tables, own), overrides, f"{source}: [learner.{name}]")
         if name == learner:
-            resolved = theirs
+            resolved = of_learner
     return config if learner is None else resolved.model_copy(update={"learner": {}})
 
 
@@ -413,12 +409,12 @@ def _read(tables: Mapping[str, Any], overrides: Sequence[str], source: str) -> R
     return validate(RunConfig, own, source)
 
 
-def _laid_over(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`under` with the values of `over`; tables are merged, everything else is replaced."""
-    merged = dict(under)
+def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with the values of `over`: tables are merged, other values are replaced."""
+    merged = dict(base)
     for key, value in over.items():
         below = merged.get(key)
-        merged[key] = _laid_over(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+        merged[key] = _merged(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
     return merged
 
 
@@ -426,8 +422,8 @@ def _override(tables: dict[str, Any], override: str) -> None:
     name, equals, raw = override.partition("=")
     keys = [key.strip() for key in name.split(".")]
     if not equals or not all(keys):
-        said = f"--set {without_key_lines(override)} is not of the form table.key=value"
-        raise ConfigError(f'{said}, for example "train.global_batch=8"')
+        problem = f"--set {without_key_lines(override)} is not of the form table.key=value"
+        raise ConfigError(f'{problem}; write for example "train.global_batch=8"')
     try:
         value = tomllib.loads(f"value = {raw.strip()}")["value"]
     except tomllib.TOMLDecodeError:
@@ -435,11 +431,11 @@ def _override(tables: dict[str, Any], override: str) -> None:
     for key in keys[:-1]:
         tables = tables.setdefault(key, {})
         if not isinstance(tables, dict):
-            raise ConfigError(f'--set {without_key_lines(override)}: "{key}" is a value, not a table')
+            raise ConfigError(f'--set {without_key_lines(override)}: "{key}" is a value, not a table; correct the key')
     tables[keys[-1]] = value
 
 
 def dump_config(config: RunConfig) -> str:
-    """The resolved configuration as TOML that `parse_config` reads back to an equal value, but for a line of keys,
+    """The resolved configuration as TOML, which `parse_config` reads back to an equal value, except for a line of keys,
     which is left out."""
     return write_toml(config.model_dump(mode="json", exclude_none=True))

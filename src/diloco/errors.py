@@ -1,34 +1,34 @@
-"""The one tree of errors.
+"""The errors of this package, one tree.
 
-Every error raised on purpose by this package is a `DilocoError`. Its text is one sentence that says what was wrong,
-with the value, and what to do next. Foreign errors (gRPC, SQLite, the operating system) are mapped to this tree at the
-edge where they enter; everything else propagates.
+Every error that this package raises on purpose is a `DilocoError`. Its text is one sentence: what was wrong, the value,
+and what to do next. Foreign errors (gRPC, SQLite, the operating system) are translated where they enter; all other
+errors propagate.
 
     DilocoError
     ├── ConfigError            wrong use: options or values that cannot work, or would be unsafe (exit code 2)
-    ├── LayoutError            two parties do not hold the same model
-    ├── PayloadError           bytes or numbers that cannot be what they claim to be
-    │   ├── NonFiniteError     inf or NaN where only finite numbers can be used
+    ├── LayoutError            two parties hold different models
+    ├── PayloadError           malformed or unusable bytes or numbers
+    │   ├── NonFiniteError     inf or NaN instead of finite numbers
     │   └── CorruptPayloadError  truncated, oversized or damaged bytes
-    ├── VersionError           a contribution or update that does not fit the version held
+    ├── VersionError           a contribution or update does not fit the version held
     │   └── DigestError        the same version with different bits
-    ├── RunError               the run cannot do what was asked in the state it is in
+    ├── RunError               the state of the run does not allow the request
     │   ├── UnknownRunError    no such run at this address
-    │   ├── LineageError       an older state of the run than one that was seen, or a second one
+    │   ├── LineageError       an older or a second state of the run
     │   ├── NotInitialisedError      the run has no model yet
-    │   ├── AlreadyInitialisedError  the run has a model already
-    │   ├── StaleIncarnationError    this learner was replaced or evicted
-    │   ├── DrainedError       the run has no place for this learner any more
-    │   └── RestartedError     the syncer was started again since; it may lack what it had acknowledged
-    ├── AuthError              missing, wrong or insufficient token, or a certificate that cannot be read
-    ├── ExchangeError          the other side is gone, or did not answer in time
-    │   └── UnreachableError   the call failed on the way; the other side may be restarting
-    │       └── StandbyError   this syncer follows another one, and does not serve the run now
+    │   ├── AlreadyInitialisedError  the run already has a model
+    │   ├── StaleIncarnationError    this incarnation of the learner was replaced or evicted
+    │   ├── DrainedError       the run told this learner to leave
+    │   └── RestartedError     the syncer restarted; it may have lost acknowledged contributions
+    ├── AuthError              missing, invalid or insufficient certificate
+    ├── ExchangeError          the peer failed, or did not answer in time
+    │   └── UnreachableError   the call failed in transit; the peer may be restarting
+    │       └── StandbyError   this syncer is a standby and does not serve the run now
     ├── StoreError             state could not be made durable or read back (a full disk, a damaged file)
-    │   └── NoRoomError        there is no room now; the same call is taken once there is
-    │       └── BusyError      an earlier connection has not ended; the same call is taken once it has
-    ├── CheckpointError        a checkpoint is missing, damaged or belongs to something else
-    └── StoppedError           this learner was told to stop while it waited for others
+    │   └── NoRoomError        no space now; the call may be repeated
+    │       └── BusyError      an earlier connection occupies the space; the call may be repeated
+    ├── CheckpointError        a checkpoint is missing, damaged or of another run or model
+    └── StoppedError           this learner was stopped while it waited for others
 """
 
 import re
@@ -36,27 +36,27 @@ from collections import abc
 from contextlib import contextmanager
 
 MAX_FOREIGN = 500
-"""Characters of a foreign error in a sentence."""
+"""Length limit of a quoted foreign error, in characters."""
 
 
 class DilocoError(Exception):
-    """Root of the tree."""
+    """Base class of all errors that this package raises on purpose."""
 
 
 class ConfigError(DilocoError, ValueError):
-    """Wrong use: an option, a value or a combination that cannot work, or a port that would be open to all."""
+    """Wrong use: an option, value or combination that cannot work, or would be unsafe."""
 
 
 class LayoutError(DilocoError):
-    """Two parties do not hold the same model, or a tensor has the wrong shape or dtype."""
+    """Two parties hold different models, or a tensor has the wrong shape or dtype."""
 
 
 class PayloadError(DilocoError):
-    """Bytes or numbers that cannot be what they claim to be."""
+    """Malformed or unusable bytes or numbers."""
 
 
 class NonFiniteError(PayloadError):
-    """inf or NaN where only finite numbers can be used."""
+    """inf or NaN instead of finite numbers."""
 
 
 class CorruptPayloadError(PayloadError):
@@ -64,7 +64,7 @@ class CorruptPayloadError(PayloadError):
 
 
 class VersionError(DilocoError):
-    """A contribution or an update that does not fit the version held."""
+    """A contribution or an update does not fit the version held."""
 
 
 class DigestError(VersionError):
@@ -72,7 +72,7 @@ class DigestError(VersionError):
 
 
 class RunError(DilocoError):
-    """The run cannot do what was asked in the state it is in."""
+    """The state of the run does not allow the request."""
 
 
 class UnknownRunError(RunError):
@@ -80,7 +80,7 @@ class UnknownRunError(RunError):
 
 
 class LineageError(RunError):
-    """The syncer serves an older state of the run than the learner has seen, or a second copy of the same one."""
+    """The syncer serves an older state of the run than the learner has seen, or a second copy of that state."""
 
 
 class NotInitialisedError(RunError):
@@ -88,7 +88,7 @@ class NotInitialisedError(RunError):
 
 
 class AlreadyInitialisedError(RunError):
-    """The run has a model already, and it is never overwritten."""
+    """The run already has a model, which is never overwritten."""
 
 
 class StaleIncarnationError(RunError):
@@ -96,31 +96,31 @@ class StaleIncarnationError(RunError):
 
 
 class StoppedError(DilocoError):
-    """This learner was told to stop while it waited for others (`Learner.interrupt`)."""
+    """This learner was stopped while it waited for others (`Learner.interrupt`)."""
 
 
 class DrainedError(RunError):
-    """The run has no place for this learner any more: its pool has shrunk, or an admin has taken the learner out."""
+    """The run told this learner to leave: its pool has shrunk, or an admin drained or banned the learner."""
 
 
 class RestartedError(RunError):
-    """The syncer was started again since. What it acknowledged before and has no verdict on is sent again first."""
+    """The syncer restarted. Contributions that it acknowledged before and has no verdict on are sent again first."""
 
 
 class AuthError(DilocoError):
-    """A missing, wrong or insufficient token, or a certificate to trust that cannot be read."""
+    """A missing, invalid or insufficient certificate."""
 
 
 class ExchangeError(DilocoError):
-    """The other side is gone, or did not answer in time."""
+    """The peer failed, or did not answer in time."""
 
 
 class UnreachableError(ExchangeError):
-    """The call failed on the way; the other side may be restarting, and the same call may succeed later."""
+    """The call failed in transit; the peer may be restarting, and the same call may succeed later."""
 
 
 class StandbyError(UnreachableError):
-    """This syncer follows another one and does not serve the run now; it may take the run over."""
+    """This syncer is a standby and does not serve the run now; it may take over later."""
 
 
 class StoreError(DilocoError):
@@ -128,23 +128,23 @@ class StoreError(DilocoError):
 
 
 class NoRoomError(StoreError):
-    """There is no room now; the same call is taken once there is."""
+    """There is no space now; the same call may succeed later."""
 
 
 class BusyError(NoRoomError):
-    """An earlier connection, which may be broken at its other end only, holds the room; the same call is taken once it
-    has ended."""
+    """An earlier connection, possibly broken at the peer's end, occupies the space; the same call may succeed after it
+    ends."""
 
 
 class CheckpointError(DilocoError):
-    """A checkpoint is missing, damaged, or belongs to another run or model."""
+    """A checkpoint is missing, damaged, or of another run or model."""
 
 
 @contextmanager
 def translated(
     causes: type[Exception] | tuple[type[Exception], ...], to: type[DilocoError], failed: str, advice: str
 ) -> abc.Iterator[None]:
-    """Inside, foreign errors of the `causes` become a `to`: "<failed> (<the error's first line>); <advice>"."""
+    """Translate foreign errors of the `causes` to a `to`: "<failed> (<the error's first line>); <advice>"."""
     try:
         yield
     except causes as error:
@@ -152,6 +152,6 @@ def translated(
 
 
 def first_line(error: BaseException) -> str:
-    """What a foreign error says, as a part of a sentence; a system's error without its number."""
+    """The first line of a foreign error, without the number of a system error."""
     text = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return re.sub(r"^\[Errno -?\d+\] ", "", text)[:MAX_FOREIGN]

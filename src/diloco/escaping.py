@@ -1,4 +1,4 @@
-"""What another machine said: text that is safe to show, and JSON that may be malformed."""
+"""Untrusted input: text made safe to print, and JSON that may be malformed."""
 
 import json
 import logging
@@ -9,17 +9,17 @@ from typing import Any
 from diloco.errors import DilocoError, translated
 
 KEY_LINE = "diloco1."
-"""How a line of keys begins (`exchange.key_pair`)."""
+"""Prefix of a line of keys (`exchange.key_pair`)."""
 
 _KEY_LINE = re.compile(re.escape(KEY_LINE) + r"[\w-]+")
 
 MAX_REASON = 300
-"""Characters of a reason that a peer gives."""
+"""Length limit of a peer's reason, in characters."""
 
 
 def printable(text: str, most: int | None = None) -> str:
-    r"""`text` with an escape, as in "\x1b", for each character that is not printable; at most so many characters of
-    it. Spaces are printable, line ends are not."""
+    r"""Escape each unprintable character, as in "\x1b", after cutting the text to `most` characters. Spaces are
+    printable, line ends are not."""
     if most is not None and len(text) > most:
         text = f"{text[:most]}..."
     if text.isprintable():
@@ -33,12 +33,12 @@ def is_key_line(text: str) -> bool:
 
 
 def without_key_lines(text: str) -> str:
-    """The text with only the beginning of each line of keys in it."""
+    """The text with each line of keys cut to its prefix."""
     return _KEY_LINE.sub(f"{KEY_LINE}…", text)
 
 
 def shortened(text: str, most: int) -> str:
-    """`text` in at most so many characters: the middle is left out, since names differ at their ends."""
+    """Cut a text to `most` characters by omitting its middle, since names differ at their ends."""
     if len(text) <= most:
         return text
     head = most // 2
@@ -46,8 +46,7 @@ def shortened(text: str, most: int) -> str:
 
 
 class PlainFormatter(logging.Formatter):
-    """Messages on one line each, and of a traceback only lines that are printable, whatever is quoted in them. Times
-    are UTC."""
+    """Formats each message as one printable line; lines of tracebacks are made printable, too. Times are UTC."""
 
     converter = staticmethod(time.gmtime)
 
@@ -60,21 +59,21 @@ class PlainFormatter(logging.Formatter):
 
 
 def log_plainly() -> None:
-    """Log from the level INFO on to standard error: the time in UTC, the level, a sentence."""
+    """Log to standard error from level INFO on: time in UTC, level, message."""
     handler = logging.StreamHandler()
     handler.setFormatter(PlainFormatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%dT%H:%M:%SZ"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 
 MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""What reading plain values ends in that are not what they should be: of another type, missing, too large, too deep."""
+"""Errors of reading malformed plain values: wrong type, missing, too large, too deep."""
 
 
 def read_json(text: str | bytes, what: str, error: type[DilocoError], advice: str) -> Any:
-    """The values of a JSON text.
+    """Parse a JSON text.
 
     Raises:
-        DilocoError: an `error` that names `what` is not JSON, or too deep, and gives the advice.
+        DilocoError: an `error` with `what` and the advice, if the text is not JSON or nested too deeply.
     """
     with translated((ValueError, RecursionError), error, f"{what} is not JSON", advice):
         return json.loads(text)

@@ -1,7 +1,7 @@
-"""Writing and reading a file of events (`diloco.events`).
+"""Event logs: files of events (`diloco.events`), and their readers.
 
-A process that is killed leaves at most one torn line, the last one: readers skip it and the next writer cuts it off. A
-disk that refuses events costs events and nothing else: a `Gap` says how many.
+A killed process leaves at most one torn line, the last one: readers skip it and the next writer removes it. If the disk
+refuses events, only events are lost, and a `Gap` counts them.
 """
 
 import errno
@@ -24,10 +24,10 @@ from diloco.events import Event, Gap, event_types
 log = logging.getLogger("diloco")
 
 MAX_LINE_BYTES = 1 << 24
-"""An event is shorter."""
+"""Length limit of an event."""
 
 _LINE = b'{"t":'
-"""How the line of an event begins."""
+"""Prefix of every line."""
 
 _KINDS: Any = functools.reduce(operator.or_, event_types().values())
 _READER: TypeAdapter[Event] = TypeAdapter(cast("Any", Annotated)[_KINDS, Field(discriminator="kind")])
@@ -36,14 +36,13 @@ E = TypeVar("E", bound=Event)
 
 
 class EventLog:
-    """Appends events to a file, one line each, handed to the operating system before `append` returns. Any thread may
-    append.
+    """Appends events to a file, one line each, passed to the operating system before `append` returns. Thread-safe.
 
-    A log only watches: a disk that refuses an event never stops who tells it. What could not be written is counted,
-    said once in the process's log, and told by a `Gap` when the disk takes events again. The first event changes what
-    the file has, nothing before it: a line that a kill has torn is cut off, and what is no log of events is set aside.
+    A disk error never stops the caller: lost events are counted, logged once, and recorded by a `Gap` when the disk
+    accepts events again. Before the first event, nothing in the file changes; with it, a torn line is removed, and a
+    file that is not an event log is renamed.
 
-    Raises StoreError when the file cannot be opened.
+    Raises StoreError if the file cannot be opened.
 
     Attributes:
         num_missing: events that could not be written since the file was opened.
@@ -55,15 +54,15 @@ class EventLog:
         self.num_missing = 0
         self._clock = clock
         self._lock = threading.Lock()
-        self._gap = 0  # events that are missing since the last one that was written
-        self._torn_at: int | None = None  # where a line begins that the disk took only a part of
+        self._gap = 0  # events lost since the last one that was written
+        self._torn_at: int | None = None  # position of a line that was written in part
         self._has_whole_lines = False
         with translated(OSError, StoreError, f"cannot open the event log {self.path}", "choose a writable directory"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
 
     def append(self, event: E) -> E:
-        """Stamp `event` with time and author where they are missing, write it, and return it as stamped."""
+        """Add time and author to `event` if they are missing, write it, and return it."""
         stamped = self._stamped(event)
         with self._lock:
             try:
@@ -81,36 +80,36 @@ class EventLog:
         return event.model_copy(update=stamp)
 
     def _write(self, event: Event) -> None:
-        """The event, after a gap if there is one; nothing of it where the disk does not take all."""
+        """Write the event, after a `Gap` for lost ones; if the disk takes only a part, remove that part."""
         events = [self._stamped(Gap(missing=self._gap)), event] if self._gap else [event]
         data = b"".join(each.model_dump_json().encode() + b"\n" for each in events)
-        self._look()
-        self._cut()
+        self._check_file()
+        self._remove_torn_line()
         written = self._file.write(data)
         if written != len(data):
             self._torn_at = os.fstat(self._file.fileno()).st_size - written
-            self._cut()
+            self._remove_torn_line()
             raise OSError(errno.ENOSPC, f"the disk took {written} of {len(data)} bytes")
         if self._gap:
             log.warning("%s is written again; %d events are missing from it", self.path, self._gap)
             self._gap = 0
 
-    def _look(self) -> None:
-        """Have a file of whole lines, once."""
+    def _check_file(self) -> None:
+        """Before the first write, ensure that the file consists of whole lines."""
         if self._has_whole_lines:
             return
         if self.path.exists() and not _cut_torn_line(self.path):
             aside = _unused(self.path)
             self.path.rename(aside)
-            log.warning("%s does not end like a log of events: set aside as %s, and begun anew", self.path, aside)
-        if not self.path.exists():  # or somebody else has moved it
+            log.warning("%s does not end like an event log: renamed to %s, and begun anew", self.path, aside)
+        if not self.path.exists():  # renamed here or by another process
             file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
             self._file.close()
             self._file = file
         self._has_whole_lines = True
 
-    def _cut(self) -> None:
-        """Remove what there is of a torn line, so that the next one starts on its own."""
+    def _remove_torn_line(self) -> None:
+        """Remove a partly written line, so that the next event starts a line."""
         if self._torn_at is not None:
             os.ftruncate(self._file.fileno(), self._torn_at)
             self._torn_at = None
@@ -118,7 +117,7 @@ class EventLog:
     def _miss(self, error: OSError) -> None:
         if not self._gap:
             log.error(
-                "events cannot be written to %s (%s); the run goes on without them, free disk space", self.path, error
+                "events cannot be written to %s (%s); the run continues without them, free disk space", self.path, error
             )
         self._gap += 1
         self.num_missing += 1
@@ -139,10 +138,9 @@ class EventLog:
 
 
 def read_events(path: str | Path) -> list[Event]:
-    """All events of a file in the order they were written; a torn last line is skipped.
+    """Read all events of a file, in the order of writing; a torn last line is skipped.
 
-    Raises StoreError when the file cannot be read, or when a complete line is not an event of the schema (with its
-    number).
+    Raises StoreError if the file cannot be read, or if a complete line is not an event of the schema (with its number).
     """
     with translated(OSError, StoreError, f"cannot read the event log {path}", "check the path"):
         content = Path(path).read_bytes()
@@ -150,9 +148,9 @@ def read_events(path: str | Path) -> list[Event]:
 
 
 class EventTail:
-    """Follows an event log while it grows: each `read` returns the events that were completed since the last one.
+    """Follows a growing event log: each `read` returns the events completed since the last one.
 
-    A file that is not there yet has no events. Raises StoreError as `read_events`.
+    An absent file has no events. Raises StoreError as `read_events`.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -161,10 +159,10 @@ class EventTail:
         self._next_line = 1
 
     def read(self, most_bytes: int = -1) -> list[Event]:
-        """Whole lines only: what is being written, or was torn by a kill and will be cut off, waits.
+        """Read whole lines; an incomplete last line is left for the next call.
 
         Arguments:
-            most_bytes: to read at a time, and up to a line more; -1: all.
+            most_bytes: read up to the end of the line at this position; -1: read all.
         """
         with translated(OSError, StoreError, f"cannot read the event log {self.path}", "check the path"):
             try:
@@ -184,7 +182,7 @@ class EventTail:
 
 def _parse(content: bytes, path: str | Path, first_line: int) -> list[Event]:
     lines = content.split(b"\n")
-    del lines[-1]  # empty, or what a killed writer left behind
+    del lines[-1]  # empty, or a torn line
     events = []
     for number, line in enumerate(lines, start=first_line):
         try:
@@ -200,8 +198,8 @@ def _parse(content: bytes, path: str | Path, first_line: int) -> list[Event]:
 
 
 def _cut_torn_line(path: Path) -> bool:
-    """Remove what a killed writer, or a power cut, has left of a line after the last newline, so that the next line
-    starts on its own. False: what is there is no such thing, and was left alone."""
+    """Remove a line torn by a kill or a power failure, so that the next event starts a line. False: the file's end is
+    not a torn line, and the file is unchanged."""
     with open(path, "r+b") as file:
         end = file.seek(0, os.SEEK_END)
         start = max(0, end - MAX_LINE_BYTES)
@@ -217,7 +215,7 @@ def _cut_torn_line(path: Path) -> bool:
 
 
 def _unused(path: Path) -> Path:
-    """A name beside a file that nothing has."""
+    """An unused name beside a file."""
     number = 1
     while (aside := path.with_name(f"{path.name}.set-aside-{number}")).exists():
         number += 1

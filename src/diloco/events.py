@@ -1,4 +1,4 @@
-"""The events of a run: one schema for every `events.jsonl`, which `diloco.event_log` writes and reads.
+"""The events of a run: the schema of every `events.jsonl`, which `diloco.event_log` writes and reads.
 
 Each process of a run appends to its own file: one JSON object per line, with `t` (Unix time in seconds), `kind` and
 `who` (a learner's name, or "syncer") first. `docs/events.md` describes every kind.
@@ -9,11 +9,11 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 RECENT_MERGES = 40
-"""Over which those that watch a run count a learner's share of the merges."""
+"""Number of merges over which a learner's share of the merges is counted."""
 
 
 class Event(BaseModel):
-    """Fields that every event has; `t` and `who` are filled in by the log when they are left out."""
+    """Base class with the common fields; the log fills in `t` and `who` if they are missing."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
@@ -23,31 +23,31 @@ class Event(BaseModel):
 
 
 class Gap(Event):
-    """Events before this one are missing: they could not be written (a full disk)."""
+    """Events before this one could not be written (a full disk)."""
 
     kind: Literal["gap"] = "gap"
-    missing: int  # since the event before
+    missing: int  # number of lost events since the previous event
 
 
 # --- a learner and the reference trainer
 
 
 class RunStarted(Event):
-    """A trainer begins (or resumes) its part of a run."""
+    """A trainer began (or resumed) its part of a run."""
 
     kind: Literal["run_started"] = "run_started"
     run: str
     learners: int  # planned number of learners
     num_parameters: int
-    step: int  # 0, or the step it resumes from
-    tokens: int  # tokens this learner has trained so far
+    step: int  # 0, or the step of the checkpoint
+    tokens: int  # trained by this learner so far
     role: str  # "learner"; "baseline": every shard in one process; "isolated": as a learner, exchanging nothing
     shard: int | None  # none for the baseline
     method: dict[str, Any]  # the [method] table
 
 
 class Stepped(Event):
-    """Progress of the inner loop since the last such event (not necessarily one line per step)."""
+    """Progress of the inner loop; not every step has an event."""
 
     kind: Literal["step"] = "step"
     step: int
@@ -79,17 +79,17 @@ class Sampled(Event):
 
 
 class Adopted(Event):
-    """A learner took a new version of a fragment into its model, or the one that the run went back to."""
+    """A learner adopted a new version of a fragment, or the version that the run went back to."""
 
     kind: Literal["adopted"] = "adopted"
     step: int
     fragment: int
     version: int
-    digest: str = ""  # of what the learner holds; with several ranks, of the first one's part
+    digest: str = ""  # of the learner's global values; with several ranks, of the first rank's part
 
 
 class Waited(Event):
-    """The training thread stood still for answers that were due, since the last such event."""
+    """The training thread waited for updates that were due, since the last such event."""
 
     kind: Literal["waited"] = "waited"
     step: int
@@ -108,7 +108,7 @@ class Checkpointed(Event):
 
 
 class CheckpointRefused(Event):
-    """The disk has refused a checkpoint. Training goes on, and the checkpoint is tried again soon."""
+    """The disk refused a checkpoint. Training continues, and the checkpoint is retried soon."""
 
     kind: Literal["checkpoint_refused"] = "checkpoint_refused"
     step: int
@@ -116,22 +116,22 @@ class CheckpointRefused(Event):
 
 
 class CheckpointUnusable(Event):
-    """A learner's newest checkpoint is damaged or of another format. It is kept under another name."""
+    """A learner's newest checkpoint is damaged or of another format, and was renamed."""
 
     kind: Literal["checkpoint_unusable"] = "checkpoint_unusable"
     path: str
-    kept: str  # its name now
+    kept: str  # its new name
     error: str
 
 
 class Finished(Event):
-    """A process ended its part of the run in good order."""
+    """A process ended its part of the run normally."""
 
     kind: Literal["finished"] = "finished"
     steps: int
     tokens: int  # trained by this learner; by the run, when `who` is the syncer
     seconds: float
-    reason: str  # "budget" or "steps": spent; "drained": told to leave by the syncer; "stopped": asked to
+    reason: str  # "budget" or "steps": exhausted; "drained": by the syncer; "stopped": on request
     loss: float | None = None  # of the global model on the held-out part
 
 
@@ -139,15 +139,15 @@ class Finished(Event):
 
 
 class SyncerStarted(Event):
-    """A syncer serves a run, newly or after a restart."""
+    """A syncer began to serve a run, for the first time or after a restart."""
 
     kind: Literal["syncer_started"] = "syncer_started"
     run: str
     address: str
     versions: tuple[int, ...] = ()  # empty until the run is initialised
     method: dict[str, Any] = Field(default_factory=dict)
-    learners: int | None = None  # planned
-    budget_tokens: int | None = None  # that the run is to train; none: not known here
+    learners: int | None = None  # planned number
+    budget_tokens: int | None = None  # planned tokens of the run; none: unknown
 
 
 class Initialised(Event):
@@ -164,41 +164,41 @@ class Initialised(Event):
 
 
 class Admitted(Event):
-    """A caller was let in to change the run: to join it, to give it its model, to follow it, to promote a syncer, or to
+    """A caller was authorised to change the run: to join or initialise it, to follow it, to promote a syncer, or to
     steer it."""
 
     kind: Literal["admitted"] = "admitted"
     call: str  # "Join", "Initialise", "Follow", "Promote" or "Steer"
     learner: str
-    name: str  # of the certificate; "anyone" where the syncer asks for none
+    name: str  # of the certificate; "anyone" if the syncer has no keys
     role: str
-    key: str  # the start of the certificate's serial number
-    peer: str  # where it called from: behind a proxy, the address of the proxy
+    key: str  # first digits of the certificate's serial number
+    peer: str  # address of the caller; behind a proxy, of the proxy
 
 
 class Steered(Event):
-    """An operator has given the run an order."""
+    """An operator gave the run an order."""
 
     kind: Literal["steered"] = "steered"
     order: str  # "evict", "drain", "admit", "pause", "resume", "quorum" or "end"
-    by: str  # the name of the certificate; "anyone" where the syncer asks for none
-    learner: str  # that it is about; empty: the whole run
-    text: str  # what is done, in a sentence
+    by: str  # the name of the certificate; "anyone" if the syncer has no keys
+    learner: str  # the learner concerned; empty: the whole run
+    text: str  # the effect, in a sentence
 
 
 class Refused(Event):
-    """A call was refused for what its sender is, sent or asked for.
+    """A call was refused because of its sender, its data or its request.
 
-    A sender has an event of its first refusal, and then at most one a minute, of the newest.
+    The first refusal of a sender has an event, and later ones have at most one event a minute, of the newest.
     """
 
     kind: Literal["refused"] = "refused"
     call: str
-    name: str  # of the sender's certificate; empty where the sender is not known
-    peer: str  # where it called from: behind a proxy, the address of the proxy
+    name: str  # of the sender's certificate; empty for an unknown sender
+    peer: str  # address of the sender; behind a proxy, of the proxy
     reason: str  # the class of the error
-    text: str  # what the sender was told
-    times: int = 1  # since the event before; 64 senders are told apart at a time, others are counted together
+    text: str  # the error message to the sender
+    times: int = 1  # since the previous event; up to 64 senders are counted separately, others together
 
 
 class Joined(Event):
@@ -211,7 +211,7 @@ class Joined(Event):
 
 
 class Left(Event):
-    """A learner said goodbye."""
+    """A learner left the run."""
 
     kind: Literal["left"] = "left"
     learner: str
@@ -220,8 +220,7 @@ class Left(Event):
 
 
 class Evicted(Event):
-    """The syncer stopped counting on a learner that is lost (silent), stalled (no step) or replaced by a newer
-    incarnation."""
+    """The syncer evicted a learner: lost (silent), stalled (no step), replaced by a newer incarnation, or by order."""
 
     kind: Literal["evicted"] = "evicted"
     learner: str
@@ -230,37 +229,37 @@ class Evicted(Event):
 
 
 class LearnerProgress(BaseModel):
-    """A member of the run at one moment."""
+    """A member of the run at one time."""
 
     model_config = Event.model_config
 
     incarnation: int
     state: str  # "healthy", "waiting" (for an answer), "starting", "finishing", "drained", or "lost": not connected
     step: int
-    tokens: int  # that it has trained in the run
-    step_s: float | None = None  # of an inner step
-    silent_s: float = 0.0  # since it was last heard of
-    training_loss: float | None = None  # newest that it told of, nats per token
-    versions: tuple[int, ...] = ()  # the newest that it has, of each fragment; empty: not heard yet
+    tokens: int  # trained by it in the run
+    step_s: float | None = None  # time of an inner step
+    silent_s: float = 0.0  # since its last message
+    training_loss: float | None = None  # newest reported value, nats per token
+    versions: tuple[int, ...] = ()  # its newest version of each fragment; empty: unknown
 
 
 class Progress(Event):
-    """How the run goes, every ten seconds while anything moves."""
+    """The state of the run, every ten seconds during activity."""
 
     kind: Literal["progress"] = "progress"
     step: int
     tokens: int  # trained by the run
     learners: dict[str, LearnerProgress]
-    ledger: dict[str, int] = Field(default_factory=dict)  # tokens by what became of them, summed over fragments
-    run_id: str = ""  # drawn when the run got its model
+    ledger: dict[str, int] = Field(default_factory=dict)  # tokens by fate, summed over fragments
+    run_id: str = ""  # drawn at the initialisation of the run
 
 
 class Reported(Event):
-    """A learner has told the syncer the global model's loss on held-out data."""
+    """A learner reported the global model's loss on held-out data to the syncer."""
 
     kind: Literal["reported"] = "reported"
     learner: str
-    tokens: int  # trained by the whole run then
+    tokens: int  # trained by the whole run at that time
     loss: float  # nats per token
 
 
@@ -278,16 +277,16 @@ class Contributed(Event):
 
 
 class Resumed(Event):
-    """A transfer that had been cut off went on where it was: these bytes were not sent again."""
+    """An interrupted transfer was resumed."""
 
     kind: Literal["resumed"] = "resumed"
     learner: str
     what: str  # "contributions", "updates" or "joins"
-    num_bytes: int
+    num_bytes: int  # not sent again
 
 
 class Rejected(Event):
-    """A contribution was refused or thrown away."""
+    """A contribution was rejected or discarded."""
 
     kind: Literal["rejected"] = "rejected"
     learner: str
@@ -299,42 +298,42 @@ class Rejected(Event):
 
 
 class Merged(Event):
-    """Contributions were joined and the outer step was taken.
+    """Contributions were merged and the outer step was taken.
 
-    Not durable yet: a syncer that is killed before it is closes the round again.
+    The version is not durable yet: a syncer that is killed before it is published merges the round again.
     """
 
     kind: Literal["merged"] = "merged"
     fragment: int
     round: int
-    version: int  # the new one
+    version: int  # the new version
     contributors: tuple[str, ...]
     weights: tuple[float, ...]
     tokens: tuple[int, ...]  # per contributor, newly merged
     steps: tuple[int, ...] = ()
-    members: tuple[str, ...] = ()  # learners that the round counted on
-    scale: float = 1.0  # the merged outer gradient was multiplied by it
+    members: tuple[str, ...] = ()  # learners of the round
+    scale: float = 1.0  # factor of the merged outer gradient
     merge_s: float = 0.0
     units: tuple[tuple[tuple[int, int], ...], ...] = ()  # per contributor, of leased data: (first, stop) of each range
-    reason: str = ""  # why the round was closed then
+    reason: str = ""  # why the round was merged at that time
 
 
 class Data(Event):
-    """Of leased data, a pass is done, or units have come back from a learner."""
+    """Leased data: a pass is finished, or units were returned by a learner."""
 
     kind: Literal["data"] = "data"
     passes_done: int
     done: int  # units, over all passes
     leased: int
-    returned: int  # times that a unit came back
-    unclaimed: int  # units that a learner came back with and others had
-    repeated: tuple[int, ...]  # by fragment, merges of units that came back afterwards
+    returned: int  # returns of units
+    unclaimed: int  # units of a rejoining learner that were leased to others meanwhile
+    repeated: tuple[int, ...]  # by fragment, merges of units that were returned afterwards
 
 
 class Published(Event):
     """A version is durable and visible to all.
 
-    A syncer that is killed in between may not have written it; `syncer_started` of the next one has the version.
+    A syncer that is killed before it writes this event leaves it out; the next `syncer_started` names the version.
     """
 
     kind: Literal["published"] = "published"
@@ -346,29 +345,29 @@ class Published(Event):
 
 
 class Traffic(Event):
-    """Bytes of the process's messages so far, with gRPC's framing and without HTTP/2, TLS and TCP, by purpose
+    """Total bytes of the process's messages, with gRPC's framing and without HTTP/2, TLS and TCP, by purpose
     ("contributions", "updates", "joins", "control", "probes").
 
-    Written every two seconds: what a process that is killed has counted since is lost.
+    Written every two seconds: a killed process loses the counts since its last event.
     """
 
     kind: Literal["traffic"] = "traffic"
     sent_bytes: dict[str, int]
     received_bytes: dict[str, int]
-    learner: str = ""  # the other end, when these are one learner's calls
+    learner: str = ""  # the peer, for counts of one learner's calls
 
 
 class Stands(Event):
-    """Where there are two syncers: how this one stands from here on (docs/standby.md)."""
+    """One of two syncers changed its role (docs/standby.md)."""
 
     kind: Literal["stands"] = "stands"
     standing: str
-    epoch: int  # the highest that is durable there
+    epoch: int  # the highest durable epoch of this syncer
     why: str
 
 
 class BackedUp(Event):
-    """A snapshot of the run is in the place for backups, and was read back."""
+    """A snapshot of the run was written and read back."""
 
     kind: Literal["backed_up"] = "backed_up"
     place: str
@@ -378,7 +377,7 @@ class BackedUp(Event):
 
 
 class BackupRefused(Event):
-    """No snapshot could be taken. The run goes on, and the backup is tried again."""
+    """No snapshot could be taken. The run continues, and the backup is retried."""
 
     kind: Literal["backup_refused"] = "backup_refused"
     place: str
@@ -386,5 +385,5 @@ class BackupRefused(Event):
 
 
 def event_types() -> dict[str, type[Event]]:
-    """Every event class by its `kind`."""
+    """The event classes by `kind`."""
     return {cls.model_fields["kind"].default: cls for cls in Event.__subclasses__()}

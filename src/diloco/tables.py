@@ -1,5 +1,4 @@
-"""TOML files as pydantic tables: read with errors that name the key and the nearest known one, and written so that they
-read back."""
+"""TOML files as pydantic tables. Errors name the key, and for an unknown key the nearest known one."""
 
 import difflib
 import json
@@ -16,26 +15,26 @@ from diloco.escaping import without_key_lines
 T = TypeVar("T", bound=BaseModel)
 
 MAX_DEPTH = 50
-"""Tables within tables of a file. What follows goes through them by recursion."""
+"""Nesting limit of a file: validation is recursive."""
 
 
 class Table(BaseModel):
-    """A table of a file: frozen, unknown keys are errors."""
+    """A table of a TOML file: frozen; unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), hide_input_in_errors=True)
 
 
 def read_text(path: str | Path, what: str) -> str:
-    """The text of a UTF-8 file. Raises ConfigError that names the file and `what` it is."""
+    """Read a UTF-8 file. Raises ConfigError that names the file and its kind, `what`."""
     with translated((OSError, UnicodeDecodeError), ConfigError, f"cannot read the {what} {path}", "check the path"):
         return Path(path).read_text(encoding="utf-8")
 
 
 def read_toml(text: str, source: str) -> dict[str, Any]:
-    """The tables of a TOML text, with or without a byte-order mark. Raises ConfigError that names source and line."""
+    """Parse a TOML text, with or without a byte-order mark. Raises ConfigError that names source and line."""
     try:
         tables = tomllib.loads(text.removeprefix("\ufeff"))
-    except (ValueError, RecursionError) as error:  # ValueError: also numbers of thousands of digits
+    except (ValueError, RecursionError) as error:  # ValueError includes integers with thousands of digits
         raise ConfigError(f"{source} is not TOML: {error}; correct that line") from error
     below: list[Any] = [tables]
     for _ in range(MAX_DEPTH):
@@ -47,7 +46,7 @@ def read_toml(text: str, source: str) -> dict[str, Any]:
 
 
 def validate(kind: type[T], tables: Mapping[str, Any], source: str) -> T:
-    """`tables` as a `kind`. Raises ConfigError: one sentence for the first thing that is wrong."""
+    """Validate `tables` as a `kind`. Raises ConfigError: one sentence about the first error."""
     try:
         return kind.model_validate(tables)
     except ValidationError as error:
@@ -55,7 +54,7 @@ def validate(kind: type[T], tables: Mapping[str, Any], source: str) -> T:
 
 
 def nearest(key: str, known: Sequence[str]) -> str:
-    """The end of an error sentence about an unknown key: the nearest known one, or all of them."""
+    """Advice for an unknown key: the nearest known one, or all known ones."""
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     return f'did you mean "{close[0]}"?' if close else "known are " + ", ".join(sorted(known))
 
@@ -63,7 +62,7 @@ def nearest(key: str, known: Sequence[str]) -> str:
 def _explain(error: ValidationError, kind: type[BaseModel], tables: Mapping[str, Any]) -> str:
     errors = error.errors()
     unknown = [each for each in errors if each["type"] == "extra_forbidden"]
-    first = (unknown or errors)[0]  # a misspelt key is missing too
+    first = (unknown or errors)[0]  # a misspelt key may also be reported as missing
     keys, name = first["loc"], _name(first["loc"], tables)
     if first["type"] == "extra_forbidden":
         table = kind
@@ -80,8 +79,7 @@ def _explain(error: ValidationError, kind: type[BaseModel], tables: Mapping[str,
 
 
 def _name(keys: tuple[int | str, ...], tables: Any) -> str:
-    """The keys with dots between; a table of an array by its own `name` where it has one, else by its number, from
-    1."""
+    """The keys joined by dots; a table of an array is named by its key `name`, or else by its number, from 1."""
     parts = []
     for key in keys:
         try:
@@ -101,14 +99,14 @@ def _table_of(annotation: Any) -> Any:
 
 
 def write_toml(tables: Mapping[str, Any]) -> str:
-    """Tables of plain values as TOML; None is left out. Raises ConfigError for a value that TOML does not have."""
+    """Tables of plain values as TOML, without None. Raises ConfigError for a value of another type."""
     import tomlkit
     from tomlkit.exceptions import ConvertError
 
     try:
         return tomlkit.dumps(_without_none(tables))
     except ConvertError as error:
-        raise ConfigError(f"a value is not TOML's ({error}); use numbers, strings, lists, tables") from error
+        raise ConfigError(f"a value cannot be TOML ({error}); use numbers, strings, lists, tables") from error
 
 
 def _without_none(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Watchers of a run (a log, metrics, an observer) never stop it: their failures are logged, and the run goes on."""
+"""Watchers of a run (a log, metrics, an observer) never stop it: their failures are logged, and the run continues."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ W = TypeVar("W")
 
 
 def only_watching(watcher: W) -> W:
-    """The watcher, whose methods never raise: what one fails with is logged with its traceback, once for each
-    method."""
+    """The watcher with methods that never raise: the first failure of each method is logged with its traceback."""
     return cast("W", _Guarded(watcher))
 
 
@@ -26,13 +25,13 @@ class _Guarded:
         if not callable(found):
             return found
 
-        def told(*values: Any, **named: Any) -> None:
+        def guarded(*values: Any, **named: Any) -> None:
             try:
                 found(*values, **named)
-            except Exception:  # whatever it is: what decides must not fail with it
+            except Exception:  # a failing watcher must not stop the state machine
                 if name not in self._failed:
                     self._failed.add(name)
                     watcher = type(self._watcher).__name__
-                    log.exception("%s.%s failed; the run goes on without it, and this is said once", watcher, name)
+                    log.exception("%s.%s failed; the run continues, and this is logged only once", watcher, name)
 
-        return told
+        return guarded

@@ -1,4 +1,4 @@
-"""Files that are whole or absent, and files that others may not read."""
+"""Atomic writes of files, and files that other users may not read."""
 
 import glob
 import os
@@ -13,18 +13,18 @@ from diloco.errors import ConfigError, translated
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text in UTF-8, durably: readers find what was there before or all of the text.
+    """Write a text in UTF-8, atomically and durably: readers find the old content or the whole text.
 
-    A file that has this text already is left alone, so that a full disk does not refuse it again.
+    A file with the same text is not rewritten, so that a full disk cannot refuse it.
 
     Raises:
-        OSError: what was there before still is, and nothing else.
+        OSError: the write failed; the old content is unchanged, and no partial file is left.
     """
     data = text.encode()
     if path.is_file() and path.read_bytes() == data:
         return
     partial = path.with_name(hidden_name(path.name))
-    with suppress(OSError):  # they are not in the way
+    with suppress(OSError):  # leftovers do no harm
         remove_leftovers(path.parent, glob.escape(path.name))
     try:
         with partial.open("wb") as file:
@@ -38,15 +38,15 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def hidden_name(what: str) -> str:
-    """The name of what this process writes or removes."""
+    """A hidden name for a file of this process that is incomplete or being removed."""
     return f".{what}.{socket.gethostname()}.{os.getpid()}"
 
 
 def remove_leftovers(directory: Path, what: str) -> None:
-    """Remove what has a `hidden_name` of this process, or of one of this host that is dead.
+    """Remove files and directories with a `hidden_name` of this process, or of a dead process of this host.
 
     Arguments:
-        what: a glob pattern.
+        what: a glob pattern for the argument of `hidden_name`.
 
     Raises:
         OSError: the disk refuses.
@@ -62,20 +62,20 @@ def _is_alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # another user's
+    except PermissionError:  # a process of another user
         return True
     return True
 
 
 OTHERS = stat.S_IRWXO
-"""What other users than the owner and the group may do with a file; a group may be let in, as Kubernetes does."""
+"""Permissions of users other than the owner and the group; group access is allowed, since Kubernetes grants it."""
 
 
 def write_secret(path: Path, data: bytes) -> None:
-    """Write a new file, whole or not at all, that only its owner can read, from its first byte on.
+    """Create a file atomically that only its owner can read, from the first byte on.
 
     Raises:
-        FileExistsError: there is one.
+        FileExistsError: the file exists.
     """
     with _written(path, data) as temporary:
         try:
@@ -88,14 +88,14 @@ def write_secret(path: Path, data: bytes) -> None:
 
 
 def replace_secret(path: Path, data: bytes) -> None:
-    """Replace a file in one step: a reader sees the old one or the new one, and only its owner can read either."""
+    """Replace a file atomically; only its owner can read the new one."""
     with _written(path, data) as temporary:
         temporary.replace(path)
 
 
 @contextmanager
 def _written(path: Path, data: bytes) -> Iterator[Path]:
-    """A file beside `path` with this data, which is removed afterwards."""
+    """A temporary file beside `path` with this data."""
     temporary = path.with_name(f".tmp-{path.name}")
     temporary.unlink(missing_ok=True)
     try:
@@ -109,10 +109,10 @@ def _written(path: Path, data: bytes) -> Iterator[Path]:
 
 
 def read_secret(path: str | Path, what: str) -> bytes:
-    """The bytes of a file that holds a secret, `what` for the error.
+    """Read a file with a secret; `what` names it in errors.
 
     Raises:
-        ConfigError: it cannot be read, or other users of this machine may use it.
+        ConfigError: the file cannot be read, or other users of this machine may access it.
     """
     with translated(OSError, ConfigError, f"cannot read the {what} {path}", "check the path"):
         with open(path, "rb") as file:
@@ -120,6 +120,6 @@ def read_secret(path: str | Path, what: str) -> bytes:
     if mode & OTHERS:
         raise ConfigError(
             f"the {what} {path} is open to every user of this machine (mode {stat.S_IMODE(mode):04o}); "
-            "run chmod 600 on it, and replace it with a new one where others may have read it."
+            "run chmod 600 on it, and replace the secret if others may have read it."
         )
     return data

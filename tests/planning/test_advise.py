@@ -324,7 +324,7 @@ def test_all_settings_and_a_faster_one_of_unknown_loss(
     assert code == 0
     assert printed.count("H = 100") >= 6
     assert "Take data parallel, bf16" in printed
-    assert "at an unmeasured loss" in printed
+    assert "no experiment has measured its loss" in printed
 
 
 def test_on_a_narrow_terminal_the_words_give_way_and_no_number(

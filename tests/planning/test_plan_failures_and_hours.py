@@ -178,14 +178,11 @@ def test_the_commands_of_the_pages_run(page: Path, call: Call, tmp_path: Path, m
         ((*GOODPUT, "--speeds", ""), "--speeds '' is not a list of numbers"),
         ((*GOODPUT, "--jitter", "1e6"), "give 300 % or less"),
         ((*GOODPUT, "--speeds", "1,2"), "2 speeds for 8 learners"),
-        (
-            (*GOODPUT, "--mode", "data-parallel", "--no-elastic-learners"),
-            "--elastic-learners applies to decoupled learners",
-        ),
+        ((*GOODPUT, "--mode", "data-parallel", "--no-elastic-learners"), "--elastic-learners has no effect"),
         (("wallclock", "--chips", "4", "--batch-tokens", "1e6"), "give one of the two"),
         ((*HOURS, "--parameters", "1e9"), "give one of the two"),
         ((*HOURS, "--across", "-1 Gbit/s"), "--across"),
-        ((*HOURS, "--across", "1 Gbit/s", "--network", "low"), "leave one of them out"),
+        ((*HOURS, "--across", "1 Gbit/s", "--network", "low"), "drop one of them"),
         ((*HOURS, "--across-latency", "1 ms"), "add --across"),
         ((*HOURS, "--learners", "two"), "--learners 'two' is not a list of whole numbers"),
         ((*HOURS, "--learners", "512"), "256 chips cannot be shared by 512 learners"),
@@ -219,7 +216,7 @@ def test_a_page_that_cannot_be_written_is_a_failure_and_another_kind_of_file_is_
         assert "cannot write" in said
         code, printed, said = call(*arguments, "--out", str(tmp_path / "p.png"))
         assert (code, printed) == (2, "")
-        assert f'writes one HTML page; name it "{tmp_path / "p.html"}".' in said
+        assert f'writes one HTML page, not {tmp_path / "p.png"}; name it "{tmp_path / "p.html"}".' in said
 
 
 @pytest.mark.parametrize(

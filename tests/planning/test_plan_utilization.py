@@ -190,7 +190,7 @@ def test_pictures(call: Call, tmp_path: Path, around: tuple[str, ...]) -> None:
         (("--method", "decoupled", "--sync-every", "1000000"), "lower H"),
         (("--method", "decoupled", "--speeds", "1,1e-6"), "far faster than the others"),
         (("--speeds", ""), "is not a list of numbers"),
-        (("--targets", "50", "--bandwidth", "1 Gbit/s"), "leave one of them out"),
+        (("--targets", "50", "--bandwidth", "1 Gbit/s"), "drop one of them"),
         (("--convention", "papers"), "choose steady, streaming-diloco, scaling-laws"),
         (("--convention", "streaming-diloco", "--sync-every", "50"), "its paper published 30, 100"),
         (("--convention", "streaming-diloco", "--latency", "20 ms"), "has no --latency"),

@@ -41,7 +41,7 @@ def test_every_line_of_the_process_has_one_format_and_the_last_says_what_is_save
     said = "".join(lines)
     assert "syncer for run 'demo' at 127.0.0.1:" in lines[0]
     assert re.search(r"WARNING refused Join of anyone at \S+: .*tiny", said)
-    assert "stopping; finishing what is being merged; again: quit at once" in said
+    assert "stopping; finishing open merges; a second signal quits at once" in said
     assert f"stopped; saved in {tmp_path / 'syncer'}: no model yet" in lines[-1]
 
 

@@ -89,7 +89,7 @@ def test_a_run_through_kill_9_is_replayed_to_the_bit(killed: Path, capsys: pytes
     with pytest.raises(SystemExit, match="^0$"):
         main(["replay", str(killed)])
     shown = " ".join(capsys.readouterr().out.split())
-    assert f"merged again, same digest {found['merges']} of {found['merges']}" in shown
+    assert f"merges with equal digests {found['merges']} of {found['merges']}" in shown
     assert shown.endswith("no difference")
 
 

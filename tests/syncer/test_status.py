@@ -19,7 +19,7 @@ from tests.syncer.test_faults import QUICK, until
 from typer.testing import CliRunner
 
 import diloco
-from diloco.cli._status import view
+from diloco.cli._status_view import view
 from diloco.cli.status import command
 from diloco.errors import ConfigError
 from diloco.events import RECENT_MERGES
@@ -156,7 +156,7 @@ def test_shares_are_of_what_was_trained_and_never_round_to_all_or_nothing(syncer
     console = Console(width=80, file=io.StringIO())
     console.print(view(status, wide=True))
     said = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "of what was trained: >99% merged, <1% discarded (late), <1% lost" in said
+    assert "trained tokens: >99% merged, <1% discarded (late), <1% lost" in said
     assert re.search(r" 0 +0 +>99% +0% +<1% +<1% ", said)
     raw.connection.close()
 
@@ -241,5 +241,5 @@ def test_a_run_that_needs_more_says_how_many(tmp_path: Path) -> None:
 
 
 def test_an_address_in_place_of_a_run_file_is_said_to_be_one() -> None:
-    with pytest.raises(ConfigError, match="no run file localhost:1; .* goes with --address"):
-        command(Path("localhost:1"), run=RUN)
+    with pytest.raises(ConfigError, match="no run file localhost:1; .* with --address"):
+        command(run_file=Path("localhost:1"), run=RUN)

@@ -108,7 +108,7 @@ def test_a_supervised_part_is_the_same_command_at_its_start_when_stopped_and_aft
         (["--alone", "--isolated"], 2, "two different controls"),
         (["--alone", "--initialise"], 2, "--initialise has no effect"),
         (["--alone", "--resume"], 1, "there is no checkpoint"),
-        (["--alone", "--supervised", "--resume"], 2, "--supervised decides itself whether to resume"),
+        (["--alone", "--supervised", "--resume"], 2, "--supervised itself decides when to resume"),
     ],
 )
 def test_wrong_use_is_one_sentence(run: Run, run_file: Path, arguments: list[str], code: int, message: str) -> None:
@@ -123,7 +123,7 @@ def test_a_learner_beyond_the_planned_ones_is_told_what_it_reads(run: Run, run_f
     short = ("--set", "run.tokens=512", "--set", "schedule.warmup_steps=0")
     done = run("train", str(run_file), "--shard", "5", "--isolated", *short)
     assert done.returncode == 0, done.stderr
-    assert "the run is planned for 2 learners; as a further one it reads shard 1, in an order of its own" in done.stderr
+    assert "the run is planned for 2 learners; as an additional one it reads shard 1, in its own order" in done.stderr
 
 
 def test_export_says_what_is_wrong(run: Run, run_file: Path, tmp_path: Path) -> None:

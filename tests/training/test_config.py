@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.cli._shared import with_keys
+from diloco.cli._options import with_keys
 from diloco.config import RunConfig, dump_config, load_config, parse_config
 from diloco.core.presets import method_from_table
 from diloco.errors import ConfigError
@@ -183,5 +183,5 @@ def test_whatever_tables_hold_reads_back() -> None:
     rows = [{"n": 1, "of": [{"m": 1}, {"m": 2}]}, {"n": 2}]
     text = write_toml({**tables, "left out": None, "rows": [{**row, "left out": None} for row in rows]})
     assert read_toml(text, "text") == {**tables, "rows": rows}
-    with pytest.raises(ConfigError, match="a value is not TOML's .*; use numbers, strings, lists, tables"):
+    with pytest.raises(ConfigError, match="a value cannot be TOML .*; use numbers, strings, lists, tables"):
         write_toml({"a": {"b": object()}})

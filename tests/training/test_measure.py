@@ -44,7 +44,7 @@ def test_a_new_site_file_is_complete_and_a_second_learner_extends_it(
 ) -> None:
     out = str(tmp_path / "site.toml")
     code, printed, said = call("plan", "measure", str(run_file), "--seconds", "0.1", "--out", out, "--json")
-    assert (code, said.strip()) == (0, f"written to {out}")
+    assert (code, said.strip()) == (0, f"wrote {out}")
     measured = json.loads(printed)
     site = load_site(out)
     [learner] = site.learners()

@@ -256,11 +256,11 @@ def test_streams_refuse_what_they_cannot_do(tables: Tables, tmp_path: Path) -> N
     with pytest.raises(ConfigError, match="shard 399 of 999 of the stream .* hold out less of it"):
         stream(few, [399], num_shards=999).next()
     for values, message in [
-        ({"deal": "leases"}, 'deal = "leases" needs to know how many sequences'),
+        ({"deal": "leases"}, 'deal = "leases" needs the number of sequences'),
         ({"held_out_fraction": 0.5}, "held_out_fraction has no effect with stream"),
-        ({"kind": "stdlib", "paths": ()}, "needs no stream"),
+        ({"kind": "stdlib", "paths": ()}, "stream has no effect with kind"),
         ({"stream": False}, "shuffle_sequences has no effect without stream"),
-        ({"held_out_paths": ["x"]}, "held_out_documents has no effect where"),
+        ({"held_out_paths": ["x"]}, "held_out_documents has no effect with held-out paths"),
     ]:
         with pytest.raises(ValueError, match=message):
             table(tables["jsonl"], **values)

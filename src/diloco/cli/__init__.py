@@ -1,10 +1,10 @@
-"""The command line: one file per command, imported when it is called.
+"""The command line: one module per command, imported when the command runs.
 
-A command is a typed function `command` in the file that bears its name, or a Typer `app` there if it has commands of
-its own. `diloco --help` lists the summaries below without importing any of them.
+A command is a typed function `command` in the module of its name, or a Typer `app` if it has subcommands.
+`diloco --help` prints the summaries below without importing a command.
 
 Exit codes: 0 done, 1 failure (one sentence on standard error), 2 wrong use, 130 interrupted, 143 stopped by a signal
-where a supervisor is to start it again (`diloco train --supervised`).
+and to be restarted by the supervisor (`diloco train --supervised`).
 """
 
 import atexit
@@ -28,33 +28,29 @@ from diloco.escaping import printable
 from diloco.tracking import THREADS
 
 COMMANDS = {
-    "demo": (
-        "Train with a syncer and three learners on this machine, kill one on the way, and compare with data parallel."
-    ),
+    "demo": "Train with a syncer and three learners on this machine, kill one learner, and compare with data parallel.",
     "syncer": (
         "Serve the run that RUN_FILE describes until interrupted; a restart continues at the last published version."
     ),
-    "doctor": "Say what is here (torch, GPU, disk, packages, the way to the syncer), what would fail, and what to do.",
+    "doctor": "Check this machine (torch, GPU, disk, packages, connection to the syncer): what would fail, what to do.",
     "train": "Train one learner's part of the run that RUN_FILE describes.",
     "status": "Show a live run: learners, rounds and the learners they wait for, tokens, bytes.",
     "admin": "Steer a live run: evict or drain a learner, pause the run, change its quorum, end it.",
-    "page": "Ask a live run's syncer for a link to its page, which works once.",
-    "report": (
-        "Show a run that is over or under way, real or simulated: who took part, who was in which merge, losses, bytes."
-    ),
-    "replay": "Run all decisions of a syncer again from its journal, and all merges, and compare every digest.",
+    "page": "Ask a live run's syncer for a single-use link to its page.",
+    "report": "Report on a run, finished or live, real or simulated: presence of learners, merges, losses, bytes.",
+    "replay": "Repeat all decisions of a syncer from its journal, and all merges, and compare every digest.",
     "export": "Write the global model to a directory that transformers can load.",
-    "evaluate": "Give held-out loss and task scores of one or several exports, with intervals and paired differences.",
+    "evaluate": "Evaluate exports: held-out loss and task scores, with confidence intervals and paired differences.",
     "keys": "Make and manage the keys of a run: certificates, as directories and as lines.",
-    "plan": "Estimate a run in advance: utilisation, hours, bytes, money and failures, in a second and without torch.",
+    "plan": "Plan a run before training: utilisation, hours, bytes, money and failures, in a second and without torch.",
     "simulate": "Train the run that RUN_FILE describes in virtual time, over modelled links and faults.",
-    "tokenize": "Make token shards of the texts that RUN_FILE describes; goes on where it was ended.",
+    "tokenize": "Make token shards of the texts that RUN_FILE describes; continues after an interruption.",
     "methods": "List the methods with their resolved values and the papers they come from.",
 }
 
 
 class _LazyGroup(TyperGroup):
-    """A group that knows its commands' summaries, and imports a command when it is called."""
+    """A group of commands that are imported when they run; help needs only their summaries."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, _, rest = super().resolve_command(ctx, args)
@@ -99,17 +95,17 @@ def _build() -> typer.Typer:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line on `argv` (default: `sys.argv[1:]`). Ends in SystemExit; foreign errors propagate."""
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # read at import; errors are said in a sentence of this package's
-    atexit.register(gc.freeze)  # Python would look through all of torch's objects once more, for seconds
+    """Run the command line on `argv` (default: `sys.argv[1:]`). Raises SystemExit; foreign errors propagate."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # read when grpc is imported; this package reports its errors
+    atexit.register(gc.freeze)  # otherwise a last garbage collection of torch's objects takes seconds
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # where the terminal's encoding has no τ
+            stream.reconfigure(errors="replace")  # for terminals whose encoding lacks τ
     try:
         _run(argv)
     except BaseException as error:
         if any(thread.name.startswith(THREADS) for thread in threading.enumerate()):
-            _end_now(error)
+            _exit_now(error)
         raise
 
 
@@ -128,8 +124,8 @@ def _fail(error: DilocoError, *, exit_code: int) -> None:
     raise SystemExit(exit_code) from error
 
 
-def _end_now(error: BaseException) -> NoReturn:
-    """End without exit handlers: the library of a tracker that was left alone would wait in its own for a network."""
+def _exit_now(error: BaseException) -> NoReturn:
+    """Exit without exit handlers: those of a tracker's library may wait for a dead network."""
     code = error.code if isinstance(error, SystemExit) else 1
     if not isinstance(error, SystemExit):
         traceback.print_exception(error)

@@ -10,22 +10,21 @@ from typing import Any
 
 @contextmanager
 def ending_by_signals(end: Callable[[], None], what: str | None, *, again: bool = True) -> Iterator[None]:
-    """The first SIGINT or SIGTERM says that it ends and `what` it does until then, and calls `end`; the second quits at
-    once.
+    """The first SIGINT or SIGTERM calls `end` and prints a message; the second one quits at once.
 
     Arguments:
-        what: None: nothing is said, by one of several processes.
-        again: False: the second has no effect either, where a supervisor may send several of them (Slurm signals all
-            processes of a step, and torchrun passes on what its ranks have heard already).
+        what: the work that is left until the end, for the message; None: print no message.
+        again: False: ignore further signals, since a supervisor may send several (Slurm signals all processes of a
+            step, and torchrun forwards a signal that its ranks have received already).
     """
     before: dict[int, Any] = {}
-    is_said = False
+    is_announced = False
 
     def handle(number: int, _: object) -> None:
-        nonlocal is_said
-        if what is not None and not is_said:
-            is_said = True
-            _say(f"stopping; {what}" + ("; again: quit at once" if again else ""))
+        nonlocal is_announced
+        if what is not None and not is_announced:
+            is_announced = True
+            _write(f"stopping; {what}" + ("; a second signal quits at once" if again else ""))
         end()
         if again:
             for each, handler in before.items():
@@ -40,8 +39,8 @@ def ending_by_signals(end: Callable[[], None], what: str | None, *, again: bool 
             signal.signal(number, handler)
 
 
-def _say(text: str) -> None:
-    """On standard error, past its buffer: a handler may have interrupted a write to it."""
+def _write(text: str) -> None:
+    """Write to standard error without its buffer: the handler may have interrupted a buffered write."""
     head = "\n" if sys.stderr.isatty() else ""
     with suppress(OSError):
         os.write(2, f"{head}diloco: {text}\n".encode())
@@ -49,9 +48,9 @@ def _say(text: str) -> None:
 
 @contextmanager
 def interrupted_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP act like Ctrl-C, so that the child processes are ended first.
+    """Treat SIGTERM and SIGHUP like Ctrl-C, so that child processes are ended first.
 
-    The first of them is the only one that counts: a second one would interrupt the ending.
+    Signals after the first are ignored: a second one would interrupt the cleanup.
     """
 
     def interrupt(*_: object) -> None:

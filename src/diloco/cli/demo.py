@@ -1,4 +1,4 @@
-"""`diloco demo`: a whole run on this machine, with a learner killed on the way."""
+"""`diloco demo`: a complete run on this machine, during which a learner is killed."""
 
 import json
 import os
@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from diloco.cli._shared import JsonSummary
+from diloco.cli._options import JsonSummary
+from diloco.cli._output import print_result
 from diloco.cli._signals import interrupted_by_signals
 from diloco.errors import ConfigError, StoreError, translated
 
@@ -17,24 +18,21 @@ NEEDS = ("transformers", "starlette", "uvicorn")
 
 
 def command(
-    directory: Annotated[
-        Path, typer.Option("--dir", help="Where everything is written; an earlier demo there is replaced.")
-    ] = Path("runs/demo"),
-    quick: Annotated[
-        bool, typer.Option("--quick", help="About a minute: fewer steps, and no isolated learner.")
-    ] = False,
-    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the model and the data order.")] = 0,
+    directory: Annotated[Path, typer.Option("--dir", help="Output directory; replaces an earlier demo.")] = Path(
+        "runs/demo"
+    ),
+    quick: Annotated[bool, typer.Option("--quick", help="About a minute: fewer steps, no isolated learner.")] = False,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the model and the data order.")] = 0,
     opens: Annotated[
         bool | None,
         typer.Option(
             "--open/--no-open",
-            help="Open the live page in a browser, and the report at the end. Default: at a terminal with a display, "
-            "not in CI.",
+            help="Open the live page and the report in a browser. Default: in a terminal with a display, not in CI.",
         ),
     ] = None,
     as_json: JsonSummary = False,
 ) -> None:
-    """Train with a syncer and three learners on this machine, kill one on the way, and compare with data parallel."""
+    """Train with a syncer and three learners on this machine, kill one learner, and compare with data parallel."""
     for package in NEEDS:
         if find_spec(package) is None:
             raise ConfigError(f"the demo needs {package}; pip install 'diloco[demo]'")
@@ -57,7 +55,6 @@ def command(
         with translated(OSError, StoreError, f"cannot write the report to {directory}", "free disk space"):
             numbers.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
             write_report(report, outcome, summary)
-    sentences = f"\n{summary['headline']}\n\n{describe(summary)}\nsee {report} and {numbers}"
-    typer.echo(json.dumps(summary) if as_json else sentences)
+    print_result(as_json, summary, f"\n{summary['headline']}\n\n{describe(summary)}\nsee {report} and {numbers}")
     if opens:
         open_page(report.resolve().as_uri())

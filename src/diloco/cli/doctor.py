@@ -1,4 +1,4 @@
-"""`diloco doctor`: what this machine has and what would fail, before a run is started."""
+"""`diloco doctor`: checks of this machine before a run."""
 
 import fcntl
 import json
@@ -12,7 +12,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from importlib import metadata
@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from diloco.cli._reach import Reach
-from diloco.cli._shared import Insecure, Json, Keys, Overrides
+from diloco.cli._options import Insecure, Json, Keys, Overrides
+from diloco.cli._output import print_result
+from diloco.cli._run_address import RunAddress, address_from
 from diloco.errors import ConfigError, DilocoError, StandbyError
 from diloco.escaping import printable
 
@@ -42,7 +43,7 @@ MARKS: dict[State, tuple[str, str | None]] = {
 
 LOW_DISK_BYTES, NO_DISK_BYTES = 10 * 10**9, 10**8
 SLOW_SYNC_S = 0.05
-"""A version is durable after about four of them; a round of a small model takes a second."""
+"""A version needs about four syncs to be durable; a round of a small model takes a second."""
 
 NUM_SYNCS, SYNC_BYTES = 9, 1 << 20
 NUM_PINGS, MAX_SKEW_S = 5, 1.0
@@ -53,13 +54,13 @@ FOR_DEVELOPERS = ("dev",)
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
-        what: its name.
-        state: "ok"; "absent": something optional is not here; "missing": something needed is not here or does not work.
-        found: what is here.
-        advice: what does not work without it, and what to do; empty where the state is "ok".
+        what: name of the check.
+        state: "ok"; "absent": something optional is not available; "missing": something required is not available.
+        found: what the check found.
+        advice: the consequence, and what to do; empty if the state is "ok".
     """
 
     what: str
@@ -69,67 +70,61 @@ class Finding:
 
 
 def command(
-    run_file: Annotated[
-        Path | None, typer.Argument(help="A run file: look at what this run needs, and at the way to its syncer.")
-    ] = None,
+    run_file: Annotated[Path | None, typer.Argument(help="Also check this run file and its syncer.")] = None,
     address: Annotated[str | None, typer.Option(help="host:port of the syncer, instead of the run file's.")] = None,
     run: Annotated[str | None, typer.Option(help="The run's name, with --address and without a run file.")] = None,
-    name: Annotated[str | None, typer.Option(help="The learner whose table of the run file and keys count.")] = None,
+    name: Annotated[str | None, typer.Option(help="Check as this learner: its table of the run file and keys.")] = None,
     keys: Keys = None,
     insecure: Insecure = False,
     serve: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="This is the syncer's machine: could it serve here?")
+        str | None, typer.Option(metavar="HOST:PORT", help="Check whether a syncer can serve here.")
     ] = None,
     directory: Annotated[
-        Path | None, typer.Option("--dir", help="Where the run would write; default: run.dir, or this directory.")
+        Path | None, typer.Option("--dir", help="Directory of the run; default: run.dir or the current one.")
     ] = None,
     overrides: Overrides = None,
     as_json: Json = False,
 ) -> None:
-    """Say what is here (torch, GPU, disk, packages, the way to the syncer), what would fail, and what to do.
+    """Check this machine (torch, GPU, disk, packages, connection to the syncer): what would fail, and what to do.
 
-    Ends with exit code 1 where something that is needed is missing.
+    Exit code 1: something required is missing.
     """
     from diloco.config import load_config
 
     config = None if run_file is None else load_config(run_file, overrides or (), learner=name)
     if config is None and overrides:
-        raise ConfigError("--set overrides a run file, and none is given")
+        raise ConfigError("--set has no effect without a run file; give one, or drop --set")
     if serve is not None and config is None:
-        raise ConfigError("--serve looks at the [syncer] table of a run file; give one")
+        raise ConfigError("--serve checks the [syncer] table of a run file; give one")
     if config is None and (address is None) != (run is None):
         raise ConfigError("--address and --run belong together; give both, or a run file")
-    if config is not None:
-        table = config.syncer
-        address, run = address or table.address, run or config.run.name
-        keys, insecure = keys or table.keys, insecure or table.insecure
-    syncer = None if address is None or run is None else Reach(address, run, keys, insecure)
+    syncer = address_from(config, address, run, keys, insecure)
     findings = []
-    for finding in _look(config, directory, syncer, name, serve):
+    for finding in _checks(config, directory, syncer, name, serve):
         findings.append(finding)
         if not as_json:
             _print(finding)
     missing = sum(finding.state == "missing" for finding in findings)
-    if as_json:
-        typer.echo(json.dumps({"ok": not missing, "findings": [asdict(finding) for finding in findings]}, indent=2))
-    else:
-        typer.echo(f"\n{missing} needed and missing: see FAILS" if missing else "\nnothing that is needed is missing")
+    total = f"{missing} required and missing: see FAILS" if missing else "nothing required is missing"
+    value = {"ok": not missing, "findings": [asdict(finding) for finding in findings]}
+    print_result(as_json, value, f"\n{total}", indent=2)
     if missing:
         raise typer.Exit(1)
 
 
 def _print(finding: Finding) -> None:
-    """One line, and a second one with the advice."""
+    """Print one line, and a second one with the advice."""
     mark, colour = MARKS[finding.state]
     typer.echo(f"{typer.style(f'{mark:5}', fg=colour)} {finding.what:15} {printable(finding.found)}")
     if finding.advice:
         typer.echo(f"{'':21} {finding.advice}")
 
 
-def _look(
-    config: "RunConfig | None", directory: Path | None, syncer: Reach | None, learner: str | None, serve: str | None
-) -> Iterator[Finding]:
-    """Everything that is looked at, in order."""
+def _checks(
+    config: "RunConfig | None", directory: Path | None, syncer: RunAddress | None, learner: str | None,
+    serve: str | None,
+) -> Iterator[Finding]:  # fmt: skip
+    """All checks, in order."""
     from diloco.exchange.wire.address import split_addresses
 
     yield _python()
@@ -141,7 +136,7 @@ def _look(
         yield from _port(replace(syncer, address=serve))
     elif syncer is not None:
         for address in split_addresses(syncer.address):
-            yield from _way(replace(syncer, address=address), learner)
+            yield from _connection(replace(syncer, address=address), learner)
 
 
 # --- the machine ------------------------------------------------------------------------------------------------------
@@ -155,7 +150,7 @@ def _python() -> Finding:
 
 
 def _disk(store: Path) -> Iterator[Finding]:
-    """Room below `store`, and what it takes to make a megabyte durable there."""
+    """Free space below `store`, and the time to make a megabyte durable there."""
     place = next(path for path in (store, *store.absolute().parents) if path.exists())
     if not place.is_dir():
         yield Finding("disk", "missing", f"{place.absolute()} is no directory", "remove it, or set run.dir elsewhere")
@@ -165,21 +160,24 @@ def _disk(store: Path) -> Iterator[Finding]:
     if free < NO_DISK_BYTES:
         yield Finding("disk", "missing", found, "no run fits; free space, or set run.dir elsewhere")
         return
-    low = "a checkpoint is three models and two are kept; free space, or set run.dir elsewhere"
-    yield Finding("disk", "ok", found) if free >= LOW_DISK_BYTES else Finding("disk", "absent", found, low)
+    advice = "a checkpoint has the size of three models and two are kept; free space, or set run.dir elsewhere"
+    yield _optional("disk", free >= LOW_DISK_BYTES, found, advice)
     try:
         sync_s = _sync_s(place)
     except OSError as error:
-        advice = "a syncer and a learner need a directory that they can write and lock"
-        yield Finding("store", "missing", str(error), advice)
+        yield Finding("store", "missing", str(error), "choose a directory where files can be written and locked")
         return
-    found = f"1 MB is durable after {1000 * sync_s:.1f} ms; locks work"
-    slow = "rounds wait for it; keep the syncer's state on a local disk"
-    yield Finding("store", "ok", found) if sync_s <= SLOW_SYNC_S else Finding("store", "absent", found, slow)
+    advice = "rounds wait for it; keep the syncer's state on a local disk"
+    yield _optional("store", sync_s <= SLOW_SYNC_S, f"1 MB is durable after {1000 * sync_s:.1f} ms; locks work", advice)
+
+
+def _optional(what: str, is_ok: bool, found: str, advice: str) -> Finding:
+    """A check that a run does not depend on."""
+    return Finding(what, "ok", found) if is_ok else Finding(what, "absent", found, advice)
 
 
 def _sync_s(directory: Path) -> float:
-    """The median time of a write and fsync. Raises OSError where writing, syncing or locking fails."""
+    """The median time of a write and fsync. Raises OSError if writing, syncing or locking fails."""
     times = []
     with tempfile.TemporaryFile(dir=directory) as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -200,11 +198,11 @@ def _shown_bytes(number: float) -> str:
 
 
 def _torch(*, needs_cuda: bool) -> Iterator[Finding]:
-    """What torch is here and can do; `needs_cuda`: the run file asks for a CUDA device."""
+    """torch and its backends; `needs_cuda`: the run file requires a CUDA device."""
     try:
         import torch
     except (ImportError, OSError) as error:
-        yield Finding("torch", "missing", str(error), "nothing trains without it; install torch anew")
+        yield Finding("torch", "missing", str(error), "training needs it; reinstall torch")
         return
     build = "CPU build" if torch.version.cuda is None else f"CUDA {torch.version.cuda} build"
     yield Finding("torch", "ok", f"{torch.__version__}, {build}, {torch.get_num_threads()} threads")
@@ -224,7 +222,7 @@ def _gpu(needed: bool) -> Finding:
     if torch.cuda.is_available():
         devices = (torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count()))
         names = ", ".join(f"{it.name} ({_shown_bytes(it.total_memory)}, sm_{it.major}{it.minor})" for it in devices)
-        return Finding("gpu", "ok", f"{names}; {driver or 'driver not told'}")
+        return Finding("gpu", "ok", f"{names}; {driver or 'driver version unknown'}")
     state: State = "missing" if needed else "absent"
     if driver is None:
         return Finding("gpu", state, "no NVIDIA driver", 'learners train on the CPU; train.device = "cuda" fails')
@@ -234,25 +232,23 @@ def _gpu(needed: bool) -> Finding:
 
 
 def _gloo() -> Finding:
-    """Whether a group works, and whether ranks on other machines could reach this one."""
+    """A gloo group of this process, and whether other machines can reach the address of this host's name."""
     import torch
 
     found = _group("gloo", torch.zeros(1), f"learners of several ranks need it; {SET_INTERFACE}")
     if found.state != "ok" or "GLOO_SOCKET_IFNAME" in os.environ:
         return found
-    name = socket.gethostname()
-    try:
+    name, address = socket.gethostname(), "no address"
+    with suppress(OSError):
         address = socket.gethostbyname(name)
-    except OSError:
-        address = "no address"
-    if address != "no address" and not ip_address(address).is_loopback:
-        return found
+        if not ip_address(address).is_loopback:
+            return found
     advice = f"ranks on other machines cannot reach it; give the name its address in /etc/hosts, or {SET_INTERFACE}"
     return Finding("gloo", "absent", f"{found.found}, but this host's name {name!r} is {address}", advice)
 
 
 def _group(backend: str, value: "Tensor", advice: str) -> Finding:
-    """Make a group of this process alone, and take a sum in it."""
+    """A sum in a process group of this process alone."""
     import torch.distributed as dist
 
     store = dist.HashStore()  # type: ignore[attr-defined]  # documented, and not in its __all__
@@ -269,10 +265,10 @@ def _group(backend: str, value: "Tensor", advice: str) -> Finding:
 
 
 def look_for_compiler() -> Finding:
-    """Whether there is what Triton compiles its launchers with: a C compiler, and Python's headers."""
+    """A C compiler and Python's headers, with which Triton compiles its launchers."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     header = Path(sysconfig.get_paths()["include"], "Python.h")
-    lacking = [name for name, there in (("C compiler", compiler), (str(header), header.is_file())) if not there]
+    lacking = [name for name, exists in (("C compiler", compiler), (str(header), header.is_file())) if not exists]
     if not lacking:
         return Finding("compiler", "ok", f"{compiler}, and Python's headers")
     advice = "Triton, which encodes on the GPU, fails without it; install gcc and Python's headers (python3-dev)"
@@ -280,13 +276,13 @@ def look_for_compiler() -> Finding:
 
 
 def _packages() -> Iterator[Finding]:
-    """The declared dependencies as one finding, then every extra."""
+    """One finding for the required dependencies, and one for each extra."""
     from packaging.requirements import Requirement
 
     declared = [Requirement(line) for line in metadata.requires("diloco") or ()]
     found, lacking = _versions(declared, "")
     if lacking:
-        yield Finding("packages", "missing", f"without {lacking}", "install diloco anew, with its dependencies")
+        yield Finding("packages", "missing", f"without {lacking}", "reinstall diloco with its dependencies")
     else:
         yield Finding("packages", "ok", f"diloco {metadata.version('diloco')}; {found}")
     for name in metadata.metadata("diloco").get_all("Provides-Extra") or ():
@@ -297,9 +293,9 @@ def _packages() -> Iterator[Finding]:
 
 
 def _versions(declared: "list[Requirement]", extra: str) -> tuple[str, str]:
-    """Of the packages that are declared for an extra ("": always), those that are here with their versions, and those
-    that are not or are out of bounds."""
-    here, lacking = [], []
+    """Of the packages that an extra requires ("": the package itself): the installed ones with their versions, and the
+    missing or incompatible ones."""
+    installed, lacking = [], []
     for each in declared:
         if each.marker is not None and not each.marker.evaluate({"extra": extra}):
             continue
@@ -308,17 +304,17 @@ def _versions(declared: "list[Requirement]", extra: str) -> tuple[str, str]:
         except metadata.PackageNotFoundError:
             lacking.append(each.name)
             continue
-        here.append(f"{each.name} {version}")
+        installed.append(f"{each.name} {version}")
         if not each.specifier.contains(version, prereleases=True):
-            lacking.append(f"{each.name}{each.specifier} (here {version})")
-    return ", ".join(here), ", ".join(lacking)
+            lacking.append(f"{each.name}{each.specifier} (installed {version})")
+    return ", ".join(installed), ", ".join(lacking)
 
 
-# --- the way to a syncer, and its port --------------------------------------------------------------------------------
+# --- the connection to a syncer, and its port -------------------------------------------------------------------------
 
 
-def _way(syncer: Reach, learner: str | None) -> Iterator[Finding]:
-    """What a syncer answers: whether it is reached, knows the run and takes the keys, how fast, and by which clock."""
+def _connection(syncer: RunAddress, learner: str | None) -> Iterator[Finding]:
+    """A syncer's answer: whether it serves the run and accepts the keys, the round trip, and the clock difference."""
     from diloco.exchange.connection import Connection
     from diloco.exchange.probe import probe
     from diloco.exchange.wire import syncer_pb2 as pb
@@ -333,30 +329,29 @@ def _way(syncer: Reach, learner: str | None) -> Iterator[Finding]:
         yield Finding("syncer", "ok", str(error))
         return
     except DilocoError as error:
-        advice = "check the address, the run's name and the keys, and that a firewall lets the port through"
+        advice = "check the address, the run's name, the keys, and the firewall's rule for the port"
         yield Finding("syncer", "missing", str(error), advice)
         return
-    speaks = "" if learner is None else f", and lets these keys speak for {learner}"
-    yield Finding("syncer", "ok", f"answers for run {syncer.run!r} in {1000 * trip_s:.1f} ms{speaks}")
-    apart = f"{abs(skew_s):.3f} s {'ahead' if skew_s > 0 else 'behind'}, give or take {trip_s / 2:.3f} s"
+    accepts = "" if learner is None else f", and accepts these keys for {learner}"
+    yield Finding("syncer", "ok", f"answers for run {syncer.run!r} in {1000 * trip_s:.1f} ms{accepts}")
+    apart = f"{abs(skew_s):.3f} s {'ahead' if skew_s > 0 else 'behind'}, ± {trip_s / 2:.3f} s"
     advice = "certificates may be refused and reports put events in the wrong order; run an NTP client on both machines"
-    is_close = abs(skew_s) <= MAX_SKEW_S
-    yield Finding("clocks", "ok" if is_close else "absent", f"the syncer's is {apart}", "" if is_close else advice)
+    yield _optional("clocks", abs(skew_s) <= MAX_SKEW_S, f"the syncer's clock is {apart}", advice)
 
 
 def _round_trip(connection: "Connection", run: str) -> tuple[float, float]:
-    """Seconds there and back, and by how much the syncer's clock is ahead."""
+    """Seconds of the round trip, and seconds by which the syncer's clock is ahead."""
     from diloco.exchange.wire import syncer_pb2 as pb
 
     asked_at, started = time.time(), time.monotonic()
     reply = connection.call("control", "Status", pb.StatusRequest(run=run), pb.StatusReply)
     trip_s = time.monotonic() - started
-    told: float = json.loads(reply.status)["time_s"]
-    return trip_s, told - (asked_at + trip_s / 2)
+    syncer_time_s: float = json.loads(reply.status)["time_s"]
+    return trip_s, syncer_time_s - (asked_at + trip_s / 2)
 
 
-def _port(syncer: Reach) -> Iterator[Finding]:
-    """Whether a syncer with these settings could serve its address now."""
+def _port(syncer: RunAddress) -> Iterator[Finding]:
+    """Whether a syncer with these settings can serve its address now."""
     from cryptography.x509 import load_pem_x509_certificate
 
     from diloco.exchange.key_pair import find_keys, hosts_of
@@ -368,7 +363,7 @@ def _port(syncer: Reach) -> Iterator[Finding]:
         keys = find_keys(syncer.keys, syncer.address, insecure=syncer.insecure)
         check_binding(syncer.address, keys=keys is not None, insecure=syncer.insecure)
         if keys is None:
-            yield Finding("keys", "ok", "none, which this machine's own addresses and --insecure allow")
+            yield Finding("keys", "ok", "none, as loopback addresses and --insecure allow")
         else:
             directory = keys.required_directory()
             cert = read_syncer_keys(directory).cert
@@ -376,12 +371,12 @@ def _port(syncer: Reach) -> Iterator[Finding]:
             expires = load_pem_x509_certificate(cert).not_valid_after_utc
             yield Finding("keys", "ok", f"for {', '.join(hosts_of(cert))}, until {expires:%Y-%m-%d}")
     except DilocoError as error:
-        yield Finding("keys", "missing", str(error), "a syncer refuses to start so")
+        yield Finding("keys", "missing", str(error), "a syncer refuses to start with them")
     host, port = split_address(syncer.address)
     try:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError as error:
-        advice = "another process has the port, or the address is not this machine's; learners only need this one port"
+        advice = "another process has the port, or the address is not this machine's; learners need this port only"
         yield Finding("port", "missing", f"{syncer.address}: {error}", advice)
     else:
-        yield Finding("port", "ok", f"{syncer.address} is free; whether a firewall lets learners in, only they can say")
+        yield Finding("port", "ok", f"{syncer.address} is free; run doctor on a learner's machine to test the path")

@@ -1,12 +1,13 @@
 """`diloco evaluate`: held-out loss and task scores of exported models, side by side."""
 
-import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from diloco.cli._shared import Json
+from diloco.cli._options import Json
+from diloco.cli._output import make_table, print_result
 from diloco.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -16,30 +17,24 @@ if TYPE_CHECKING:
 def command(
     exports: Annotated[list[Path], typer.Argument(help="Directories that `diloco export` wrote.", show_default=False)],
     tasks: Annotated[
-        str | None, typer.Option(help="Names between commas: diloco_brackets, diloco_arithmetic, diloco_cloze, others.")
+        str | None, typer.Option(help="diloco_brackets, diloco_arithmetic, diloco_cloze, …; comma-separated.")
     ] = None,
     task_files: Annotated[
-        list[Path] | None, typer.Option(metavar="DIR", help="A directory of task files for lm-eval; repeatable.")
+        list[Path] | None, typer.Option(metavar="DIR", help="Task files of lm-eval; repeatable.")
     ] = None,
-    text: Annotated[
-        list[Path] | None, typer.Option(metavar="FILE", help="Held-out text, for the loss and the cloze; repeatable.")
-    ] = None,
-    run: Annotated[
-        Path | None, typer.Option(metavar="RUN_FILE", help="The held-out data of this run, instead of --text.")
-    ] = None,
+    text: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="Held-out text; repeatable.")] = None,
+    run: Annotated[Path | None, typer.Option(metavar="RUN_FILE", help="Held-out data of a run.")] = None,
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="table.key=value, instead of what --run says; repeatable.")
+        list[str] | None, typer.Option("--set", help="Overrides a key of --run: table.key=value.")
     ] = None,
-    sequences: Annotated[int, typer.Option(min=2, help="Of --text, spread evenly over it.")] = 256,
-    context: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a sequence; default: what all exports take, up to 1024.")
-    ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Documents of each task, at most.")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences that a model is given at a time.")] = 16,
+    sequences: Annotated[int, typer.Option(min=2, help="Sequences of --text, evenly spread.")] = 256,
+    context: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence; default: up to 1024.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Most documents of each task.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences of a forward pass.")] = 16,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     as_json: Json = False,
 ) -> None:
-    """Give held-out loss and task scores of one or several exports, with intervals and paired differences."""
+    """Evaluate exports: held-out loss and task scores, with confidence intervals and paired differences."""
     if text and run is not None:
         raise ConfigError("--text and --run are two sources of held-out data; choose one")
     if overrides and run is None:
@@ -54,15 +49,10 @@ def command(
         overrides=tuple(overrides or ()), sequences=sequences, context=context, limit=limit, batch=batch, device=device,
     )  # fmt: skip
     found = evaluate_exports(exports, wanted)
-    if as_json:
-        typer.echo(json.dumps(_plain(found), indent=2))
-    else:
-        _show(found)
+    print_result(as_json, _plain(found), lambda: _show(found), indent=2)
 
 
 def _plain(found: "list[ExportScores]") -> dict[str, object]:
-    from dataclasses import asdict
-
     from diloco.evaluation.scores import differences
 
     return {
@@ -78,7 +68,6 @@ def _plain(found: "list[ExportScores]") -> dict[str, object]:
 def _show(found: "list[ExportScores]") -> None:
     from rich.console import Console
 
-    from diloco.cli._shared import make_table
     from diloco.evaluation.scores import differences
 
     first, *others = found
@@ -97,9 +86,9 @@ def _show(found: "list[ExportScores]") -> None:
     heads = ["", "export", "score", "95 % interval", *([f"minus {first.export}"] if others else [])]
     console = Console(markup=False)
     console.print(make_table(heads, [row[: len(heads)] for row in rows], num_text=2))
-    notes = ["↑ higher is better, ↓ lower. Intervals are over documents, those of the loss over blocks of the text."]
+    notes = ["↑: higher is better, ↓: lower. Intervals are over documents; those of the loss over blocks of the text."]
     if others:
-        notes.append("Differences are of pairs of the same documents, ± half of their 95 % interval.")
+        notes.append("Differences are paired by document, ± half of their 95 % interval.")
     console.print(" ".join(notes))
 
 

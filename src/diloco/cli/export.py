@@ -1,12 +1,12 @@
 """`diloco export`: the global model as a directory that transformers can load."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from diloco.cli._shared import Json, Keys, Overrides, RunFile, with_keys
+from diloco.cli._options import Json, Keys, Overrides, RunFile, with_keys
+from diloco.cli._output import print_result
 from diloco.errors import ConfigError, NotInitialisedError, StoreError, UnreachableError
 
 if TYPE_CHECKING:
@@ -17,15 +17,13 @@ if TYPE_CHECKING:
 
 def command(
     run_file: RunFile,
-    out_dir: Annotated[Path, typer.Argument(help="The directory to write; made where there is none.")],
-    address: Annotated[str | None, typer.Option(help="Ask the syncer here, instead of at syncer.address.")] = None,
-    state_dir: Annotated[
-        Path | None, typer.Option(help="Read the state directory of a syncer that is not running.")
-    ] = None,
+    out_dir: Annotated[Path, typer.Argument(help="The directory to write; created if absent.")],
+    address: Annotated[str | None, typer.Option(help="host:port of the syncer, instead of syncer.address.")] = None,
+    state_dir: Annotated[Path | None, typer.Option(help="Read the state directory of a stopped syncer.")] = None,
     checkpoint: Annotated[Path | None, typer.Option(help="Read this checkpoint directory of a learner.")] = None,
     keys: Keys = None,
     overrides: Overrides = None,
-    force: Annotated[bool, typer.Option("--force", help="Write over what OUT_DIR holds.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite files in OUT_DIR.")] = False,
     as_json: Json = False,
 ) -> None:
     """Write the global model to a directory that transformers can load."""
@@ -33,9 +31,9 @@ def command(
 
     config = load_config(run_file, with_keys(overrides, keys))
     if sum(source is not None for source in (address, state_dir, checkpoint)) > 1:
-        raise ConfigError("--address, --state-dir and --checkpoint name three sources; choose one")
+        raise ConfigError("--address, --state-dir and --checkpoint exclude each other; choose one")
     if out_dir.is_dir() and any(out_dir.iterdir()) and not force:
-        raise StoreError(f"{out_dir} is not empty; choose another directory, or write over what it holds with --force.")
+        raise StoreError(f"{out_dir} is not empty; choose another directory, or overwrite its files with --force.")
 
     from diloco.training.pretrained import checkpoint_state, export_run
 
@@ -46,10 +44,8 @@ def command(
     else:
         state = _fetched(address or config.syncer.address, config)
     num_parameters = export_run(state, config, out_dir)
-    if as_json:
-        typer.echo(json.dumps({"directory": str(out_dir), "num_parameters": num_parameters}))
-    else:
-        typer.echo(f"wrote the global model of {config.run.name} to {out_dir}; load it with from_pretrained")
+    text = f"wrote the global model of {config.run.name} to {out_dir}; load it with from_pretrained"
+    print_result(as_json, {"directory": str(out_dir), "num_parameters": num_parameters}, text)
 
 
 def _fetched(address: str, config: "RunConfig") -> "dict[str, Tensor]":
@@ -60,11 +56,11 @@ def _fetched(address: str, config: "RunConfig") -> "dict[str, Tensor]":
     try:
         return fetch_model(address, run=config.run.name, keys=syncer.keys, insecure=syncer.insecure)
     except UnreachableError as error:
-        raise UnreachableError(f"{error} Without a syncer, export from its files: --state-dir DIR.") from error
+        raise UnreachableError(f"{error} Without a running syncer, export from its files: --state-dir DIR.") from error
 
 
 def _stored(state_dir: Path, config: "RunConfig") -> "dict[str, Tensor]":
-    """Read the model from the disk of a syncer that is not running."""
+    """Read the model from the state directory of a stopped syncer."""
     from safetensors.torch import load
 
     from diloco.core.fragments import Layout

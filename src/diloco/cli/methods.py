@@ -1,57 +1,48 @@
-"""`diloco methods`: the presets, every answer resolved, with the paper it comes from."""
+"""`diloco methods`: the presets with all fields resolved, and the papers."""
 
-import json
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+from diloco.cli._options import Json
+from diloco.cli._output import make_table, print_result
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from diloco.core.method import Method
 
-FIELD_COLUMNS, METHOD_COLUMNS = 18, 31  # what a field's name and a method's values need to stay readable
+FIELD_COLUMNS, METHOD_COLUMNS = 18, 31
+"""Readable widths of the fields' names and of one method's values."""
 
 UNSET = {"offsets": "(p+1)·H/P", "screen": "none"}
-"""What None stands for, by field."""
+"""Meaning of None, by field."""
 
 
-def command(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object per method.")] = False,
-) -> None:
+def command(as_json: Json = False) -> None:
     """List the methods with their resolved values and the papers they come from."""
-    from rich.console import Console
-
     from diloco.core.presets import PRESETS
 
     methods = [preset() for preset in PRESETS.values()]
-    if as_json:
-        typer.echo(json.dumps([method.to_dict() for method in methods], indent=2))
-        return
-    console = Console(markup=False)
-    abreast = max(1, (console.width - FIELD_COLUMNS) // METHOD_COLUMNS)
-    for first in range(0, len(methods), abreast):
-        _print_table(console, methods[first : first + abreast])
+    print_result(as_json, [method.to_dict() for method in methods], lambda: _show(methods), indent=2)
 
 
-def _print_table(console: "Console", methods: "list[Method]") -> None:
-    """Print one column per method and one row per field."""
+def _show(methods: "list[Method]") -> None:
+    """Print a column for each method and a row for each field, in as many tables as the terminal's width requires."""
     from dataclasses import fields
 
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
+    from rich.console import Console
 
-    table = Table("", box=SIMPLE_HEAD)
-    for method in methods:
-        table.add_column(method.name, overflow="fold")
-    for field in fields(methods[0]):
-        if field.name != "name":
-            table.add_row(field.name, *(_shown(field.name, getattr(method, field.name)) for method in methods))
-    console.print(table)
+    console = Console(markup=False)
+    abreast = max(1, (console.width - FIELD_COLUMNS) // METHOD_COLUMNS)
+    names = [field.name for field in fields(methods[0]) if field.name != "name"]
+    for first in range(0, len(methods), abreast):
+        part = methods[first : first + abreast]
+        rows = [(name, *(_value(name, getattr(method, name)) for method in part)) for name in names]
+        table = make_table(("", *(method.name for method in part)), rows, num_text=1 + len(part))
+        for column in table.columns[1:]:
+            column.overflow = "fold"
+        console.print(table)
 
 
-def _shown(field: str, value: object) -> str:
-    """A value as one would write it; codecs by their names."""
+def _value(field: str, value: object) -> str:
+    """A value in the notation of its constructor; codecs by name."""
     from diloco.core.codecs import Codec
 
     if value is None:

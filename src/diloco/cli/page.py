@@ -1,40 +1,28 @@
-"""`diloco page`: a link to the live page of a run, which works once."""
+"""`diloco page`: a single-use link to the live page of a run."""
 
-import json
-from contextlib import closing
 from urllib.parse import urlsplit
 
 import typer
 
-from diloco.cli._reach import Address, OptionalRunFile, RunName, reach
-from diloco.cli._shared import Insecure, Json, Keys
+from diloco.cli._options import Json
+from diloco.cli._output import print_result
+from diloco.cli._run_address import RunAddress, takes_run_address
 
 
-def command(
-    run_file: OptionalRunFile = None,
-    address: Address = None,
-    run: RunName = None,
-    keys: Keys = None,
-    insecure: Insecure = False,
-    as_json: Json = False,
-) -> None:
-    """Ask a live run's syncer for a link to its page, which works once.
+@takes_run_address
+def command(at: RunAddress, as_json: Json = False) -> None:
+    """Ask a live run's syncer for a single-use link to its page.
 
-    The browser that opens it within ten minutes may watch, and with an admin's keys steer, until the syncer ends."""
-    from diloco.exchange.dialling import found
+    The browser that opens the link within ten minutes may watch until the syncer ends; with an admin's keys it may also
+    steer the run."""
     from diloco.exchange.wire import syncer_pb2 as pb
     from diloco.exchange.wire.address import is_local
 
-    where = reach(run_file, address, run, keys, insecure)
-    with closing(where.dial()) as syncers:
-        found(syncers, where.run)
-        url = syncers.current.call("control", "OpenPage", pb.OpenPageRequest(run=where.run), pb.OpenPageReply).url
-    if as_json:
-        typer.echo(json.dumps({"url": url}))
-        return
-    typer.echo(url)
-    if not is_local(where.address.partition(",")[0]):
+    url = at.call("OpenPage", pb.OpenPageRequest(run=at.run), pb.OpenPageReply).url
+    print_result(as_json, {"url": url}, url)
+    if not as_json and not is_local(at.address.partition(",")[0]):
         port = urlsplit(url).port
         typer.echo(
-            f"that is on the syncer's machine: first ssh -L {port}:127.0.0.1:{port} HOST, in another window", err=True
+            f"the link is for the syncer's machine: first run ssh -L {port}:127.0.0.1:{port} HOST in another terminal",
+            err=True,
         )

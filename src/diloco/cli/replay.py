@@ -1,6 +1,5 @@
-"""`diloco replay`: run a syncer's decisions and merges again from its journal, and compare every digest."""
+"""`diloco replay`: repeat a syncer's decisions and merges from its journal, and compare every digest."""
 
-import json
 import sys
 import time
 from pathlib import Path
@@ -8,28 +7,27 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from diloco.cli._shared import Json, make_table
+from diloco.cli._options import Json
+from diloco.cli._output import make_table, print_result
 from diloco.errors import ConfigError, StoreError
 
 if TYPE_CHECKING:
     from diloco.run.journal.replay import Replay
     from diloco.store.journal_reader import JournalReader
 
-SAID_EVERY_S = 2.0
-"""Between two words on how far a replay is."""
+PROGRESS_EVERY_S = 2.0
+"""Interval of progress messages."""
 
 
 def command(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The run file, or the syncer's state directory.")],
     until: Annotated[
-        float | None, typer.Option(min=0.0, metavar="SECONDS", help="Stop this long after the journal began.")
+        float | None, typer.Option(min=0.0, metavar="SECONDS", help="Stop after this time of the journal.")
     ] = None,
-    fragment: Annotated[
-        int | None, typer.Option(min=0, metavar="INDEX", help="Merge this fragment only; decide everything.")
-    ] = None,
+    fragment: Annotated[int | None, typer.Option(min=0, metavar="INDEX", help="Merge only this fragment.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Run all decisions of a syncer again from its journal, and all merges, and compare every digest."""
+    """Repeat all decisions of a syncer from its journal, and all merges, and compare every digest."""
     from diloco.run.journal.payloads import ReadPayloads, tensor_formats
     from diloco.run.journal.replay import Replay
     from diloco.store.journal_reader import JournalReader
@@ -38,12 +36,9 @@ def command(
     replay = Replay(tensor_formats(ReadPayloads(reader.payload)), fragment=fragment)
     span_s = _replay(reader, replay, until)
     if not replay.findings.num_boots and replay.findings.difference is None:
-        raise StoreError(f"the journal of {run} has no start of a syncer, so that nothing can be replayed.")
+        raise StoreError(f"the journal of {run} has no start of a syncer to replay from; check the path.")
     found = _numbers(replay, span_s)
-    if as_json:
-        print(json.dumps(found, indent=1))
-    else:
-        _show(found)
+    print_result(as_json, found, lambda: _show(found), indent=1)
     if replay.findings.difference is not None:
         raise typer.Exit(1)
 
@@ -62,7 +57,7 @@ def _replay(reader: "JournalReader", replay: "Replay", until: float | None) -> f
     """Replay the entries; returns the seconds from the first to the last."""
     from diloco.run.journal.recorder import entry_of
 
-    began_s = said_s = time.monotonic()
+    began_s = reported_s = time.monotonic()
     first_s, offset_s, span_s = None, 0.0, 0.0
     for line in reader:
         head = entry_of(line.entry)
@@ -75,10 +70,10 @@ def _replay(reader: "JournalReader", replay: "Replay", until: float | None) -> f
                 break
             span_s = at_s - first_s
         replay.take(line.entry)
-        if time.monotonic() - said_s >= SAID_EVERY_S:
-            said_s = time.monotonic()
+        if time.monotonic() - reported_s >= PROGRESS_EVERY_S:
+            reported_s = time.monotonic()
             done = line.read_bytes / max(1, reader.num_bytes)
-            num, seconds = replay.findings.num_entries, said_s - began_s
+            num, seconds = replay.findings.num_entries, reported_s - began_s
             typer.echo(f"replayed {num} events ({done:.0%} of the journal) in {seconds:.0f} s", err=True)
     return span_s
 
@@ -111,10 +106,10 @@ def _show(found: dict[str, Any]) -> None:
     rows = [
         ("starts of the syncer", f"{found['boots']}"),
         ("events replayed", f"{found['events']}"),
-        ("decided as then", f"{found['decisions_equal']} of {found['events']}"),
-        ("rounds merged", f"{found['merges']}"),
-        ("merged again, same digest", f"{found['merges_equal']} of {found['merges']}"),
-        ("time that they cover", f"{found['seconds']:.1f} s"),
+        ("equal decisions", f"{found['decisions_equal']} of {found['events']}"),
+        ("merges", f"{found['merges']}"),
+        ("merges with equal digests", f"{found['merges_equal']} of {found['merges']}"),
+        ("period", f"{found['seconds']:.1f} s"),
     ]
     console.print(make_table(("", ""), rows, ruled=False))
     if found["fragments"]:
@@ -127,8 +122,8 @@ def _show(found: dict[str, Any]) -> None:
     unmerged = found["merges"] - found["merges_equal"]
     if unmerged and found["difference"] is None:
         console.print(
-            f"{unmerged} rounds were not merged again: their contributions are not recorded (--record-contributions of "
-            "the syncer), or --fragment leaves them out."
+            f"{unmerged} merges were not repeated: their contributions were not recorded (--record-contributions of "
+            "the syncer), or --fragment excludes them."
         )
     difference = found["difference"]
     console.print("no difference" if difference is None else f"first difference: {difference}")

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from diloco.cli._shared import Overrides, RunFile, make_table
+from diloco.cli._options import Overrides, RunFile
+from diloco.cli._output import make_table, print_result
 from diloco.config import RunConfig, load_config
 from diloco.errors import ConfigError
 from diloco.planning.recorded_run import is_simulation, read_recorded_run
@@ -25,17 +26,15 @@ if TYPE_CHECKING:
 def command(
     run_file: RunFile,
     site: Annotated[
-        Path | None,
-        typer.Option(help="Site file: step times, links, faults. Without it steps take 1 s and transfers none."),
+        Path | None, typer.Option(help="Site file: step times, links, faults. Default: steps of 1 s, ideal links.")
     ] = None,
     recorded_run: Annotated[
-        Path | None,
-        typer.Option(help="Directory of a recorded run: its step times, arrivals, absences; a site file adds links."),
+        Path | None, typer.Option(metavar="DIR", help="A recorded run: its step times, arrivals and absences.")
     ] = None,
     directory: Annotated[
-        Path | None, typer.Option("--dir", help="Directory of the result; default <run.dir>-simulated.")
+        Path | None, typer.Option("--dir", help="Output directory; default <run.dir>-simulated.")
     ] = None,
-    replace: Annotated[bool, typer.Option("--replace", help="Replace an earlier simulation there.")] = False,
+    replace: Annotated[bool, typer.Option("--replace", help="Remove an earlier simulation in the directory.")] = False,
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
@@ -51,7 +50,7 @@ def command(
     from diloco.simulation.virtual_run import method_to_simulate, simulate
     from diloco.training.progress import make_progress
 
-    method_to_simulate(configs)  # before anything is removed
+    method_to_simulate(configs)  # checks it before anything is removed
     if has_earlier:
         shutil.rmtree(directory)
     if config.train.threads is not None:
@@ -61,22 +60,17 @@ def command(
     (directory / "simulation.json").write_text(json.dumps(done.to_dict(), indent=1) + "\n", encoding="utf-8")
     page = directory / "simulation.html"
     _draw(done, page, config)
-    if as_json:
-        typer.echo(json.dumps(done.to_dict()))
-    else:
-        _print(done)
-        typer.echo(f"see {page}")
+    print_result(as_json, done.to_dict(), lambda: _print(done, page))
 
 
 def _scenario(
-    config: RunConfig, site: Site | None, directory: Path | None
+    config: RunConfig, site: Site | None, recorded_run: Path | None
 ) -> "tuple[list[str], Callable[[], Scenario]]":
-    """Return the learners' names and a function that makes the scenario; call it last, since it imports torch."""
-    recorded = None if directory is None else read_recorded_run(directory)
+    """The learners' names, and a function that makes the scenario; it imports torch, so call it after all checks."""
+    recorded = None if recorded_run is None else read_recorded_run(recorded_run)
     if recorded is not None and site is not None and len(recorded) != len(site.names):
         raise ConfigError(
-            f"the recorded run has {len(recorded)} learners and the site file {len(site.names)}; give a site file with "
-            "the links of each."
+            f"the recorded run has {len(recorded)} learners and the site file {len(site.names)}; use equal numbers."
         )
     if recorded is not None:
         names = [each.name for each in recorded]
@@ -96,19 +90,17 @@ def _scenario(
 
 
 def _has_earlier(directory: Path, replace: bool) -> bool:
-    """Return whether the directory has an earlier simulation to replace. Raises ConfigError for other contents."""
+    """Whether the directory holds an earlier simulation, to be replaced. Raises ConfigError for any other content."""
     if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
         return False
     if not is_simulation(directory):
-        raise ConfigError(f"{directory} exists and is not a simulation; name another with --dir.")
+        raise ConfigError(f"{directory} exists and is not a simulation; name another directory with --dir.")
     if not replace:
-        raise ConfigError(
-            f"{directory} has an earlier simulation; give --replace to replace it, or name another with --dir."
-        )
+        raise ConfigError(f"{directory} has a simulation; give --replace to replace it, or name another with --dir.")
     return True
 
 
-def _print(done: "SimulationResult") -> None:
+def _print(done: "SimulationResult", page: Path) -> None:
     heads = ("learner", "steps", "busy", "computing s", "waiting s", "gone s", "merges", "up MB", "down MB")
     rows = []
     for name, each in done.to_dict()["learners"].items():
@@ -120,8 +112,8 @@ def _print(done: "SimulationResult") -> None:
             (name, steps, f"{each['utilisation']:.1%}", *seconds, merges, f"{up / 1e6:.2f}", f"{down / 1e6:.2f}")
         )
     Console().print(make_table(heads, rows, ruled=False))
-    loss = "no learner completed the run" if done.loss is None else f"held-out loss of the global model {done.loss:.4f}"
-    typer.echo(f"{done.duration_s:,.1f} s of virtual time; {loss}")
+    loss = "no learner finished" if done.loss is None else f"held-out loss of the global model {done.loss:.4f}"
+    typer.echo(f"{done.duration_s:,.1f} s of virtual time; {loss}\nsee {page}")
 
 
 def _draw(done: "SimulationResult", page: Path, config: RunConfig) -> None:

@@ -1,4 +1,4 @@
-"""`diloco status`: which learners take part, and where every token went."""
+"""`diloco status`: the learners of a run, its rounds, and the fate of every token."""
 
 import json
 import time
@@ -12,67 +12,62 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from diloco.cli._reach import Address, OptionalRunFile, RunName, reach
-from diloco.cli._shared import Insecure, Json, Keys
-from diloco.cli._status import view
+from diloco.cli._options import Json
+from diloco.cli._run_address import RunAddress, takes_run_address
+from diloco.cli._status_view import view
 from diloco.errors import UnreachableError
 
 EVERY_S = 2.0
-"""Between two looks of `--watch`."""
+"""Refresh interval of `--watch`."""
 
 WIDE = 10_000
-"""Columns where there is no terminal: a line for each learner, however long its name."""
+"""Columns without a terminal: one line for each learner, however long its name."""
 
 
+@takes_run_address
 def command(
-    run_file: OptionalRunFile = None,
-    address: Address = None,
-    run: RunName = None,
-    keys: Keys = None,
-    insecure: Insecure = False,
+    at: RunAddress,
     as_json: Json = False,
     fragments: Annotated[
-        bool, typer.Option("--fragments", help="Each fragment too, and more of each learner: wider than 80 columns.")
+        bool, typer.Option("--fragments", help="More columns and all fragments; over 80 columns.")
     ] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Redrawn every two seconds, until interrupted.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh every two seconds until interrupted.")] = False,
 ) -> None:
     """Show a live run: learners, rounds and the learners they wait for, tokens, bytes."""
     from diloco.exchange.remote import fetch_status
 
-    at = reach(run_file, address, run, keys, insecure)
-
-    def look() -> dict[str, Any]:
+    def fetch() -> dict[str, Any]:
         return fetch_status(at.address, run=at.run, keys=at.keys, insecure=at.insecure)
 
     if not watch:
-        _show(Console(highlight=False, markup=False), look(), fragments, as_json)
+        _print(Console(highlight=False, markup=False), fetch(), fragments, as_json)
         return
     with suppress(KeyboardInterrupt):
-        _watch(look, fragments, as_json)
+        _watch(fetch, fragments, as_json)
 
 
-def _watch(look: Callable[[], dict[str, Any]], fragments: bool, as_json: bool) -> None:
-    """Redraw the screen of a terminal; elsewhere print one after the other. A syncer that does not answer for a while
-    is being started again."""
+def _watch(fetch: Callable[[], dict[str, Any]], fragments: bool, as_json: bool) -> None:
+    """Redraw a terminal; otherwise print every status. In a terminal, wait for a syncer that does not answer: it may be
+    restarting."""
     console = Console(highlight=False, markup=False)
     redraws = console.is_terminal and not as_json
     with Live(console=console, screen=True, auto_refresh=False) if redraws else nullcontext() as live:
         while True:
             try:
-                status = look()
+                status = fetch()
             except UnreachableError as error:
                 if live is None:
                     raise
                 live.update(Text(f"{datetime.now().astimezone():%H:%M:%S}  {error}"), refresh=True)
             else:
                 if live is None:
-                    _show(console, status, fragments, as_json)
+                    _print(console, status, fragments, as_json)
                 else:
                     live.update(view(status, wide=fragments), refresh=True)
             time.sleep(EVERY_S)
 
 
-def _show(console: Console, status: dict[str, Any], fragments: bool, as_json: bool) -> None:
+def _print(console: Console, status: dict[str, Any], fragments: bool, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(status))
     elif console.is_terminal:

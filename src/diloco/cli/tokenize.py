@@ -1,6 +1,5 @@
-"""`diloco tokenize`: a run's texts as token shards, which training maps into memory."""
+"""`diloco tokenize`: the texts of a run as token shards, which training maps into memory."""
 
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -10,57 +9,51 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from diloco.cli._shared import Json, Overrides, RunFile
+from diloco.cli._options import Json, Overrides, RunFile
+from diloco.cli._output import print_result
 from diloco.escaping import printable
+from diloco.tables import write_toml
 
 if TYPE_CHECKING:
     from diloco.training.data.token_shards import ShardProgress
 
 LINE_EVERY_S = 60.0
-"""Between two lines where standard error is no terminal."""
+"""Interval of progress lines if standard error is not a terminal."""
 
 
 def command(
     run_file: RunFile,
-    out_dir: Annotated[Path, typer.Argument(help="The directory to write; made where there is none.")],
-    shard_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens after which the next shard begins, at the end of a batch of documents.")
-    ] = 100_000_000,
+    out_dir: Annotated[Path, typer.Argument(help="The directory to write; created if absent.")],
+    shard_tokens: Annotated[int, typer.Option(min=1, help="Tokens after which a shard ends.")] = 100_000_000,
     overrides: Overrides = None,
     as_json: Json = False,
 ) -> None:
-    """Make token shards of the texts that RUN_FILE describes; goes on where it was ended."""
+    """Make token shards of the texts that RUN_FILE describes; continues after an interruption."""
     from diloco.config import load_config
 
     data = load_config(run_file, overrides or ()).data
 
     from diloco.training.data.token_shards import write_token_shards
 
-    with _telling() as tell:
-        index = write_token_shards(data, out_dir, shard_tokens=shard_tokens, report=tell)
-    tokens = {part: index.total("num_tokens", part) for part in ("train", "held_out")}
-    if as_json:
-        documents = {part: index.total("num_documents", part) for part in ("train", "held_out")}
-        num_shards = sum(map(len, index.shards.values()))
-        typer.echo(json.dumps({
-            "directory": str(out_dir), "dtype": index.dtype, "vocab_size": index.vocab_size, "num_shards": num_shards,
-            "num_tokens": tokens, "num_documents": documents,
-        }))  # fmt: skip
-        return
-    held_out = (
-        f"and {tokens['held_out']:,} held out"
-        if tokens["held_out"]
-        else "of which a run holds out data.held_out_fraction"
+    with _progress() as tell:
+        index = write_token_shards(data, out_dir, shard_tokens=shard_tokens, tell=tell)
+    tokens, documents = (
+        {part: index.num(what, part) for part in ("train", "held_out")} for what in ("num_tokens", "num_documents")
     )
-    typer.echo(f"{out_dir} holds {tokens['train']:,} tokens to train on, {held_out}; to read them:")
-    typer.echo(
-        f'\n[data]\nkind = "tokens"\ndirectory = {json.dumps(str(out_dir))}\nsequence_length = {data.sequence_length}'
-    )
+    num_held_out = tokens["held_out"]
+    held_out = f"and {num_held_out:,} held out" if num_held_out else "of which a run holds out data.held_out_fraction"
+    table = {"kind": "tokens", "directory": str(out_dir), "sequence_length": data.sequence_length}
+    text = f"{out_dir} has {tokens['train']:,} training tokens, {held_out}; to read them:\n"
+    value = {
+        "directory": str(out_dir), "dtype": index.dtype, "vocab_size": index.vocab_size,
+        "num_shards": sum(map(len, index.shards.values())), "num_tokens": tokens, "num_documents": documents,
+    }  # fmt: skip
+    print_result(as_json, value, f"{text}\n{write_toml({'data': table})}".rstrip())
 
 
 @contextmanager
-def _telling() -> Iterator[Callable[["ShardProgress"], None]]:
-    """Show how far it is on standard error: in one line of a terminal that is drawn anew, or in a line a minute."""
+def _progress() -> Iterator[Callable[["ShardProgress"], None]]:
+    """Show progress on standard error: one line of a terminal that is redrawn, or a line a minute."""
     from rich.console import Console
 
     console = Console(stderr=True, markup=False, highlight=False)
@@ -80,5 +73,5 @@ def _telling() -> Iterator[Callable[["ShardProgress"], None]]:
     if not sys.stderr.isatty():
         yield say
         return
-    with console.status("reads the data") as status:
+    with console.status("reading the data") as status:
         yield lambda made: status.update(printable(line(made)))

@@ -1,1 +1,1 @@
-"""The story of a run on one machine, told by `diloco demo`: real processes, a kill, a baseline, a report."""
+"""`diloco demo`: a run on one machine with real processes, a kill, a baseline and a report."""

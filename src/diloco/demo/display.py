@@ -1,4 +1,4 @@
-"""The display of a running demo: lines, bars in a terminal, and pages in the browser of a person at a screen."""
+"""The display of a running demo: lines, progress bars in a terminal, and pages in a browser."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from diloco.demo.summary import back_after_s
 from diloco.report.timeline import Timeline
 
 LINE_EVERY_S = 60.0
-"""In a pipe, while a phase lasts."""
+"""Interval of lines during a phase, if standard output is not a terminal."""
 
 
 class Display:
-    """Prints a line for each phase and each kill; beside that a terminal shows bars, and a pipe a line each minute.
+    """Prints a line for each phase and each kill; a terminal also shows progress bars, a pipe a line each minute.
 
     Arguments:
-        num_steps: of the run.
-        page_url: of the run's live page.
+        num_steps: steps of the run.
+        page_url: address of the run's live page.
         opens: open that page in a browser.
     """
 
@@ -38,7 +38,7 @@ class Display:
         self._phase = ""
         self._is_served = False
         self._num_kills = 0
-        self._away: list[Kill] = []
+        self._down: list[Kill] = []
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -48,49 +48,49 @@ class Display:
         self._progress.stop()
 
     def say(self, text: str) -> None:
-        """Print a line with the time."""
+        """Print a line with the elapsed time."""
         self._last_line = time.monotonic()
         line = f"[{self._last_line - self._started:5.1f} s] {text}"
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def show(self, phase: str, timeline: Timeline, family: Family) -> None:
-        """Show what is new; call it often."""
+        """Update the display; call it often."""
         if timeline.syncer_starts and not self._is_served:
             self._is_served = True
             self.say(f"watch the run at {self._page_url}")
             if self._opens and not open_page(self._page_url):
-                self.say("found no browser to open; open it yourself")
-        self._say_kills(timeline, family.kills)
+                self.say("found no browser; open the page yourself")
+        self._report_kills(timeline, family.kills)
         is_silent = not self._console.is_terminal and time.monotonic() - self._last_line >= LINE_EVERY_S
         if phase != self._phase or is_silent:
             self._phase = phase
-            self.say("; ".join([phase, *_news(timeline, family)]))
+            self.say("; ".join([phase, *_progress(timeline, family)]))
         for name in ("syncer", *timeline.steps):
             if name not in self._bars:
                 self._bars[name] = self._progress.add_task(name, total=self._num_steps, doing="")
             step = timeline.step if name == "syncer" else timeline.newest_step(name)
             self._progress.update(self._bars[name], completed=step, doing=_doing(name, timeline, family))
 
-    def _say_kills(self, timeline: Timeline, kills: list[Kill]) -> None:
+    def _report_kills(self, timeline: Timeline, kills: list[Kill]) -> None:
         for kill in kills[self._num_kills :]:
-            self.say(f"{kill.name} was killed; it is started again")
-            self._away.append(kill)
+            self.say(f"{kill.name} was killed; it will be restarted")
+            self._down.append(kill)
         self._num_kills = len(kills)
-        for kill in list(self._away):
+        for kill in list(self._down):
             if (seconds := back_after_s(timeline, kill)) is not None:
-                self._away.remove(kill)
+                self._down.remove(kill)
                 self.say(f"{kill.name} works again, {seconds:.1f} s after it was killed")
 
 
-def _news(timeline: Timeline, family: Family) -> list[str]:
-    """The numbers of a line: of the processes that train, in order."""
+def _progress(timeline: Timeline, family: Family) -> list[str]:
+    """Steps and losses of the training processes, in order, and the bytes on the wire."""
     training = [name for name in timeline.steps if name in family.children and not family.children[name].done]
     if not training:
         return []
     steps = "/".join(str(timeline.newest_step(name)) for name in training)
     losses = "/".join(f"{timeline.steps[name][-1].loss:.2f}" for name in training)
-    news = [f"step {steps}", f"loss {losses}"]
-    return [*news, _wire(timeline)] if timeline.merges else news
+    numbers = [f"step {steps}", f"loss {losses}"]
+    return [*numbers, _wire(timeline)] if timeline.merges else numbers
 
 
 def _wire(timeline: Timeline) -> str:
@@ -105,15 +105,15 @@ def _doing(name: str, timeline: Timeline, family: Family) -> str:
 
 
 def is_wanted(environ: Mapping[str, str], *, is_terminal: bool, platform: str = sys.platform) -> bool:
-    """Whether to open a browser where nothing was said: at a terminal with a display, and not in CI."""
+    """Whether to open a browser by default: in a terminal with a display, and not in CI."""
     has_display = platform in ("darwin", "win32") or any(environ.get(it) for it in ("DISPLAY", "WAYLAND_DISPLAY"))
     return is_terminal and has_display and environ.get("CI", "false") in ("", "0", "false")
 
 
 def open_page(url: str) -> bool:
-    """Open a page, beside what this process does. Returns whether there is a browser that can.
+    """Open a page in a browser of its own process; False: there is none.
 
-    One that would draw in this very terminal is passed over.
+    Text browsers are not used: they would draw in this terminal.
     """
     try:
         browser = webbrowser.get()

@@ -1,4 +1,4 @@
-"""How long a demo is, and the run file it writes."""
+"""Sizes of the demo, its directory and its run file."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ PORTS = range(20_000, 30_000)
 
 @dataclass(frozen=True)
 class Plan:
-    """Sizes of a demo. A quarter of the steps is the warm start: the papers' runs start from a trained model, too.
+    """Sizes of a demo. A quarter of the steps is the warm start: the papers' runs also start from a trained model.
 
     Attributes:
-        steps: of the run, each over `sequences` sequences of `sequence_length` tokens in all.
-        points: on a curve of held-out losses; at each there is a checkpoint, too, and so at the end of the warm start.
-        kill_after: share of the common part after which the victim is killed: late enough to have merged, early enough
-            to come back.
-        isolated: train the learner that never communicates, too.
+        steps: steps of the run, each over `sequences` sequences of `sequence_length` tokens in total.
+        points: evaluations of the held-out loss, each with a checkpoint; one of them is at the end of the warm start.
+        kill_after: the victim is killed after this share of the steps that follow the warm start: late enough to have
+            merged, early enough to rejoin.
+        isolated: also train a learner that never communicates.
     """
 
     steps: int
@@ -64,10 +64,10 @@ QUICK = Plan(steps=840, kill_after=0.15, isolated=False, points=12)
 
 @contextlib.contextmanager
 def prepared(directory: Path, plan: Plan, seed: int) -> Iterator[RunConfig]:
-    """A directory with nothing but the run file in it, kept from other demos; an earlier demo there is removed.
+    """Prepare and lock a directory that holds the run file only; an earlier demo in it is removed.
 
     Raises:
-        ConfigError: `directory` holds something else or a demo that is under way, or cannot be written.
+        ConfigError: `directory` has other content or a running demo, or cannot be written.
     """
     run_file, choice = directory / "run.toml", "choose another directory with --dir"
     with translated(OSError, ConfigError, f"cannot write to {directory}", choice):
@@ -77,11 +77,11 @@ def prepared(directory: Path, plan: Plan, seed: int) -> Iterator[RunConfig]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(f"a demo is under way in {directory}; wait for it, or {choice}") from None
+            raise ConfigError(f"a demo is running in {directory}; wait until it ends, or {choice}") from None
         with translated(OSError, ConfigError, f"cannot write to {directory}", choice):
             found = sorted(directory.iterdir(), key=lambda each: each == run_file)  # the run file is removed last
             if found and not (run_file.is_file() and run_file.read_text(errors="replace").startswith(MARK)):
-                raise ConfigError(f"{directory} holds something that is not a demo; {choice}")
+                raise ConfigError(f"{directory} has files that are not of a demo; {choice}")
             for each in found:
                 shutil.rmtree(each) if each.is_dir() and not each.is_symlink() else each.unlink()
             run_file.write_text(f"{MARK}.\n\n{write_toml(_tables(directory, plan, seed))}", encoding="utf-8")
@@ -114,19 +114,19 @@ def _tables(directory: Path, plan: Plan, seed: int) -> dict[str, dict[str, Any]]
         },
         "syncer": {
             "address": f"127.0.0.1:{port}",
-            "insecure": True,  # whatever keys the environment names are for another run
+            "insecure": True,  # ignore DILOCO_KEYS, which is for another run
             "page": True,
-            "page_port": free_port(besides=port),  # the same after a restart
+            "page_port": free_port(besides=port),  # keeps the page's address over a restart
             "lost_floor_s": 3.0,
         },
     }
 
 
 def free_port(besides: int = 0) -> int:
-    """A free port that is not `besides`, and below those that systems give to outgoing connections, one of which could
-    take it during a restart.
+    """A free port other than `besides`, below the ephemeral ports, which outgoing connections could take during a
+    restart.
 
-    Drawn from the system's random numbers: processes that have seeded `random` alike must not draw alike.
+    Drawn from the system's random numbers, so that processes with the same seed draw different ports.
     """
     for port in random.SystemRandom().sample(PORTS, len(PORTS)):
         if port == besides:
@@ -134,4 +134,4 @@ def free_port(besides: int = 0) -> int:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
-    raise RunError(f"no port between {PORTS[0]} and {PORTS[-1]} is free; end what listens there.")
+    raise RunError(f"no port between {PORTS[0]} and {PORTS[-1]} is free; stop a process that listens there.")

@@ -1,7 +1,7 @@
-"""The demo's processes: one that is killed is started again, one that fails by itself ends the demo.
+"""The demo's processes: a killed process is restarted, a failed process ends the demo.
 
-They are forked from a process that has imported what they need: importing torch and transformers takes some seconds of
-processor time, which each of them would spend again.
+They are forked from a process that has imported torch and transformers, since these imports take seconds of processor
+time in each process.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ IMPORTS = (
 )  # fmt: skip
 
 RESTART_AFTER_S = 1.0
-"""As a service manager would: not at once, so that a person sees the process missing."""
+"""Delay of a restart, as in a service manager; it makes the absence visible."""
 
 STOPPED = 128 + signal.SIGTERM
-"""Exit code of a supervised learner that a signal has stopped."""
+"""Exit code of a supervised learner that was stopped by a signal."""
 
 END_TIMEOUT_S = 20.0
 TAIL_LINES = 15
@@ -38,7 +38,7 @@ TAIL_LINES = 15
 
 @dataclass(frozen=True)
 class Kill:
-    """A process died by a signal and was started again. `t` is Unix time in seconds."""
+    """A process that a signal ended, and that is restarted. `t` is Unix time in seconds."""
 
     name: str
     t: float
@@ -49,9 +49,9 @@ class Child:
     """One process of the demo.
 
     Attributes:
-        serves: it never ends by itself.
-        restarts: it is started again where a signal has ended it.
-        restart_at: on the monotonic clock, while it is dead.
+        serves: the process never ends by itself.
+        restarts: restart it if a signal ends it.
+        restart_at: monotonic time of the restart, while it is down.
     """
 
     command: tuple[str, ...]
@@ -62,18 +62,18 @@ class Child:
 
     @property
     def done(self) -> bool:
-        """Whether its work ended in good order."""
+        """Whether its work is finished."""
         return self.process.exitcode == 0 and not self.serves
 
 
 @dataclass
 class Family:
-    """All processes of one demo. Leaving the context ends them; they also end with a demo that is killed.
+    """All processes of one demo. Leaving the context ends them; they also end if the demo is killed.
 
-    They have sessions of their own, so that a Ctrl-C in the terminal reaches the demo alone.
+    Each has its own session, so that Ctrl-C in the terminal reaches only the demo.
 
     Attributes:
-        kills: of processes that were started again.
+        kills: the kills so far.
     """
 
     directory: Path
@@ -83,7 +83,7 @@ class Family:
     def start(self, name: str, *command: str, serves: bool = False, restarts: bool = False) -> None:
         """Run `diloco` with these arguments; standard output and error go to `logs/`.
 
-        The first one waits until the imports are done.
+        The first call waits for the imports.
         """
         logs = self.directory / "logs"
         logs.mkdir(exist_ok=True)
@@ -96,16 +96,16 @@ class Family:
         process = context.Process(target=_run, args=(command, out, log))
         process.start()
         self.children[name] = Child(command, process, serves, restarts)
-        # For tests and people that kill one. The file appears whole.
+        # For tests and users that kill a process; written atomically.
         partial = self.directory / ".pids.json"
         partial.write_text(json.dumps({name: child.process.pid for name, child in self.children.items()}))
         partial.replace(self.directory / "pids.json")
 
     def watch(self) -> None:
-        """Start again what was killed; call it often.
+        """Restart killed processes; call it often.
 
         Raises:
-            RunError: a process failed by itself; shows the end of its log.
+            RunError: a process failed; the message quotes the end of its log.
         """
         for name, child in self.children.items():
             code = child.process.exitcode
@@ -121,11 +121,11 @@ class Family:
                 self.start(name, *child.command, serves=child.serves, restarts=True)
 
     def are_done(self, *names: str) -> bool:
-        """Whether the work of all of them ended in good order."""
+        """Whether all these processes have finished their work."""
         return all(self.children[name].done for name in names)
 
     def stop(self, name: str) -> None:
-        """Ask a process that serves to end, and wait for it. Raises RunError: it does not, or fails."""
+        """Terminate a serving process and wait for its end. Raises RunError if it fails or does not end in time."""
         process = self.children.pop(name).process
         process.terminate()
         process.join(END_TIMEOUT_S)
@@ -139,7 +139,7 @@ class Family:
         return RunError(f"{name} failed with exit code {code}; the end of {log} says why:\n{tail}")
 
     def output(self, name: str) -> str:
-        """Standard output of a process since it was last started."""
+        """Standard output of a process since its last start."""
         return (self.directory / "logs" / f"{name}.out").read_text(encoding="utf-8")
 
     def __enter__(self) -> Self:
@@ -164,6 +164,6 @@ def _run(command: tuple[str, ...], out: Path, log: Path) -> None:
 
 
 def _end_with(parent: BaseProcess) -> None:
-    """End this process when the demo ends, by whatever."""
+    """Kill this process when the demo ends for any reason."""
     parent.join()
     os.kill(os.getpid(), signal.SIGKILL)

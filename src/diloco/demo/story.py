@@ -1,6 +1,6 @@
-"""The story: one learner warms up alone and initialises the run, two more join, one is killed and comes back.
+"""The demo's scenario: one learner makes the warm start and initialises the run, two join, one is killed and rejoins.
 
-Then the controls. Everything is a real process: `diloco syncer` and `diloco train` on one run file, on loopback.
+The controls train afterwards. All are real processes: `diloco syncer` and `diloco train` on one run file, on loopback.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from diloco.report.timeline import Timeline, TimelineFollower
 POLL_S = 0.25
 
 Show = Callable[[str, Timeline, Family], None]
-"""Hears about the phase of the demo in a few words, the run and the processes, several times a second."""
+"""Called several times a second with the phase in a few words, the run and the processes."""
 
 
 @dataclass(frozen=True)
 class DemoOutcome:
-    """A demo that is over.
+    """The result of a demo.
 
     Attributes:
-        global_loss: held-out loss of the model that the syncer has saved, in nats per byte; those of the controls, on
-            the same sequences, are in their events.
+        global_loss: held-out loss of the saved global model, in nats per byte; the controls' losses on the same
+            sequences are in their events.
     """
 
     config: RunConfig
@@ -38,10 +38,10 @@ class DemoOutcome:
 
 
 def tell(config: RunConfig, plan: Plan, show: Show) -> DemoOutcome:
-    """Run everything.
+    """Run the whole demo.
 
     Raises:
-        RunError: a process failed by itself.
+        RunError: a process failed.
     """
     started = time.monotonic()
     with Family(config.dir) as family:
@@ -66,14 +66,14 @@ class _Stage:
         self._run_file = str(config.dir / "run.toml")
 
     def train(self) -> None:
-        """Run the syncer and the learners to their end, and kill one learner on the way; joiners wait for a model."""
+        """Run the syncer and the learners to their end, and kill one learner meanwhile; joiners wait for a model."""
         family, timeline = self._family, self.timeline
         self._show("starting a syncer and three learners", timeline, family)
         family.start("syncer", "syncer", self._run_file, serves=True, restarts=True)
         for shard, name in enumerate(LEARNERS):
             command = ["train", self._run_file, "--name", name, "--shard", str(shard), "--supervised"]
             if shard == 0:
-                # One of them is enough to draw the global model's curve; its warm start is kept, for the controls.
+                # One learner evaluates the global model; the controls start from its warm-start checkpoint.
                 command += ["--initialise", *_set("evaluate.every_steps", self._plan.every)]
                 command += _set("checkpoint.keep", self._plan.points)
             family.start(name, *command, restarts=True)
@@ -93,10 +93,10 @@ class _Stage:
         self._follower.read()
 
     def train_controls(self) -> None:
-        """Data parallel on exactly as many tokens, and a lone learner that makes as many steps as the longest one.
+        """Train data parallel on equally many tokens, and a lone learner for as many steps as the longest learner's.
 
-        Both go on from the end of the run's warm start, which trained as they would have: alone, at the full batch.
-        Beside them the model that the syncer has saved is exported and evaluated.
+        Both continue from the end of the run's warm start, which was also trained alone at the full batch. Meanwhile
+        the saved global model is exported and evaluated.
         """
         family, run = self._family, self.timeline.finished["syncer"]
         self._control("baseline", run.tokens, "--alone")
@@ -117,7 +117,7 @@ class _Stage:
         self._family.start(name, *command)
 
     def _until(self, is_over: Callable[[], bool], phase: str) -> None:
-        """Watch and show the processes until something is over, the last time after that."""
+        """Watch and show the processes until `is_over`, and once more afterwards."""
         is_last = False
         while not is_last:
             is_last = is_over()

@@ -1,4 +1,4 @@
-"""The demo in numbers (`summary.json`), in one sentence, and as the page of its run with that sentence on top."""
+"""The result of a demo: numbers (`summary.json`), a headline, and the page of its run with that headline."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from diloco.report.story import Story
 from diloco.report.timeline import Timeline, is_learner
 
 SAME_PERCENT = 2.0
-"""Losses that differ by less are called the same, within what they differ by."""
+"""Losses with a smaller difference are called the same, and the headline states the difference."""
 
 CURVES = {"baseline": "data parallel", "isolated": "isolated learner, at the same step"}
-"""Names of the controls' curves, by the name of the process."""
+"""Names of the controls' curves, by process."""
 
 
 def summarise(outcome: DemoOutcome) -> dict[str, Any]:
-    """Plain values: losses in nats per byte on the same held-out sequences; bytes of both directions, as the syncer
-    counts them."""
+    """Plain values: losses in nats per byte on the same held-out sequences; bytes of both directions, counted by the
+    syncer."""
     timeline, config = outcome.timeline, outcome.config
     baseline, isolated = timeline.finished["baseline"], timeline.finished.get("isolated")
     assert baseline.loss is not None
@@ -54,12 +54,11 @@ def summarise(outcome: DemoOutcome) -> dict[str, Any]:
 
 
 def baseline_bytes(timeline: Timeline, tokens_per_step: int) -> int:
-    """Bytes that data parallel would have sent for the tokens trained while two or more learners were there.
+    """Bytes that data parallel would have sent for the tokens trained while two or more learners were live.
 
-    Each step event of a learner says how many tokens it trained since its last one. They are that share of a full step
-    of `tokens_per_step` tokens, and the step costs what a ring of the learners that were there at that moment costs.
-    Tokens of a lone learner, the warm start first of all, cost nothing; so do steps of learners that are gone: both
-    make the baseline look cheaper.
+    Each step event of a learner reports the tokens since its previous one, which are a fraction of a full step of
+    `tokens_per_step` tokens; a full step costs a ring all-reduce among the learners live at that time. Tokens of a lone
+    learner (the warm start in particular) and steps of learners that left count as free, in favour of the baseline.
     """
     num_bytes = 0.0
     for process, steps in timeline.steps.items():
@@ -70,15 +69,15 @@ def baseline_bytes(timeline: Timeline, tokens_per_step: int) -> int:
         for event in steps:
             trained, before = event.tokens - before, max(alone, event.tokens)
             num_learners = timeline.num_live(event.t)
-            if num_learners >= 2 and trained > 0:  # a learner that resumes counts again from its checkpoint
+            if num_learners >= 2 and trained > 0:  # tokens decrease when a learner resumes from its checkpoint
                 num_bytes += trained / tokens_per_step * ring_all_reduce_bytes(num_learners, timeline.num_parameters)
     return round(num_bytes)
 
 
 def back_after_s(timeline: Timeline, kill: Kill) -> float | None:
-    """Seconds until what was killed did its work again; None: it never did.
+    """Seconds from a kill until the process worked again; None: it never did.
 
-    The syncer works where it serves, a learner where it has joined again and is in a merge.
+    A syncer works again once it serves, a learner once it has rejoined and contributed to a merge.
     """
     if kill.name == "syncer":
         times, since = timeline.syncer_starts, kill.t
@@ -111,13 +110,13 @@ def _bytes(num_bytes: int, baseline: int) -> str:
 
 
 def _times(ratio: float) -> str:
-    """A ratio with as many digits as are of use."""
+    """A ratio, with one decimal place below 10."""
     return f"{ratio:.1f}" if ratio < 9.95 else f"{ratio:,.0f}"
 
 
 def _loss(gap_percent: float) -> str:
     if not math.isfinite(gap_percent):
-        return "a loss that is no number"
+        return "a non-finite loss"
     if abs(gap_percent) < SAME_PERCENT:
         within = math.ceil(round(10 * abs(gap_percent), 6)) / 10
         return f"same loss within {max(0.1, within):.1f} %"
@@ -125,21 +124,21 @@ def _loss(gap_percent: float) -> str:
 
 
 def _kills(kills: list[dict[str, Any]]) -> str:
-    """`kills`: name of the process and seconds until it was back, or None, of each."""
+    """`kills`: for each, the name of the process, and `back_s`, the seconds until it worked again, or None."""
     if not kills:
         return "no process killed"
     back_s = [kill["back_s"] for kill in kills if kill["back_s"] is not None]
     slowest = f"{max(back_s):.1f} s" if back_s else ""
     if len(kills) == 1:
-        who = "one learner" if is_learner(kills[0]["name"]) else "the syncer"
-        return f"{who} killed and back in {slowest}" if back_s else f"{who} killed and not back before the end"
+        process = "one learner" if is_learner(kills[0]["name"]) else "the syncer"
+        return f"{process} killed and back in {slowest}" if back_s else f"{process} killed and not back before the end"
     if len(back_s) < len(kills):
-        return f"{len(kills)} kills, {len(back_s)} of them with a return"
+        return f"{len(kills)} kills, {len(back_s)} of the processes back"
     return f"{len(kills)} kills and all back, the slowest in {slowest}"
 
 
 def describe(summary: dict[str, Any]) -> str:
-    """The numbers behind the headline, a line each."""
+    """The numbers behind the headline, one line each."""
     it, isolated = summary, summary["isolated_loss"]
     alone = "" if isolated is None else f", isolated learner {isolated:.4f}"
     return (
@@ -156,7 +155,7 @@ def describe(summary: dict[str, Any]) -> str:
 def write_report(path: Path, outcome: DemoOutcome, summary: dict[str, Any]) -> None:
     """Write the page of the run with the headline, the controls' curves, the kills and the compared bytes.
 
-    The global model's last point is that of the model that was saved: a learner may have evaluated a version before.
+    The last point of the global model's curve is that of the saved model: learners may have evaluated older versions.
     """
     story, tokens = Story(), summary["tokens"]
     for file in sorted(outcome.config.dir.glob("*/events.jsonl")):

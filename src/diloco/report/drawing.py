@@ -1,6 +1,6 @@
-"""Drawings: plotly's figures as plain values, each with a key that names exactly what is drawn.
+"""Drawings: figures of plotly as plain values, each with a legend.
 
-Colours are those of `assets/page.css`, by name, since a page is light or dark; `assets/drawing.js` draws them.
+Colours are variables of `assets/page.css`, since a page is light or dark; `assets/drawing.js` draws the figures.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LEARNERS: Mapping[int, str] = {1: SKY, 2: BLUE, 4: GREEN, 8: VIOLET}
 
 
 def of_learners(numbers: Sequence[int]) -> dict[int, str]:
-    """A colour for DiLoCo with each of these numbers of learners: the same for the usual ones in every picture."""
+    """A colour for each number of learners; 1, 2, 4 and 8 have the same colours in every picture."""
     others = iter((PINK, OLIVE, AMBER, GREY) * len(numbers))
     return {number: _LEARNERS.get(number) or next(others) for number in numbers}
 
@@ -43,10 +43,10 @@ def of_learners(numbers: Sequence[int]) -> dict[int, str]:
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis: its label with the unit, and its range where the data's own would mislead.
+    """One axis: its label with the unit, and its range if the range of the data would mislead.
 
     Attributes:
-        band: a stretch of the x axis that is shaded, and what it is.
+        band: a shaded interval of the x axis, and its label.
     """
 
     label: str
@@ -59,7 +59,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Line:
-    """One curve. `errors` are half widths of confidence intervals; a `style` of "o" draws points only."""
+    """One curve. `errors` are half widths of confidence intervals; style "o" draws points only."""
 
     label: str
     x: Sequence[float]
@@ -71,7 +71,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Bars:
-    """One series of bars: a value for every label of the chart, one colour or one for each, how a value is written."""
+    """One series of bars: a value for every label of the chart, a common colour or one for each, a format of values."""
 
     label: str
     values: Sequence[float]
@@ -87,13 +87,13 @@ KINDS: Mapping[Kind, tuple[str, str, float, float]] = {
     "up": ("on the link, up", VIOLET, 0.23, 0.11),
     "down": ("on the link, down", GREEN, -0.34, 0.11),
 }
-"""What a learner does: in words, its colour, and where its band lies in the learner's row (bottom, height). Transfers
-run beside compute."""
+"""Activities of a learner: label, colour, and the band in the learner's row (bottom, height). Transfers are beside
+compute."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Something a learner does from one time to another."""
+    """An activity of a learner, with begin and end."""
 
     begin_s: float
     end_s: float
@@ -102,12 +102,12 @@ class Span:
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure and the numbers it shows.
+    """A figure and its numbers.
 
     Attributes:
-        title: a few words, the heading.
-        text: what the reader should see, in a sentence or two.
-        heads, rows: the table below it; the first column is text, the others are numbers.
+        title: the heading, a few words.
+        text: the finding, in a sentence or two.
+        heads, rows: the table below the figure; its first column is text, the others are numbers.
     """
 
     title: str
@@ -127,17 +127,17 @@ def rows_of(
 # -------------------------------------------------------------------------------------------------------------- curves
 
 RESOLUTION = 0.004
-"""Curves that are nowhere farther apart than this share of the panel, half the width of a line, are seen as one."""
+"""Curves closer than this share of the panel, half the width of a line, are indistinguishable."""
 EQUAL = 1e-9
 FEW_POINTS = 12
-"""Each is marked."""
+"""Up to this number, each point of a curve has a marker."""
 EDGE = {"color": PAPER, "width": 1}
 
 
 def lines(curves: Sequence[Line], x: Axis, y: Axis) -> Figure:
-    """Curves and points over a common axis. The key lists them by their height at the right end, the points last.
+    """Curves and points over a common axis. The legend lists curves by their height at the right end, then points.
 
-    Curves that cannot be told apart are drawn as one, under all their names.
+    Indistinguishable curves are drawn as one, with all their names.
     """
     drawn = merged(curves, y)
     ranked = sorted(drawn, key=lambda each: math.inf if each.style == "o" else -each.y[-1])
@@ -164,9 +164,9 @@ def lines(curves: Sequence[Line], x: Axis, y: Axis) -> Figure:
 
 
 def merged(curves: Sequence[Line], y: Axis) -> list[Line]:
-    """The curves to draw: those that lie on an earlier one, to half the width of a line, add their names to its own.
+    """The curves to draw: a curve that is indistinguishable from an earlier one adds its name to that one's label.
 
-    "=" stands before a name where all values are equal, "≈" where they only look it. Points stay by themselves.
+    The name follows "=" if all values are equal, and "≈" otherwise. Points are never merged.
     """
     ends = [value for each in curves for value in each.y]
     low, high = (y.low if y.low is not None else min(ends)), (y.high if y.high is not None else max(ends))
@@ -191,10 +191,10 @@ def merged(curves: Sequence[Line], y: Axis) -> list[Line]:
 
 
 def bars(labels: Sequence[str], series: Sequence[Bars], value: Axis, *, marked: Collection[int] = ()) -> Figure:
-    """Horizontal bars, the first label on top, each below its label; several series are stacked, one after the other.
+    """Horizontal bars below their labels, the first label on top; several series are stacked.
 
-    On a logarithmic axis, where lengths mean nothing, points instead. Values of a single series are written beside it.
-    A series of zeros is not drawn; all else is seen, if only as a hairline. `marked`: rows whose label stands out.
+    A logarithmic axis has points instead, since lengths mean nothing there. Values of a single series are written
+    beside the bars. A series of zeros is not drawn; smallest values are a hairline. `marked`: rows with a bold label.
     """
     rows, data = [-row for row in range(len(labels))], []
     names = [wrapped(label, 44) for label in labels]
@@ -227,7 +227,7 @@ def bars(labels: Sequence[str], series: Sequence[Bars], value: Axis, *, marked: 
 
 
 def _with_room(value: Axis, series: Sequence[Bars]) -> Axis:
-    """The axis with room for the values that are written beside the bars of a single series."""
+    """The axis, extended for the values beside the bars of a single series."""
     if len(series) > 1 or value.high is not None:
         return value
     low, high = min(series[0].values), max(series[0].values)
@@ -240,18 +240,16 @@ def _with_room(value: Axis, series: Sequence[Bars]) -> Axis:
 
 TOUCHING = 1e-9
 MOST_BANDS = 8000
-"""Of a timeline: so many are below 200 kB, and there are fewer pixels."""
+"""Most bands of a timeline: they need less than 200 kB, and exceed the pixels of a screen."""
 HAIRLINE, MOST_HAIRLINES = 0.4, 80
-"""Pixels around a band, so that the shortest is seen; thinner where more would fill the row."""
+"""Outline of a band in pixels, so that the shortest is visible; thinner in rows with more bands than this."""
 Times = list[tuple[float, float]]
 
 
 def timeline(rows: Mapping[str, Sequence[Span]]) -> Figure:
-    """A row for each learner, the first on top: what it does when; its transfers run beside its compute. A cross is
-    where it was killed.
+    """A row of activities for each learner, the first learner on top, transfers beside compute. A cross marks a kill.
 
-    Where there are more times than can be told apart, a row is cut into short ones, and in each of them come first all
-    times of one kind, then those of the next.
+    Rows with too many bands are divided into short intervals, in each of which the activities are sorted by kind.
     """
     longest_s = max((each.end_s for spans in rows.values() for each in spans), default=0.0)
     unit_s, unit = time_unit(longest_s)
@@ -290,7 +288,7 @@ def timeline(rows: Mapping[str, Sequence[Span]]) -> Figure:
 
 
 def _joined(spans: Iterable[Span], kind: Kind) -> Times:
-    """When something is done, in seconds; times that touch are one, so that no seam is seen."""
+    """The times of one kind of activity, in seconds; adjacent times are joined, so that no seam is visible."""
     times: Times = []
     for begin_s, end_s in sorted((each.begin_s, each.end_s) for each in spans if each.kind == kind):
         if times and begin_s <= times[-1][1] * (1 + TOUCHING):
@@ -301,7 +299,7 @@ def _joined(spans: Iterable[Span], kind: Kind) -> Times:
 
 
 def _binned(spans: Iterable[Span], width_s: float) -> list[Span]:
-    """The same times of each kind in every `width_s`, those of a kind together; transfers beside the others."""
+    """Activities sorted by kind in every interval of `width_s`, with unchanged total times; transfers in parallel."""
     took_s: dict[int, dict[Kind, float]] = defaultdict(lambda: dict.fromkeys(KINDS, 0.0))
     for each in spans:
         for number in range(int(each.begin_s / width_s), math.ceil(each.end_s / width_s)):
@@ -318,7 +316,7 @@ def _binned(spans: Iterable[Span], width_s: float) -> list[Span]:
 
 
 def time_unit(longest_s: float) -> tuple[float, str]:
-    """The unit in which so long a time reads well: its seconds, and its name."""
+    """A readable unit for a duration: its seconds, and its name."""
     units = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"))
     return next(((size_s, name) for size_s, name in units if longest_s >= 5 * size_s), (1.0, "seconds"))
 
@@ -341,14 +339,14 @@ def _axis(it: Axis, drawn: Sequence[float] = ()) -> dict[str, Any]:
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
-    """1, 2, 5, 10, …, or powers of ten where the axis is long."""
+    """1, 2, 5, 10, …, or powers of ten on a long axis."""
     steps = (1, 2, 5) if high < 300 * low else (1,)
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     return [step * 10.0**decade for decade in decades for step in steps]
 
 
 def short(value: float, digits: int = 6) -> str:
-    """A count as the field writes it, to `digits` significant digits: 1500 → "1.5k", 1.2e6 → "1.2M", 70e9 → "70B"."""
+    """A count with a suffix, to `digits` significant digits: 1500 → "1.5k", 1.2e6 → "1.2M", 70e9 → "70B"."""
     for factor, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= factor:
             return f"{value / factor:.{digits}g}{suffix}"
@@ -356,12 +354,12 @@ def short(value: float, digits: int = 6) -> str:
 
 
 def _compact(values: Iterable[float]) -> list[float]:
-    """To six digits, which no screen resolves."""
+    """Values rounded to six digits, below the resolution of a screen."""
     return [float(f"{value:.6g}") for value in values]
 
 
 def wrapped(text: str, width: int = 36, most: int = 60) -> str:
-    """Text of any origin for a label, in lines of at most so many characters; what is equal to what stays together."""
+    """Untrusted text as a label, in lines of at most `width` characters; "a = b" is never broken."""
     together = (shortened(printable(line), most).replace(" = ", "\xa0=\xa0") for line in text.split("\n"))
     lines = (part for line in together for part in textwrap.wrap(line, width))
     return "<br>".join(html.escape(line.replace("\xa0", " "), quote=False) for line in lines)

@@ -1,4 +1,4 @@
-"""Pages as text: a run's, served live or frozen into one file, and drawings with their tables."""
+"""HTML pages: the page of a run, live or as one file, and pages of drawings with their tables."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from diloco.events import RECENT_MERGES
 from diloco.report.drawing import Picture
 
 DRAWN_BY = ("plotly.min.js", "drawing.js")
-"""What a page draws with."""
+"""Scripts of every page with drawings."""
 
 
 def asset(name: str) -> str:
-    """The text of one of the pages' own files."""
+    """The text of a file in `assets/`."""
     return (files("diloco.report") / "assets" / name).read_text(encoding="utf-8")
 
 
@@ -27,9 +27,9 @@ def asset(name: str) -> str:
 
 
 def live_page(token: str = "") -> str:
-    """A page that follows the run at the address it came from; its parts are assets, loaded from there.
+    """A page that follows the run of the server it was loaded from, and loads its assets there.
 
-    `token`: that its orders carry; empty: it gives none.
+    `token`: sent with its orders; empty: the page gives no orders.
     """
     scripts = "\n".join(f'<script src="{name}"></script>' for name in (*DRAWN_BY, "page.js"))
     style = '<link rel="stylesheet" href="page.css">'
@@ -37,7 +37,7 @@ def live_page(token: str = "") -> str:
 
 
 def frozen_page(story: dict[str, Any]) -> str:
-    """The same page of `Story.since(0)` with all its parts inside; nothing is loaded from elsewhere."""
+    """The page of `Story.since(0)` as one self-contained file."""
     return _page(f"<style>{asset('page.css')}</style>", _json(story), _scripts("page.js"))
 
 
@@ -50,7 +50,7 @@ def _page(style: str, story: str, scripts: str) -> str:
 
 
 def _json(values: dict[str, Any]) -> str:
-    """For a script element, in which only "</" and "<!--" would be read as more than text."""
+    """JSON for a script element, where "</" and "<!--" must not occur."""
     return json.dumps(values, separators=(",", ":")).replace("<", "\\u003c")
 
 
@@ -63,16 +63,16 @@ def _scripts(*more: str) -> str:
 
 
 def require_html(path: Path | None) -> None:
-    """Raise ConfigError unless `--out` names a page."""
+    """Raise ConfigError unless `--out` names an HTML file."""
     if path is not None and path.suffix != ".html":
-        raise ConfigError(f'--out {path} writes one HTML page; name it "{path.with_suffix(".html")}".')
+        raise ConfigError(f'--out writes one HTML page, not {path}; name it "{path.with_suffix(".html")}".')
 
 
 def write_drawings(path: Path, title: str, text: str, pictures: Iterable[Picture]) -> None:
-    """Write pictures with their tables as one page; nothing in it is loaded from elsewhere.
+    """Write pictures with their tables as one self-contained page.
 
     Raises:
-        StoreError: it cannot be written.
+        StoreError: the file cannot be written.
     """
     sections = "\n".join(map(_section, pictures))
     page = f"""<!doctype html>
@@ -102,12 +102,12 @@ def _section(picture: Picture) -> str:
 
 
 def _plain(text: str) -> str:
-    """Text of any origin, for a place between tags."""
+    """Untrusted text, escaped for HTML."""
     return html.escape(printable(text))
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """The first column is text, the others are numbers."""
+    """An HTML table whose first column is text and whose others are numbers."""
 
     def line(tag: str, cells: Sequence[str]) -> str:
         marked = (f"<{tag}{' class=n' * (place > 0)}>{_plain(text)}</{tag}>" for place, text in enumerate(cells))

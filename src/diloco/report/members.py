@@ -1,4 +1,4 @@
-"""The learners of a run, as its page shows them."""
+"""The learners of a run, for its page."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from diloco.events import RECENT_MERGES, LearnerProgress, Traffic
 
 @dataclass
 class LearnerSummary:
-    """What is known of one learner.
+    """The state and the totals of one learner.
 
     Attributes:
-        number: from 0, in the order in which the events name learners; its colour on the page goes by it.
-        state: "gone" once it left or was evicted, or as `LearnerProgress.state`.
-        since: Unix time of its state "gone", or when it joined.
-        joined, evicted: how often.
-        incarnation: that joined last.
-        recent: of the newest merges since it first joined, whether it was in.
-        settled: bytes (sent, received) on its connections, counted by syncer processes that are over.
-        traffic: what the process that runs now has counted; `rates` from the one before: bytes a second.
+        number: from 0, in the order in which events name learners; it selects the colour on the page.
+        state: "gone" after it left or was evicted; otherwise as `LearnerProgress.state`.
+        since: Unix time at which it left or was evicted; otherwise when it joined.
+        joined, evicted: number of times.
+        incarnation: the last one that joined.
+        recent: for each of the newest merges since it first joined, whether it contributed.
+        settled: bytes (sent, received) on its connections, counted by earlier syncer processes.
+        traffic: counts of the current syncer process; `rates`: bytes per second since the previous counts.
     """
 
     name: str
@@ -41,21 +41,21 @@ class LearnerSummary:
     rates: tuple[float, float] = (0.0, 0.0)
 
     def join(self, t: float, incarnation: int) -> None:
-        """It is part of the run, newly or again."""
+        """The learner joined, or rejoined."""
         self.incarnation = incarnation
         self.state, self.since, self.joined, self.reason = "starting", t, self.joined + 1, ""
 
     def go(self, t: float, reason: str) -> None:
-        """It left, or was evicted."""
+        """The learner left, or was evicted."""
         self.state, self.since, self.reason = "gone", t, reason
 
     @property
     def is_live(self) -> bool:
-        """Whether the run counts on it."""
+        """Whether it is a member that is not lost."""
         return self.state not in ("gone", "lost")
 
     def count(self, traffic: Traffic) -> None:
-        """Its bytes so far, of the syncer process that runs now."""
+        """Set the byte counts of the current syncer process."""
         if self.traffic is not None and traffic.t > self.traffic.t:
             passed_s = traffic.t - self.traffic.t
             before, now = _ways(self.traffic), _ways(traffic)
@@ -63,17 +63,17 @@ class LearnerSummary:
         self.traffic = traffic
 
     def settle(self) -> None:
-        """The syncer process that counted is over."""
+        """Add the counts of the current syncer process to the settled ones, since it has ended."""
         self.settled, self.traffic, self.rates = self.num_bytes, None, (0.0, 0.0)
 
     @property
     def num_bytes(self) -> tuple[int, int]:
-        """That it sent and received."""
+        """Bytes sent and received."""
         sent, received = (0, 0) if self.traffic is None else _ways(self.traffic)
         return self.settled[0] + sent, self.settled[1] + received
 
     def to_dict(self, versions: Mapping[int, int], now: float, seen_at: float) -> dict[str, Any]:
-        """Plain values for the page; `versions`: the newest of each fragment; `seen_at`: when `progress` was."""
+        """Plain values for the page; `versions`: the newest of each fragment; `seen_at`: Unix time of `progress`."""
         it = self.progress
         own = it.versions if it is not None and self.is_live else ()
         behind = [max(0, newest - own[index]) for index, newest in sorted(versions.items()) if index < len(own)]
@@ -91,10 +91,10 @@ class LearnerSummary:
 
 
 def _ways(traffic: Traffic) -> tuple[int, int]:
-    """Bytes that the learner sent and received: the syncer counts the other way round."""
+    """Bytes sent and received by the learner; the syncer's counts have the opposite direction."""
     return sum(traffic.received_bytes.values()), sum(traffic.sent_bytes.values())
 
 
 def live(members: Iterable[LearnerSummary]) -> int:
-    """How many the run counts on."""
+    """Number of live learners."""
     return sum(member.is_live for member in members)

@@ -1,4 +1,4 @@
-"""A run in numbers, and its page frozen into one file."""
+"""The report of a run: its numbers, and its page as one file."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ READ_BYTES = 1 << 22
 
 
 def read_run(folders: Sequence[Path]) -> tuple[Timeline, Story]:
-    """Every `events.jsonl` below the folders, sorted out by who wrote it, and the story for its page.
+    """Read every `events.jsonl` below the folders into a timeline, and into the story of the page.
 
     Raises:
-        ConfigError: there is none, or none of a syncer. StoreError: one cannot be read.
+        ConfigError: no event log, or none of a syncer. StoreError: an unreadable event log.
     """
     files = sorted({path for folder in folders for path in folder.rglob("events.jsonl")})
     where = ", ".join(map(str, folders))
@@ -33,7 +33,7 @@ def read_run(folders: Sequence[Path]) -> tuple[Timeline, Story]:
                 timeline.take(event.who, event)
                 story.take(event)
     if not timeline.syncer_starts:
-        raise ConfigError(f"no events.jsonl below {where} is a syncer's; name the syncer's folder too.")
+        raise ConfigError(f"no events.jsonl below {where} is of a syncer; name the syncer's folder too.")
     return timeline, story
 
 
@@ -73,10 +73,10 @@ def _learner(timeline: Timeline, name: str) -> dict[str, Any]:
 
 
 def write_page(path: Path, story: Story) -> None:
-    """Write the page; nothing in it is loaded from elsewhere.
+    """Write the page as one self-contained file.
 
     Raises:
-        StoreError: it cannot be written.
+        StoreError: the file cannot be written.
     """
     text = frozen_page(story.since(0))
     with translated(OSError, StoreError, f"cannot write {path}", "choose another place with --out"):
@@ -87,7 +87,7 @@ HEADS = ("learner", "present, s", "joined", "given up", "at step", "in merges", 
 
 
 def rows(found: dict[str, Any]) -> list[tuple[str, ...]]:
-    """A row for each learner, under `HEADS`."""
+    """A row for each learner, with the columns of `HEADS`."""
     return [
         (
             name,

@@ -1,4 +1,4 @@
-"""Events of a run as sentences, for people who watch it."""
+"""Events of a run as sentences."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ MAX_NAMES = 4
 
 
 def sentence(event: ev.Event) -> tuple[Tone, str] | None:
-    """What an event means to people; None: it is too common to be told one by one."""
+    """An event as a sentence; None: the event is too frequent for a sentence."""
     match event:
         case ev.SyncerStarted(versions=()):
             return "plain", "the syncer started and waits for a model"
         case ev.SyncerStarted():
-            return "plain", "the syncer started again and goes on where it was"
+            return "plain", "the syncer restarted at its last published versions"
         case ev.Initialised(learner=learner, num_parameters=number, source=source):
             return "good", f"{learner} gave the run its model of {number:,} parameters (from {source})"
         case ev.Joined(learner=learner, incarnation=1, step=step):
             return "good", f"{learner} joined at step {step:,}"
         case ev.Joined(learner=learner, step=step):
-            return "good", f"{learner} is back, at step {step:,}"
+            return "good", f"{learner} rejoined at step {step:,}"
         case ev.Left(learner=learner, tokens=tokens):
-            return "plain", f"{learner} left in good order after {tokens:,} tokens"
-        case ev.Evicted(reason=reason) if reason.startswith("evicted by "):  # `Steered` says it
+            return "plain", f"{learner} left after {tokens:,} tokens"
+        case ev.Evicted(reason=reason) if reason.startswith("evicted by "):  # the event `Steered` has the sentence
             return None
         case ev.Steered(order=order, text=text):
             return "good" if order in ("admit", "resume") else "bad" if order == "evict" else "plain", text
@@ -41,9 +41,9 @@ def sentence(event: ev.Event) -> tuple[Tone, str] | None:
         case ev.Stands(standing=standing, why=why):
             return "plain", f"this syncer is {standing}: {why}"
         case ev.BackedUp(place=place, snapshot=snapshot):
-            return "plain", f"the snapshot {snapshot} is in {place}"
+            return "plain", f"the snapshot {snapshot} was written to {place}"
         case ev.BackupRefused(place=place, error=error):
-            return "bad", f"no snapshot could be put into {place}: {error}"
+            return "bad", f"no snapshot could be written to {place}: {error}"
         case ev.Gap(missing=missing):
             return "bad", f"{missing:,} events could not be written"
         case ev.Finished(who="syncer", reason=reason):
@@ -52,5 +52,5 @@ def sentence(event: ev.Event) -> tuple[Tone, str] | None:
 
 
 def named(names: list[str]) -> str:
-    """A few names, or their number."""
+    """The names, or their number if there are many."""
     return ", ".join(names) if len(names) <= MAX_NAMES else f"{len(names)} learners"

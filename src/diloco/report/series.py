@@ -1,4 +1,4 @@
-"""What a page shows of a long run, in bounded memory: curves that get coarser, and lists of the newest."""
+"""Curves and lists of a page in bounded memory: long curves get coarser, lists keep the newest items."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from itertools import count
 from typing import Any
 
 MAX_POINTS = 1000
-"""Of a curve; beyond them every second one goes."""
+"""Points of a curve; at this number, every second point is removed."""
 
 
 class Numbers:
-    """Ascending numbers, so that a reader can ask for what is new."""
+    """Ascending numbers of points and items, by which a reader asks for new ones."""
 
     def __init__(self) -> None:
         self._count = count(1)
         self.newest = 0
 
     def next(self) -> int:
-        """A new number."""
+        """The next number."""
         self.newest = next(self._count)
         return self.newest
 
@@ -33,7 +33,7 @@ class Series:
         self._stride, self._seen = 1, 0
 
     def add(self, x: float, y: float) -> None:
-        """A point; of a long curve only every second, fourth, … is kept."""
+        """Add a point; long curves keep only every second, fourth, … point."""
         self._seen += 1
         if self._seen % self._stride:
             return
@@ -43,15 +43,15 @@ class Series:
             self._stride *= 2
 
     def since(self, number: int) -> list[tuple[float, float]]:
-        """The points (x, y) after a number, in the order they came."""
+        """The points (x, y) after a number, in the order of their addition."""
         return [(x, y) for own, x, y in self._points if own > number]
 
 
 class Newest:
-    """The newest of a list of plain values.
+    """The newest items of a list of plain values.
 
     Attributes:
-        total: how many there ever were.
+        total: number of all items ever added.
     """
 
     def __init__(self, numbers: Numbers, most: int) -> None:
@@ -60,12 +60,12 @@ class Newest:
         self.total = 0
 
     def add(self, item: dict[str, Any]) -> None:
-        """One more; the oldest one goes where there are too many."""
+        """Add an item; a full list drops its oldest one."""
         self.total += 1
         self._items.append((self._numbers.next(), item))
 
     def since(self, number: int) -> list[dict[str, Any]]:
-        """Those after a number, oldest first."""
+        """The items after a number, oldest first."""
         return [item for own, item in self._items if own > number]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""A run as its page shows it, from its events, in bounded memory however long the run is."""
+"""The content of a run's page, from its events, in bounded memory."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ MAX_MERGES = 400
 MAX_EVENTS = 300
 GLOBAL = "global model"
 SPEED_S = 60.0
-"""Over which tokens per second are measured."""
+"""Window of tokens per second."""
 ORDERED = {"pause": "paused", "end": "ended by an operator", "resume": None}
-"""The state that a run is in after an order (`Steered`); None: as without orders."""
+"""The state of a run after an order (`Steered`); None: as without orders."""
 
 
 class Story:
-    """The events of one run. `take` them in the order of each file; files may come one after another.
+    """The events of one run. `take` the events of each file in order; the files themselves may follow in any order.
 
-    `since(number)` gives what a page shows: small parts as a whole, and of curves and lists what came after `number`.
+    `since(number)` gives the page's content: small parts completely, curves and lists from `number` on.
     """
 
     def __init__(self) -> None:
@@ -41,8 +41,8 @@ class Story:
         self._events = Newest(self._numbers, MAX_EVENTS)
         self._losses: dict[str, Series] = {}
         self._evaluated: dict[str, dict[int, float]] = {}  # loss by the run's tokens
-        self._training: dict[str, Series] = {}  # as learners tell the syncer
-        self._own_training: dict[str, Series] = {}  # as processes write down themselves
+        self._training: dict[str, Series] = {}  # reported by learners to the syncer
+        self._own_training: dict[str, Series] = {}  # from the processes' own event logs
         self._stepped: dict[str, ev.Stepped] = {}
         self._speed, self._wire = Series(self._numbers), Series(self._numbers)
         self._lately: deque[tuple[float, int]] = deque()
@@ -54,17 +54,17 @@ class Story:
     # --- events -------------------------------------------------------------------------------------------------------
 
     def take(self, event: ev.Event) -> None:
-        """One more event."""
+        """Add an event."""
         if event.who == "syncer":
             self._newest_t = max(self._newest_t, event.t)
             self._take_syncers(event)
         else:
             self._take_trainers(event)
-        if (told := sentence(event)) is not None:
-            self.tell(event.t, *told, event.kind, getattr(event, "learner", None))
+        if (description := sentence(event)) is not None:
+            self.tell(event.t, *description, event.kind, getattr(event, "learner", None))
 
     def tell(self, t: float, tone: Tone, text: str, kind: str, learner: str | None) -> None:
-        """Something that happened at Unix time `t`; `kind` and `learner` choose its mark in the picture of merges."""
+        """Add a sentence at Unix time `t`; `kind` and `learner` select its mark in the picture of merges."""
         self._events.add({"t": t, "tone": tone, "text": text, "kind": kind, "learner": learner})
 
     def _take_trainers(self, event: ev.Event) -> None:
@@ -137,9 +137,9 @@ class Story:
         )  # fmt: skip
 
     def _progress(self, event: ev.Progress) -> None:
-        """How the run goes, in an event or at this very moment."""
+        """Take a progress report, from the event log or directly from the syncer."""
         if event.t <= self._progress_at:
-            return  # this moment was shown before it was written down
+            return  # already taken directly
         self._newest_t, self._progress_at = max(self._newest_t, event.t), event.t
         self._count_parallel(event)
         for name, it in event.learners.items():
@@ -149,7 +149,7 @@ class Story:
             member.progress, member.state = it, it.state
         for name, member in self._members.items():
             if name not in event.learners and member.is_live:
-                member.go(event.t, member.reason or "not a member any more")
+                member.go(event.t, member.reason or "no longer a member")
         self._ledger = dict(event.ledger)
         self._tokens = max(self._tokens, event.tokens)
         self._lately.append((event.t, event.tokens))
@@ -160,8 +160,8 @@ class Story:
         self._wire.add(event.t, self._num_bytes)
 
     def _count_parallel(self, event: ev.Progress) -> None:
-        """Data parallel would have sent a ring all-reduce in bf16 at every step: 2·(m − 1)/m · 2·N bytes a learner,
-        over the steps in which m ≥ 2 learners trained."""
+        """Count the bytes that data parallel would have sent: a ring all-reduce in bf16 at every step with m ≥ 2 live
+        learners, 2·(m − 1)/m · 2·N bytes for each learner."""
         num_live, numel = sum(it.state != "lost" for it in event.learners.values()), self._head["num_parameters"]
         if num_live < 2 or numel is None:
             return
@@ -172,13 +172,13 @@ class Story:
                 self._parallel_bytes += max(0, it.step - before.step) * step_bytes
 
     def at_this_moment(self, progress: ev.Progress) -> None:
-        """What the syncer knows beyond its event log, in an event that is in no file. A learner that no event has named
-        yet is not in it: learners are numbered in the order of the events, which is the same for every reader."""
+        """Take a progress report that is not in the event log. Learners that no event has named yet are left out:
+        learners are numbered in the order of events, which is the same for every reader."""
         known = {name: it for name, it in progress.learners.items() if name in self._members}
         self._progress(progress.model_copy(update={"learners": known}))
 
     def _evaluate(self, who: str, tokens: int, loss: float) -> None:
-        """A loss on held-out data; the syncer's log and the learner's own may both have it."""
+        """Add a held-out loss, unless it was already added from another log."""
         seen = self._evaluated.setdefault(who, {})
         if tokens not in seen and math.isfinite(loss):
             seen[tokens] = loss
@@ -207,7 +207,7 @@ class Story:
         return sum(sum(member.num_bytes) for member in self._members.values())
 
     def since(self, number: int, now: float | None = None) -> dict[str, Any]:
-        """What the page shows, as plain values; `now`: Unix time of a run under way."""
+        """The page's content as plain values; `now`: Unix time, for a live run."""
         now = self._newest_t if now is None else now
         members = [self._member_now(name, now) for name in sorted(self._members)]
         training = self._training | self._own_training
@@ -232,7 +232,7 @@ class Story:
         return shown
 
     def _loss_curves(self, number: int) -> dict[str, list[tuple[float, float]]]:
-        """Of the global model, whichever member evaluated it, and of controls."""
+        """Curves of the global model, merged over the members that evaluated it, and of controls."""
         curves: dict[str, list[tuple[float, float]]] = {}
         for who, curve in self._losses.items():
             name = GLOBAL if who in self._members else who
@@ -242,7 +242,7 @@ class Story:
     def _member_now(self, name: str, now: float) -> dict[str, Any]:
         shown = self._members[name].to_dict(self._versions, now, self._progress_at)
         stepped = self._stepped.get(name)
-        if stepped is not None and stepped.step > (shown["step"] or 0):  # it wrote more than it told
+        if stepped is not None and stepped.step > (shown["step"] or 0):  # its own log is newer than its reports
             shown |= {"step": stepped.step, "tokens": max(stepped.tokens, shown["tokens"] or 0), "loss": stepped.loss}
         return shown
 
@@ -270,7 +270,7 @@ class Story:
 
 
 def _plain(value: Any) -> Any:
-    """A value that JSON can hold and people can read: numbers that are not finite become null."""
+    """The value for JSON: printable text; non-finite numbers become null."""
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, float):

@@ -1,4 +1,4 @@
-"""The events of a run in order: presence of learners, merges, losses, bytes."""
+"""A run in memory, from its events: presence of learners, merges, losses, bytes."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ Counts = dict[str, int]
 
 @dataclass
 class Timeline:
-    """The events of one run. Times are Unix seconds, bytes are those that the syncer counted of its messages.
+    """The events of one run. Times are Unix seconds; bytes are the syncer's counts of its messages.
 
     Attributes:
-        presence: by learner, when it was part of the run; the end is open while it is.
-        left: learners that said goodbye and did not come back.
-        steps, evaluated: by process (learners, baseline, isolated), in the order they were written.
-        waits: when a learner's training thread stood still, by process.
-        finished: of processes that ended in good order, the newest.
-        missing: events that could not be written, of all processes.
+        presence: by learner, the periods in which it was a member; the last one is open while it is a member.
+        left: learners that left and did not rejoin.
+        steps, evaluated: by process (learners, baseline, isolated), in the order of writing.
+        waits: by process, the periods in which the training thread waited.
+        finished: by process, its newest `Finished` event.
+        missing: number of events that could not be written, over all processes.
     """
 
     initialised_at: float | None = None
@@ -96,18 +96,18 @@ class Timeline:
                 pass
 
     def _close_span(self, learner: str, at: float) -> None:
-        """A syncer that was killed wrote no goodbye, so a span may be open still."""
+        """End the learner's open span, if there is one: a killed syncer logs no end."""
         spans = self.presence.get(learner, [])
         if spans and spans[-1][1] is None:
             spans[-1] = (spans[-1][0], at)
 
     def _settle(self) -> None:
-        """Counts are totals of one syncer process: keep its last ones when the next process begins."""
+        """Keep the last counts of a syncer process when the next one starts: counts are totals of one process."""
         self._settled = {learner: self.traffic_of(learner) for learner in {*self._settled, *self._newest}}
         self._newest = {}
 
     def traffic_of(self, learner: str) -> Counts:
-        """Bytes by kind on a learner's connections, both directions, over all syncer processes."""
+        """Bytes by kind on a learner's connections, both directions, all syncer processes."""
         totals = dict(self._settled.get(learner, {}))
         if (newest := self._newest.get(learner)) is not None:
             for counts in (newest.sent_bytes, newest.received_bytes):
@@ -117,7 +117,7 @@ class Timeline:
 
     @property
     def traffic(self) -> Counts:
-        """Bytes by kind of all learners."""
+        """Bytes by kind, over all learners."""
         totals: Counts = {}
         for learner in {*self._settled, *self._newest}:
             for kind, num_bytes in self.traffic_of(learner).items():
@@ -130,20 +130,20 @@ class Timeline:
         return max((self.newest_step(name) for name in self.steps if is_learner(name)), default=0)
 
     def newest_step(self, process: str) -> int:
-        """The step of the last step event; 0 before there is one."""
+        """The step of the newest step event; 0 if there is none."""
         steps = self.steps.get(process)
         return steps[-1].step if steps else 0
 
     def is_merging(self, learner: str) -> bool:
-        """Whether the learner is in the newest merge."""
+        """Whether the learner contributed to the newest merge."""
         return bool(self.merges) and learner in self.merges[-1].contributors
 
     def live_learners(self) -> list[str]:
-        """Learners that joined and neither left nor were given up."""
+        """Learners that joined and neither left nor were evicted."""
         return sorted(name for name, spans in self.presence.items() if spans[-1][1] is None)
 
     def num_live(self, at: float) -> int:
-        """Learners that were part of the run at a time."""
+        """Number of members at a time."""
         return sum(
             any(start <= at and (end is None or at < end) for start, end in spans) for spans in self.presence.values()
         )
@@ -158,7 +158,7 @@ class TimelineFollower:
         self.timeline = Timeline()
 
     def read(self) -> Timeline:
-        """Take in what is new. Returns the one timeline, grown."""
+        """Add new events to the timeline and return it."""
         for path in sorted(self._directory.glob("*/events.jsonl")):
             process = path.parent.name
             tail = self._tails.setdefault(process, EventTail(path))
@@ -168,5 +168,5 @@ class TimelineFollower:
 
 
 def is_learner(process: str) -> bool:
-    """Whether a directory's name is that of a learner of the run, and not of a control."""
+    """Whether a process is a learner of the run, not a control; `process` is the name of its directory."""
     return process.startswith("learner-")

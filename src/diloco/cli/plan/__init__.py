@@ -1,4 +1,4 @@
-"""`diloco plan`: one file per command; only `measure`, which trains, imports torch."""
+"""`diloco plan`: the costs of a run. One module per question; only `measure`, which trains, imports torch."""
 
 import typer
 
@@ -9,7 +9,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 
 @app.callback()
 def plan() -> None:
-    """Estimate a run in advance: utilisation, hours, bytes, money and failures, in a second and without torch."""
+    """Plan a run before training: utilisation, hours, bytes, money and failures, in a second and without torch."""
 
 
 app.command("utilization")(utilization.command)

@@ -1,6 +1,5 @@
-"""`diloco plan advise`: methods for the sites of a site file, ranked by their cost."""
+"""`diloco plan advise`: the methods for the sites of a site file, ranked by cost."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,7 +7,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from diloco.cli._shared import make_table, say_written
+from diloco.cli._output import make_table, print_result, say_written
 from diloco.errors import ConfigError, StoreError, translated
 from diloco.planning.advice import RankBy, advice_inputs, advise, penalty_status, run_file
 from diloco.planning.pictures import Ranked, advice_pictures, mark, numbers
@@ -24,36 +23,36 @@ RUN_FILE = "run.toml"
 
 def command(
     site_file: Annotated[Path, typer.Argument(help="The site file (TOML): sites, links, prices, model, budget.")],
-    by: Annotated[RankBy, typer.Option(help="Rank the methods with an allowed loss penalty by this.")] = "hours",
+    by: Annotated[RankBy, typer.Option(help="Rank the methods with an acceptable loss penalty by this.")] = "hours",
     everything: Annotated[
-        bool, typer.Option("--all", help="Print every setting, not only the best of each method.")
+        bool, typer.Option("--all", help="Show all settings, not only the best of each method.")
     ] = False,
     choose: Annotated[int, typer.Option(min=1, help="Write the run file of this rank.")] = 1,
     out: Annotated[Path | None, typer.Option(help="Write the run file and pictures into this directory.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: every setting and the run file.")] = False,
 ) -> None:
-    """Rank the methods for the sites of SITE_FILE by hours, bytes, money and loss; write a run file of the best."""
+    """Rank the methods for the sites of SITE_FILE by hours, bytes, money and loss; write a run file for the best."""
     inputs = advice_inputs(load_site(site_file))
     ranked = advise(inputs, by)
     if choose > len(ranked):
-        raise ConfigError(f"--choose {choose} does not exist; there are {len(ranked)} settings, see --all")
+        raise ConfigError(f"--choose {choose} does not exist; choose one of the {len(ranked)} settings of --all")
     chosen = ranked[choose - 1]
     text = run_file(inputs, chosen.setting)
     best = _best_of_methods(ranked)
     picked = [(rank, each) for rank, each in enumerate(ranked, 1) if each in best or rank == choose]
     if out is not None:
         _write(out, text, inputs, picked, choose)
-    if as_json:
-        candidates = [_plain(inputs, rank, each) for rank, each in enumerate(ranked, 1)]
-        typer.echo(json.dumps({"candidates": candidates, "chosen": choose, "run_file": text}, indent=1))
-        return
-    shown = list(enumerate(ranked, 1)) if everything else picked
-    _print(inputs, shown, choose)
-    _print_choice(inputs, ranked, choose, out)
+
+    def show_text() -> None:
+        _print(inputs, list(enumerate(ranked, 1)) if everything else picked, choose)
+        _print_choice(inputs, ranked, choose, out)
+
+    candidates = [_plain(inputs, rank, each) for rank, each in enumerate(ranked, 1)]
+    print_result(as_json, {"candidates": candidates, "chosen": choose, "run_file": text}, show_text, indent=1)
 
 
 def _best_of_methods(ranked: list[RunEstimate]) -> list[RunEstimate]:
-    """Return the first estimate of each method, in order of rank."""
+    """The best-ranked estimate of each method, in the order of their ranks."""
     best: dict[str, RunEstimate] = {}
     for estimate in ranked:
         best.setdefault(estimate.setting.method, estimate)
@@ -84,12 +83,13 @@ def _print(inputs: AdviceInputs, shown: Ranked, choose: int) -> None:
     table = make_table(("", "method", "busy", "hours", "bytes", "USD", "loss"), rows, num_text=2)
     table.show_edge = False
     table.columns[0].no_wrap = True
-    table.columns[1].overflow = "fold"  # a narrow terminal shortens this column, not the numbers
+    table.columns[1].overflow = "fold"  # in a narrow terminal, names wrap and numbers stay whole
     console = Console(highlight=False)
     console.print(f"{_headline(inputs)}\n")
     console.print(table)
     console.print()
-    for line in ("bytes: of all learners, both ways. loss: expected above data parallel's at equal tokens.", *notes):
+    legend = "bytes: all learners, both directions. loss: expected increase over data parallel at equal tokens."
+    for line in (legend, *notes):
         console.print(line, style="dim")
 
 
@@ -113,8 +113,8 @@ def _print_choice(inputs: AdviceInputs, ranked: list[RunEstimate], choose: int, 
     if faster:
         best = min(faster, key=lambda each: each.hours)
         typer.echo(
-            f"{best.setting.label} (rank {ranked.index(best) + 1}) would take {significant(best.hours)} h, at an "
-            "unmeasured loss."
+            f"{best.setting.label} (rank {ranked.index(best) + 1}) would take {significant(best.hours)} h, but no "
+            "experiment has measured its loss."
         )
 
 
@@ -123,4 +123,4 @@ def _write(directory: Path, text: str, inputs: AdviceInputs, shown: Ranked, choo
     write_drawings(page, "Which method, at what cost", _headline(inputs) + ".", advice_pictures(inputs, shown, choose))
     with translated(OSError, StoreError, f"cannot write {directory / RUN_FILE}", "name another directory with --out"):
         write_whole(directory / RUN_FILE, text)
-    say_written((page, directory / RUN_FILE))
+    say_written(page, directory / RUN_FILE)

@@ -1,15 +1,14 @@
 """`diloco plan goodput`: the share of the accelerators' time that trains the model when chips fail."""
 
-import json
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from diloco.cli._shared import Json, PicturesPage, make_table, parse_list, say_written
+from diloco.cli._options import Json, PicturesPage, parse_list
+from diloco.cli._output import make_table, print_result, say_written
 from diloco.errors import ConfigError
 from diloco.planning.goodput import CONFIDENCE, FailureTimes, Fleet, Goodput, LearnerSpeeds, Mode, simulate
 from diloco.planning.pictures import goodput_pictures, mode_title
@@ -18,30 +17,25 @@ from diloco.report.frame import require_html, write_drawings
 
 
 def command(
-    chips: Annotated[int, typer.Option(min=1, help="Of all learners together.")],
-    learners: Annotated[int, typer.Option(min=1, help="M; each has the same number of chips.")] = 1,
-    mode: Annotated[Mode, typer.Option(help="What a failed chip stops.")] = "decoupled",
+    chips: Annotated[int, typer.Option(min=1, help="Chips of all learners together.")],
+    learners: Annotated[int, typer.Option(min=1, help="Number of learners, with equal numbers of chips.")] = 1,
+    mode: Annotated[Mode, typer.Option(help="Method; which chips stop when one fails.")] = "decoupled",
     mtbi: Annotated[str, typer.Option(help="Mean time between interruptions of one chip.")] = "1 y",
-    repair: Annotated[str, typer.Option(help="From a failure until the failed chips are available.")] = "65 s",
-    down: Annotated[str, typer.Option(help="Stop before continuing without the failed chips.")] = "15 s",
-    up: Annotated[str, typer.Option(help="Stop while chips are restored.")] = "15 s",
-    step: Annotated[str, typer.Option(help="An inner step, at whose end a failure is detected.")] = "4 s",
-    jitter: Annotated[
-        float, typer.Option(min=0, help="Percent by which a learner's step times vary (standard deviation).")
-    ] = 0.0,
-    speeds: Annotated[
-        str | None,
-        typer.Option(help="Relative speed of every learner, for example 1,1,0.6,0.6; all equal if left out."),
-    ] = None,
+    repair: Annotated[str, typer.Option(help="Time from a failure until replacement chips are available.")] = "65 s",
+    down: Annotated[str, typer.Option(help="Pause to continue without the failed chips.")] = "15 s",
+    up: Annotated[str, typer.Option(help="Pause to add replacement chips.")] = "15 s",
+    step: Annotated[str, typer.Option(help="Time of an inner step; failures are detected at its end.")] = "4 s",
+    jitter: Annotated[float, typer.Option(min=0, help="Standard deviation of step times, in percent.")] = 0.0,
+    speeds: Annotated[str | None, typer.Option(help="Relative speeds of the learners, such as 1,1,0.6,0.6.")] = None,
     elastic_learners: Annotated[
         bool | None,
         typer.Option(help="A decoupled learner continues without failed chips (default), or stops until the repair."),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the simulation.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the simulation.")] = 0,
     out: PicturesPage = None,
     as_json: Json = False,
 ) -> None:
-    """Goodput, time lost by waiting and failures, and the probability that no learner runs: simulated and by formula.
+    """Goodput, the probability that all learners are down, and the lost time by cause; simulated and by formula.
 
     The default times reproduce the published table of Decoupled DiLoCo; give your own.
     """
@@ -54,18 +48,16 @@ def command(
         step_s=TIME.parse(step, "--step", positive=True),
     )
     if mode != "decoupled" and elastic_learners is not None:
-        raise ConfigError("--elastic-learners applies to decoupled learners; leave it out, or use --mode decoupled.")
+        raise ConfigError(f"--elastic-learners has no effect with --mode {mode}; drop it, or use --mode decoupled.")
     relative = () if speeds is None else parse_list("--speeds", speeds, float, "numbers", "1,1,0.6,0.6")
     fleet = Fleet(chips, learners, mode, times, LearnerSpeeds(jitter / 100, relative), elastic_learners is not False)
-    if as_json:
-        typer.echo(json.dumps(_plain(fleet, simulate(fleet, seed), seed), indent=1))
-        if out is None:
-            return
-    found = {each: simulate(replace(fleet, mode=each), seed) for each in get_args(Mode)}
-    if not as_json:
-        _print(fleet, found, seed)
+    modes = (mode,) if as_json and out is None else get_args(Mode)
+    found = {each: simulate(replace(fleet, mode=each), seed) for each in modes}
+    print_result(as_json, _plain(fleet, found[mode], seed), lambda: _print(fleet, found, seed), indent=1)
     if out is not None:
-        _draw(fleet, found, seed, out)
+        lead = f"{fleet.chips:,} chips: goodput of {found[mode].goodput:.1f} %. Made by diloco plan goodput."
+        write_drawings(out, f"Goodput, {mode_title(fleet, mode)}", lead, goodput_pictures(fleet, found, seed))
+        say_written(out)
 
 
 def _plain(fleet: Fleet, it: Goodput, seed: int) -> dict[str, Any]:
@@ -96,17 +88,11 @@ def _print(fleet: Fleet, found: dict[Mode, Goodput], seed: int) -> None:
     console.print(make_table(("", "goodput, %", "formula", "waiting", "stopped", "all down"), rows))
     console.print(
         "± is the 95 % confidence interval of the simulation (from failure to failure, "
-        f"{found[fleet.mode].num_runs} runs, seed {seed}). Times that were not given are fitted to a published table; "
-        "measure your own.",
+        f"{found[fleet.mode].num_runs} runs, seed {seed}). Default times are fitted to a published table; measure "
+        "yours.",
         style="dim",
     )
 
 
 def _percent(value: float | None) -> str:
     return "–" if value is None else f"{value:.1f} %" if value >= 0.1 else f"{value:.1g} %"
-
-
-def _draw(fleet: Fleet, found: dict[Mode, Goodput], seed: int, out: Path) -> None:
-    lead = f"{fleet.chips:,} chips: goodput of {found[fleet.mode].goodput:.1f} %. Made by diloco plan goodput."
-    write_drawings(out, f"Goodput, {mode_title(fleet, fleet.mode)}", lead, goodput_pictures(fleet, found, seed))
-    say_written([out])

@@ -1,6 +1,5 @@
-"""`diloco plan measure`: the step time of this machine and its link to the syncer, into the site file."""
+"""`diloco plan measure`: this machine's step time and link to the syncer, for a site file."""
 
-import json
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -8,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from diloco.cli._shared import Json, Keys, LearnerName, Overrides, with_keys
+from diloco.cli._options import Json, Keys, LearnerName, Overrides, RunFile, with_keys
+from diloco.cli._output import print_result, say_written
 from diloco.config import RunConfig, load_config
 from diloco.errors import StoreError, translated
 from diloco.planning.site import with_measurement
@@ -24,32 +24,28 @@ if TYPE_CHECKING:
     from diloco.training.step_time import StepTime
 
 DIGITS = 4
-"""Significant digits of measured values."""
+"""Significant digits of measurements."""
 
 
 def command(
-    run_file: Annotated[Path, typer.Argument(help="The run file: its model, its data, its syncer.")],
+    run_file: RunFile,
     name: LearnerName = None,
-    shard: Annotated[int, typer.Option(min=0, help="Which shard of the data to read.")] = 0,
-    out: Annotated[
-        Path | None, typer.Option(help="The site file to write, or to extend with this learner's site.")
-    ] = None,
-    only: Annotated[
-        Literal["step", "link"] | None, typer.Option(help="Measure only the inner step, or only the link.")
-    ] = None,
-    seconds: Annotated[float, typer.Option(min=0.1, help="Duration of the measured inner steps.")] = 10.0,
+    shard: Annotated[int, typer.Option(min=0, help="The shard of the data to read.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="The site file to write or to extend by this site.")] = None,
+    only: Annotated[Literal["step", "link"] | None, typer.Option(help="Measure only this.")] = None,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Duration of the measurement of inner steps.")] = 10.0,
     keys: Keys = None,
     overrides: Overrides = None,
     as_json: Json = False,
 ) -> None:
     """Measure this machine: the time of an inner step, and rate and latency of its link to the running syncer.
 
-    Runs under torchrun too, as `diloco train` does.
+    Works under torchrun, like `diloco train`.
     """
     name = name or f"learner-{shard}"
     config = load_config(run_file, with_keys(overrides, keys), learner=name)
     if out is not None:
-        _read(out)  # before anything is measured
+        _read(out)  # fails before the measurement
     with ExitStack() as stack:
         job = None if only == "link" else stack.enter_context(_job(config))
         is_first = job is None or job.is_first
@@ -59,9 +55,9 @@ def command(
         return
     if out is not None:
         _write(out, config, name, step, link)
-        typer.echo(f"written to {out}", err=True)
+        say_written(out)
     values = {"learner": name, **(asdict(step) if step else {}), **(asdict(link) if link else {})}
-    typer.echo(json.dumps(values) if as_json else _sentence(name, step, link))
+    print_result(as_json, values, _sentences(name, step, link))
 
 
 def _job(config: RunConfig) -> "AbstractContextManager[RankGroup]":
@@ -87,7 +83,7 @@ def _measure_step_time(config: RunConfig, shard: int, seconds: float, job: "Rank
     return measure_step_time(config, shard, seconds=seconds, ranks=job)
 
 
-def _sentence(name: str, step: "StepTime | None", link: "LinkSpeed | None") -> str:
+def _sentences(name: str, step: "StepTime | None", link: "LinkSpeed | None") -> str:
     lines = []
     if step is not None:
         lines.append(
@@ -97,7 +93,7 @@ def _sentence(name: str, step: "StepTime | None", link: "LinkSpeed | None") -> s
     if link is not None:
         lines.append(
             f"{name}: {RATE.show(link.up_bit_per_s)} up, {RATE.show(link.down_bit_per_s)} down, "
-            f"{TIME.show(link.latency_s)} one way to the syncer ({SIZE.show(link.num_bytes)} sent to measure it)"
+            f"{TIME.show(link.latency_s)} one way to the syncer (measured with {SIZE.show(link.num_bytes)})"
         )
     return "\n".join(lines)
 
@@ -122,5 +118,5 @@ def _write(path: Path, config: RunConfig, name: str, step: "StepTime | None", li
 
 
 def _read(path: Path) -> str:
-    """Return the text of the site file to extend; empty for a new one."""
+    """The text of the existing site file; empty if there is none."""
     return read_text(path, "site file").removeprefix("\ufeff") if path.exists() else ""

@@ -1,6 +1,5 @@
-"""`diloco plan scaling`: expected loss, and initial learning rates and batch."""
+"""`diloco plan scaling`: expected loss, learning rates and batch size."""
 
-import json
 import warnings
 from dataclasses import asdict
 from typing import Annotated
@@ -8,7 +7,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from diloco.cli._shared import Json, Model, Parameters, PicturesPage, SyncEvery, make_table, say_written
+from diloco.cli._options import Json, Model, Parameters, PicturesPage, SyncEvery
+from diloco.cli._output import make_table, print_result, say_written
 from diloco.planning.pictures import scaling_pictures
 from diloco.planning.scaling_laws import ScalingEstimate, estimate_scaling
 from diloco.planning.units import significant
@@ -20,35 +20,29 @@ from diloco.report.frame import require_html, write_drawings
 def command(
     model: Model = None,
     parameters: Parameters = None,
-    learners: Annotated[int, typer.Option(min=1, help="M.")] = 2,
+    learners: Annotated[int, typer.Option(min=1, help="Number of learners.")] = 2,
     sync_every: SyncEvery = 30,
-    tokens: Annotated[
-        float | None, typer.Option(help="To train on. Default: 20 for every parameter, as in the paper.")
-    ] = None,
+    tokens: Annotated[float | None, typer.Option(help="Training tokens; default: 20 for every parameter.")] = None,
     out: PicturesPage = None,
     as_json: Json = False,
 ) -> None:
-    """Published scaling laws (arXiv 2503.09799): loss, learning rates and batch of DiLoCo beside data parallel.
+    """Published scaling laws (arXiv 2503.09799): loss, learning rates and batch of DiLoCo and data parallel.
 
-    Extrapolation beyond the measured range prints a warning.
+    Extrapolation beyond the paper's measurements prints a warning.
     """
     require_html(out)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = estimate_scaling(parameters_of(model, parameters), learners, sync_every=sync_every, tokens=tokens)
     outside = [str(each.message) for each in caught]
-    if as_json:
-        typer.echo(json.dumps({**asdict(found), "warnings": outside, "source": "arXiv 2503.09799"}, indent=1))
-    else:
-        _print(found)
+    value = {**asdict(found), "warnings": outside, "source": "arXiv 2503.09799"}
+    print_result(as_json, value, lambda: _print(found), indent=1)
     for sentence in outside:
         typer.echo(f"warning: {sentence}", err=True)
     if out is not None:
-        lead = (
-            f"{short(found.num_parameters, 3)} parameters, {found.num_learners} learners. Made by diloco plan scaling."
-        )
-        write_drawings(out, "Scaling laws", lead, scaling_pictures(found))
-        say_written([out])
+        size = f"{short(found.num_parameters, 3)} parameters, {found.num_learners} learners"
+        write_drawings(out, "Scaling laws", f"{size}. Made by diloco plan scaling.", scaling_pictures(found))
+        say_written(out)
 
 
 def _print(it: ScalingEstimate) -> None:
@@ -64,7 +58,7 @@ def _print(it: ScalingEstimate) -> None:
     console.print(f"{it.num_parameters:.3g} parameters, 20 tokens for each; arXiv 2503.09799")
     console.print(make_table(("", f"DiLoCo, M = {it.num_learners}", "data parallel"), rows))
     console.print(
-        "The error of the fits is up to 1.1 % of the measured losses from 180M parameters on, 1.7 % below: they do not "
+        "The fits deviate from measured losses by up to 1.1 % from 180M parameters on, and 1.7 % below: they do not "
         "resolve small differences.",
         style="dim",
     )

@@ -1,15 +1,15 @@
-"""`diloco plan utilization`: the link that a utilisation needs, or the utilisation on a link."""
+"""`diloco plan utilization`: the bandwidth that keeps the learners computing."""
 
-import json
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from diloco.cli._shared import PicturesPage, make_table, parse_list, say_written
+from diloco.cli._options import PicturesPage, parse_list
+from diloco.cli._output import make_table, print_result, say_written
 from diloco.errors import ConfigError
 from diloco.planning.bandwidth import GraphLinkModel, LinkModel, SyncerLinkModel, required_bit_per_s
 from diloco.planning.discrete_events import Merging
@@ -22,16 +22,31 @@ from diloco.report.frame import require_html, write_drawings
 
 TARGETS = "50,80,90,95,99"
 DIGITS = 6
-"""Significant digits of JSON values; the search is no more precise."""
+"""Significant digits of JSON output; the search is no more precise."""
 DECOUPLED_LEARNERS = 8
-"""The paper's."""
+"""As in the paper."""
 
-Answers = list[dict[str, Any]]
+Rows = list[dict[str, Any]]
 
 DECOUPLED_COLUMNS = {
     "period_steps": "H achieved", "stale_steps": "answer's age, steps", "contributors": "learners in a merge"
 }  # fmt: skip
-"""Further columns for decoupled learners, by key of an answer."""
+"""Additional columns for decoupled learners, by key of a row."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A row for each target or for the given link, with the model; `link_model` is None for a published table."""
+
+    rows: Rows
+    workload: Workload
+    setting: Setting
+    link_model: LinkModel | None = None
+
+    @property
+    def measure(self) -> str:
+        """What the percentages measure."""
+        return "computing" if self.link_model is None else self.link_model.measure
 
 
 def command(
@@ -39,46 +54,29 @@ def command(
         str, typer.Option(help="1b, 10b, 100b, llama-405b, deepseek-v3, a .toml file or a transformers config.json.")
     ],
     method: Annotated[str, typer.Option(help="data-parallel, diloco, streaming, eager or decoupled.")] = "streaming",
-    sync_every: Annotated[
-        int | None, typer.Option(metavar="H", help="Inner steps between two synchronisations.")
-    ] = None,
+    sync_every: Annotated[int | None, typer.Option(metavar="H", help="Inner steps between synchronisations.")] = None,
     overlap: Annotated[int | None, typer.Option(metavar="N", help="Inner steps a send may take; eager: H.")] = None,
-    fragments: Annotated[
-        int | None, typer.Option(metavar="P", help="Fragments; of three layers each by default.")
-    ] = None,
-    codec: Annotated[
-        str, typer.Option(help="Of contributions: fp32, bf16, e3m0, int4, 2bit, topk-128-2bit, …")
-    ] = "bf16",
-    codec_down: Annotated[
-        str | None,
-        typer.Option(help="Of updates, on the other direction. Without a syncer the default is one pass."),
-    ] = None,
-    latency: Annotated[str | None, typer.Option(help='Of each pass, for example "20 ms".')] = None,
-    step_time: Annotated[str | None, typer.Option(help='Of an inner step, for example "310 ms".')] = None,
+    fragments: Annotated[int | None, typer.Option(metavar="P", help="Default: one for each three layers.")] = None,
+    codec: Annotated[str, typer.Option(help="Codec up: fp32, bf16, e3m0, int4, 2bit, topk-128-2bit, …")] = "bf16",
+    codec_down: Annotated[str | None, typer.Option(help="Codec down; default with a syncer: as up.")] = None,
+    latency: Annotated[str | None, typer.Option(help='Latency of each pass, for example "20 ms".')] = None,
+    step_time: Annotated[str | None, typer.Option(help='Time of an inner step, for example "310 ms".')] = None,
     learners: Annotated[
-        int | None, typer.Option(metavar="M", help="M learners around a syncer, instead of reductions among learners.")
+        int | None, typer.Option(metavar="M", help="Use a syncer with M learners, instead of a reduction.")
     ] = None,
-    speeds: Annotated[str | None, typer.Option(help="Of the learners around a syncer, relative: 1,1,0.5.")] = None,
-    syncer: Annotated[
-        str | None, typer.Option(help='Link of each shard of the syncer, for example "10 Gbit/s".')
-    ] = None,
+    speeds: Annotated[str | None, typer.Option(help="Relative speeds of learners with a syncer: 1,1,0.5.")] = None,
+    syncer: Annotated[str | None, typer.Option(help='Link of a shard of the syncer, such as "10 Gbit/s".')] = None,
     shards: Annotated[int | None, typer.Option(help="Shards of the syncer.")] = None,
-    merge: Annotated[
-        str | None, typer.Option(help='Merge rate of a shard, for example "1 GB/s"; unlimited by default.')
-    ] = None,
-    targets: Annotated[str | None, typer.Option(help=f"In percent; {TARGETS} by default.")] = None,
-    bandwidth: Annotated[
-        str | None, typer.Option(help='Print the utilisation on this link instead, for example "1 Gbit/s".')
-    ] = None,
-    convention: Annotated[
-        str, typer.Option(help="steady, or a paper's own: streaming-diloco, scaling-laws.")
-    ] = "steady",
+    merge: Annotated[str | None, typer.Option(help='Merge rate of a shard, such as "1 GB/s".')] = None,
+    targets: Annotated[str | None, typer.Option(help=f"Target percentages; default {TARGETS}.")] = None,
+    bandwidth: Annotated[str | None, typer.Option(help='Evaluate this link instead, such as "1 Gbit/s".')] = None,
+    convention: Annotated[str, typer.Option(help="steady, or a paper's: streaming-diloco, scaling-laws.")] = "steady",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object per target.")] = False,
     out: PicturesPage = None,
 ) -> None:
-    """Bandwidth that a compute utilisation needs, or utilisation on a given link.
+    """The bandwidth that keeps the learners computing, or how much they compute on a given link.
 
-    Decoupled learners always compute; their percentages are of the planned pace of merges.
+    Decoupled learners always compute: their percentages are of the intended pace of merges.
     """
     require_html(out)
     options: dict[str, Any] = {
@@ -86,27 +84,23 @@ def command(
         "latency_s": 0.0 if latency is None else TIME.parse(latency, "--latency"),
     }  # fmt: skip
     if targets is not None and bandwidth is not None:
-        raise ConfigError("--targets asks for a bandwidth and --bandwidth gives one; leave one of them out.")
+        raise ConfigError("--targets asks for a bandwidth and --bandwidth gives one; drop one of them.")
     percentages = _percentages(TARGETS if targets is None else targets)
     topology = {"--learners": learners, "--speeds": speeds, "--syncer": syncer, "--shards": shards, "--merge": merge}
     if convention not in CONVENTIONS:
         raise ConfigError(f"there is no convention {convention!r}; choose {', '.join(CONVENTIONS)}.")
     if convention != "steady":
         own = {"--step-time": step_time, "--bandwidth": bandwidth, "--out": out}
-        _refuse_beside(convention, {**own, **topology})
-        answers, workload, setting = _published(convention, model, method, percentages, options)
-        link_model, measure, never = None, "computing", ""
+        _refuse_beside(convention, {**own, **syncer_options})
+        answer = _published(convention, model, method, percentages, options)
     else:
-        link_model = _link_model(model, method, step_time, options, topology)
-        answers = _steady(link_model, percentages, bandwidth)
-        workload, setting = link_model.workload, link_model.setting
-        measure, never = link_model.measure, link_model.never
-    if as_json:
-        _print_json(answers, workload, setting, convention, measure)
-    else:
-        _print(answers, workload, setting, convention, measure, never)
-    if out is not None and link_model is not None:
-        _draw(answers, link_model, out)
+        link_model = _link_model(model, method, step_time, options, syncer_options)
+        answer = Answer(
+            _steady(link_model, percentages, bandwidth), link_model.workload, link_model.setting, link_model
+        )
+    print_result(as_json, _plain_rows(answer, convention), lambda: _print(answer, convention), indent=1)
+    if out is not None and answer.link_model is not None:
+        _draw(answer.rows, answer.link_model, out)
 
 
 def _percentages(text: str) -> tuple[float, ...]:
@@ -121,8 +115,7 @@ def _refuse_beside(convention: str, given: dict[str, object]) -> None:
     for option, value in given.items():
         if value is not None:
             raise ConfigError(
-                f"{option} has no effect on the published tables of {convention}; leave it out, or use --convention "
-                "steady."
+                f"{option} has no effect on the published tables of {convention}; drop it, or use --convention steady."
             )
 
 
@@ -134,17 +127,17 @@ def _link_model(
     setting = setting_for(workload, method, **options)
     if setting.method != "decoupled" and all(value is None for value in topology.values()):
         return GraphLinkModel(workload, setting)
-    setting = replace(setting, down=setting.down or setting.up)  # a syncer always sends updates
-    return _syncer_model(workload, setting, topology)
+    setting = replace(setting, down=setting.down or setting.up)  # a syncer always sends updates down
+    return _syncer_model(workload, setting, syncer_options)
 
 
-def _syncer_model(workload: Workload, setting: Setting, topology: dict[str, Any]) -> SyncerLinkModel:
-    """Return the model of learners around a syncer with these options."""
-    num, text, shards = topology["--learners"], topology["--speeds"], topology["--shards"]
+def _syncer_model(workload: Workload, setting: Setting, syncer_options: dict[str, Any]) -> SyncerLinkModel:
+    """Learners around a syncer, from the options."""
+    num, text, shards = syncer_options["--learners"], syncer_options["--speeds"], syncer_options["--shards"]
     if shards is not None and shards < 1:
-        raise ConfigError(f"a syncer has at least one shard, not {shards}; give --shards 1 or more.")
-    if shards is not None and topology["--syncer"] is None and topology["--merge"] is None:
-        raise ConfigError(f"--shards {shards} has no effect without a limit of each; add --syncer or --merge.")
+        raise ConfigError(f"--shards {shards} is not a number of shards; give --shards 1 or more.")
+    if shards is not None and syncer_options["--syncer"] is None and syncer_options["--merge"] is None:
+        raise ConfigError(f"--shards {shards} has no effect without a limit of a shard; add --syncer or --merge.")
     if num is not None and num < 1:
         raise ConfigError(f"{num} learners train nothing; give --learners 1 or more.")
     if text is None:
@@ -162,27 +155,27 @@ def _syncer_model(workload: Workload, setting: Setting, topology: dict[str, Any]
 
 def _published(
     convention: str, model: str, method: str, percentages: tuple[float, ...], options: dict[str, Any]
-) -> tuple[Answers, Workload, Setting]:
+) -> Answer:
     run = published_run(convention, model, method, **options)
     cells = run.cells([percent / 100 for percent in percentages])
-    answers: Answers = []
+    rows: Rows = []
     for percent, cell in zip(percentages, cells, strict=True):
         shown = None if cell.gbit_per_s is None else round(round(cell.gbit_per_s, 2), 1)
-        answers.append({"target": _plain(percent), "gbit_per_s": shown, "printed": cell.text})
-    return answers, run.workload, run.setting
+        rows.append({"target": _plain(percent), "gbit_per_s": shown, "printed": cell.text})
+    return Answer(rows, run.workload, run.setting)
 
 
-def _steady(link_model: LinkModel, percentages: tuple[float, ...], bandwidth: str | None) -> Answers:
+def _steady(link_model: LinkModel, percentages: tuple[float, ...], bandwidth: str | None) -> Rows:
     if bandwidth is not None:
         rate = RATE.parse(bandwidth, "--bandwidth", positive=True)
         value = _rounded(100 * link_model.value(rate))
         return [{"gbit_per_s": _rounded(rate / 1e9), link_model.measure: value, **link_model.details(rate)}]
-    answers: Answers = []
+    rows: Rows = []
     rates = required_bit_per_s(link_model, [percent / 100 for percent in percentages])
     for percent, rate in zip(percentages, rates, strict=True):
         gbit_per_s = None if math.isinf(rate) else _rounded(rate / 1e9)
-        answers.append({"target": _plain(percent), "gbit_per_s": gbit_per_s, **link_model.details(rate)})
-    return answers
+        rows.append({"target": _plain(percent), "gbit_per_s": gbit_per_s, **link_model.details(rate)})
+    return rows
 
 
 def _plain(percent: float) -> float:
@@ -193,53 +186,50 @@ def _rounded(value: float) -> float:
     return float(f"{value:.{DIGITS}g}")
 
 
-def _print_json(answers: Answers, workload: Workload, setting: Setting, convention: str, measure: str) -> None:
-    """Print the answers, each with its inputs."""
+def _plain_rows(answer: Answer, convention: str) -> Rows:
+    """Each row with the question, as plain values."""
+    workload, setting = answer.workload, answer.setting
     asked = {
-        "measure": measure, "convention": convention, "model": workload.name, "parameters": workload.num_parameters,
-        "layers": workload.num_layers, "step_s": workload.step_s, "method": setting.method,
-        "sync_every": setting.sync_every, "overlap": setting.overlap, "fragments": setting.num_fragments,
-        "codec": setting.up, "codec_down": setting.down, "latency_s": setting.latency_s,
+        "measure": answer.measure, "convention": convention, "model": workload.name,
+        "parameters": workload.num_parameters, "layers": workload.num_layers, "step_s": workload.step_s,
+        "method": setting.method, "sync_every": setting.sync_every, "overlap": setting.overlap,
+        "fragments": setting.num_fragments, "codec": setting.up, "codec_down": setting.down,
+        "latency_s": setting.latency_s,
     }  # fmt: skip
-    typer.echo(json.dumps([{**answer, **asked} for answer in answers], indent=1))
+    return [{**row, **asked} for row in answer.rows]
 
 
-def _print(
-    answers: Answers, workload: Workload, setting: Setting, convention: str, measure: str, never: str = ""
-) -> None:
-    """Print a table, and the reason why a target is unreachable."""
-    console = Console(highlight=False)
-    console.print(
-        f"[bold]{workload.name}[/], {setting}, steps of {TIME.show(workload.step_s)}, {convention}", soft_wrap=True
-    )
-    shown = [key for key in DECOUPLED_COLUMNS if measure == "pace" and any(key in answer for answer in answers)]
-    rows, is_unreached = [], False
-    for answer in answers:
-        gbit_per_s = answer["gbit_per_s"]
-        if "printed" in answer:
-            link = f"{answer['printed']} Gbit/s"
-        else:
-            link = "never" if gbit_per_s is None else RATE.show(gbit_per_s * 1e9)
-            is_unreached |= gbit_per_s is None
-        more = (f"{answer[key]:.4g}" if key in answer else "" for key in shown)
-        percent = answer.get("target", answer.get(measure))  # the target, or the value on a given link
-        rows.append((f"{percent:.4g} %", link, *more))
+def _print(answer: Answer, convention: str) -> None:
+    """Print a table, and the reason if a target is never reached."""
+    console, workload, measure = Console(highlight=False), answer.workload, answer.measure
+    steps = f"steps of {TIME.show(workload.step_s)}"
+    console.print(f"[bold]{workload.name}[/], {answer.setting}, {steps}, {convention}", soft_wrap=True)
+    shown = [key for key in DECOUPLED_COLUMNS if measure == "pace" and any(key in row for row in answer.rows)]
+    cells = []
+    for row in answer.rows:
+        gbit_per_s = row["gbit_per_s"]
+        link = "never" if gbit_per_s is None else RATE.show(gbit_per_s * 1e9)
+        if "printed" in row:
+            link = f"{row['printed']} Gbit/s"
+        more = (f"{row[key]:.4g}" if key in row else "" for key in shown)
+        percent = row.get("target", row.get(measure))  # the target, or the result for a given link
+        cells.append((f"{percent:.4g} %", link, *more))
     heads = (measure, "link", *(DECOUPLED_COLUMNS[key] for key in shown))
-    console.print(make_table(heads, rows, num_text=0))
-    if is_unreached:
-        console.print(f"never: {never}.")
+    console.print(make_table(heads, cells, num_text=0))
+    if answer.link_model is not None and any(row["gbit_per_s"] is None for row in answer.rows):
+        console.print(f"never: {answer.link_model.never}.")
 
 
-def _draw(answers: Answers, link_model: LinkModel, out: Path) -> None:
+def _draw(rows: Rows, link_model: LinkModel, out: Path) -> None:
     """Write a page. Raises ConfigError if no link reaches any target."""
     reached = {
-        f"{answer['target']:g} %" if "target" in answer else "this link": 1e9 * answer["gbit_per_s"]
-        for answer in answers
-        if answer["gbit_per_s"] is not None
+        f"{row['target']:g} %" if "target" in row else "this link": 1e9 * row["gbit_per_s"]
+        for row in rows
+        if row["gbit_per_s"] is not None
     }
     if not reached:
         raise ConfigError("no link reaches any target, so there is nothing to draw; lower --targets.")
     title = f"{link_model.workload.name}, {link_model.setting.method}"
-    text = "Utilisation against bandwidth, and the activities of one period. Made by diloco plan utilization."
+    text = "Utilisation against the link's rate, and one period in time. Made by diloco plan utilization."
     write_drawings(out, title, text, link_pictures(link_model, reached))
-    say_written([out])
+    say_written(out)

@@ -1,12 +1,12 @@
 """`diloco plan wallclock`: hours of a training, by phase."""
 
-import json
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from diloco.cli._shared import Model, Parameters, PicturesPage, SyncEvery, make_table, parse_list, say_written
+from diloco.cli._options import Json, Model, Parameters, PicturesPage, SyncEvery, parse_list
+from diloco.cli._output import make_table, print_result, say_written
 from diloco.core.codecs.formats import wire_format
 from diloco.errors import ConfigError
 from diloco.planning.pictures import hours_pictures, plan_title
@@ -20,33 +20,29 @@ Found = list[tuple[str, TrainingPlan, WallClock]]
 
 
 def command(
-    chips: Annotated[int, typer.Option(min=1, help="Of all learners together.")],
+    chips: Annotated[int, typer.Option(min=1, help="Chips of all learners together.")],
     batch_tokens: Annotated[float, typer.Option(help="Tokens of a step, over all learners.")],
     model: Model = None,
     parameters: Parameters = None,
-    tokens: Annotated[float | None, typer.Option(help="To train on. Default: 20 for every parameter.")] = None,
+    tokens: Annotated[float | None, typer.Option(help="Training tokens; default: 20 for every parameter.")] = None,
     learners: Annotated[str, typer.Option(help="Numbers of learners to compare; 1 is data parallel.")] = "1,2,4,8",
     sync_every: SyncEvery = 30,
-    codec: Annotated[
-        str, typer.Option(help="Of the outer gradients: bf16, e3m0, int4, …; gradients are bf16.")
-    ] = "bf16",
+    codec: Annotated[str, typer.Option(help="Codec of outer gradients: bf16, e3m0, int4, …")] = "bf16",
     network: Annotated[
         PaperNetwork | None,
         typer.Option(help="Across sites: 400, 100 or 10 Gbit/s with 0.1, 1 or 10 ms. Default: all three."),
     ] = None,
-    across: Annotated[str | None, typer.Option(help='Your own link across sites, for example "1 Gbit/s".')] = None,
-    across_latency: Annotated[str | None, typer.Option(help='Of it, for example "20 ms". Default: 0.')] = None,
-    within: Annotated[str, typer.Option(help="The network of the chips of a learner.")] = "400 Gbit/s",
-    within_latency: Annotated[str, typer.Option(help="Of it.")] = "0.1 ms",
-    flops: Annotated[str, typer.Option(help="Throughput of a chip.")] = "300 TFLOP/s",
+    across: Annotated[str | None, typer.Option(help='Rate of your link across sites, such as "1 Gbit/s".')] = None,
+    across_latency: Annotated[str | None, typer.Option(help='Latency of it, such as "20 ms"; default 0.')] = None,
+    within: Annotated[str, typer.Option(help="Rate of the network within a learner.")] = "400 Gbit/s",
+    within_latency: Annotated[str, typer.Option(help="Latency of it.")] = "0.1 ms",
+    flops: Annotated[str, typer.Option(help="Achieved rate of a chip.")] = "300 TFLOP/s",
     out: PicturesPage = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON, one object per network and number of learners.")
-    ] = False,
+    as_json: Json = False,
 ) -> None:
-    """Hours of computing, of reducing within a learner and across sites, for data parallel and DiLoCo.
+    """Hours of computing, and of reductions within learners and across sites, for data parallel and DiLoCo.
 
-    The model of the scaling-law paper (arXiv 2503.09799), in which nothing overlaps.
+    The model of the scaling-law paper (arXiv 2503.09799), without overlap.
     """
     require_html(out)
     num_parameters = parameters_of(model, parameters)
@@ -61,23 +57,20 @@ def command(
                 num_parameters, tokens, batch_tokens, chips, number, sync_every, inside, link, rate, outer_bits=bits
             )
             found.append((name, plan, wall_clock(plan)))
-    if as_json:
-        typer.echo(json.dumps([_plain(*each) for each in found], indent=1))
-    else:
-        _print(found)
+    print_result(as_json, [_plain(*each) for each in found], lambda: _print(found), indent=1)
     if out is not None:
         lead = f"{short(num_parameters, 3)} parameters, {short(tokens, 3)} tokens. Made by diloco plan wallclock."
         write_drawings(out, "Wall clock", lead, hours_pictures(found))
-        say_written([out])
+        say_written(out)
 
 
 def _links(network: PaperNetwork | None, across: str | None, latency: str | None) -> dict[str, Link]:
     if across is None:
         if latency is not None:
-            raise ConfigError("--across-latency applies to your own link; add --across, or leave it out.")
+            raise ConfigError("--across-latency has no effect without --across; add --across, or drop it.")
         return dict(NETWORKS) if network is None else {network: NETWORKS[network]}
     if network is not None:
-        raise ConfigError("--network names a link and --across gives one; leave one of them out.")
+        raise ConfigError("--network and --across both describe the link; drop one of them.")
     rate = RATE.parse(across, "--across", positive=True)
     return {RATE.show(rate): Link(rate, 0.0 if latency is None else TIME.parse(latency, "--across-latency"))}
 
@@ -112,7 +105,7 @@ def _print(found: Found) -> None:
     heads = ("network", "method", "hours", "compute", "within", "across", "busy", "sent")
     console.print(make_table(heads, rows, num_text=2))
     console.print(
-        "Hours of computing and of reductions within a learner and across sites, without overlap; busy: share of time "
-        "computing; sent: by a chip, across sites.",
+        "Hours of computing and of reductions within learners and across sites, without overlap; busy: the share of "
+        "computing; sent: bytes of a chip across sites.",
         style="dim",
     )

@@ -1,4 +1,4 @@
-"""`diloco syncer`: serve one run; and one file for each command that looks after a run's state."""
+"""`diloco syncer`: serve one run, and the commands that maintain the state of a run."""
 
 from pathlib import Path
 from typing import Any
@@ -6,14 +6,17 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from diloco.cli.syncer import backup, check, promote, restore, serve
+from diloco.cli.syncer import promote, serve, state
 from diloco.errors import ConfigError
 
 
-class _ServesUnlessTold(TyperGroup):
-    """A command (the callback) with others beside it: the first argument names one of them, or is the command's own."""
+class _CommandWithSubcommands(TyperGroup):
+    """A command (the callback) that also has subcommands: `diloco syncer RUN_FILE`, `diloco syncer check DIR`.
 
-    allow_interspersed_args = True  # of the command's own arguments: diloco syncer RUN_FILE --port-file FILE
+    If the first argument names a subcommand, the subcommand runs; otherwise all arguments are the command's own.
+    """
+
+    allow_interspersed_args = True  # the command's options may follow its argument
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0].isidentifier() and args[0] not in self.commands and not Path(args[0]).exists():
@@ -29,7 +32,7 @@ class _ServesUnlessTold(TyperGroup):
             return super(TyperGroup, self).invoke(ctx)
         name, command, args = self.resolve_command(ctx, [*ctx._protected_args, *ctx.args])
         assert command is not None
-        # the arguments of this context belong to the command itself, and are none of this one's usage
+        # a child of the parent context: the command's own arguments are not part of a subcommand's usage line
         with command.make_context(f"{ctx.info_name} {name}", args, parent=ctx.parent) as own:
             return command.invoke(own)
 
@@ -37,9 +40,8 @@ class _ServesUnlessTold(TyperGroup):
         return super(TyperGroup, self).collect_usage_pieces(ctx)
 
 
-app = typer.Typer(cls=_ServesUnlessTold, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(cls=_CommandWithSubcommands, add_completion=False, pretty_exceptions_enable=False)
 app.callback()(serve.command)
-app.command("check")(check.command)
-app.command("backup")(backup.command)
-app.command("restore")(restore.command)
+for _command in (state.check, state.backup, state.restore):
+    app.command()(_command)
 app.command("promote")(promote.command)

@@ -1,6 +1,7 @@
-"""What `diloco status` shows of a run: everything in 80 columns, and with `wide` more of it."""
+"""The text of `diloco status`: a run in 80 columns, or with `wide` in more detail."""
 
 import textwrap
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -10,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from diloco.cli._shared import cell
+from diloco.cli._output import cell
 from diloco.escaping import printable, shortened
 from diloco.run.status import state_of
 
@@ -19,47 +20,47 @@ MAX_NAMES, MAX_REASONS = 6, 3
 LEGEND_COLUMNS = 80
 
 LONG_NAME = 28
-"""In a terminal a longer name is shown without its middle."""
+"""A terminal shows longer names without their middle."""
 
 LEGEND = (
-    "share: of the last merges while it trained, those with its work; silent: since it was last heard. What learners "
-    "trained = merged + pending + discarded + lost with them, of each fragment."
+    "share: of the last merges while it trained, those with its work; silent: time since its last message. Tokens "
+    "trained = merged + pending + discarded + lost with their learner, for each fragment."
 )
 MORE_LEGEND = (
-    "behind: by how many versions its oldest fragment is behind; stale: versions between what its last contribution "
-    "was measured from and the merge it went into; drained: the run has no place for it any more; sent, "
-    "received: since this syncer started; merge of: learners in the newest merge."
+    "behind: versions that its oldest fragment is behind; stale: versions between the base of its last contribution "
+    "and the merge that used it; drained: told to leave the run; sent, received: since this syncer started; merge of: "
+    "learners in the newest merge."
 )
 
 DISCARDED = {
-    "overlap": "trained between a send and the answer that replaced it",
-    "missed": "for a round that was closed without it",
-    "late": "came after its round, and the method drops what is late",
-    "outlier": "refused by the screen for its norm",
-    "not finite": "its round gave numbers that are not finite",
+    "overlap": "trained between a send and the update that replaced it",
+    "missed": "for a round that was merged without it",
+    "late": "received after its round, and the method drops late contributions",
+    "outlier": "rejected by the screen for its norm",
+    "not finite": "its round gave non-finite numbers",
     "twice in one round": "an earlier incarnation of its learner is in the round",
-    "version": "of a version that no learner and no syncer holds",
+    "version": "measured from a version that neither the learner nor the syncer holds",
 }
-"""What the reasons in the ledger mean."""
+"""Explanations of the ledger's reasons for discarded tokens."""
 
 
 def view(status: dict[str, Any], *, wide: bool = False, whole_names: bool = False) -> Group:
-    """What a look at the run shows."""
-    lines: list[RenderableType] = [_said(status["run"], _run(status))]
+    """A snapshot of the run as text."""
+    lines: list[RenderableType] = [_headed(status["run"], _run(status))]
     if reason := status.get("waits_for"):
-        lines.append(_said("contributions wait with their learners", reason))
+        lines.append(_headed("contributions wait with their learners", reason))
     if missing := status.get("missing_events"):
-        lines.append(_said(f"{missing} events could not be written", "free disk space on the syncer's machine"))
+        lines.append(_headed(f"{missing} events could not be written", "free disk space on the syncer's machine"))
     if (pair := status.get("standby")) is not None:
-        lines.append(_said("one of two syncers", _pair(pair)))
-    lines += [_said(*said) for said in _orders(status["steering"] or {})]
+        lines.append(_headed("one of two syncers", _pair(pair)))
+    lines += [_headed(*order) for order in _orders(status["steering"] or {})]
     if not status["initialised"]:
         if pair is None or pair["standing"] == "alone":
             lines.append("no model yet: start one learner with --initialise")
         return Group(*lines)
     lines.append(printable(_participation(status)))
-    if (spent := _spent([it["ledger"] for it in status["fragments"]])) is not None:
-        lines.append(f"of what was trained: {spent}")
+    if (fates := _fates([it["ledger"] for it in status["fragments"]])) is not None:
+        lines.append(f"trained tokens: {fates}")
     lines += [printable(line) for line in _waiting(status["fragments"])]
     if status["data"] is not None:
         lines.append(printable(_data(status["data"])))
@@ -81,26 +82,26 @@ def _run(status: dict[str, Any]) -> str:
     )
 
 
-def _said(head: str, text: str) -> Text:
+def _headed(head: str, text: str) -> Text:
     return Text.assemble((printable(head), "bold"), ": ", printable(text))
 
 
 def _pair(pair: dict[str, Any]) -> str:
-    """How this syncer stands beside the other one."""
-    other = "" if pair["follows"] is None else f", the other one is {pair['follows']}"
+    """The role of this syncer, and its link to the other one."""
+    other = "" if pair["follows"] is None else f", the other syncer is {pair['follows']}"
     behind = f"the standby is {pair['versions_behind']} versions and {pair['seconds_behind']:.1f} s behind"
-    link = behind if pair["connected"] else "not connected to the other one"
-    return f"{pair['standing']} in epoch {pair['epoch']}{other}; {link}; {len(pair['electorate'])} learners decide"
+    link = behind if pair["connected"] else "not connected to the other syncer"
+    return f"{pair['standing']} in epoch {pair['epoch']}{other}; {link}; {len(pair['electorate'])} learners vote"
 
 
 def _orders(steering: dict[str, Any]) -> list[tuple[str, str]]:
-    """What stands of the orders of admins."""
-    found = [("the run is", steering[key]) for key in ("paused", "ended") if steering.get(key)]
-    return [*found, *(("out", why) for _, why in sorted(steering.get("out", {}).items()))]
+    """The orders of admins that are in force."""
+    orders = [("the run is", steering[key]) for key in ("paused", "ended") if steering.get(key)]
+    return [*orders, *(("out", why) for _, why in sorted(steering.get("out", {}).items()))]
 
 
 def _participation(status: dict[str, Any]) -> str:
-    """Live learners beside those of the newest merge: all alive while half of them merge is a fault."""
+    """Live learners and the contributors of the newest merge; a difference hints at a fault."""
     learners = status["learners"].values()
     line = f"{sum(it['live'] for it in learners)} live, {sum(it['healthy'] for it in learners)} healthy"
     merge = status["newest_merge"]
@@ -113,18 +114,18 @@ def _participation(status: dict[str, Any]) -> str:
 
 
 def _data(data: dict[str, Any]) -> str:
-    """Leased data: passes done, and where the units of those begun are."""
+    """Leased data: finished passes, and the units of the passes under way."""
     of = "" if data["num_passes"] is None else f" of {data['num_passes']}"
     line = f"data: {data['passes_done']}{of} passes of {data['num_units']:,} units done"
     for it in data["passes"]:
         line += f"; pass {it['pass'] + 1}: {it['done']:,} done, {it['leased']:,} leased, {it['free']:,} free"
     repeated = sum(it["repeated"] for it in data["fragments"])
     lost = f" ({data['lost']:,} of them with versions that a repair lost)" if data["lost"] else ""
-    return f"{line}; {data['returned']:,} came back{lost}, {repeated:,} were merged in a fragment once more"
+    return f"{line}; {data['returned']:,} returned{lost}, {repeated:,} merged into a fragment a second time"
 
 
 def _waiting(fragments: Sequence[dict[str, Any]]) -> list[str]:
-    """What the rounds under way wait for, where learners have contributed to them."""
+    """What the open rounds with contributions wait for."""
     reasons: dict[str, list[int]] = {}
     for it in fragments:
         if it["contributed"]:
@@ -133,29 +134,27 @@ def _waiting(fragments: Sequence[dict[str, Any]]) -> list[str]:
     return lines if len(lines) <= MAX_REASONS else [*lines[:MAX_REASONS], f"… and {len(lines) - MAX_REASONS} more"]
 
 
-def _spent(ledgers: Sequence[dict[str, Any]]) -> str | None:
-    """What became of the tokens of these fragments, as shares; None: there are none yet."""
+def _fates(ledgers: Sequence[dict[str, Any]]) -> str | None:
+    """The shares of trained tokens by fate, over these fragments; None: nothing is trained yet."""
     trained = sum(it["trained"] for it in ledgers)
     if not trained:
         return None
-    parts = {"merged": 0, "pending": 0} | {f"discarded ({key})": 0 for it in ledgers for key in sorted(it["discarded"])}
+    fates = Counter[str]()
     for it in ledgers:
-        parts["merged"] += it["merged"]
-        parts["pending"] += it["pending"]
-        for key, tokens in it["discarded"].items():
-            parts[f"discarded ({key})"] += tokens
-    parts["lost"] = sum(it["lost"] for it in ledgers)
-    return ", ".join(f"{_percent(tokens, trained)} {what}" for what, tokens in parts.items() if tokens)
+        fates.update(merged=it["merged"], pending=it["pending"])
+        fates.update({f"discarded ({reason})": it["discarded"][reason] for reason in sorted(it["discarded"])})
+    fates["lost"] = sum(it["lost"] for it in ledgers)
+    return ", ".join(f"{_percent(tokens, trained)} {fate}" for fate, tokens in fates.items() if tokens)
 
 
 def _percent(part: int, whole: int) -> str:
-    """Nothing is 0% and all is 100% only if it is."""
+    """A percentage; 0% and 100% are exact."""
     share = 100 * part / whole if whole else 0.0
     return "<1%" if 0 < share < 1 else ">99%" if 99 < share < 100 else f"{share:.0f}%"
 
 
 def _learners(status: dict[str, Any], *, wide: bool, whole_names: bool) -> Table:
-    """A line for each learner that fits 80 columns; `wide`: and those that are gone, with all that is known."""
+    """A row for each learner, in 80 columns; `wide`: more columns, and rows of learners that left."""
     num_bytes: dict[str, dict[str, dict[str, int]]] = status["num_bytes"]
     more = ("s/step", "tokens", "behind", "stale", "sent", "received") if wide else ()
     table = _table(("learner", "state"), ("step", "share", "silent", *more))
@@ -179,14 +178,14 @@ def _learners(status: dict[str, Any], *, wide: bool, whole_names: bool) -> Table
 
 
 def _traffic(num_bytes: dict[str, dict[str, dict[str, int]]], name: str) -> tuple[str, str]:
-    """Bytes that a learner sent and received."""
-    kinds = num_bytes.get(name, {}).values()  # as the syncer counts them: what it received, the learner sent
+    """Bytes sent and received by a learner."""
+    kinds = num_bytes.get(name, {}).values()  # counted by the syncer: what it received, the learner sent
     sent, received = (sum(kind.get(way, 0) for kind in kinds) for way in ("received", "sent"))
     return _short(sent, "B"), _short(received, "B")
 
 
 def _fragments(status: dict[str, Any]) -> Table:
-    """Where each fragment stands, and what became of the tokens that were trained of it."""
+    """A row for each fragment: its version, the fates of its tokens, and the state of its round."""
     table = _table(("fragment",), ("version", "merged", "pending", "discarded", "lost", "merge of"))
     table.add_column("now", overflow="fold")
     for it in status["fragments"]:
@@ -208,14 +207,14 @@ def _table(text_heads: tuple[str, ...], heads: tuple[str, ...]) -> Table:
 
 
 def _legend(status: dict[str, Any], *, wide: bool) -> str:
-    """The meaning of the columns, and of the reasons for which tokens were discarded in this run."""
+    """Explanations of the columns, and of the reasons for discarded tokens that occur in this run."""
     reasons = sorted({reason for fragment in status["fragments"] for reason in fragment["ledger"]["discarded"]})
-    said = "".join(f" {reason}: {DISCARDED[reason]}." for reason in reasons if reason in DISCARDED)
-    return f"{LEGEND}{said}{f' {MORE_LEGEND}' if wide else ''}"
+    explained = "".join(f" {reason}: {DISCARDED[reason]}." for reason in reasons if reason in DISCARDED)
+    return f"{LEGEND}{explained}{f' {MORE_LEGEND}' if wide else ''}"
 
 
 def _short(count: float, unit: str = "") -> str:
-    """1,234,567 as 1.23M, or 1.23 MB."""
+    """1,234,567 as 1.23M, or with a unit as 1.23 MB."""
     prefixes = ["", "k", "M", "G", "T"]
     while count >= 999.5 and len(prefixes) > 1:
         count /= 1000

@@ -1,0 +1,151 @@
+"""The output of `diloco keys`: certificates with their states, the files to copy, and new keys as lines."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from diloco.cli._output import make_table, print_result
+from diloco.exchange.key_pair import CERT, key_line, read_key_pair
+from diloco.exchange.wire.address import is_local
+from diloco.syncer.keys.auth import REVOKED
+from diloco.syncer.keys.certificates import SOON, left
+from diloco.syncer.keys.keyring import CA_KEY, NEXT_KEY, SYNCER, Issued, Keyring
+
+THERE = "run/keys/"
+"""Target of the copy commands, below the home directory of the other machine."""
+
+
+@dataclass(frozen=True)
+class KeysReport:
+    """The changes that a command made to a keyring.
+
+    Attributes:
+        issued: the certificates to list.
+        new: names whose new directory must be copied.
+        replaced: names whose changed directory must be copied again.
+        changed: syncers whose changed list of revoked certificates must be copied.
+        grace: how long replaced keys stay valid; None: no keys were replaced.
+        stale: syncers whose certificate lacks hosts that another syncer's certificate names.
+        authority: "begin" or "finish" of a replacement of the authority.
+    """
+
+    keyring: Keyring
+    issued: Sequence[Issued]
+    new: Sequence[str] = ()
+    replaced: Sequence[str] = ()
+    changed: Sequence[str] = ()
+    grace: timedelta | None = None
+    stale: Sequence[str] = ()
+    authority: str | None = None
+
+    def show(self, as_json: bool) -> None:
+        """Print a table and sentences, or JSON. The only secrets in it are the lines of new keys."""
+        now, directory = datetime.now(UTC), self.keyring.directory
+        rows = [_row(each, now) for each in self.issued]
+        soon = [row["name"] for row in rows if row["state"] == "ends soon"]
+        copies, key_lines = self._copies(), self._key_lines()
+        never = [str(directory / name) for name in (CA_KEY, NEXT_KEY) if copies and (directory / name).exists()]
+
+        def show_text() -> None:
+            from rich.console import Console
+
+            console = Console(markup=False, highlight=False)
+            cells = [(row["name"], row["role"], _ends(row, now), _state(row)) for row in rows]
+            console.print(make_table(("name", "role", "ends (UTC)", "state"), cells, num_text=4))
+            for line in (*self._notes(soon), *self._instructions(copies, never, key_lines)):
+                console.print(line, soft_wrap=True)
+
+        value = {
+            "directory": str(directory), "keys": rows, "copy": copies, "never_copy": never, "ends_soon": soon,
+            "lines": key_lines,
+        }  # fmt: skip
+        print_result(as_json, value, show_text, indent=2)
+
+    def _notes(self, soon: Sequence[str]) -> list[str]:
+        """What the changes mean for the owners of keys."""
+        notes = [f"{name}: its certificate ends soon; `diloco keys rotate {name}` makes a new one." for name in soon]
+        if self.grace is not None:
+            days = self.grace / timedelta(days=1)
+            notes.append(f"The old keys are refused {f'in {days:g} days' if days else 'at once'}; copy these first.")
+        if self.authority == "begin":
+            notes += ["Both authorities are trusted from now on. Copy the syncers' keys first, then all others."]
+            notes += ["Restart each process that was started with a line, with its new line."]
+            notes += ["When every machine and process has its new keys: diloco keys rotate ca --finish"]
+        if self.authority == "finish":
+            notes += ["The old authority is no longer trusted. Copy the syncers' keys first, then all others."]
+        return [*notes, *(f"{name} does not name these hosts yet: diloco keys rotate {name}" for name in self.stale)]
+
+    def _instructions(
+        self, copies: Sequence[str], never: Sequence[str], key_lines: Mapping[str, str]
+    ) -> list[str]:  # fmt: skip
+        """Which files to copy, and the same keys as lines."""
+        lines = []
+        hosts = self.keyring.run.hosts
+        if copies and all(is_local(f"[{host}]:1" if ":" in host else f"{host}:1") for host in hosts):
+            lines += ["The run's only host is this machine, so nothing needs to be copied. For other machines:"]
+        elif copies:
+            lines += ["Copy over a trusted channel; replace the name before the colon by the address of that machine:"]
+        lines += [f"  {line}" for line in copies]
+        if key_lines:
+            lines += ["The same keys as lines, for DILOCO_KEYS or a secret store; it is as secret as its directory:"]
+        lines += [f"  {name}  {line}" for name, line in key_lines.items()]
+        if never:
+            lines += [f"Never copy {' or '.join(never)}: its holder can make keys of this run."]
+        return lines
+
+    def _copies(self) -> list[str]:
+        """Shell commands, in the order in which to run them."""
+        directory, lines = self.keyring.directory, []
+        for name in self.new:
+            machine = self._machine(name)
+            lines += [f"ssh {machine} mkdir -p {THERE}", f"scp -r {directory / name} {_remote(machine)}{THERE}"]
+        for name in self.replaced:
+            lines += [f"scp -r {directory / name} {_remote(self._machine(name))}{THERE}"]
+        for name in self.changed:
+            if (directory / name / REVOKED).exists():
+                lines += [f"scp {directory / name / REVOKED} {_remote(self._machine(name))}{THERE}{name}/"]
+        return lines
+
+    def _key_lines(self) -> dict[str, str]:
+        """New keys as lines, by name; not those of syncers, which need their directory."""
+        folders = {name: self.keyring.directory / name for name in (*self.new, *self.replaced)}
+        return {
+            name: key_line(read_key_pair(folder))
+            for name, folder in folders.items()
+            if name not in self.keyring.syncers and (folder / CERT).exists()
+        }
+
+    def _machine(self, name: str) -> str:
+        """The syncer's first host, or the name itself."""
+        return self.keyring.run.hosts[0] if name == SYNCER else name
+
+
+def _remote(machine: str) -> str:
+    return f"[{machine}]:" if ":" in machine else f"{machine}:"
+
+
+def _row(it: Issued, now: datetime) -> dict[str, Any]:
+    state = "valid"
+    if it.revoked is not None and it.revoked <= now:
+        state = "revoked"
+    elif it.expires <= now:
+        state = "expired"
+    elif it.revoked is not None:
+        state = "replaced"
+    elif it.expires - now <= SOON:
+        state = "ends soon"
+    return {**it.model_dump(mode="json"), "state": state}
+
+
+def _ends(row: dict[str, Any], now: datetime) -> str:
+    expires = datetime.fromisoformat(row["expires"])
+    rest = f" ({left(now, expires)})" if row["state"] in ("valid", "ends soon") else ""
+    return f"{expires.astimezone(UTC):%Y-%m-%d}{rest}"
+
+
+def _state(row: dict[str, Any]) -> str:
+    if row["state"] in ("revoked", "replaced") and row.get("revoked"):
+        at = datetime.fromisoformat(row["revoked"])
+        return f"revoked {at:%Y-%m-%d}" if row["state"] == "revoked" else f"replaced, refused from {at:%Y-%m-%d} on"
+    return str(row["state"])
