@@ -118,7 +118,7 @@ def with_usable_checkpoint(config: "RunConfig", part: "LearnerSpec", job: "RankG
     from diloco.training.loop import CHECKPOINTS
 
     checkpoints = config.dir / part.name / CHECKPOINTS
-    unusable = newest_usable(checkpoints)[1] if job.first else ()
+    unusable = newest_usable(checkpoints)[1] if job.is_first else ()
     job.any(False)  # a barrier
     usable = list_checkpoints(checkpoints)
     if not usable and part.initialise and not part.supervised:

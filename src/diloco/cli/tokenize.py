@@ -15,7 +15,7 @@ from diloco.escaping import printable
 from diloco.tables import write_toml
 
 if TYPE_CHECKING:
-    from diloco.training.data.token_shards import ShardProgress
+    from diloco.training.data.token_shards import PartName, ShardProgress
 
 LINE_EVERY_S = 60.0
 """Interval of progress lines if standard error is not a terminal."""
@@ -36,10 +36,10 @@ def command(
     from diloco.training.data.token_shards import write_token_shards
 
     with _progress() as tell:
-        index = write_token_shards(data, out_dir, shard_tokens=shard_tokens, tell=tell)
-    tokens, documents = (
-        {part: index.num(what, part) for part in ("train", "held_out")} for what in ("num_tokens", "num_documents")
-    )
+        index = write_token_shards(data, out_dir, shard_tokens=shard_tokens, report=tell)
+    parts: tuple[PartName, ...] = ("train", "held_out")
+    tokens = {part: index.total("num_tokens", part) for part in parts}
+    documents = {part: index.total("num_documents", part) for part in parts}
     num_held_out = tokens["held_out"]
     held_out = f"and {num_held_out:,} held out" if num_held_out else "of which a run holds out data.held_out_fraction"
     table = {"kind": "tokens", "directory": str(out_dir), "sequence_length": data.sequence_length}

@@ -148,21 +148,21 @@ def _train(
     feed = None
     with ExitStack() as at_the_end:  # trackers close after the process group
         with ranks_of_process(config.train.device) as job:
-            if part.role == "learner" and not collective and job.any(job.first and is_over(config, part)):
-                if as_json and job.first:
+            if part.role == "learner" and not collective and job.any(job.is_first and is_over(config, part)):
+                if as_json and job.is_first:
                     typer.echo(json.dumps({"name": part.name, "reason": "finished"}))
                 return
-            if force is not None and (collective or job.first):
+            if force is not None and (collective or job.is_first):
                 check_directory(config, part.name, force=force)
             if can_fall_back:
                 part = with_usable_checkpoint(config, part, job)
-            if config.track.trackers and (collective or job.first):
+            if config.track.trackers and (collective or job.is_first):
                 feed = at_the_end.enter_context(open_feed(config, part.name, persistent_id(config.dir / part.name)))
             trainer = _trainer(config, part, job, collective, as_json, feed)
             what = "writing a checkpoint" if job.is_first else None
             with ending_by_signals(trainer.stop, what, again=not part.supervised):
                 summary = trainer.train()
-        if job.first:
+        if job.is_first:
             print_result(as_json, summary.to_dict(), _sentence(summary))
     if part.supervised and summary.reason == "stopped":
         raise typer.Exit(STOPPED)
@@ -231,7 +231,7 @@ def _connector(config: "RunConfig", part: "LearnerSpec", stopping: "StopRequest"
                     rewarm_steps=config.train.rewarm_steps,
                 )  # fmt: skip
                 refused.pop_all()
-            stopping.interrupts(learner.interrupt)  # also interrupts the other ranks
+            stopping.interrupt_with(learner.interrupt)  # also interrupts the other ranks
             return learner
 
         try:

@@ -91,10 +91,10 @@ def command(
         raise ConfigError(f"there is no convention {convention!r}; choose {', '.join(CONVENTIONS)}.")
     if convention != "steady":
         own = {"--step-time": step_time, "--bandwidth": bandwidth, "--out": out}
-        _refuse_beside(convention, {**own, **syncer_options})
+        _refuse_beside(convention, {**own, **topology})
         answer = _published(convention, model, method, percentages, options)
     else:
-        link_model = _link_model(model, method, step_time, options, syncer_options)
+        link_model = _link_model(model, method, step_time, options, topology)
         answer = Answer(
             _steady(link_model, percentages, bandwidth), link_model.workload, link_model.setting, link_model
         )
@@ -128,15 +128,15 @@ def _link_model(
     if setting.method != "decoupled" and all(value is None for value in topology.values()):
         return GraphLinkModel(workload, setting)
     setting = replace(setting, down=setting.down or setting.up)  # a syncer always sends updates down
-    return _syncer_model(workload, setting, syncer_options)
+    return _syncer_model(workload, setting, topology)
 
 
-def _syncer_model(workload: Workload, setting: Setting, syncer_options: dict[str, Any]) -> SyncerLinkModel:
+def _syncer_model(workload: Workload, setting: Setting, topology: dict[str, Any]) -> SyncerLinkModel:
     """Learners around a syncer, from the options."""
-    num, text, shards = syncer_options["--learners"], syncer_options["--speeds"], syncer_options["--shards"]
+    num, text, shards = topology["--learners"], topology["--speeds"], topology["--shards"]
     if shards is not None and shards < 1:
         raise ConfigError(f"--shards {shards} is not a number of shards; give --shards 1 or more.")
-    if shards is not None and syncer_options["--syncer"] is None and syncer_options["--merge"] is None:
+    if shards is not None and topology["--syncer"] is None and topology["--merge"] is None:
         raise ConfigError(f"--shards {shards} has no effect without a limit of a shard; add --syncer or --merge.")
     if num is not None and num < 1:
         raise ConfigError(f"{num} learners train nothing; give --learners 1 or more.")

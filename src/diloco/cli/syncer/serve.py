@@ -106,7 +106,7 @@ def command(
         record_contributions=table.record_contributions,
         backup=None if table.backup is None else BackupPlan(table.backup, table.backup_every_s, table.backup_keep),
         follow=table.follow,
-        follow_with=DialledConnection(own, table.insecure),
+        follow_with=StandbyCredentials(own, table.insecure),
         durable=table.durable,
         deadlines=Deadlines(**{field.name: getattr(table, field.name) for field in fields(Deadlines)}),
     )
