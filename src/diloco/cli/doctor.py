@@ -85,7 +85,7 @@ def command(
     overrides: Overrides = None,
     as_json: Json = False,
 ) -> None:
-    """Check this machine (torch, GPU, disk, packages, connection to the syncer): what would fail, and what to do.
+    """Check this machine (torch, GPU, disk, packages, connection to the syncer): what would fail, what to do.
 
     Exit code 1: something required is missing.
     """
