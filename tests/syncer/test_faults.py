@@ -55,8 +55,8 @@ def syncer_process(
 
 
 def test_a_killed_syncer_comes_back_and_the_run_has_the_same_bits(tmp_path: Path) -> None:
-    """Killed three times at whatever moment it is; compared with a run in one process without faults."""
-    steps, kill_at = 40, (5, 18, 30)
+    """Killed twice at whatever moment it is; compared with a run in one process without faults."""
+    steps, kill_at = 40, (5, 22)
     given = diloco.Method.from_dict(method(at_least=2, codec="e3m0").to_dict())
     undisturbed = diloco.run_local(lambda index, exchange: train(index, exchange, given, steps), learners=2)
     reached = [threading.Event() for _ in kill_at]

@@ -49,6 +49,9 @@ STRANGER, FLOODER = "127.0.0.2", "127.0.0.3"
 SOON = {"inspect-delay 5s": "inspect-delay 500ms"}
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _haproxy() -> None:
     if haproxy.program() is None:
