@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.processes import SyncerProcess, until
-from tests.processes import start_module
+from benchmarks.processes import until
+from tests.processes import ForkedSyncer, start_module
 from tests.syncer.runs import RUN, LearnerThreads, Raw, method, num_live, start, status_of, train, versions_of
 
 import diloco
@@ -46,8 +46,8 @@ lost_floor_s = {lost_floor_s}
 @contextmanager
 def syncer_process(
     directory: Path, *, at_least: int = 2, lost_floor_s: float = 60.0, more: str = ""
-) -> Iterator[SyncerProcess]:
-    it = SyncerProcess(directory, RUN_FILE.format(at_least=at_least, lost_floor_s=lost_floor_s, more=more))
+) -> Iterator[ForkedSyncer]:
+    it = ForkedSyncer(directory, RUN_FILE.format(at_least=at_least, lost_floor_s=lost_floor_s, more=more))
     try:
         yield it
     finally:
@@ -123,7 +123,7 @@ def test_a_full_disk_under_the_spool_holds_learners_up_and_costs_nothing(
     with syncer_process(tmp_path, more="spool_bytes = 1") as syncer, LearnerThreads(2) as pool:
         lives = [pool.submit(life, index) for index in range(2)]
         until(lambda: all(event.is_set() for event in begun), "they do not begin")
-        resource.prlimit(syncer.process.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+        resource.prlimit(syncer.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
         is_full.set()
 
         def is_said() -> bool:
@@ -132,7 +132,7 @@ def test_a_full_disk_under_the_spool_holds_learners_up_and_costs_nothing(
 
         until(is_said, "the syncer does not say that it has no room")
         until(lambda: "the syncer has no room yet, trying again" in caplog.text, "no learner says it")
-        resource.prlimit(syncer.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        resource.prlimit(syncer.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         results = [each.result(timeout=60) for each in lives]
         until(lambda: fetch_status(syncer.address, run=RUN)["waits_for"] is None, "it still says that it has no room")
         status: dict[str, Any] = fetch_status(syncer.address, run=RUN)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.processes import SyncerProcess
+from tests.processes import ForkedSyncer
 from tests.syncer.runs import RUN, LearnerThreads, method, start, train, versions_of
 
 import diloco
@@ -35,8 +35,8 @@ record_contributions = true
 
 
 @contextmanager
-def syncer_process(directory: Path) -> Iterator[SyncerProcess]:
-    it = SyncerProcess(directory, RUN_FILE)
+def syncer_process(directory: Path) -> Iterator[ForkedSyncer]:
+    it = ForkedSyncer(directory, RUN_FILE)
     try:
         yield it
     finally:
