@@ -302,29 +302,6 @@ def evictions(directory: Path) -> list[events.Evicted]:
     return [it for it in read_events(directory / "state" / "events.jsonl") if isinstance(it, events.Evicted)]
 
 
-def test_tokens_of_an_old_incarnation_are_counted_once(tmp_path: Path) -> None:
-    with start(tmp_path, method(), deadlines=QUICK) as syncer, Relay(syncer.port) as relay:
-        with living(diloco.connect(relay.address, run=RUN, learner="a", initialise=True)) as life:
-            until(lambda: life.step > 20, "it does not train")
-            relay.refuse()
-            relay.stall()
-            until(lambda: not status_of(syncer)["learners"], "it is not given up")
-            step = life.step
-            relay.accept()
-            relay.resume()
-            until(lambda: status_of(syncer)["learners"].get("a", {}).get("incarnation") == 2, "it does not rejoin")
-            until(lambda: life.step > step + 20, "it does not train on")
-            life._stop.set()
-            until(life.result.done, "it does not stop")
-        syncer.driver.drain()
-        status = status_of(syncer)
-        assert status["tokens"] == 5 * life.step
-        for fragment in status["fragments"]:
-            ledger = fragment["ledger"]
-            settled = ledger["merged"] + ledger["lost"] + sum(ledger["discarded"].values())
-            assert ledger["trained"] == settled + ledger["pending"] == status["tokens"]
-
-
 def test_what_is_reported_before_a_learner_starts_over_is_of_the_incarnation_that_is_out(tmp_path: Path) -> None:
     """The first of several ranks polls the news, and waits for the others before all of them start over."""
     with start(tmp_path, method()) as syncer:

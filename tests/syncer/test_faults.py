@@ -226,27 +226,3 @@ def test_a_second_process_with_the_same_name_replaces_the_first(tmp_path: Path) 
         with pytest.raises(errors.StaleIncarnationError, match="its own name"):
             first.result(timeout=60)
         second.connection.close()
-
-
-def test_an_evicted_learner_that_lives_rejoins_by_itself(tmp_path: Path) -> None:
-    """It is stopped for longer than its deadline, as by a suspended machine, and goes on as a new incarnation."""
-    with start(tmp_path, method(), deadlines=QUICK) as syncer:
-        raw = Raw(syncer.address)
-        raw.initialise()
-        process = start_module("tests.syncer.runs", syncer.address, "1000000")
-        assert process.pid is not None
-        try:
-            until(lambda: min(versions_of(syncer)) > 1, "it does not train")
-            os.kill(process.pid, signal.SIGSTOP)
-            until(lambda: not status_of(syncer)["learners"], "it is not given up")
-            os.kill(process.pid, signal.SIGCONT)
-            until(
-                lambda: status_of(syncer)["learners"].get("victim", {}).get("incarnation", 0) >= 2,
-                "it does not rejoin",
-            )
-            versions = versions_of(syncer)
-            until(lambda: min(versions_of(syncer)) > max(versions) + 1, "it does not train on")
-        finally:
-            process.kill()
-            process.join()
-            raw.connection.close()
