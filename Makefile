@@ -1,8 +1,8 @@
 # Everything a visitor or a CI machine does. Needs GNU make and Python 3.11 or newer with pip; the rest is installed into .venv.
 #
 #   make demo     train a language model with a syncer and three learners on this machine, losing one of them on the way
-#   make test     the default test suite, in two processes
-#   make coverage the same, and which lines and branches it runs
+#   make test     the tests that a change needs, in two processes
+#   make test-all all tests, and which lines and branches they run
 #   make lint     ruff, mypy, import directions
 #   make package  build sdist and wheel, and try the wheel where nothing else is installed
 #   make sky      check templates/skypilot with SkyPilot itself, in an environment of its own
@@ -43,10 +43,11 @@ SUITABLE := import sys, venv, importlib.util as u; sys.exit(sys.version_info < (
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3 python; do \
 	"$$python" -c '$(SUITABLE)' >/dev/null 2>&1 && { echo "$$python"; break; }; done)
 
-# A file's tests share their processes and stay together; tests/conftest.py begins with those that take longest.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# A file's tests share their processes and stay together; tests/conftest.py begins with those that take longest. The processes that
+# tests start keep compiled modules, whatever the caller's environment says.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: all demo test coverage lint package sky torchtitan trackers docs docs-serve fuzz chaos soak storm bench gpu proto venv clean
+.PHONY: all demo test test-all lint package sky torchtitan trackers docs docs-serve fuzz chaos soak storm bench gpu proto venv clean
 .DELETE_ON_ERROR:
 
 all: lint test
@@ -60,8 +61,8 @@ test: $(FOR_ALL)
 package: $(FOR_ALL)
 	$(BIN)/python .ci/package.py
 
-coverage: $(FOR_ALL)
-	$(PYTEST) --cov --cov-report=term $(ARGS)
+test-all: $(FOR_ALL)
+	$(PYTEST) -m "" --cov --cov-report=term $(ARGS)
 
 lint: $(FOR_ALL)
 	$(BIN)/ruff check

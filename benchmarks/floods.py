@@ -133,7 +133,7 @@ def _besieged(where: Path, *, with_proxy: bool) -> Iterator[_Besieged]:
     with ExitStack() as stack:
         syncer = SyncerProcess(where, RUN_FILE.format(keys=where / "keys" / "syncer"))
         stack.callback(syncer.kill)
-        _pin(syncer.process.pid, learner=False)
+        _pin(syncer.pid, learner=False)
         proxy, address = None, syncer.address
         if with_proxy:
             proxy = stack.enter_context(Proxy(where / "proxy", syncer.address))
@@ -167,7 +167,7 @@ def _steps(where: Path) -> int:
 
 def _measure(besieged: _Besieged, flood: str, size: int, seconds: float, source: str, *, certificate: bool) -> Row:
     where, syncer = besieged.where, besieged.syncer
-    process = Path(f"/proc/{syncer.process.pid}")
+    process = Path(f"/proc/{syncer.pid}")
     proxy = None if besieged.proxy is None else Path(f"/proc/{besieged.proxy.process.pid}")
     before = _rate(where, process, seconds)
     shown = ["--keys", str(where / "keys" / VILLAIN)] if certificate else []
@@ -191,7 +191,7 @@ def _measure(besieged: _Besieged, flood: str, size: int, seconds: float, source:
         abs(before.per_s - after.per_s) / alone, (during.processor, (before.processor + after.processor) / 2),
         used_s / seconds,
         max(during.memory_mb, after.memory_mb) - before.memory_mb, during.num_threads, during.num_files, outcome,
-        survived=syncer.process.poll() is None and after.per_s > 0.5 * before.per_s,
+        survived=not syncer.has_ended() and after.per_s > 0.5 * before.per_s,
     )  # fmt: skip
 
 

@@ -30,6 +30,7 @@ class SyncerProcess:
 
     Attributes:
         address: what learners dial; stays the same.
+        pid: process id of the newest one.
     """
 
     def __init__(self, directory: Path, run_file: str) -> None:
@@ -42,17 +43,25 @@ class SyncerProcess:
         """Again, if it was killed."""
         port_file = self.directory / "port"
         port_file.unlink(missing_ok=True)
-        command = [
-            sys.executable, "-m", "diloco", "syncer", str(self.directory / "run.toml"), "--address", self.address,
+        arguments = [
+            "syncer", str(self.directory / "run.toml"), "--address", self.address,
             "--state-dir", str(self.directory / "state"), "--port-file", str(port_file),
         ]  # fmt: skip
         with open(self.directory / "syncer.log", "ab") as log:
-            self.process = subprocess.Popen(command, stderr=log, stdout=log)
-        until(lambda: port_file.exists() or self.process.poll() is not None, "the syncer does not start")
-        if self.process.poll() is not None:
+            self.pid = self._spawn(arguments, log.fileno())
+        until(lambda: port_file.exists() or self.has_ended(), "the syncer does not start")
+        if self.has_ended():
             raise RuntimeError((self.directory / "syncer.log").read_text())
+
+    def _spawn(self, arguments: list[str], log: int) -> int:
+        """Run `python -m diloco` with its output to this descriptor; returns the process id."""
+        self._process = subprocess.Popen([sys.executable, "-m", "diloco", *arguments], stderr=log, stdout=log)
+        return self._process.pid
+
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
 
     def kill(self) -> None:
         """kill -9, if it lives."""
-        self.process.kill()
-        self.process.wait()
+        self._process.kill()
+        self._process.wait()

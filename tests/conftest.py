@@ -1,11 +1,12 @@
 """What holds for every test: one torch thread, seeded random numbers, no process group, repeatable properties, the
-longest first."""
+longest first; and in the end the number of tests that only `make test-all` runs."""
 
 import os
 import random
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -58,3 +59,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if (marker := item.get_closest_marker("timeout")) is not None:
             longest_s[item.path] = max(longest_s[item.path], marker.args[0])
     items.sort(key=lambda item: -longest_s[item.path])
+
+
+NUM_SLOW = pytest.StashKey[int]()
+"""Deselected for their marker `slow`; of a controller of pytest-xdist, those that one of its workers deselected."""
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("slow") is not None:
+            item.config.stash[NUM_SLOW] = item.config.stash.get(NUM_SLOW, 0) + 1
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if (output := getattr(session.config, "workeroutput", None)) is not None:
+        output["num_slow"] = session.config.stash.get(NUM_SLOW, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Every worker of pytest-xdist collects all tests."""
+    node.config.stash[NUM_SLOW] = getattr(node, "workeroutput", {}).get("num_slow", 0)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if num_slow := config.stash.get(NUM_SLOW, 0):
+        terminalreporter.write_line(f"{num_slow} slow tests were left out; `make test-all` runs them too")

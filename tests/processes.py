@@ -19,13 +19,15 @@ from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any
 
+from benchmarks.processes import SyncerProcess
+
 ROOT = Path(__file__).parents[1]
 
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload([
     "torch", "torch._dynamo", "safetensors.torch", "diloco.learner", "diloco.exchange.collective",
     "diloco.exchange.remote",
-    "diloco.exchange.torchft",
+    "diloco.exchange.torchft", "diloco.syncer.server",
 ])  # fmt: skip
 """What is absent is left out. The first optimizer of a process imports `torch._dynamo`, which takes as long as torch
 itself."""
@@ -40,6 +42,22 @@ def start_module(
     process = _SERVER.Process(target=_run, args=(module, arguments, streams), daemon=True)
     process.start()
     return process
+
+
+class ForkedSyncer(SyncerProcess):
+    """The process of a syncer, forked."""
+
+    def _spawn(self, arguments: list[str], log: int) -> int:
+        self._forked = start_module("diloco", *arguments, out=log, err=log)
+        assert self._forked.pid is not None
+        return self._forked.pid
+
+    def has_ended(self) -> bool:
+        return self._forked.exitcode is not None
+
+    def kill(self) -> None:
+        self._forked.kill()
+        self._forked.join()
 
 
 class _Descriptor:

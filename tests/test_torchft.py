@@ -127,6 +127,7 @@ def ours(case: Case) -> list[list[dict[str, Tensor]]]:
     return diloco.run_local(train, learners=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("index", "case"),
     list(enumerate(CASES)),

@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.chaos.__main__ import main, parse
+from tests.chaos.plan import LOST_S
 
 ROOT = Path(__file__).parents[2]
 KINDS = ("kill syncer", "kill learner", "cut transfer", "half open", "corruption")
 
-ENDS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGKILL)
+SAME_AS_SIGTERM = (signal.SIGHUP, signal.SIGINT)
+ENDS = (signal.SIGTERM, signal.SIGKILL, *(pytest.param(each, marks=pytest.mark.slow) for each in SAME_AS_SIGTERM))
 HEEDS_ALL = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -35,12 +38,13 @@ def chaos(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def planned(*arguments: str) -> list[dict[str, Any]]:
-    return json.loads(chaos("--plan", "--json", *arguments).stdout)
+    return [vars(fault) for fault in parse([*arguments])[1].faults(LOST_S)]
 
 
-def test_a_seed_can_be_looked_at_before_it_is_run() -> None:
-    faults = planned("--seed", "3", "--minutes", "3")
-    assert faults == planned("--seed", "3", "--hours", "0.05")
+def test_a_seed_can_be_looked_at_before_it_is_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--plan", "--json", "--seed", "3", "--minutes", "3"]) == 0
+    faults = json.loads(capsys.readouterr().out)
+    assert faults == planned("--seed", "3", "--minutes", "3") == planned("--seed", "3", "--hours", "0.05")
     assert faults != planned("--seed", "4", "--minutes", "3")
     assert {"at_s", "kind", "target", "seconds", "choice"} == set(faults[0])
 
@@ -50,15 +54,25 @@ def test_a_seed_can_be_looked_at_before_it_is_run() -> None:
     [
         (("--hours", "1", "--minutes", "1"), "not allowed with argument"),
         (("--soak", "--standby"), "a soak has one syncer"),
+    ],
+)
+def test_wrong_options_are_refused(arguments: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([*arguments])
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
         (("--only", "earthquake"), "kill learner"),
         (("--only", "kill first"), "kill learner"),
         (("--out", str(Path(__file__).parent)), "is not empty"),
     ],
 )
-def test_wrong_use_is_said(arguments: tuple[str, ...], says: str) -> None:
-    done = chaos(*arguments)
-    assert done.returncode == 2
-    assert says in done.stderr
+def test_wrong_plans_are_refused(arguments: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*arguments]) == 2
+    assert says in capsys.readouterr().err
 
 
 @pytest.mark.timeout(400)
@@ -106,6 +120,7 @@ def test_no_process_outlives_it(tmp_path: Path, number: signal.Signals) -> None:
     assert (out / "faults.jsonl").read_text() == ""
 
 
+@pytest.mark.slow  # tests/syncer/test_standby.py kills a first beside a standby, too
 @pytest.mark.timeout(400)
 def test_a_standby_takes_over(tmp_path: Path) -> None:
     arguments = ["--standby", "--seed", "1", "--minutes", "0.02", "--learners", "1", "--only", "kill first"]

@@ -148,6 +148,7 @@ def _started(directory: Path, *words: str) -> Iterator[TextIO]:
 # --- the blocks of a page ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)  # the run that all pages find is made before the first
 # Of libraries that pages attach to, as in tests/integrations.
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")

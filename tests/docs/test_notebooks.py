@@ -39,6 +39,7 @@ def test_every_notebook_is_executed_here() -> None:
     assert {path.stem for path in NOTEBOOKS.glob("*.ipynb")} == {"one-process", "plan-a-link", "read-a-run"}
 
 
+@pytest.mark.slow
 def test_one_process(tmp_path: Path) -> None:
     final, curves = run("one-process", tmp_path, "final", "curves")
     assert all(curve[-1][1] < 0.8 * curve[0][1] for curve in curves.values())  # the loss fell
@@ -49,6 +50,7 @@ def test_one_process(tmp_path: Path) -> None:
     assert num_bytes < parallel_bytes / 100
 
 
+@pytest.mark.slow
 def test_plan_a_link(tmp_path: Path) -> None:
     needed, computing, titles, hours = run(
         "plan-a-link", tmp_path, "needed", "computing", "[each.setting.title for each in ranked]",
@@ -61,6 +63,7 @@ def test_plan_a_link(tmp_path: Path) -> None:
     assert hours[0] < hours[titles.index("data parallel")]
 
 
+@pytest.mark.slow
 def test_read_a_run(tmp_path: Path) -> None:
     judged, members, merged, trained = run(
         "read-a-run", tmp_path, "[each.loss for each in judged]", "[each.contributors for each in merges]",

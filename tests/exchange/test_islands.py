@@ -89,10 +89,15 @@ def require_same_model(ranks: Sequence[Result], single: Result) -> None:
     ("shapes", "initialises"),
     [
         (("ddp", "fsdp", "single"), 0),
-        (("single", "fsdp and tp", "tp"), 1),
-        (("hsdp", "single", "fsdp, 2 ranks"), 0),
-        (("stages", "stages of fsdp", "virtual stages"), 1),
-        (("single", "fsdp1", "fsdp, 2 ranks"), 1),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (
+                (("single", "fsdp and tp", "tp"), 1),
+                (("hsdp", "single", "fsdp, 2 ranks"), 0),
+                (("stages", "stages of fsdp", "virtual stages"), 1),
+                (("single", "fsdp1", "fsdp, 2 ranks"), 1),
+            )
+        ),
     ],
     ids=str,
 )
@@ -114,6 +119,7 @@ def test_islands_of_different_shapes_train_as_single_processes(
         assert sent[0] != [0]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_an_island_continues_with_any_number_of_ranks(tmp_path: Path) -> None:
     """All stop in the middle of a round, and each goes on in another shape, by torch.distributed.checkpoint."""
     with syncers(tmp_path) as addresses:

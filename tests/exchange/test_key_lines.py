@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import datetime as dt
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -178,7 +175,9 @@ def test_commands_take_a_line_and_a_run_file_may_hold_one(
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["run"] == RUN
 
 
-def test_a_syncer_needs_the_directory(keys: Path, tmp_path: Path) -> None:
+def test_a_syncer_needs_the_directory(
+    keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     run_file = tmp_path / "run.toml"
     run_file.write_text(f"run = {{name = '{RUN}', tokens = 1_000_000, dir = '{tmp_path / 'run'}'}}\n")
     line = line_of(keys, "syncer")
@@ -186,13 +185,14 @@ def test_a_syncer_needs_the_directory(keys: Path, tmp_path: Path) -> None:
         (["--keys", line], {}, "cannot serve with the line of keys: it reads"),
         ([], {VARIABLE: line}, "cannot serve with the line of DILOCO_KEYS: it reads"),
     ):  # fmt: skip
-        done = subprocess.run(
-            [sys.executable, "-m", "diloco", "syncer", str(run_file), "--address", "127.0.0.1:0", *given],
-            capture_output=True, text=True, timeout=100, check=False, env={**os.environ, **environment},
-        )  # fmt: skip
-        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-        assert words in done.stderr
-        assert line[:40] not in done.stderr
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(SystemExit, match="2"):
+            main(["syncer", str(run_file), "--address", "127.0.0.1:0", *given])
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1
+        assert words in said
+        assert line[:40] not in said
 
 
 def test_a_line_is_in_no_text_that_is_shown_or_saved(keys: Path) -> None:

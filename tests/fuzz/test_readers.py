@@ -30,6 +30,7 @@ def test_valid_inputs_are_read(target: Target) -> None:
     assert all(examine(target, seed) for seed in target.seeds)
 
 
+@pytest.mark.slow
 def test_inputs_that_once_broke_it(target: Target) -> None:
     for path in sorted((CORPUS / target.name).glob("*")):
         examine(target, path.read_bytes())
@@ -55,6 +56,7 @@ def test_what_is_looked_for_would_be_found(tmp_path: Path) -> None:
             examine(Target("bad", (), read, lambda data, _: data), b"two\nlines")
 
 
+@pytest.mark.slow
 def test_no_input_breaks_it(target: Target) -> None:
     @settings(max_examples=40, phases=[Phase.generate])  # a draw has nothing that could be made simpler
     @given(st.sampled_from(target.beginnings), st.integers(0, 2**32))

@@ -41,7 +41,7 @@ def make_run(path: Path, static: bytes) -> None:
     (path / "running").rename(path / "stopped")
 
 
-@pytest.fixture(scope="module", params=["nothing frozen", "frozen"])
+@pytest.fixture(scope="module", params=["frozen", pytest.param("nothing frozen", marks=pytest.mark.slow)])
 def healthy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("healthy")
     make_run(root, STATIC if request.param == "frozen" else NO_STATIC)
@@ -170,7 +170,10 @@ def damaged_runs(healthy: Path, tmp_path: Path, num_files: int, damages: list[st
                 yield f"{ended}: {dict(zip(names, kinds, strict=True))}", healthy / ended, root
 
 
-@pytest.mark.parametrize(("num_files", "damages"), [(1, list(DAMAGES)), (2, ["missing", "middle"])])
+@pytest.mark.parametrize(
+    ("num_files", "damages"),
+    [(1, list(DAMAGES)), pytest.param(2, ["missing", "middle"], marks=pytest.mark.slow)],
+)
 def test_whatever_is_damaged(healthy: Path, tmp_path: Path, num_files: int, damages: list[str]) -> None:
     outcomes: dict[str, int] = {}
     for what, whole, damaged in damaged_runs(healthy, tmp_path, num_files, damages):

@@ -9,7 +9,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
+import pytest
 import torch
 from tests.chaos.versions import BrokenInvariantError
 from tests.storms.going_back import GoingBackStorm
@@ -103,6 +105,14 @@ def failures(
         for seed in seeds:
             kind = {"leased": leased, "standby": standby, "goes_back": goes_back, "steered": steered}
             yield run_seed(seed, **kind, struck=struck)
+
+
+def firsts(first: int, num_seeds: int, per_test: int, num_default: int) -> list[Any]:
+    """Parameters of a test that runs `per_test` storms from each on; those after the first `num_default` are slow."""
+    return [
+        pytest.param(seed, marks=[pytest.mark.slow] if seed >= first + num_default else [])
+        for seed in range(first, first + num_seeds, per_test)
+    ]
 
 
 @contextmanager

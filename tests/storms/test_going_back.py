@@ -8,12 +8,12 @@ import pytest
 from tests.chaos.versions import BrokenInvariantError
 from tests.storms.going_back import GoingBackStorm
 from tests.storms.plans import GOINGS, plan_of
-from tests.storms.runs import failures, quiet, run, run_seed
+from tests.storms.runs import failures, firsts, quiet, run, run_seed
 
 from diloco.protocol.accounting import Accounting
 from diloco.protocol.leases import Leases
 
-NUM_SEEDS, PER_TEST = 80, 40
+PER_TEST = 10
 
 FOUND = {
     246: "a heartbeat of before a learner's first step, that came after a later one, had it ahead of itself",
@@ -21,7 +21,7 @@ FOUND = {
 """Seeds that found a defect."""
 
 
-@pytest.mark.parametrize("first", range(1000, 1000 + NUM_SEEDS, PER_TEST))
+@pytest.mark.parametrize("first", firsts(1000, 80, PER_TEST, PER_TEST))
 @pytest.mark.parametrize("leased", [False, True], ids=["", "leased"])
 def test_storms_in_which_the_run_goes_back(first: int, leased: bool) -> None:
     found = failures(range(first, first + PER_TEST), leased=leased, goes_back=True)

@@ -11,11 +11,11 @@ from tests.storms.defects import Defect
 from tests.storms.pair_defects import DEFECTS
 from tests.storms.pair_world import PairStorm
 from tests.storms.plans import PairKind, Plan, plan_of
-from tests.storms.runs import failures, quiet, run, run_seed
+from tests.storms.runs import failures, firsts, quiet, run, run_seed
 
 from diloco.protocol.contribution import OUTLIER
 
-NUM_SEEDS, PER_TEST = 40, 4
+PER_TEST = 4
 
 FOUND = {
     9: "a syncer that was started again after most learners had followed its epoch, before it was alone, got no vote",
@@ -30,7 +30,7 @@ def plan(seed: int) -> Plan:
     return plan_of(seed, leased=seed % 3 == 0, standby=True)
 
 
-@pytest.mark.parametrize("first", range(1000, 1000 + NUM_SEEDS, PER_TEST))
+@pytest.mark.parametrize("first", firsts(1000, 40, PER_TEST, 12))
 def test_storms_with_a_standby(first: int) -> None:
     seeds = range(first, first + PER_TEST)
     for leased in (False, True):

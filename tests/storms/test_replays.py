@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tests.storms.journals import StormJournal
 from tests.storms.plans import plan_of
-from tests.storms.runs import quiet
+from tests.storms.runs import firsts, quiet
 from tests.storms.steered import SteeredStorm
 from tests.storms.world import Storm
 
@@ -19,7 +19,7 @@ from diloco.run.driver import Driver
 from diloco.run.journal.replay import Findings
 from diloco.run.ports import is_event
 
-NUM_SEEDS, PER_TEST = 90, 30
+PER_TEST = 30
 
 CHANGE_NOTHING = {"fetch", "check", "status"}
 """Public methods of the driver that only answer."""
@@ -38,13 +38,13 @@ def test_every_event_of_the_driver_is_recorded() -> None:
     methods = {name: method for name, method in inspect.getmembers(Driver, inspect.isfunction) if name[0] != "_"}
     assert {name for name, method in methods.items() if not is_event(method)} == CHANGE_NOTHING
     assert is_event(Driver.__init__)
-    journals = [*(storm(seed) for seed in range(40)), storm(0, leased=True), storm(0, steered=True)]
+    journals = [*(storm(seed) for seed in range(PER_TEST)), storm(0, leased=True), storm(0, steered=True)]
     recorded = {json.loads(entry)["e"] for journal in journals for entry in journal.entries}
     events = {name for name, method in methods.items() if is_event(method)} | {"__init__", "#check", "#close", "#write"}
     assert recorded == events - {"standing", "stop", "end", "begin_epoch"}  # no storm has any of these
 
 
-@pytest.mark.parametrize("first", range(0, NUM_SEEDS, PER_TEST))
+@pytest.mark.parametrize("first", firsts(0, 90, PER_TEST, PER_TEST))
 def test_storms_are_replayed(first: int) -> None:
     for seed in range(first, first + PER_TEST):
         findings = storm(seed).replay().findings
@@ -55,7 +55,7 @@ def test_storms_are_replayed(first: int) -> None:
 
 def test_storms_with_orders_are_replayed() -> None:
     ordered: set[str] = set()
-    for seed in range(20):
+    for seed in range(10):
         journal = storm(seed, steered=True)
         ordered |= {json.loads(entry)["a"]["order"]["what"] for entry in journal.entries if '"e":"steer"' in entry}
         findings = journal.replay().findings
@@ -65,16 +65,16 @@ def test_storms_with_orders_are_replayed() -> None:
 
 
 def test_storms_with_leased_data_are_replayed() -> None:
-    for seed in range(20):
+    for seed in range(10):
         findings = storm(seed, leased=True).replay().findings
         assert (findings.difference, findings.gaps) == (None, []), seed
         assert findings.num_equal == findings.num_entries > 0
 
 
 def test_the_replayed_storms_restart_and_merge_a_lot() -> None:
-    each = [storm(seed).replay().findings for seed in range(NUM_SEEDS)]
-    assert sum(it.num_boots for it in each) > 1.3 * NUM_SEEDS
-    assert sum(it.num_merges for it in each) > 5 * NUM_SEEDS
+    each = [storm(seed).replay().findings for seed in range(PER_TEST)]
+    assert sum(it.num_boots for it in each) > 1.3 * PER_TEST
+    assert sum(it.num_merges for it in each) > 5 * PER_TEST
 
 
 @pytest.mark.parametrize("seed", [1, 9, 23])

@@ -18,6 +18,7 @@ from tests.syncer.runs import Raw, layout, method, start, status_of, versions_of
 from tests.syncer.test_faults import RUN_FILE
 
 import diloco
+from diloco.cli import main
 from diloco.errors import StoreError
 from diloco.store.store import Store
 
@@ -152,15 +153,18 @@ def test_what_no_version_names_is_set_aside_and_named(
     assert any(re.fullmatch(words, path.name) for path in (damaged / "state" / "set-aside").iterdir())
 
 
-def test_the_command_says_it_in_a_sentence(damaged: Path) -> None:
+def test_the_command_says_it_in_a_sentence(
+    damaged: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (damaged / "state" / "store.sqlite").unlink()
     (damaged / "run.toml").write_text(RUN_FILE.format(at_least=1, lost_floor_s=60.0, more=""))
     tensors = contents(damaged / "state" / "tensors")
-    command = [sys.executable, "-m", "diloco", "syncer", "run.toml", "--address", "127.0.0.1:0", "--state-dir", "state"]
-    process = subprocess.run(command, cwd=damaged, capture_output=True, text=True, timeout=60, check=False)
-    assert process.returncode == 1
-    assert "store.sqlite is missing or empty" in process.stderr
-    assert "Traceback" not in process.stderr
+    monkeypatch.chdir(damaged)
+    with pytest.raises(SystemExit, match="1"):
+        main(["syncer", "run.toml", "--address", "127.0.0.1:0", "--state-dir", "state"])
+    said = capsys.readouterr().err
+    assert "store.sqlite is missing or empty" in said
+    assert "Traceback" not in said
     assert contents(damaged / "state" / "tensors") == tensors
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.processes import SyncerProcess, until
-from tests.processes import start_module
+from benchmarks.processes import until
+from tests.processes import ForkedSyncer, start_module
 from tests.syncer.runs import RUN, LearnerThreads, Raw, method, num_live, start, status_of, train, versions_of
 
 import diloco
@@ -46,8 +46,8 @@ lost_floor_s = {lost_floor_s}
 @contextmanager
 def syncer_process(
     directory: Path, *, at_least: int = 2, lost_floor_s: float = 60.0, more: str = ""
-) -> Iterator[SyncerProcess]:
-    it = SyncerProcess(directory, RUN_FILE.format(at_least=at_least, lost_floor_s=lost_floor_s, more=more))
+) -> Iterator[ForkedSyncer]:
+    it = ForkedSyncer(directory, RUN_FILE.format(at_least=at_least, lost_floor_s=lost_floor_s, more=more))
     try:
         yield it
     finally:
@@ -55,8 +55,8 @@ def syncer_process(
 
 
 def test_a_killed_syncer_comes_back_and_the_run_has_the_same_bits(tmp_path: Path) -> None:
-    """Killed three times at whatever moment it is; compared with a run in one process without faults."""
-    steps, kill_at = 40, (5, 18, 30)
+    """Killed twice at whatever moment it is; compared with a run in one process without faults."""
+    steps, kill_at = 40, (5, 22)
     given = diloco.Method.from_dict(method(at_least=2, codec="e3m0").to_dict())
     undisturbed = diloco.run_local(lambda index, exchange: train(index, exchange, given, steps), learners=2)
     reached = [threading.Event() for _ in kill_at]
@@ -123,7 +123,7 @@ def test_a_full_disk_under_the_spool_holds_learners_up_and_costs_nothing(
     with syncer_process(tmp_path, more="spool_bytes = 1") as syncer, LearnerThreads(2) as pool:
         lives = [pool.submit(life, index) for index in range(2)]
         until(lambda: all(event.is_set() for event in begun), "they do not begin")
-        resource.prlimit(syncer.process.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+        resource.prlimit(syncer.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
         is_full.set()
 
         def is_said() -> bool:
@@ -132,7 +132,7 @@ def test_a_full_disk_under_the_spool_holds_learners_up_and_costs_nothing(
 
         until(is_said, "the syncer does not say that it has no room")
         until(lambda: "the syncer has no room yet, trying again" in caplog.text, "no learner says it")
-        resource.prlimit(syncer.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        resource.prlimit(syncer.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         results = [each.result(timeout=60) for each in lives]
         until(lambda: fetch_status(syncer.address, run=RUN)["waits_for"] is None, "it still says that it has no room")
         status: dict[str, Any] = fetch_status(syncer.address, run=RUN)
@@ -228,27 +228,3 @@ def test_a_second_process_with_the_same_name_replaces_the_first(tmp_path: Path) 
         with pytest.raises(errors.StaleIncarnationError, match="its own name"):
             first.result(timeout=60)
         second.connection.close()
-
-
-def test_an_evicted_learner_that_lives_rejoins_by_itself(tmp_path: Path) -> None:
-    """It is stopped for longer than its deadline, as by a suspended machine, and goes on as a new incarnation."""
-    with start(tmp_path, method(), deadlines=QUICK) as syncer:
-        raw = Raw(syncer.address)
-        raw.initialise()
-        process = start_module("tests.syncer.runs", syncer.address, "1000000")
-        assert process.pid is not None
-        try:
-            until(lambda: min(versions_of(syncer)) > 1, "it does not train")
-            os.kill(process.pid, signal.SIGSTOP)
-            until(lambda: not status_of(syncer)["learners"], "it is not given up")
-            os.kill(process.pid, signal.SIGCONT)
-            until(
-                lambda: status_of(syncer)["learners"].get("victim", {}).get("incarnation", 0) >= 2,
-                "it does not rejoin",
-            )
-            versions = versions_of(syncer)
-            until(lambda: min(versions_of(syncer)) > max(versions) + 1, "it does not train on")
-        finally:
-            process.kill()
-            process.join()
-            raw.connection.close()

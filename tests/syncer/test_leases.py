@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.processes import SyncerProcess, until
-from tests.processes import start_module
+from benchmarks.processes import until
+from tests.processes import ForkedSyncer, start_module
 from tests.syncer.leased_life import NUM_SAMPLES, trained_by
 from tests.syncer.leased_ranks_life import BATCH
 from tests.syncer.runs import RUN, Net, Raw, method, start, status_of, versions_of
@@ -75,7 +75,7 @@ def numbers(ranges: list[list[int]]) -> set[int]:
 
 
 def test_each_unit_is_merged_once_whatever_is_killed_joins_and_leaves(tmp_path: Path) -> None:
-    syncer, learners = SyncerProcess(tmp_path, RUN_FILE), list[Any]()
+    syncer, learners = ForkedSyncer(tmp_path, RUN_FILE), list[Any]()
 
     def learner(name: str, *options: str) -> Any:
         process = start_module("tests.syncer.leased_life", str(tmp_path), syncer.address, name, *options)

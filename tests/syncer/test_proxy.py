@@ -49,6 +49,9 @@ STRANGER, FLOODER = "127.0.0.2", "127.0.0.3"
 SOON = {"inspect-delay 5s": "inspect-delay 500ms"}
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _haproxy() -> None:
     if haproxy.program() is None:
@@ -269,11 +272,11 @@ def test_a_syncer_that_hangs_is_down_and_one_that_comes_back_is_up(
         def status_is(status: str) -> Callable[[], bool]:
             return lambda: proxy.statistics("syncer", "syncer")["status"].startswith(status)
 
-        syncer.process.send_signal(signal.SIGSTOP)
+        os.kill(syncer.pid, signal.SIGSTOP)
         try:
             until(status_is("DOWN"), "a syncer that hangs counts as up")
         finally:
-            syncer.process.send_signal(signal.SIGCONT)
+            os.kill(syncer.pid, signal.SIGCONT)
         until(status_is("UP"), "it stays down")
         learner.goes_on()
         syncer.kill()

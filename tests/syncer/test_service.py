@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import errno
 import json
 import math
 import weakref
@@ -30,8 +29,6 @@ from tests.syncer.runs import (
     train,
     versions_of,
 )
-from tests.syncer.test_faults import until
-from tests.syncer.test_hosting import contribute, driver_in
 
 import diloco
 from diloco import errors
@@ -289,26 +286,6 @@ def test_nobody_answers() -> None:
     with pytest.raises(errors.ExchangeError, match="127.0.0.1:9"):
         exchange.method(None)
     exchange.close()
-
-
-def test_a_full_disk_delays_a_version_and_loses_nothing(tmp_path: Path) -> None:
-    full = False
-
-    def at(_: str) -> None:
-        if full:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    with driver_in(tmp_path, at) as (driver, store):
-        full = True
-        contribute(driver, "a")
-        driver.drain()
-        assert driver.ask(lambda it: it.state.versions) == (0, 0)
-        assert torch.equal(driver.ask(lambda it: it.fetch(0, -1)).held.theta, torch.ones(SIZE))
-        full = False
-        until(lambda: driver.ask(lambda it: it.state.versions) == (1, 0), "it is not tried again")
-        saved = store.load()
-        assert saved is not None
-        assert saved.fragments[0].version == 1
 
 
 def test_contributions_beyond_the_budget_wait_on_disk(tmp_path: Path) -> None:

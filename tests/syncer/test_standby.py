@@ -6,7 +6,6 @@ import datetime as dt
 import errno
 import json
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 import torch
 from benchmarks.processes import until
 from tests.chaos.relay import Relay
-from tests.syncer.pairs import PATIENCE_S, learners, on_disk, serve, serves, standing, trains
+from tests.syncer.pairs import learners, on_disk, serve, serves, standing, trains
 from tests.syncer.runs import RUN, LearnerThreads, Raw, method, train, versions_of
 from tests.syncer.test_faults import syncer_process
 from tests.syncer.test_replay import replayed
@@ -85,9 +84,7 @@ def test_the_standby_takes_over_when_the_first_is_gone(tmp_path: Path) -> None:
         trains(first, group, until)
         published = on_disk(tmp_path / "a")
         first.close()
-        began = time.monotonic()
-        until(lambda: standing(second) == "alone", "it does not take over", PATIENCE_S + 5)
-        print("takeover", time.monotonic() - began)
+        until(lambda: standing(second) == "alone", "it does not take over")
         assert on_disk(tmp_path / "b") == published
         until(lambda: all(each.follows == second.address for each in group), "the learners do not follow")
         assert trains(second, group, until) == 2
@@ -412,9 +409,9 @@ def test_kill_9_of_the_first_under_learners_keeps_every_version_and_every_bit(tm
     for name in "ab":
         (tmp_path / name).mkdir()
     with ExitStack() as stack:
-        first = stack.enter_context(syncer_process(tmp_path / "a", lost_floor_s=2.5))
+        first = stack.enter_context(syncer_process(tmp_path / "a", lost_floor_s=5.0))
         more = f'follow = "{first.address}"'
-        second = stack.enter_context(syncer_process(tmp_path / "b", lost_floor_s=2.5, more=more))
+        second = stack.enter_context(syncer_process(tmp_path / "b", lost_floor_s=5.0, more=more))
         addresses = f"{first.address},{second.address}"
         pool = stack.enter_context(LearnerThreads(2))
         lives = [
@@ -430,15 +427,13 @@ def test_kill_9_of_the_first_under_learners_keeps_every_version_and_every_bit(tm
             return isinstance(status, dict) and status["standing"] == standing and len(status["electorate"]) == 2
 
         until(reached[0].is_set, "no learner gets there")
-        until(lambda: stands(second.address, "following"), "the electorate is not there", 20)
+        until(lambda: stands(second.address, "following"), "the electorate is not there")
         go[0].set()
         until(reached[1].is_set, "no learner gets there")
         published = on_disk(tmp_path / "a" / "state")
         first.kill()
-        began = time.monotonic()
         go[1].set()
-        until(lambda: stands(second.address, "alone"), "it does not take over", 2.5 + 5 + 5)
-        print(f"taken over after {time.monotonic() - began:.1f} s")
+        until(lambda: stands(second.address, "alone"), "it does not take over")
         results = [life.result(timeout=60) for life in lives]
         final = on_disk(tmp_path / "b" / "state")
     assert all(set(published[fragment]) <= set(final[fragment]) for fragment in published), "a version is lost"

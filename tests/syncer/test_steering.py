@@ -176,19 +176,6 @@ def test_what_cannot_be_is_said_and_the_exit_code_is_2(tmp_path: Path, capsys: p
         assert capsys.readouterr().out == '{"said": "the quorum was set to 1 by anyone"}\n'
 
 
-def test_the_replay_has_the_orders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with LearnerThreads(2) as pool, start(tmp_path, method(at_least=1)) as syncer:
-        learners = Learners(syncer, pool, "a", "b")
-        for order in (["pause"], ["quorum", "2"], ["resume"], ["evict", "b"], ["end"]):
-            assert admin(syncer, *order) == 0
-        for life in learners.lives.values():
-            life.result(timeout=30)
-    with pytest.raises(SystemExit) as ended:
-        main(["replay", str(tmp_path / "state")])
-    assert not ended.value.code
-    assert "no difference" in capsys.readouterr().out
-
-
 def test_an_order_of_the_driver_is_one_of_the_wire(tmp_path: Path) -> None:
     with start(tmp_path, method()) as syncer:
         Raw(syncer.address).initialise()

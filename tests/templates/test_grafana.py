@@ -83,6 +83,7 @@ def answer(port: int, query: str) -> list[Any]:
         return []
 
 
+@pytest.mark.slow
 def test_every_query_gives_data(tmp_path: Path) -> None:
     metrics = filled()
     try:

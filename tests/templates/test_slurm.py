@@ -25,6 +25,7 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "scancel", "s
 LACKING = [name for name in PROGRAMS if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None]
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.timeout(280),  # ranks that import torch, twice
     pytest.mark.skipif(bool(LACKING), reason=f"Slurm is not installed (no {', '.join(LACKING)}): apt-get install "
                        "slurmctld slurmd slurm-client munge"),
