@@ -184,7 +184,7 @@ def test_the_old_first_comes_back_serves_nothing_and_becomes_the_standby_of_the_
         with serve(tmp_path / "a") as old:
             assert standing(old) == "waiting"
             raw = Raw(old.address)
-            with pytest.raises(StandbyError, match="started again"):
+            with pytest.raises(StandbyError, match="was restarted"):
                 raw.join()
             raw.connection.close()
         with serve(tmp_path / "a", follow=pair.second.address) as old:
@@ -259,7 +259,7 @@ def test_promotion_by_hand_is_refused_while_the_first_answers_and_fences_it_wher
             request = pb.PromoteRequest(run=RUN, force=force)
             return raw.connection.call("control", "Promote", request, pb.PromoteReply)
 
-        with pytest.raises(ConfigError, match="answers"):
+        with pytest.raises(ConfigError, match="is connected"):
             promote(force=False)
         reply = promote(force=True)
         assert (reply.epoch, list(reply.versions), reply.fenced) == (2, [1, 0], True)
