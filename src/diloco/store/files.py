@@ -248,10 +248,6 @@ class TensorFiles:
         for file in self.directory.glob(f"{TEMPORARY_PREFIX}*"):
             file.unlink()
 
-    def set_aside(self, name: str) -> Path:
-        """As the function `set_aside`, for a tensor file."""
-        return set_aside(self._path, self.directory / name)
-
     def _require_file(self, file: str, holds: str) -> Path:
         path = self.directory / file if is_file_name(file) else self.directory
         if not path.is_file():

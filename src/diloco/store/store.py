@@ -141,10 +141,12 @@ class Store:
             StoreError: the disk refused; nothing is initialised and a later call can succeed.
         """
         with self._writing, self._mapped("initialised"):
-            if (stored := self._run_name()) is not None:
+            with self._using:
+                stored = run_row(self._db)
+            if stored:
                 raise AlreadyInitialisedError(
-                    f"run {stored!r} in {self.path} has a model already; join it as it is, or use another directory "
-                    "for a new run."
+                    f"run {stored['run']!r} in {self.path} has a model already; join it as it is, or use another "
+                    "directory for a new run."
                 )
             static_file, static_sha256 = self._files.write_static(model.static)
             rows = []
@@ -240,7 +242,8 @@ class Store:
             superseded = {name for name in others if is_named(self._db, name)}
         for name in superseded:
             self._files.remove(name)
-        return [self._files.set_aside(name) for name in others if name not in superseded]
+        directory = self._files.directory
+        return [set_aside(self.path, directory / name) for name in others if name not in superseded]
 
     # reading
 
@@ -281,11 +284,6 @@ class Store:
                 epochs,
                 None if record is None else json.loads(record),
             )
-
-    def _run_name(self) -> str | None:
-        with self._using:
-            row = self._db.execute("SELECT run FROM run").fetchone()
-        return None if row is None else str(row[0])
 
     def _described(self, update: Update, tokens: int, record: Json) -> VersionFileHeader:
         with self._using:
