@@ -22,6 +22,7 @@ from diloco.exchange.base import Exchange
 from diloco.exchange.connection import Connection
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import bytes_of, frames
+from diloco.protocol.members import Claim
 from diloco.syncer.hosting import SyncerDriver
 from diloco.syncer.server import Options, Syncer
 
@@ -180,13 +181,13 @@ Fetch = Callable[[int, int], Any]
 
 
 def tamper(syncer: Syncer, tampering: Callable[[Fetch, int, int], Any]) -> None:
-    """From here on what is fetched is what `tampering` makes of it."""
+    """From now on `tampering` makes the answer to each fetch."""
 
     def replace(driver: SyncerDriver) -> None:
         fetch = driver.fetch
 
-        def tampered(fragment: int, base: int, learner: str = "", incarnation: int = 0, **following: Any) -> Any:
-            return tampering(lambda f, b: fetch(f, b, learner, incarnation, **following), fragment, base)
+        def tampered(fragment: int, base: int, claim: Claim | None = None) -> Any:
+            return tampering(lambda f, b: fetch(f, b, claim), fragment, base)
 
         driver.fetch = tampered  # type: ignore[method-assign]
 
