@@ -181,7 +181,7 @@ Fetch = Callable[[int, int], Any]
 
 
 def tamper(syncer: Syncer, tampering: Callable[[Fetch, int, int], Any]) -> None:
-    """From here on what is fetched is what `tampering` makes of it."""
+    """From now on `tampering` makes the answer to each fetch."""
 
     def replace(driver: SyncerDriver) -> None:
         fetch = driver.fetch
