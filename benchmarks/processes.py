@@ -12,7 +12,7 @@ from pathlib import Path
 from diloco.demo.plan import free_port
 
 
-def until(condition: Callable[[], bool], what: str, limit_s: float = 60.0) -> None:
+def until(condition: Callable[[], bool], what: str, limit_s: float = 300.0) -> None:
     """Look again until it holds.
 
     Raises:

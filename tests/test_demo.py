@@ -318,7 +318,7 @@ def test_only_an_earlier_demo_is_replaced(tmp_path: Path) -> None:
         pass
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_a_tiny_demo_survives_kills_from_outside(tmp_path: Path) -> None:
     """The whole story with real processes, with the syncer and the learner that initialised the run killed by
     the test."""
@@ -410,7 +410,7 @@ def test_an_interrupted_demo_leaves_no_process_behind(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_the_quick_demo(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "diloco", "demo", "--quick", "--json", "--dir", str(tmp_path / "demo")]
     summary = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)

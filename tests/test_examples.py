@@ -111,7 +111,7 @@ def test_torchft_learners_find_each_other_and_end() -> None:
     try:
         learners = [subprocess.Popen([*command, name], stdout=subprocess.PIPE, text=True) for name in ("a", "b")]
         for learner in learners:
-            out, _ = learner.communicate(timeout=100)
+            out, _ = learner.communicate(timeout=300)
             assert learner.returncode == 0
             assert "learners: 2" in out
             assert "done" in out

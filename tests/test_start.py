@@ -28,7 +28,7 @@ def test_the_page_shows_the_files() -> None:
 
 @pytest.mark.slow
 def test_the_ten_lines_train_the_same_model_on_all_learners() -> None:
-    done = subprocess.run([sys.executable, START / "first.py"], capture_output=True, text=True, timeout=100, check=True)
+    done = subprocess.run([sys.executable, START / "first.py"], capture_output=True, text=True, timeout=300, check=True)
     weights, same = done.stdout.splitlines()
     assert all(abs(float(each) - 1) < 0.05 for each in re.findall(r"\d\.\d+", weights))
     assert same == "the same on all learners: True"
@@ -49,7 +49,7 @@ def test_two_processes_train_one_model_over_a_syncer(tmp_path: Path) -> None:
         ]
         until(lambda: any(set(each.contributors) == {"paris", "oslo"} for each in merged(tmp_path)), "a merge of both")
         stop.touch()
-        printed = [learner.communicate(timeout=100)[0] for learner in learners]
+        printed = [learner.communicate(timeout=300)[0] for learner in learners]
     assert [learner.returncode for learner in learners] == [0, 0]
     for name, text in zip(("paris", "oslo"), printed, strict=True):
         assert re.fullmatch(rf"{name} leaves at step \d+, the run has [\d,]+ tokens\n", text)

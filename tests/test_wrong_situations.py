@@ -93,7 +93,7 @@ def free_address() -> str:
 def say(world: World, *command: object) -> tuple[int, str]:
     """The exit code of a command, and what it says, with names in the place of addresses and folders."""
     done = subprocess.run(
-        [sys.executable, "-m", "diloco", *map(str, command)], capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-m", "diloco", *map(str, command)], capture_output=True, text=True, timeout=300, check=False
     )
     said = re.sub(r"by its beginning \d+", "by its beginning 1729", done.stderr.replace(str(world.tmp), "DIR"))
     said = re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", "TIME", re.sub(r"127\.0\.0\.1:\d+", "HOST:PORT", said))

@@ -75,7 +75,7 @@ def test_wrong_plans_are_refused(arguments: tuple[str, ...], says: str, capsys: 
     assert says in capsys.readouterr().err
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_a_short_run_survives_its_faults(tmp_path: Path) -> None:
     arguments = ["--seed", "1017", "--minutes", "0.1", "--every", "1", "--learners", "2", "--only", ",".join(KINDS)]
     assert {fault["kind"] for fault in planned(*arguments)} == set(KINDS)
@@ -94,7 +94,7 @@ def test_a_short_run_survives_its_faults(tmp_path: Path) -> None:
     assert len(injected) == len(planned(*arguments))
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("number", ENDS, ids=lambda number: number.name)
 def test_no_process_outlives_it(tmp_path: Path, number: signal.Signals) -> None:
     out = tmp_path / "out"
@@ -121,7 +121,7 @@ def test_no_process_outlives_it(tmp_path: Path, number: signal.Signals) -> None:
 
 
 @pytest.mark.slow  # tests/syncer/test_standby.py kills a first beside a standby, too
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_a_standby_takes_over(tmp_path: Path) -> None:
     arguments = ["--standby", "--seed", "1", "--minutes", "0.02", "--learners", "1", "--only", "kill first"]
     assert [fault["kind"] for fault in planned(*arguments)] == ["kill first"]

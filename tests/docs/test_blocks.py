@@ -149,7 +149,7 @@ def _started(directory: Path, *words: str) -> Iterator[TextIO]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)  # the run that all pages find is made before the first
+@pytest.mark.timeout(900)  # the run that all pages find is made before the first
 # Of libraries that pages attach to, as in tests/integrations.
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 @pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available")

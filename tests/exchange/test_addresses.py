@@ -29,7 +29,7 @@ def test_the_address_that_answers_is_used(tmp_path: Path) -> None:
     with start(tmp_path, method()) as syncer:
         addresses = f"{free_address()}, {syncer.address}"
         life = Life(diloco.connect(addresses, run=RUN, learner="a", initialise=True), steps=20)
-        _, metrics = life.result.result(timeout=60)
+        _, metrics = life.result.result(timeout=300)
         life.stop()
         assert metrics["merges"] == 2 * 20 // 4
         assert fetch_status(addresses, run=RUN)["step"] == 20

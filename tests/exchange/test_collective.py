@@ -16,7 +16,7 @@ from diloco.core.shards import Shards, even_shards
 from diloco.errors import ConfigError
 from diloco.exchange.group import reason_of
 
-pytestmark = pytest.mark.timeout(300)  # includes a world of processes
+pytestmark = pytest.mark.timeout(900)  # includes a world of processes
 
 WORLD_SIZE = 3
 Facts = list[dict[str, Any]]

@@ -7,7 +7,7 @@ from tests.exchange.plain_loop import in_a_plain_loop
 from tests.exchange.scenarios import LEARNERS, SCENARIOS, Result, Scenario, make_model
 from tests.exchange.worlds import WORLDS, in_process
 
-pytestmark = pytest.mark.timeout(300)  # includes a world of processes
+pytestmark = pytest.mark.timeout(900)  # includes a world of processes
 
 TRAINED = [name for name, scenario in SCENARIOS.items() if not scenario.fault]
 

@@ -17,7 +17,7 @@ import diloco
 from diloco.core.quorum import AllLive
 from diloco.syncer.server import Options, Syncer
 
-pytestmark = pytest.mark.timeout(300)  # includes a world of processes
+pytestmark = pytest.mark.timeout(900)  # includes a world of processes
 
 METHOD = diloco.DiLoCo(sync_every=3, quorum=AllLive(at_least=2))
 

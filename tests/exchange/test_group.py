@@ -8,7 +8,7 @@ import torch
 from tests.exchange import group_life
 from tests.exchange.worlds import read, start_processes
 
-pytestmark = pytest.mark.timeout(300)  # includes a world of processes
+pytestmark = pytest.mark.timeout(900)  # includes a world of processes
 
 WORLD_SIZE = group_life.WORLD_SIZE
 Facts = list[dict[str, Any]]

@@ -18,7 +18,7 @@ import diloco
 from diloco.exchange.remote import fetch_model
 from diloco.syncer.server import Options, Syncer
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # includes a torchrun that starts its ranks twice
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # includes a torchrun that starts its ranks twice
 
 
 def test_the_ranks_of_an_island_come_back_as_one_learner(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from diloco.core.quorum import AllLive
 from diloco.exchange.base import Exchange
 from diloco.syncer.server import Options, Syncer
 
-pytestmark = pytest.mark.timeout(300)  # includes a world of processes
+pytestmark = pytest.mark.timeout(900)  # includes a world of processes
 
 STEPS = 9
 LEARNERS = 3

@@ -30,7 +30,7 @@ from diloco.protocol.members import Deadlines
 from diloco.syncer.hosting import SyncerDriver
 from diloco.syncer.server import Options, Syncer
 
-pytestmark = pytest.mark.timeout(300)  # includes a world of processes
+pytestmark = pytest.mark.timeout(900)  # includes a world of processes
 
 STREAMING = diloco.StreamingDiLoCo(
     sync_every=4, overlap=2, fragments=diloco.ByLayer(layers=1), codec="fp32", error_feedback=False

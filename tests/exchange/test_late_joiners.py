@@ -81,11 +81,11 @@ def test_over_a_syncer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None
 
         survivor = join("survivor", STEPS)
         until(lambda: is_initialised(syncer), "the run has no model")
-        join("leaver", LEAVES_AFTER).result(timeout=60)
+        join("leaver", LEAVES_AFTER).result(timeout=300)
         until(is_blocked, "the survivor does not come to the round that lacks a learner")
         until(lambda: "has the contributions of 1 of at least 2 learners" in caplog.text, "no word is said of it")
         joiner = join("joiner", STEPS)
-        check(survivor.result(timeout=60), joiner.result(timeout=60))
+        check(survivor.result(timeout=300), joiner.result(timeout=300))
 
 
 def test_a_joiner_is_a_joiner_after_the_syncer_was_started_again(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_one_that_hears_late_of_the_quorum_begins_with_the_others(tmp_path: Path
         lives.append(
             pool.submit(train, 1, diloco.connect(relay.address, run=RUN, learner="b"), None, 12, lambda _: begun.set())
         )
-        ends = [life.result(timeout=60) for life in lives]
+        ends = [life.result(timeout=300) for life in lives]
     given = diloco.Method.from_dict(tiny_method().to_dict())
     together = diloco.run_local(lambda index, exchange: train(index, exchange, given, 12), learners=2)
     for (mine, metrics), (theirs, _) in zip(ends, together, strict=True):

@@ -10,7 +10,7 @@ from tests.exchange.worlds import read, start_processes
 import diloco
 from diloco.exchange.base import Exchange
 
-pytestmark = pytest.mark.timeout(300)  # includes a world of processes
+pytestmark = pytest.mark.timeout(900)  # includes a world of processes
 
 Results = dict[str, list[Result]]
 

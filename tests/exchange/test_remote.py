@@ -71,7 +71,7 @@ class Life:
         wait([self.result], timeout=5)
         self.exchange.close()  # whatever it waits for
         with suppress(StopIteration, errors.ExchangeError, errors.StaleIncarnationError):
-            self.result.result(timeout=60)
+            self.result.result(timeout=300)
         self._pool.shutdown()
 
 
@@ -95,7 +95,7 @@ def test_closing_while_the_syncer_is_away_is_prompt(tmp_path: Path) -> None:
             until(lambda: exchange._opened.core._lanes.is_away, "the learner does not notice")
             exchange.close()
             with pytest.raises(errors.ExchangeError, match="closed"):
-                life.result.result(timeout=60)
+                life.result.result(timeout=300)
 
 
 @pytest.mark.usefixtures("_waits_for_long")
@@ -131,7 +131,7 @@ def test_a_process_that_fails_without_closing_ends(tmp_path: Path) -> None:
             assert process.stdout.readline() == b"trained\n"
             syncer.kill()
             process.stdin.close()
-            assert process.wait(timeout=60) == 7
+            assert process.wait(timeout=300) == 7
 
 
 CONTRIBUTIONS = 3
@@ -160,7 +160,7 @@ def test_an_upload_that_stands_still_is_sent_again(tmp_path: Path, caplog: pytes
     with start(tmp_path, method()) as syncer, Relay(syncer.port, stall) as relay:
         stall.relay = relay
         life = Life(impatient(relay.address), steps=60)
-        _, metrics = life.result.result(timeout=60)
+        _, metrics = life.result.result(timeout=300)
         life.stop()
     assert stall.stalled is not None
     assert "nothing has moved" in caplog.text
@@ -180,7 +180,7 @@ def test_a_broken_link_costs_no_contribution_twice(tmp_path: Path) -> None:
 
         exchange = diloco.connect(relay.address, run=RUN, learner="a", initialise=True)
         with ThreadPoolExecutor(1) as pool:
-            _, metrics = pool.submit(train, 0, exchange, None, 60, at_step).result(timeout=60)
+            _, metrics = pool.submit(train, 0, exchange, None, 60, at_step).result(timeout=300)
     assert len(cuts) == 3
     assert metrics["incarnation"] == 1
     assert metrics["merges"] == 2 * 60 // 4
@@ -344,7 +344,7 @@ def test_a_process_whose_name_another_one_took_does_not_come_back(tmp_path: Path
                 until(lambda: newer.step > 5, "the newer one does not train")
                 relay.cut()
                 with pytest.raises(errors.StaleIncarnationError, match="another process has joined"):
-                    older.result.result(timeout=60)
+                    older.result.result(timeout=300)
                 step = newer.step
                 until(lambda: newer.step > step + 20, "the newer one does not train on")
                 assert status_of(syncer)["learners"]["a"]["incarnation"] == 2
@@ -393,5 +393,5 @@ def test_a_viewer_and_a_stranger_cannot_hang_a_learner(tmp_path: Path) -> None:
             first.connection.close()
             hang.set()
             with pytest.raises(errors.ExchangeError):
-                stuck.result(timeout=60)
+                stuck.result(timeout=300)
         until(lambda: status_of(syncer)["spooled_bytes"] == 0, "the room of the broken push is not given back")

@@ -21,7 +21,7 @@ pytest.importorskip("torchft")
 
 SAME_BITS = ["screened", "resumed, eager"]
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(900)
 
 
 class Life:
@@ -43,7 +43,7 @@ class Life:
         self.lines.put(None)
 
     def line(self) -> str:
-        line = self.lines.get(timeout=100)
+        line = self.lines.get(timeout=300)
         assert line is not None, "the process has ended"
         return line
 
@@ -65,7 +65,7 @@ class Life:
     def end(self) -> dict[str, Any]:
         """Its last line, once it has ended."""
         self._stdin.close()
-        self.process.join(timeout=100)
+        self.process.join(timeout=300)
         assert self.process.exitcode is not None, "the process does not end"
         self._reader.join()
         self._stdout.close()

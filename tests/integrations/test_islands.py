@@ -13,7 +13,7 @@ from tests.integrations.harness import SAVE_EVERY, Example, assert_same, end_all
 from diloco.event_log import read_events
 from diloco.events import Joined, Left
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 SHARDING = ("torch.distributed.checkpoint", "torch.distributed.fsdp")
 ACCELERATE = Example(

@@ -108,7 +108,7 @@ def fit(
 
 def together(*lives: Callable[[], Any]) -> list[Any]:
     with ThreadPoolExecutor(len(lives)) as pool:
-        return [life.result(timeout=60) for life in [pool.submit(life) for life in lives]]
+        return [life.result(timeout=300) for life in [pool.submit(life) for life in lives]]
 
 
 def two(tmp_path: Path, steps: int, given: diloco.Method | None = None, **options: Any) -> list[Any]:
@@ -348,7 +348,7 @@ KINDS = {
 """Ranks before and after the interruption, batches that they have in a step, and the type that they compute in."""
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "kind", [pytest.param(each, marks=[pytest.mark.slow] if each != "fsdp" else []) for each in KINDS]
 )
@@ -378,7 +378,7 @@ def test_ranks_are_one_learner_and_resume_together(kind: str, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(900)
 def test_a_sharded_job_that_was_killed_returns(tmp_path: Path) -> None:
     """From its checkpoint, when the run has gone on."""
     with serve(tmp_path / "syncer") as syncer, running() as scripts:

@@ -32,7 +32,7 @@ except diloco.errors.ConfigError as error:
 def test_a_library_that_is_not_installed_is_named_with_its_extra(module: str, absent: list[str]) -> None:
     done = subprocess.run(
         [sys.executable, "-c", BLOCK.format(module=module, absent=absent)],
-        capture_output=True, text=True, timeout=60, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=300, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.stdout == (
         f"this integration needs {absent[0]}, which is not installed; pip install 'diloco[{module}]'\n"

@@ -28,7 +28,7 @@ from diloco.events import Left, Merged
 from diloco.exchange.remote import fetch_model
 from diloco.syncer.server import Syncer
 
-pytestmark = pytest.mark.timeout(240)  # processes that import what the stacks import
+pytestmark = pytest.mark.timeout(900)  # processes that import what the stacks import
 
 EXAMPLES = (
     Example("`for` loop", "plain", ("torchdata.stateful_dataloader",), tokens=(3328, 3328)),

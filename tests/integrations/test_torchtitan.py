@@ -233,7 +233,7 @@ def test_the_ranks_of_a_job_are_one_learner_and_resume_together(islands: tuple[I
 
 
 @is_here
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_killed_pipeline_returns(tmp_path: Path) -> None:
     """The run has gone on since its checkpoint; the other learner is never interrupted."""
     with serve(tmp_path / "syncer") as syncer, running() as scripts:
@@ -245,7 +245,7 @@ def test_a_killed_pipeline_returns(tmp_path: Path) -> None:
 
 
 @is_here
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_the_ranks_of_context_parallel_share_the_tokens(tmp_path: Path) -> None:
     """torchtitan wants blocks of 128 tokens on each rank."""
     job = ("--training.seq-len", "256", "--training.local-batch-size", "1", "--training.global-batch-size", "1")
@@ -268,7 +268,7 @@ def test_a_mixture_needs_an_answer_for_its_router(tmp_path: Path) -> None:
 
 
 @is_here
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_validation_is_of_the_global_model(tmp_path: Path) -> None:
     """A single process and a pipeline find the same losses on the same data, at a step where they have own weights and
     nothing is on its way."""

@@ -32,7 +32,7 @@ from diloco.integrations.transformers import DilocoCallback
 from diloco.syncer.server import Syncer
 
 pytestmark = [
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(900),
     pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
 ]
 

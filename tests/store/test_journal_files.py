@@ -54,7 +54,7 @@ def test_a_killed_writer_leaves_whole_entries(tmp_path: Path) -> None:
     assert read == [json.dumps({"n": number}) for number in range(len(read))]
 
 
-@pytest.mark.timeout(600)  # processor time of thousands of readings
+@pytest.mark.timeout(900)  # processor time of thousands of readings
 def test_every_changed_bit_is_found_and_every_torn_end_is_none(tmp_path: Path) -> None:
     """Also one behind which everything up to the end decompresses as one endless line, as a torn end would."""
     journal, random = JournalFiles(tmp_path), Random(3)

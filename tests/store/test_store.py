@@ -302,7 +302,7 @@ torch.set_num_threads(1)
 
 def run_child(script: str, *arguments: object, wrapper: tuple[str, ...] = ()) -> str:
     command = [*wrapper, sys.executable, "-c", CHILD + script, str(Path(__file__).parents[2]), *map(str, arguments)]
-    child = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    child = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert child.returncode == 0, child.stderr
     return child.stdout
 

@@ -60,7 +60,7 @@ def serve(state: Path, port: int = 0) -> Syncer:
     return Syncer(RUN, method(codec="e3m0"), Options(f"127.0.0.1:{port}", state))
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("how", ["restored from a backup", "repaired"])
 def test_a_learner_that_has_seen_later_versions_goes_on_with_what_is_left(how: str, tmp_path: Path) -> None:
     state, target = tmp_path / "state", open_target(str(tmp_path / "backups"))
@@ -93,7 +93,7 @@ def test_a_learner_that_has_seen_later_versions_goes_on_with_what_is_left(how: s
         assert all(mine < theirs for mine, theirs in zip(left, lost, strict=True))
         with serve(state, port) as syncer:
             go[25].set()
-            model, metrics = life.result(timeout=60)
+            model, metrics = life.result(timeout=300)
             versions = syncer.driver.ask(lambda driver: driver.state.versions)
             fragments = syncer.driver.ask(lambda driver: driver.status())["fragments"]
     assert all(mine > theirs for mine, theirs in zip(versions, left, strict=True))

@@ -89,11 +89,11 @@ def trained_under_a_cut(kind: str, tmp_path: Path, cut: Cut) -> tuple[dict[str, 
                 relay.heal()
                 until(lambda: num_counted() == TOKENS * (CUT_AT + 1), "the syncer does not hear what it has trained")
                 may_go_on.set()
-                _, metrics = cut_off.result(timeout=60)
+                _, metrics = cut_off.result(timeout=300)
             finally:
                 may_go_on.set()
                 is_over.set()
-            living.result(timeout=60)
+            living.result(timeout=300)
         syncer.driver.drain()
         status: dict[str, Any] = status_of(syncer)
     assert status["tokens"] == TOKENS * num_steps.total()

@@ -86,7 +86,7 @@ def test_a_killed_syncer_comes_back_and_the_run_has_the_same_bits(tmp_path: Path
             syncer.kill()
             assert published(tmp_path) >= before
             syncer.start()
-        results = [life.result(timeout=60) for life in lives]
+        results = [life.result(timeout=300) for life in lives]
     for (mine, metrics), (theirs, _) in zip(results, undisturbed, strict=True):
         assert metrics["incarnation"] == 1
         assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
@@ -133,7 +133,7 @@ def test_a_full_disk_under_the_spool_holds_learners_up_and_costs_nothing(
         until(is_said, "the syncer does not say that it has no room")
         until(lambda: "the syncer has no room yet, trying again" in caplog.text, "no learner says it")
         resource.prlimit(syncer.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        results = [each.result(timeout=60) for each in lives]
+        results = [each.result(timeout=300) for each in lives]
         until(lambda: fetch_status(syncer.address, run=RUN)["waits_for"] is None, "it still says that it has no room")
         status: dict[str, Any] = fetch_status(syncer.address, run=RUN)
     assert [metrics["incarnation"] for _, metrics in results] == [1, 1]
@@ -160,7 +160,7 @@ def test_a_killed_learner_is_given_up_and_comes_back(kill_at: int, tmp_path: Pat
             _until_stopped, pool.connect(syncer.address, learner="survivor", initialise=True), keep_going
         )
         victim = start_module("tests.syncer.runs", syncer.address, str(kill_at))
-        victim.join(timeout=60)
+        victim.join(timeout=300)
         exitcode = victim.exitcode
         victim.kill()  # where it is late, nothing else ends it
         assert exitcode == -signal.SIGKILL
@@ -173,7 +173,7 @@ def test_a_killed_learner_is_given_up_and_comes_back(kill_at: int, tmp_path: Pat
         assert metrics["incarnation"] == 2
         assert metrics["merges"] > 0
         stop.set()
-        first.result(timeout=60)
+        first.result(timeout=300)
         syncer.driver.drain()
         status: dict[str, Any] = fetch_status(syncer.address, run=RUN)
         for fragment in status["fragments"]:
@@ -226,5 +226,5 @@ def test_a_second_process_with_the_same_name_replaces_the_first(tmp_path: Path) 
         second = Raw(syncer.address, "twin")
         second.join()
         with pytest.raises(errors.StaleIncarnationError, match="its own name"):
-            first.result(timeout=60)
+            first.result(timeout=300)
         second.connection.close()

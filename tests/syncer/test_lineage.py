@@ -24,7 +24,7 @@ from diloco.store.records import DATABASE, epochs_of
 from diloco.store.targets import open_target
 from diloco.syncer.server import Options, Syncer
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(900)
 
 GIVEN = diloco.Method.from_dict(method(at_least=2, codec="e3m0").to_dict())
 
@@ -83,7 +83,7 @@ def test_an_older_copy_of_the_state_is_refused_and_the_newest_goes_on_with_the_s
             assert all(not life.done() for life in run.lives)
             assert older.driver.ask(lambda driver: driver.state.versions) < newest
         with serve(state, port):
-            results = [life.result(timeout=60) for life in run.lives]
+            results = [life.result(timeout=300) for life in run.lives]
     for (mine, metrics), (theirs, _) in zip(results, undisturbed, strict=True):
         assert metrics["incarnation"] == 1
         assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
@@ -184,7 +184,7 @@ def test_learners_that_all_wait_for_each_other_go_on_from_where_the_run_went_bac
         with serve(tmp_path / "restored", port) as syncer:
             assert syncer_versions(tmp_path / "restored") < newest
             run.go[1].set()
-            learners = [life.result(timeout=60) for life in run.lives]
+            learners = [life.result(timeout=300) for life in run.lives]
     assert [learner.metrics()["incarnation"] for learner in learners] == [2, 2]
     assert [learner.steps for learner in learners] == [steps, steps]
 
@@ -221,7 +221,7 @@ def test_a_learner_that_goes_on_from_a_checkpoint_joins_no_older_copy_of_the_run
             assert older.driver.ask(lambda driver: driver.core.accounting.accounts["a"].incarnation) == 1
             assert exchange.num_bytes["joins"] == 0
         with Syncer(RUN, given, Options(f"127.0.0.1:{port}", state)):
-            with coming.result(timeout=60) as learner:
+            with coming.result(timeout=300) as learner:
                 assert learner.load_state_dict(saved[-1])
                 assert exchange.num_bytes["joins"] > 0
                 assert learner.state_dict()["lineage"]["epoch"] == 4

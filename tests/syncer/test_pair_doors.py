@@ -113,17 +113,17 @@ def test_one_certificate_of_a_standby_holds_one_place(callers: dict[str, Raw], s
     for each in threads:
         each.start()
     for _ in threads[1:]:  # each but one is ended by another one
-        assert isinstance(ended.get(timeout=60), errors.UnreachableError)
+        assert isinstance(ended.get(timeout=300), errors.UnreachableError)
     hello = pb.FollowHello(run=RUN, boot=5).SerializeToString()
     goes_on: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
     goes_on.put(hello)
     stream = callers["second"].connection.follow("standby", iter(goes_on.get, None))
     assert next(stream)
-    ended.get(timeout=60)
+    ended.get(timeout=300)
     for _ in range(2):  # each is ended by the next, and what was let in is not
         threads.append(threading.Thread(target=follow))
         threads[-1].start()
-    ended.get(timeout=60)
+    ended.get(timeout=300)
     assert next(stream)
     for _ in threads:
         says_nothing.put(None)

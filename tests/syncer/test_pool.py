@@ -32,7 +32,7 @@ class Pair:
         self._syncer, self._has_begun = syncer, threading.Event()
         with ThreadPoolExecutor(2) as pool:
             first = pool.submit(self._life, 0, hold_at, learner="first", initialise=True)
-            assert self._has_begun.wait(timeout=30)
+            assert self._has_begun.wait(timeout=300)
             second = pool.submit(self._life, 1, 1, learner="second", initialise=False)
         self.first, self.second = first.result(), second.result()
 

@@ -75,7 +75,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for index in range(2)
         ]  # fmt: skip
         for life in lives:
-            life.result(timeout=90)
+            life.result(timeout=300)
     return directory / "state"
 
 

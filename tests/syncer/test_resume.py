@@ -16,7 +16,7 @@ import diloco
 from diloco import Learner
 from diloco.core.quorum import AllLive
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(900)
 
 T = 5  # in the middle of a round; with an overlap of 2 and more, answers are on their way
 BOTH = AllLive(at_least=2)

@@ -119,7 +119,7 @@ with start(Path({str(tmp_path)!r}), method()) as syncer:
     raw.push(ONES)
     syncer.wait(threading.Event())
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 1
     assert "ZeroDivisionError: a defect of a merge" in done.stderr
     assert "a job of the syncer failed" in done.stderr

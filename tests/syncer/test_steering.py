@@ -122,7 +122,7 @@ def test_learners_stand_still_while_the_run_is_paused_also_over_a_restart(tmp_pa
                 until(learners.goes_on(name), f"{name} stands still")
             assert admin(syncer, "end") == 0
             for life in learners.lives.values():
-                life.result(timeout=30)
+                life.result(timeout=300)
 
 
 def _options(tmp_path: Path, port: int) -> Any:
@@ -140,7 +140,7 @@ def test_learners_leave_a_run_that_is_ended_and_none_joins_it(tmp_path: Path) ->
         learners = Learners(syncer, pool, "a", "b")
         assert admin(syncer, "end", "--reason", "the paper is out") == 0
         for life in learners.lives.values():
-            life.result(timeout=30)
+            life.result(timeout=300)
         until(lambda: status_of(syncer)["learners"] == {}, "a learner does not leave")
         accounts = syncer.driver.ask(lambda driver: driver.core.accounting.accounts)
         assert {ledger.pending for account in accounts.values() for ledger in account.ledgers} == {0}
@@ -158,11 +158,11 @@ def test_an_evicted_learner_comes_back_and_a_banned_one_leaves(tmp_path: Path) -
         until(lambda: status_of(syncer)["learners"].get("b", {}).get("incarnation") == 2, "b does not come back")
         until(learners.goes_on("b"), "b stands still")
         assert admin(syncer, "evict", "b", "--ban", "--reason", "it is stolen") == 0
-        learners.lives["b"].result(timeout=30)
+        learners.lives["b"].result(timeout=300)
         until(learners.goes_on("a"), "a stands still")
         assert set(status_of(syncer)["learners"]) == {"a"}
         assert admin(syncer, "drain", "a") == 0
-        learners.lives["a"].result(timeout=30)
+        learners.lives["a"].result(timeout=300)
         assert admin(syncer, "admit", "b") == 0
         Raw(syncer.address, "b").join(after=0)
 

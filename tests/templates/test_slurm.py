@@ -26,7 +26,7 @@ LACKING = [name for name in PROGRAMS if shutil.which(name, path=f"{os.environ['P
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(280),  # ranks that import torch, twice
+    pytest.mark.timeout(900),  # ranks that import torch, twice
     pytest.mark.skipif(bool(LACKING), reason=f"Slurm is not installed (no {', '.join(LACKING)}): apt-get install "
                        "slurmctld slurmd slurm-client munge"),
     pytest.mark.skipif(os.geteuid() != 0, reason="Slurm's node daemon runs jobs as other users, so it needs root"),
@@ -157,11 +157,11 @@ def cluster(directory: Path) -> Iterator[Mapping[str, str]]:
         for daemon in reversed(running):
             daemon.send_signal(signal.SIGTERM)
         for daemon in running:
-            daemon.wait(timeout=30)
+            daemon.wait(timeout=300)
 
 
 def run(environment: Mapping[str, str], *command: str, cwd: Path | None = None, check: bool = True) -> str:
-    done = subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0 or not check, done.stderr
     return done.stdout.strip()
 

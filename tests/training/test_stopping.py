@@ -254,7 +254,7 @@ def rank_of(torchrun: int, rank: int) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("to", ["torchrun", "rank 1"])
 def test_a_signal_ends_blocked_ranks(to: str, tiny: Tiny, tmp_path: Path) -> None:
     """Only one of them may hear it: torch blocks that one until rank 0 has been asked."""

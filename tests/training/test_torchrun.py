@@ -37,7 +37,7 @@ from diloco.training.pretrained import checkpoint_state
 from diloco.training.schedule import schedule_factor
 from diloco.training.spec import LearnerSpec, StopRequest, Summary
 
-pytestmark = pytest.mark.timeout(240)  # each test includes processes that import torch
+pytestmark = pytest.mark.timeout(900)  # each test includes processes that import torch
 Tiny = Callable[..., RunConfig]
 DILOCO_6 = "method={preset='DiLoCo', sync_every=6, quorum={type='AllLive', at_least=2}}"
 
@@ -60,7 +60,7 @@ def torchrun(config: RunConfig, directory: Path, *arguments: str) -> Iterator[su
 
 
 def finish(process: subprocess.Popen[str]) -> str:
-    out, err = process.communicate(timeout=200)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     return out
 
@@ -91,7 +91,7 @@ def test_two_ranks_take_the_steps_of_one_are_stopped_together_and_resumed_by_one
         while " step " not in process.stdout.readline():
             assert process.poll() is None
         process.send_signal(signal.SIGTERM)  # torchrun passes it on to the ranks, at different moments of theirs
-        process.communicate(timeout=200)
+        process.communicate(timeout=300)
     (checkpoint,) = list_checkpoints(config.dir / "baseline" / "checkpoints")
     step = load_checkpoint(checkpoint)["step"]
     assert 0 < step < 100

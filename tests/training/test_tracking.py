@@ -31,7 +31,7 @@ def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)  # three processes begin by importing torch
+@pytest.mark.timeout(900)  # three processes begin by importing torch
 @pytest.mark.filterwarnings("ignore")  # TensorBoard's own
 def test_a_run_is_tracked_at_both_ends(tiny: Callable[..., RunConfig], tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
