@@ -252,7 +252,7 @@ def test_gradients_cross_ranks_once_a_step_and_what_is_left_alone_stays(tiny: Ti
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--collective"], "--collective is for the ranks of a torchrun"),
+        (["--collective"], "--collective needs torchrun"),
         (["--collective", "--alone"], "drop the other options"),
         (["--collective", "--shard", "0"], "drop the other options"),
     ],
