@@ -73,5 +73,5 @@ def test_a_snapshot_names_no_file_outside_of_its_folder() -> None:
     snapshot = SNAPSHOT.load(parts[place])
     snapshot["versions"][0]["file"] = "../../written"
     parts[place] = SNAPSHOT.dump(snapshot)
-    with pytest.raises(StoreError, match="names files that no snapshot has"):
+    with pytest.raises(StoreError, match="a file or column has an invalid name"):
         target.read(joined(parts))
