@@ -30,7 +30,6 @@ def test_valid_inputs_are_read(target: Target) -> None:
     assert all(examine(target, seed) for seed in target.seeds)
 
 
-@pytest.mark.slow
 def test_inputs_that_once_broke_it(target: Target) -> None:
     for path in sorted((CORPUS / target.name).glob("*")):
         examine(target, path.read_bytes())
