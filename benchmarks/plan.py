@@ -42,7 +42,7 @@ answered_s = time.thread_time()
 print(imported_s - started_s, answered_s - imported_s)
 """
 
-_MODULES = ("advice", "conventions", "goodput", "workload", "question", "scaling_laws", "site", "training_time")
+_MODULES = ("advice", "published_tables", "goodput", "workload", "bandwidth", "scaling_laws", "site", "training_time")
 
 
 def run(quick: bool) -> list[dict[str, Any]]:

@@ -313,7 +313,7 @@ def test_a_defect_in_what_watches_stops_no_decision(tmp_path: Path, caplog: pyte
         until(lambda: "silent" not in driver.ask(lambda it: it.status())["learners"], "it is not given up")
         driver.raise_failure()
         driver.stop()
-    assert caplog.text.count("Journal.evicted failed; the run goes on without it") == 1
+    assert caplog.text.count("Journal.evicted failed; the run continues") == 1
 
 
 def test_measured_step_times_survive_a_restart(tmp_path: Path) -> None:
