@@ -19,7 +19,7 @@ from diloco.protocol.steering import Order
 from diloco.report.drawing import BLUE, GREEN, RED, Axis, Bars, Line, Picture, Span, bars, lines, timeline
 from diloco.report.frame import frozen_page, write_drawings
 from diloco.report.page import read_run, write_page
-from diloco.syncer.keys.callers import Caller
+from diloco.syncer.keys.certificates import Caller
 from diloco.syncer.page.live_page import LivePage
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")

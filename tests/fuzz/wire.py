@@ -43,6 +43,7 @@ from diloco.exchange.wire.rpc import ERROR_KEY, from_rpc_error, path
 from diloco.protocol.contribution import CallForWork, Drained, Rejection
 from diloco.protocol.leases import Grant
 from diloco.protocol.lineage import Lineage
+from diloco.protocol.members import Claim
 from diloco.protocol.session import requests
 from diloco.protocol.succession import Witness
 
@@ -243,7 +244,7 @@ class LearnerUnderFire(grpc.GenericRpcHandler):  # type: ignore[misc]
         self._address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         self._server.start()
         self._connection = Connection(self._address)
-        self._receiver = Receiver(Dialler([self._connection]), layout(), PUSHED)
+        self._receiver = Receiver(Dialler([self._connection]), RUN, layout(), PUSHED)
 
     def service(self, details: Any) -> Any:
         """As gRPC calls it: a handler that answers any call."""
@@ -297,7 +298,7 @@ class LearnerUnderFire(grpc.GenericRpcHandler):  # type: ignore[misc]
         if name in UNARY:  # gRPC itself waits for the call's deadline where there is none, or a second one
             answer = [*answer, b""][:1]
         self._answers = {name.decode(errors="replace"): answer}
-        connection, who = self._connection, requests.Identity(RUN, "a", 1, 1)
+        connection, claim = self._connection, Claim("a", 1, 1)
         match name:
             case b"Describe":
                 described = connection.call("control", "Describe", pb.DescribeRequest(), pb.DescribeReply)
@@ -319,7 +320,7 @@ class LearnerUnderFire(grpc.GenericRpcHandler):  # type: ignore[misc]
                     standing_of(notice.welcome.standing if notice.HasField("welcome") else notice.standing)
             case b"Pull":
                 is_static = len(answer) > 1 and not any(b"momentum" in each for each in answer)
-                fetch = requests.Fetch(who, None if is_static else 0, -1, True, None, ())
+                fetch = requests.Fetch(claim, None if is_static else 0, -1, True)
                 self._receiver.fetch(fetch)
             case b"Push":
                 connection.upload("contributions", "Push", iter([b"header"]), pb.PushReply)

@@ -22,16 +22,15 @@ from diloco.protocol.contribution import (
 )
 from diloco.protocol.leases import Ask, DataSet, Grant
 from diloco.protocol.lineage import Lineage
-from diloco.protocol.members import Deadlines, Report
+from diloco.protocol.members import Claim, Deadlines, Report
 from diloco.protocol.session import requests
 from diloco.protocol.session.heartbeat import ANSWER_FLOOR_S, HEARTBEAT_S, SHORTEST_S
 from diloco.protocol.session.joining import AWAY_AFTER_S, GONE_TIMEOUT_S, LEAVE_TIMEOUT_S
 from diloco.protocol.session.lanes import FIRST_RETRY_S
-from diloco.protocol.session.requests import Identity
 from diloco.protocol.session.session_core import SessionCore
 from diloco.protocol.succession import Ballot, Proposal
 
-WHO = Identity("run", "a", process=7)
+WHO = Claim("a", process=7)
 STANDING = Standing(step=0, start_step=0, run_tokens=0, num_live=1, sync_every=None, versions=(0, 0))
 GONE = errors.UnreachableError("the syncer did not answer.")
 STALE = errors.StaleIncarnationError("incarnation 1 of learner 'a' is not part of the run any more.")
@@ -48,8 +47,8 @@ class Script:
         boot, standing: what the syncer answers with; each process begins an epoch.
     """
 
-    def __init__(self, **options: Any) -> None:
-        self.core = SessionCore(WHO, 2, **options)
+    def __init__(self, claim: Claim = WHO, **options: Any) -> None:
+        self.core = SessionCore("run", claim, 2, **options)
         self.now = 100.0
         self.open: dict[type, Any] = {}
         self.told: list[Any] = []
@@ -166,7 +165,7 @@ def test_a_learner_joins_fetches_listens_and_starts_from_where_it_was_welcome() 
     it.standing = replace(STANDING, step=12, start_step=8, run_tokens=70, versions=(3, 4))
     it.do(it.core.begin)
     it.answer(requests.Describe, it.core.described, it.lineage, initialised=True)
-    assert it.open[requests.Join] == requests.Join(WHO, seen=None)
+    assert it.open[requests.Join] == requests.Join(WHO)
     it.join()
     assert requests.Watch not in it.open, "it counts as live before it has the model"
     it.fetch(3, 4)
@@ -177,8 +176,8 @@ def test_a_learner_joins_fetches_listens_and_starts_from_where_it_was_welcome() 
     it.standing = replace(it.standing, step=13, start_step=13, num_live=2)
     it.until(requests.Beat)
     it.beat()
-    who = replace(WHO, incarnation=1)
-    assert it.told == [requests.TellStart(who, 8, True, (3, 4), 70, None)]
+    claim = replace(WHO, incarnation=1, seen=it.lineage, versions=(3, 4))
+    assert it.told == [requests.TellStart(claim, 8, True, 70, None)]
 
 
 def test_a_learner_that_a_round_of_others_waits_for_starts_at_once() -> None:
@@ -481,7 +480,7 @@ def test_versions_are_fetched_until_the_newest_is_here() -> None:
     it.notice(versions=(1, 1))  # delayed
     assert requests.Fetch not in it.open
     it.until(requests.Beat)
-    assert it.beat().versions == (2, 1)
+    assert it.beat().claim.versions == (2, 1)
 
 
 @pytest.mark.parametrize("kind", [errors.DigestError, errors.CorruptPayloadError])
@@ -639,7 +638,7 @@ def test_a_lease_is_asked_for_until_it_is_answered_and_told_once() -> None:
     it = Script().start()
     it.do(it.core.asked, 1, ASK)
     first = it.fail(requests.Lease)
-    assert (first.ask, first.who.incarnation, first.seen) == (ASK, 1, it.lineage)
+    assert (first.ask, first.claim.incarnation, first.claim.seen) == (ASK, 1, it.lineage)
     assert it.until(requests.Lease).ask == ASK
     it.answer(requests.Lease, it.core.leased, GRANT)
     assert it.take(Grant) == [GRANT]
@@ -661,7 +660,7 @@ def test_an_eviction_voids_the_request_for_a_lease_and_its_answer() -> None:
     it = Script().start()
     it.do(it.core.asked, 1, ASK)
     it.fail(requests.Lease, STALE)
-    assert it.until(requests.Join).who.incarnation == 1
+    assert it.until(requests.Join).claim.incarnation == 1
 
 
 def test_other_data_than_the_runs_ends_the_learner() -> None:
@@ -701,7 +700,7 @@ def test_an_evicted_learner_joins_again_and_what_it_said_is_void(told_by: str) -
     ):  # all that was under way fails too
         if kind in it.open:
             it.fail(kind, STALE)
-    assert it.until(requests.Join).who.incarnation == 1
+    assert it.until(requests.Join).claim.incarnation == 1
     it.join(2)
     it.do(it.core.report, 1, Report(step=10, tokens=50))
     it.offer(2, incarnation=1)
@@ -713,7 +712,7 @@ def test_an_evicted_learner_joins_again_and_what_it_said_is_void(told_by: str) -
     it.until(requests.Watch)
     it.welcome()
     [start] = [each for each in it.told if isinstance(each, requests.TellStart)]
-    assert (start.who.incarnation, start.step, start.versions) == (2, 10, (1, 0))
+    assert (start.claim.incarnation, start.step, start.claim.versions) == (2, 10, (1, 0))
     assert start.reason is not None
     assert requests.Push not in it.open
     mine = it.offer(1, incarnation=2)
@@ -740,14 +739,14 @@ def test_a_joiner_evicted_while_it_fetches_joins_again() -> None:
     it.join()
     it.answer(requests.Fetch, it.core.fetched, it.lineage, 3)
     it.fail(requests.Fetch, STALE)
-    assert it.open[requests.Join].who.incarnation == 1
+    assert it.open[requests.Join].claim.incarnation == 1
     it.join(2)
     it.fetch(4, 4)
     it.until(requests.Beat)
     it.beat()
     it.welcome()
     [start] = it.take(requests.TellStart)
-    assert (start.who.incarnation, start.versions, start.reason) == (2, (4, 4), None)
+    assert (start.claim.incarnation, start.claim.versions, start.reason) == (2, (4, 4), None)
 
 
 def test_a_replaced_learner_fails_and_stays_away() -> None:
@@ -790,7 +789,7 @@ def test_a_call_to_join_that_arrives_late_is_no_other_process() -> None:
     it.beat()
     it.welcome()
     it.do(it.core.evicted, it.open[requests.Watch], "replaced", replaced=True)
-    assert it.open[requests.Join].who.incarnation == 1
+    assert it.open[requests.Join].claim.incarnation == 1
     assert it.take(requests.Fail) == []
 
 
@@ -854,7 +853,7 @@ def test_an_evicted_learner_that_leaves_says_what_it_has_trained(phase: str) -> 
         it.do(it.core.report, 1, Report(step=10, tokens=50))
         it.do(it.core.leave)
     leave = it.open.pop(requests.Leave)
-    assert leave.who.incarnation == 0
+    assert leave.claim.incarnation == 0
     assert leave.report.all_tokens == (50 if phase == "joining" else 45)
     assert it.core.wake_at == math.inf
     it.do(it.core.failed, leave, STALE)
@@ -874,7 +873,7 @@ LATER = Lineage("run", epoch=3, boot=3)
 
 
 def test_a_learner_that_goes_on_from_a_checkpoint_joins_no_older_copy_of_the_run() -> None:
-    it = Script(seen=LATER)
+    it = Script(replace(WHO, seen=LATER))
     it.do(it.core.begin)
     for _ in range(2):
         it.answer(requests.Describe, it.core.described, it.lineage, initialised=True)
@@ -884,7 +883,7 @@ def test_a_learner_that_goes_on_from_a_checkpoint_joins_no_older_copy_of_the_run
     assert "epoch 1 of the run, which has been at epoch 3: an older copy of its state" in warned.text
     it.boot = 4
     it.answer(requests.Describe, it.core.described, it.lineage, initialised=True)
-    assert it.open[requests.Join].seen == LATER
+    assert it.open[requests.Join].claim.seen == LATER
     it.boot = 1  # the older copy is at the address again, and would give it a place
     it.join()
     assert requests.Fetch not in it.open
@@ -898,14 +897,14 @@ def test_a_learner_that_goes_on_from_a_checkpoint_joins_no_older_copy_of_the_run
 
 def test_a_learner_that_goes_on_from_a_checkpoint_follows_the_same_syncer_and_no_other_of_its_epoch() -> None:
     for boot, follows in ((3, True), (5, False)):
-        it = Script(seen=LATER)
+        it = Script(replace(WHO, seen=LATER))
         it.do(it.core.begin)
         it.answer(requests.Describe, it.core.described, replace(LATER, boot=boot), initialised=True)
         assert (requests.Join in it.open) == follows
 
 
 def test_a_learner_that_finds_only_an_older_copy_in_time_ends_with_that_sentence() -> None:
-    it = Script(seen=LATER, join_timeout_s=30.0)
+    it = Script(replace(WHO, seen=LATER), join_timeout_s=30.0)
     it.do(it.core.begin)
     while not (failed := [each for each in it.told if isinstance(each, requests.Fail)]):
         it.until(requests.Describe)
@@ -915,7 +914,7 @@ def test_a_learner_that_finds_only_an_older_copy_in_time_ends_with_that_sentence
 
 
 def test_a_learner_of_another_run_of_the_name_ends() -> None:
-    it = Script(seen=replace(LATER, run_id="other"))
+    it = Script(replace(WHO, seen=replace(LATER, run_id="other")))
     it.do(it.core.begin)
     it.answer(requests.Describe, it.core.described, it.lineage, initialised=True)
     [failed] = it.take(requests.Fail)
@@ -960,12 +959,12 @@ def test_a_finished_learner_tells_a_new_process_so_once_that_has_its_contributio
     assert it.beat().report.finished
     it.boot = 2
     it.until(requests.Beat)
-    before = it.beat().seen
+    before = it.beat().claim.seen
     assert before is not None
     assert before.boot == 1
     it.until(requests.Beat)
     beat = it.beat()
-    assert (beat.seen, beat.report.finished) == (it.lineage, False)
+    assert (beat.claim.seen, beat.report.finished) == (it.lineage, False)
     it.push()
     it.until(requests.Beat)
     assert it.beat().report.finished
@@ -1190,7 +1189,7 @@ def test_a_part_comes_from_a_syncer_that_can_be_followed_and_is_followed_from_th
     assert isinstance(it.core.distrusts(replace(it.lineage, epoch=0, boot=2)), errors.LineageError)
     it.notice(versions=(1, 0))
     fetch = it.open.pop(requests.Fetch)
-    assert (fetch.seen, fetch.versions) == (it.lineage, (0, 0))
+    assert (fetch.claim.seen, fetch.claim.versions) == (it.lineage, (0, 0))
     it.do(it.core.fetched, fetch, later, 1)
     assert it.core.seen == later
 
@@ -1198,9 +1197,9 @@ def test_a_part_comes_from_a_syncer_that_can_be_followed_and_is_followed_from_th
 def test_requests_say_which_syncer_was_followed_and_what_is_held() -> None:
     it = Script().start(versions=(3, 4))
     watch = it.open[requests.Watch]
-    assert (watch.seen, watch.versions) == (it.lineage, (3, 4))
+    assert (watch.claim.seen, watch.claim.versions) == (it.lineage, (3, 4))
     it.fail(requests.Watch, errors.StaleIncarnationError("version 4 is not part of it any more"))
-    assert it.until(requests.Join) == requests.Join(it.core.who, seen=it.lineage)
+    assert it.until(requests.Join) == requests.Join(Claim("a", 1, 7, it.lineage))
 
 
 # --- two syncers ------------------------------------------------------------------------------------------------------

@@ -138,7 +138,7 @@ class World:
             process.alone()
         if process.standing == "alone" and process.is_refused:
             disk.epoch = disk.base = process.next_epoch(0)
-            process.raised(disk.epoch)
+            process.entered(disk.epoch)
         if other.process is not None and self.passes(node.name, other.name):
             self.link(node, other)
 
@@ -416,7 +416,7 @@ def test_a_learner_that_has_promised_the_epoch_to_the_other_one_is_heard_also_wh
         it.tick(float(second))
     assert it.raises()
     assert it.next_epoch(0) == 6
-    it.raised(6)
+    it.entered(6)
     assert not it.is_refused
 
 

@@ -22,9 +22,9 @@ from diloco.protocol.in_flight import Send
 from diloco.protocol.learner import LearnerCore
 from diloco.protocol.leases import Grant
 from diloco.protocol.lineage import Lineage
-from diloco.protocol.members import Report
+from diloco.protocol.members import Claim, Report
 from diloco.protocol.session import requests
-from diloco.protocol.session.requests import Identity, TellStart
+from diloco.protocol.session.requests import TellStart
 from diloco.protocol.session.session_core import SessionCore
 from diloco.run.ports import InitialModel
 
@@ -59,12 +59,11 @@ class Process:
         self._incarnation = 0
         self._seen: Lineage | None = None
         self.wire = StormWire(storm, self, plan.latency_s[learner.index])
-        who = Identity("storm", self.name, number)
+        claim = Claim(self.name, process=number, seen=None if checkpoint is None else checkpoint["seen"])
         initialises = learner.index == 0 and not storm.has_model
         core = SessionCore(
-            who, len(plan.sizes), at_least=plan.method.quorum.at_least,
+            "storm", claim, len(plan.sizes), at_least=plan.method.quorum.at_least,
             reports_every_step=plan.method.quorum.reports_every_step, initialises=initialises,
-            seen=None if checkpoint is None else checkpoint["seen"],
             num_addresses=storm.num_addresses,
         )  # fmt: skip
         from tests.storms.world import StormClock
@@ -180,16 +179,16 @@ class Process:
 
     def _start(self, start: TellStart) -> None:
         held = [each for each in self.client.held if each is not None]
-        self._incarnation = start.who.incarnation
+        self._incarnation = start.claim.incarnation
         self._storm.began(self)
         for each in held:
             self._storm.ledger.held(self.name, each)
         self._tensors = StormTensors(self._storm.plan, self._learner.index, held)
         is_first = self.core is None
         if self.core is None:
-            self.core = LearnerCore(self._rules, start.versions, step=start.step)
+            self.core = LearnerCore(self._rules, start.claim.versions, step=start.step)
         else:
-            self.core.rejoined(start.versions, start.step, awaited=start.awaited)
+            self.core.rejoined(start.claim.versions, start.step, awaited=start.awaited)
             if self._reader is not None:
                 self._reader.queue.start_over()
         if is_first and self._checkpoint is not None:
@@ -204,9 +203,9 @@ class Process:
         newest = [work["version"] for work in checkpoint["core"]["fragments"]]
         for fragment, version in checkpoint["tensors"]["received"]:
             newest[fragment] = max(newest[fragment], version)
-        if tuple(newest) != start.versions:
+        if tuple(newest) != start.claim.versions:
             step = start.step if start.awaited else max(start.step, checkpoint["core"]["step"])
-            self.core.rejoined(start.versions, step, awaited=start.awaited)
+            self.core.rejoined(start.claim.versions, step, awaited=start.awaited)
             return
         self.core.load_state_dict(deepcopy(checkpoint["core"]))
         self.core.forget_in_flight(keep_work=False)

@@ -263,7 +263,7 @@ class PairStorm(Storm):
         """Whether no node can get a majority. A learner that has not heard that it has joined has no vote yet, and a
         node that is fenced asks for none."""
         alive = {
-            elector(learner.name, process.client.core.who.process)
+            elector(learner.name, process.client.core.claim.process)
             for learner in self.learners
             for process in learner.processes
             if process.is_alive and process.client.core.seen is not None

@@ -109,7 +109,7 @@ class StormWire:
         payload = self._storm.accounts.payload(call.contribution)
         try:
             driver = door.driver
-            upload = driver.begin_push(call.contribution, payload.numel(), boot=call.boot, process=call.who.process)
+            upload = driver.begin_push(call.contribution, payload.numel(), boot=call.boot, process=call.claim.process)
         except DilocoError:
             return
         upload.slot.payload = payload

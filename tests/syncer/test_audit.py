@@ -11,7 +11,7 @@ from diloco import events
 from diloco.errors import AuthError, CorruptPayloadError, NoRoomError, StaleIncarnationError
 from diloco.event_log import EventLog, read_events
 from diloco.syncer.door.audit import AGAIN_S, MAX_SENDERS, MAX_TEXT, Audit
-from diloco.syncer.keys.callers import UNKNOWN, Caller
+from diloco.syncer.keys.certificates import UNKNOWN, Caller
 from diloco.syncer.metrics import SyncerMetrics
 
 BAD = AuthError("the token is not one of this syncer's.")

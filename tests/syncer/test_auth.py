@@ -17,8 +17,7 @@ from diloco.errors import AuthError, ConfigError, UnreachableError
 from diloco.exchange.key_pair import hosts_of
 from diloco.exchange.wire.address import is_loopback, split_address
 from diloco.syncer.keys.auth import REVOKED, Authenticator, Revoked, check_binding, write_revoked
-from diloco.syncer.keys.callers import Caller, Role
-from diloco.syncer.keys.certificates import Authority, holder_of
+from diloco.syncer.keys.certificates import Authority, Caller, Role, holder_of
 from diloco.whole_files import read_secret, replace_secret, write_secret
 
 # roles

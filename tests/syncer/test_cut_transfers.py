@@ -31,9 +31,8 @@ from diloco.exchange.remote.transfers import Payload, Receiver, Sender
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import FIRST_BYTES, MAX_UNACKNOWLEDGED, bytes_of, frames
 from diloco.exchange.wire.incoming import start_of
-from diloco.protocol.members import Deadlines
+from diloco.protocol.members import Claim, Deadlines
 from diloco.protocol.session import requests
-from diloco.protocol.session.requests import Identity
 from diloco.syncer.server import Syncer
 
 T = TypeVar("T")
@@ -105,7 +104,7 @@ def without_a_word(link: Link) -> None:
 def test_a_push_goes_on_where_it_was_cut_off(how: Callable[[Link], None], tmp_path: Path) -> None:
     values = bytes_as_tensor(torch.randn(SIZE, generator=torch.Generator().manual_seed(1)))
     with behind(tmp_path, Cutter(2, how)) as (syncer, relay, raw), closing(Connection(relay.address)) as connection:
-        sender, header = Sender(Dialler([connection])), raw.header(values.numel())
+        sender, header = Sender(Dialler([connection]), RUN), raw.header(values.numel())
         payload = Payload(lambda: values)
         _, times = in_spite_of_cuts(lambda: sender.upload(header, payload))
         assert times  # the second cut may come while the first is told, or when all is there
@@ -124,7 +123,7 @@ def bytes_as_tensor(values: torch.Tensor) -> torch.Tensor:
 
 def test_a_pull_goes_on_where_it_was_cut_off(tmp_path: Path) -> None:
     with behind(tmp_path, Cutter(2)) as (_, relay, raw), closing(Connection(relay.address)) as connection:
-        receiver = Receiver(Dialler([connection]), raw.layout, method())
+        receiver = Receiver(Dialler([connection]), RUN, raw.layout, method())
         request = pb.PullRequest(
             run=RUN, learner=raw.name, incarnation=raw.incarnation, fragment=0, base=-1, joining=True
         )
@@ -145,10 +144,10 @@ def test_the_upload_of_the_model_goes_on_where_it_was_cut_off(how: Callable[[Lin
         thetas = [torch.randn(it.numel, generator=torch.Generator().manual_seed(1)) for it in wide().fragments]
         with closing(Connection(relay.address)) as connection:
             entry = Entry(
-                Dialler([connection]), wide(), Initial(0, 0, "test"), FlatModel(tuple(thetas), {}), model_parts,
+                Dialler([connection]), RUN, wide(), Initial(0, 0, "test"), FlatModel(tuple(thetas), {}), model_parts,
                 overlap=None, tokens_per_step=None,
             )  # fmt: skip
-            _, times = in_spite_of_cuts(lambda: entry.initialise(requests.Initialise(Identity(RUN, "raw", process=1))))
+            _, times = in_spite_of_cuts(lambda: entry.initialise(requests.Initialise(Claim("raw", process=1))))
         assert times  # the second cut may come while the first is told, or when all is there
         told = resumed(tmp_path)
         assert {what for what, _ in told} == {"joins"}
@@ -180,11 +179,11 @@ def test_another_model_does_not_go_on_with_what_is_here_of_one(tmp_path: Path) -
             raw.connection.upload("joins", "Initialise", first_chunks(), pb.InitialiseReply, heard=hear)
         zeros = FlatModel(tuple(torch.zeros(it.numel) for it in wide().fragments), {})
         entry = Entry(
-            Dialler([connection]), wide(), Initial(0, 0, "test"), zeros, model_parts, overlap=None,
+            Dialler([connection]), RUN, wide(), Initial(0, 0, "test"), zeros, model_parts, overlap=None,
             tokens_per_step=None,
         )  # fmt: skip
         entry._has_uploaded = True  # as if it had sent the ones
-        in_spite_of_cuts(lambda: entry.initialise(requests.Initialise(Identity(RUN, "raw", process=1))))
+        in_spite_of_cuts(lambda: entry.initialise(requests.Initialise(Claim("raw", process=1))))
         assert entry.resumed_bytes == 0
         held = syncer.driver.ask(lambda driver: [driver.state.model.held(index).theta for index in (0, 1)])
         assert not any(theta.any() for theta in held)
@@ -235,7 +234,10 @@ def test_a_transfer_in_which_nothing_moves_is_given_up_within_the_lost_deadline(
         heart = pool.submit(beats, raw, is_over)
         try:
             describe(Dialler([connection]), RUN, None)
-            sender, receiver = Sender(Dialler([connection])), Receiver(Dialler([connection]), raw.layout, method())
+            sender, receiver = (
+                Sender(Dialler([connection]), RUN),
+                Receiver(Dialler([connection]), RUN, raw.layout, method()),
+            )
             payload, header = Payload(lambda: torch.zeros(4 * SIZE, dtype=torch.uint8)), raw.header(4 * SIZE)
             request = pb.PullRequest(run=RUN, learner=raw.name, incarnation=raw.incarnation, fragment=0, base=-1)
 
@@ -268,7 +270,10 @@ def test_the_transfer_of_a_learner_that_is_gone_ends_with_it(up: bool, tmp_path:
         ThreadPoolExecutor(1) as pool,
         closing(Connection(relay.address)) as connection,
     ):
-        sender, receiver = Sender(Dialler([connection])), Receiver(Dialler([connection]), raw.layout, method())
+        sender, receiver = (
+            Sender(Dialler([connection]), RUN),
+            Receiver(Dialler([connection]), RUN, raw.layout, method()),
+        )
         payload, header = Payload(lambda: torch.zeros(4 * SIZE, dtype=torch.uint8)), raw.header(4 * SIZE)
         request = pb.PullRequest(run=RUN, learner=raw.name, incarnation=raw.incarnation, fragment=0, base=-1)
         lost = pool.submit(sender.upload, header, payload) if up else pool.submit(receiver.pull, request)
@@ -344,7 +349,7 @@ def test_what_is_here_has_other_bits_and_is_sent_again(tmp_path: Path) -> None:
             raw.join()
             cut_short(raw, bytes_as_tensor(torch.ones(SIZE)))
             values = bytes_as_tensor(torch.zeros(SIZE))
-            sender, payload, header = Sender(Dialler([connection])), Payload(lambda: values), raw.header(4 * SIZE)
+            sender, payload, header = Sender(Dialler([connection]), RUN), Payload(lambda: values), raw.header(4 * SIZE)
             payload.bytes()
             payload.boot = header.boot  # as if it had sent the ones
             sender.upload(header, payload)

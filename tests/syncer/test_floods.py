@@ -24,7 +24,7 @@ from diloco.exchange.wire.frames import frames
 from diloco.exchange.wire.rpc import SERVER_OPTIONS
 from diloco.syncer.door.admission import Limits, Shares
 from diloco.syncer.door.open_calls import CallDeadlines
-from diloco.syncer.keys.callers import UNKNOWN, Caller
+from diloco.syncer.keys.certificates import UNKNOWN, Caller
 from diloco.syncer.page.live_page import MOST_CONNECTIONS as MOST_PAGE_CONNECTIONS
 from diloco.syncer.ports import RESERVE, connections_for
 

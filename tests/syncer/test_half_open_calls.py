@@ -37,9 +37,8 @@ from diloco.exchange.wire.frames import (
     frames,
     read_header,
 )
-from diloco.protocol.members import Deadlines
+from diloco.protocol.members import Claim, Deadlines
 from diloco.protocol.session import requests
-from diloco.protocol.session.requests import Identity
 from diloco.run.uploads import KEPT_S
 from diloco.syncer.door.open_calls import CallDeadlines
 from diloco.syncer.door.receiving import IncomingModel
@@ -76,8 +75,8 @@ def status(syncers: Dialler) -> None:
 
 def join(syncers: Dialler) -> None:
     layout = make_layout(Net(), method().fragments)
-    entry = Entry(syncers, layout, None, None, model_parts, overlap=None, tokens_per_step=None)
-    entry.join(requests.Join(Identity(RUN, "a", process=1), seen=None))
+    entry = Entry(syncers, RUN, layout, None, None, model_parts, overlap=None, tokens_per_step=None)
+    entry.join(requests.Join(Claim("a", process=1)))
 
 
 def again(call: Callable[[], object]) -> None:

@@ -22,7 +22,7 @@ from diloco import events as ev
 from diloco.errors import AuthError, ConfigError, RunError
 from diloco.event_log import EventLog
 from diloco.protocol.steering import Order
-from diloco.syncer.keys.callers import Caller
+from diloco.syncer.keys.certificates import Caller
 from diloco.syncer.page.live_page import LINK_S, MAX_LINKS, MAX_SESSIONS, BrowserSession, LivePage, PageAccess
 
 

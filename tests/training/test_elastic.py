@@ -25,9 +25,9 @@ from diloco.syncer.server import Options, Syncer
 from diloco.training.checkpoint import list_checkpoints, load_checkpoint
 from diloco.training.loop import Trainer
 from diloco.training.model import build_model
+from diloco.training.optimizers import learning_rate
 from diloco.training.pretrained import checkpoint_state
 from diloco.training.progress import ProgressDisplay
-from diloco.training.schedule import learning_rate
 from diloco.training.spec import LearnerSpec, StopRequest, Summary
 
 Tiny = Callable[..., RunConfig]

@@ -18,8 +18,8 @@ from diloco.events import CheckpointUnusable, Event, RunStarted, Stepped
 from diloco.syncer.server import Options, Syncer
 from diloco.training.checkpoint import list_checkpoints, newest_usable, save_checkpoint
 from diloco.training.loop import Trainer
+from diloco.training.optimizers import learning_rate
 from diloco.training.progress import ProgressDisplay
-from diloco.training.schedule import learning_rate
 from diloco.training.spec import LearnerSpec, StopRequest, Summary
 
 Tiny = Callable[..., RunConfig]

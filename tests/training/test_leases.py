@@ -21,8 +21,7 @@ from diloco.events import Data, Merged
 from diloco.exchange.base import Exchange
 from diloco.exchange.remote import fetch_status
 from diloco.exchange.virtual.delivery import Fault
-from diloco.simulation.scenario import Scenario
-from diloco.simulation.virtual_run import simulate
+from diloco.simulation.virtual_run import Scenario, simulate
 from diloco.syncer.server import Options, Syncer
 from diloco.training.checkpoint import list_checkpoints
 from diloco.training.loop import Trainer

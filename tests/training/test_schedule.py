@@ -5,7 +5,8 @@ import math
 import pytest
 
 from diloco.config import ScheduleTable, parse_config
-from diloco.training.schedule import TokenEstimate, learning_rate, lr_factor
+from diloco.training.optimizers import learning_rate, lr_factor
+from diloco.training.state import TokenEstimate
 
 
 def test_warm_up_is_linear_from_the_first_step() -> None:

@@ -22,8 +22,7 @@ from diloco.planning.network import Network, Route
 from diloco.planning.recorded_run import read_recorded_run
 from diloco.protocol.steering import Pool
 from diloco.simulation.result import NO_LOSS, SimulationResult, pictures
-from diloco.simulation.scenario import Scenario, scenario_of_recorded_run
-from diloco.simulation.virtual_run import simulate
+from diloco.simulation.virtual_run import Scenario, scenario_of_recorded_run, simulate
 from diloco.training.loop import Trainer
 from diloco.training.spec import LearnerSpec
 

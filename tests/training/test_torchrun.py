@@ -32,9 +32,8 @@ from diloco.training.data.streams import Stream
 from diloco.training.inner import InnerStep
 from diloco.training.loop import Trainer
 from diloco.training.model import build_model
-from diloco.training.optimizers import make_optimizer, untrained_parameters
+from diloco.training.optimizers import make_optimizer, schedule_factor, untrained_parameters
 from diloco.training.pretrained import checkpoint_state
-from diloco.training.schedule import schedule_factor
 from diloco.training.spec import LearnerSpec, StopRequest, Summary
 
 pytestmark = pytest.mark.timeout(900)  # each test includes processes that import torch

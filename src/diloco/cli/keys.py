@@ -11,7 +11,7 @@ from diloco.cli._options import Json
 from diloco.errors import ConfigError
 
 if TYPE_CHECKING:
-    from diloco.syncer.keys.callers import Role
+    from diloco.syncer.keys.certificates import Role
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 

@@ -20,7 +20,7 @@ from diloco.report.frame import write_drawings
 
 if TYPE_CHECKING:
     from diloco.simulation.result import SimulationResult
-    from diloco.simulation.scenario import Scenario
+    from diloco.simulation.virtual_run import Scenario
 
 
 def command(
@@ -80,7 +80,7 @@ def _scenario(
         names = [f"learner-{shard}" for shard in range(config.run.learners)]
 
     def make() -> "Scenario":
-        from diloco.simulation.scenario import Scenario, scenario_of_recorded_run, scenario_of_site
+        from diloco.simulation.virtual_run import Scenario, scenario_of_recorded_run, scenario_of_site
 
         if recorded is not None:
             return scenario_of_recorded_run(recorded, None if site is None else site.network())

@@ -69,8 +69,8 @@ class StartingState:
     @classmethod
     def of(cls, start: TellStart, fragments: Sequence[GlobalFragment], static: Mapping[str, Tensor]) -> Self:
         """A session's start, with the model that was fetched for it."""
-        who = start.who
-        return cls(who.learner, who.incarnation, start.step, tuple(fragments), static, start.run_tokens, start.awaited)
+        claim, held = start.claim, tuple(fragments)
+        return cls(claim.learner, claim.incarnation, start.step, held, static, start.run_tokens, start.awaited)
 
     @property
     def versions(self) -> tuple[int, ...]:

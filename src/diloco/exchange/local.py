@@ -24,8 +24,8 @@ from diloco.exchange.virtual.run import RUN, VirtualRun
 from diloco.exchange.virtual.turns import Killed, StepSeconds, ThreadState
 from diloco.protocol.contribution import CallForWork, Contribution, Drained, Hold, Rejection
 from diloco.protocol.leases import Ask, Grant
-from diloco.protocol.members import Report
-from diloco.protocol.session.requests import Fail, Identity, TellStart
+from diloco.protocol.members import Claim, Report
+from diloco.protocol.session.requests import Fail, TellStart
 from diloco.protocol.session.session_core import SessionCore
 from diloco.protocol.steering import Pool
 from diloco.run.ports import InitialModel
@@ -180,7 +180,7 @@ class Local(Exchange):
         syncer = run.serve(name, method, layout)
         initialises = run.initialises(self._index, may_initialise=self.initialises)
         core = SessionCore(
-            Identity(RUN, name, run.next_process()), len(layout.fragments), at_least=method.quorum.at_least,
+            RUN, Claim(name, process=run.next_process()), len(layout.fragments), at_least=method.quorum.at_least,
             reports_every_step=True, initialises=initialises, heartbeat_s=math.inf, shortest_s=0.0,
         )  # fmt: skip
         model = initial() if initialises else None  # in this learner's turn

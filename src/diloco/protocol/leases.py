@@ -278,9 +278,8 @@ class Leases:
         if not units:
             return
         lease = self.leases.get((c.learner, c.incarnation)) or self._new()
-        mine = [it for it in open_ if _of(it, c.learner, c.incarnation) and it.fragment == c.fragment]
-        sent = [each for it in mine for each in (it.units, it.overwritten)]
-        free = minus(lease.units, union(lease.settled(c.fragment), *sent))
+        sent = _units_of(c.learner, c.incarnation, (it for it in open_ if it.fragment == c.fragment))
+        free = minus(lease.units, union(lease.settled(c.fragment), sent))
         if others := minus(units, free):
             raise PayloadError(
                 f"{c.learner!r} has work on unit {others[0][0]} and {count(others) - 1} other units of the data in "
@@ -322,8 +321,7 @@ class Leases:
             settled = common(settled, lease.settled(fragment))
         out = settled
         if lease.has_ended:
-            mine = [it for it in open_ if _of(it, learner, incarnation)]
-            out = minus(lease.units, union(*(each for it in mine for each in (it.units, it.overwritten))))
+            out = minus(lease.units, _units_of(learner, incarnation, open_))
         done = common(common(settled, out), union(*(by_fate.get(MERGED, ()) for by_fate in lease.fates)))
         back = minus(out, done)
         done_fates = lease.taken(done)
@@ -437,11 +435,6 @@ class Leases:
         """Continue from `saved`. Unmerged units of incarnations other than the `living` are returned."""
         if values is None:
             return
-        self._read(values)
-        for learner, incarnation in sorted(self.leases.keys() - set(living)):
-            self.ended(learner, incarnation, ())
-
-    def _read(self, values: Mapping[str, Any]) -> None:
         self.data = DataSet(*values["data"])
         self.before, self.frontier = values["before"], values["frontier"]
         self.returned = ranges_of(values["returned"])
@@ -450,6 +443,8 @@ class Leases:
         self.totals = [Totals(Counter(it["fates"]), it["merges"], it["repeated"]) for it in values["totals"]]
         self.num_returned, self.num_unclaimed = values["num_returned"], values["num_unclaimed"]
         self.num_lost, self.recent = values["num_lost"], RecentMerges.from_list(values["recent"])
+        for learner, incarnation in sorted(self.leases.keys() - set(living)):
+            self.ended(learner, incarnation, ())
 
 
 def gone_back(values: Mapping[str, Any] | None, versions: Sequence[int]) -> dict[str, Any] | None:
@@ -463,8 +458,10 @@ def gone_back(values: Mapping[str, Any] | None, versions: Sequence[int]) -> dict
     return leases.saved([], [])
 
 
-def _of(c: Contribution, learner: str, incarnation: int) -> bool:
-    return (c.learner, c.incarnation) == (learner, incarnation)
+def _units_of(learner: str, incarnation: int, contributions: Iterable[Contribution]) -> Ranges:
+    """The units in the contributions of one incarnation."""
+    mine = [c for c in contributions if (c.learner, c.incarnation) == (learner, incarnation)]
+    return union(*(units for c in mine for units in (c.units, c.overwritten)))
 
 
 def _described(data: DataSet | None) -> str:

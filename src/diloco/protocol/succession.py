@@ -204,16 +204,14 @@ class Succession:
     def paired(self, now: float, epoch: int) -> None:
         """Publish with the standby, which has every published version and has made this epoch, durable here, its base.
         The caller has made `is_paired` durable before."""
-        self.epoch = self.base = epoch
+        self.entered(epoch)
         self.standing, self.proposal, self._linked_at, self._serves = "paired", None, now, True
-        self.highest = max(self.highest, epoch)
 
     def synced(self, now: float, epoch: int) -> None:
         """Follow the first, which serves this epoch from now on and whose published versions this standby all has.
         Both are durable here."""
-        self.epoch = self.base = epoch
+        self.entered(epoch)
         self.standing, self.proposal, self._linked_at = "following", None, now
-        self.highest = max(self.highest, epoch)
 
     @property
     def acknowledges(self) -> bool:
@@ -284,17 +282,15 @@ class Succession:
     def promoted(self, epoch: int) -> None:
         """Serve the run alone by an operator's decision, regardless of promises. The epoch and that it is alone are
         durable."""
-        self.epoch = self.base = epoch
+        self.entered(epoch)
         self.standing, self.proposal, self._place, self._serves = "alone", None, "first", True
-        self.highest = max(self.highest, epoch)
 
     def lost(self) -> None:
         """Yield to the other syncer, which publishes alone in a later epoch, durable there."""
         self.standing, self.proposal = "fenced", None
 
-    def raised(self, epoch: int) -> None:
-        """Serve a later epoch, durable also as the base: a learner has promised the previous one to another syncer.
-        This first is alone."""
+    def entered(self, epoch: int) -> None:
+        """Record that this syncer serves or follows this epoch, which is durable, also as the base."""
         self.epoch = self.base = epoch
         self.highest = max(self.highest, epoch)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic
 
@@ -13,75 +12,9 @@ from diloco.run import validation
 from diloco.run.assembly import Assemblies, Assembly, Span
 from diloco.run.ports import S, SpoolPort
 
-# The received prefixes of contributions whose upload was cut off, so that the next upload resumes there.
-#
-# At most one per incarnation: a learner sends one contribution at a time. It is dropped when its incarnation ends,
-# sends another contribution, or does not resume in time, and all are dropped when room is needed.
-
 KEPT_S = 600.0
-"""How long a prefix is kept for its learner, which repeats an upload within seconds unless the link is down."""
-
-
-@dataclass(frozen=True)
-class Prefix(Generic[S]):
-    """The first `received` bytes of a payload of `num_bytes`, in its slot."""
-
-    contribution: Contribution
-    num_bytes: int
-    slot: S
-    received: int
-    cut_at_s: float
-
-
-class Prefixes(Generic[S]):
-    """The prefixes of all learners.
-
-    Arguments:
-        release: releases a slot.
-    """
-
-    def __init__(self, release: Callable[[S], None]) -> None:
-        self._release = release
-        self._kept: dict[tuple[str, int], Prefix[S]] = {}
-
-    def keep(self, prefix: Prefix[S]) -> None:
-        """The upload was cut off."""
-        self.drop(*_owner(prefix.contribution))
-        self._kept[_owner(prefix.contribution)] = prefix
-
-    def take(self, c: Contribution, num_bytes: int) -> Prefix[S] | None:
-        """The prefix of a contribution that is uploaded again; one of another contribution is dropped."""
-        kept = self._kept.get(_owner(c))
-        if kept is None or kept.contribution != c or kept.num_bytes != num_bytes:
-            self.drop(*_owner(c))
-            return None
-        return self._kept.pop(_owner(c))
-
-    def settled(self, c: Contribution) -> None:
-        """The contribution was completed by another upload."""
-        kept = self._kept.get(_owner(c))
-        if kept is not None and kept.contribution == c:
-            self.drop(*_owner(c))
-
-    def drop(self, learner: str, incarnation: int) -> None:
-        """Drop the prefix of an incarnation that has ended, or sends another contribution."""
-        if (kept := self._kept.pop((learner, incarnation), None)) is not None:
-            self._release(kept.slot)
-
-    def tick(self, now_s: float) -> None:
-        """Drop prefixes that were kept for too long."""
-        for owner in [owner for owner, kept in self._kept.items() if now_s - kept.cut_at_s >= KEPT_S]:
-            self.drop(*owner)
-
-    def make_room(self) -> None:
-        """Drop all prefixes: there is no room for new contributions."""
-        for owner in list(self._kept):
-            self.drop(*owner)
-
-
-def _owner(c: Contribution) -> tuple[str, int]:
-    return c.learner, c.incarnation
-
+"""How long the received prefix of a cut upload is kept for its learner, which repeats an upload within seconds unless
+the link is down."""
 
 MOST_MODELS = 2
 """Room for the uploads of one incarnation, as a multiple of contributions to all fragments: it sends one after the
@@ -115,8 +48,22 @@ class Upload(Generic[S]):
         return self.span if self.assembly is not None else (0, self.span[1] - self.span[0])
 
 
+@dataclass(frozen=True)
+class Prefix(Generic[S]):
+    """The first `received` bytes of a payload of `num_bytes`, in its slot: the next upload resumes there."""
+
+    contribution: Contribution
+    num_bytes: int
+    slot: S
+    received: int
+    cut_at_s: float
+
+
 class Uploads(Generic[S]):
     """The payloads of contributions, from the beginning of their uploads until their rounds are closed.
+
+    Of each incarnation at most one prefix is kept: a learner sends one contribution at a time. It is dropped when its
+    incarnation ends, sends another contribution, or does not resume in time, and all are dropped when room is needed.
 
     Attributes:
         assemblies: contributions that are being put together.
@@ -125,7 +72,7 @@ class Uploads(Generic[S]):
     def __init__(self, spool: SpoolPort[S]) -> None:
         self.assemblies: Assemblies[S] = Assemblies()
         self._spool = spool
-        self._prefixes: Prefixes[S] = Prefixes(self.release)
+        self._prefixes: dict[tuple[str, int], Prefix[S]] = {}  # by learner and incarnation
         self._open_bytes = Counter[tuple[str, int]]()
         self._owners: dict[int, tuple[tuple[str, int], int]] = {}  # of slots, by identity, and their bytes
         self._slots: dict[Contribution, S] = {}  # of accepted contributions
@@ -145,7 +92,7 @@ class Uploads(Generic[S]):
         """
         most_bytes = MOST_MODELS * model_bytes
         if span is None:
-            prefix = self._prefixes.take(c, num_bytes)
+            prefix = self._take_prefix(c, num_bytes)
             slot = self._allocate(c, num_bytes, most_bytes) if prefix is None else prefix.slot
             return Upload(c, num_bytes, slot, received=0 if prefix is None else prefix.received)
         validation.check_span(c, span, num_bytes)
@@ -161,7 +108,8 @@ class Uploads(Generic[S]):
         """An upload was cut off; the bytes received are kept if they may be needed."""
         c = upload.contribution
         if upload.span is None and received > 0 and is_wanted:
-            self._prefixes.keep(Prefix(c, upload.num_bytes, upload.slot, received, now_s))
+            self._drop_prefix(_owner(c))
+            self._prefixes[_owner(c)] = Prefix(c, upload.num_bytes, upload.slot, received, now_s)
         else:
             self._ended(upload, is_complete=False, received=received)
 
@@ -187,9 +135,11 @@ class Uploads(Generic[S]):
 
     def taken(self, upload: Upload[S]) -> None:
         """The contribution is accepted, and its payload waits for its round."""
+        c = upload.contribution
         self._forget(upload.slot)
-        self._slots[upload.contribution] = upload.slot
-        self._prefixes.settled(upload.contribution)
+        self._slots[c] = upload.slot
+        if (prefix := self._prefixes.get(_owner(c))) is not None and prefix.contribution == c:
+            self._drop_prefix(_owner(c))
 
     def take(self, c: Contribution) -> S:
         """The payload of an accepted contribution, whose round is closed now. The caller releases its slot."""
@@ -207,20 +157,34 @@ class Uploads(Generic[S]):
 
     def end(self, learner: str, incarnation: int) -> None:
         """An incarnation has ended: drop its incomplete payloads."""
-        self._prefixes.drop(learner, incarnation)
+        self._drop_prefix((learner, incarnation))
         for slot in self.assemblies.end(learner, incarnation):
             self.release(slot)
 
     def make_room(self) -> None:
-        """Drop the prefixes of cut uploads."""
-        self._prefixes.make_room()
+        """Drop all prefixes: there is no room for new contributions."""
+        for owner in list(self._prefixes):
+            self._drop_prefix(owner)
 
     def tick(self, now_s: float) -> None:
-        """Time has passed."""
-        self._prefixes.tick(now_s)
+        """Drop prefixes that were kept for too long."""
+        for owner in [owner for owner, prefix in self._prefixes.items() if now_s - prefix.cut_at_s >= KEPT_S]:
+            self._drop_prefix(owner)
+
+    def _take_prefix(self, c: Contribution, num_bytes: int) -> Prefix[S] | None:
+        """The prefix of a contribution that is uploaded again; one of another contribution is dropped."""
+        prefix = self._prefixes.get(_owner(c))
+        if prefix is None or prefix.contribution != c or prefix.num_bytes != num_bytes:
+            self._drop_prefix(_owner(c))
+            return None
+        return self._prefixes.pop(_owner(c))
+
+    def _drop_prefix(self, owner: tuple[str, int]) -> None:
+        if (prefix := self._prefixes.pop(owner, None)) is not None:
+            self.release(prefix.slot)
 
     def _allocate(self, c: Contribution, num_bytes: int, most_bytes: int) -> S:
-        owner = c.learner, c.incarnation
+        owner = _owner(c)
         open_bytes = self._open_bytes[owner]
         if open_bytes + num_bytes > most_bytes:
             raise BusyError(
@@ -237,3 +201,7 @@ class Uploads(Generic[S]):
         self._open_bytes[owner] -= num_bytes
         if not self._open_bytes[owner]:
             del self._open_bytes[owner]
+
+
+def _owner(c: Contribution) -> tuple[str, int]:
+    return c.learner, c.incarnation

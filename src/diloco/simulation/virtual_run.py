@@ -1,5 +1,4 @@
 """A simulated run: the real trainer, learners and syncer state machine, on a modelled network with modelled faults.
-faults.
 
 The learners of a run file train their model in this process, one at a time, in virtual time. An inner step takes the
 time of the site file (or of a recorded run), a transfer that of its links, everything else none; the result does not
@@ -10,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import nn
@@ -23,13 +23,15 @@ from diloco.core.presets import method_from_table
 from diloco.errors import ConfigError, DrainedError, ExchangeError
 from diloco.event_log import EventLog
 from diloco.exchange.local import Local, Lost, run_virtual
+from diloco.exchange.virtual.delivery import Fault
 from diloco.exchange.virtual.run import VirtualRun
 from diloco.learner import Learner
-from diloco.planning.recorded_run import SIMULATED
+from diloco.planning.network import Network
+from diloco.planning.recorded_run import SIMULATED, RecordedLearner
+from diloco.planning.site import Site
 from diloco.protocol.steering import Pool
 from diloco.report.drawing import Kind, Span
 from diloco.simulation.result import SimulationResult, read_losses
-from diloco.simulation.scenario import Scenario
 from diloco.syncer.journal import Journal
 from diloco.syncer.metrics import SyncerMetrics
 from diloco.training.checkpoint import latest_checkpoint
@@ -38,6 +40,45 @@ from diloco.training.learners import AnyLearner
 from diloco.training.loop import CHECKPOINTS, Trainer
 from diloco.training.progress import ProgressDisplay
 from diloco.training.spec import Clock, LearnerSpec, SharedInputs, Summary
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Step times, links, starts and faults of a simulated run.
+
+    Attributes:
+        step_s: seconds of a learner's n-th inner step at its own batch (learner index, n from 0).
+        network: the links; None: transfers are instantaneous.
+        faults: learners to kill, and times.
+        starts_s: start of each learner; None: all at 0.
+        warm_step_s: seconds of the n-th step of the warm start (n from 0), at the full batch; where it returns None,
+            the first step's seconds are scaled by the size of the full batch.
+    """
+
+    step_s: Callable[[int, int], float] = lambda *_: 1.0
+    network: Network | None = None
+    faults: Sequence[Fault] = ()
+    starts_s: Sequence[float] | None = None
+    warm_step_s: Callable[[int], float | None] = lambda _: None
+
+
+def scenario_of_site(site: Site, run: RunConfig) -> Scenario:
+    """Return the scenario of a site file. Random failures cover a hundred times the length of an undisturbed run."""
+    learners = site.learners()
+    horizon_s = 100.0 * run.schedule_steps * max(each.step_s for each in learners)
+    faults = [
+        Fault(outage.learner, outage.at_s, None if math.isinf(outage.back_s) else outage.back_s)
+        for outage in site.outages(horizon_s)
+    ]
+    return Scenario(lambda index, step: learners[index].step_seconds(step, run.run.seed), site.network(), faults)
+
+
+def scenario_of_recorded_run(recorded: Sequence[RecordedLearner], network: Network | None) -> Scenario:
+    """Return the scenario of a recorded run, over other links; None: instantaneous transfers."""
+    faults = [Fault(index, at_s, back_s) for index, each in enumerate(recorded) for at_s, back_s in each.absences]
+    starts_s = [each.start_s for each in recorded]
+    first = next((each for each in recorded if each.warm_step_times), recorded[0])
+    return Scenario(lambda index, step: recorded[index].step_s(step), network, faults, starts_s, first.warm_step_s)
 
 
 def simulate(

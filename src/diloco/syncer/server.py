@@ -35,7 +35,7 @@ from diloco.syncer.door.service import Service
 from diloco.syncer.hosting import HostedDriver
 from diloco.syncer.journal import Journal
 from diloco.syncer.keys.auth import Authenticator, check_binding
-from diloco.syncer.keys.callers import Caller
+from diloco.syncer.keys.certificates import Caller
 from diloco.syncer.keys.tls import server_credentials
 from diloco.syncer.metrics import SyncerMetrics
 from diloco.syncer.page.live_page import LivePage

@@ -16,10 +16,9 @@ from diloco.training.data.corpus import load_corpus
 from diloco.training.held_out import HeldOutEvaluator
 from diloco.training.learners import AnyLearner, Attach, attach_to_group
 from diloco.training.monitor import Monitor, fragment_versions
-from diloco.training.optimizers import describe_optimizer
+from diloco.training.optimizers import describe_optimizer, learning_rate
 from diloco.training.progress import ProgressDisplay
 from diloco.training.rank_group import RankGroup
-from diloco.training.schedule import learning_rate
 from diloco.training.spec import Clock, LearnerSpec, SharedInputs, StopRequest, Summary
 from diloco.training.state import TrainingState
 from diloco.whole_files import write_whole

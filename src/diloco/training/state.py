@@ -1,5 +1,6 @@
 """The training state of a learner: model, inner optimizer, data and exchange; its inner steps and checkpoints."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,49 @@ from diloco.training.data.streams import BatchStream, LeasedStream, Stream, Text
 from diloco.training.inner import InnerStep, StepResult
 from diloco.training.learners import AnyLearner, Attach, StandaloneLearner
 from diloco.training.model import build_model, load_state
-from diloco.training.optimizers import load_optimizer, make_optimizer, untrained_parameters
+from diloco.training.optimizers import load_optimizer, make_optimizer, schedule_factor, untrained_parameters
 from diloco.training.pretrained import global_model
 from diloco.training.rank_group import RankGroup, choose_device
-from diloco.training.schedule import TokenEstimate, schedule_factor
 from diloco.training.spec import Clock
 
 LEASE_STEPS = 16
 """Inner steps that a lease of data covers by default."""
+
+
+class TokenEstimate:
+    """Estimates the current tokens of the whole run from its last report and from this learner's tokens since.
+
+    A learner receives a report of the run's tokens about once a second. Between reports the other learners are assumed
+    to keep the pace of the last report: run(now) ≈ run(reported) + own(since) · Δrun / Δown. The estimate is exact
+    where every step brings a report.
+
+    Arguments:
+        own: tokens of this learner at the report.
+        reported: tokens of the run in the report.
+    """
+
+    def __init__(self, own: int, reported: int) -> None:
+        self._own = own
+        self._reported = reported
+        self._pace = 1.0
+
+    def now(self, own: int, reported: int) -> int:
+        """Tokens of the run now; `own` is this learner's count now, `reported` the run's in the newest report."""
+        if reported != self._reported:
+            if own > self._own:
+                # At least this learner's own pace: the tokens of a learner that leaves go with it, which would look
+                # like a negative pace.
+                self._pace = max(1.0, (reported - self._reported) / (own - self._own))
+            self._own, self._reported = own, reported
+        return reported + int((own - self._own) * self._pace)
+
+    def state_dict(self) -> dict[str, float]:
+        """The last report, this learner's tokens at it, and the pace."""
+        return {"own": self._own, "heard": self._reported, "pace": self._pace}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Continue from `state_dict`, where the run has not advanced since."""
+        self._own, self._reported, self._pace = int(state["own"]), int(state["heard"]), state["pace"]
 
 
 class TrainingState:

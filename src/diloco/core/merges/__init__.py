@@ -2,9 +2,9 @@
 
 from diloco.core.choices import Registry
 from diloco.core.merges.clipping import MedianNormClip
+from diloco.core.merges.decoding import Encoded, shard_of
 from diloco.core.merges.geometric_median import GeometricMedian
 from diloco.core.merges.heloco import HeLoCo
-from diloco.core.merges.inputs import Encoded, shard_of
 from diloco.core.merges.krum import MultiKrum
 from diloco.core.merges.mean import Mean
 from diloco.core.merges.medians import CoordinateMedian, TrimmedMean

@@ -15,8 +15,7 @@ from torch import Tensor
 from diloco.core.choices import Choice
 from diloco.core.codecs import Codec
 from diloco.core.layout import Placement
-from diloco.core.merges.decoding import Decoder
-from diloco.core.merges.inputs import Encoded
+from diloco.core.merges.decoding import Decoder, Encoded
 from diloco.errors import NonFiniteError
 
 

@@ -9,8 +9,7 @@ from statistics import median, pstdev
 from diloco.core.choices import Choice, Registry, positive
 from diloco.core.codecs import Codec
 from diloco.core.layout import Placement
-from diloco.core.merges.decoding import Decoder
-from diloco.core.merges.inputs import Encoded
+from diloco.core.merges.decoding import Decoder, Encoded
 from diloco.core.merges.measures import contribution_norms
 from diloco.errors import ConfigError
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from diloco.core.layout import Placement
-from diloco.core.merges.inputs import Encoded
+from diloco.core.merges.decoding import Encoded
 
 
 @dataclass(frozen=True)

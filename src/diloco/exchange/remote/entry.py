@@ -75,6 +75,7 @@ class Entry:
     """Initialises a run, and joins it.
 
     Arguments:
+        run: its name.
         initial: of the model, in the learner that initialises the run; else None.
         model: that model; its fragments may be this rank's shards.
         parts: returns the bytes of the model, fragment by fragment, and then those of its static tensors, which are
@@ -88,13 +89,13 @@ class Entry:
     """
 
     def __init__(
-        self, dialler: Dialler, layout: Layout, initial: Initial | None, model: FlatModel | None,
+        self, dialler: Dialler, run: str, layout: Layout, initial: Initial | None, model: FlatModel | None,
         parts: Callable[[FlatModel, memoryview], Iterator[memoryview]], *, overlap: int | None,
         tokens_per_step: int | None,
     ) -> None:  # fmt: skip
         self.num_bytes = self.resumed_bytes = 0
         self._parts, self._has_uploaded = parts, False
-        self._dialler, self._layout, self._initial, self._model = dialler, layout, initial, model
+        self._dialler, self._run, self._layout, self._initial, self._model = dialler, run, layout, initial, model
         self._overlap, self._tokens_per_step = overlap, tokens_per_step
 
     def initialise(self, call: requests.Initialise) -> None:
@@ -105,8 +106,8 @@ class Entry:
         static = memoryview(save(dict(model.static)))
         sizes = [*(4 * fragment.numel for fragment in self._layout.fragments), len(static)]
         header = pb.InitialiseHeader(
-            run=call.who.run,
-            learner=call.who.learner,
+            run=self._run,
+            learner=call.claim.learner,
             layout=json.dumps(self._layout.to_dict()),
             source=self._initial.source,
             step=self._initial.step,
@@ -127,15 +128,16 @@ class Entry:
 
     def join(self, call: requests.Join) -> pb.JoinReply:
         """Join as a new incarnation. Raises as `Connection.call`, and StaleIncarnationError, LayoutError."""
+        claim = call.claim
         request = pb.JoinRequest(
-            run=call.who.run,
-            learner=call.who.learner,
+            run=self._run,
+            learner=claim.learner,
             layout=json.dumps(self._layout.to_dict()),
-            process=call.who.process,
-            after=call.who.incarnation,
+            process=claim.process,
+            after=claim.incarnation,
             overlap=self._overlap,
             tokens_per_step=self._tokens_per_step or 0,
-            seen=lineage_message(call.seen),
+            seen=lineage_message(claim.seen),
         )
         return self._dialler.current.call("joins", "Join", request, pb.JoinReply)
 

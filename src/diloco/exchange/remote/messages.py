@@ -15,7 +15,7 @@ from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.protocol.contribution import Contribution, Standing, Verdict
 from diloco.protocol.leases import Grant
 from diloco.protocol.lineage import Lineage
-from diloco.protocol.members import Report
+from diloco.protocol.members import Claim, Report
 from diloco.protocol.session import requests
 from diloco.protocol.succession import Ballot, Proposal
 from diloco.protocol.units import Ranges
@@ -23,13 +23,13 @@ from diloco.protocol.units import Ranges
 OTHER_VERSION = "is the syncer of another version?"
 
 
-def push_header(push: requests.Push) -> pb.PushHeader:
+def push_header(run: str, push: requests.Push) -> pb.PushHeader:
     """The header of a contribution's payload, without the payload's size."""
     c: Contribution = push.contribution
     return pb.PushHeader(
-        run=push.who.run,
+        run=run,
         learner=c.learner,
-        process=push.who.process,
+        process=push.claim.process,
         incarnation=c.incarnation,
         fragment=c.fragment,
         number=c.number,
@@ -48,15 +48,10 @@ def push_header(push: requests.Push) -> pb.PushHeader:
     )
 
 
-def pull_request(fetch: requests.Fetch) -> pb.PullRequest:
+def pull_request(run: str, fetch: requests.Fetch) -> pb.PullRequest:
     """The request for a part of the model."""
-    who = fetch.who
     request = pb.PullRequest(
-        **_identity(who),
-        base=fetch.base,
-        joining=fetch.joining,
-        seen=lineage_message(fetch.seen),
-        versions=[max(version, 0) for version in fetch.versions],
+        **_claimed(run, fetch.claim), base=fetch.base, joining=fetch.joining, versions=_versions(fetch.claim)
     )
     if fetch.fragment is None:
         request.static = True
@@ -65,27 +60,33 @@ def pull_request(fetch: requests.Fetch) -> pb.PullRequest:
     return request
 
 
-def heartbeat_request(beat: requests.Beat) -> pb.HeartbeatRequest:
+def heartbeat_request(run: str, beat: requests.Beat) -> pb.HeartbeatRequest:
     """The request of a heartbeat."""
-    who, report = beat.who, beat.report
+    report = beat.report
     return pb.HeartbeatRequest(
-        **_identity(who),
+        **_claimed(run, beat.claim),
         **_progress(report),
         steps=report.steps,
         step_s=report.step_s or 0.0,
         waiting=report.waiting,
         finished=report.finished,
         blocked_with=report.blocked_with,
-        versions=[max(version, 0) for version in beat.versions],
+        versions=_versions(beat.claim),
         confirmed=report.confirmed,
-        seen=lineage_message(beat.seen),
         promised=_ballot_message(beat.promised),
     )
 
 
-def _identity(who: requests.Identity) -> dict[str, Any]:
-    """The fields of a request that name the learner."""
-    return {"run": who.run, "learner": who.learner, "process": who.process, "incarnation": who.incarnation}
+def _claimed(run: str, claim: Claim) -> dict[str, Any]:
+    """The fields that all requests of a member have."""
+    return {
+        "run": run, "learner": claim.learner, "process": claim.process, "incarnation": claim.incarnation,
+        "seen": lineage_message(claim.seen),
+    }  # fmt: skip
+
+
+def _versions(claim: Claim) -> list[int]:
+    return [max(version, 0) for version in claim.versions]
 
 
 def _progress(report: Report) -> dict[str, Any]:
@@ -97,13 +98,13 @@ def _progress(report: Report) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def vote_request(vote: requests.Vote) -> pb.VoteRequest:
+def vote_request(run: str, vote: requests.Vote) -> pb.VoteRequest:
     """The word of a learner to a syncer that does not serve the run."""
-    who, word = vote.who, vote.word
+    word = vote.word
     return pb.VoteRequest(
-        run=who.run,
-        learner=who.learner,
-        process=who.process,
+        run=run,
+        learner=vote.claim.learner,
+        process=vote.claim.process,
         seen=lineage_message(word.seen),
         promised=_ballot_message(word.promised),
         silent_s=word.silent_s,
@@ -122,11 +123,11 @@ def _ballot_message(ballot: Ballot | None) -> pb.Ballot | None:
     return None if ballot is None else pb.Ballot(epoch=ballot.epoch, boot=ballot.boot)
 
 
-def lease_request(lease: requests.Lease) -> pb.LeaseRequest:
+def lease_request(run: str, lease: requests.Lease) -> pb.LeaseRequest:
     """The request for units of data."""
-    who, ask = lease.who, lease.ask
+    ask = lease.ask
     return pb.LeaseRequest(
-        **_identity(who),
+        **_claimed(run, lease.claim),
         number=ask.number,
         num_units=ask.num_units,
         data_units=ask.data.num_units,
@@ -134,7 +135,6 @@ def lease_request(lease: requests.Lease) -> pb.LeaseRequest:
         data_digest=ask.data.digest,
         unit_tokens=ask.data.unit_tokens,
         claim=[pb.UnitSet(ranges=_units(units)) for units in ask.claim],
-        seen=lineage_message(lease.seen),
     )
 
 
@@ -148,14 +148,9 @@ def _units(units: Ranges) -> list[pb.Units]:
     return [pb.Units(first=first, stop=stop) for first, stop in units]
 
 
-def watch_request(watch: requests.Watch) -> pb.WatchRequest:
+def watch_request(run: str, watch: requests.Watch) -> pb.WatchRequest:
     """The request for a stream of notices."""
-    who = watch.who
-    return pb.WatchRequest(
-        **_identity(who),
-        seen=lineage_message(watch.seen),
-        versions=[max(version, 0) for version in watch.versions],
-    )
+    return pb.WatchRequest(**_claimed(run, watch.claim), versions=_versions(watch.claim))
 
 
 def lineage_message(seen: Lineage | None) -> pb.Lineage | None:
@@ -182,9 +177,9 @@ def lineage_of(message: pb.Lineage) -> Lineage:
     return Lineage(message.run_id, message.epoch, message.boot)
 
 
-def leave_request(leave: requests.Leave) -> pb.LeaveRequest:
+def leave_request(run: str, leave: requests.Leave) -> pb.LeaveRequest:
     """The request to leave the run."""
-    return pb.LeaveRequest(**_identity(leave.who), **_progress(leave.report), seen=lineage_message(leave.seen))
+    return pb.LeaveRequest(**_claimed(run, leave.claim), **_progress(leave.report))
 
 
 def standing_of(message: pb.Standing) -> Standing:

@@ -37,9 +37,8 @@ from diloco.exchange.remote.transfers import Receiver, Sender
 from diloco.protocol.contribution import Contribution
 from diloco.protocol.leases import Ask
 from diloco.protocol.lineage import Lineage
-from diloco.protocol.members import Report
+from diloco.protocol.members import Claim, Report
 from diloco.protocol.session.joining import LEAVE_TIMEOUT_S
-from diloco.protocol.session.requests import Identity
 from diloco.protocol.session.session_core import SessionCore
 
 STOPPED_TIMEOUT_S = 0.2
@@ -126,8 +125,7 @@ class Remote(ShardedExchange):
     ) -> None:
         self._tokens_per_step = tokens_per_step
         self._dialler, self._initial, self._join_timeout_s = dialler, initial, join_timeout_s
-        self._seen = seen  # the lineage in the checkpoint
-        self._who = Identity(run, learner, process=secrets.randbits(64))
+        self._run, self._claim = run, Claim(learner, process=secrets.randbits(64), seen=seen)
         self._incarnation = 0  # as which the training thread reports
         self._session: Session | None = None
         self._lanes: CommandLanes | None = None  # of a learner of several ranks
@@ -138,7 +136,7 @@ class Remote(ShardedExchange):
     # --- joining ------------------------------------------------------------------------------------------------------
 
     def method(self, given: Method | None) -> Method:
-        run = self._who.run
+        run = self._run
         with self._stoppable():
             method = method_of(describe(self._dialler, run, self._join_timeout_s))
         if given is not None and (difference := given.difference(method)):
@@ -152,24 +150,25 @@ class Remote(ShardedExchange):
         self, layout: Layout, method: Method, initial: Callable[[], FlatModel], *, overlap: int | None = None
     ) -> StartingState:
         core = SessionCore(
-            self._who,
+            self._run,
+            self._claim,
             len(layout.fragments),
             at_least=method.quorum.at_least,
             reports_every_step=method.quorum.reports_every_step,
             initialises=self._initial is not None,
             join_timeout_s=self._join_timeout_s,
             num_addresses=self._dialler.num_addresses,
-            seen=self._seen,
         )
         model, dialler, lanes = None if self._initial is None else initial(), self._dialler, self._lanes
-        sender, receiver, parts = Sender(dialler), Receiver(dialler, layout, method), model_parts
+        run = self._run
+        sender, receiver, parts = Sender(dialler, run), Receiver(dialler, run, layout, method), model_parts
         if lanes is not None:
             spans, shards = divided(layout, method, lanes)
-            sender = LeadingSender(dialler, spans, lanes.send)
-            receiver = LeadingReceiver(dialler, layout, method, shards, lanes.receive)
+            sender = LeadingSender(dialler, run, spans, lanes.send)
+            receiver = LeadingReceiver(dialler, run, layout, method, shards, lanes.receive)
             parts = partial(sharded_parts, lanes=lanes)
         entry = Entry(
-            dialler, layout, self._initial, model, parts, overlap=overlap, tokens_per_step=self._tokens_per_step
+            dialler, run, layout, self._initial, model, parts, overlap=overlap, tokens_per_step=self._tokens_per_step
         )
         self._session = Session(core, dialler, entry, sender, receiver)
         self._session.begin()
@@ -190,7 +189,7 @@ class Remote(ShardedExchange):
     def follow(self, layout: Layout, method: Method, initial: Callable[[], FlatModel]) -> None:
         assert self._lanes is not None
         model = None if self._initial is None else initial()
-        self._follower = Follower(self._dialler, layout, method, self._lanes, model)
+        self._follower = Follower(self._dialler, self._run, layout, method, self._lanes, model)
 
     def fetched(self, fragment: int, version: int, incarnation: int | None = None) -> AppliedUpdate:
         assert self._follower is not None

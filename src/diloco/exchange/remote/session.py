@@ -181,7 +181,7 @@ class Session:
         core = self.core
         match call:
             case requests.Describe():
-                description = self._ask(call, "Describe", pb.DescribeRequest(run=core.who.run), pb.DescribeReply)
+                description = self._ask(call, "Describe", pb.DescribeRequest(run=core.run), pb.DescribeReply)
                 lineage = messages.lineage_of(description.lineage)
                 return partial(core.described, describe=call, lineage=lineage, initialised=description.initialised)
             case requests.Initialise():
@@ -197,21 +197,21 @@ class Session:
                 self.sender.push(call)
                 return partial(core.pushed, push=call)
             case requests.Beat():
-                beaten = self._ask(call, "Heartbeat", messages.heartbeat_request(call), pb.HeartbeatReply)
+                beaten = self._ask(call, "Heartbeat", messages.heartbeat_request(core.run, call), pb.HeartbeatReply)
                 lineage, standing = messages.lineage_of(beaten.lineage), messages.standing_of(beaten.standing)
                 proposal = messages.proposal_of(beaten)
                 return partial(core.beaten, beat=call, lineage=lineage, standing=standing, proposal=proposal)
             case requests.Vote():
-                voted = self._ask(call, "Vote", messages.vote_request(call), pb.VoteReply)
+                voted = self._ask(call, "Vote", messages.vote_request(core.run, call), pb.VoteReply)
                 return partial(core.voted, vote=call, serves=voted.serves, proposal=messages.proposal_of(voted))
             case requests.Lease():
-                leased = self._ask(call, "Lease", messages.lease_request(call), pb.LeaseReply)
+                leased = self._ask(call, "Lease", messages.lease_request(core.run, call), pb.LeaseReply)
                 return partial(core.leased, lease=call, grant=messages.grant_of(call.ask.number, leased))
             case requests.Watch():
                 self._listen(call)
                 return partial(core.ended, watch=call)
             case requests.Leave():
-                self._ask(call, "Leave", messages.leave_request(call), pb.LeaveReply)
+                self._ask(call, "Leave", messages.leave_request(core.run, call), pb.LeaveReply)
                 return core.left
 
     def _ask(self, call: UnaryCall, method: str, request: Message, kind: type[R]) -> R:
@@ -230,7 +230,7 @@ class Session:
         """Receive the notices of a stream until it ends."""
         core, lineage = self.core, Lineage("", 0, 0)
         connection, channel = self._dialler.control(watch.connection), _control(watch.connection)
-        for notice in connection.watch(channel, messages.watch_request(watch)):
+        for notice in connection.watch(channel, messages.watch_request(core.run, watch)):
             match notice.WhichOneof("what"):
                 case "welcome":
                     welcome = notice.welcome

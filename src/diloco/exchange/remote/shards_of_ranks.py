@@ -125,8 +125,8 @@ class FetchedShards:
 class LeadingSender(Sender):
     """On rank 0: has all ranks send their shards."""
 
-    def __init__(self, dialler: Dialler, spans: Sequence[tuple[slice, int]], lane: CommandLane) -> None:
-        super().__init__(dialler, spans)
+    def __init__(self, dialler: Dialler, run: str, spans: Sequence[tuple[slice, int]], lane: CommandLane) -> None:
+        super().__init__(dialler, run, spans)
         self._lane = lane
         self._dropped: list[Key] = []
         self._was_refused = False
@@ -136,7 +136,7 @@ class LeadingSender(Sender):
         self._dropped.append(key)
 
     def push(self, call: requests.Push) -> None:
-        header = push_header(call)
+        header = push_header(self._run, call)
         if (payload := self.kept(key_of(call.contribution))) is None:
             return
         again, self._was_refused = self._was_refused, False
@@ -158,13 +158,13 @@ class LeadingReceiver(Receiver):
     """On rank 0: has all ranks fetch their shards."""
 
     def __init__(
-        self, dialler: Dialler, layout: Layout, method: Method, shards: Sequence[Segments], lane: CommandLane
+        self, dialler: Dialler, run: str, layout: Layout, method: Method, shards: Sequence[Segments], lane: CommandLane
     ) -> None:
-        super().__init__(dialler, layout, method, shards)
+        super().__init__(dialler, run, layout, method, shards)
         self._lane = lane
 
     def fetch(self, call: requests.Fetch) -> FetchResult:
-        request = pull_request(call)
+        request = pull_request(self._run, call)
         if request.static:
             return self.pull(request)
         command = {"pull": request.SerializeToString().hex(), "at": self._dialler.place}
@@ -185,11 +185,11 @@ class Follower:
     """
 
     def __init__(
-        self, dialler: Dialler, layout: Layout, method: Method, lanes: CommandLanes, model: FlatModel | None
+        self, dialler: Dialler, run: str, layout: Layout, method: Method, lanes: CommandLanes, model: FlatModel | None
     ) -> None:
         spans, shards = divided(layout, method, lanes)
-        self.sender, self.fetched = Sender(dialler, spans), FetchedShards()
-        self.receiver = Receiver(dialler, layout, method, shards)
+        self.sender, self.fetched = Sender(dialler, run, spans), FetchedShards()
+        self.receiver = Receiver(dialler, run, layout, method, shards)
         self._dialler, self._group, self._model = dialler, lanes.receive.group, model
         self._threads = [
             threading.Thread(target=partial(self._follow, lane, task_of), name=f"diloco-follow-{name}", daemon=True)

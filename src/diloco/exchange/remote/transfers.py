@@ -58,6 +58,7 @@ class Sender:
     """The payloads of contributions that may have to be sent.
 
     Arguments:
+        run: its name.
         spans: for every fragment the bytes of a payload that this rank sends, and the size of the whole payload; None:
             it sends whole payloads.
 
@@ -66,9 +67,9 @@ class Sender:
         resumed_bytes: bytes that resumed uploads did not send again.
     """
 
-    def __init__(self, dialler: Dialler, spans: Sequence[tuple[slice, int]] | None = None) -> None:
+    def __init__(self, dialler: Dialler, run: str, spans: Sequence[tuple[slice, int]] | None = None) -> None:
         self.num_bytes = self.resumed_bytes = 0
-        self._dialler, self._spans = dialler, spans
+        self._dialler, self._run, self._spans = dialler, run, spans
         self._payloads: dict[Key, Payload] = {}
         self._changed = threading.Condition()
         self._is_over = False
@@ -87,7 +88,7 @@ class Sender:
     def push(self, call: requests.Push) -> None:
         """Upload a contribution, unless it was dropped. Raises as `Connection.upload`."""
         if (payload := self.kept(key_of(call.contribution))) is not None:
-            self.upload(push_header(call), payload)
+            self.upload(push_header(self._run, call), payload)
 
     def kept(self, key: Key) -> Payload | None:
         """The payload; None: it was dropped."""
@@ -167,6 +168,7 @@ class Receiver:
     rest.
 
     Arguments:
+        run: its name.
         shards: for every fragment the segments that this rank fetches; None: it fetches whole fragments.
 
     Attributes:
@@ -176,10 +178,10 @@ class Receiver:
     """
 
     def __init__(
-        self, dialler: Dialler, layout: Layout, method: Method, shards: Sequence[Segments] | None = None
+        self, dialler: Dialler, run: str, layout: Layout, method: Method, shards: Sequence[Segments] | None = None
     ) -> None:
         self.num_bytes = {"joins": 0, "updates": 0}
-        self._dialler, self._layout, self._method, self._shards = dialler, layout, method, shards
+        self._dialler, self._run, self._layout, self._method, self._shards = dialler, run, layout, method, shards
         self._download: Incoming | None = None  # the one that was cut off
         self.resumed_bytes = 0
         self._newest: dict[int, GlobalFragment] = {}
@@ -192,7 +194,7 @@ class Receiver:
             VersionError, CorruptPayloadError, DigestError: it is not what the syncer published, or its base is another
                 version. Others as `Connection.pull`.
         """
-        return self.pull(pull_request(call))
+        return self.pull(pull_request(self._run, call))
 
     def pull(self, request: pb.PullRequest) -> FetchResult:
         """As `fetch`. A shard is not verified: only the digests of all shards together give the published digest."""

@@ -217,38 +217,39 @@ class SessionClient:
 
     def _request(self, door: SyncerProcess, open_: _Open, call: requests.Request, reply: Reply) -> None:
         """Handle a request that has arrived at the syncer."""
-        proposal = door.heard(_word(call, call.seen)) if isinstance(call, requests.Beat) and call.seen else None
+        proposal = (
+            door.heard(_word(call, call.claim.seen)) if isinstance(call, requests.Beat) and call.claim.seen else None
+        )
         driver = door.driver
         match call:
             case requests.Describe():
                 reply((driver.lineage, driver.state.is_initialised))
-            case requests.Join(who=who, seen=seen):
-                ready, self._ready = self._ready and not who.incarnation, False  # a learner that joins again is late
+            case requests.Join(claim=claim):
+                ready, self._ready = self._ready and not claim.incarnation, False  # a learner that joins again is late
                 driver.join(
-                    who.claim(seen),
+                    claim,
                     self._layout,
                     lambda incarnation: reply((driver.lineage, incarnation)),
                     ready=ready,
                     overlap=self._overlap,
                 )
-            case requests.Fetch(who=who, fragment=None):
-                driver.core.check(who.learner, who.incarnation, who.process)
+            case requests.Fetch(claim=claim, fragment=None):
+                driver.core.check(claim.learner, claim.incarnation, claim.process)
                 reply((driver.lineage, driver.state.model.static), len(driver.state.model.static))
-            case requests.Fetch(who=who, fragment=int(fragment), base=base):
-                fetched = driver.fetch(fragment, base, who.claim(call.seen, call.versions))
+            case requests.Fetch(claim=claim, fragment=int(fragment), base=base):
+                fetched = driver.fetch(fragment, base, claim)
                 reply((driver.lineage, fetched), self._replicas.num_bytes(fetched))
-            case requests.Watch(who=who):
+            case requests.Watch(claim=claim):
                 stream = _Stream(self, self._wire, open_, driver.lineage)
-                claim = who.claim(call.seen, call.versions)
                 driver.connected(claim, stream)
                 self._wire.on_break(call, lambda: driver.disconnected(claim, stream))
-            case requests.Beat(who=who, report=report):
-                standing = driver.heartbeat(who.claim(call.seen, call.versions), report)
+            case requests.Beat(claim=claim, report=report):
+                standing = driver.heartbeat(claim, report)
                 reply((driver.lineage, standing, proposal))
-            case requests.Lease(who=who, ask=ask):
-                driver.lease(who.claim(call.seen), ask, reply)
-            case requests.Leave(who=who, report=report):
-                driver.leave(who.claim(call.seen), report, reply)
+            case requests.Lease(claim=claim, ask=ask):
+                driver.lease(claim, ask, reply)
+            case requests.Leave(claim=claim, report=report):
+                driver.leave(claim, report, reply)
 
     def _push(self, open_: _Open, call: requests.Push) -> None:
         """Send the header of a push, then its payload; a push that is cut in between never becomes complete."""
@@ -262,7 +263,7 @@ class SessionClient:
         def begin(door: SyncerProcess) -> None:
             try:
                 driver = door.driver
-                push = driver.begin_push(c, payload.numel(), boot=call.boot, process=call.who.process)
+                push = driver.begin_push(c, payload.numel(), boot=call.boot, process=call.claim.process)
                 self._pushes[open_] = driver, push
             except DilocoError as error:
                 reply(error)
@@ -384,7 +385,7 @@ class _Stream:
 
 def _word(beat: requests.Beat, seen: Lineage) -> Word:
     """The word in a heartbeat, whose learner has just received an answer."""
-    return Word(elector(beat.who.learner, beat.who.process), seen, beat.promised, 0.0)
+    return Word(elector(beat.claim.learner, beat.claim.process), seen, beat.promised, 0.0)
 
 
 def _connection_of(call: requests.Request) -> int | None:

@@ -284,8 +284,7 @@ class PairCore:
                 self.keep(base=epoch)
             else:
                 self.position = replace(self.position, base=epoch)
-            it.epoch = it.base = epoch
-            it.highest = max(it.highest, epoch)
+            it.entered(epoch)
 
     def _begin_later_epoch(self) -> None:
         """Begin a later epoch if a learner refuses this one."""
@@ -296,6 +295,6 @@ class PairCore:
             epoch = it.next_epoch(0)
             self.durable.begin_epoch(epoch)
             self.keep(base=epoch)
-            it.raised(epoch)
+            it.entered(epoch)
         elif self.link is not None:
             self.link.is_over = True  # the two agree on a later epoch when they reconnect

@@ -6,37 +6,14 @@ contribution, and fetched fragments by (fragment, version).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from diloco.errors import DilocoError
 from diloco.protocol.contribution import CallForWork, Contribution, Drained, Hold, Rejection
 from diloco.protocol.leases import Ask, Grant
-from diloco.protocol.lineage import Lineage
 from diloco.protocol.members import Claim, Report
 from diloco.protocol.succession import Ballot, Word
-
-
-@dataclass(frozen=True)
-class Identity:
-    """The learner that makes a request.
-
-    Attributes:
-        run, learner: names.
-        process: a random number that distinguishes the learner's process from others with the same name.
-        incarnation: given by the syncer at each join; 0 before the first.
-    """
-
-    run: str
-    learner: str
-    process: int
-    incarnation: int = 0
-
-    def claim(self, seen: Lineage | None, versions: Sequence[int] = ()) -> Claim:
-        """This learner's claim, as a syncer's driver checks it."""
-        return Claim(self.learner, self.incarnation, self.process, seen, tuple(versions))
-
 
 # --- requests to the syncer: each ends in exactly one event, its own or `failed` --------------------------------------
 
@@ -59,7 +36,7 @@ class Initialise:
 
     lane: ClassVar[LaneName] = "receive"
 
-    who: Identity
+    claim: Claim
 
 
 @dataclass(frozen=True)
@@ -67,14 +44,12 @@ class Join:
     """Ask for a new incarnation; then call `joined`.
 
     Attributes:
-        who: with the last incarnation of this process, which must not replace another process; 0: it had none.
-        seen: the syncer followed so far; None: none yet.
+        claim: with the last incarnation of this process, which must not replace another process; 0: it had none.
     """
 
     lane: ClassVar[LaneName] = "receive"
 
-    who: Identity
-    seen: Lineage | None
+    claim: Claim
 
 
 @dataclass(frozen=True)
@@ -84,44 +59,33 @@ class Fetch:
     Attributes:
         fragment: None: the frozen tensors and buffers.
         base: the version held; −1: none, fetch the whole fragment.
-        joining: the learner is not a member of the run yet.
-        seen: the syncer followed so far.
-        versions: held of each fragment.
+        joining: the learner does not hold the whole model yet.
     """
 
     lane: ClassVar[LaneName] = "receive"
 
-    who: Identity
+    claim: Claim
     fragment: int | None
     base: int
     joining: bool = False
-    seen: Lineage | None = None
-    versions: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Watch:
     """Open a stream of notices over this control connection. Call `welcomed`, `heard` and `evicted` for the notices,
-    and `failed` or `ended` once the stream is over.
-
-    Attributes:
-        seen: the syncer followed so far.
-        versions: held of each fragment.
-    """
+    and `failed` or `ended` once the stream is over."""
 
     lane: ClassVar[LaneName] = "watch"
 
-    who: Identity
+    claim: Claim
     connection: int
-    seen: Lineage | None
-    versions: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class TimedCall:
     """A request over a control connection: it fails after `timeout_s` without an answer."""
 
-    who: Identity
+    claim: Claim
     connection: int
     timeout_s: float
 
@@ -132,15 +96,13 @@ class Beat(TimedCall):
     answer.
 
     Attributes:
-        seen: the syncer followed so far, which has all contributions of a finished learner.
-        versions: of each fragment, the newest that this learner has.
+        claim: the syncer that it names has all contributions of a finished learner.
+        promised: as in `protocol.succession.Word`.
     """
 
     lane: ClassVar[LaneName] = "control"
 
     report: Report
-    seen: Lineage | None
-    versions: tuple[int, ...]
     promised: Ballot | None
 
 
@@ -164,7 +126,7 @@ class Push:
 
     lane: ClassVar[LaneName] = "send"
 
-    who: Identity
+    claim: Claim
     contribution: Contribution
     boot: int
 
@@ -177,7 +139,6 @@ class Lease(TimedCall):
     lane: ClassVar[LaneName] = "data"
 
     ask: Ask
-    seen: Lineage | None
 
 
 @dataclass(frozen=True)
@@ -186,13 +147,11 @@ class Leave(TimedCall):
 
     Attributes:
         report: as in a heartbeat; no heartbeat may have carried the newest logged values.
-        seen: the syncer followed so far.
     """
 
     lane: ClassVar[LaneName] = "leave"
 
     report: Report
-    seen: Lineage | None
 
 
 # --- the executor's own resources -------------------------------------------------------------------------------------
@@ -240,18 +199,17 @@ class TellStart:
     incarnation is void.
 
     Attributes:
+        claim: with the versions of these fragments.
         step: the inner step to start from.
         awaited: a round waits for its send after that step, or the run may have gone back to it; a later step of the
             learner's own does not count.
-        versions: of each fragment.
         run_tokens: tokens trained by the run so far.
         reason: why the incarnation before was evicted; None: there was none.
     """
 
-    who: Identity
+    claim: Claim
     step: int
     awaited: bool
-    versions: tuple[int, ...]
     run_tokens: int
     reason: str | None
 

@@ -42,11 +42,10 @@ from diloco.errors import (
 from diloco.protocol.contribution import CallForWork, Contribution, Drained, Hold, Rejection, Standing, Verdict
 from diloco.protocol.leases import Ask, Grant
 from diloco.protocol.lineage import Lineage
-from diloco.protocol.members import Report
+from diloco.protocol.members import Claim, Report
 from diloco.protocol.session import requests
 from diloco.protocol.session.joining import LEAVE_TIMEOUT_S
 from diloco.protocol.session.lanes import Lane
-from diloco.protocol.session.requests import Identity
 from diloco.protocol.session.session_state import Actions, SessionState
 from diloco.protocol.session.transfers import NOTHING, ModelCache, Outbox
 from diloco.protocol.succession import Proposal, Witness
@@ -133,7 +132,7 @@ class SessionCore(SessionState):
             return actions + self._fail(self._lanes.control, error)
         if self._entrance.step == "ask":
             self._lanes.control.ready_at = now + ASK_AGAIN_S
-            text = f"run {self.who.run!r} has no model yet; waiting for the learner that initialises it"
+            text = f"run {self.run!r} has no model yet; waiting for the learner that initialises it"
             actions += self._warn_once("no model", text)
         return actions + self._go_on(now)
 
@@ -151,7 +150,7 @@ class SessionCore(SessionState):
         self._looks_around = False
         if self.phase == "joining":
             self._follow(now, lineage)
-            self.phase, self.who = "fetching", replace(self.who, incarnation=incarnation)
+            self.phase, self._claim = "fetching", replace(self._claim, incarnation=incarnation)
             self._heartbeat.plan(now)
         return self._go_on(now)
 
@@ -172,10 +171,10 @@ class SessionCore(SessionState):
             return self._warn_once("quorum", text)
         reason = self._reason if self._has_started else None
         self.phase, self._has_started = "running", True
-        is_awaited, versions = is_awaited or self._has_run_gone_back, tuple(self._cache.held)
+        is_awaited |= self._has_run_gone_back
         self._started_in, self._is_held = self.seen, False
         return [
-            requests.TellStart(self.who, welcome.start_step, is_awaited, versions, standing.run_tokens, reason),
+            requests.TellStart(self._claim_with_versions, welcome.start_step, is_awaited, standing.run_tokens, reason),
             *self._tell(standing),
         ]
 
@@ -188,7 +187,7 @@ class SessionCore(SessionState):
         self._outbox, self._cache = Outbox(self._num_fragments), ModelCache(self._num_fragments)
         self._welcome = self._ask = None
         self._heartbeat.start_over()
-        return [*drops, requests.Warn(f"{self.who.learner} was evicted ({reason}) and joins again")]
+        return [*drops, requests.Warn(f"{self._claim.learner} was evicted ({reason}) and joins again")]
 
     # --- the model and the contributions ------------------------------------------------------------------------------
 
@@ -202,7 +201,7 @@ class SessionCore(SessionState):
         """A part was received at this version, decoded and verified, from a syncer that is not distrusted, with
         verdicts on contributions to it."""
         self._lanes.receive.ended()
-        if not self._is_current(fetch.who):
+        if not self._is_current(fetch.claim):
             return self._go_on(now)
         self._follow(now, lineage)
         self._cache.fetched(fetch, version)
@@ -218,7 +217,7 @@ class SessionCore(SessionState):
     def pushed(self, now: float, push: requests.Push) -> Actions:
         """A contribution was acknowledged by the process of the syncer that it was addressed to."""
         self._lanes.send.ended()
-        if self._is_current(push.who):
+        if self._is_current(push.claim):
             self._outbox.acknowledged(push.contribution, push.boot)
             if self._heartbeat.report.finished or self._heartbeat.report.blocked_with:
                 self._heartbeat.urge()
@@ -227,7 +226,7 @@ class SessionCore(SessionState):
     def leased(self, now: float, lease: requests.Lease, grant: Grant) -> Actions:
         """A request for units of data was answered."""
         self._lanes.data.ended()
-        if not self._is_current(lease.who):
+        if not self._is_current(lease.claim):
             return self._go_on(now)
         self._ask = None
         return [grant, *self._go_on(now)]
@@ -252,7 +251,7 @@ class SessionCore(SessionState):
         self._heartbeat.plan(now, starting=self.phase == "starting")
         if self._promises(proposal, is_silent=False):
             self._heartbeat.urge()
-        return [*self._lanes.answered(beat), *self._hear(now, beat.who, lineage, standing)]
+        return [*self._lanes.answered(beat), *self._hear(now, beat.claim, lineage, standing)]
 
     def voted(self, now: float, vote: requests.Vote, *, serves: bool, proposal: Proposal | None) -> Actions:
         """A syncer that did not serve the run has received the vote. `serves`: it serves the run now."""
@@ -280,13 +279,13 @@ class SessionCore(SessionState):
         if self._witness.refusal(lineage) is not None:
             return [*self._lanes.connection.failed(watch.connection)]
         self._lanes.watch.reset()
-        if self._is_current(watch.who):
+        if self._is_current(watch.claim):
             self._welcome = standing
-        return self._hear(now, watch.who, lineage, standing)
+        return self._hear(now, watch.claim, lineage, standing)
 
     def heard(self, now: float, watch: requests.Watch, lineage: Lineage, standing: Standing) -> Actions:
         """A later notice of a stream, from the syncer that opened it: the standing has changed."""
-        return self._hear(now, watch.who, lineage, standing) if self._witness.refusal(lineage) is None else []
+        return self._hear(now, watch.claim, lineage, standing) if self._witness.refusal(lineage) is None else []
 
     def evicted(self, now: float, watch: requests.Watch, reason: str, *, replaced: bool) -> Actions:
         """The syncer has evicted this incarnation. `replaced`: a newer incarnation took its place.
@@ -294,13 +293,12 @@ class SessionCore(SessionState):
         The newer one belongs to another process, unless an earlier join request of this process was lost to it but
         reached the syncer. In that case the learner joins again, which the syncer grants to the same process only.
         """
-        if not self._is_current(watch.who):
+        if not self._is_current(watch.claim):
             return []
         if replaced and self.phase != "leaving" and not self._has_lost_join:
-            run, learner = self.who.run, self.who.learner
             text = (
-                f"another process has joined run {run!r} as {learner!r}; give every learner its own name, or pass "
-                "ranks= to Learner where the processes are ranks of one learner."
+                f"another process has joined run {self.run!r} as {self._claim.learner!r}; give every "
+                "learner its own name, or pass ranks= to Learner where the processes are ranks of one learner."
             )
             for lane in self._lanes.all:
                 lane.is_stopped = True
@@ -317,9 +315,9 @@ class SessionCore(SessionState):
         """The syncer has acknowledged the goodbye."""
         return self._over()
 
-    def _hear(self, now: float, who: Identity, lineage: Lineage, standing: Standing) -> Actions:
+    def _hear(self, now: float, claim: Claim, lineage: Lineage, standing: Standing) -> Actions:
         self._departure.heard(now)
-        if not self._is_current(who):
+        if not self._is_current(claim):
             return self._go_on(now)
         self._follow(now, lineage)
         if self.standing is None or self.standing.order <= standing.order:  # answers and notices overtake each other
@@ -359,9 +357,9 @@ class SessionCore(SessionState):
     def failed(self, now: float, request: requests.Request, error: DilocoError) -> Actions:
         """A request has failed: it is repeated, this incarnation is evicted, or the learner fails."""
         if isinstance(request, requests.Leave):
-            if isinstance(error, StaleIncarnationError) and request.who.incarnation:
+            if isinstance(error, StaleIncarnationError) and request.claim.incarnation:
                 return self._say_late(now)  # the notice of its eviction was lost
-            return [requests.Warn(f"{self.who.learner} left without the syncer's answer: {error}"), *self._over()]
+            return [requests.Warn(f"{self._claim.learner} left without the syncer's answer: {error}"), *self._over()]
         if self.phase == "drained":
             return []
         lane = self._lanes.of(request)
@@ -413,7 +411,7 @@ class SessionCore(SessionState):
             case requests.Fetch(fragment=int(fragment), base=base), VersionError() | CorruptPayloadError() if (
                 base != NOTHING
             ):
-                if self._is_current(request.who):
+                if self._is_current(request.claim):
                     self._cache.distrust(fragment)
                 return [requests.Warn(f"{error}; fetching it whole")]
             case requests.Fetch(base=base), VersionError() if base == NOTHING and not isinstance(error, DigestError):
@@ -423,7 +421,7 @@ class SessionCore(SessionState):
                 requests.Fetch() | requests.Watch() | requests.Beat() | requests.Push() | requests.Lease(),
                 StaleIncarnationError(),
             ):
-                return self._join_again(now, str(error)) if self._is_current(request.who) else []
+                return self._join_again(now, str(error)) if self._is_current(request.claim) else []
         return self._fail(lane, error)
 
     def _gives_up(self, now: float) -> bool:

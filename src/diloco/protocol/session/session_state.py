@@ -14,12 +14,12 @@ from typing import Literal
 from diloco.protocol.contribution import Standing
 from diloco.protocol.leases import Ask
 from diloco.protocol.lineage import Lineage
-from diloco.protocol.members import Report
+from diloco.protocol.members import Claim, Report
 from diloco.protocol.session import requests
 from diloco.protocol.session.heartbeat import HEARTBEAT_S, SHORTEST_S, Heartbeat
 from diloco.protocol.session.joining import Departure, Entrance, Votes
 from diloco.protocol.session.lanes import Lanes
-from diloco.protocol.session.requests import Identity, SessionAction
+from diloco.protocol.session.requests import SessionAction
 from diloco.protocol.session.transfers import ModelCache, Outbox
 from diloco.protocol.succession import Witness, Word, elector
 
@@ -36,7 +36,8 @@ class SessionState:
     """The state of one learner in one run.
 
     Arguments:
-        who: this learner, without an incarnation.
+        run: its name.
+        claim: this learner's, without an incarnation; with the syncer that its checkpoint followed, if any.
         num_fragments: of the model.
         at_least: live learners that the run needs before this one starts.
         reports_every_step: every inner step is reported to the syncer at once.
@@ -45,10 +46,9 @@ class SessionState:
         initialises: this learner gives the run its model.
         join_timeout_s: how long to wait for a syncer, and for the run to have a model; None: as long as it takes.
         num_addresses: of syncers, which are tried in turn.
-        seen: the syncer that the learner's checkpoint has followed; None: it has no checkpoint.
 
     Attributes:
-        who: the newest incarnation.
+        run: its name.
         phase: as in `session.session_core`.
         standing: the newest received; None: none yet.
         wake_at: call `tick` at this time, unless another event precedes it.
@@ -56,7 +56,8 @@ class SessionState:
 
     def __init__(
         self,
-        who: Identity,
+        run: str,
+        claim: Claim,
         num_fragments: int,
         *,
         at_least: int = 1,
@@ -66,14 +67,14 @@ class SessionState:
         initialises: bool = False,
         join_timeout_s: float | None = None,
         num_addresses: int = 1,
-        seen: Lineage | None = None,
     ) -> None:
-        self.who = who
+        self.run = run
+        self._claim = claim  # of the newest incarnation, without its knowledge
         self.phase: SessionPhase = "entering"
         self.standing: Standing | None = None
         self.wake_at = math.inf
         self._num_fragments, self._at_least = num_fragments, at_least
-        self._entrance = Entrance(who.run, initialises=initialises, timeout_s=join_timeout_s)
+        self._entrance = Entrance(run, initialises=initialises, timeout_s=join_timeout_s)
         self._is_alone = num_addresses == 1
         self._looks_around = False  # it asks the addresses which syncer serves the run, before it joins
         self._lanes, self._departure = Lanes(num_addresses), Departure()
@@ -86,13 +87,22 @@ class SessionState:
         self._started_in: Lineage | None = None
         self._is_held = False  # whether the learner was told to pause
         self._said = set[str]()
-        self._witness, self._votes = Witness(seen), Votes()
+        self._witness, self._votes = Witness(claim.seen), Votes()
         self._followed_at = -math.inf  # when the syncer that is followed was heard last
 
     @property
     def seen(self) -> Lineage | None:
         """The syncer that this learner follows; None: none has been heard yet."""
         return self._witness.seen
+
+    @property
+    def claim(self) -> Claim:
+        """The claim of the newest incarnation, without versions."""
+        return replace(self._claim, seen=self.seen)
+
+    @property
+    def _claim_with_versions(self) -> Claim:
+        return replace(self.claim, versions=tuple(self._cache.held))
 
     @property
     def is_away(self) -> bool:
@@ -113,12 +123,12 @@ class SessionState:
     def _has_voice(self) -> bool:
         return self.phase in ("running", "leaving")
 
-    def _is_current(self, who: Identity) -> bool:
-        return self._is_member and who == self.who
+    def _is_current(self, claim: Claim) -> bool:
+        return self._is_member and claim.incarnation == self._claim.incarnation
 
     def _speaks(self, incarnation: int) -> bool:
         """Whether the learner has started as this incarnation, and it is not evicted."""
-        return self._has_voice and incarnation == self.who.incarnation
+        return self._has_voice and incarnation == self._claim.incarnation
 
     def _warn_once(self, what: str, text: str) -> Actions:
         if what in self._said:
@@ -173,14 +183,13 @@ class SessionState:
             return None
         self._heartbeat.began(now)
         return requests.Beat(
-            self.who, connection, self._heartbeat.timeout_s, self._report, self.seen, tuple(self._cache.held),
-            self._witness.promised,
-        )  # fmt: skip
+            self._claim_with_versions, connection, self._heartbeat.timeout_s, self._report, self._witness.promised
+        )
 
     def _vote(self, now: float, seen: Lineage) -> requests.Vote:
-        voter = elector(self.who.learner, self.who.process)
+        voter = elector(self._claim.learner, self._claim.process)
         word = Word(voter, seen, self._witness.promised, now - self._followed_at)
-        return requests.Vote(self.who, self._lanes.connection.number, self._heartbeat.timeout_s, word)
+        return requests.Vote(self.claim, self._lanes.connection.number, self._heartbeat.timeout_s, word)
 
     @property
     def _report(self) -> Report:
@@ -196,30 +205,28 @@ class SessionState:
         connection = self._lanes.connection
         if self.phase not in ("starting", "running", "leaving") or not connection.is_answered:
             return None
-        return requests.Watch(self.who, connection.number, self.seen, tuple(self._cache.held))
+        return requests.Watch(self._claim_with_versions, connection.number)
 
     def _receive_request(self, now: float) -> requests.Request | None:
         match self.phase:
             case "entering" if self._entrance.step == "initialise":
-                return requests.Initialise(self.who)
+                return requests.Initialise(self.claim)
             case "joining":
-                return requests.Join(self.who, seen=self.seen)
+                return requests.Join(self.claim)
             case "fetching" | "starting" | "running":
-                fetch = self._cache.next(self.who)
-                versions = tuple(self._cache.held)
-                return None if fetch is None else replace(fetch, seen=self.seen, versions=versions)
+                return self._cache.next(self._claim_with_versions)
         return None
 
     def _send_request(self, now: float) -> requests.Request | None:
         if not self._has_voice or self.seen is None:
             return None
         c = self._outbox.next(self.seen.boot)
-        return None if c is None else requests.Push(self.who, c, self.seen.boot)
+        return None if c is None else requests.Push(self.claim, c, self.seen.boot)
 
     def _data_request(self, now: float) -> requests.Request | None:
         if self.phase != "running" or self._ask is None:
             return None
-        return requests.Lease(self.who, self._lanes.connection.number, LEASE_TIMEOUT_S, self._ask, self.seen)
+        return requests.Lease(self.claim, self._lanes.connection.number, LEASE_TIMEOUT_S, self._ask)
 
     def _is_sending(self, now: float) -> bool:
         """Whether a contribution is not acknowledged yet."""
@@ -233,8 +240,8 @@ class SessionState:
         is_gone = departure.is_silent(now) or (self._lanes.send if is_sending else self._lanes).is_away
         if is_sending and not is_gone and not departure.is_late(now):
             return []
-        leave = self._goodbye(self.who, departure.gone_timeout_s if is_gone else departure.timeout_s(now))
-        text = f"{self.who.learner} leaves while a contribution is still in flight"
+        leave = self._goodbye(self.claim, departure.gone_timeout_s if is_gone else departure.timeout_s(now))
+        text = f"{self._claim.learner} leaves while a contribution is still in flight"
         return [requests.Warn(text), leave] if is_sending else [leave]
 
     def _say_late(self, now: float) -> Actions:
@@ -243,11 +250,11 @@ class SessionState:
             return self._over()
         departure = self._departure
         timeout_s = departure.gone_timeout_s if self._lanes.is_away else departure.timeout_s(now)
-        return [self._goodbye(replace(self.who, incarnation=0), timeout_s)]
+        return [self._goodbye(replace(self.claim, incarnation=0), timeout_s)]
 
-    def _goodbye(self, who: Identity, timeout_s: float) -> requests.Leave:
+    def _goodbye(self, claim: Claim, timeout_s: float) -> requests.Leave:
         self.phase, self.wake_at = "parting", math.inf
-        return requests.Leave(who, self._lanes.connection.number, timeout_s, self._heartbeat.report, self.seen)
+        return requests.Leave(claim, self._lanes.connection.number, timeout_s, self._heartbeat.report)
 
     def _over(self) -> Actions:
         self.phase, self.wake_at = "over", math.inf

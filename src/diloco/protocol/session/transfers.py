@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from diloco.protocol.contribution import Contribution, Verdict
-from diloco.protocol.session.requests import Fetch, Identity
+from diloco.protocol.members import Claim
+from diloco.protocol.session.requests import Fetch
 
 
 @dataclass
@@ -115,17 +116,17 @@ class ModelCache:
         self._calls = set(calls)
         return news
 
-    def next(self, who: Identity) -> Fetch | None:
+    def next(self, claim: Claim) -> Fetch | None:
         """The next fetch; None: all newest published versions are fetched."""
         if NOTHING in self.held:
-            return Fetch(who, self.held.index(NOTHING), NOTHING, joining=True)
+            return Fetch(claim, self.held.index(NOTHING), NOTHING, joining=True)
         if not self._has_static:
-            return Fetch(who, None, NOTHING, joining=True)
+            return Fetch(claim, None, NOTHING, joining=True)
         self._behind = [fragment for fragment in self._behind if self.held[fragment] < self._published[fragment]]
         if not self._behind:
             return None
         fragment = self._behind[0]
-        return Fetch(who, fragment, NOTHING if fragment in self._whole else self.held[fragment])
+        return Fetch(claim, fragment, NOTHING if fragment in self._whole else self.held[fragment])
 
     def fetched(self, fetch: Fetch, version: int) -> None:
         """A fetch brought this version."""

@@ -47,7 +47,7 @@ def fragment_name(index: int, version: int, digest: str) -> str:
 
 
 class TensorPayloads:
-    """Computes digests and keeps payloads (`recorder_ports.PayloadsPort`).
+    """Computes digests and keeps payloads (`recorder.PayloadsPort`).
 
     Arguments:
         keep: stores payloads; None: only their digests are journalled.
@@ -57,7 +57,7 @@ class TensorPayloads:
         self._keep = keep
 
     def check(self, slot: TensorSlot, *, is_usable: bool) -> Mapping[str, Any]:
-        """As `recorder_ports.PayloadsPort`."""
+        """As `recorder.PayloadsPort`."""
         data = _bytes_of(slot.tensor)
         if self._keep is None or not is_usable:
             return {"crc32": f"{zlib.crc32(data):08x}"}
@@ -65,13 +65,13 @@ class TensorPayloads:
         return {"payload": digest, "kept": self._keep(contribution_name(digest), [data])}
 
     def begin(self, model: InitialModel[GlobalFragment]) -> None:
-        """As `recorder_ports.PayloadsPort`."""
+        """As `recorder.PayloadsPort`."""
         if self._keep is not None:
             for each in model.fragments:
                 self._keep(fragment_name(each.fragment, each.version, each.digest), [_bytes_of(each.theta)])
 
     def resume(self, saved: SavedRun[GlobalFragment]) -> None:
-        """As `recorder_ports.PayloadsPort`: as safetensors, with outer state and residual."""
+        """As `recorder.PayloadsPort`: as safetensors, with outer state and residual."""
         if self._keep is None or self._keep.has_any(FRAGMENT):
             return
         for each in saved.fragments:

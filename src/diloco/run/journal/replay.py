@@ -17,8 +17,7 @@ from typing import Any
 from diloco.errors import DilocoError, StoreError
 from diloco.escaping import MALFORMED
 from diloco.run.driver import Driver
-from diloco.run.journal.recorder import Recorder, entry_of, is_entry
-from diloco.run.journal.recorder_ports import record_digest
+from diloco.run.journal.recorder import Recorder, entry_of, is_entry, record_digest
 from diloco.run.journal.replay_ports import (
     DeafConnection,
     Formats,

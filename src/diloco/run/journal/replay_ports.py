@@ -152,7 +152,7 @@ class DeafConnection:
 
 
 class PastPayloads:
-    """Digests of contributions, computed again for kept payloads (`recorder_ports.PayloadsPort`)."""
+    """Digests of contributions, computed again for kept payloads (`recorder.PayloadsPort`)."""
 
     def __init__(self, past: Past, kept: KeptPayloads | None) -> None:
         self._past, self._kept = past, kept

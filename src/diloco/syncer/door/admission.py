@@ -19,7 +19,7 @@ import grpc
 
 from diloco.errors import UnreachableError
 from diloco.exchange.wire.rpc import abort, path
-from diloco.syncer.keys.callers import UNKNOWN, Caller
+from diloco.syncer.keys.certificates import UNKNOWN, Caller
 
 Kind = Literal["control", "writes", "watches", "transfers", "standby"]
 Call = Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[bytes]]

@@ -19,7 +19,7 @@ from diloco.errors import (
     UnknownRunError,
 )
 from diloco.event_log import EventLog
-from diloco.syncer.keys.callers import UNKNOWN, Caller
+from diloco.syncer.keys.certificates import UNKNOWN, Caller
 from diloco.syncer.metrics import SyncerMetrics
 
 log = logging.getLogger("diloco.syncer")

@@ -19,14 +19,14 @@ from diloco.errors import BusyError, CorruptPayloadError, LayoutError, StoreErro
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import tensor_of, tensors_of
 from diloco.protocol.lineage import Lineage
-from diloco.run import validation as sense
+from diloco.run import validation
 from diloco.run.ports import InitialModel
 from diloco.syncer.door.audit import Audit
 from diloco.syncer.door.messages import layout_of, seen_of
 from diloco.syncer.door.open_calls import OpenTransfers
 from diloco.syncer.door.receiving import IncomingModel
 from diloco.syncer.hosting import HostedDriver, SyncerDriver, while_waiting
-from diloco.syncer.keys.callers import Caller
+from diloco.syncer.keys.certificates import Caller
 
 MAX_STATIC_ELEMENT_BYTES, MAX_STATIC_HEADER_BYTES = 16, 4096
 """Bounds on the size of a static tensor: bytes of an element, and of its header."""
@@ -96,7 +96,7 @@ class Initialising:
                 )
         _check_static(layout, static)
         if seen is not None:
-            sense.check_run_id(seen.run_id)
+            validation.check_run_id(seen.run_id)
         return self._host().jobs.initial(
             layout, thetas, static, learner=header.learner, source=header.source, step=header.step,
             tokens=header.tokens, run_id=secrets.token_hex(16) if seen is None else seen.run_id,

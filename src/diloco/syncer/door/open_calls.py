@@ -31,9 +31,9 @@ from diloco.run.run_state import require_run
 from diloco.run.validation import check_name
 from diloco.syncer.door.admission import Call, Kind, Shares
 from diloco.syncer.door.audit import Audit
-from diloco.syncer.hosting import HostedDriver
+from diloco.syncer.hosting import HostedDriver, SyncerDriver
 from diloco.syncer.keys.auth import Authenticator
-from diloco.syncer.keys.callers import Caller, Role
+from diloco.syncer.keys.certificates import Caller, Role
 from diloco.syncer.wire_bytes import WireBytes
 
 log = logging.getLogger("diloco.syncer")
@@ -249,6 +249,11 @@ class _Transfer:
     context: Any  # gRPC's, whose `cancel` has no types
     ended: threading.Event = field(default_factory=threading.Event)
 
+    def require_member(self, driver: SyncerDriver) -> None:
+        """Raise StaleIncarnationError unless the incarnation is a member of the run."""
+        assert self.incarnation is not None
+        driver.core.check(self.learner, self.incarnation)
+
 
 class OpenTransfers(PeriodicCheck):
     """The transfers of learners, cancelled when the incarnation has left the run or starts the same transfer again over
@@ -302,12 +307,10 @@ class OpenTransfers(PeriodicCheck):
     def check(self) -> None:
         """As `PeriodicCheck`."""
         with self._lock:
-            transfers = list(self._open)
+            transfers = [it for it in self._open if it.incarnation is not None]
         for it in transfers:
-            if it.incarnation is None:
-                continue
             try:
-                self._host().ask(lambda driver, it=it: driver.core.check(it.learner, it.incarnation))  # type: ignore[misc]
+                self._host().ask(it.require_member)
             except DilocoError as error:
                 log.info("ended a transfer of %s: %s", it.learner, error)
                 it.context.cancel()

@@ -52,7 +52,7 @@ from diloco.syncer.door.messages import (
 from diloco.syncer.door.open_calls import CallDeadlines, CallGuard, OpenCalls, OpenTransfers
 from diloco.syncer.door.receiving import IncomingModel, resumed_at
 from diloco.syncer.hosting import HostedDriver, SyncerDriver
-from diloco.syncer.keys.callers import Caller
+from diloco.syncer.keys.certificates import Caller
 from diloco.syncer.spool import Slot
 from diloco.syncer.standby.pair_calls import PairCalls
 

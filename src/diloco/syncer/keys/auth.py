@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from diloco.errors import AuthError, ConfigError, UnreachableError
 from diloco.exchange.wire.address import is_local, socket_path
-from diloco.syncer.keys.callers import UNKNOWN, Caller
-from diloco.syncer.keys.certificates import ExpiryWarnings, holder_of
+from diloco.syncer.keys.certificates import UNKNOWN, Caller, ExpiryWarnings, holder_of
 from diloco.tables import Table, read_text, read_toml, validate, write_toml
 from diloco.whole_files import replace_secret
 

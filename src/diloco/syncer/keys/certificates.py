@@ -1,7 +1,14 @@
-"""The certificates of a run: its authority, the certificates that it signs, their holders and their expiry.
+"""The certificates of a run: its authority, the certificates that it signs, their holders and their expiry;
+and the callers that certificates name, with the rights of each role.
 
 A certificate names its holder as a URI, `diloco:RUN/ROLE/NAME`, among its subject alternative names. The syncer's own,
 and that of its standby, also names the hosts that learners dial, and serves as client and server certificate.
+
+role      may
+viewer    read status, history and the global model
+learner   what a viewer may, and join, push and pull as itself (it holds the global model anyway)
+standby   what a viewer may, and follow the run as a second syncer
+admin     everything, for any learner: also whatever changes a run
 """
 
 from __future__ import annotations
@@ -12,9 +19,10 @@ import ipaddress
 import logging
 import secrets
 import urllib.parse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, get_args
 
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -24,7 +32,6 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from diloco.errors import AuthError, ConfigError, translated
 from diloco.exchange.key_pair import SCHEME, has_signed, names_on
-from diloco.syncer.keys.callers import ROLES, Role
 from diloco.whole_files import read_secret
 
 AUTHORITY_DAYS = 3650
@@ -35,6 +42,52 @@ SOON, AGAIN = dt.timedelta(days=14), dt.timedelta(days=1)
 _PEM = serialization.Encoding.PEM
 
 log = logging.getLogger("diloco.syncer")
+
+Role = Literal["viewer", "learner", "standby", "admin"]
+ROLES: tuple[Role, ...] = get_args(Role)
+MAY: Mapping[Role, frozenset[Role]] = {
+    "viewer": frozenset({"viewer"}),
+    "learner": frozenset({"viewer", "learner"}),
+    "standby": frozenset({"viewer", "standby"}),
+    "admin": frozenset(ROLES),
+}
+"""The roles in which a caller of each role may act."""
+
+
+@dataclass(frozen=True)
+class Caller:
+    """The sender of a call, as its certificate names it.
+
+    Attributes:
+        name: in the certificate.
+        learner: the only learner id that it may speak for; None: any.
+        key: the serial number of the certificate.
+        expires: end of the certificate; None: never.
+    """
+
+    name: str
+    role: Role
+    learner: str | None = None
+    key: str = ""
+    expires: dt.datetime | None = None
+
+    def may(self, needed: Role, learner: str | None = None) -> None:
+        """Check that the caller may act as `needed`, and speak for `learner` if it is given.
+
+        Raises:
+            AuthError: it may not.
+        """
+        if needed not in MAY[self.role]:
+            raise AuthError(f"{self.name!r} has the role {self.role!r} and this needs {needed!r}; use other keys.")
+        if learner is not None and self.learner not in (None, learner):
+            raise AuthError(
+                f"{self.name!r} may speak for learner {self.learner!r} only, not for {learner!r}; use that learner's "
+                "own keys."
+            )
+
+
+UNKNOWN = Caller("anyone", "admin")
+"""The caller of every call of a syncer without keys; it may do everything."""
 
 
 @dataclass(frozen=True)

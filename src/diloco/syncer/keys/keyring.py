@@ -18,8 +18,7 @@ from diloco.errors import ConfigError, StoreError, translated
 from diloco.exchange.key_pair import CA, CERT, KEY
 from diloco.run.validation import NAME
 from diloco.syncer.keys.auth import REVOKED, Revoked, write_revoked
-from diloco.syncer.keys.callers import ROLES, Role
-from diloco.syncer.keys.certificates import Authority, Signed, general_name
+from diloco.syncer.keys.certificates import ROLES, Authority, Role, Signed, general_name
 from diloco.tables import Table, read_text, read_toml, validate, write_toml
 from diloco.whole_files import replace_secret, write_secret
 

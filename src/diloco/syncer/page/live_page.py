@@ -30,7 +30,7 @@ from diloco.exchange.wire.address import is_loopback, split_address
 from diloco.protocol.steering import Order
 from diloco.report import frame
 from diloco.report.story import Story
-from diloco.syncer.keys.callers import UNKNOWN, Caller
+from diloco.syncer.keys.certificates import UNKNOWN, Caller
 from diloco.syncer.ports import port_refusal
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from typing import IO
 
 import grpc
@@ -106,7 +107,7 @@ class Leading:
         try:
             for message in messages:
                 number = parse(pb.FollowAck, message).serial
-                self._pairing.event(lambda now, number=number: self._end.acknowledged(now, link, number))  # type: ignore[misc]
+                self._pairing.event(partial(self._end.acknowledged, link=link, number=number))
         except (grpc.RpcError, CorruptPayloadError) as error:
             log.info("the connection of the standby has ended: %r", error)
         finally:
