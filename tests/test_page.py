@@ -183,7 +183,10 @@ def test_a_live_page_says_when_it_follows_no_more_and_what_to_do(browser: Any, r
         raise ValueError("a defect")
 
     vera = Caller("vera", "viewer", key="2")
-    for progress, told in ((lambda: None, "reload the page, or ask for a new link"), (broken, "stands still")):
+    for progress, told in (
+        (lambda: None, "reload the page, or ask for a new link"),
+        (broken, "stopped: the syncer's log has the reason"),
+    ):
         ended.clear()
         with closing(LivePage("127.0.0.1:0", run / "events.jsonl", progress, is_open=False, check=check)) as live:
             page, _ = opened(browser, live.url_for(vera), viewport={"width": 400, "height": 800})

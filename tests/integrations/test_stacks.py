@@ -79,7 +79,7 @@ def assert_agree(directory: Path, syncer: Syncer) -> None:
 PARAMETERS = [
     pytest.param(each, id=each.name, marks=[pytest.mark.slow] if each.name != "plain" else []) for each in EXAMPLES
 ]
-"""The default suite has one stack; the adapters of the others are tested beside this file, in one process."""
+"""`make test` has one stack; the adapters of the others are tested beside this file, in one process."""
 
 
 @pytest.fixture(scope="module", params=PARAMETERS)

@@ -852,7 +852,7 @@ def test_learners_that_all_wait_are_told() -> None:
             run(learner, index, range(1, 3 if index else 9))
 
     with pytest.raises(
-        ExchangeError, match=r"learners 0 all wait and none of them can go on; .*same number of steps\?"
+        ExchangeError, match=r"learners 0 all wait and none of them can continue; .*same number of steps\?"
     ):
         diloco.run_local(life, learners=2)
 

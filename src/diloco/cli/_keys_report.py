@@ -88,7 +88,7 @@ class KeysReport:
             lines += ["Copy over a trusted channel; replace the name before the colon by the address of that machine:"]
         lines += [f"  {line}" for line in copies]
         if key_lines:
-            lines += ["The same keys as lines, for DILOCO_KEYS or a secret store; it is as secret as its directory:"]
+            lines += ["The same keys as lines, for DILOCO_KEYS or a secret store; each is as secret as its directory:"]
         lines += [f"  {name}  {line}" for name, line in key_lines.items()]
         if never:
             lines += [f"Never copy {' or '.join(never)}: its holder can make keys of this run."]

@@ -200,7 +200,7 @@ class Divided(Partition):
             )
         if piece.local.shape != piece.box.sizes:
             raise LayoutError(
-                f"the piece of {name!r} that is here has the shape {tuple(piece.local.shape)}, and its box "
+                f"this rank's piece of {name!r} has the shape {tuple(piece.local.shape)}, and its box "
                 f"{piece.box.sizes}; give both alike, and shard the model again before the learner takes part (FSDP1 "
                 "leaves parameters whole after an evaluation)."
             )

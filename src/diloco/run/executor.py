@@ -216,7 +216,7 @@ class ActionExecutor(Generic[H, S, P]):
                 connection.standing(self.standing(learner, num_live))
 
     def end(self, learner: str, incarnation: int) -> None:
-        """The incarnation is out: end its connection, and drop the payloads that it was uploading."""
+        """End an incarnation: close its connection, and drop the payloads that it was uploading."""
         self.connections.end(learner, incarnation)
         self.uploads.end(learner, incarnation)
 

@@ -50,8 +50,8 @@ class MemoryStore(Generic[H, P]):
     copies.
 
     Arguments:
-        at: is told each of `POINTS`. OSError from it is a disk that refuses; whatever else it raises is the end of the
-            process there.
+        at: called with each of `POINTS`. An OSError that it raises is a refusal of the disk; any other error is the end
+            of the process at that point.
         saved: the durable state at the start; None: there is none.
     """
 

@@ -102,7 +102,7 @@ class SyncerMetrics:
             "Units of leased data, over all passes that were begun: done, leased, and returned by a learner.",
             "state",
         )
-        self._standing = self._gauge("standing", "1 for how this syncer stands, beside another one.", "standing")
+        self._standing = self._gauge("standing", "1 for the role of this syncer, beside another one.", "standing")
         self._takeovers = self._counter("takeovers", "Times that this syncer has begun an epoch without the other one.")
         self._standby_lag = self._gauge("standby_lag", "How far the standby is behind its first.", "unit")
         self._snapshots = _Snapshots()

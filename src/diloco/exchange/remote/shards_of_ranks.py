@@ -123,7 +123,7 @@ class FetchedShards:
 
 
 class LeadingSender(Sender):
-    """On rank 0: has all ranks send their shards."""
+    """On rank 0: sends a contribution as the shards of all ranks, which it commands."""
 
     def __init__(self, dialler: Dialler, run: str, spans: Sequence[tuple[slice, int]], lane: CommandLane) -> None:
         super().__init__(dialler, run, spans)
@@ -155,7 +155,7 @@ class LeadingSender(Sender):
 
 
 class LeadingReceiver(Receiver):
-    """On rank 0: has all ranks fetch their shards."""
+    """On rank 0: fetches a version as the shards of all ranks, which it commands."""
 
     def __init__(
         self, dialler: Dialler, run: str, layout: Layout, method: Method, shards: Sequence[Segments], lane: CommandLane

@@ -101,7 +101,7 @@ class TorchFT(PeerExchange):
         self._copy.step = max(self._copy.step, state["step"])
 
     def close(self) -> None:
-        """Finish the contributions in flight, then leave; the others go on without this learner."""
+        """Finish the contributions in flight, then leave; the others continue without this learner."""
         if self._quorum.closing.is_set():
             return
         wait(self._offers)

@@ -210,7 +210,7 @@ class VirtualTime:
             else:
                 waiting = ", ".join(map(str, alive))
                 self._stuck = (
-                    f"learners {waiting} all wait and none of them can go on; do all of them take the same "
+                    f"learners {waiting} all wait and none of them can continue; do all of them take the same "
                     "number of steps?"
                 )
                 return alive[0]

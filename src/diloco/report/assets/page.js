@@ -299,7 +299,7 @@ const ORDERS = { // what will happen, as a question
   evict: (who) => `Evict ${who}? What it has not sent is lost. It joins again by itself.`,
   ban: (who) => `Evict and ban ${who}? What it has not sent is lost, and it may not join again before it is admitted.`,
   admit: (who) => `Admit ${who}? It may join again.`,
-  pause: () => "Pause the run? Nothing is merged, and every learner stands still after its next step.",
+  pause: () => "Pause the run? Nothing is merged, and every learner stops after its next step.",
   resume: () => "Resume the run?",
   quorum: (_, number) => `Set the quorum to ${number}? No round is merged with fewer learners.`,
   end: () => "End the run? Every learner sends its last work, saves and leaves, and none may join.",
@@ -354,7 +354,7 @@ function follow() {
   const say = (text, kind) => { $("link").textContent = text; $("link").className = `chip ${kind}`; };
   source.addEventListener("begin", () => { Object.assign(kept, { merges: [], events: [], loss: {}, training: {}, speed: [], wire: [] }); });
   source.onmessage = (message) => { say("live", "live"); take(JSON.parse(message.data)); };
-  source.addEventListener("failed", () => { source.close(); say("stands still: the syncer's log says why", "gone"); });
+  source.addEventListener("failed", () => { source.close(); say("stopped: the syncer's log has the reason", "gone"); });
   source.onerror = () => {
     if (story?.head.state === "ended") say("ended", "");
     else if (source.readyState !== EventSource.CLOSED) say("not connected; trying again", "gone");
