@@ -3,7 +3,7 @@
 A checkpoint is written under a temporary name, every file is synced, and a rename makes it visible, so a crash at any
 time leaves the previous checkpoint in place. An older checkpoint is removed after the newer one is durable, also where
 both are of the same step; it is renamed before its files are removed. The manifest has the size and sha256 of the
-tensor file.
+tensor file. Nothing is pickled.
 
     step-0000000120                 a checkpoint
     step-0000000120.newer           its replacement of the same step, after a crash during the replacement
