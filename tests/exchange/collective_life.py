@@ -116,9 +116,11 @@ def refuses_to_be_used_twice(rank: int) -> dict[str, Any]:
     def again() -> None:
         Learner(trainer.model, trainer.optimizer, method=trainer.learner.method, exchange=trainer.exchange)
 
-    open_ = error_of(again)
+    open_, state = error_of(again), trainer.exchange.state_dict()
     trainer.learner.close()
-    return {"open": open_, "closed": error_of(again)}
+    return {
+        "open": open_, "closed": error_of(again), "state": error_of(lambda: trainer.exchange.load_state_dict(state))
+    }  # fmt: skip
 
 
 def refuses_checkpoints_that_do_not_fit(rank: int) -> dict[str, Any]:

@@ -121,6 +121,7 @@ def test_refuses_to_be_used_twice(world: dict[str, Facts]) -> None:
     for facts in world["refuses_to_be_used_twice"]:
         assert facts["open"][0] == facts["closed"][0] == "ConfigError"
         assert "belongs to another Learner already" in facts["open"][1]
+        assert facts["state"] == ["ConfigError", "this exchange is not open; attach a new one to a Learner."]
 
 
 def test_refuses_checkpoints_that_do_not_fit(world: dict[str, Facts]) -> None:

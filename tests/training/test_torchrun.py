@@ -183,7 +183,6 @@ def by_hand(config: RunConfig, steps: int) -> dict[str, Tensor]:
     return phase(method_from_table(config.method), range(7, steps + 1))
 
 
-@pytest.mark.slow
 def test_ranks_that_are_learners_warm_up_in_data_parallel(tiny: Tiny, tmp_path: Path) -> None:
     overrides = ("warm_start.steps=6", "checkpoint.every_steps=6", "checkpoint.keep=9", DILOCO_6)
     config = tiny(*overrides)

@@ -141,6 +141,7 @@ def _check_blocked(learner: str, report: Report) -> None:
 
 
 def _check_tokens(learner: str, tokens: int, run_step: int, tokens_per_step: int | None) -> None:
+    """Check a count of tokens. `tokens_per_step`: as the learner declared; None: it did not."""
     _within(learner, "trained tokens", tokens, MAX_TOKENS)
     _within_steps(learner, tokens, run_step + MAX_AHEAD, tokens_per_step)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from diloco.core.fragments import Layout
 from diloco.core.method import Method
 from diloco.core.shards import even_shards
-from diloco.errors import ExchangeError
+from diloco.errors import ConfigError, ExchangeError
 from diloco.exchange.base import Event, FlatModel, Overview, StartingState
 from diloco.exchange.collective.joining import broadcast, compare, name_of
 from diloco.exchange.collective.rounds import Round, ShardedRounds
@@ -116,6 +116,9 @@ class Collective(PeerExchange):
         self._group.disconnect()
 
     def _submit(self, job: Callable[[], Any]) -> Future[Any]:
+        if not self._is_open:
+            raise ConfigError("this exchange is not open; attach a new one to a Learner.")
+
         def run() -> Any:
             if self._has_failed:  # the ranks may have diverged
                 raise ExchangeError("an earlier exchange failed, so this one was not tried.")

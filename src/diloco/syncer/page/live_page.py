@@ -387,7 +387,8 @@ class LivePage:
 
 
 def _bounded_protocol() -> type[asyncio.Protocol]:
-    """uvicorn's HTTP protocol with a limit on connections; its own `limit_concurrency` does not limit silent ones."""
+    """uvicorn's HTTP protocol with a limit on connections. Its own `limit_concurrency` answers requests beyond it with
+    503, but keeps connections that send no request."""
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     class BoundedProtocol(H11Protocol):
