@@ -219,7 +219,7 @@ class Flood:
         self, target: Target, num_connections: int, *, speaks: bool = True,
         opened: Callable[[Http2], int] = lambda _: 0, pressed: Callable[[Http2], int] | None = None,
     ) -> None:  # fmt: skip
-        self._target, self._wanted, self._speaks = target, num_connections, speaks
+        self._target, self._wanted, self._is_current = target, num_connections, speaks
         self._opened, self._pressed = opened, pressed
         self._selector = selectors.DefaultSelector()
         self._dialling: dict[socket.socket, float] = {}  # since when
@@ -229,7 +229,7 @@ class Flood:
     def run(self, seconds: float) -> Outcome:
         """Returns after `seconds`."""
         ends_at = time.monotonic() + seconds
-        dialled_at, per_s = time.monotonic(), DIALS_PER_S if self._speaks else SILENT_DIALS_PER_S
+        dialled_at, per_s = time.monotonic(), DIALS_PER_S if self._is_current else SILENT_DIALS_PER_S
         while (now := time.monotonic()) < ends_at:
             due = min(self._wanted - len(self._open), int((now - dialled_at) * per_s))
             if due > 0:
@@ -273,7 +273,7 @@ class Flood:
         try:
             if error := plain.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                 raise OSError(error, "refused")
-            if self._speaks:
+            if self._is_current:
                 connection = Http2(self._target, plain)
                 self.outcome.sent_bytes += self._opened(connection)
                 plain = connection.socket

@@ -16,7 +16,7 @@ from benchmarks.processes import until
 from diloco import events as ev
 from diloco.demo.display import Display, is_wanted
 from diloco.demo.plan import LEARNERS, QUICK, Plan, free_port, prepared
-from diloco.demo.processes import Family, Kill
+from diloco.demo.processes import DemoProcesses, Kill
 from diloco.demo.story import tell
 from diloco.demo.summary import back_after_s, baseline_bytes, describe, headline, summarise, write_report
 from diloco.errors import ConfigError, RunError
@@ -199,7 +199,7 @@ def test_a_browser_is_opened_for_people_only(
 
 
 def test_in_a_pipe_a_phase_and_a_kill_are_said_once(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    family = Family(run)
+    family = DemoProcesses(run)
     with Display(100, "http://page", opens=False, to_stderr=True) as display:
         display.show("starting", Timeline(), family)
         for _ in range(3):
@@ -217,7 +217,7 @@ def test_in_a_pipe_a_phase_and_a_kill_are_said_once(run: Path, capsys: pytest.Ca
 
 
 def test_a_killed_process_comes_back_and_a_failed_one_is_shown(tmp_path: Path) -> None:
-    with Family(tmp_path) as family:
+    with DemoProcesses(tmp_path) as family:
         family.start("methods", "methods", "--json", restarts=True)
         family.children["methods"].process.kill()
 
@@ -235,7 +235,7 @@ def test_a_killed_process_comes_back_and_a_failed_one_is_shown(tmp_path: Path) -
 
 
 def test_a_killed_control_ends_the_demo(tmp_path: Path) -> None:
-    with Family(tmp_path) as family:
+    with DemoProcesses(tmp_path) as family:
         family.start("methods", "methods")
         family.children["methods"].process.kill()
         family.children["methods"].process.join()
@@ -252,7 +252,7 @@ def test_processes_with_the_same_seed_draw_different_ports() -> None:
 
 
 def test_leaving_ends_every_process(tmp_path: Path) -> None:
-    with prepared(tmp_path / "demo", QUICK, seed=0) as config, Family(config.dir) as family:
+    with prepared(tmp_path / "demo", QUICK, seed=0) as config, DemoProcesses(config.dir) as family:
         family.start("syncer", "syncer", str(config.dir / "run.toml"), serves=True)
         process = family.children["syncer"].process
         assert json.loads((tmp_path / "demo" / "pids.json").read_text()) == {"syncer": process.pid}
@@ -326,7 +326,7 @@ def test_a_tiny_demo_survives_kills_from_outside(tmp_path: Path) -> None:
     killed: list[str] = []
     phases: list[str] = []
 
-    def kill_from_outside(phase: str, timeline: Timeline, family: Family) -> None:
+    def kill_from_outside(phase: str, timeline: Timeline, family: DemoProcesses) -> None:
         phases.append(phase)
         due = {
             "syncer": len(timeline.merges) >= 5 and len(timeline.live_learners()) == len(LEARNERS),

@@ -227,7 +227,7 @@ def unit_merged_unseen(record: Record, facts: Facts) -> tuple[Record, Facts]:
     return with_status(record, lambda status: status["data"]["fragments"][0].update(merges=10)), facts
 
 
-def stood_still(record: Record, facts: Facts) -> tuple[Record, Facts]:
+def was_suspended(record: Record, facts: Facts) -> tuple[Record, Facts]:
     return replace(record, settled=False), facts
 
 
@@ -283,7 +283,7 @@ BREAKS = {
         said_nothing,
     ),
     "every unit of data has one fate": (unit_vanished, unit_leased, unit_without_fate, unit_merged_unseen),
-    "the run goes on": (stood_still,),
+    "the run goes on": (was_suspended,),
     "no process ends by itself": (failed, ended_uncalled, ended_badly),
     "no process shows an exception": (excepted,),
     "the state at the end is whole": (damaged,),

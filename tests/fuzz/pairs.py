@@ -59,7 +59,7 @@ def run_state(root: Path) -> Path:
 class Silent:
     """Hears of standings."""
 
-    def stands_as(self, standing: Standing, epoch: int, why: str) -> None:
+    def standing_changed(self, standing: Standing, epoch: int, why: str) -> None:
         """As `StandingObserver`."""
 
     def lags(self, versions: int, num_bytes: int, seconds: float) -> None:

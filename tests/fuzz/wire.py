@@ -45,7 +45,7 @@ from diloco.protocol.leases import Grant
 from diloco.protocol.lineage import Lineage
 from diloco.protocol.members import Claim
 from diloco.protocol.session import requests
-from diloco.protocol.succession import Witness
+from diloco.protocol.succession import Elector
 
 METHODS: dict[str, type[protobuf_message.Message]] = {
     "Describe": pb.DescribeRequest, "Join": pb.JoinRequest, "Heartbeat": pb.HeartbeatRequest,
@@ -327,7 +327,7 @@ class LearnerUnderFire(grpc.GenericRpcHandler):  # type: ignore[misc]
             case b"Vote":
                 voted = connection.call("control", "Vote", pb.VoteRequest(), pb.VoteReply)
                 if (proposal := proposal_of(voted)) is not None:
-                    witness = Witness()
+                    witness = Elector()
                     witness.follow(Lineage("0" * 32, 1, 5))
                     witness.asked(proposal, is_silent=True)
             case b"Promote":

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from diloco.errors import ConfigError, PayloadError
 from diloco.protocol.contribution import KEPT, LATE, MISSED, OUT_OF_STEP, OUTLIER, OVERLAP, Contribution
-from diloco.protocol.leases import Ask, DataSet, Grant, Leases, gone_back
+from diloco.protocol.leases import Ask, DataSet, Grant, Leases, rolled_back
 from diloco.protocol.unit_queue import UnitQueue
 from diloco.protocol.units import KEPT_VERSIONS, MERGED, Ranges, common, count, is_set, minus, ranges_of, split, union
 
@@ -174,7 +174,7 @@ class World:
         self.merges += Counter()  # those that are left
         del versions[left:]
         record = json.loads(json.dumps(self.leases.saved([], self.open)))
-        record = json.loads(json.dumps(gone_back(record, [len(each) for each in self.versions])))
+        record = json.loads(json.dumps(rolled_back(record, [len(each) for each in self.versions])))
         self.leases, self.open, self.learners = Leases(self.num_fragments), [], {}
         self.leases.restore(record, ())
 

@@ -11,10 +11,10 @@ import pytest
 
 from diloco.errors import ConfigError, StandbyError, StoreError
 from diloco.protocol.lineage import Lineage
-from diloco.protocol.pair.endpoints import FirstEnd, StandbyEnd
+from diloco.protocol.pair.endpoints import FirstEndpoint, StandbyEndpoint
 from diloco.protocol.pair.pair_core import REFUSED_S, PairCore
 from diloco.protocol.pair.values import Commit, Contents, PairedWrites, Position, StandbyConnection, WriteKey
-from diloco.protocol.succession import Standing, Witness, Word
+from diloco.protocol.succession import Elector, ElectorVote, Standing
 
 RUN_ID = "a" * 32
 PATIENCE_S = 6.0
@@ -72,7 +72,7 @@ class Told:
     def __init__(self) -> None:
         self.standings: list[Standing] = []
 
-    def stands_as(self, standing: Standing, epoch: int, why: str) -> None:
+    def standing_changed(self, standing: Standing, epoch: int, why: str) -> None:
         self.standings.append(standing)
 
     def lags(self, versions: int, num_bytes: int, seconds: float) -> None:
@@ -99,23 +99,23 @@ class Pair:
         self.up: StandbyConnection
 
     def dial(self, now: float) -> StandbyConnection:
-        hello = StandbyEnd(self.second).hello()
-        down = FirstEnd(self.first).accept(now, hello)
+        hello = StandbyEndpoint(self.second).hello()
+        down = FirstEndpoint(self.first).accept(now, hello)
         assert down is not None
-        StandbyEnd(self.second).concede(now, hello.base)
-        self.up = StandbyEnd(self.second).linked(now, hello.contents, down.boot)
+        StandbyEndpoint(self.second).concede(now, hello.base)
+        self.up = StandbyEndpoint(self.second).linked(now, hello.contents, down.boot)
         return down
 
     def pass_states(self, now: float) -> list[int]:
         """All that is to go to the standby does, and is confirmed; returns the epochs to agree on."""
-        end, epochs = FirstEnd(self.first), []
+        end, epochs = FirstEndpoint(self.first), []
         while (epoch := end.next_state(now, self.down)) is not None:
             epochs.append(epoch)
             contents = self.disks[0].contents()
             _, electorate = end.begins(now, self.down, contents.held, 100)
             number = self.down.sends(Commit(self.disks[0].serial, contents.run_id, contents.held, electorate))
-            StandbyEnd(self.second).take(now, self.up, electorate, epoch, self._write)
-            StandbyEnd(self.second).heard(now, self.up, 0, 0)
+            StandbyEndpoint(self.second).take(now, self.up, electorate, epoch, self._write)
+            StandbyEndpoint(self.second).heard(now, self.up, 0, 0)
             end.acknowledged(now, self.down, number)
         return epochs
 
@@ -137,11 +137,11 @@ def test_a_write_may_be_seen_once_the_standby_has_it() -> None:
     pair.first.write_begins(RECORD)
     serial = pair.disks[0].publish()
     assert not pair.first.is_confirmed(serial, 0.0)
-    assert FirstEnd(pair.first).has_news(pair.down)
+    assert FirstEndpoint(pair.first).has_news(pair.down)
     assert pair.pass_states(2.0) == [0]
     assert pair.first.is_confirmed(serial, 1.0)
     assert pair.disks[1].version == 4
-    assert not FirstEnd(pair.first).has_news(pair.down)
+    assert not FirstEndpoint(pair.first).has_news(pair.down)
 
 
 def test_a_first_that_waits_for_one_only_sends_and_agrees_on_nothing() -> None:
@@ -158,16 +158,16 @@ def test_a_first_that_waits_for_one_only_sends_and_agrees_on_nothing() -> None:
 def test_before_the_run_has_a_model_there_is_nothing_to_say_but_words() -> None:
     """A first that asked at once again and again would do nothing else."""
     first, second = syncer(Disk()), syncer(Disk(), other="first:1")
-    link = FirstEnd(first).accept(0.0, StandbyEnd(second).hello())
+    link = FirstEndpoint(first).accept(0.0, StandbyEndpoint(second).hello())
     assert link is not None
-    assert not FirstEnd(first).has_news(link)
-    assert FirstEnd(first).next_state(0.0, link) is None
+    assert not FirstEndpoint(first).has_news(link)
+    assert FirstEndpoint(first).next_state(0.0, link) is None
 
 
-def votes(pair: Pair, now: float, witness: Witness, asker: PairCore, silent_s: float) -> None:
+def votes(pair: Pair, now: float, witness: Elector, asker: PairCore, silent_s: float) -> None:
     """The learner speaks to a syncer, and gives the promise that it is asked for."""
     assert witness.seen is not None
-    proposal = asker.heard(now, Word(ANN, witness.seen, witness.promised, silent_s))
+    proposal = asker.heard(now, ElectorVote(ANN, witness.seen, witness.promised, silent_s))
     if proposal is not None:
         witness.asked(proposal, is_silent=silent_s >= PATIENCE_S)
     it = asker.succession
@@ -177,7 +177,7 @@ def votes(pair: Pair, now: float, witness: Witness, asker: PairCore, silent_s: f
 
 
 def test_a_write_of_a_first_whose_standby_is_silent_goes_on_with_the_learners_or_is_refused() -> None:
-    pair, witness = paired(), Witness()
+    pair, witness = paired(), Elector()
     witness.follow(Lineage(RUN_ID, 1, pair.first.succession.boot))
     serial = pair.disks[0].publish()
     pair.first.tick(1.1 + PATIENCE_S)
@@ -200,7 +200,7 @@ def test_a_write_of_a_first_whose_standby_is_silent_goes_on_with_the_learners_or
 
 @pytest.mark.parametrize("refuses", [set(), {"epoch"}, {"position"}, {"epoch", "position"}])
 def test_a_standby_takes_over_with_the_learner_also_where_its_disk_refuses_for_a_while(refuses: set[str]) -> None:
-    pair, witness = paired(), Witness()
+    pair, witness = paired(), Elector()
     witness.follow(Lineage(RUN_ID, 1, pair.first.succession.boot))
     pair.second.unlink(pair.up)
     pair.disks[1].refuses = set(refuses)
@@ -216,9 +216,11 @@ def test_a_standby_takes_over_with_the_learner_also_where_its_disk_refuses_for_a
     assert (pair.second.standing, pair.disks[1].epochs) == ("alone", [1, 2])
     assert pair.disks[1].position == Position("first", is_paired=False, base=2, electorate=frozenset({ANN}))
     with pytest.raises(StandbyError, match="now serves the run"):
-        StandbyEnd(pair.second).concede(14.0, 1)
+        StandbyEndpoint(pair.second).concede(14.0, 1)
 
-    assert FirstEnd(pair.first).accept(14.0, StandbyEnd(pair.second).hello()) is None, "it is told that it lost the run"
+    assert FirstEndpoint(pair.first).accept(14.0, StandbyEndpoint(pair.second).hello()) is None, (
+        "it is told that it lost the run"
+    )
     assert pair.first.standing == "fenced"
     assert pair.disks[0].position == Position("first", True, base=1, electorate=frozenset({ANN}), offered=1)
     assert "start this one with --follow" in str(pair.first.refusal())
@@ -229,19 +231,19 @@ def test_a_standby_takes_over_with_the_learner_also_where_its_disk_refuses_for_a
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_a_first_publishes_alone_in_no_epoch_that_a_standby_may_have_as_its_base(is_killed: bool) -> None:
     """It has offered one while the learners came to follow it; the standby's word is lost, and perhaps the process."""
-    pair, witness, now = paired(), Witness(), 1.1 + PATIENCE_S
+    pair, witness, now = paired(), Elector(), 1.1 + PATIENCE_S
     witness.follow(Lineage(RUN_ID, 1, pair.first.succession.boot))
     pair.first.tick(now)
     while pair.first.standing != "installing":
         votes(pair, now, witness, pair.first, 0.0)
         pair.first.tick(now)
     pair.second.unlink(pair.up)
-    pair.down, end, offered = pair.dial(now), FirstEnd(pair.first), 0
+    pair.down, end, offered = pair.dial(now), FirstEndpoint(pair.first), 0
     while not offered:
         offered = end.next_state(now, pair.down)
         contents = pair.disks[0].contents()
         number = pair.down.sends(Commit(pair.disks[0].serial, contents.run_id, contents.held, frozenset({ANN})))
-        StandbyEnd(pair.second).take(now, pair.up, frozenset({ANN}), offered, pair._write)
+        StandbyEndpoint(pair.second).take(now, pair.up, frozenset({ANN}), offered, pair._write)
         if not offered:
             end.acknowledged(now, pair.down, number)
     assert pair.disks[1].position.base == offered == pair.first.succession.epoch + 1

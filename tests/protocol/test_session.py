@@ -591,14 +591,14 @@ def test_a_connection_without_an_answer_is_dialled_anew_and_kept_until_there_is_
     it = Script().start()
     before = it.until(requests.Beat).connection
     it.fail(requests.Beat)
-    assert it.take(requests.HangUp) == [], "a slow syncer would take it for death"
+    assert it.take(requests.CloseConnection) == [], "a slow syncer would take it for death"
     second = it.until(requests.Beat)
     assert second.connection == before + 1
     it.fail(requests.Beat)
-    assert it.take(requests.HangUp) == [requests.HangUp(before + 1)], "it never carried an answer"
+    assert it.take(requests.CloseConnection) == [requests.CloseConnection(before + 1)], "it never carried an answer"
     it.until(requests.Beat)
     it.beat()
-    assert it.take(requests.HangUp) == [requests.HangUp(before)]
+    assert it.take(requests.CloseConnection) == [requests.CloseConnection(before)]
     it.fail(requests.Watch)  # it was on the old one
     assert it.until(requests.Watch).connection == before + 2
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from diloco.errors import LineageError
 from diloco.protocol.lineage import Lineage
-from diloco.protocol.succession import Ballot, Place, Proposal, Succession, Witness, Word, next_electorate
+from diloco.protocol.succession import Ballot, Elector, ElectorVote, Place, Proposal, Succession, next_electorate
 
 RUN = "a" * 32
 
@@ -45,7 +45,7 @@ class Learner:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.witness = Witness()
+        self.witness = Elector()
         self.elector = ""
         self.heard_at = 0.0
         self.asks = 0
@@ -90,7 +90,7 @@ class World:
 
     def start_learner(self, learner: Learner) -> None:
         self.members.discard(learner.elector)
-        learner.witness, learner.heard_at = Witness(), self.now
+        learner.witness, learner.heard_at = Elector(), self.now
         learner.elector = f"{learner.name}/{next(self.processes)}"
 
     # --- messages
@@ -107,7 +107,7 @@ class World:
             return
         seen, silent_s = witness.seen, self.now - learner.heard_at
         if seen is not None:
-            process.heard(self.now, Word(learner.elector, seen, witness.promised, silent_s))
+            process.heard(self.now, ElectorVote(learner.elector, seen, witness.promised, silent_s))
         serves, lineage, proposal = process.serves, Lineage(RUN, process.epoch, process.boot), process.proposal
         if serves and (seen is None or lineage == seen):
             self.members.add(learner.elector)
@@ -292,8 +292,8 @@ def test_what_is_published_is_one_line_and_goes_on(num_learners: int) -> None:
 SEEN = Lineage(RUN, epoch=5, boot=17)
 
 
-def witness(seen: Lineage | None = SEEN) -> Witness:
-    it = Witness()
+def witness(seen: Lineage | None = SEEN) -> Elector:
+    it = Elector()
     it.seen = seen
     return it
 
@@ -345,7 +345,7 @@ def test_a_standby_takes_over_once_most_learners_have_lost_the_first() -> None:
         for name in "ab":
             each = learners[name]
             assert each.seen is not None
-            it.heard(now, Word(name, each.seen, each.promised, silent_s=now - 100.0))
+            it.heard(now, ElectorVote(name, each.seen, each.promised, silent_s=now - 100.0))
             if it.proposal is not None:
                 each.asked(it.proposal, is_silent=True)
             if it.serves:
@@ -369,14 +369,14 @@ def test_a_first_without_most_learners_publishes_nothing_once_its_standby_is_sil
     it.paired(0.0, 5)
     allowed = []
     for now in range(30):
-        it.heard(float(now), Word("a", SEEN, None, silent_s=0.0))
+        it.heard(float(now), ElectorVote("a", SEEN, None, silent_s=0.0))
         it.tick(float(now))
         allowed.append(it.may_publish)
     assert allowed == [True] * 6 + [False] * 24
     assert it.serves, "learners go on training with what there is"
     other = Lineage(RUN, 9, 99)
     for name in "bc":
-        it.heard(30.0, Word(name, other, None, silent_s=0.0))
+        it.heard(30.0, ElectorVote(name, other, None, silent_s=0.0))
     it.tick(30.0)
     assert it.standing == "fenced"
     assert not it.serves
@@ -399,12 +399,12 @@ def test_only_learners_of_the_electorate_vote_and_each_once() -> None:
     assert it.proposal is not None
     promise = it.proposal.ballot
     for name in ("a", "a", "a", "x", "y", "a/other", "b"):
-        it.heard(10.0, Word(name, SEEN, promise, silent_s=9.0))
+        it.heard(10.0, ElectorVote(name, SEEN, promise, silent_s=9.0))
     assert it.wants is None, "two of four"
     it.electorate = frozenset("acd")
-    it.heard(10.0, Word("c", SEEN, None, silent_s=9.0))
+    it.heard(10.0, ElectorVote("c", SEEN, None, silent_s=9.0))
     assert it.wants is None, "one of three: the other one has left"
-    it.heard(10.0, Word("c", SEEN, promise, silent_s=9.0))
+    it.heard(10.0, ElectorVote("c", SEEN, promise, silent_s=9.0))
     assert it.wants == promise.epoch
 
 
@@ -412,7 +412,7 @@ def test_a_learner_that_has_promised_the_epoch_to_the_other_one_is_heard_also_wh
     it = first_of("a", "b")
     for second in range(8):
         it.linked(float(second))
-        it.heard(float(second), Word("c", Lineage(RUN, 4, 3), Ballot(5, 99), silent_s=0.0))
+        it.heard(float(second), ElectorVote("c", Lineage(RUN, 4, 3), Ballot(5, 99), silent_s=0.0))
         it.tick(float(second))
     assert it.raises()
     assert it.next_epoch(0) == 6
@@ -425,7 +425,7 @@ def test_a_syncer_with_most_promises_has_its_epoch_as_its_base_also_after_it_was
     it = Succession("standby", is_paired=True, epoch=5, base=5, boot=99, electorate="a", patience_s=6.0, now=0.0)
     learner = witness()
     for second in range(7, 12):
-        it.heard(float(second), Word("a", learner.seen or SEEN, learner.promised, silent_s=9.0))
+        it.heard(float(second), ElectorVote("a", learner.seen or SEEN, learner.promised, silent_s=9.0))
         it.tick(float(second))
         if it.proposal is not None:
             assert learner.asked(it.proposal, is_silent=True)
@@ -436,7 +436,7 @@ def test_a_syncer_with_most_promises_has_its_epoch_as_its_base_also_after_it_was
     again = Succession(
         "first", is_paired=True, epoch=6, base=it.base, boot=100, electorate="a", patience_s=6.0, now=0.0
     )
-    again.heard(7.0, Word("a", Lineage(RUN, 6, 99), learner.promised, silent_s=9.0))
+    again.heard(7.0, ElectorVote("a", Lineage(RUN, 6, 99), learner.promised, silent_s=9.0))
     again.tick(7.0)
     assert again.proposal is not None
     assert learner.asked(again.proposal, is_silent=True)
@@ -449,7 +449,7 @@ def test_a_first_begins_a_later_epoch_for_a_learner_that_has_promised_it_one_tha
     """It was asked for while the standby was silent, and the two agreed on an earlier one."""
     it = first_of("a")
     it.linked(10.0)
-    it.heard(10.0, Word("a", Lineage(RUN, 1, 3), Ballot(it.epoch + ahead, it.boot), silent_s=0.0))
+    it.heard(10.0, ElectorVote("a", Lineage(RUN, 1, 3), Ballot(it.epoch + ahead, it.boot), silent_s=0.0))
     it.tick(10.0)
     assert it.raises() is raises
 
@@ -460,7 +460,7 @@ def test_a_learner_that_claims_promises_does_not_have_the_run_begin_epochs_witho
     for tenth in range(36_000):
         now = tenth / 10
         it.linked(now)
-        it.heard(now, Word("liar", Lineage(RUN, 1, 3), Ballot(it.epoch + 10**6, 4), silent_s=0.0))
+        it.heard(now, ElectorVote("liar", Lineage(RUN, 1, 3), Ballot(it.epoch + 10**6, 4), silent_s=0.0))
         it.tick(now)
         if it.raises():
             times.append(now)

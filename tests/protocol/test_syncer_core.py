@@ -1063,7 +1063,7 @@ def test_after_a_standstill_of_the_syncer_learners_have_their_whole_deadline() -
     run = Run("a", "b", "c")
     run.core.disconnected(2.0, "c", 1)
     ends = {learner: run.core.deadlines.ends_at(member) for learner, member in run.core.members.items()}
-    run.core.stood_still(1000.0)
+    run.core.was_suspended(1000.0)
     assert "Evict" not in kinds(run.core.tick(1004.9))
     assert {learner: run.core.deadlines.ends_at(member) for learner, member in run.core.members.items()} == {
         learner: end + 1000.0 for learner, end in ends.items()

@@ -17,7 +17,7 @@ from diloco.protocol.rounds import late_contributions as late
 from diloco.protocol.rounds.called import CalledLearner, CalledSyncer
 from diloco.protocol.rounds.pushed import PushedLearner
 from diloco.protocol.session.transfers import ModelCache, Outbox
-from diloco.protocol.succession import Witness
+from diloco.protocol.succession import Elector
 from diloco.protocol.syncer import SyncerCore
 from diloco.run import driver
 from diloco.run.driver import Driver
@@ -192,7 +192,7 @@ def keeps_too_few_updates(patch: pytest.MonkeyPatch) -> None:
 
 
 def follows_an_older_copy(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Witness, "refusal", lambda self, lineage: None)
+    patch.setattr(Elector, "refusal", lambda self, lineage: None)
     patch.setattr(driver, "refusal", lambda seen, offered: None)
 
 

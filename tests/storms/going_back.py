@@ -20,7 +20,7 @@ from diloco.core.global_fragment import GlobalFragment
 from diloco.protocol.accounting import Key
 from diloco.protocol.learner import LearnerCore
 from diloco.protocol.lineage import Epoch
-from diloco.protocol.records import gone_back, without_members
+from diloco.protocol.records import rolled_back, without_members
 from diloco.run.ports import SavedRun
 from diloco.store.store import KEPT_VERSIONS
 
@@ -118,7 +118,7 @@ class BackedUpStore(RecordingStore):
         if has_database:
             assert before.record is not None
             merges = [backup.merges[index] for index, backup in enumerate(readable)]
-            self._become(saved, merges, before.epochs, gone_back(before.record, versions))
+            self._become(saved, merges, before.epochs, rolled_back(before.record, versions))
         else:
             self.ledger.merged, self.ledger.verdicts = {}, {}
             epoch = Epoch(before.epochs[-1].number + 1, versions)

@@ -9,10 +9,10 @@ import pytest
 from tests.storms.defects import Defect
 
 from diloco.protocol.lineage import Lineage
-from diloco.protocol.pair.endpoints import StandbyEnd
+from diloco.protocol.pair.endpoints import StandbyEndpoint
 from diloco.protocol.pair.pair_core import PairCore
 from diloco.protocol.pair.values import PairedWrites, StandbyConnection
-from diloco.protocol.succession import Succession, Witness
+from diloco.protocol.succession import Elector, Succession
 
 
 def publishes_what_the_standby_lacks(patch: pytest.MonkeyPatch) -> None:
@@ -20,15 +20,15 @@ def publishes_what_the_standby_lacks(patch: pytest.MonkeyPatch) -> None:
 
 
 def confirms_what_it_has_not_written(patch: pytest.MonkeyPatch) -> None:
-    take = StandbyEnd.take
+    take = StandbyEndpoint.take
 
     def forgets(
-        self: StandbyEnd, now: float, link: StandbyConnection, electorate: frozenset[str], epoch: int,
+        self: StandbyEndpoint, now: float, link: StandbyConnection, electorate: frozenset[str], epoch: int,
         write: Callable[[], None],
     ) -> None:  # fmt: skip
         take(self, now, link, electorate, epoch, write if epoch else lambda: None)
 
-    patch.setattr(StandbyEnd, "take", forgets)
+    patch.setattr(StandbyEndpoint, "take", forgets)
 
 
 def goes_on_with_one_vote(patch: pytest.MonkeyPatch) -> None:
@@ -36,10 +36,10 @@ def goes_on_with_one_vote(patch: pytest.MonkeyPatch) -> None:
 
 
 def follows_whatever_serves(patch: pytest.MonkeyPatch) -> None:
-    def refusal(self: Witness, lineage: Lineage) -> None:
+    def refusal(self: Elector, lineage: Lineage) -> None:
         """It follows any."""
 
-    patch.setattr(Witness, "refusal", refusal)
+    patch.setattr(Elector, "refusal", refusal)
 
 
 def forgets_that_it_has_a_standby(patch: pytest.MonkeyPatch) -> None:

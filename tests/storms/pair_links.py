@@ -9,7 +9,7 @@ from tests.storms.pair_disks import DiskState
 from tests.storms.pair_nodes import Node
 
 from diloco.errors import DilocoError
-from diloco.protocol.pair.endpoints import FirstEnd, StandbyEnd
+from diloco.protocol.pair.endpoints import FirstEndpoint, StandbyEndpoint
 from diloco.protocol.pair.pair_core import PairCore
 from diloco.protocol.pair.values import Commit, Hello, StandbyConnection
 
@@ -62,7 +62,7 @@ class Follow:
         self._caller, self._callee = _End(storm, caller), _End(storm, callee)
         self._is_sending, self._newest = False, 0
         self._again_s = DIAL_S
-        self._hello = StandbyEnd(self._caller.pair).hello()
+        self._hello = StandbyEndpoint(self._caller.pair).hello()
         self._at(self._caller, storm.plan.patience_s, self._give_up)
         self._send(self._callee, lambda: self._accept(self._hello))
 
@@ -123,7 +123,7 @@ class Follow:
         end = self._callee
 
         def accept(pair: PairCore) -> None:
-            end.link = FirstEnd(pair).accept(self._storm.now_s, hello)
+            end.link = FirstEndpoint(pair).accept(self._storm.now_s, hello)
 
         if not self._tries(end, accept):
             return
@@ -146,7 +146,7 @@ class Follow:
         if self._is_sending:
             return
         found = list[int | None]()
-        if not self._tries(end, lambda pair: found.append(FirstEnd(pair).next_state(now, link))):
+        if not self._tries(end, lambda pair: found.append(FirstEndpoint(pair).next_state(now, link))):
             return
         if (epoch := found[0]) is not None:
             self._is_sending = True
@@ -163,7 +163,7 @@ class Follow:
         self._is_sending = False
         state, contents = store.state, store.contents()
         assert state is not None
-        behind, electorate = FirstEnd(end.pair).begins(now, link, contents.held, 0)
+        behind, electorate = FirstEndpoint(end.pair).begins(now, link, contents.held, 0)
         number = link.sends(Commit(store.serial, contents.run_id, contents.held, electorate))
         end.said_s = now
         seconds = self._storm.draws.between("commit", 0.0, 0.2)
@@ -172,7 +172,7 @@ class Follow:
     def _acknowledged(self, number: int) -> None:
         link = self._callee.link
         assert link is not None
-        self._tries(self._callee, lambda pair: FirstEnd(pair).acknowledged(self._storm.now_s, link, number))
+        self._tries(self._callee, lambda pair: FirstEndpoint(pair).acknowledged(self._storm.now_s, link, number))
 
     # --- the standby --------------------------------------------------------------------------------------------------
 
@@ -180,10 +180,10 @@ class Follow:
         end, now = self._caller, self._storm.now_s
 
         def begin(pair: PairCore) -> None:
-            StandbyEnd(pair).concede(now, self._hello.base)
+            StandbyEndpoint(pair).concede(now, self._hello.base)
             pair.succession.next_epoch_is_after(highest)
             end.node.host_as_it_stands()
-            end.link = StandbyEnd(pair).linked(now, self._hello.contents, boot)
+            end.link = StandbyEndpoint(pair).linked(now, self._hello.contents, boot)
 
         if self._tries(end, begin):
             self._say()
@@ -201,7 +201,7 @@ class Follow:
     def _heard(self, behind: int) -> None:
         link = self._caller.link
         if link is not None:
-            self._tries(self._caller, lambda pair: StandbyEnd(pair).heard(self._storm.now_s, link, behind, 0))
+            self._tries(self._caller, lambda pair: StandbyEndpoint(pair).heard(self._storm.now_s, link, behind, 0))
 
     def _take(self, state: DiskState, electorate: frozenset[str], epoch: int, number: int, behind: int) -> None:
         end, now = self._caller, self._storm.now_s
@@ -212,7 +212,7 @@ class Follow:
         self._heard(behind)
 
         def take(pair: PairCore) -> None:
-            StandbyEnd(pair).take(now, link, electorate, epoch, lambda: end.node.store.take(state))
+            StandbyEndpoint(pair).take(now, link, electorate, epoch, lambda: end.node.store.take(state))
 
         if self._tries(end, take):
             self._newest = number

@@ -17,7 +17,7 @@ from diloco.exchange.virtual.syncer import SimulatedDriver
 from diloco.protocol.accounting import Key
 from diloco.protocol.contribution import OUTLIER
 from diloco.protocol.pair.pair_core import PairCore
-from diloco.protocol.succession import Proposal, Standing, Word
+from diloco.protocol.succession import ElectorVote, Proposal, Standing
 from diloco.run.ports import Ports, T, Work
 
 if TYPE_CHECKING:
@@ -186,9 +186,9 @@ class Node:
 
     # --- as `StandingObserver` ----------------------------------------------------------------------------------------
 
-    def stands_as(self, standing: Standing, epoch: int, why: str) -> None:
+    def standing_changed(self, standing: Standing, epoch: int, why: str) -> None:
         """The standing has changed."""
-        self.storm.stands(self, standing, epoch, why)
+        self.storm.state_changed(self, standing, epoch, why)
 
     def lags(self, versions: int, num_bytes: int, seconds: float) -> None:
         """How far the standby is behind."""
@@ -222,7 +222,7 @@ class NodeDoor:
             raise node.pair.refusal()
         return node.driver
 
-    def heard(self, word: Word) -> Proposal | None:
+    def heard(self, word: ElectorVote) -> Proposal | None:
         """As `Door`."""
         pair = self._node.pair
         assert pair is not None

@@ -114,7 +114,7 @@ class PairStorm(Storm):
             self.touched()
             do()
 
-    def stands(self, node: Node, standing: Standing, epoch: int, why: str) -> None:
+    def state_changed(self, node: Node, standing: Standing, epoch: int, why: str) -> None:
         """The standing of a node has changed."""
         self.stood[standing] += 1
         self.quiet_s = max(self.quiet_s, self.now_s + 2.0)

@@ -18,7 +18,7 @@ from diloco.errors import DilocoError, StandbyError
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.protocol.lineage import Lineage
 from diloco.protocol.members import Deadlines
-from diloco.protocol.succession import Ballot, Proposal, Witness
+from diloco.protocol.succession import Ballot, Elector, Proposal
 from diloco.store.records import connect_read_only, stored_versions
 from diloco.syncer.server import Options, Syncer
 
@@ -70,7 +70,7 @@ class Learner:
     def __init__(self, name: str, addresses: list[str]) -> None:
         self.raws = {address: Raw(address, name) for address in addresses}
         self.addresses = list(addresses)
-        self.witness = Witness()
+        self.witness = Elector()
         self.cut: set[str] = set()
         self.process = secrets.randbits(32) + 1
         for raw in self.raws.values():

@@ -11,7 +11,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID
 
-from diloco.demo.processes import Family, Kill
+from diloco.demo.processes import DemoProcesses, Kill
 from diloco.demo.summary import back_after_s
 from diloco.report.timeline import Timeline
 
@@ -53,7 +53,7 @@ class Display:
         line = f"[{self._last_line - self._started:5.1f} s] {text}"
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
-    def show(self, phase: str, timeline: Timeline, family: Family) -> None:
+    def show(self, phase: str, timeline: Timeline, family: DemoProcesses) -> None:
         """Update the display; call it often."""
         if timeline.syncer_starts and not self._is_served:
             self._is_served = True
@@ -82,7 +82,7 @@ class Display:
                 self.say(f"{kill.name} works again, {seconds:.1f} s after it was killed")
 
 
-def _progress(timeline: Timeline, family: Family) -> list[str]:
+def _progress(timeline: Timeline, family: DemoProcesses) -> list[str]:
     """Steps and losses of the training processes, in order, and the bytes on the wire."""
     training = [name for name in timeline.steps if name in family.children and not family.children[name].done]
     if not training:
@@ -97,7 +97,7 @@ def _wire(timeline: Timeline) -> str:
     return f"{len(timeline.merges)} merges, {sum(timeline.traffic.values()) / 1e6:.1f} MB on the wire"
 
 
-def _doing(name: str, timeline: Timeline, family: Family) -> str:
+def _doing(name: str, timeline: Timeline, family: DemoProcesses) -> str:
     child = family.children.get(name)
     if child is not None and child.restart_at is not None:
         return "[bold red]killed[/]"

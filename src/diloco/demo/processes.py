@@ -67,7 +67,7 @@ class Child:
 
 
 @dataclass
-class Family:
+class DemoProcesses:
     """All processes of one demo. Leaving the context ends them; they also end if the demo is killed.
 
     Each has its own session, so that Ctrl-C in the terminal reaches only the demo.

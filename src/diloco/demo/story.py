@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 from diloco.config import RunConfig
 from diloco.demo.plan import LEARNERS, VICTIM, Plan
-from diloco.demo.processes import Family, Kill
+from diloco.demo.processes import DemoProcesses, Kill
 from diloco.report.timeline import Timeline, TimelineFollower
 
 POLL_S = 0.25
 
-Show = Callable[[str, Timeline, Family], None]
+Show = Callable[[str, Timeline, DemoProcesses], None]
 """Called several times a second with the phase in a few words, the run and the processes."""
 
 
@@ -44,7 +44,7 @@ def tell(config: RunConfig, plan: Plan, show: Show) -> DemoOutcome:
         RunError: a process failed.
     """
     started = time.monotonic()
-    with Family(config.dir) as family:
+    with DemoProcesses(config.dir) as family:
         stage = _Stage(config, plan, family, show)
         stage.train()
         stage.train_controls()
@@ -56,7 +56,7 @@ def tell(config: RunConfig, plan: Plan, show: Show) -> DemoOutcome:
 class _Stage:
     """Starts the processes and watches them."""
 
-    def __init__(self, config: RunConfig, plan: Plan, family: Family, show: Show) -> None:
+    def __init__(self, config: RunConfig, plan: Plan, family: DemoProcesses, show: Show) -> None:
         self._config = config
         self._plan = plan
         self._family = family

@@ -447,7 +447,7 @@ class Leases:
             self.ended(learner, incarnation, ())
 
 
-def gone_back(values: Mapping[str, Any] | None, versions: Sequence[int]) -> dict[str, Any] | None:
+def rolled_back(values: Mapping[str, Any] | None, versions: Sequence[int]) -> dict[str, Any] | None:
     """Return the values of `Leases.saved` after a repair has rolled the fragments back to these versions."""
     if values is None:
         return None

@@ -30,10 +30,10 @@ def without_members(record: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**record, "members": {}}
 
 
-def gone_back(record: Mapping[str, Any], versions: Sequence[int]) -> Mapping[str, Any]:
+def rolled_back(record: Mapping[str, Any], versions: Sequence[int]) -> Mapping[str, Any]:
     """As `without_members`, after a repair that went back to these versions of the fragments: units of data merged in
     later versions are returned."""
-    return {**without_members(record), "leases": leases.gone_back(record["leases"], versions)}
+    return {**without_members(record), "leases": leases.rolled_back(record["leases"], versions)}
 
 
 def rewound(

@@ -173,7 +173,7 @@ class Steering:
                 return self._take_out(order, why, members)
             case "admit":
                 if self.out.pop(order.learner, None) is None:
-                    raise ConfigError(f"{order.learner!r} was neither drained nor banned; {_told(self.out)}.")
+                    raise ConfigError(f"{order.learner!r} was neither drained nor banned; {_names_of(self.out)}.")
                 return f"{order.learner} was admitted {why}; it may join again"
             case "pause":
                 self.paused = f"paused {why}"
@@ -246,5 +246,5 @@ def _quorum(at_least: int, present: Sequence[str], pool: Pool | None, *, one_at_
     return at_least
 
 
-def _told(out: Mapping[str, str]) -> str:
+def _names_of(out: Mapping[str, str]) -> str:
     return f"those are {', '.join(sorted(out))}" if out else "no learner was"

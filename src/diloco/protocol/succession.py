@@ -64,7 +64,7 @@ class Proposal:
 
 
 @dataclass(frozen=True)
-class Word:
+class ElectorVote:
     """A learner's vote, sent with every heartbeat.
 
     Attributes:
@@ -85,7 +85,7 @@ def elector(learner: str, process: int) -> str:
     return f"{learner}/{process:x}"
 
 
-class Witness:
+class Elector:
     """A learner as a voter (an acceptor in Paxos).
 
     Arguments:
@@ -93,7 +93,7 @@ class Witness:
 
     Attributes:
         seen: the syncer that it follows; None: none yet.
-        promised: as in `Word`.
+        promised: as in `ElectorVote`.
     """
 
     def __init__(self, seen: Lineage | None = None) -> None:
@@ -179,9 +179,12 @@ class Succession:
         self._asked_at = -math.inf
         self.offered, self.highest = offered, max(epoch, offered)
         self._serves = self.standing == "alone"
-        self._words: dict[str, tuple[float, Word]] = {}
+        self._votes: dict[str, tuple[float, ElectorVote]] = {}
         self._raised_at, self._raises_after_s = -math.inf, patience_s
-        self._refusal: tuple[float, Word | None] = -math.inf, None  # the newest vote of a learner that cannot follow
+        self._refusal: tuple[float, ElectorVote | None] = (
+            -math.inf,
+            None,
+        )  # the newest vote of a learner that cannot follow
 
     # --- the other syncer ---------------------------------------------------------------------------------------------
 
@@ -220,13 +223,13 @@ class Succession:
 
     # --- learners -----------------------------------------------------------------------------------------------------
 
-    def heard(self, now: float, word: Word) -> None:
+    def heard(self, now: float, vote: ElectorVote) -> None:
         """Record a learner's vote."""
-        self.highest = max(self.highest, word.seen.epoch, 0 if word.promised is None else word.promised.epoch)
-        if word.elector in self.electorate:
-            self._words[word.elector] = now, word
-        if self._cannot_follow(word):
-            self._refusal = now, word
+        self.highest = max(self.highest, vote.seen.epoch, 0 if vote.promised is None else vote.promised.epoch)
+        if vote.elector in self.electorate:
+            self._votes[vote.elector] = now, vote
+        if self._cannot_follow(vote):
+            self._refusal = now, vote
 
     def tick(self, now: float) -> None:
         """Handle the passage of time: propose, repeat a proposal, or yield."""
@@ -248,7 +251,7 @@ class Succession:
         proposal = self.proposal
         if self.standing != "proposing" or proposal is None:
             return None
-        promised = sum(word.promised == proposal.ballot for _, word in self._heard())
+        promised = sum(vote.promised == proposal.ballot for _, vote in self._heard())
         return proposal.ballot.epoch if self._is_majority(promised) else None
 
     def begun(self, epoch: int) -> None:
@@ -265,7 +268,7 @@ class Succession:
         """Whether a majority follows the epoch that this syncer has begun, and no standby can have made this epoch or a
         later one its base. The caller then makes durable that the syncer is alone, and calls `alone`."""
         mine = (self.epoch, self.boot)
-        following = sum((word.seen.epoch, word.seen.boot) == mine for _, word in self._heard())
+        following = sum((vote.seen.epoch, vote.seen.boot) == mine for _, vote in self._heard())
         return self.standing == "installing" and self.offered < self.epoch and self._is_majority(following)
 
     def alone(self) -> None:
@@ -299,8 +302,8 @@ class Succession:
         """Whether a learner, elector or not, cannot follow this epoch because it has promised this or a later one to
         the other syncer. It can follow a still later epoch, which a first may always begin, alone or with its
         standby."""
-        at, word = self._refusal
-        is_now = word is not None and self._now - at < self._recent_s and self._cannot_follow(word)
+        at, vote = self._refusal
+        is_now = vote is not None and self._now - at < self._recent_s and self._cannot_follow(vote)
         return is_now and self.standing in ("paired", "alone")
 
     def raises(self) -> bool:
@@ -332,25 +335,25 @@ class Succession:
         self.highest += 1
         self.proposal = Proposal(Ballot(self.highest, self.boot), self.base)
 
-    def _cannot_follow(self, word: Word) -> bool:
-        is_mine = (word.seen.epoch, word.seen.boot) == (self.epoch, self.boot)
-        ballot = word.promised
+    def _cannot_follow(self, vote: ElectorVote) -> bool:
+        is_mine = (vote.seen.epoch, vote.seen.boot) == (self.epoch, self.boot)
+        ballot = vote.promised
         if is_mine or ballot is None or ballot == Ballot(self.epoch, self.boot):
             return False
         return ballot.epoch >= self.epoch  # also an abandoned one of its own: the standby was heard again
 
-    def _is_alone(self, word: Word) -> bool:
-        return word.silent_s >= self._patience_s
+    def _is_alone(self, vote: ElectorVote) -> bool:
+        return vote.silent_s >= self._patience_s
 
-    def _follows_another(self, word: Word) -> bool:
-        return word.seen.epoch > self.epoch and word.seen.boot != self.boot
+    def _follows_another(self, vote: ElectorVote) -> bool:
+        return vote.seen.epoch > self.epoch and vote.seen.boot != self.boot
 
-    def _is_most(self, now: float, holds: Callable[[Word], bool]) -> bool:
-        return self._is_majority(sum(holds(word) for at, word in self._heard() if now - at < self._recent_s))
+    def _is_most(self, now: float, holds: Callable[[ElectorVote], bool]) -> bool:
+        return self._is_majority(sum(holds(vote) for at, vote in self._heard() if now - at < self._recent_s))
 
-    def _heard(self) -> Iterator[tuple[float, Word]]:
+    def _heard(self) -> Iterator[tuple[float, ElectorVote]]:
         """Yield the newest vote of each current elector, and its time."""
-        return (self._words[each] for each in self.electorate if each in self._words)
+        return (self._votes[each] for each in self.electorate if each in self._votes)
 
     def _is_majority(self, number: int) -> bool:
         return 2 * number > len(self.electorate)

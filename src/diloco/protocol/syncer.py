@@ -259,7 +259,7 @@ class SyncerCore:
                 actions += self._evict(member.learner, reason, replaced=False)
         return actions + self._look_again(now)
 
-    def stood_still(self, seconds: float) -> None:
+    def was_suspended(self, seconds: float) -> None:
         """The syncer process was suspended for this long: move all deadlines, since messages of that time are
         unread."""
         for member in self.members.values():
@@ -270,7 +270,7 @@ class SyncerCore:
         for state in self.fragments:
             if state.closing is not None:
                 state.closing = replace(state.closing, closed_at=state.closing.closed_at + seconds)
-        self.rounds.stood_still(seconds)
+        self.rounds.was_suspended(seconds)
         self._paused_at += seconds
 
     # --- contributions ------------------------------------------------------------------------------------------------
@@ -372,7 +372,7 @@ class SyncerCore:
 
     def _resume(self, now: float) -> None:
         """Resume after a pause; its time counts for no round and no learner."""
-        self.rounds.stood_still(now - self._paused_at)
+        self.rounds.was_suspended(now - self._paused_at)
         for member in self.members.values():  # their next heartbeats say whether they wait for an answer
             member.progressed_at, member.waiting, member.blocked_with = now, False, ()
 

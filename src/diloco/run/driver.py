@@ -518,11 +518,11 @@ class Driver(Generic[H, S, P]):
             return
         core = self.core
         if late_s > STOOD_STILL_S:  # suspended, or starved: messages of that time are not processed yet
-            self._observer.stood_still(late_s)
-            core.stood_still(late_s)
+            self._observer.was_suspended(late_s)
+            core.was_suspended(late_s)
         self._uploads.tick(self._clock.now_s())
         self._executor.execute(core.tick(self._clock.now_s()))
-        self._observer.stands(core)
+        self._observer.state_changed(core)
 
     # --- the end ------------------------------------------------------------------------------------------------------
 

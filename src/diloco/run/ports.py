@@ -302,10 +302,10 @@ class Observer(Protocol):
     def waits_for_disk(self, what: str, error: StoreError) -> None:
         """The disk has refused a write, which is tried again."""
 
-    def stood_still(self, late_s: float) -> None:
+    def was_suspended(self, late_s: float) -> None:
         """The process was suspended for this long."""
 
-    def stands(self, core: SyncerCore) -> None:
+    def state_changed(self, core: SyncerCore) -> None:
         """The state of the run, at every tick."""
 
 

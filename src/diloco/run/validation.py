@@ -17,7 +17,7 @@ from diloco.protocol.contribution import OVERLAP, Contribution
 from diloco.protocol.leases import Ask
 from diloco.protocol.members import Report
 from diloco.protocol.steering import OF_A_LEARNER, Order, What
-from diloco.protocol.succession import Word
+from diloco.protocol.succession import ElectorVote
 from diloco.protocol.units import Ranges, is_set
 from diloco.run.ports import InitialModel
 
@@ -267,7 +267,7 @@ def check_run_id(run_id: str) -> None:
         raise PayloadError(f"a run cannot have the id {run_id[:64]!r}; it is 32 hexadecimal digits.")
 
 
-def check_word(learner: str, word: Word, most_epoch: int) -> None:
+def check_word(learner: str, word: ElectorVote, most_epoch: int) -> None:
     """Check a learner's statement about the syncer that it follows. `most_epoch`: the highest plausible epoch."""
     check_epoch(learner, word.seen.epoch, most_epoch)
     if word.promised is not None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from diloco.errors import StoreError
 from diloco.protocol.lineage import Epoch
-from diloco.protocol.records import gone_back
+from diloco.protocol.records import rolled_back
 from diloco.store.durable import ignore_point, lock_directory, sync_directory
 from diloco.store.files import TensorFiles, set_aside
 from diloco.store.inspection import NO_STATIC, DirectoryState, inspect, inspected
@@ -123,7 +123,7 @@ def _choose(db: sqlite3.Connection, found: DirectoryState) -> None:
                 put_version(db, each.update, each.file, each.sha256, each.tokens, each.published_at)
                 present.add(each.update.version)
     versions = [each.serves or 0 for each in found.fragments]
-    record = None if found.record is None else json.dumps(gone_back(found.record, versions))
+    record = None if found.record is None else json.dumps(rolled_back(found.record, versions))
     db.execute("UPDATE run SET record = ?", (record,))
 
 

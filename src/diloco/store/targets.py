@@ -46,7 +46,7 @@ def open_target(url: str) -> Target:
         ConfigError: the URL's scheme is unknown, or its package is not installed.
     """
     if "://" not in url:
-        return Directory(Path(url))
+        return LocalDirectory(Path(url))
     try:
         files, path = fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:
@@ -56,7 +56,7 @@ def open_target(url: str) -> Target:
     return RemoteDirectory(url, files, path)
 
 
-class Directory:
+class LocalDirectory:
     """A directory on this machine."""
 
     def __init__(self, path: Path) -> None:

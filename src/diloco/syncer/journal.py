@@ -185,10 +185,10 @@ class Journal(Observer):
         num = len(update.contributors)
         self.merges.merged(update.fragment, update.version, tokens=merged.tokens, contributors=num, live=num_live)
 
-    def stood_still(self, late_s: float) -> None:
+    def was_suspended(self, late_s: float) -> None:
         log.warning("this process was suspended for %.1f s; no learner's deadline counts them", late_s)
 
-    def stands(self, core: SyncerCore) -> None:
+    def state_changed(self, core: SyncerCore) -> None:
         """Write the state of the run to the metrics and the log."""
         self.merges.say()
         self._metrics.set_missing_events(self._events.num_missing)

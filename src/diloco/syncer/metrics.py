@@ -181,7 +181,7 @@ class SyncerMetrics:
         """Set the number of events that could not be written since this syncer started."""
         self._missing_events.set(number)
 
-    def stands_as(self, standing: str, *, takes_over: bool) -> None:
+    def standing_changed(self, standing: str, *, takes_over: bool) -> None:
         """Set the standing of this syncer, and count a takeover."""
         self._standing.clear()
         self._standing.labels(standing).set(1)

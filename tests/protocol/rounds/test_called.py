@@ -122,7 +122,7 @@ def test_a_grace_window_does_not_pass_while_the_syncer_stands_still() -> None:
     run.step("abc", 5)
     run.send("a")
     [wake] = [action for action in run.core.tick(run.now) if isinstance(action, WakeAt)]
-    run.core.stood_still(100.0)
+    run.core.was_suspended(100.0)
     assert run.core.tick(run.now + 100.0) == [WakeAt(pytest.approx(wake.at + 100.0))]
 
 
@@ -130,7 +130,7 @@ def test_standing_still_is_no_part_of_the_time_that_a_synchronisation_takes() ->
     run = Run(method(NO_GRACE))
     run.step("abc", 5)
     run.send("a")
-    run.core.stood_still(100.0)
+    run.core.was_suspended(100.0)
     run.now += 100.0
     run.close("a")
     assert rounds(run).pace.sync_s == pytest.approx(0.0)

@@ -129,7 +129,7 @@ class Session:
 
     def _execute(self, action: SessionAction) -> None:
         match action:
-            case requests.HangUp(connection=number):
+            case requests.CloseConnection(connection=number):
                 self._dialler.control(number).close_channel(_control(number))
             case requests.Dial(address=address):
                 self._dialler.dial(address)

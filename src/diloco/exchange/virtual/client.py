@@ -23,7 +23,7 @@ from diloco.protocol.lineage import Lineage
 from diloco.protocol.members import Report
 from diloco.protocol.session import requests
 from diloco.protocol.session.session_core import SessionCore
-from diloco.protocol.succession import Word, elector
+from diloco.protocol.succession import ElectorVote, elector
 from diloco.run.global_model import FragmentAnswer
 from diloco.run.memory import MemorySlot
 from diloco.run.ports import ClockPort, InitialModel
@@ -159,7 +159,7 @@ class SessionClient:
     def _do(self, actions: Sequence[requests.SessionAction]) -> None:
         for action in actions:
             match action:
-                case requests.HangUp(connection=connection):
+                case requests.CloseConnection(connection=connection):
                     self._wire.hang_up(connection)
                     self._hung_up += [each for each in self._open if _connection_of(each.call) == connection]
                 case requests.Drop(contribution=c):
@@ -383,9 +383,9 @@ class _Stream:
         self._wire.down(self._open.call, 0, arrive)
 
 
-def _word(beat: requests.Beat, seen: Lineage) -> Word:
+def _word(beat: requests.Beat, seen: Lineage) -> ElectorVote:
     """The word in a heartbeat, whose learner has just received an answer."""
-    return Word(elector(beat.claim.learner, beat.claim.process), seen, beat.promised, 0.0)
+    return ElectorVote(elector(beat.claim.learner, beat.claim.process), seen, beat.promised, 0.0)
 
 
 def _connection_of(call: requests.Request) -> int | None:

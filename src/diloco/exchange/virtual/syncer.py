@@ -15,7 +15,7 @@ from diloco.core.method import Method
 from diloco.exchange.virtual.delivery import Alarm, Delivery
 from diloco.protocol.members import Deadlines
 from diloco.protocol.steering import Pool
-from diloco.protocol.succession import Proposal, Word
+from diloco.protocol.succession import ElectorVote, Proposal
 from diloco.run.driver import Driver
 from diloco.run.global_model import FragmentAnswer
 from diloco.run.memory import MemorySlot, MemorySpool, MemoryStore
@@ -36,7 +36,7 @@ class SyncerProcess(Protocol):
     def driver(self) -> SimulatedDriver:
         """The driver of the run. Raises StandbyError: this syncer does not serve the run."""
 
-    def heard(self, word: Word) -> Proposal | None:
+    def heard(self, word: ElectorVote) -> Proposal | None:
         """Receive a learner's word; returns the proposal that the learner is to vote on."""
 
 
@@ -51,7 +51,7 @@ class OneSyncer:
         """Always: there is no other syncer."""
         return True
 
-    def heard(self, word: Word) -> None:
+    def heard(self, word: ElectorVote) -> None:
         """Ignore the word: there is no succession."""
 
 

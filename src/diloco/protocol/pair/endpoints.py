@@ -12,7 +12,7 @@ CATCH_UP_ROUNDS = 3
 """States sent to a standby before versions wait for its confirmation, if each has new versions."""
 
 
-class FirstEnd:
+class FirstEndpoint:
     """The first's end of a standby's connection. All methods raise StoreError as those of `PairCore`.
 
     Arguments:
@@ -170,7 +170,7 @@ class FirstEnd:
         return True
 
 
-class StandbyEnd:
+class StandbyEndpoint:
     """The standby's end of a connection to the first. All methods raise StoreError as those of `PairCore`.
 
     Arguments:
@@ -183,7 +183,7 @@ class StandbyEnd:
     def hello(self) -> Hello:
         """Return the first message to the other syncer."""
         pair = self._pair
-        base, _, serves, boot = FirstEnd(pair).rank()
+        base, _, serves, boot = FirstEndpoint(pair).rank()
         contents, it = pair.durable.contents(), pair.succession
         return Hello(
             boot, pair.position.place == "first", max(contents.epoch, it.highest), base,

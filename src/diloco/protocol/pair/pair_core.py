@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from diloco.errors import ConfigError, NotInitialisedError, StandbyError, StoreError
-from diloco.protocol.pair.values import Durable, Lag, Position, StandbyConnection, StandingObserver, electors
-from diloco.protocol.succession import Place, Proposal, Standing, Succession, Word, next_electorate
+from diloco.protocol.pair.values import Durable, Position, StandbyConnection, StandbyLag, StandingObserver, electors
+from diloco.protocol.succession import ElectorVote, Place, Proposal, Standing, Succession, next_electorate
 
 REFUSED_S = 8.0
 """A write waits for the other syncer or for learners for `patience_s` plus this time, then it is refused."""
@@ -55,7 +55,7 @@ class PairCore:
         self.durable, self.observer = durable, observer
         self.other, self.waits_for_both, self.patience_s = other, waits_for_both, patience_s
         self.link: StandbyConnection | None = None
-        self.lag = Lag()
+        self.lag = StandbyLag()
         self.is_over = False
         self._new_boot = new_boot
         self._refused_s = patience_s + REFUSED_S
@@ -92,7 +92,7 @@ class PairCore:
         standing = self.standing, self.succession.epoch
         if standing != self._told:
             self._told = standing
-            self.observer.stands_as(*standing, why)
+            self.observer.standing_changed(*standing, why)
 
     # --- votes and status ---------------------------------------------------------------------------------------------
 
@@ -106,7 +106,7 @@ class PairCore:
         """Whether this syncer was never in a pair."""
         return not self.had_position and self.other is None and self.link is None
 
-    def heard(self, now: float, word: Word) -> Proposal | None:
+    def heard(self, now: float, word: ElectorVote) -> Proposal | None:
         """Handle a learner's vote; return the proposal for it."""
         self.succession.heard(now, word)
         return self.succession.proposal

@@ -116,7 +116,7 @@ class Durable(Protocol):
 class StandingObserver(Protocol):
     """Observes a syncer's standing."""
 
-    def stands_as(self, standing: Standing, epoch: int, why: str) -> None:
+    def standing_changed(self, standing: Standing, epoch: int, why: str) -> None:
         """The standing has changed."""
 
     def lags(self, versions: int, num_bytes: int, seconds: float) -> None:
@@ -129,7 +129,7 @@ def electors(record: Mapping[str, Any]) -> frozenset[str]:
 
 
 @dataclass
-class Lag:
+class StandbyLag:
     """The lag of a standby.
 
     Attributes:

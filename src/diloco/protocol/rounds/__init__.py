@@ -11,15 +11,15 @@ from diloco.protocol.rounds.pushed import PushedLearner, PushedSyncer
 from diloco.protocol.rounds.scheduled import ScheduledLearner, ScheduledSyncer
 
 
-class Halves(NamedTuple):
+class RoundHalves(NamedTuple):
     """The syncer's half, made from (quorum, run), and the learner's, from (quorum, rules, fragments, first step)."""
 
     syncer: Callable[[Any, RunView], SyncerRounds]
     learner: Callable[[Any, Rules, Sequence[FragmentWork], int], LearnerRounds]
 
 
-HALVES: dict[type[Quorum], Halves] = {
-    AllLive: Halves(ScheduledSyncer, ScheduledLearner),
-    Called: Halves(CalledSyncer, CalledLearner),
-    Pushed: Halves(PushedSyncer, PushedLearner),
+HALVES: dict[type[Quorum], RoundHalves] = {
+    AllLive: RoundHalves(ScheduledSyncer, ScheduledLearner),
+    Called: RoundHalves(CalledSyncer, CalledLearner),
+    Pushed: RoundHalves(PushedSyncer, PushedLearner),
 }

@@ -235,7 +235,7 @@ class SyncerRounds(ABC):
         """Times, in seconds, at which open rounds must be decided again even without an event."""
         return ()
 
-    def stood_still(self, seconds: float) -> None:  # noqa: B027
+    def was_suspended(self, seconds: float) -> None:  # noqa: B027
         """The syncer process was suspended for this long: move the times from which durations are measured."""
 
     def saved(self, storing: int | None) -> dict[str, Any]:

@@ -211,7 +211,7 @@ class CalledSyncer(LateRounds):
         decisions = (self.decision(now, fragment) for fragment in self._called)
         return [it.wait_until for it in decisions if it is not None and it.wait_until is not None]
 
-    def stood_still(self, seconds: float) -> None:
+    def was_suspended(self, seconds: float) -> None:
         for fragment in self._called:
             if (call := self._fragments[fragment].call) is not None:
                 call.opened_at += seconds

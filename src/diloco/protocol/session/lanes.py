@@ -133,21 +133,21 @@ class ControlConnection:
         """Whether a connection is to the address of the syncer that answered last."""
         return address_of(connection, self._num_addresses) == self._dialled
 
-    def failed(self, connection: int) -> list[requests.HangUp]:
+    def failed(self, connection: int) -> list[requests.CloseConnection]:
         """A request over this connection failed."""
         if connection != self.number:
             return []
         self.number += 1
-        return [requests.HangUp(connection)] if connection != self._answered else []
+        return [requests.CloseConnection(connection)] if connection != self._answered else []
 
-    def answered(self, connection: int) -> list[requests.HangUp | requests.Dial]:
+    def answered(self, connection: int) -> list[requests.CloseConnection | requests.Dial]:
         """A request over this connection was answered."""
         if connection != self.number or self.is_answered:
             return []
-        actions = list[requests.HangUp | requests.Dial]()
+        actions = list[requests.CloseConnection | requests.Dial]()
         before, self._answered = self._answered, connection
         if before is not None:
-            actions.append(requests.HangUp(before))
+            actions.append(requests.CloseConnection(before))
         if (address := address_of(connection, self._num_addresses)) != self._dialled:
             self._dialled = address
             actions.append(requests.Dial(address))
@@ -176,7 +176,7 @@ class Lanes:
         names = ("control", "watch", "receive", "send", "data")
         return dict(zip(names, self.all, strict=True))[request.lane]
 
-    def answered(self, request: requests.Describe | requests.Beat) -> list[requests.HangUp | requests.Dial]:
+    def answered(self, request: requests.Describe | requests.Beat) -> list[requests.CloseConnection | requests.Dial]:
         """A control request was answered."""
         self.control.ended()
         if not self.connection.is_answered:

@@ -13,7 +13,7 @@ from diloco.errors import DilocoError
 from diloco.protocol.contribution import CallForWork, Contribution, Drained, Hold, Rejection
 from diloco.protocol.leases import Ask, Grant
 from diloco.protocol.members import Claim, Report
-from diloco.protocol.succession import Ballot, Word
+from diloco.protocol.succession import Ballot, ElectorVote
 
 # --- requests to the syncer: each ends in exactly one event, its own or `failed` --------------------------------------
 
@@ -97,7 +97,7 @@ class Beat(TimedCall):
 
     Attributes:
         claim: the syncer that it names has all contributions of a finished learner.
-        promised: as in `protocol.succession.Word`.
+        promised: as in `protocol.succession.ElectorVote`.
     """
 
     lane: ClassVar[LaneName] = "control"
@@ -117,7 +117,7 @@ class Vote(TimedCall):
 
     lane: ClassVar[LaneName] = "control"
 
-    word: Word
+    word: ElectorVote
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class Leave(TimedCall):
 
 
 @dataclass(frozen=True)
-class HangUp:
+class CloseConnection:
     """Close a control connection; its open requests fail."""
 
     connection: int
@@ -233,4 +233,4 @@ class Fail:
 
 Request = Describe | Initialise | Join | Fetch | Watch | Beat | Vote | Push | Lease | Leave
 News = TellStart | TellArrival | CallForWork | Rejection | Grant | Drained | Hold | Fail
-SessionAction = Request | HangUp | Dial | Drop | Warn | Close | News
+SessionAction = Request | CloseConnection | Dial | Drop | Warn | Close | News

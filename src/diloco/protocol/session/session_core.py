@@ -48,7 +48,7 @@ from diloco.protocol.session.joining import LEAVE_TIMEOUT_S
 from diloco.protocol.session.lanes import Lane
 from diloco.protocol.session.session_state import Actions, SessionState
 from diloco.protocol.session.transfers import NOTHING, ModelCache, Outbox
-from diloco.protocol.succession import Proposal, Witness
+from diloco.protocol.succession import Elector, Proposal
 
 ASK_AGAIN_S = 0.3
 """Poll interval while waiting for the run's initial model."""
@@ -66,21 +66,21 @@ class SessionCore(SessionState):
 
     def offered(self, now: float, c: Contribution) -> Actions:
         """A new contribution. It is dropped if its incarnation was evicted."""
-        if not self._speaks(c.incarnation):
+        if not self._has_started_as(c.incarnation):
             return [requests.Drop(c)]
         self._outbox.add(c)
         return self._go_on(now)
 
     def asked(self, now: float, incarnation: int, ask: Ask) -> Actions:
         """The learner asks for units of data, one request at a time. Ignored if the incarnation was evicted."""
-        if not self._speaks(incarnation):
+        if not self._has_started_as(incarnation):
             return []
         self._ask = ask
         return self._go_on(now)
 
     def report(self, now: float, incarnation: int, report: Report) -> Actions:
         """Set the content of the next heartbeats. Of an evicted incarnation, only its trained tokens count."""
-        if not self._speaks(incarnation):
+        if not self._has_started_as(incarnation):
             self._heartbeat.trained_earlier(report.all_tokens)
             return []
         self._heartbeat.reported(report)
@@ -89,7 +89,7 @@ class SessionCore(SessionState):
     def restored(self, versions: Sequence[int]) -> None:
         """The run was taken back to a checkpoint, from which the learner has these versions of the fragments."""
         self._cache.restored(versions)
-        self._witness = Witness()
+        self._elector = Elector()
 
     def leave(self, now: float, *, timeout_s: float = LEAVE_TIMEOUT_S) -> Actions:
         """The learner takes no more steps and leaves; the last action is `Close`. `timeout_s`: how long it waits
@@ -114,7 +114,7 @@ class SessionCore(SessionState):
         self, now: float, describe: requests.Describe, lineage: Lineage, *, initialised: bool
     ) -> Actions:  # fmt: skip
         """The syncer has told whether the run has a model."""
-        if (error := self._witness.refusal(lineage)) is not None:
+        if (error := self._elector.refusal(lineage)) is not None:
             if self._joins_again and self._votes.connection is None:
                 self._votes.begin(now, describe.connection, 0.0, is_refused=True)
                 self._lanes.control.is_busy = False
@@ -144,7 +144,7 @@ class SessionCore(SessionState):
 
     def joined(self, now: float, join: requests.Join, lineage: Lineage, incarnation: int) -> Actions:
         """The learner has a new incarnation, which holds no model yet."""
-        if (error := self._witness.refusal(lineage)) is not None:
+        if (error := self._elector.refusal(lineage)) is not None:
             return self.failed(now, join, error)
         self._lanes.receive.ended()
         self._looks_around = False
@@ -193,7 +193,7 @@ class SessionCore(SessionState):
 
     def distrusts(self, lineage: Lineage) -> DilocoError | None:
         """The error if the learner must not use a part fetched from this syncer; None: it follows that syncer."""
-        return self._witness.refusal(lineage)
+        return self._elector.refusal(lineage)
 
     def fetched(
         self, now: float, fetch: requests.Fetch, lineage: Lineage, version: int, verdicts: Iterable[Verdict] = ()
@@ -241,7 +241,7 @@ class SessionCore(SessionState):
         A syncer that cannot be followed now may ask too: its next epoch can be followed if another syncer was promised
         the current or a later epoch and did not begin to serve it.
         """
-        error = self._witness.refusal(lineage)
+        error = self._elector.refusal(lineage)
         if error is not None and not self._promises(proposal, is_silent=True):
             return self.failed(now, beat, error)
         self._heartbeat.ended(now)
@@ -271,12 +271,12 @@ class SessionCore(SessionState):
 
     def _promises(self, proposal: Proposal | None, *, is_silent: bool) -> bool:
         """Whether a new promise is given, which the syncer must be told at once."""
-        before = self._witness.promised
-        return proposal is not None and self._witness.asked(proposal, is_silent=is_silent) and before != proposal.ballot
+        before = self._elector.promised
+        return proposal is not None and self._elector.asked(proposal, is_silent=is_silent) and before != proposal.ballot
 
     def welcomed(self, now: float, watch: requests.Watch, lineage: Lineage, standing: Standing) -> Actions:
         """The first notice of a stream: from now on the syncer counts the learner as live."""
-        if self._witness.refusal(lineage) is not None:
+        if self._elector.refusal(lineage) is not None:
             return [*self._lanes.connection.failed(watch.connection)]
         self._lanes.watch.reset()
         if self._is_current(watch.claim):
@@ -285,7 +285,7 @@ class SessionCore(SessionState):
 
     def heard(self, now: float, watch: requests.Watch, lineage: Lineage, standing: Standing) -> Actions:
         """A later notice of a stream, from the syncer that opened it: the standing has changed."""
-        return self._hear(now, watch.claim, lineage, standing) if self._witness.refusal(lineage) is None else []
+        return self._hear(now, watch.claim, lineage, standing) if self._elector.refusal(lineage) is None else []
 
     def evicted(self, now: float, watch: requests.Watch, reason: str, *, replaced: bool) -> Actions:
         """The syncer has evicted this incarnation. `replaced`: a newer incarnation took its place.
@@ -332,7 +332,7 @@ class SessionCore(SessionState):
         self._followed_at = now
         if lineage == self.seen:
             return
-        self._witness.follow(lineage)
+        self._elector.follow(lineage)
         self.standing = None
         self._lanes.send.reset()
         if self._heartbeat.report.finished:  # the last heartbeat was addressed to another process

@@ -21,7 +21,7 @@ from diloco.protocol.session.joining import Departure, Entrance, Votes
 from diloco.protocol.session.lanes import Lanes
 from diloco.protocol.session.requests import SessionAction
 from diloco.protocol.session.transfers import ModelCache, Outbox
-from diloco.protocol.succession import Witness, Word, elector
+from diloco.protocol.succession import Elector, ElectorVote, elector
 
 LEASE_TIMEOUT_S = 30.0
 """For units of data. A connection that has died is found by the heartbeats over it, which end its other calls."""
@@ -87,13 +87,13 @@ class SessionState:
         self._started_in: Lineage | None = None
         self._is_held = False  # whether the learner was told to pause
         self._said = set[str]()
-        self._witness, self._votes = Witness(claim.seen), Votes()
+        self._elector, self._votes = Elector(claim.seen), Votes()
         self._followed_at = -math.inf  # when the syncer that is followed was heard last
 
     @property
     def seen(self) -> Lineage | None:
         """The syncer that this learner follows; None: none has been heard yet."""
-        return self._witness.seen
+        return self._elector.seen
 
     @property
     def claim(self) -> Claim:
@@ -126,7 +126,7 @@ class SessionState:
     def _is_current(self, claim: Claim) -> bool:
         return self._is_member and claim.incarnation == self._claim.incarnation
 
-    def _speaks(self, incarnation: int) -> bool:
+    def _has_started_as(self, incarnation: int) -> bool:
         """Whether the learner has started as this incarnation, and it is not evicted."""
         return self._has_voice and incarnation == self._claim.incarnation
 
@@ -183,12 +183,12 @@ class SessionState:
             return None
         self._heartbeat.began(now)
         return requests.Beat(
-            self._claim_with_versions, connection, self._heartbeat.timeout_s, self._report, self._witness.promised
+            self._claim_with_versions, connection, self._heartbeat.timeout_s, self._report, self._elector.promised
         )
 
     def _vote(self, now: float, seen: Lineage) -> requests.Vote:
         voter = elector(self._claim.learner, self._claim.process)
-        word = Word(voter, seen, self._witness.promised, now - self._followed_at)
+        word = ElectorVote(voter, seen, self._elector.promised, now - self._followed_at)
         return requests.Vote(self.claim, self._lanes.connection.number, self._heartbeat.timeout_s, word)
 
     @property

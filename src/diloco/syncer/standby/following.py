@@ -15,7 +15,7 @@ from diloco.exchange.connection import Connection
 from diloco.exchange.key_pair import Keys
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import parse, verified
-from diloco.protocol.pair.endpoints import StandbyEnd
+from diloco.protocol.pair.endpoints import StandbyEndpoint
 from diloco.protocol.pair.values import Hello, StandbyConnection
 from diloco.syncer.standby.pairing import Pairing
 from diloco.syncer.standby.replica import Replica, ReplicatedState
@@ -98,7 +98,7 @@ class Following:
         core = pairing.core
         assert core.other is not None
         self._run_name, self._store, self._pairing = run, store, pairing
-        self._end = StandbyEnd(core)
+        self._end = StandbyEndpoint(core)
         self._end_driver, self._failed = end_driver, failed
         self._connection = Connection(
             core.other, keys=shown.keys, insecure=shown.insecure, stall_floor_s=core.patience_s

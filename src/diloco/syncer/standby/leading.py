@@ -15,7 +15,7 @@ import grpc
 from diloco.errors import CorruptPayloadError
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import LONGEST_CHUNK_BYTES, Unpaced, frames, parse, streamed
-from diloco.protocol.pair.endpoints import FirstEnd
+from diloco.protocol.pair.endpoints import FirstEndpoint
 from diloco.protocol.pair.values import Commit, Contents, Hello, StandbyConnection
 from diloco.run.validation import check_epoch
 from diloco.syncer.standby.pairing import Pairing
@@ -37,7 +37,7 @@ class Leading:
 
     def __init__(self, store: Replica, pairing: Pairing) -> None:
         self._store, self._pairing = store, pairing
-        self._end = FirstEnd(pairing.core)
+        self._end = FirstEndpoint(pairing.core)
 
     def follow(
         self, hello: pb.FollowHello, messages: Iterator[bytes], context: grpc.ServicerContext
@@ -45,7 +45,7 @@ class Leading:
         """The messages to a standby, until its connection ends.
 
         Raises:
-            PayloadError: an epoch is out of range. Others as `FirstEnd.accept`.
+            PayloadError: an epoch is out of range. Others as `FirstEndpoint.accept`.
         """
         pairing = self._pairing
         check_epoch("the other syncer", max(hello.epoch, hello.base), pairing.most_epoch)

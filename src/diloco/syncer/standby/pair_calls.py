@@ -14,7 +14,7 @@ from diloco.core.method import Method
 from diloco.event_log import EventLog
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.protocol.lineage import Lineage
-from diloco.protocol.succession import Ballot, Proposal, Standing, Word, elector
+from diloco.protocol.succession import Ballot, ElectorVote, Proposal, Standing, elector
 from diloco.syncer.metrics import SyncerMetrics
 from diloco.syncer.standby.following import Following
 from diloco.syncer.standby.leading import Leading
@@ -54,7 +54,7 @@ class PairCalls:
             return None
         seen = Lineage(request.seen.run_id, request.seen.epoch, request.seen.boot)
         ballot = Ballot(request.promised.epoch, request.promised.boot) if request.HasField("promised") else None
-        word = Word(elector(request.learner, request.process), seen, ballot, silent_s)
+        word = ElectorVote(elector(request.learner, request.process), seen, ballot, silent_s)
         return _message(self._pairing.heard(request.learner, word))
 
     def follow(
@@ -92,11 +92,11 @@ class StandingJournal:
     def __init__(self, events_log: EventLog, metrics: SyncerMetrics) -> None:
         self._events, self._metrics = events_log, metrics
 
-    def stands_as(self, standing: Standing, epoch: int, why: str) -> None:
+    def standing_changed(self, standing: Standing, epoch: int, why: str) -> None:
         """As `StandingObserver`."""
         log.warning("this syncer is %s, epoch %d: %s", standing, epoch, why)
         self._events.append(events.Stands(standing=standing, epoch=epoch, why=why))
-        self._metrics.stands_as(standing, takes_over=standing == "installing" or why.startswith("promoted"))
+        self._metrics.standing_changed(standing, takes_over=standing == "installing" or why.startswith("promoted"))
 
     def lags(self, versions: int, num_bytes: int, seconds: float) -> None:
         """As `StandingObserver`."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from diloco.core.global_fragment import GlobalFragment
 from diloco.protocol.pair.pair_core import PairCore
 from diloco.protocol.pair.values import PairedWrites, StandbyConnection, StandingObserver, WriteKey
-from diloco.protocol.succession import Proposal, Standing, Succession, Word
+from diloco.protocol.succession import ElectorVote, Proposal, Standing, Succession
 from diloco.run.ports import InitialModel, Json, MergedRound, RunMethod
 from diloco.run.validation import check_epoch, check_word
 from diloco.syncer.standby.replica import Replica, read_position
@@ -84,7 +84,7 @@ class Pairing:
         """The highest plausible epoch from others: a repaired state begins the epoch of its Unix time."""
         return max(self.succession.highest, int(time.time())) + MAX_EPOCHS_AHEAD
 
-    def heard(self, learner: str, word: Word) -> Proposal | None:
+    def heard(self, learner: str, word: ElectorVote) -> Proposal | None:
         """Take a learner's message about the pair; returns the proposal that it should vote on.
 
         Raises:
