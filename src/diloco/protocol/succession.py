@@ -181,10 +181,7 @@ class Succession:
         self._serves = self.standing == "alone"
         self._votes: dict[str, tuple[float, ElectorVote]] = {}
         self._raised_at, self._raises_after_s = -math.inf, patience_s
-        self._refusal: tuple[float, ElectorVote | None] = (
-            -math.inf,
-            None,
-        )  # the newest vote of a learner that cannot follow
+        self._newest_refusal: tuple[float, ElectorVote | None] = -math.inf, None
 
     # --- the other syncer ---------------------------------------------------------------------------------------------
 
@@ -229,7 +226,7 @@ class Succession:
         if vote.elector in self.electorate:
             self._votes[vote.elector] = now, vote
         if self._cannot_follow(vote):
-            self._refusal = now, vote
+            self._newest_refusal = now, vote
 
     def tick(self, now: float) -> None:
         """Handle the passage of time: propose, repeat a proposal, or yield."""
@@ -302,7 +299,7 @@ class Succession:
         """Whether a learner, elector or not, cannot follow this epoch because it has promised this or a later one to
         the other syncer. It can follow a still later epoch, which a first may always begin, alone or with its
         standby."""
-        at, vote = self._refusal
+        at, vote = self._newest_refusal
         is_now = vote is not None and self._now - at < self._recent_s and self._cannot_follow(vote)
         return is_now and self.standing in ("paired", "alone")
 
