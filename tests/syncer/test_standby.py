@@ -409,9 +409,9 @@ def test_kill_9_of_the_first_under_learners_keeps_every_version_and_every_bit(tm
     for name in "ab":
         (tmp_path / name).mkdir()
     with ExitStack() as stack:
-        first = stack.enter_context(syncer_process(tmp_path / "a", lost_floor_s=5.0))
+        first = stack.enter_context(syncer_process(tmp_path / "a", lost_floor_s=15.0))
         more = f'follow = "{first.address}"'
-        second = stack.enter_context(syncer_process(tmp_path / "b", lost_floor_s=5.0, more=more))
+        second = stack.enter_context(syncer_process(tmp_path / "b", lost_floor_s=15.0, more=more))
         addresses = f"{first.address},{second.address}"
         pool = stack.enter_context(LearnerThreads(2))
         lives = [
