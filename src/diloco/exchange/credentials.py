@@ -152,7 +152,7 @@ def _of_plain_text(way: DialSettings, plain: socket.socket) -> FailureReason | N
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
     try:
-        with context.wrap_socket(plain):
+        with _wrapped(context, plain):
             pass
     except OSError as error:
         if not (isinstance(error, ssl.SSLError) and "ALERT" in (error.reason or "")):
@@ -163,12 +163,17 @@ def _of_plain_text(way: DialSettings, plain: socket.socket) -> FailureReason | N
     )
 
 
+def _wrapped(context: ssl.SSLContext, plain: socket.socket, host: str | None = None) -> ssl.SSLSocket:
+    plain.getpeername()  # raises if the peer has reset the connection; `wrap_socket` would leave its socket open
+    return context.wrap_socket(plain, server_hostname=host)
+
+
 def _of_tls(way: DialSettings, pair: KeyPair, plain: socket.socket, host: str) -> FailureReason | None:
     """Check the outcome of a handshake. In TLS 1.3 the server verifies the client's certificate after the client's part
     of the handshake: a syncer that refuses hangs up instead of sending its HTTP/2 settings."""
     try:
         context = _context(pair)
-        secure = context.wrap_socket(plain, server_hostname=host)
+        secure = _wrapped(context, plain, host)
     except ssl.SSLCertVerificationError as error:
         return FailureReason(_distrust(way, pair, host, error), is_refusal=True)
     except ssl.SSLError as error:
@@ -231,7 +236,7 @@ def _shown_by(way: DialSettings, pair: KeyPair, host: str) -> bytes | None:
     context = _context(pair)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     with suppress(OSError, ValueError), socket.create_connection(split_address(way.address), TIMEOUT_S) as plain:
-        with context.wrap_socket(plain, server_hostname=host) as secure:
+        with _wrapped(context, plain, host) as secure:
             shown = secure.getpeercert(binary_form=True)
         return None if shown is None else ssl.DER_cert_to_PEM_cert(shown).encode()
     return None
