@@ -262,10 +262,10 @@ def test_leaving_ends_every_process(tmp_path: Path) -> None:
 STARTS_ONE = """
 import sys
 from pathlib import Path
-from diloco.demo.processes import Family
+from diloco.demo.processes import DemoProcesses
 
 if __name__ == "__main__":
-    with Family(Path(sys.argv[1])) as family:
+    with DemoProcesses(Path(sys.argv[1])) as family:
         family.start("syncer", "syncer", sys.argv[2], serves=True)
         print(family.children["syncer"].process.pid, flush=True)
         family.children["syncer"].process.join()
