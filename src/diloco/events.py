@@ -357,10 +357,10 @@ class Traffic(Event):
     learner: str = ""  # the peer, for counts of one learner's calls
 
 
-class Stands(Event):
+class StandingChanged(Event):
     """One of two syncers changed its role (docs/standby.md)."""
 
-    kind: Literal["stands"] = "stands"
+    kind: Literal["standing_changed"] = "standing_changed"
     standing: str
     epoch: int  # the highest durable epoch of this syncer
     why: str

@@ -15,7 +15,7 @@ from tests.chaos.facts import Facts, Injected, Record
 from tests.chaos.plan import GOES_BACK, SERVES, STANDBY, SYNCER, SYNCERS
 from tests.chaos.versions import BrokenInvariantError, Versions
 
-from diloco.events import Contributed, Gap, Merged, Published, Stands, SyncerStarted
+from diloco.events import Contributed, Gap, Merged, Published, StandingChanged, SyncerStarted
 
 MUST_TAKE_OVER = ("kill first", "freeze first", "isolate first")
 """Faults that last until the standby has taken over, or for a minute more than planned."""
@@ -176,7 +176,7 @@ def shared_epochs(record: Record, facts: Facts) -> Iterator[str]:
             match event:
                 case SyncerStarted() | Gap():
                     now = None
-                case Stands(epoch=epoch):
+                case StandingChanged(epoch=epoch):
                     if epoch < highest:
                         yield f"{name} stood in epoch {epoch} after {highest}"
                     highest, now = max(highest, epoch), event
@@ -219,7 +219,7 @@ def untimely_takeovers(record: Record, facts: Facts) -> Iterator[str]:
         return
     for each in record.hits(*MUST_TAKE_OVER):
         during = [it for it in facts.syncers[_other(each)] if each.began_at < it.t <= each.ended_at]
-        serves = any(isinstance(it, Stands) and it.standing in SERVES for it in during)
+        serves = any(isinstance(it, StandingChanged) and it.standing in SERVES for it in during)
         if not serves and not any(isinstance(it, Gap) for it in during):  # a full disk may have kept it quiet
             seconds = each.ended_at - each.began_at
             yield f"{_other(each)} has not taken over within {seconds:.0f} s of {each.fault.kind}"
@@ -227,7 +227,7 @@ def untimely_takeovers(record: Record, facts: Facts) -> Iterator[str]:
     for name, events in facts.syncers.items():
         epoch = 0
         for event in events:
-            if isinstance(event, Stands):
+            if isinstance(event, StandingChanged):
                 if begin <= event.t <= end and event.epoch != epoch > 0:
                     yield f"{name} came from epoch {epoch} to {event.epoch} while nothing was wrong"
                 epoch = event.epoch
@@ -257,7 +257,7 @@ def _taken_over(each: Injected, record: Record, facts: Facts) -> float | None:
     """When the other syncer served the run, alone or with the old first as its standby, before the next fault of a
     syncer; None: it did not."""
     later = [it.began_at for it in record.hits() if it.began_at > each.began_at and it.fault.target in SYNCERS]
-    stands = (it for it in facts.syncers[_other(each)] if isinstance(it, Stands) and it.standing in SERVES)
+    stands = (it for it in facts.syncers[_other(each)] if isinstance(it, StandingChanged) and it.standing in SERVES)
     return next((it.t for it in stands if each.began_at < it.t < min(later, default=float("inf"))), None)
 
 

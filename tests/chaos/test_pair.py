@@ -22,8 +22,8 @@ def started(t: float, *versions: int) -> ev.SyncerStarted:
     return ev.SyncerStarted(t=t, run="r", address="x", versions=versions)
 
 
-def stands(t: float, standing: str, epoch: int) -> ev.Stands:
-    return ev.Stands(t=t, standing=standing, epoch=epoch, why="")
+def stands(t: float, standing: str, epoch: int) -> ev.StandingChanged:
+    return ev.StandingChanged(t=t, standing=standing, epoch=epoch, why="")
 
 
 def joined(t: float, learner: str, incarnation: int) -> ev.Joined:

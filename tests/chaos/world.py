@@ -23,7 +23,7 @@ from tests.chaos.relay import Relay
 from diloco.config import RunConfig
 from diloco.errors import RunError
 from diloco.event_log import EventTail, read_events
-from diloco.events import Event, Joined, Stands, SyncerStarted
+from diloco.events import Event, Joined, StandingChanged, SyncerStarted
 from diloco.exchange.remote import fetch_status
 
 POLL_S = 0.05
@@ -60,7 +60,7 @@ class World:
         self.family = Family(plan.directory)
         self.ways: dict[tuple[str, str], Relay] = {}
         self.events: list[Event] = []
-        self.stands: dict[str, Stands] = {}
+        self.stands: dict[str, StandingChanged] = {}
         self.first = SYNCER
         self.parted = set[Relay]()
         self._ports = {name: free_port() for name in plan.syncers}
@@ -214,7 +214,7 @@ class World:
             events = tail.read()
             self.events += events
             for event in events:
-                if isinstance(event, Stands):
+                if isinstance(event, StandingChanged):
                     self.stands[name] = event
         serving = [name for name, each in self.stands.items() if each.standing in SERVES]
         self.first = max(serving, key=lambda name: self.stands[name].epoch, default=self.first)

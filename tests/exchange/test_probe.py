@@ -18,15 +18,13 @@ from diloco.exchange.probe import (
     CHANNEL,
     FIRST_BYTES,
     GROWTH,
-    MAX_PROBE_BYTES,
-    StreamTiming,
     measure_link,
-    noise,
     probe,
     rate_bit_per_s,
 )
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import LONGEST_CHUNK_BYTES
+from diloco.exchange.wire.probe import MAX_PROBE_BYTES, StreamTiming, noise
 from diloco.syncer.keys.keyring import Keyring
 from diloco.syncer.server import Syncer
 

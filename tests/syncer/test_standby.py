@@ -323,7 +323,7 @@ def test_a_standby_shows_its_own_certificate_and_says_how_it_stands(
             }  # fmt: skip
         admitted = [it.call for it in read_events(tmp_path / "a" / "events.jsonl") if it.kind == "admitted"]
         assert "Follow" in admitted
-    stands = [it for it in read_events(tmp_path / "b" / "events.jsonl") if isinstance(it, events.Stands)]
+    stands = [it for it in read_events(tmp_path / "b" / "events.jsonl") if isinstance(it, events.StandingChanged)]
     assert [it.standing for it in stands][-1] == "alone"
 
 

@@ -243,7 +243,7 @@ def test_a_standby_starts_no_tracker(tmp_path: Path) -> None:
     tracker = Recording()
     following = followed(tmp_path / "events.jsonl", tracker)
     with EventLog(tmp_path / "events.jsonl", who="syncer") as log:
-        log.append(ev.Stands(standing="following", epoch=1, why="the other one serves"))
+        log.append(ev.StandingChanged(standing="following", epoch=1, why="the other one serves"))
     following.close()
     assert tracker.run is None
 

@@ -38,7 +38,7 @@ def sentence(event: ev.Event) -> tuple[Tone, str] | None:
             return "bad", f"{name or peer} was refused: {text}{again}"
         case ev.Reported(learner=learner, loss=loss):
             return "plain", f"{learner} evaluated the global model: held-out loss {loss:.4f}"
-        case ev.Stands(standing=standing, why=why):
+        case ev.StandingChanged(standing=standing, why=why):
             return "plain", f"this syncer is {standing}: {why}"
         case ev.BackedUp(place=place, snapshot=snapshot):
             return "plain", f"the snapshot {snapshot} was written to {place}"

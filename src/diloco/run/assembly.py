@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Generic
 
 from diloco.errors import BusyError, PayloadError
+from diloco.protocol.accounting import key_of
 from diloco.protocol.contribution import Contribution
 from diloco.run.ports import S
 
@@ -75,11 +76,11 @@ class Assemblies(Generic[S]):
 
     def of(self, c: Contribution) -> Assembly[S] | None:
         """The assembly of a contribution; None: no part of it was uploaded yet."""
-        return self._open.get(_key(c))
+        return self._open.get(key_of(c))
 
     def add(self, assembly: Assembly[S]) -> None:
         """Add a contribution, with its first part."""
-        self._open[_key(assembly.contribution)] = assembly
+        self._open[key_of(assembly.contribution)] = assembly
 
     def ended(self, assembly: Assembly[S], span: Span, *, is_complete: bool, received: int) -> bool:
         """The upload of a part has ended after `received` bytes. Returns whether the caller must release the slot,
@@ -97,7 +98,7 @@ class Assemblies(Generic[S]):
 
     def remove(self, assembly: Assembly[S]) -> None:
         """Remove a contribution that is complete, or of which nothing was received."""
-        del self._open[_key(assembly.contribution)]
+        del self._open[key_of(assembly.contribution)]
 
     def end(self, learner: str, incarnation: int) -> list[S]:
         """An incarnation has ended. Returns the slots to release now; uploads into others are still under way."""
@@ -109,7 +110,3 @@ class Assemblies(Generic[S]):
                 if not assembly.coming:
                     slots.append(assembly.slot)
         return slots
-
-
-def _key(c: Contribution) -> tuple[str, int, int, int]:
-    return c.learner, c.incarnation, c.fragment, c.number

@@ -65,10 +65,10 @@ from diloco.run.run_state import RunState
 from diloco.run.uploads import Upload
 from diloco.watching import only_watching
 
-STOOD_STILL_S = 1.0
+SUSPENDED_AFTER_S = 1.0
 """A tick that is later than this means that the whole process was suspended."""
 
-COMES_AGAIN_S = 5.0
+RETRY_EXPECTED_S = 5.0
 """A learner repeats a push that found no room at least once a second. After this long without one, no push is waiting.
 """
 
@@ -149,7 +149,7 @@ class Driver(Generic[H, S, P]):
     def status(self) -> dict[str, Any]:
         """Plain values for `diloco status`."""
         no_room_at_s, reason = self._no_room
-        waits_for = reason if self._clock.now_s() - no_room_at_s < COMES_AGAIN_S else None
+        waits_for = reason if self._clock.now_s() - no_room_at_s < RETRY_EXPECTED_S else None
         state = self.state
         base = {
             "run": state.run,
@@ -434,7 +434,7 @@ class Driver(Generic[H, S, P]):
 
     def _sent_back(self, c: Contribution, no_room: NoRoomError) -> None:
         now_s = self._clock.now_s()
-        if now_s - self._no_room[0] >= COMES_AGAIN_S:
+        if now_s - self._no_room[0] >= RETRY_EXPECTED_S:
             self._observer.waits_for_room(no_room)
         self._no_room = now_s, str(no_room)
         self._uploads.make_room()
@@ -517,7 +517,7 @@ class Driver(Generic[H, S, P]):
         if not self.state.is_initialised:
             return
         core = self.core
-        if late_s > STOOD_STILL_S:  # suspended, or starved: messages of that time are not processed yet
+        if late_s > SUSPENDED_AFTER_S:  # suspended, or starved: messages of that time are not processed yet
             self._observer.was_suspended(late_s)
             core.was_suspended(late_s)
         self._uploads.tick(self._clock.now_s())

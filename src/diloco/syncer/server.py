@@ -191,9 +191,8 @@ class Syncer:
             )  # fmt: skip
         self._stopping = threading.Event()
         self._traffic = threading.Thread(target=self._report_traffic, name="syncer-traffic", daemon=True)
-        self._calls.start()
-        self._deadlines.start()
-        self.transfers.start()
+        for check in (self._calls, self._deadlines, self.transfers):
+            check.start(self._failed)
         self._server.start()
         self._traffic.start()
         if self._backups is not None:

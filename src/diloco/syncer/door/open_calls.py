@@ -55,12 +55,15 @@ CHECK_EVERY_S = 0.5
 class PeriodicCheck(ABC):
     """Checks open calls every `CHECK_EVERY_S` on a thread of its own."""
 
+    _failed: Callable[[BaseException], None]
+
     def __init__(self, name: str) -> None:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
-    def start(self) -> None:
-        """Start the thread."""
+    def start(self, failed: Callable[[BaseException], None]) -> None:
+        """Start the thread. `failed` is called with the error of a check, after which there is none."""
+        self._failed = failed
         self._thread.start()
 
     def close(self) -> None:
@@ -74,7 +77,12 @@ class PeriodicCheck(ABC):
 
     def _run(self) -> None:
         while not self._closing.wait(CHECK_EVERY_S):
-            self.check()
+            try:
+                self.check()
+            except BaseException as error:
+                log.critical("%s failed", self._thread.name, exc_info=error)
+                self._failed(error)
+                return
 
 
 @dataclass(eq=False)

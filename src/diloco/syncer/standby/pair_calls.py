@@ -95,7 +95,7 @@ class StandingJournal:
     def standing_changed(self, standing: Standing, epoch: int, why: str) -> None:
         """As `StandingObserver`."""
         log.warning("this syncer is %s, epoch %d: %s", standing, epoch, why)
-        self._events.append(events.Stands(standing=standing, epoch=epoch, why=why))
+        self._events.append(events.StandingChanged(standing=standing, epoch=epoch, why=why))
         self._metrics.standing_changed(standing, takes_over=standing == "installing" or why.startswith("promoted"))
 
     def lags(self, versions: int, num_bytes: int, seconds: float) -> None:
