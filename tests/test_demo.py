@@ -302,7 +302,7 @@ def test_one_demo_at_a_time_is_in_a_directory(tmp_path: Path) -> None:
 
 def test_only_an_earlier_demo_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("precious")
-    with pytest.raises(ConfigError, match="not of a demo"), prepared(tmp_path, QUICK, seed=0):
+    with pytest.raises(ConfigError, match="no earlier demo wrote"), prepared(tmp_path, QUICK, seed=0):
         pass
     assert (tmp_path / "thesis.txt").read_text() == "precious"
 
@@ -314,7 +314,7 @@ def test_only_an_earlier_demo_is_replaced(tmp_path: Path) -> None:
         assert config.run.seed == 4
         assert sorted(path.name for path in demo.iterdir()) == ["run.toml"]
     (demo / "run.toml").write_text("[run]\n")  # a run of the user's own
-    with pytest.raises(ConfigError, match="not of a demo"), prepared(demo, QUICK, seed=0):
+    with pytest.raises(ConfigError, match="no earlier demo wrote"), prepared(demo, QUICK, seed=0):
         pass
 
 

@@ -79,10 +79,10 @@ class DataTable(Table):
     @model_validator(mode="after")
     def _sources(self) -> Self:
         if self.lease_steps is not None and self.deal != "leases":
-            raise ValueError('lease_steps has no effect without deal = "leases"')
+            raise ValueError('lease_steps has no effect without deal = "leases"; drop it')
         self._check_stream()
         if self.directory is not None and self.kind != "tokens":
-            raise ValueError(f'directory has no effect with kind = "{self.kind}"')
+            raise ValueError(f'directory has no effect with kind = "{self.kind}"; drop it')
         others = self.paths or self.held_out_paths or self.vocab_size is not None or self.dtype != "uint16"
         if self.directory is not None and others:
             raise ValueError("directory determines all sources; drop paths, held_out_paths, dtype and vocab_size")
@@ -90,13 +90,13 @@ class DataTable(Table):
             also = ", or the directory that `diloco tokenize` wrote" if self.kind == "tokens" else ""
             raise ValueError(f'kind = "{self.kind}" needs paths = [...]{also}')
         if self.kind not in ("text", "tokens") and (self.paths or self.held_out_paths):
-            raise ValueError(f'paths have no effect with kind = "{self.kind}"')
+            raise ValueError(f'paths and held_out_paths have no effect with kind = "{self.kind}"; drop them')
         if self.kind == "huggingface" and self.dataset is None:
             raise ValueError('kind = "huggingface" needs dataset = "..."')
         if self.kind != "huggingface" and (self.dataset or self.dataset_config or self.held_out_split):
-            raise ValueError(f'dataset keys have no effect with kind = "{self.kind}"')
+            raise ValueError('dataset, dataset_config and held_out_split need kind = "huggingface"; drop them')
         if self.kind == "stdlib" and self.tokenizer != "bytes":
-            raise ValueError('kind = "stdlib" is tokenised as bytes')
+            raise ValueError('kind = "stdlib" is tokenised as bytes; drop tokenizer')
         has_vocabulary = self.vocab_size is not None or self.directory is not None
         if self.kind == "tokens" and (not has_vocabulary or self.tokenizer != "bytes"):
             raise ValueError('kind = "tokens" needs vocab_size and takes no tokenizer')
@@ -231,14 +231,14 @@ class SyncerTable(Table):
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
-        if self.lost_cap_s < self.lost_floor_s:
-            raise ValueError(f"lost_cap_s = {self.lost_cap_s} is below lost_floor_s = {self.lost_floor_s}")
-        if self.stalled_cap_s < self.stalled_floor_s:
-            raise ValueError(f"stalled_cap_s = {self.stalled_cap_s} is below stalled_floor_s = {self.stalled_floor_s}")
+        for kind in ("lost", "stalled"):
+            cap, floor = getattr(self, f"{kind}_cap_s"), getattr(self, f"{kind}_floor_s")
+            if cap < floor:
+                raise ValueError(f"{kind}_cap_s = {cap} is below {kind}_floor_s = {floor}; raise the cap")
         if self.keys is not None and self.insecure:
             raise ValueError("insecure and keys contradict each other; drop one of them")
         if self.record_contributions and not self.journal:
-            raise ValueError("record_contributions has no effect with journal = false")
+            raise ValueError("record_contributions has no effect with journal = false; drop one of them")
         return self
 
     @field_serializer("keys")

@@ -145,7 +145,7 @@ def test_why_a_syncer_refuses_a_line_is_said_by_the_name_of_the_line(
     Keyring.new(tmp_path / "other", RUN, ["127.0.0.1"], NAMES, DAY)
     before = set(tmp_path.rglob("*"))
     monkeypatch.setenv(VARIABLE, line_of(tmp_path / "other", "eye"))
-    with pytest.raises(AuthError, match="another authority than that of the line of DILOCO_KEYS signed it"):
+    with pytest.raises(AuthError, match="its authority is not that of the line of DILOCO_KEYS"):
         fetch_status(syncer.address, run=RUN)
     assert {path for path in set(tmp_path.rglob("*")) - before if syncer._store.path not in path.parents} == set()
     monkeypatch.setenv(VARIABLE, line_of(keys, "eye"))

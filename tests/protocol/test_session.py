@@ -487,7 +487,7 @@ def test_versions_are_fetched_until_the_newest_is_here() -> None:
 def test_an_update_that_leads_elsewhere_is_fetched_whole_and_fails_if_that_does_too(kind: Any) -> None:
     it = Script().start()
     it.notice(versions=(1, 0))
-    error = kind("version 1 of fragment 0 is not what was published")
+    error = kind("version 1 of fragment 0 has digest 1, the published one is 2")
     it.fail(requests.Fetch, error)
     assert "fetching it whole" in it.take(requests.Warn)[0].text
     assert (it.open[requests.Fetch].base, it.open[requests.Fetch].joining) == (-1, False)

@@ -520,7 +520,7 @@ def test_a_broken_connection_leaves_less_time_than_silence() -> None:
     assert run.reason(3.0) == "waiting for b; b is given up in 2.0 s"
     run.beat(4.0, "a", step=10, waiting=True)
     actions = run.core.tick(5.0)
-    reason = "its connection broke 3.0 s ago and it did not come back"
+    reason = "its connection broke 3.0 s ago and was not restored"
     assert only(Evict, actions) == Evict("b", 1, reason, replaced=False)
     assert [c.learner for c in only(MergeRound, actions).contributions] == ["a"]
 

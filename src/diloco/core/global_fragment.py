@@ -454,6 +454,6 @@ def require_digest(update: Update, found: str) -> None:
     """Raise DigestError unless `found` is the update's digest."""
     if found != update.digest:
         raise DigestError(
-            f"version {update.version} of fragment {update.fragment} is not what was published (digest "
-            f"{update.digest[:12]}, here {found[:12]}); check both machines' memory and disks."
+            f"version {update.version} of fragment {update.fragment} has digest {found[:12]}, the published one is "
+            f"{update.digest[:12]}; check both machines' memory and disks."
         )

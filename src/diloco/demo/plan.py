@@ -81,7 +81,7 @@ def prepared(directory: Path, plan: Plan, seed: int) -> Iterator[RunConfig]:
         with translated(OSError, ConfigError, f"cannot write to {directory}", choice):
             found = sorted(directory.iterdir(), key=lambda each: each == run_file)  # the run file is removed last
             if found and not (run_file.is_file() and run_file.read_text(errors="replace").startswith(MARK)):
-                raise ConfigError(f"{directory} has files that are not of a demo; {choice}")
+                raise ConfigError(f"{directory} contains files that no earlier demo wrote; {choice}")
             for each in found:
                 shutil.rmtree(each) if each.is_dir() and not each.is_symlink() else each.unlink()
             run_file.write_text(f"{MARK}.\n\n{write_toml(_tables(directory, plan, seed))}", encoding="utf-8")

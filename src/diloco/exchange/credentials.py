@@ -226,8 +226,8 @@ def _distrust(way: DialSettings, pair: KeyPair, host: str, error: ssl.SSLCertVer
     if error.verify_code == NOT_YET_VALID:
         return f"{head}: it is not valid yet ({error.verify_message}); correct this machine's clock."
     return (
-        f"{head}: another authority than that of {way.where} signed it ({error.verify_message}); use the keys of this "
-        "run, and the newest ones if its authority was replaced."
+        f"{head}: its authority is not that of {way.where} ({error.verify_message}); use the keys of this run, "
+        "and the newest ones if its authority was replaced."
     )
 
 

@@ -1,1 +1,1 @@
-"""Who does what when: state machines without clock, socket, thread or tensor."""
+"""Membership, rounds and sessions: state machines without clock, socket, thread or tensor."""

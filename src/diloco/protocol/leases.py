@@ -12,7 +12,7 @@ units that another learner has, not even at the end of a pass.
 reason (`protocol.contribution`: overwritten by an adoption, or its contribution was late, an outlier, …).
 
     done        it has a fate in every fragment, and at least one of them is "merged"
-    free again  every fragment has discarded it; or its learner is gone before it has a fate in every fragment
+    free again  every fragment has discarded it; or its learner left before it had a fate in every fragment
 
 No unit is skipped: a unit that is done was merged, and a fragment without it is one in which the method discarded it. A
 unit that returns after some fragments have merged it is merged in these again, and each such merge is counted as
@@ -22,7 +22,7 @@ repeated:
                     merges = fates["merged"] of done units + merged units under lease + repeated
 
 **Durability.** All of this is in the syncer's record. A grant is sent once it is durable, and a fate is in the record
-of its version. An acknowledged contribution stays with the syncer after its learner is gone, so its units return only
+of its version. An acknowledged contribution stays with the syncer after its learner has left, so its units return only
 with its verdict; after a restart, once the run is restored.
 
 **Claims.** A learner that continues exactly from a checkpoint, under a new incarnation, has work on units whose lease
@@ -122,7 +122,7 @@ class Holding(UnitFates):
 
     Attributes:
         grant: the newest.
-        has_ended: whether the incarnation is gone; the remaining units wait for verdicts of acknowledged contributions.
+        has_ended: whether the incarnation has ended; remaining units wait for verdicts of acknowledged contributions.
     """
 
     grant: Grant = Grant(0, ())
@@ -342,7 +342,7 @@ class Leases:
 
     def lose(self, fragment: int, version: int) -> None:
         """Roll a fragment back to a version after a repair: done units merged into a later version are returned, as far
-        as `recent` lists them. There are no leases: all learners are gone."""
+        as `recent` lists them. There are no leases: no learner is a member."""
         num_merges, lost = self.recent.lose(fragment, version)
         back = common(self.recent.done.units, lost)
         fates = self.recent.done.taken(back)

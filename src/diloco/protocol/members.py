@@ -234,7 +234,7 @@ class Deadlines:
         if now < self.ends_at(member):
             return None
         if member.broken_at is not None and now - member.broken_at >= self.reconnect_after_s(member.step_s):
-            return f"its connection broke {now - member.broken_at:.1f} s ago and it did not come back"
+            return f"its connection broke {now - member.broken_at:.1f} s ago and was not restored"
         if now - member.seen_at >= self.lost_after_s(member.step_s):
             return f"nothing heard for {now - member.seen_at:.1f} s"
         return f"no step for {now - member.progressed_at:.1f} s"

@@ -396,7 +396,7 @@ class Driver(Generic[H, S, P]):
         c = contribution
         if boot != self.boot:
             raise RestartedError(
-                "the syncer was started again; what it has not given a verdict on is sent again, the oldest first."
+                "the syncer was restarted; contributions without a verdict are sent again, the oldest first."
             )
         self.core.check(c.learner, c.incarnation, process)
         validation.check_contribution(c, self.core.step, self.core.members[c.learner].tokens_per_step)

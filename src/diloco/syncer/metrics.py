@@ -83,7 +83,7 @@ class SyncerMetrics:
             "rejected_contributions", "Contributions that will not be merged.", "learner", "reason"
         )
         self._sent_back = self._counter(
-            "sent_back_contributions", "Contributions that came when there was no room for them; they come again."
+            "sent_back_contributions", "Contributions refused for lack of space; learners resend them."
         )
         self._resumed = self._counter(
             "resumed_bytes",
@@ -104,7 +104,7 @@ class SyncerMetrics:
         )
         self._standing = self._gauge("standing", "1 for the role of this syncer, beside another one.", "standing")
         self._takeovers = self._counter("takeovers", "Times that this syncer has begun an epoch without the other one.")
-        self._standby_lag = self._gauge("standby_lag", "How far the standby is behind its first.", "unit")
+        self._standby_lag = self._gauge("standby_lag", "Replication lag of the standby.", "unit")
         self._snapshots = _Snapshots()
         self.registry.register(self._snapshots)
         self._server: tuple[WSGIServer, threading.Thread] | None = None
@@ -307,7 +307,7 @@ def _of_run(run: RunSample) -> Iterator[Metric]:
         losses.add_metric([learner], loss)
     yield losses
     blocked = CounterMetricFamily(
-        "diloco_blocked_seconds", "That a learner's training thread has waited for answers.", labels=["learner"]
+        "diloco_blocked_seconds", "Seconds a learner's training thread has waited for answers.", labels=["learner"]
     )
     for learner, seconds in sorted(run.blocked_s.items()):
         blocked.add_metric([learner], seconds)

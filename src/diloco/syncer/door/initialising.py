@@ -107,14 +107,14 @@ class Initialising:
 def _check_sizes(sizes: list[int], layout: Layout) -> None:
     """Check the announced sizes against the layout, before memory is reserved."""
     expected = [4 * fragment.numel for fragment in layout.fragments]
-    if sizes[:-1] != expected:
+    if not sizes or sizes[:-1] != expected:
         raise CorruptPayloadError(f"the model has parts of {sizes[:-1]} bytes and its layout needs {expected}.")
     most = MAX_STATIC_HEADER_BYTES + sum(
         MAX_STATIC_HEADER_BYTES + MAX_STATIC_ELEMENT_BYTES * spec.numel for spec in layout.static
     )
-    if not sizes or sizes[-1] > most:
+    if sizes[-1] > most:
         raise CorruptPayloadError(
-            f"the {len(layout.static)} static tensors of the model come as {sizes[-1:]} bytes, and take at most {most}."
+            f"the model's {len(layout.static)} static tensors have {sizes[-1]} bytes, more than the maximum of {most}."
         )
 
 

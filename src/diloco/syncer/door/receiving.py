@@ -22,7 +22,9 @@ def resumed_at(start: int, received: int) -> int:
         CorruptPayloadError: the sender continues neither at `received` nor at 0.
     """
     if start not in (0, received):
-        raise CorruptPayloadError(f"{received} bytes are kept and the upload continues at byte {start}; send it again.")
+        raise CorruptPayloadError(
+            f"the upload resumes at byte {start}, but {received} bytes were received; send it again."
+        )
     return start
 
 

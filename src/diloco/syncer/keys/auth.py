@@ -118,7 +118,7 @@ class Authenticator:
         shown: Any = context.auth_context()  # its values are lists of bytes
         found = list(shown.get("x509_pem_cert", ()))
         if not found:
-            raise AuthError("no certificate was shown and this syncer wants one; give this holder's keys.")
+            raise AuthError("this syncer requires a certificate and the caller presented none; give its keys.")
         holder = holder_of(found[0])
         if holder.run != self._run:
             raise AuthError(

@@ -48,7 +48,7 @@ class Authorities:
         self._directory = directory
         current = Authority.read(directory / CA, directory / CA_KEY)
         if current is None:
-            raise ConfigError(f"{directory / CA_KEY} is not the key of the {CA} beside it; put back the one that is.")
+            raise ConfigError(f"{directory / CA_KEY} is not the key of the {CA} beside it; restore the matching key.")
         self.current = current
         next_key = directory / NEXT_KEY
         self.next = Authority.read(directory / CA, next_key) if next_key.exists() else None
@@ -286,7 +286,9 @@ class Keyring:
         now = _now()
         found = [each for each in self.issued if each.name == name and (each.revoked is None or each.revoked > now)]
         if not found:
-            raise ConfigError(f"{name!r} has no certificate in {self.directory}; `diloco keys list` shows who has.")
+            raise ConfigError(
+                f"{name!r} has no certificate in {self.directory}; `diloco keys list` lists the issued certificates."
+            )
         return found
 
     def _refuse(self, certificates: Iterable[Issued], at: dt.datetime) -> list[Issued]:
