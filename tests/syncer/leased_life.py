@@ -38,7 +38,7 @@ def main(directory: Path, address: str, name: str, *options: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     initialises = "--initialise" in options and not saved.exists()
     [steps] = [int(option.partition("=")[2]) for option in options if option.startswith("--steps=")] or [10**9]
-    exchange = diloco.connect(address, run=RUN, learner=name, initialise=initialises, join_timeout_s=60)
+    exchange = diloco.connect(address, run=RUN, learner=name, initialise=initialises, join_timeout_s=300)
     with diloco.Learner(model, optimizer, exchange=exchange) as learner:
         if saved.exists():
             learner.load_state_dict(torch.load(saved))

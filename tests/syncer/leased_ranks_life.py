@@ -31,7 +31,7 @@ def main(directory: Path, address: str, rank: int) -> None:
     for part in (1, 2):
         model = DistributedDataParallel(Net())
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        exchange = diloco.connect(address, run=RUN, learner="island", initialise=part == 1, join_timeout_s=60)
+        exchange = diloco.connect(address, run=RUN, learner="island", initialise=part == 1, join_timeout_s=300)
         saved = directory / f"rank-{rank}.pt"
         with diloco.Learner(model, optimizer, exchange=exchange) as learner:
             if part == 2:

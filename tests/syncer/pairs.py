@@ -24,16 +24,15 @@ from diloco.syncer.server import Options, Syncer
 
 PATIENCE_S = 2.0
 DEADLINES = Deadlines(lost_floor_s=PATIENCE_S, reconnect_floor_s=PATIENCE_S)
+PATIENT = Deadlines(lost_floor_s=60.0, reconnect_floor_s=60.0)
+"""Of a syncer that never takes over nor goes on alone, however busy the machine is."""
+
 BEAT_S = 0.1
 LAYOUT = json.dumps(layout().to_dict())
 
 
-def options(state: Path, port: int = 0, **more: Any) -> Options:
-    return Options(f"127.0.0.1:{port}", state, deadlines=DEADLINES, **more)
-
-
-def serve(state: Path, port: int = 0, **more: Any) -> Syncer:
-    return Syncer(RUN, method(), options(state, port, **more))
+def serve(state: Path, port: int = 0, deadlines: Deadlines = DEADLINES, **more: Any) -> Syncer:
+    return Syncer(RUN, method(), Options(f"127.0.0.1:{port}", state, deadlines=deadlines, **more))
 
 
 def standing(syncer: Syncer) -> str:
@@ -115,11 +114,11 @@ class Learner:
                     run=RUN, learner=raw.name, incarnation=raw.incarnation, step=1000, steps=1000, tokens=5000,
                     seen=None if seen is None else pb.Lineage(run_id=seen.run_id, epoch=seen.epoch, boot=seen.boot),
                     process=self.process, promised=self._promised,
-                ), pb.HeartbeatReply, timeout_s=2.0,
+                ), pb.HeartbeatReply, timeout_s=300.0,
             )  # fmt: skip
         except DilocoError as error:
             if "join again" in str(error):
-                raw.incarnation = 0
+                raw.incarnation, self._heard_at = 0, time.monotonic()
             return False
         lineage = Lineage(reply.lineage.run_id, reply.lineage.epoch, reply.lineage.boot)
         if self.witness.refusal(lineage) is not None:
@@ -132,7 +131,7 @@ class Learner:
 
     def _join(self, raw: Raw) -> None:
         request = pb.JoinRequest(run=RUN, learner=raw.name, layout=LAYOUT, process=self.process)
-        raw.incarnation = raw.connection.call("joins", "Join", request, pb.JoinReply, timeout_s=5.0).incarnation
+        raw.incarnation = raw.connection.call("joins", "Join", request, pb.JoinReply, timeout_s=300.0).incarnation
         for other in self.raws.values():
             other.incarnation, other.numbers = raw.incarnation, raw.numbers
 
@@ -146,7 +145,7 @@ class Learner:
                 seen=pb.Lineage(run_id=seen.run_id, epoch=seen.epoch, boot=seen.boot),
             )  # fmt: skip
             try:
-                reply = self.raws[address].connection.call("control", "Vote", request, pb.VoteReply, timeout_s=2.0)
+                reply = self.raws[address].connection.call("control", "Vote", request, pb.VoteReply, timeout_s=300.0)
             except DilocoError:
                 continue
             if reply.HasField("proposal"):

@@ -69,7 +69,7 @@ def test_a_learner_that_has_seen_later_versions_goes_on_with_what_is_left(how: s
     def at_step(step: int) -> None:
         if step in here:
             here[step].set()
-            go[step].wait(60)
+            go[step].wait(300)
 
     with LearnerThreads(1) as pool:
         with serve(state) as syncer:

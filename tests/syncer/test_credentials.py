@@ -30,7 +30,7 @@ from diloco.syncer.server import Options, Syncer
 
 DAY = dt.timedelta(days=1)
 WIDTH, MUCH_BYTES = 30_000, 200_000
-WAIT_S = 60.0
+WAIT_S = 300.0
 
 
 class Certificates:

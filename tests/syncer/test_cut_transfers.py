@@ -226,40 +226,28 @@ def stalled(link: Link) -> None:
 def test_a_transfer_in_which_nothing_moves_is_given_up_within_the_lost_deadline(up: bool, tmp_path: Path) -> None:
     """The learner's end; it is the syncer that says what the deadline is. On the next connection it goes on."""
     with (
-        behind(tmp_path, Cutter(1, stalled), **quick(1.5)) as (_, relay, raw),
-        ThreadPoolExecutor(1) as pool,
+        behind(tmp_path, Cutter(1, stalled), deadlines=Deadlines(lost_floor_s=1.5)) as (_, relay, raw),
         closing(Connection(relay.address)) as connection,
     ):
-        is_over = threading.Event()
-        heart = pool.submit(beats, raw, is_over)
-        try:
-            describe(Dialler([connection]), RUN, None)
-            sender, receiver = (
-                Sender(Dialler([connection]), RUN),
-                Receiver(Dialler([connection]), RUN, raw.layout, method()),
-            )
-            payload, header = Payload(lambda: torch.zeros(4 * SIZE, dtype=torch.uint8)), raw.header(4 * SIZE)
-            request = pb.PullRequest(run=RUN, learner=raw.name, incarnation=raw.incarnation, fragment=0, base=-1)
+        raw.beat(1, 5, step_s=60.0)  # the deadline of a learner with such steps is 120 s
+        describe(Dialler([connection]), RUN, None)
+        sender, receiver = (
+            Sender(Dialler([connection]), RUN),
+            Receiver(Dialler([connection]), RUN, raw.layout, method()),
+        )
+        payload, header = Payload(lambda: torch.zeros(4 * SIZE, dtype=torch.uint8)), raw.header(4 * SIZE)
+        request = pb.PullRequest(run=RUN, learner=raw.name, incarnation=raw.incarnation, fragment=0, base=-1)
 
-            def transfer() -> None:
-                if up:
-                    sender.upload(header, payload)
-                else:
-                    receiver.pull(request)
+        def transfer() -> None:
+            if up:
+                sender.upload(header, payload)
+            else:
+                receiver.pull(request)
 
-            with pytest.raises(UnreachableError, match=r"nothing has moved .* for [\d.]+ s"):
-                transfer()
-            in_spite_of_cuts(transfer)
-            assert sender.resumed_bytes + receiver.resumed_bytes > 0
-        finally:
-            is_over.set()
-            heart.result()
-
-
-def beats(raw: Raw, is_over: threading.Event) -> None:
-    """Heartbeats, until it is over."""
-    while not is_over.wait(0.2):
-        raw.beat(1, 5)
+        with pytest.raises(UnreachableError, match=r"nothing has moved .* for [\d.]+ s"):
+            transfer()
+        in_spite_of_cuts(transfer)
+        assert sender.resumed_bytes + receiver.resumed_bytes > 0
 
 
 @pytest.mark.parametrize("up", [True, False])

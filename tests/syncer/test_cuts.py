@@ -31,7 +31,7 @@ METHODS = {
 
 
 SHORT = Deadlines(lost_floor_s=1.5, reconnect_floor_s=1.5)
-
+LONG = Deadlines(lost_floor_s=120.0, reconnect_floor_s=120.0)
 
 Cut = Literal["short", "long", "long, until it leaves"]
 
@@ -46,14 +46,14 @@ def trained_under_a_cut(kind: str, tmp_path: Path, cut: Cut) -> tuple[dict[str, 
         num_steps["cut"] += 1
         if step == 1:  # at the run's first step, so that the steps at which it sends are known
             has_begun.set()
-            has_other.wait(60)
+            has_other.wait(300)
         if step == CUT_AT:
             relay.stall()
             relay.refuse()
             is_cut.set()
         if step == CUT_AT + 1:
             has_gone_on.set()
-            may_go_on.wait(60)
+            may_go_on.wait(300)
 
     def others_step(step: int) -> None:
         num_steps["other"] += 1
@@ -62,7 +62,7 @@ def trained_under_a_cut(kind: str, tmp_path: Path, cut: Cut) -> tuple[dict[str, 
             raise StopIteration
 
     def other() -> None:
-        exchange = diloco.connect(syncer.address, run=RUN, learner="other", join_timeout_s=30.0)
+        exchange = diloco.connect(syncer.address, run=RUN, learner="other", join_timeout_s=300.0)
         with pytest.raises(StopIteration):
             train(1, exchange, None, 10**6, others_step)
 
@@ -73,7 +73,7 @@ def trained_under_a_cut(kind: str, tmp_path: Path, cut: Cut) -> tuple[dict[str, 
         accounts = syncer.driver.ask(lambda driver: driver.core.accounting.accounts)
         return accounts["cut"].ledgers[0].trained
 
-    deadlines = Deadlines() if cut == "short" else SHORT
+    deadlines = LONG if cut == "short" else SHORT
     steps = CUT_AT + 1 if cut == "long, until it leaves" else STEPS
     with start(tmp_path, METHODS[kind], deadlines=deadlines) as syncer:
         with Relay(syncer.port) as relay, LearnerThreads(2) as pool:

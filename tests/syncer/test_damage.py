@@ -180,7 +180,7 @@ raw.initialise()
 raw.join()
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    subprocess.run([sys.executable, "-c", script], timeout=100, check=False)
+    subprocess.run([sys.executable, "-c", script], timeout=300, check=False)
     state = tmp_path / "state"
     assert (state / "store.sqlite-wal").stat().st_size > 0
     shutil.copytree(state, tmp_path / "refused" / "state")

@@ -115,7 +115,7 @@ def test_a_full_disk_under_the_spool_holds_learners_up_and_costs_nothing(
     def life(index: int) -> Any:
         def at_step(step: int) -> None:
             begun[index].set()  # it has joined, and has sent nothing yet
-            is_full.wait(60)
+            is_full.wait(300)
 
         exchange = pool.connect(syncer.address, learner=f"learner-{index}", initialise=index == 0)
         return train(index, exchange, None, 24, at_step)

@@ -199,7 +199,7 @@ def test_a_connection_that_does_not_finish_its_handshake_ends(tmp_path: Path, mo
     with start(tmp_path, method()) as syncer, ExitStack() as stack:
         host, _, port = syncer.address.rpartition(":")
         for says in (b"", b"PRI * HTTP/2.0", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"):
-            stranger = stack.enter_context(socket.create_connection((host, int(port)), 30))
+            stranger = stack.enter_context(socket.create_connection((host, int(port)), 300))
             stranger.sendall(says)
             while stranger.recv(1 << 16):  # settings, which it does not answer
                 pass

@@ -45,9 +45,6 @@ from diloco.syncer.door.receiving import IncomingModel
 from diloco.syncer.server import Syncer
 
 LOST_S = 1.5
-MOST_S = 8 * LOST_S
-"""Where pauses up to that have been usual on the link, as they may be on a busy machine."""
-
 SWALLOWED_AT = FIRST_BYTES
 WIDTH = 1_000_000
 """Its first fragment has 20 MB, more than is on its way before the connection is dead."""
@@ -117,7 +114,7 @@ def test_an_answer_that_does_not_come_is_given_up_by_the_lost_deadline_of_the_ru
         relay.swallow()
         with pytest.raises(UnreachableError) as lost:
             CALLS[name](syncers)
-        assert LOST_S <= limit_s(str(lost.value), name) <= MOST_S
+        assert connection._answers.floor_s == LOST_S <= limit_s(str(lost.value), name)
         num_links = len(relay.links)
         again(lambda: CALLS[name](syncers))
         assert len(relay.links) > num_links
@@ -162,10 +159,11 @@ def test_a_learner_whose_first_connections_are_dead_joins_all_the_same(
         swallowed.relay = relay
         initialise_small(syncer)
         _, metrics = train(1, diloco.connect(relay.address, run=RUN, learner="a"), None, 8)
+        assert sum(link.is_swallowed for link in relay.links) == 2
     assert metrics["merges"] > 0
     warned = [record.message for record in caplog.records if "has not answered" in record.message]
-    for name in ("Describe", "Join"):
-        assert LOST_S <= limit_s(next(text for text in warned if name in text), name) <= MOST_S
+    assert warned
+    assert all(limit_s(text, r"\w+") >= LOST_S for text in warned)
 
 
 # ---------------------------------------------------------------------------------------------------- the syncer's end
@@ -225,7 +223,7 @@ def test_the_syncer_ends_the_transfer_of_a_peer_that_no_heartbeat_speaks_for(
             until(lambda: any(link.is_swallowed for link in relay.links), "nothing crosses")
             until(lambda: bool(ended()), "the call is still open")
             until(lambda: not syncer._calls.num_open, "the call is still open")
-            assert LOST_S <= float(ended()[-1].split()[-2]) <= MOST_S
+            assert float(ended()[-1].split()[-2]) >= LOST_S
         finally:
             relay.cut()
         assert isinstance(lost.exception(), UnreachableError)

@@ -104,7 +104,7 @@ def test_each_unit_is_merged_once_whatever_is_killed_joins_and_leaves(tmp_path: 
         syncer.start()
         at(120)
         late = learner("d")
-        b.join(60)
+        b.join(300)
         assert b.exitcode == 0
         at(3 * NUM_SAMPLES)
         syncer.kill()
@@ -112,7 +112,7 @@ def test_each_unit_is_merged_once_whatever_is_killed_joins_and_leaves(tmp_path: 
         at(4 * NUM_SAMPLES)
         (tmp_path / "stop").touch()
         for process in (again, c, late):
-            process.join(60)
+            process.join(300)
             assert process.exitcode == 0
         status = fetch_status(syncer.address, run=RUN)["data"]
     finally:
@@ -155,7 +155,7 @@ def test_the_ranks_of_a_learner_read_different_samples_and_continue(tmp_path: Pa
         ]
         try:
             for process in ranks:
-                process.join(120)
+                process.join(300)
                 assert process.exitcode == 0
         finally:
             for process in ranks:

@@ -55,7 +55,7 @@ class Run:
         for stop, steps in enumerate(self._stops):
             if step == steps[index] and not self.here[stop][index].is_set():
                 self.here[stop][index].set()
-                self.go[stop].wait(60)
+                self.go[stop].wait(300)
 
     def reaches(self, stop: int) -> None:
         until(lambda: all(each.is_set() for each in self.here[stop]), "the learners do not get there")

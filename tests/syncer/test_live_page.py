@@ -45,7 +45,7 @@ class Answer:
 @contextmanager
 def asking(page: LivePage, path: str, method: str = "GET", **headers: str) -> Iterator[http.client.HTTPResponse]:
     at = urlsplit(page.url)
-    with closing(http.client.HTTPConnection(at.hostname or "", at.port or 0, timeout=30)) as connection:
+    with closing(http.client.HTTPConnection(at.hostname or "", at.port or 0, timeout=300)) as connection:
         connection.request(method, path, headers=headers)
         with connection.getresponse() as answer:
             yield answer
@@ -140,7 +140,7 @@ def test_connections_are_bounded_also_those_that_say_nothing(tmp_path: Path, mon
     monkeypatch.setattr("diloco.syncer.page.live_page.MOST_CONNECTIONS", 5)
     with served(tmp_path, is_open=True) as (page, _), ExitStack() as stack:
         at = urlsplit(page.url)
-        silent = [stack.enter_context(socket.create_connection((at.hostname, at.port), 30)) for _ in range(8)]
+        silent = [stack.enter_context(socket.create_connection((at.hostname, at.port), 300)) for _ in range(8)]
         for each in silent[5:]:
             with suppress(ConnectionResetError):
                 assert each.recv(1) == b""
@@ -214,7 +214,7 @@ def steerable(tmp_path: Path, *, is_open: bool) -> Iterator[tuple[LivePage, list
 
 def post(page: LivePage, body: str, **headers: str) -> Answer:
     host = urlsplit(page.url).netloc
-    with closing(http.client.HTTPConnection("127.0.0.1", urlsplit(page.url).port or 0, timeout=30)) as connection:
+    with closing(http.client.HTTPConnection("127.0.0.1", urlsplit(page.url).port or 0, timeout=300)) as connection:
         connection.request("POST", "/orders", body, {"origin": f"http://{host}", **headers})
         with connection.getresponse() as answer:
             return Answer(answer.status, answer.headers, answer.read().decode())

@@ -45,7 +45,7 @@ def train(model: nn.Module, index: int, address: str, found: dict[int, Any], sta
     """One learner's life; what it ends with is put into `found`."""
     model.train()
     model.base_model.model.norm.eval()
-    exchange = diloco.connect(address, run=RUN, learner=f"l{index}", initialise=index == 0, join_timeout_s=30)
+    exchange = diloco.connect(address, run=RUN, learner=f"l{index}", initialise=index == 0, join_timeout_s=300)
     inner = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     try:
         with diloco.Learner(model, inner, exchange=exchange, static=static) as learner:

@@ -24,7 +24,7 @@ def metrics() -> Iterator[SyncerMetrics]:
 
 
 def scrape(port: int) -> dict[str, dict[Labels, float]]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=300) as answer:
         text = answer.read().decode()
     samples: dict[str, dict[Labels, float]] = {}
     for family in text_string_to_metric_families(text):

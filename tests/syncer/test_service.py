@@ -351,7 +351,7 @@ def test_a_caller_is_known_before_its_bytes_are_parsed(name: str, tmp_path: Path
     def sent(channel: grpc.Channel) -> list[bytes]:
         stub = getattr(channel, CALLS[name])(rpc_path(name))
         request = iter([garbage]) if CALLS[name].startswith("stream") else garbage
-        answer = stub(request, timeout=30)
+        answer = stub(request, timeout=300)
         return list(answer if CALLS[name].endswith("stream") else [answer])
 
     def refusal(syncer: Syncer, name: str) -> errors.DilocoError:

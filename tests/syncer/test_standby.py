@@ -15,7 +15,7 @@ import pytest
 import torch
 from benchmarks.processes import until
 from tests.chaos.relay import Relay
-from tests.syncer.pairs import learners, on_disk, serve, serves, standing, trains
+from tests.syncer.pairs import PATIENT, learners, on_disk, serve, serves, standing, trains
 from tests.syncer.runs import RUN, LearnerThreads, Raw, method, train, versions_of
 from tests.syncer.test_faults import syncer_process
 from tests.syncer.test_replay import replayed
@@ -52,12 +52,12 @@ def electorate(*syncers: Syncer) -> list[int]:
 
 
 def test_what_is_published_is_on_both_disks_with_the_same_digests(tmp_path: Path) -> None:
-    with serve(tmp_path / "a") as first:
+    with serve(tmp_path / "a", deadlines=PATIENT) as first:
         begin(first)
         with learners("x", [first.address]) as group:
             until(lambda: group[0].witness.seen is not None, "it does not join")
             trains(first, group, until)
-            with serve(tmp_path / "b", follow=first.address) as second:
+            with serve(tmp_path / "b", follow=first.address, deadlines=PATIENT) as second:
                 until(lambda: are_paired(first, second), "they do not pair")
                 for version in (2, 3, 4):
                     assert trains(first, group, until) == version
@@ -75,7 +75,7 @@ def test_what_is_published_is_on_both_disks_with_the_same_digests(tmp_path: Path
 
 def test_the_standby_takes_over_when_the_first_is_gone(tmp_path: Path) -> None:
     with ExitStack() as stack:
-        first = stack.enter_context(serve(tmp_path / "a"))
+        first = stack.enter_context(serve(tmp_path / "a", deadlines=PATIENT))
         begin(first)
         second = stack.enter_context(serve(tmp_path / "b", follow=first.address))
         until(lambda: are_paired(first, second), "they do not pair")
@@ -142,7 +142,7 @@ def test_a_first_without_its_standby_and_most_learners_publishes_nothing_and_lea
         for each in pair.group[:2]:
             each.cut.add(pair.first.address)
         until(lambda: standing(pair.second) == "alone", "the standby does not take over")
-        assert standing(pair.first) == "proposing"
+        until(lambda: standing(pair.first) == "proposing", "the first goes on")
         assert versions_of(pair.first)[0] == 1
         assert trains(pair.second, pair.group[:2], until) == 2
         pair.heal()
@@ -160,15 +160,15 @@ def test_a_partition_of_the_first_from_half_of_the_learners_changes_nothing_whil
     tmp_path: Path,
 ) -> None:
     with Pair(tmp_path, "w x y z") as pair:
-        pair.group[0].cut.add(pair.first.address)
-        pair.group[1].cut.add(pair.first.address)
+        for each in pair.group[:2]:
+            each.cut.add(pair.first.address)
         until(lambda: len(pair.first.driver.ask(lambda driver: driver.core.members)) == 2, "nobody is evicted")
         assert trains(pair.first, pair.group[2:], until) == 1
-        assert are_paired(pair.first, pair.second)
+        until(lambda: are_paired(pair.first, pair.second), "they part")
 
 
 def test_the_old_first_comes_back_serves_nothing_and_becomes_the_standby_of_the_new_one(tmp_path: Path) -> None:
-    with Pair(tmp_path) as pair:
+    with Pair(tmp_path, deadlines=PATIENT) as pair:
         trains(pair.first, pair.group, until)
         until(lambda: not pair.first.driver.ask(lambda driver: driver.is_busy), "it writes on and on")
         pair.split()
@@ -243,7 +243,10 @@ def test_both_journals_are_replayed(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_both_started_again_agree_without_a_learner(tmp_path: Path) -> None:
     with Pair(tmp_path) as pair:
         trains(pair.first, pair.group, until)
-    with serve(tmp_path / "a") as first, serve(tmp_path / "b", follow=first.address) as second:
+    with (
+        serve(tmp_path / "a", deadlines=PATIENT) as first,
+        serve(tmp_path / "b", follow=first.address, deadlines=PATIENT) as second,
+    ):
         until(lambda: are_paired(first, second), "they do not agree")
         until(lambda: first.pairing.succession.epoch == 2, "no epoch is begun")
         until(lambda: serves(first), "it does not serve")
@@ -307,12 +310,13 @@ def test_a_standby_shows_its_own_certificate_and_says_how_it_stands(
 ) -> None:
     keys = tmp_path / "keys"
     Keyring.new(keys, RUN, ["127.0.0.1"], [("second", "standby"), ("me", "admin")], dt.timedelta(days=1))
-    with serve(tmp_path / "a", keys=keys / "syncer") as first:
+    with serve(tmp_path / "a", keys=keys / "syncer", deadlines=PATIENT) as first:
         raw = Raw(first.address, keys=keys / "me")
         raw.initialise()
         raw.connection.close()
         shown = StandbyCredentials(Keys(keys / "second"))
-        with serve(tmp_path / "b", keys=keys / "second", follow=first.address, follow_with=shown) as second:
+        given: dict[str, Any] = {"keys": keys / "second", "follow_with": shown, "deadlines": PATIENT}
+        with serve(tmp_path / "b", follow=first.address, **given) as second:
             until(lambda: are_paired(first, second), "they do not pair")
             for syncer, text in ((first, "paired in epoch 1"), (second, "following in epoch 1")):
                 said = told(capsys, "status", "--address", syncer.address, "--run", RUN, "--keys", str(keys / "me"))
@@ -328,9 +332,9 @@ def test_a_standby_shows_its_own_certificate_and_says_how_it_stands(
 
 
 def test_a_run_has_one_standby(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with serve(tmp_path / "a") as first:
+    with serve(tmp_path / "a", deadlines=PATIENT) as first:
         begin(first)
-        with serve(tmp_path / "b", follow=first.address) as second:
+        with serve(tmp_path / "b", follow=first.address, deadlines=PATIENT) as second:
             until(lambda: are_paired(first, second), "they do not pair")
             with serve(tmp_path / "c", follow=first.address) as third:
                 until(lambda: "a run has one" in caplog.text, "it is not refused")
@@ -404,7 +408,7 @@ def test_kill_9_of_the_first_under_learners_keeps_every_version_and_every_bit(tm
     def at_step(step: int) -> None:
         if step in kill_at:
             reached[kill_at.index(step)].set()
-            go[kill_at.index(step)].wait(60)
+            go[kill_at.index(step)].wait(300)
 
     for name in "ab":
         (tmp_path / name).mkdir()

@@ -37,7 +37,7 @@ def keys(tmp_path: Path) -> Path:
 def steer(syncer: Syncer, order: str, *, keys: Path | None = None, **fields: Any) -> str:
     with closing(Connection(syncer.address, keys=keys)) as connection:
         request = pb.SteerRequest(run=RUN, order=order, **fields)
-        return connection.call("control", "Steer", request, pb.SteerReply, timeout_s=30.0).said
+        return connection.call("control", "Steer", request, pb.SteerReply, timeout_s=300.0).said
 
 
 def admin(syncer: Syncer, *arguments: str) -> int:

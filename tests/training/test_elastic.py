@@ -3,7 +3,6 @@ model."""
 
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,16 +17,14 @@ from diloco.config import RunConfig
 from diloco.core.presets import method_from_table
 from diloco.errors import AlreadyInitialisedError, CheckpointError, ConfigError
 from diloco.event_log import read_events
-from diloco.events import Initialised, RunStarted, Stepped
+from diloco.events import Initialised
 from diloco.exchange.base import Exchange
 from diloco.exchange.remote import fetch_model
 from diloco.syncer.server import Options, Syncer
 from diloco.training.checkpoint import list_checkpoints, load_checkpoint
 from diloco.training.loop import Trainer
 from diloco.training.model import build_model
-from diloco.training.optimizers import learning_rate
 from diloco.training.pretrained import checkpoint_state
-from diloco.training.progress import ProgressDisplay
 from diloco.training.spec import LearnerSpec, StopRequest, Summary
 
 Tiny = Callable[..., RunConfig]
@@ -155,43 +152,6 @@ def test_a_supervised_learner_initialises_a_run_that_has_no_model_and_joins_one_
         assert learner_of(again, part).train().steps == 11  # killed before its first checkpoint, and started again
         # Nothing is left of the exchange that was refused; in a rank, its threads would abort the process at its end.
         assert [thread.name for thread in threading.enumerate() if thread.name.startswith("diloco-")] == []
-
-
-class Starter(ProgressDisplay):
-    """Starts the other learner when this one has made a few steps."""
-
-    def __init__(self) -> None:
-        self.trainer: Trainer
-        self.has_started = threading.Event()
-
-    def is_due(self) -> bool:
-        if self.trainer.learner.steps >= 10:
-            self.has_started.set()
-        return False
-
-
-def test_a_late_joiners_schedule_and_data_start_where_the_run_is(tiny: Tiny, tmp_path: Path) -> None:
-    with serve(tiny(DILOCO), tmp_path / "state") as syncer, ThreadPoolExecutor(1) as pool:
-        config = tiny(
-            DILOCO, f"syncer.address={syncer.address}", "run.tokens=512_000", "run.steps=150", "schedule.steps=150",
-            "train.rewarm_steps=0",
-        )  # fmt: skip
-        starter, part = Starter(), LearnerSpec("early", initialise=True)
-        early = Trainer(config, part, attach=_connector(config, part, StopRequest()), progress=starter)
-        starter.trainer = early
-        first = pool.submit(early.train)
-        assert starter.has_started.wait(60)
-        late = learner_of(config, LearnerSpec("late", shard=1))
-        late.train()
-        first.result()
-    started, *rest = read_events(config.dir / "late" / "events.jsonl")
-    assert isinstance(started, RunStarted)
-    assert 6 <= started.step < 150  # what the syncer surely knows of the other: its contribution after step 6
-    stepped = [event for event in rest if isinstance(event, Stepped)]
-    assert [event.step for event in stepped] == list(range(started.step + 1, 151))
-    for event in stepped:  # at the run's step, whatever the learner adopts meanwhile
-        assert event.lr == learning_rate(config, event.step)
-    assert late._training.stream.position == early._training.stream.position == 150 * 4
 
 
 # --- unequal learners

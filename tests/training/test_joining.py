@@ -8,14 +8,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from benchmarks.processes import until
+from tests.training.test_stopping import serve
 
 from diloco.cli import main
 from diloco.cli.train import _connector
 from diloco.config import RunConfig, dump_config
-from diloco.core.presets import method_from_table
 from diloco.event_log import read_events
 from diloco.events import CheckpointUnusable, Event, RunStarted, Stepped
-from diloco.syncer.server import Options, Syncer
+from diloco.syncer.server import Syncer
 from diloco.training.checkpoint import list_checkpoints, newest_usable, save_checkpoint
 from diloco.training.loop import Trainer
 from diloco.training.optimizers import learning_rate
@@ -27,42 +28,47 @@ STEPS = 150
 
 
 class Pacer(ProgressDisplay):
-    """Lets the founder of the run go on to its end only when the other learner is there."""
+    """Holds the founder of the run after step 19, until the awaited learner has trained.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_under_way, self.may_end = threading.Event(), threading.Event()
+    Attributes:
+        awaited: the name of that learner.
+        is_over: the test has ended; nothing is awaited.
+    """
+
+    def __init__(self, syncer: Syncer) -> None:
+        self._syncer = syncer
         self.trainer: Trainer
+        self.is_under_way, self.awaited, self.is_over = threading.Event(), "", False
 
     def is_due(self) -> bool:
-        if self.trainer.learner.steps >= 10:
+        if self.trainer.learner.steps == 19:
             self.is_under_way.set()
-        if self.trainer.learner.steps == 20:
-            assert self.may_end.wait(60)
+            until(lambda: self.is_over or self._has_trained(), "the other learner does not train")
         return False
+
+    def _has_trained(self) -> bool:
+        member = self._syncer.driver.ask(lambda driver: driver.core.members.get(self.awaited))
+        return member is not None and member.tokens > 0
 
 
 @contextmanager
 def under_way(tiny: Tiny, tmp_path: Path, *overrides: str) -> Iterator[tuple[RunConfig, Pacer]]:
     """A run that another learner trains."""
     given = tiny("method={preset='DiLoCo', sync_every=6}")
-    with (
-        Syncer("tiny", method_from_table(given.method), Options("127.0.0.1:0", tmp_path / "state")) as syncer,
-        ThreadPoolExecutor(1) as pool,
-    ):
+    with serve(given, tmp_path / "state") as syncer, ThreadPoolExecutor(1) as pool:
         config = tiny(
             "method={preset='DiLoCo', sync_every=6}", f"syncer.address={syncer.address}", "run.tokens=512_000",
             f"run.steps={STEPS}", f"schedule.steps={STEPS}", *overrides,
         )  # fmt: skip
-        pacer, part = Pacer(), LearnerSpec("founder", initialise=True)
+        pacer, part = Pacer(syncer), LearnerSpec("founder", initialise=True)
         pacer.trainer = Trainer(config, part, attach=_connector(config, part, StopRequest()), progress=pacer)
         training: Future[Summary] = pool.submit(pacer.trainer.train)
         try:
-            assert pacer.is_under_way.wait(60)
+            until(lambda: pacer.is_under_way.is_set() or training.done(), "the founder does not train")
             yield config, pacer
         finally:
-            pacer.may_end.set()
-        assert training.result(60).steps == STEPS
+            pacer.is_over = True
+        assert training.result(300).steps == STEPS
 
 
 def events_of(config: RunConfig, name: str) -> list[Event]:
@@ -74,6 +80,7 @@ def check_joined(events: list[Event], config: RunConfig, rewarm_steps: int = 5) 
     (started,) = [each for each in events if isinstance(each, RunStarted)]
     assert started.step >= 6
     stepped = [each for each in events if isinstance(each, Stepped)]
+    assert stepped
     assert [each.step for each in stepped] == list(range(started.step + 1, STEPS + 1))
     for number, event in enumerate(stepped, 1):
         assert event.lr == pytest.approx(min(1.0, number / rewarm_steps) * learning_rate(config, event.step))
@@ -85,7 +92,7 @@ def test_a_new_machine_begins_with_the_runs_model(tiny: Tiny, tmp_path: Path, re
     with under_way(tiny, tmp_path, *given) as (config, pacer):
         part = LearnerSpec("late", shard=1)
         late = Trainer(config, part, attach=_connector(config, part, StopRequest()))
-        pacer.may_end.set()
+        pacer.awaited = "late"
         late.train()
     check_joined(events_of(config, "late"), config, rewarm_steps)
     state = late.optimizer.state
@@ -93,6 +100,22 @@ def test_a_new_machine_begins_with_the_runs_model(tiny: Tiny, tmp_path: Path, re
     assert {int(each["step"]) for each in state.values()} == {STEPS - first + 1}
     founded = [each for each in events_of(config, "founder") if isinstance(each, Stepped)]
     assert [each.lr for each in founded] == [learning_rate(config, each.step) for each in founded]
+
+
+def test_a_late_joiners_schedule_and_data_start_where_the_run_is(tiny: Tiny, tmp_path: Path) -> None:
+    with under_way(tiny, tmp_path, "train.rewarm_steps=0") as (config, pacer):
+        part = LearnerSpec("late", shard=1)
+        late = Trainer(config, part, attach=_connector(config, part, StopRequest()))
+        pacer.awaited = "late"
+        late.train()
+    started, *rest = events_of(config, "late")
+    assert isinstance(started, RunStarted)
+    assert 6 <= started.step < STEPS  # what the syncer surely knows of the other: its contribution after step 6
+    stepped = [event for event in rest if isinstance(event, Stepped)]
+    assert [event.step for event in stepped] == list(range(started.step + 1, STEPS + 1))
+    for event in stepped:  # at the run's step, whatever the learner adopts meanwhile
+        assert event.lr == learning_rate(config, event.step)
+    assert late._training.stream.position == pacer.trainer._training.stream.position == STEPS * 4
 
 
 def damage(checkpoint: Path) -> None:
@@ -118,12 +141,12 @@ def test_a_damaged_checkpoint_is_kept_aside_and_the_learner_joins_anew(
     with under_way(tiny, tmp_path, "checkpoint.every_steps=2") as (config, pacer):
         run_file = tmp_path / "run.toml"
         run_file.write_text(dump_config(config))
-        assert train(run_file, "--set", "run.steps=16") == 0
+        assert train(run_file, "--set", "run.steps=23") == 0
         older, newer = list_checkpoints(config.dir / "back" / "checkpoints")
         damage(newer)
 
         (config.dir / "back" / "events.jsonl").unlink()
-        assert train(run_file, "--resume", "--set", f"run.steps={int(older.name[5:]) + 2}") == 0
+        assert train(run_file, "--resume", "--set", f"run.steps={int(older.name[5:]) + 1}") == 0
         events = events_of(config, "back")
         (unusable,) = [each for each in events if isinstance(each, CheckpointUnusable)]
         kept = newer.with_name(f"unusable-{newer.name}")
@@ -138,7 +161,7 @@ def test_a_damaged_checkpoint_is_kept_aside_and_the_learner_joins_anew(
         (config.dir / "back" / "events.jsonl").unlink()
         assert train(run_file, "--resume", "--initialise") == 1
         assert "no model to give the run" in capfd.readouterr().err
-        pacer.may_end.set()
+        pacer.awaited = "back"
         assert train(run_file, "--supervised") == 0
     check_joined(events_of(config, "back"), config)
 

@@ -38,8 +38,8 @@ Tiny = Callable[..., RunConfig]
 SCHEDULED = "method={preset='DiLoCo', sync_every=6}"
 STREAMING = "method={preset='StreamingDiLoCo', sync_every=6, overlap=2, mix=0.0, fragments={type='Whole'}}"
 LONG = ("run.tokens=512_000", "run.steps=18")
-PATIENT = Deadlines(lost_floor_s=120.0, reconnect_floor_s=120.0)
-WAIT_S = 60.0
+PATIENT = Deadlines(lost_floor_s=120.0, reconnect_floor_s=120.0, stalled_floor_s=600.0)
+WAIT_S = 300.0
 """Without an end to its waiting a part waits for good."""
 
 

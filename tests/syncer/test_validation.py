@@ -105,7 +105,7 @@ import sys, threading
 from pathlib import Path
 import torch
 from tests.syncer.runs import Raw, method, start
-from tests.syncer.test_sense import ONES
+from tests.syncer.test_validation import ONES
 from diloco.run.tensor_jobs import TensorJobs
 
 def close(self, *arguments):
