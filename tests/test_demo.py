@@ -216,17 +216,27 @@ def test_in_a_pipe_a_phase_and_a_kill_are_said_once(run: Path, capsys: pytest.Ca
     ]
 
 
+def start_endless(family: DemoProcesses, *, restarts: bool = False) -> None:
+    """A syncer, which does not end by itself before it is killed."""
+    run_file = family.directory / "run.toml"
+    run_file.write_text("run = {name = 'demo', tokens = 1_000_000}\nsyncer = {insecure = true}\n")
+    where = ("--address", "127.0.0.1:0", "--state-dir", str(family.directory / "state"))
+    family.start("syncer", "syncer", str(run_file), *where, restarts=restarts)
+
+
 def test_a_killed_process_comes_back_and_a_failed_one_is_shown(tmp_path: Path) -> None:
     with DemoProcesses(tmp_path) as family:
-        family.start("methods", "methods", "--json", restarts=True)
-        family.children["methods"].process.kill()
+        start_endless(family, restarts=True)
+        (killed := family.children["syncer"].process).kill()
 
-        def is_done_again() -> bool:
+        def is_back() -> bool:
             family.watch()
-            return family.are_done("methods")
+            return family.children["syncer"].process is not killed
 
-        until(is_done_again, "its second end")
-        assert [kill.name for kill in family.kills] == ["methods"]
+        until(is_back, "its second start")
+        assert [kill.name for kill in family.kills] == ["syncer"]
+        family.start("methods", "methods", "--json")
+        until(lambda: family.are_done("methods"), "its end")
         assert json.loads(family.output("methods"))
         family.start("failing", "train", str(tmp_path / "none.toml"), restarts=True)
         family.children["failing"].process.join()
@@ -236,10 +246,10 @@ def test_a_killed_process_comes_back_and_a_failed_one_is_shown(tmp_path: Path) -
 
 def test_a_killed_control_ends_the_demo(tmp_path: Path) -> None:
     with DemoProcesses(tmp_path) as family:
-        family.start("methods", "methods")
-        family.children["methods"].process.kill()
-        family.children["methods"].process.join()
-        with pytest.raises(RunError, match="methods failed with exit code -9"):
+        start_endless(family)
+        family.children["syncer"].process.kill()
+        family.children["syncer"].process.join()
+        with pytest.raises(RunError, match="syncer failed with exit code -9"):
             family.watch()
 
 

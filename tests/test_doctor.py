@@ -14,6 +14,7 @@ import torch
 import diloco
 from diloco.cli import main
 from diloco.cli.doctor import look_for_compiler
+from diloco.demo.plan import free_port
 from diloco.errors import ConfigError
 from diloco.exchange.key_pair import key_line, read_key_pair
 from diloco.syncer.server import Options, Syncer
@@ -113,28 +114,24 @@ def test_what_a_syncer_refuses_is_said_in_its_words(
 
 
 def test_no_syncer_at_the_address(doctor: Doctor, run_file: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    code, found = doctor(run_file, "--address", f"127.0.0.1:{port}")
+    code, found = doctor(run_file, "--address", "127.0.0.1:1")
     assert (code, found["syncer"]["state"]) == (1, "missing")
-    assert f"nothing listens at 127.0.0.1:{port}" in found["syncer"]["found"]
+    assert "nothing listens at 127.0.0.1:1" in found["syncer"]["found"]
     code, found = doctor(run_file, "--address", "syncer.invalid:7700")  # RFC 6761: this name never exists
     assert (code, found["syncer"]["state"]) == (1, "missing")
     assert "the host name 'syncer.invalid' of the syncer is not known here" in found["syncer"]["found"]
 
 
 def test_one_of_two_addresses_answers(doctor: Doctor, syncer: Syncer, run_file: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
     main_exits("keys", "add", "viewer", "eye", "--dir", run_file.parent / "keys")
     line = key_line(read_key_pair(run_file.parent / "keys" / "eye"))
     with pytest.raises(SystemExit, match="^1$"):
-        main(["doctor", "--run", "demo", "--address", f"{syncer.address},127.0.0.1:{port}", "--keys", line])
+        main(["doctor", "--run", "demo", "--address", f"{syncer.address},127.0.0.1:1", "--keys", line])
 
 
 def test_the_machine_of_the_syncer(doctor: Doctor, run_file: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
+    with socket.create_server(("127.0.0.1", int(address.partition(":")[2]))):
         code, found = doctor(run_file, "--serve", address)
         assert (code, found["port"]["state"]) == (1, "missing")
         assert found["keys"]["found"].startswith("for 127.0.0.1, until ")

@@ -62,7 +62,7 @@ def test_the_digits_syncer_runs_the_method_of_its_learners(digits: ModuleType) -
 @pytest.mark.slow
 def test_digits_over_a_syncer_are_the_same_bits(digits: ModuleType) -> None:
     command = [sys.executable, str(EXAMPLES / "digits" / "train.py"), "--syncer", "--steps", "40"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert "the bits of the local run: yes" in done.stdout
 

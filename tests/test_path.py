@@ -82,7 +82,7 @@ class Profiler:
         self._is_on = True
         yield
         with self._changed:
-            assert self._changed.wait_for(lambda: not self._awaited, 60), self._awaited
+            assert self._changed.wait_for(lambda: not self._awaited, 300), self._awaited
             self._is_on = False
 
 

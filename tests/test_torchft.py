@@ -27,7 +27,7 @@ import diloco
 from diloco.exchange.base import Exchange
 
 PEER = Path(__file__).with_name("torchft_peer.py")
-DEADLINE_S = 90
+DEADLINE_S = 500
 
 # P fragments, τ < H/P, α; torchft has one fragment in flight at a time.
 CASES = [

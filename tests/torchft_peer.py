@@ -79,7 +79,7 @@ def _torchft_run(replica: int, lighthouse: str, case: Case) -> list[dict[str, Te
         for fragment in fragments
     ]
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    timeout = timedelta(seconds=30)
+    timeout = timedelta(seconds=500)
     manager = Manager(
         pg=ProcessGroupGloo(timeout=timeout), load_state_dict=None, state_dict=None, min_replica_size=2,
         use_async_quorum=False, timeout=timeout, quorum_timeout=timeout, connect_timeout=timeout, rank=0, world_size=1,

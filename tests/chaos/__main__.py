@@ -74,6 +74,7 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, ChaosPlan]:
     parser.add_argument("--standby", action="store_true", help="a second syncer follows the first")
     parser.add_argument("--soak", action="store_true", help=f"only {', '.join(SOAK_FAULTS)}; sample, and view")
     parser.add_argument("--width", type=int, default=WIDTH, help="of the small model (default: %(default)s)")
+    parser.add_argument("--slowness", type=float, default=1.0, help="factor on time limits (default: %(default)s)")
     parser.add_argument(
         "--out", type=Path, default=Path("runs/chaos"), help="an empty directory (default: %(default)s)"
     )
@@ -87,7 +88,7 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, ChaosPlan]:
     plan = ChaosPlan(
         options.out, options.seed, seconds, options.learners, options.calm,
         options.every or (20.0 if options.soak else 2.0), only or (SOAK_FAULTS if options.soak else ()),
-        options.standby, options.width, options.soak,
+        options.standby, options.width, options.soak, options.slowness,
     )  # fmt: skip
     return options, plan
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import random
-import socket
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import diloco
 from diloco.config import RunConfig, dump_config, load_config, parse_config
+from diloco.demo.plan import free_port
 from diloco.errors import ConfigError, StoreError, translated
 from diloco.whole_files import write_whole
 
@@ -50,8 +49,6 @@ LOST_S = 2.0
 
 WIDTH = 32
 """A hidden size of 32 gives 29 thousand parameters, of which no transfer is long enough to be resumed."""
-
-PORTS = range(20_000, 30_000)
 
 CUT_BYTES = 40_000
 """Of such a model, a transfer that is to be cut breaks within so many bytes."""
@@ -191,6 +188,7 @@ class ChaosPlan:
         standby: a second syncer follows the first.
         width: of the model that chaos makes itself.
         soak: viewers poll the syncer, and what its processes hold is sampled.
+        slowness: factor on the time limits of all waits, for a busy machine.
     """
 
     directory: Path
@@ -203,6 +201,7 @@ class ChaosPlan:
     standby: bool = False
     width: int = WIDTH
     soak: bool = False
+    slowness: float = 1.0
 
     @property
     def syncers(self) -> list[str]:
@@ -259,18 +258,6 @@ def prepare(plan: ChaosPlan, run_file: Path | None) -> RunConfig:
         directory.mkdir(parents=True, exist_ok=True)
         write_whole(directory / "run.toml", dump_config(config))
     return config
-
-
-def free_port() -> int:
-    """A free port of the loopback interface, below those of outgoing connections, which could take it during a restart.
-
-    Drawn from the system's random numbers: processes that have seeded `random` alike must not draw alike.
-    """
-    while True:
-        port = random.SystemRandom().choice(PORTS)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 def _run_file(plan: ChaosPlan) -> str:

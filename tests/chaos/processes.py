@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Self
 
 RESTART_AFTER_S = 1.0
-END_S = 20.0
 
 DIES_WITH_ITS_PARENT = ("setpriv", "--pdeathsig", "KILL", "sh", "-c", 'test $PPID = $0 && exec "$@"')
 """Followed by the parent's process id and a command: the kernel kills that (prctl(2), util-linux) when the thread that
@@ -99,7 +98,7 @@ class Family:
         for child in self.children.values():
             child.process.kill()
         for child in self.children.values():
-            child.process.wait(END_S)
+            child.process.wait()
 
     def _spawn(self, name: str, command: Command) -> subprocess.Popen[bytes]:
         arguments = [*DIES_WITH_ITS_PARENT, str(os.getpid()), sys.executable, "-m", *command()]

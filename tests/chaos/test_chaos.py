@@ -79,7 +79,7 @@ def test_wrong_plans_are_refused(arguments: tuple[str, ...], says: str, capsys: 
 def test_a_short_run_survives_its_faults(tmp_path: Path) -> None:
     arguments = ["--seed", "1017", "--minutes", "0.1", "--every", "1", "--learners", "2", "--only", ",".join(KINDS)]
     assert {fault["kind"] for fault in planned(*arguments)} == set(KINDS)
-    done = chaos(*arguments, "--calm", "1", "--out", str(tmp_path / "out"), "--json")
+    done = chaos(*arguments, "--calm", "1", "--slowness", "4", "--out", str(tmp_path / "out"), "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
     assert found == json.loads((tmp_path / "out" / "chaos.json").read_text())

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any, Self
 
 from tests.chaos.leaks import Sampler
-from tests.chaos.plan import PAIR, SERVES, STANDBY, SYNCER, TWIN, WATCHER, ChaosPlan, Fault, free_port
+from tests.chaos.plan import PAIR, SERVES, STANDBY, SYNCER, TWIN, WATCHER, ChaosPlan, Fault
 from tests.chaos.processes import Family
 from tests.chaos.relay import Relay
 
 from diloco.config import RunConfig
+from diloco.demo.plan import free_port
 from diloco.errors import RunError
 from diloco.event_log import EventTail, read_events
 from diloco.events import Event, Joined, StandingChanged, SyncerStarted
@@ -225,6 +226,7 @@ class World:
         Raises:
             RunError: it does not in time.
         """
+        limit_s *= self.plan.slowness
         deadline = time.monotonic() + limit_s
         while not condition():
             if time.monotonic() > deadline:
@@ -245,6 +247,7 @@ class World:
         Raises:
             RunError: it does not end.
         """
+        limit_s *= self.plan.slowness
         child = self.family.children.pop(name)
         child.process.terminate()
         try:
@@ -287,7 +290,7 @@ class World:
         Raises:
             RunError: it does not end in time.
         """
-        limit_s = COMMAND_S + self.plan.seconds
+        limit_s = (COMMAND_S + self.plan.seconds) * self.plan.slowness
         try:
             done = subprocess.run(
                 [sys.executable, "-m", "diloco", *arguments], capture_output=True, timeout=limit_s, check=False

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from tests.exchange.island_life import full, set_gradients
 from tests.exchange.scenarios import Result, failed
-from tests.exchange.worlds import join_world, write
+from tests.exchange.worlds import TIMEOUT_S, join_world, write
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -98,7 +98,7 @@ def main(directory: Path, process: int) -> None:
     join_world(place, rank, size)
     for name, address in addresses.items():
         exchange = diloco.connect(
-            address, run=name, learner=f"learner-{number}", initialise=number == 0, join_timeout_s=60
+            address, run=name, learner=f"learner-{number}", initialise=number == 0, join_timeout_s=TIMEOUT_S
         )
         if name == "lora":
             model = lora(number, is_island=size > 1, other_base=False)
@@ -110,7 +110,7 @@ def main(directory: Path, process: int) -> None:
             result = live(normed(number, is_island=size > 1), exchange, number, buffers="average")
         write(directory, name, process, result)
         if name == "lora" and number == 1:  # and once more, with another base
-            exchange = diloco.connect(address, run=name, learner="other", join_timeout_s=60)
+            exchange = diloco.connect(address, run=name, learner="other", join_timeout_s=TIMEOUT_S)
             model = lora(number, is_island=False, other_base=True)
             write(directory, "other base", process, live(model, exchange, number, static="digest"))
     dist.destroy_process_group()

@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.exchange.scenarios import Result
-from tests.exchange.worlds import join_world, write
+from tests.exchange.worlds import TIMEOUT_S, join_world, write
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
@@ -255,7 +255,7 @@ def run_out_of_memory() -> None:
 
 
 def require_that_a_failure_is_told() -> None:
-    lane = CommandLane(Group(None, timeout_s=60))
+    lane = CommandLane(Group(None, timeout_s=TIMEOUT_S))
     if dist.get_rank() > 0:
         lane.follow(lambda _: RankTask(run_out_of_memory))
         return
@@ -276,7 +276,9 @@ def main(directory: Path, process: int) -> None:
     join_world(place, process - first, SHAPES[shape])
     for name, address in run["addresses"].items():
         begins = number == run["initialises"] and run["steps"][0] == 1
-        exchange = diloco.connect(address, run=name, learner=f"island-{number}", initialise=begins, join_timeout_s=60)
+        exchange = diloco.connect(
+            address, run=name, learner=f"island-{number}", initialise=begins, join_timeout_s=TIMEOUT_S
+        )
         model = shaped(Net(seed=number), shape)
         saved = directory.parent / f"{name}, island {number}" if run["saves"] else None
         result = live(model, exchange, None, number, range(*run["steps"]), saved)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tests.exchange.scenarios import Net, Result, Scenario, finish, make_model, make_optimizer
-from tests.exchange.worlds import join_world, write
+from tests.exchange.worlds import TIMEOUT_S, join_world, write
 from torch import nn
 from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import DeviceMesh
@@ -73,7 +73,7 @@ class Trainer:
         self.optimizer = make_optimizer(Scenario("", {}), self.module)
         self.model: nn.Module = self.module
         ranks = self.wrap(wrapper) if self.rank < 2 else None
-        exchange = kind(groups.learners, timeout_s=60)
+        exchange = kind(groups.learners, timeout_s=TIMEOUT_S)
         self.learner = Learner(self.model, self.optimizer, method=method, exchange=exchange, ranks=ranks)
 
     def wrap(self, wrapper: str) -> dist.ProcessGroup | DeviceMesh | None:
@@ -231,7 +231,7 @@ def says_what_the_ranks_are(groups: Groups) -> Result:
     """Every rank is a learner of its own, and says so; what is refused."""
 
     def attach(model: nn.Module, ranks: Any = None) -> Learner:
-        exchange = Dials(timeout_s=60)
+        exchange = Dials(timeout_s=TIMEOUT_S)
         return Learner(model, make_optimizer(Scenario("", {}), model), method=METHODS["diloco"], exchange=exchange,
                        ranks=ranks)  # fmt: skip
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from tests.exchange.island_life import Net, full, load_optimizer, optimizer_state, set_gradients, shaped
+from tests.exchange.worlds import TIMEOUT_S
 from torch.distributed import checkpoint as dcp
 
 import diloco
@@ -28,7 +29,7 @@ def main(directory: Path, address: str) -> None:
     again = saved.exists()
     model = shaped(Net(seed=1), "fsdp, 2 ranks")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
-    exchange = diloco.connect(address, run=RUN, learner="island", initialise=not again, join_timeout_s=60)
+    exchange = diloco.connect(address, run=RUN, learner="island", initialise=not again, join_timeout_s=TIMEOUT_S)
     with diloco.Learner(model, optimizer, exchange=exchange) as learner:
         if again:
             learner.load_distributed_state_dict(saved)

@@ -12,6 +12,7 @@ from tests.exchange import frozen_life
 from tests.exchange.frozen_life import WIDTH, Adapted
 from tests.exchange.scenarios import Result
 from tests.exchange.worlds import read, start_processes
+from tests.syncer.runs import PATIENT
 
 import diloco
 from diloco.core.quorum import AllLive
@@ -27,7 +28,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Result]]
     directory: Path = tmp_path_factory.mktemp("frozen")
     with ExitStack() as stack:
         syncers = {
-            name: stack.enter_context(Syncer(name, METHOD, Options("127.0.0.1:0", directory / f"syncer {name}")))
+            name: stack.enter_context(
+                Syncer(name, METHOD, Options("127.0.0.1:0", directory / f"syncer {name}", deadlines=PATIENT))
+            )
             for name in ("lora", "exchanged", "norm")
         }
         addresses = {name: syncer.address for name, syncer in syncers.items()}

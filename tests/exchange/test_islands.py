@@ -13,6 +13,7 @@ from tests.exchange import island_life
 from tests.exchange.island_life import SHAPES, Net, live
 from tests.exchange.scenarios import Result
 from tests.exchange.worlds import read, start_processes
+from tests.syncer.runs import PATIENT
 
 import diloco
 from diloco.core.quorum import AllLive
@@ -41,7 +42,7 @@ def syncers(directory: Path) -> Iterator[dict[str, str]]:
     with ExitStack() as stack:
         addresses = {}
         for name, method in METHODS.items():
-            options = Options("127.0.0.1:0", directory / f"syncer {name}")
+            options = Options("127.0.0.1:0", directory / f"syncer {name}", deadlines=PATIENT)
             addresses[name] = stack.enter_context(Syncer(name, method, options)).address
         yield addresses
 

@@ -19,8 +19,8 @@ from tests.exchange import troubled_life
 from tests.exchange.island_life import Net
 from tests.exchange.scenarios import Result
 from tests.exchange.troubled_life import ATTACHES, LIVES, STEPS, WORLD_SIZE, Life
-from tests.exchange.worlds import read, start_processes
-from tests.syncer.runs import status_of, versions_of
+from tests.exchange.worlds import TIMEOUT_S, read, start_processes
+from tests.syncer.runs import PATIENT, status_of, versions_of
 from torch.distributed import FileStore
 
 import diloco
@@ -63,7 +63,9 @@ class World:
     def __init__(self, directory: Path, stack: ExitStack) -> None:
         self.directory = directory
         self.syncers = {
-            name: stack.enter_context(Syncer(name, method, Options("127.0.0.1:0", directory / f"syncer {name}")))
+            name: stack.enter_context(
+                Syncer(name, method, Options("127.0.0.1:0", directory / f"syncer {name}", deadlines=PATIENT))
+            )
             for name, method in METHODS.items()
         }
         self.is_stuck = threading.Event()
@@ -112,7 +114,7 @@ class World:
     def replace(self) -> None:
         store, syncer = self.store("replaced"), self.syncers["replaced"]
         self.until(lambda: store.check([f"trains, rank {rank}" for rank in range(WORLD_SIZE)]), "it does not train")
-        exchange = diloco.connect(syncer.address, run="replaced", learner="island", join_timeout_s=60)
+        exchange = diloco.connect(syncer.address, run="replaced", learner="island", join_timeout_s=TIMEOUT_S)
         other = Life(Net(seed=2), exchange)
         with other.learner:
             store.set("replaced", "")
@@ -140,7 +142,7 @@ class World:
     def beside(self, name: str) -> None:
         """A single process trains before the island does, as long as it does, and until both have been merged."""
         address = self.syncers[name].address
-        single = Life(Net(seed=2), diloco.connect(address, run=name, learner="single", join_timeout_s=60))
+        single = Life(Net(seed=2), diloco.connect(address, run=name, learner="single", join_timeout_s=TIMEOUT_S))
         with single.learner:
             single.step()
             self.store(name).set("the other learner trains", "")
@@ -154,9 +156,9 @@ class World:
 
 def evict_stalled(driver: SyncerDriver) -> None:
     """Every learner that has taken no step in this microsecond."""
-    driver.core.deadlines = Deadlines(stalled_floor_s=1e-6, stalled_cap_s=1e-6)
+    before, driver.core.deadlines = driver.core.deadlines, Deadlines(stalled_floor_s=1e-6, stalled_cap_s=1e-6)
     driver.tick()
-    driver.core.deadlines = Deadlines()
+    driver.core.deadlines = before
 
 
 def fragments_with_a_part(driver: SyncerDriver) -> list[int]:

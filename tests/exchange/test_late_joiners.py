@@ -13,7 +13,19 @@ import pytest
 import torch
 from benchmarks.processes import until
 from tests.chaos.relay import Link, Relay
-from tests.syncer.runs import RUN, Raw, is_initialised, layout, num_live, position, start, status_of, train, versions_of
+from tests.syncer.runs import (
+    PATIENT,
+    RUN,
+    Raw,
+    is_initialised,
+    layout,
+    num_live,
+    position,
+    start,
+    status_of,
+    train,
+    versions_of,
+)
 from tests.syncer.runs import method as tiny_method
 
 import diloco
@@ -69,7 +81,7 @@ def test_in_one_process() -> None:
 
 
 def test_over_a_syncer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with start(tmp_path, method()) as syncer, ThreadPoolExecutor(3) as pool:
+    with start(tmp_path, method(), deadlines=PATIENT) as syncer, ThreadPoolExecutor(3) as pool:
 
         def join(name: str, until_step: int) -> Any:
             exchange = diloco.connect(syncer.address, run=RUN, learner=name, initialise=name == "survivor")
@@ -104,7 +116,7 @@ def test_a_joiner_is_a_joiner_after_the_syncer_was_started_again(tmp_path: Path)
         }
         assert raw.push(payload, step=step, steps=2, **given)
 
-    with start(tmp_path, tiny_method(at_least=2)) as syncer:
+    with start(tmp_path, tiny_method(at_least=2), deadlines=PATIENT) as syncer:
         survivor, joiner = Raw(syncer.address, "survivor"), Raw(syncer.address, "joiner")
         survivor.initialise()
         for raw in (survivor, joiner):
@@ -116,7 +128,7 @@ def test_a_joiner_is_a_joiner_after_the_syncer_was_started_again(tmp_path: Path)
         joiner.join()
     for raw in (survivor, joiner):
         raw.connection.close()
-    with start(tmp_path, tiny_method(at_least=2)) as syncer:
+    with start(tmp_path, tiny_method(at_least=2), deadlines=PATIENT) as syncer:
         for raw in (survivor, joiner):
             raw.connection = Raw(syncer.address).connection
         survivor.beat(step=4, tokens=20)  # its answer names the new process, which the push is meant for
@@ -137,12 +149,12 @@ def test_one_that_hears_late_of_the_quorum_begins_with_the_others(tmp_path: Path
             until(lambda: position(syncer)[0] > 0, "the other one does not begin")
 
     with (
-        start(tmp_path, tiny_method(at_least=2)) as syncer,
+        start(tmp_path, tiny_method(at_least=2), deadlines=PATIENT) as syncer,
         Relay(syncer.port, hold_up) as relay,
         ThreadPoolExecutor(2) as pool,
     ):
         first = diloco.connect(syncer.address, run=RUN, learner="a", initialise=True)
-        lives = [pool.submit(train, 0, first, None, 12, lambda step: step > 1 or begun.wait(60))]
+        lives = [pool.submit(train, 0, first, None, 12, lambda step: step > 1 or begun.wait(300))]
         lives.append(
             pool.submit(train, 1, diloco.connect(relay.address, run=RUN, learner="b"), None, 12, lambda _: begun.set())
         )

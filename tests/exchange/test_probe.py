@@ -100,9 +100,7 @@ def connection(syncer: Syncer) -> Iterator[Connection]:
 
 def test_a_running_syncer_without_a_model_is_measured(syncer: Syncer) -> None:
     speed = measure_link(syncer.address, run=RUN, learner="a", seconds=0.02, repeats=1)
-    assert speed.up_bit_per_s > 1e6
-    assert speed.down_bit_per_s > 1e6
-    assert 0 < speed.latency_s < 1.0
+    assert min(speed.up_bit_per_s, speed.down_bit_per_s, speed.latency_s) > 0
     assert 2 * FIRST_BYTES <= speed.num_bytes <= 4 * MAX_PROBE_BYTES
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from tests.exchange.worlds import TIMEOUT_S
 
 
 def lighthouse(min_replicas: str, silence_ms: str) -> None:
@@ -30,7 +31,7 @@ def scenario(name: str, index: str, address: str, out: str) -> None:
     torch.set_num_threads(1)
     carried: dict[str, Any] = {}
     for part in range(SCENARIOS[name].parts):
-        exchange = TorchFT(f"learner-00{index}", lighthouse=address, host="127.0.0.1", timeout_s=60)
+        exchange = TorchFT(f"learner-00{index}", lighthouse=address, host="127.0.0.1", timeout_s=TIMEOUT_S)
         result = live(SCENARIOS[name], part, int(index), exchange, carried)
     torch.save({"tensors": result.tensors, "ledger": result.facts["ledger"]}, out)
     print("{}")
@@ -57,7 +58,7 @@ def train(replica: str, steps: str, address: str, gate: str = "") -> None:
             contributors.extend(list(event.update.contributors) for event in events if isinstance(event, Arrived))
             return events
 
-    exchange = Noting(replica, lighthouse=address, host="127.0.0.1", timeout_s=60)
+    exchange = Noting(replica, lighthouse=address, host="127.0.0.1", timeout_s=TIMEOUT_S)
     print(json.dumps({"opening": 0}), flush=True)
     with diloco.Learner(model, optimizer, method=diloco.DiLoCo(sync_every=3), exchange=exchange) as learner:
         first_step = learner.steps

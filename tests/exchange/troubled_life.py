@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from tests.exchange.island_life import Net, full, set_gradients, shaped
 from tests.exchange.scenarios import Result
-from tests.exchange.worlds import join_world, write
+from tests.exchange.worlds import TIMEOUT_S, join_world, write
 from torch import nn
 
 import diloco
@@ -228,7 +228,7 @@ def main(directory: Path, rank: int, world_size: int) -> None:
     join_world(directory, rank, world_size)
     for name, addresses in json.loads((directory / "lives.json").read_text()).items():
         connect = partial(
-            diloco.connect, addresses[rank], run=name, learner="island", initialise=True, join_timeout_s=60
+            diloco.connect, addresses[rank], run=name, learner="island", initialise=True, join_timeout_s=TIMEOUT_S
         )
         if name in ATTACHES:
             write(directory, name, rank, ATTACHES[name](connect))

@@ -24,6 +24,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.exchange.scenarios import FAILURES, LEARNERS, Result, Scenario, failed, live
 from tests.processes import start_module
+from tests.syncer.runs import PATIENT
 
 import diloco
 from diloco import Method
@@ -33,8 +34,8 @@ from diloco.exchange.virtual.run import VirtualRun
 from diloco.planning.network import Network, Route
 from diloco.syncer.server import Options, Syncer
 
-TIMEOUT_S = 240.0
-"""For a whole world; it takes some 10 s on two idle cores."""
+TIMEOUT_S = 600.0
+"""For a whole world, and for each wait in it; a world takes some 10 s on two idle cores."""
 
 SYNCERS = 8
 """At a time: each looks after its deadlines and counts its bytes, whether learners are there or not."""
@@ -121,7 +122,7 @@ def _over_syncers(scenarios: Sequence[Scenario], directory: Path) -> dict[str, l
     directory.mkdir()
     with ExitStack() as stack:
         for number, scenario in enumerate(scenarios):
-            options = Options("127.0.0.1:0", directory / f"syncer-{number}")
+            options = Options("127.0.0.1:0", directory / f"syncer-{number}", deadlines=PATIENT)
             syncer = stack.enter_context(Syncer(scenario.name, Method.from_dict(scenario.method), options))
             addresses[scenario.name] = syncer.address
         (directory / "addresses.json").write_text(json.dumps(addresses))
@@ -198,11 +199,12 @@ def _exchanges(directory: Path, rank: int, world_size: int) -> Callable[[str, in
     addresses = directory / "addresses.json"
     if not addresses.exists():
         join_world(directory, rank, world_size)
-        return lambda name, part: diloco.Collective(timeout_s=60)
+        return lambda name, part: diloco.Collective(timeout_s=TIMEOUT_S)
     address = json.loads(addresses.read_text())
     return lambda name, part: diloco.connect(
-        address[name], run=name, learner=f"learner-{rank:03d}", initialise=rank == 0 and part == 0, join_timeout_s=60
-    )
+        address[name], run=name, learner=f"learner-{rank:03d}", initialise=rank == 0 and part == 0,
+        join_timeout_s=TIMEOUT_S,
+    )  # fmt: skip
 
 
 def _main(directory: Path, rank: int, world_size: int) -> None:

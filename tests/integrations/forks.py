@@ -23,7 +23,7 @@ def main() -> None:
             learner.step(1)  # an exchange is under way
             process = multiprocessing.get_context("fork").Process(target=int)
             process.start()
-            process.join(30)
+            process.join(300)
             ends[process.exitcode] += 1
             process.kill()
     print(dict(ends))

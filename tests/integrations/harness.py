@@ -10,7 +10,6 @@ import json
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import diloco
+from diloco.demo.plan import free_port
 from diloco.syncer.server import Options, Syncer
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +32,7 @@ STEPS, SAVE_EVERY = 13, 6
 """Inner steps of a run, and after how many the examples save. After the last step all that was sent is adopted, so that
 what a learner saves is the run's newest model."""
 
-TIMEOUT_S = 100.0
+TIMEOUT_S = 600.0
 
 METHOD = diloco.StreamingDiLoCo(
     sync_every=4,
@@ -153,10 +153,7 @@ class Scripts:
 
 def worlds() -> list[dict[str, str]]:
     """What torchrun puts into the environment of two ranks."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
 
 

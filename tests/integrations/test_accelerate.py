@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.state import AcceleratorState
-from tests.integrations.harness import RUN, serve
+from tests.integrations.harness import RUN, TIMEOUT_S, serve
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -45,7 +45,9 @@ class Loop:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
         self.model, self.optimizer, self.scheduler = self.accelerator.prepare(model, optimizer, scheduler)
-        exchange = diloco.connect(syncer.address, run=RUN, learner=learner, initialise=initialise, join_timeout_s=60)
+        exchange = diloco.connect(
+            syncer.address, run=RUN, learner=learner, initialise=initialise, join_timeout_s=TIMEOUT_S
+        )
         self.learner = AcceleratedLearner(
             self.accelerator, self.model, self.optimizer, self.scheduler, exchange=exchange
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import re
-import socket
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +30,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import diloco
 from diloco import errors
+from diloco.demo.plan import free_port
 from diloco.event_log import read_events
 from diloco.events import Left
 from diloco.exchange.remote import fetch_model
@@ -311,12 +311,10 @@ def start_learner(
     kill_after: int | None = None,
 ) -> list[Process]:  # fmt: skip
     """A learner of one or more ranks, as torchrun starts them."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
     name = f"learner-{index}"
     world = {
         "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "GROUP_RANK": 0, "TORCHELASTIC_RUN_ID": name,
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(),
     }  # fmt: skip
     return [
         scripts.start(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import re
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -35,6 +34,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import diloco
+from diloco.demo.plan import free_port
 from diloco.errors import ConfigError
 from diloco.event_log import read_events
 from diloco.events import Left
@@ -118,11 +118,9 @@ class Island:
         kill_after: int | None = None,
     ) -> list[Process]:  # fmt: skip
         """Start it as learner `index`, with the environment that torchrun makes."""
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            port = listener.getsockname()[1]
         output = directory / f"learner-{index}"
         output.mkdir(exist_ok=True)
-        world = {"WORLD_SIZE": self.num_ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        world = {"WORLD_SIZE": self.num_ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
         return [
             scripts.start(
                 RUNNER, str(ROOT / "examples" / "integrations" / "torchtitan" / "train.py"), syncer.address,
@@ -179,13 +177,6 @@ def start_all(
     ]
 
 
-def finish(processes: Sequence[Process], expect: int = 0) -> None:
-    """Wait for the end of processes that are more than this machine may have cores for."""
-    for each in processes:
-        each.end(timeout_s=400)
-    end_all(processes, expect)
-
-
 def saved_model(directory: Path) -> dict[str, Tensor]:
     """The tensors of the model in torchtitan's last checkpoint, under its own keys."""
     dcp_to_torch_save(directory / "checkpoint" / f"step-{STEPS}", directory / "whole.pt")
@@ -219,13 +210,13 @@ def test_the_ranks_of_a_job_are_one_learner_and_resume_together(islands: tuple[I
         directory.mkdir()
         with serve(directory / "syncer", method) as syncer, running() as scripts:
             if directory is broken:
-                finish(start_all(islands, scripts, syncer, directory, kill_after=SAVE_EVERY + 1), expect=-9)
+                end_all(start_all(islands, scripts, syncer, directory, kill_after=SAVE_EVERY + 1), expect=-9)
                 for index, island in enumerate(islands):
                     saved = directory / f"learner-{index}" / "checkpoint" / f"step-{SAVE_EVERY}"
                     assert len(list(saved.glob("__*_0.distcp"))) == island.num_ranks
-                finish(start_all(islands, scripts, syncer, directory, "--resume"))
+                end_all(start_all(islands, scripts, syncer, directory, "--resume"))
             else:
-                finish(start_all(islands, scripts, syncer, directory))
+                end_all(start_all(islands, scripts, syncer, directory))
             assert_all_have_the_model(directory, syncer, len(islands))
     assert_same(model_of(broken / "learner-0"), model_of(whole / "learner-0"))
     tokens = {e.learner: e.tokens for e in read_events(whole / "syncer" / "events.jsonl") if isinstance(e, Left)}

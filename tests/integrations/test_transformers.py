@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from datasets import Dataset
-from tests.integrations.harness import RUN, assert_same, serve
+from tests.integrations.harness import RUN, TIMEOUT_S, assert_same, serve
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import (
@@ -62,7 +62,7 @@ def tiny() -> LlamaForCausalLM:
 
 
 def dial(syncer: Syncer, *, initialise: bool = True, learner: str = "a") -> Any:
-    return diloco.connect(syncer.address, run=RUN, learner=learner, initialise=initialise, join_timeout_s=60)
+    return diloco.connect(syncer.address, run=RUN, learner=learner, initialise=initialise, join_timeout_s=TIMEOUT_S)
 
 
 def make(

@@ -22,11 +22,14 @@ from diloco.exchange.base import Exchange
 from diloco.exchange.connection import Connection
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import bytes_of, frames
-from diloco.protocol.members import Claim
+from diloco.protocol.members import Claim, Deadlines
 from diloco.syncer.hosting import SyncerDriver
 from diloco.syncer.server import Options, Syncer
 
 RUN = "tiny"
+
+PATIENT = Deadlines(lost_floor_s=600.0, lost_cap_s=600.0, reconnect_floor_s=600.0, stalled_floor_s=600.0)
+"""No learner is evicted, also on a busy machine."""
 
 
 def method(at_least: int = 1, codec: str = "fp32", **keywords: Any) -> diloco.Method:

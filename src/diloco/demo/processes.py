@@ -32,7 +32,7 @@ RESTART_AFTER_S = 1.0
 STOPPED = 128 + signal.SIGTERM
 """Exit code of a supervised learner that was stopped by a signal."""
 
-END_TIMEOUT_S = 20.0
+END_TIMEOUT_S = 60.0
 TAIL_LINES = 15
 
 
