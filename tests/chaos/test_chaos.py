@@ -75,6 +75,7 @@ def test_wrong_plans_are_refused(arguments: tuple[str, ...], says: str, capsys: 
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.slow  # tests/syncer kills, stops, pauses, cuts and damages the same processes, one fault a test
 @pytest.mark.timeout(900)
 def test_a_short_run_survives_its_faults(tmp_path: Path) -> None:
     arguments = ["--seed", "1017", "--minutes", "0.1", "--every", "1", "--learners", "2", "--only", ",".join(KINDS)]
