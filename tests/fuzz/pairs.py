@@ -233,7 +233,7 @@ class StandbyUnderFire(grpc.GenericRpcHandler):  # type: ignore[type-arg]
     def _follow(self, state: Path) -> None:
         failures: list[BaseException] = []
         with closing(Replica(state)) as store:
-            pairing = Pairing(store, other=self._address, waits_for_both=True, patience_s=CALL_S, observer=Silent())
+            pairing = Pairing(store, other=self._address, waits_for_both=True, silence_s=CALL_S, observer=Silent())
             following = Following(
                 RUN, store, pairing, StandbyCredentials(insecure=True), end_driver=lambda: None, failed=failures.append
             )  # fmt: skip

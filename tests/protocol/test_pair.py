@@ -84,7 +84,7 @@ BOOTS = count(101)
 
 def syncer(disk: Disk, *, other: str | None = None, now: float = 0.0, waits_for_both: bool = True) -> PairCore:
     return PairCore(
-        disk, disk.position, other=other, waits_for_both=waits_for_both, patience_s=PATIENCE_S,
+        disk, disk.position, other=other, waits_for_both=waits_for_both, silence_s=PATIENCE_S,
         new_boot=lambda: next(BOOTS), observer=Told(), now=now,
     )  # fmt: skip
 

@@ -57,7 +57,7 @@ class World:
     def __init__(self, seed: int, num_learners: int) -> None:
         self.draws = random.Random(seed)
         self.now = 0.0
-        self.patience_s = self.draws.choice((0.2, 1.0, 6.0))
+        self.silence_s = self.draws.choice((0.2, 1.0, 6.0))
         self.nodes = [Node("A", "first"), Node("B", "standby")]
         self.learners = [Learner(f"L{index}") for index in range(num_learners)]
         self.names, self.boots, self.processes = count(1), count(1), count(1)
@@ -84,7 +84,7 @@ class World:
             disk.epoch = disk.base = disk.epoch + 1
         node.process = Succession(
             disk.place, is_paired=disk.is_paired, epoch=disk.epoch, base=disk.base, boot=next(self.boots),
-            electorate=disk.electorate, patience_s=self.patience_s, now=self.now,
+            electorate=disk.electorate, silence_s=self.silence_s, now=self.now,
         )  # fmt: skip
         node.num_published = 0
 
@@ -120,7 +120,7 @@ class World:
         elif self.draws.random() < 0.3:
             learner.asks = 1 - learner.asks
         if proposal is not None:
-            witness.asked(proposal, is_silent=silent_s >= self.patience_s)
+            witness.asked(proposal, is_silent=silent_s >= self.silence_s)
 
     # --- syncers
 
@@ -158,7 +158,7 @@ class World:
             follower.disk.place = "standby"
             second = follower.process = Succession(
                 "standby", is_paired=True, epoch=follower.disk.epoch, base=follower.disk.base, boot=second.boot,
-                electorate=follower.disk.electorate, patience_s=self.patience_s, now=self.now,
+                electorate=follower.disk.electorate, silence_s=self.silence_s, now=self.now,
             )  # fmt: skip
         in_sync = follower.first_boot == first.boot and second.base == first.epoch == first.base
         if in_sync and first.standing in ("paired", "proposing") and not first.is_refused:
@@ -335,7 +335,7 @@ def test_an_electorate_changes_by_one_so_that_majorities_meet(now: set[str], mem
 def test_a_standby_takes_over_once_most_learners_have_lost_the_first() -> None:
     """Killed, it is missed for the patience, and two more questions to every learner."""
     it = Succession(
-        "standby", is_paired=True, epoch=5, base=5, boot=99, electorate=("a", "b", "c"), patience_s=6.0, now=0.0
+        "standby", is_paired=True, epoch=5, base=5, boot=99, electorate=("a", "b", "c"), silence_s=6.0, now=0.0
     )
     learners = {name: witness() for name in "abc"}
     it.linked(100.0)
@@ -363,7 +363,7 @@ def test_a_standby_takes_over_once_most_learners_have_lost_the_first() -> None:
 
 def test_a_first_without_most_learners_publishes_nothing_once_its_standby_is_silent() -> None:
     it = Succession(
-        "first", is_paired=True, epoch=5, base=5, boot=17, electorate=("a", "b", "c"), patience_s=6.0, now=0.0
+        "first", is_paired=True, epoch=5, base=5, boot=17, electorate=("a", "b", "c"), silence_s=6.0, now=0.0
     )
     assert not it.serves, "it was started again: its standby may have taken over"
     it.paired(0.0, 5)
@@ -382,10 +382,10 @@ def test_a_first_without_most_learners_publishes_nothing_once_its_standby_is_sil
     assert not it.serves
 
 
-def first_of(*electorate: str, patience_s: float = 6.0) -> Succession:
+def first_of(*electorate: str, silence_s: float = 6.0) -> Succession:
     """A first in epoch 5 with its standby."""
     it = Succession(
-        "first", is_paired=True, epoch=5, base=5, boot=17, electorate=electorate, patience_s=patience_s, now=0.0
+        "first", is_paired=True, epoch=5, base=5, boot=17, electorate=electorate, silence_s=silence_s, now=0.0
     )
     it.paired(0.0, 5)
     return it
@@ -422,7 +422,7 @@ def test_a_learner_that_has_promised_the_epoch_to_the_other_one_is_heard_also_wh
 
 def test_a_syncer_with_most_promises_has_its_epoch_as_its_base_also_after_it_was_started_again() -> None:
     """Learners that follow the epoch promise nothing to a lower base; only that syncer may have published in it."""
-    it = Succession("standby", is_paired=True, epoch=5, base=5, boot=99, electorate="a", patience_s=6.0, now=0.0)
+    it = Succession("standby", is_paired=True, epoch=5, base=5, boot=99, electorate="a", silence_s=6.0, now=0.0)
     learner = witness()
     for second in range(7, 12):
         it.heard(float(second), ElectorVote("a", learner.seen or SEEN, learner.promised, silent_s=9.0))
@@ -433,9 +433,7 @@ def test_a_syncer_with_most_promises_has_its_epoch_as_its_base_also_after_it_was
             it.begun(it.wants)
             learner.follow(Lineage(RUN, it.epoch, it.boot))
     assert (it.standing, it.epoch, it.base) == ("installing", 6, 6)
-    again = Succession(
-        "first", is_paired=True, epoch=6, base=it.base, boot=100, electorate="a", patience_s=6.0, now=0.0
-    )
+    again = Succession("first", is_paired=True, epoch=6, base=it.base, boot=100, electorate="a", silence_s=6.0, now=0.0)
     again.heard(7.0, ElectorVote("a", Lineage(RUN, 6, 99), learner.promised, silent_s=9.0))
     again.tick(7.0)
     assert again.proposal is not None

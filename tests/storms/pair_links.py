@@ -63,7 +63,7 @@ class Follow:
         self._is_sending, self._newest = False, 0
         self._again_s = DIAL_S
         self._hello = StandbyEndpoint(self._caller.pair).hello()
-        self._at(self._caller, storm.plan.patience_s, self._give_up)
+        self._at(self._caller, storm.plan.silence_s, self._give_up)
         self._send(self._callee, lambda: self._accept(self._hello))
 
     # --- messages -----------------------------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ class Node:
         self.process = storm.next_boot()
         self.pair = PairCore(
             self.store, self.store.position, other=f"syncer {1 - self.address}" if follows else None,
-            waits_for_both=True, patience_s=storm.plan.patience_s, new_boot=storm.next_boot, observer=self,
+            waits_for_both=True, silence_s=storm.plan.silence_s, new_boot=storm.next_boot, observer=self,
             now=storm.now_s,
         )  # fmt: skip
         if self.pair.standing == "alone":

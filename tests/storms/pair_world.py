@@ -20,7 +20,7 @@ from diloco.exchange.virtual.syncer import SyncerProcess
 from diloco.protocol.succession import Standing, elector
 
 SETTLES_S = 20.0
-"""After a fault of a syncer or of a link between the two, and the patience, the run has one that serves it."""
+"""After a fault of a syncer or of a link between the two, and the silence that a takeover needs, the run has one that serves it."""
 
 OPERATOR_S = 60.0
 """After so long without a syncer that may publish, while nothing else is wrong, a person looks at it."""
@@ -54,7 +54,7 @@ class PairStorm(Storm):
         self.nodes = Node(self, 0), Node(self, 1)
         self.nodes[0].start(follows=False)
         self.after(self.draws.between("standby starts", 0.0, 8.0), lambda: self._come_back(self.nodes[1]))
-        self.calm_s += self.plan.patience_s + SETTLES_S
+        self.calm_s += self.plan.silence_s + SETTLES_S
         self.after(1.0, self._operate)
 
     # --- what learners reach ------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ class PairStorm(Storm):
             node.start(follows=node.address == 1 or follows)
 
     def _settles(self, seconds: float) -> None:
-        self.quiet_s = max(self.quiet_s, self.now_s + seconds + self.plan.patience_s + SETTLES_S)
+        self.quiet_s = max(self.quiet_s, self.now_s + seconds + self.plan.silence_s + SETTLES_S)
 
     def _make_room(self) -> None:
         super()._make_room()

@@ -101,7 +101,7 @@ class Plan:
         spool_fits: how many contributions the spool takes until `room_at_s`; None: all.
         repeats: how often a push, heartbeat or notice arrives twice.
         num_units: of leased data that each learner trains in a step; 0: data is not leased.
-        patience_s: of two syncers with each other (`Succession`); 0: there is one.
+        silence_s: of two syncers with each other (`Succession`); 0: there is one.
         goes_back: the run does, on purpose (`Going`).
         steered: an operator gives orders (`OrderKind`).
     """
@@ -120,7 +120,7 @@ class Plan:
     room_at_s: float
     repeats: float
     num_units: int = 0
-    patience_s: float = 0.0
+    silence_s: float = 0.0
     goes_back: bool = False
     steered: bool = False
 
@@ -198,7 +198,7 @@ def _with_standby(draws: Draws, plan: Plan) -> Plan:
         plan,
         steps=plan.steps + draws.whole("more steps", 20, 70),
         faults=tuple(sorted(faults, key=lambda it: it.at_s)),
-        patience_s=draws.of("patience_s", (2.0, 6.0)),
+        silence_s=draws.of("patience_s", (2.0, 6.0)),
     )
 
 

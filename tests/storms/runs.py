@@ -37,7 +37,7 @@ class Failure:
         kind = "" if isinstance(self.error, BrokenInvariantError) else f"{type(self.error).__name__}: "
         kept = ",".join(str(self.plan.faults.index(fault)) for fault in self.faults)
         leased = " --leased" if self.plan.num_units else ""
-        standby = " --standby" if self.plan.patience_s else ""
+        standby = " --standby" if self.plan.silence_s else ""
         goes_back = " --goes-back" if self.plan.goes_back else ""
         steered = " --steered" if self.plan.steered else ""
         return (
@@ -48,7 +48,7 @@ class Failure:
 
 def storm_of(plan: Plan, faults: Sequence[Fault] | None = None) -> Storm:
     """With one syncer, or with two, or of a run that goes back or is steered."""
-    if plan.patience_s:
+    if plan.silence_s:
         return PairStorm(plan, faults)
     kind = GoingBackStorm if plan.goes_back else SteeredStorm if plan.steered else Storm
     return kind(plan, faults)

@@ -79,7 +79,7 @@ def test_a_standby_changes_no_other_storm() -> None:
     for seed in range(20):
         one, two = plan_of(seed), plan_of(seed, standby=True)
         assert (one.method, one.sizes, one.step_s, one.starts_s) == (two.method, two.sizes, two.step_s, two.starts_s)
-        assert one.patience_s == 0.0
+        assert one.silence_s == 0.0
 
 
 @pytest.mark.parametrize(("break_it", "first"), DEFECTS.items())

@@ -32,11 +32,11 @@ from diloco.errors import DilocoError, LineageError
 from diloco.protocol.lineage import Lineage, refusal
 
 RECENT_S = 2.0
-"""Votes are current for this time, or for twice `patience_s` if that is longer."""
+"""Votes are current for this time, or for twice `silence_s` if that is longer."""
 
 RAISES_LEAST_S = 600.0
 """Longest backoff before a first begins a later epoch for a learner that refuses the current one. The backoff starts at
-`patience_s` and doubles, so that a learner with false claims of promises cannot trigger epoch after epoch."""
+`silence_s` and doubles, so that a learner with false claims of promises cannot trigger epoch after epoch."""
 
 Place = Literal["first", "standby"]
 
@@ -146,7 +146,7 @@ class Succession:
         base: the highest epoch of which it has every published version, durable too.
         boot: of its process.
         electorate: the learners' processes that vote.
-        patience_s: time without a message after which the other syncer is considered silent.
+        silence_s: time without a message after which the other syncer is considered silent.
         offered: the highest epoch that was offered to a standby as its base, made durable here before the offer. The
             standby may have adopted it unheard, with the versions of that time: publishing alone requires a later
                 epoch.
@@ -166,7 +166,7 @@ class Succession:
 
     def __init__(
         self, place: Place, *, is_paired: bool, epoch: int, base: int, boot: int, electorate: Collection[str],
-        patience_s: float, now: float, offered: int = 0,
+        silence_s: float, now: float, offered: int = 0,
     ) -> None:  # fmt: skip
         first: Standing = "waiting" if is_paired else "alone"
         self.standing: Standing = "following" if place == "standby" else first
@@ -174,13 +174,13 @@ class Succession:
         self.electorate = frozenset(electorate)
         self.proposal: Proposal | None = None
         self._place: Place = place
-        self._patience_s, self._recent_s = patience_s, max(RECENT_S, 2 * patience_s)
+        self._silence_s, self._recent_s = silence_s, max(RECENT_S, 2 * silence_s)
         self._linked_at = self._now = now
         self._asked_at = -math.inf
         self.offered, self.highest = offered, max(epoch, offered)
         self._serves = self.standing == "alone"
         self._votes: dict[str, tuple[float, ElectorVote]] = {}
-        self._raised_at, self._raises_after_s = -math.inf, patience_s
+        self._raised_at, self._raises_after_s = -math.inf, silence_s
         self._newest_refusal: tuple[float, ElectorVote | None] = -math.inf, None
 
     # --- the other syncer ---------------------------------------------------------------------------------------------
@@ -231,7 +231,7 @@ class Succession:
     def tick(self, now: float) -> None:
         """Handle the passage of time: propose, repeat a proposal, or yield."""
         self._now = now
-        is_silent = now - self._linked_at >= self._patience_s
+        is_silent = now - self._linked_at >= self._silence_s
         match self.standing:
             case "paired" if is_silent:
                 self._propose(now)
@@ -276,8 +276,8 @@ class Succession:
     # --- decisions of operators and of the other syncer ---------------------------------------------------------------
 
     def is_linked(self, now: float) -> bool:
-        """Whether the other syncer was heard within `patience_s`."""
-        return now - self._linked_at < self._patience_s
+        """Whether the other syncer was heard within `silence_s`."""
+        return now - self._linked_at < self._silence_s
 
     def promoted(self, epoch: int) -> None:
         """Serve the run alone by an operator's decision, regardless of promises. The epoch and that it is alone are
@@ -310,7 +310,7 @@ class Succession:
             return False
         is_rare = since_s >= 2 * RAISES_LEAST_S
         self._raised_at = self._now
-        self._raises_after_s = self._patience_s if is_rare else min(2 * self._raises_after_s, RAISES_LEAST_S)
+        self._raises_after_s = self._silence_s if is_rare else min(2 * self._raises_after_s, RAISES_LEAST_S)
         return True
 
     # --- permissions --------------------------------------------------------------------------------------------------
@@ -340,7 +340,7 @@ class Succession:
         return ballot.epoch >= self.epoch  # also an abandoned one of its own: the standby was heard again
 
     def _is_alone(self, vote: ElectorVote) -> bool:
-        return vote.silent_s >= self._patience_s
+        return vote.silent_s >= self._silence_s
 
     def _follows_another(self, vote: ElectorVote) -> bool:
         return vote.seen.epoch > self.epoch and vote.seen.boot != self.boot

@@ -138,7 +138,7 @@ class Syncer:
             self._observer = Journal(self._events, self._metrics)
             self.pairing = Pairing(
                 self._store, other=options.follow, waits_for_both=options.durable == "both",
-                patience_s=options.deadlines.lost_floor_s, observer=StandingJournal(self._events, self._metrics),
+                silence_s=options.deadlines.lost_floor_s, observer=StandingJournal(self._events, self._metrics),
             )  # fmt: skip
             if self.pairing.standing == "alone":
                 self._hosted = self._new_driver(is_begun=False)

@@ -11,7 +11,7 @@ from diloco.protocol.pair.values import Durable, Position, StandbyConnection, St
 from diloco.protocol.succession import ElectorVote, Place, Proposal, Standing, Succession, next_electorate
 
 REFUSED_S = 8.0
-"""A write waits for the other syncer or for learners for `patience_s` plus this time, then it is refused."""
+"""A write waits for the other syncer or for learners for `silence_s` plus this time, then it is refused."""
 
 HURRY_S = 1.0
 """Time that a write waits while the syncer shuts down."""
@@ -32,7 +32,7 @@ class PairCore:
         position: the durable one; None: this syncer was never in a pair.
         other: the address of the other syncer; None: this one dials none.
         waits_for_both: whether a first that is alone pairs with a new standby.
-        patience_s: as in `Succession`.
+        silence_s: as in `Succession`.
         new_boot: returns a new identifier, other than 0, at each start of this syncer and each time that it begins to
             follow.
         observer: is notified of standings.
@@ -50,15 +50,15 @@ class PairCore:
 
     def __init__(
         self, durable: Durable, position: Position | None, *, other: str | None, waits_for_both: bool,
-        patience_s: float, new_boot: Callable[[], int], observer: StandingObserver, now: float,
+        silence_s: float, new_boot: Callable[[], int], observer: StandingObserver, now: float,
     ) -> None:  # fmt: skip
         self.durable, self.observer = durable, observer
-        self.other, self.waits_for_both, self.patience_s = other, waits_for_both, patience_s
+        self.other, self.waits_for_both, self.silence_s = other, waits_for_both, silence_s
         self.link: StandbyConnection | None = None
         self.lag = StandbyLag()
         self.is_over = False
         self._new_boot = new_boot
-        self._refused_s = patience_s + REFUSED_S
+        self._refused_s = silence_s + REFUSED_S
         self._told: tuple[Standing, int] | None = None
         self._members: frozenset[str] | None = None  # processes of the run's learners; None: unknown yet
         self.had_position = position is not None
@@ -77,7 +77,7 @@ class PairCore:
         position = self.position
         return Succession(
             position.place, is_paired=position.is_paired, epoch=epoch, base=position.base, boot=self._new_boot(),
-            electorate=position.electorate, patience_s=self.patience_s, now=now, offered=position.offered,
+            electorate=position.electorate, silence_s=self.silence_s, now=now, offered=position.offered,
         )  # fmt: skip
 
     def keep(self, **changes: Any) -> None:
@@ -221,8 +221,8 @@ class PairCore:
             self.link = None
 
     def is_heard(self, link: StandbyConnection, now: float) -> bool:
-        """Whether the other end was heard within `patience_s`."""
-        return now - link.heard_at <= self.patience_s
+        """Whether the other end was heard within `silence_s`."""
+        return now - link.heard_at <= self.silence_s
 
     def is_in_sync(self, link: StandbyConnection) -> bool:
         """Whether both ends of a connection are in the epoch that they have agreed on."""
@@ -245,7 +245,7 @@ class PairCore:
         if not force and (self.succession.is_linked(now) or self.link is not None):
             raise ConfigError(
                 "the other syncer is connected, or was heard less than "
-                f"{self.patience_s:g} s ago; stop it first, or use --force if it cannot be stopped."
+                f"{self.silence_s:g} s ago; stop it first, or use --force if it cannot be stopped."
             )
         epoch = self.succession.next_epoch(0)
         self.durable.begin_epoch(epoch)

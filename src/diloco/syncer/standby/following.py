@@ -101,7 +101,7 @@ class Following:
         self._end = StandbyEndpoint(core)
         self._end_driver, self._failed = end_driver, failed
         self._connection = Connection(
-            core.other, keys=shown.keys, insecure=shown.insecure, stall_floor_s=core.patience_s
+            core.other, keys=shown.keys, insecure=shown.insecure, stall_floor_s=core.silence_s
         )
         self._closing = threading.Event()
         self._logged = ""

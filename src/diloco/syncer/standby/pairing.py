@@ -33,7 +33,7 @@ class Pairing:
 
     Arguments:
         store: the state directory's.
-        other, waits_for_both, patience_s, observer: as in `PairCore`.
+        other, waits_for_both, silence_s, observer: as in `PairCore`.
 
     Attributes:
         changed: the lock of `core`; notified after every event.
@@ -45,14 +45,14 @@ class Pairing:
     """
 
     def __init__(
-        self, store: Replica, *, other: str | None, waits_for_both: bool, patience_s: float,
+        self, store: Replica, *, other: str | None, waits_for_both: bool, silence_s: float,
         observer: StandingObserver,
     ) -> None:  # fmt: skip
         self.changed = threading.Condition(threading.RLock())
         self.engaged = threading.Event()
         self.core = PairCore(
             store, read_position(store.path), other=other, waits_for_both=waits_for_both,
-            patience_s=patience_s, new_boot=lambda: secrets.randbits(63) + 1, observer=observer, now=time.monotonic(),
+            silence_s=silence_s, new_boot=lambda: secrets.randbits(63) + 1, observer=observer, now=time.monotonic(),
         )  # fmt: skip
         if not self.core.is_single:
             self.engaged.set()
