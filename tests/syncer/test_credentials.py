@@ -16,13 +16,13 @@ import pytest
 import torch
 from benchmarks.processes import until
 from tests.chaos.relay import Link, Relay
-from tests.exchange.test_addresses import free_address
 from tests.exchange.test_remote import living
 from tests.syncer.runs import RUN, Net, Raw, method, start, status_of, train, versions_of
 
 import diloco
 from diloco import errors
 from diloco.core.fragments import make_layout
+from diloco.demo.plan import free_port
 from diloco.exchange import connection
 from diloco.exchange.remote import fetch_status
 from diloco.syncer.keys.keyring import Keyring
@@ -180,7 +180,7 @@ def test_a_learner_that_waits_for_data_ends(tmp_path: Path, monkeypatch: pytest.
 def at_one_port(tmp_path: Path) -> Iterator[tuple[Callable[[str], Syncer], Callable[[], None]]]:
     """What starts a syncer of the run with the keys of this directory, always at the same port, in place of the last
     one; and what stops that."""
-    port = free_address().rpartition(":")[2]
+    port = free_port()
     running: list[Syncer] = []
 
     def stop() -> None:
