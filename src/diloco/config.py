@@ -12,8 +12,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_serializer, model_validator
 
-from diloco.errors import ConfigError
-from diloco.escaping import is_key_line, without_key_lines
+from diloco.errors import ConfigError, without_key_lines
 from diloco.tables import Table, read_text, read_toml, validate, write_toml
 
 LEARNERS_OWN = ("inner", "schedule", "train", "evaluate", "checkpoint", "syncer", "track")
@@ -244,7 +243,7 @@ class SyncerTable(Table):
     @field_serializer("keys")
     def _without_line(self, keys: str | None) -> str | None:
         """Leave a line of keys, which is a secret, out of the saved configuration."""
-        return None if keys is not None and is_key_line(keys) else keys
+        return None if keys is not None and without_key_lines(keys) != keys else keys
 
 
 class TrackTable(Table):
@@ -422,7 +421,7 @@ def _override(tables: dict[str, Any], override: str) -> None:
     name, equals, raw = override.partition("=")
     keys = [key.strip() for key in name.split(".")]
     if not equals or not all(keys):
-        problem = f"--set {without_key_lines(override)} is not of the form table.key=value"
+        problem = f"--set {override} is not of the form table.key=value"
         raise ConfigError(f'{problem}; write for example "train.global_batch=8"')
     try:
         value = tomllib.loads(f"value = {raw.strip()}")["value"]
@@ -431,7 +430,7 @@ def _override(tables: dict[str, Any], override: str) -> None:
     for key in keys[:-1]:
         tables = tables.setdefault(key, {})
         if not isinstance(tables, dict):
-            raise ConfigError(f'--set {without_key_lines(override)}: "{key}" is a value, not a table; correct the key')
+            raise ConfigError(f'--set {override}: "{key}" is a value, not a table; correct the key')
     tables[keys[-1]] = value
 
 

@@ -38,9 +38,22 @@ from contextlib import contextmanager
 MAX_FOREIGN = 500
 """Length limit of a quoted foreign error, in characters."""
 
+KEY_LINE = "diloco1."
+"""Prefix of a line of keys (`exchange.key_pair`)."""
+
+_KEY_LINE = re.compile(re.escape(KEY_LINE) + r"[\w-]{20,}(?:(?:\s|\\+[nrt])+[\w-]{20,})*")
+
+
+def without_key_lines(text: str) -> str:
+    """The text with each line of keys cut to its prefix."""
+    return _KEY_LINE.sub(f"{KEY_LINE}…", text)
+
 
 class DilocoError(Exception):
-    """Base class of all errors that this package raises on purpose."""
+    """Base class of all errors that this package raises on purpose. Its text contains no line of keys."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(without_key_lines(each) if isinstance(each, str) else each for each in args))
 
 
 class ConfigError(DilocoError, ValueError):

@@ -2,16 +2,10 @@
 
 import json
 import logging
-import re
 import time
 from typing import Any
 
 from diloco.errors import DilocoError, translated
-
-KEY_LINE = "diloco1."
-"""Prefix of a line of keys (`exchange.key_pair`)."""
-
-_KEY_LINE = re.compile(re.escape(KEY_LINE) + r"[\w-]+")
 
 MAX_REASON = 300
 """Length limit of a peer's reason, in characters."""
@@ -25,16 +19,6 @@ def printable(text: str, most: int | None = None) -> str:
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
-
-
-def is_key_line(text: str) -> bool:
-    """Whether a text is a line of keys."""
-    return text.lstrip().startswith(KEY_LINE)
-
-
-def without_key_lines(text: str) -> str:
-    """The text with each line of keys cut to its prefix."""
-    return _KEY_LINE.sub(f"{KEY_LINE}…", text)
 
 
 def shortened(text: str, most: int) -> str:

@@ -10,7 +10,6 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from diloco.errors import ConfigError, translated
-from diloco.escaping import without_key_lines
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -74,7 +73,7 @@ def _explain(error: ValidationError, kind: type[BaseModel], tables: Mapping[str,
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "value_error":
         return f"[{name}] {message}" if name else message
-    value = without_key_lines(json.dumps(first["input"], default=str))
+    value = json.dumps(first["input"], default=str)
     return f"{name} = {value}: {message[0].lower()}{message[1:]}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,10 @@ import diloco
 from diloco.cli import main
 from diloco.config import dump_config, parse_config
 from diloco.core.presets import method_from_table
-from diloco.errors import AuthError, ConfigError
+from diloco.errors import AuthError, ConfigError, translated
 from diloco.event_log import read_events
 from diloco.events import Joined
-from diloco.exchange.key_pair import VARIABLE, find_keys, key_line, parse_key_line, read_key_pair
+from diloco.exchange.key_pair import VARIABLE, Keys, find_keys, key_line, parse_key_line, read_key_pair
 from diloco.exchange.remote import fetch_status
 from diloco.syncer.keys.keyring import Keyring
 from diloco.syncer.server import Syncer
@@ -74,6 +75,8 @@ def test_a_damaged_line_is_one_sentence_without_the_secret(keys: Path) -> None:
         (f"diloco1.{body[:99]}{other}{body[100:]}", "was changed in transit"),
         (f"diloco1.{body[:99]}%{body[100:]}", "has '%' as its character 108"),
         (body, "names no directory and does not begin with diloco1"),
+        (f'"{line[300:]}"', "names no directory and does not begin with diloco1"),
+        (f"a/{'x y' * 100}", "names no directory and does not begin with diloco1"),
         (line[300:], "names no directory and does not begin with diloco1"),
         (line.replace("diloco1.", "diloco2."), "names no directory and does not begin with diloco1"),
         ("", "keys is empty"),
@@ -83,6 +86,63 @@ def test_a_damaged_line_is_one_sentence_without_the_secret(keys: Path) -> None:
         said = str(caught.value)
         assert "\n" not in said
         assert not any(body[at : at + 12] in said for at in range(len(body) - 12))
+
+
+@pytest.mark.parametrize("given", ["argument", "environment", "run file"])
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        ('"', '"', "has 1 characters before diloco1.; give the line alone"),
+        ("  paris  ", "", "has 5 characters before diloco1.; give the line alone"),
+        ("DILOCO_KEYS=", "\n", "has 12 characters before diloco1.; give the line alone"),
+        ("/keys/", "", "has 6 characters before diloco1.; give the line alone"),
+        ("", '"', "has '\"' as its character"),
+    ],
+)
+def test_a_line_that_was_copied_with_more_is_in_no_message(
+    keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    given: str, before: str, after: str, words: str,
+) -> None:  # fmt: skip
+    line = line_of(keys, "site-a")
+    text, run_file = f"{before}{line}{after}", tmp_path / "run.toml"
+    run_file.write_text(f"run = {{name = '{RUN}', tokens = 1_000_000, dir = '{tmp_path / 'run'}'}}\n[syncer]\n")
+    if given == "run file":
+        run_file.write_text(run_file.read_text() + f"keys = {json.dumps(text)}\n")
+        assert line[:40] not in dump_config(parse_config(run_file.read_text()))
+    if given == "environment":
+        monkeypatch.setenv(VARIABLE, text)
+    address = ["--address", "127.0.0.1:1"]
+    for command in (["status", str(run_file)], ["syncer", str(run_file)], ["doctor", str(run_file)]):
+        with pytest.raises(SystemExit) as ended:
+            main([*command, *address, *(["--keys", text] if given == "argument" and command[0] != "doctor" else [])])
+        shown = "".join(capsys.readouterr()) + "".join(traceback.format_exception(ended.value))
+        assert ended.value.code
+        assert words in shown or (given, command[0]) == ("argument", "doctor")
+        assert line[:40] not in shown
+        assert line[100:140] not in shown
+    with pytest.raises(ConfigError, match=words) as caught:
+        diloco.connect("127.0.0.1:1", run=RUN, keys=None if given == "environment" else text)
+    assert line[:40] not in "".join(traceback.format_exception(caught.value))
+
+
+def test_no_error_has_a_line_whatever_it_quotes(keys: Path) -> None:
+    line = line_of(keys, "site-a")
+    wrapped = "\n  ".join(line[at : at + 70] for at in range(0, len(line), 70))
+    for text in (line, wrapped, repr(wrapped)):
+        with pytest.raises(ConfigError) as caught, translated(OSError, ConfigError, f"cannot read {text}", "look"):
+            raise FileNotFoundError(2, "no such file", text)
+        said = str(caught.value) + repr(caught.value)
+        assert "cannot read" in str(caught.value)
+        assert str(caught.value).endswith("; look")
+        assert not any(line[at : at + 40] in said for at in range(len(line) - 40))
+
+
+def test_a_directory_may_have_the_name_of_a_line(keys: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "diloco1.example.org"
+    keys.rename(directory)
+    assert read_key_pair(directory / "site-a") == Keys(directory / "site-a").read()
+    config = parse_config(TINY, overrides=["data.paths=['x']", f"syncer.keys='{directory / 'site-a'}'"])
+    assert parse_config(dump_config(config)).syncer.keys == str(directory / "site-a")
 
 
 def test_parts_of_other_keys_are_refused(keys: Path, tmp_path: Path) -> None:

@@ -18,8 +18,7 @@ from tests.fuzz.mutations import JSON, SAFETENSORS, TOML, Form, joined, lines, m
 from diloco import events
 from diloco.config import parse_config
 from diloco.core.presets import method_from_table
-from diloco.errors import ConfigError
-from diloco.escaping import KEY_LINE
+from diloco.errors import KEY_LINE, ConfigError
 from diloco.event_log import EventTail, read_events
 from diloco.exchange.key_pair import CA, CERT, KEY, KeyPair, key_line, parse_key_line, read_key_pair
 from diloco.planning.site import load_site

@@ -82,8 +82,14 @@ def test_another_format_is_refused(other: int, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("diloco.store.journal_files.FORMAT", other)
     journal = JournalFiles(tmp_path)
     journal.sync()
-    with pytest.raises(StoreError, match=f"has format {other} and this version replays {FORMAT}"):
+    with pytest.raises(StoreError, match=f"has format {other} and this version replays {FORMAT}; use .* wrote it.$"):
         list(JournalReader(tmp_path))
+    monkeypatch.undo()
+    JournalFiles(tmp_path).sync()
+    with pytest.raises(StoreError, match="wrote it, or move the parts before 2 elsewhere, and the replay begins there"):
+        list(JournalReader(tmp_path))
+    part_paths(tmp_path / "journal")[0].unlink()
+    assert "part 1 is missing" in next(iter(JournalReader(tmp_path))).entry
 
 
 def test_a_disk_that_refuses_costs_entries_and_says_how_many(

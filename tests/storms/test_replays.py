@@ -15,6 +15,9 @@ from tests.storms.runs import firsts, quiet
 from tests.storms.steered import SteeredStorm
 from tests.storms.world import Storm
 
+from diloco.errors import RestartedError
+from diloco.protocol.members import Deadlines
+from diloco.protocol.syncer import SyncerCore
 from diloco.run.driver import Driver
 from diloco.run.journal.replay import Findings
 from diloco.run.ports import is_event
@@ -153,6 +156,47 @@ def test_a_gap_is_said_and_the_next_syncer_is_replayed() -> None:
     assert findings.gaps == ["3 entries are missing, at entry 4"]
     assert findings.num_skipped == second - 7
     assert findings.num_equal == findings.num_entries == 4 + len(journal.entries) - second
+
+
+def test_a_reworded_reason_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As another version of diloco words the evictions, the closed rounds and the refusals."""
+    journals = [storm(seed) for seed in range(PER_TEST)]
+    entries = [json.loads(entry) for journal in journals for entry in journal.entries]
+    reasons = {decided.split()[0]: each["w"] for each in entries if "w" in each for decided in each["d"]}
+    assert {"evicts", "refuses:"} <= set(reasons)
+    assert all(isinstance(reason, str) and " " in reason for each in reasons.values() for reason in each)
+    passed, close = Deadlines.passed, SyncerCore._close
+    monkeypatch.setattr(Deadlines, "passed", lambda *given: passed(*given) and "in other words")
+    monkeypatch.setattr(SyncerCore, "_close", lambda *given: close(*given[:-1], "in other words"))
+    monkeypatch.setattr("diloco.run.driver.RestartedError", lambda _: RestartedError("in other words"))
+    for journal in journals:
+        findings = journal.replay().findings
+        assert (findings.difference, findings.gaps) == (None, [])
+        assert findings.num_equal == findings.num_entries
+
+
+def test_an_end_of_a_journal_that_lacks_versions_is_found() -> None:
+    """A copy of the journal, cut anywhere, beside the newest versions."""
+    journal = storm(1)
+    whole = journal.replay()
+    assert whole.driver is not None
+    model = whole.driver.state.model
+    stored = [(model.held(index).version, model.held(index).digest) for index in range(len(model.versions))]
+    whole.finish(stored)
+    assert (whole.findings.difference, whole.findings.gaps) == (None, [])
+    whole.finish([(version - 1, "of a copy that was put back") for version, _ in stored])
+    assert whole.findings.difference is None
+    closes = entries_of(1, "#close")
+    assert len(closes) > 3
+    for index in closes[-3:]:
+        cut = journal.replay(journal.entries[:index])
+        cut.finish(stored, is_of_pair=True)
+        assert cut.findings.gaps[-1].endswith("another syncer may have served the run since")
+        assert cut.findings.difference is None
+        cut.finish(stored)
+        assert "its end is missing" in str(cut.findings.difference)
+    whole.finish([(version, "0" * 64) for version, _ in stored])
+    assert "its end is missing" in str(whole.findings.difference)
 
 
 def test_a_state_that_was_put_back_is_said() -> None:

@@ -84,10 +84,13 @@ def test_init_never_overwrites(keys: Path) -> None:
     assert contents(keys) == before
 
 
-@pytest.mark.parametrize(("host", "reason"), [("h:1", "without a port"), ("", "no host name")])
-def test_init_refuses_what_cannot_be_dialled_and_writes_nothing(tmp_path: Path, host: str, reason: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "host", "reason"),
+    [("demo", "h:1", "without a port"), ("demo", "", "no host name"), ("../x", "h", "'../x' is not a valid name")],
+)
+def test_init_refuses_what_no_run_can_use_and_writes_nothing(tmp_path: Path, name: str, host: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        run("init", "--run", "demo", "--host", host)
+        run("init", "--run", name, "--host", host)
     assert not (tmp_path / "keys").exists()
 
 
@@ -276,6 +279,7 @@ def test_no_other_command_prints_a_secret(keys: Path) -> None:
         (("revoke", "site-z"), "has no certificate"),
         (("revoke", "syncer"), "learners would not learn"),
         (("rotate", "site-z"), "has no certificate"),
+        (("revoke", "gone"), "'gone' is revoked already"),
         (("rotate", "site-a", "--host", "h"), "serves at no host"),
         (("rotate", "syncer", "--drop-host", "h"), "none of the hosts"),
         (("rotate", "syncer", "--host", "h:1"), "without a port"),
@@ -286,6 +290,8 @@ def test_no_other_command_prints_a_secret(keys: Path) -> None:
     ],
 )
 def test_wrong_use_changes_nothing(keys: Path, arguments: tuple[str, ...], reason: str) -> None:
+    run("add", "viewer", "gone")
+    run("revoke", "gone")
     before = contents(keys)
     with pytest.raises(ConfigError, match=reason):
         run(*arguments)

@@ -128,9 +128,25 @@ def test_a_changed_byte_and_a_lost_part_of_the_journal_are_found(
         path.unlink()
         code, found = replayed(capsys, str(killed))
         assert code == 1
-        assert "parts 2 to 2 are missing" in found["difference"]
+        assert "part 2 is missing" in found["difference"]
     finally:
         path.write_bytes(whole)
+
+
+@pytest.mark.parametrize("is_emptied", [False, True])
+def test_a_journal_without_its_end_is_found(
+    killed: Path, capsys: pytest.CaptureFixture[str], *, is_emptied: bool
+) -> None:
+    path = part_paths(killed / "journal")[-1]
+    whole = path.read_bytes()
+    try:
+        path.write_bytes(b"" if is_emptied else whole[: len(whole) // 2])
+        code, found = replayed(capsys, str(killed))
+    finally:
+        path.write_bytes(whole)
+    assert code == 1
+    assert found["decisions_equal"] == found["events"]
+    assert "its end is missing" in found["difference"]
 
 
 def test_a_journal_whose_beginning_was_removed_is_replayed_from_the_next_start(
@@ -145,7 +161,7 @@ def test_a_journal_whose_beginning_was_removed_is_replayed_from_the_next_start(
         path.write_bytes(whole)
     assert (code, found["boots"], found["difference"]) == (0, 2, None)
     assert len(found["gaps"]) == 1
-    assert "parts 1 to 1 are missing" in found["gaps"][0]
+    assert "part 1 is missing" in found["gaps"][0]
     assert found["decisions_equal"] == found["events"]
     assert found["merges_equal"] == 0 < found["merges"]  # the tensors that it starts with are not known
 
@@ -165,7 +181,10 @@ def test_what_came_before_an_empty_part_is_said_to_be_missing(killed: Path, caps
     assert found["gaps"][0].endswith("the journal has nothing before it")
 
 
-def test_wrong_use_is_one_sentence(killed: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_wrong_use_is_one_sentence(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "empty" / "journal").mkdir(parents=True)
     (tmp_path / "empty" / "journal" / "00000001.jsonl.gz").touch()
     (tmp_path / "linked" / "journal").mkdir(parents=True)
@@ -173,6 +192,7 @@ def test_wrong_use_is_one_sentence(killed: Path, capsys: pytest.CaptureFixture[s
     for arguments, code, said in (
         ([str(tmp_path / "nothing")], 2, "there is no"),
         ([str(tmp_path)], 1, "there is no journal in"),
+        (["."], 1, f"there is no journal in {tmp_path}"),
         ([str(tmp_path / "empty")], 1, "has no start of a syncer"),
         ([str(tmp_path / "linked")], 1, "cannot read"),
     ):
@@ -198,6 +218,8 @@ def test_contributions_may_be_recorded_from_a_later_start_on(
         with start(tmp_path, given, record_contributions=not is_first) as syncer:
             train(0, diloco.connect(syncer.address, run=RUN, learner="learner-0", initialise=is_first), None, 12)
             before = before or versions_of(syncer)
+            code, found = replayed(capsys, str(tmp_path / "state"))  # while the syncer runs
+            assert (code, found["difference"], found["gaps"]) == (0, None, [])
     code, found = replayed(capsys, str(tmp_path / "state"))
     assert (code, found["difference"], found["gaps"]) == (0, None, [])
     assert sum(before) > 0

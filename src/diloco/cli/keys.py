@@ -38,8 +38,11 @@ def init(
 ) -> None:
     """Make the authority of a run and its syncer's keys. Existing keys are never overwritten."""
     from diloco.cli._keys_report import KeysReport
+    from diloco.config import NAME
     from diloco.syncer.keys.keyring import SYNCER, Keyring
 
+    if not re.fullmatch(NAME, run):
+        raise ConfigError(f"{run!r} is not a valid name of a run; use letters, digits, dots, dashes and underscores.")
     keyring = Keyring.new(directory, run, host, (), _duration(expires))
     KeysReport(keyring, keyring.issued, new=[SYNCER]).show(as_json)
 

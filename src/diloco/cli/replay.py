@@ -31,10 +31,18 @@ def command(
     from diloco.run.journal.payloads import ReadPayloads, tensor_formats
     from diloco.run.journal.replay import Replay
     from diloco.store.journal_reader import JournalReader
+    from diloco.store.records import durable_versions
+    from diloco.syncer.standby.replica import FILE
 
-    reader = JournalReader(_state_dir(run))
+    state_dir = _state_dir(run)
+    stored = durable_versions(state_dir)  # before the journal, to which a syncer may write
+    reader = JournalReader(state_dir)
     replay = Replay(tensor_formats(ReadPayloads(reader.payload)), fragment=fragment)
     span_s = _replay(reader, replay, until)
+    if until is None and stored is not None:
+        replay.finish(stored, is_of_pair=(state_dir / FILE).exists())
+    elif until is None:
+        typer.echo(f"the end of the journal is not compared: the versions in {state_dir} cannot be read", err=True)
     if not replay.findings.num_boots and replay.findings.difference is None:
         raise StoreError(f"the journal of {run} has no start of a syncer to replay from; check the path.")
     found = _numbers(replay, span_s)

@@ -29,8 +29,7 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 
-from diloco.errors import AuthError, ConfigError, translated
-from diloco.escaping import KEY_LINE, is_key_line
+from diloco.errors import KEY_LINE, AuthError, ConfigError, translated
 from diloco.exchange.wire.address import socket_path
 from diloco.whole_files import read_secret
 
@@ -45,7 +44,7 @@ VARIABLE = "DILOCO_KEYS"
 _LENGTH_BYTES, _CHECK_BYTES = 2, 8
 _PEM, _DER = serialization.Encoding.PEM, serialization.Encoding.DER
 _PLAIN = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-_NO_PATH = re.compile(r"[\w.~-]{80,}")
+_NO_PATH = re.compile(r"[\w.~-]{80,}|[^/]{256,}")
 """A text that is too long for the name of a directory, and may be a part of a line."""
 
 
@@ -75,16 +74,23 @@ class Keys:
 
     def __init__(self, given: str | Path, name: str = "keys") -> None:
         text = str(given)
+        compact = "".join(text.split())
         self._pair: KeyPair | None = None
         self.directory: Path | None = None
-        if not text.strip():
+        if not compact:
             raise ConfigError(f"{name} is empty; name the directory or give the line of keys that `diloco keys` made.")
-        if is_key_line(text):
+        if (start := compact.find(KEY_LINE)) == 0:
             self.where = f"the line of {name}"
             self._pair = parse_key_line(text, self.where)
-        elif _NO_PATH.fullmatch(text.strip()) and not os.path.exists(text):  # noqa: PTH110 # no error for a long name
+        elif os.path.exists(text):  # noqa: PTH110 # no error for a long name
+            self.directory, self.where = Path(given), text
+        elif start > 0:
             raise ConfigError(
-                f"{name} is a text of {len(text.strip())} characters that names no directory and does not begin with "
+                f"{name} has {start} characters before {KEY_LINE}; give the line alone, without a name or quotes."
+            )
+        elif _NO_PATH.search(compact):
+            raise ConfigError(
+                f"{name} is a text of {len(compact)} characters that names no directory and does not begin with "
                 f"{KEY_LINE}; copy the line whole, as `diloco keys add` printed it."
             )
         else:

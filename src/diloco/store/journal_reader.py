@@ -51,7 +51,7 @@ class JournalReader:
         self._parts = part_paths(self._directory)
         if not self._parts:
             raise StoreError(
-                f"there is no journal in {self._directory}; a syncer keeps one unless its run file has "
+                f"there is no journal in {self._directory.absolute()}; a syncer keeps one unless its run file has "
                 "[syncer] journal = false."
             )
         with translated(OSError, StoreError, f"cannot read {self._directory}", "check the disk"):
@@ -61,7 +61,9 @@ class JournalReader:
         read_bytes, number, crc = 0, 0, 0
         for path in self._parts:
             if number_of(path) != number + 1:
-                why = f"parts {number + 1} to {number_of(path) - 1} are missing from {self._directory}"
+                first, last = number + 1, number_of(path) - 1
+                missing = f"part {first} is" if first == last else f"parts {first} to {last} are"
+                why = f"{missing} missing from {self._directory}"
                 if number:
                     yield _damage(why, read_bytes)
                 else:  # an operator has removed old parts
@@ -122,9 +124,13 @@ class JournalReader:
     def _require_format(self, path: Path, head: Mapping[str, Any]) -> None:
         found = head["format"]
         if found != FORMAT:
-            raise StoreError(
-                f"{path} has format {found} and this version replays {FORMAT}; use the version of diloco that wrote it."
-            )
+            advice = "use the version of diloco that wrote it"
+            for later in self._parts[self._parts.index(path) + 1 :]:
+                text, is_right = next(self._lines(later), ("", False))
+                if is_right and (_head_of(text[9:]) or {}).get("format") == FORMAT:
+                    advice += f", or move the parts before {number_of(later)} elsewhere, and the replay begins there"
+                    break
+            raise StoreError(f"{path} has format {found} and this version replays {FORMAT}; {advice}.")
 
 
 def _flushes(file: BinaryIO) -> Iterator[tuple[bytes, bool]]:

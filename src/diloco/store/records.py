@@ -62,11 +62,8 @@ def read_format(path: Path) -> tuple[int, bool]:
     database = path / DATABASE
     if not database.exists() or database.stat().st_size == 0:
         return 0, False
-    log = path / LOG
-    has_log = log.exists() and log.stat().st_size > 0
-    how = "mode=ro" if has_log else "mode=ro&immutable=1"
     try:
-        with closing(sqlite3.connect(f"{database.absolute().as_uri()}?{how}", uri=True)) as db:
+        with closing(_connect_unchanged(path)) as db:
             found = int(db.execute("PRAGMA user_version").fetchone()[0])
             verdict = str(db.execute("PRAGMA quick_check(1)").fetchone()[0])
             has_run = found == FORMAT and db.execute("SELECT 1 FROM run").fetchone() is not None
@@ -87,6 +84,25 @@ def read_format(path: Path) -> tuple[int, bool]:
             "Nothing was changed; start a new run in another directory, from a checkpoint of this one."
         )
     return found, has_run
+
+
+def _connect_unchanged(path: Path) -> sqlite3.Connection:
+    log = path / LOG
+    has_log = log.exists() and log.stat().st_size > 0
+    how = "mode=ro" if has_log else "mode=ro&immutable=1"
+    return sqlite3.connect(f"{(path / DATABASE).absolute().as_uri()}?{how}", uri=True)
+
+
+def durable_versions(path: Path) -> list[tuple[int, str]] | None:
+    """Version and digest of the newest version of each fragment; empty: there is no run; None: it cannot be read.
+    Nothing is written, and a syncer may run on the directory."""
+    try:
+        if not read_format(path)[1]:
+            return []
+        with closing(_connect_unchanged(path)) as db:
+            return [(each.update.version, each.update.digest) for each in newest_versions(db)]
+    except (OSError, sqlite3.Error, StoreError, *MALFORMED):
+        return None
 
 
 def connect(path: Path) -> sqlite3.Connection:

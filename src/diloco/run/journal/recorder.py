@@ -15,6 +15,8 @@ submitted to the worker:
     d   the decisions, in words
     o   the digest of all of the above, of the previous entry, and of everything that the driver did: its actions, its
         jobs and writes, its messages to learners, its answers, and its wake-up time
+    w   the reasons of evictions and refusals, as sentences. The digest excludes them, as it excludes those of rounds:
+        another version of diloco may word them otherwise
 
 A write to the store begins once all earlier entries are durable. So no version is published that the journal cannot
 explain, and the entries that a `kill -9` loses had no durable effect.
@@ -75,7 +77,8 @@ def is_entry(values: Any) -> bool:
         case {"e": "#gap" | "#damage"}:
             return isinstance(values.get("why", ""), str) and ("why" in values or "missing" in values)
         case {"e": str(), "t": float() | int() as at_s, "d": list(decided), "o": str()}:
-            is_right = isinstance(values.get("a", {}), dict) and all(isinstance(each, str) for each in decided)
+            said = [*decided, *reasons] if isinstance(reasons := values.get("w", []), list) else [None]
+            is_right = isinstance(values.get("a", {}), dict) and all(isinstance(each, str) for each in said)
             return is_right and -_LATEST_S < at_s < _LATEST_S
     return False
 
@@ -145,6 +148,7 @@ class Recorder(Generic[S]):
         self._now_s: float | None = None  # None: no event in progress
         self._did: list[object] = []
         self._decided: list[str] = []
+        self._reasons: list[str] = []
         self._inputs: dict[str, object] = {}
         self._begun: list[Callable[[], None]] = []
         self._num_jobs = 0
@@ -190,7 +194,8 @@ class Recorder(Generic[S]):
 
     def decided(self, actions: Sequence[Action]) -> None:
         """As `ports.RecorderPort`."""
-        self._did += actions
+        self._did += map(_without_reason, actions)
+        self._reasons += [action.reason for action in actions if isinstance(action, Evict)]
         self._decided += [said for action in actions if (said := describe_decision(action)) is not None]
 
     def _happens(self, head: dict[str, object], key: str, given: object, do: Callable[[], T]) -> T:
@@ -205,28 +210,33 @@ class Recorder(Generic[S]):
             elif answer is not None:
                 self._did.append(answer)
         except Exception as error:
-            self._decided.append(f"refuses: {type(error).__name__}")
-            self._did.append(str(error))
+            self._refuses("refuses", error)
             is_defect = not isinstance(error, DilocoError)
             raise
         finally:
             if self._inputs:
                 entry["i"] = self._inputs
-            self._write({**entry, "d": self._decided}, self._did)
+            self._write({**entry, "d": self._decided}, self._did, self._reasons)
             begun = self._begun
             self._now_s, self._did, self._decided, self._inputs, self._begun = None, [], [], {}, []
+            self._reasons = []
             if is_defect:
                 self._journal.sync()
             for begin in begun:
                 begin()
         return answer
 
-    def _write(self, entry: dict[str, object], did: list[object]) -> None:
+    def _refuses(self, how: str, error: Exception) -> None:
+        self._decided.append(f"{how}: {type(error).__name__}")
+        self._reasons.append(str(error))
+
+    def _write(self, entry: dict[str, object], did: list[object], reasons: list[str]) -> None:
         try:
             line = write_plain(entry, self._numbered)
             data = f"{self.digest}{line}{write_plain(did, self._numbered)}".encode()
             self.digest = hashlib.blake2b(data, digest_size=6).hexdigest()
             line = f'{line[:-1]},"o":"{self.digest}"}}'
+            line = f'{line[:-1]},"w":{write_plain(reasons)}}}' if reasons else line
         except (TypeError, ValueError):  # a defect of this module; the run continues
             log.exception("an event of the syncer cannot be journalled")
             line = write_plain({"e": "#gap", "t": entry["t"], "missing": 1})
@@ -265,8 +275,10 @@ class Recorder(Generic[S]):
 
     def _answering(self, done: Callable[..., None]) -> Callable[..., None]:
         def answer(*values: object) -> None:
-            self.did("answer", *values)
-            self._decided += [f"answers: {type(each).__name__}" for each in values if isinstance(each, Exception)]
+            self.did("answer", *map(_without_reason, values))
+            for error in values:
+                if isinstance(error, Exception):
+                    self._refuses("answers", error)
             done(*values)
 
         return answer
@@ -320,6 +332,13 @@ def _finding(result: object) -> object:
     return result
 
 
+def _without_reason(value: object) -> object:
+    """Return an action or answer without its reason in words, which is no decision."""
+    if isinstance(value, DilocoError):
+        return type(value).__name__
+    return replace(value, reason="") if isinstance(value, Evict | MergeRound) else value
+
+
 def describe_decision(action: Action) -> str | None:
     """Describe an action in a few words; None: it follows from others (a wake-up, a standing, a record), and only the
     digest of an entry covers it."""
@@ -339,7 +358,7 @@ def describe_decision(action: Action) -> str | None:
         case Publish():
             return f"publishes version {action.version} of fragment {action.fragment}"
         case Evict():
-            return f"evicts {action.learner} (incarnation {action.incarnation}): {action.reason}"
+            return f"evicts {action.learner} (incarnation {action.incarnation})"
     return None
 
 
@@ -375,7 +394,7 @@ class RecordedConnection:
         self._connection.standing(standing)
 
     def evicted(self, reason: str, *, replaced: bool) -> None:
-        self._recorder.did(self, "evicted", reason, replaced)
+        self._recorder.did(self, "evicted", replaced)
         self._connection.evicted(reason, replaced=replaced)
 
     def end(self) -> None:

@@ -114,7 +114,7 @@ class Replay:
             self._happen(entry)
         except _FAILS as error:
             failure = f"{type(error).__name__}: {error}"
-        if self._past.written == [line]:
+        if self._past.written == [line] or list(map(_compared, self._past.written)) == [_compared(line)]:
             self.findings.num_equal += 1
         else:
             self._differs(entry, failure)
@@ -170,14 +170,42 @@ class Replay:
         self._is_whole = True
         self.driver = Driver(**arguments, ports=self._recorder.around(ports))
 
-    def _finish_write(self, saved: Mapping[str, Any] | None) -> None:
-        """Check that the earlier entries explain the durable state, with or without the write in progress."""
-        if self._leads_to(saved):
+    def finish(self, stored: Sequence[tuple[int, str]], *, is_of_pair: bool = False) -> None:
+        """Compare the end of the journal with the newest durable version of each fragment.
+
+        Arguments:
+            stored: (version, digest) of each, read before the journal: entries are durable before the versions that
+                they explain.
+            is_of_pair: the run has two syncers, and this one may have received versions of the other.
+        """
+        if self.driver is None or self.findings.difference is not None:
             return
+        self._write_pending()
+        ends = [(each.version, each.digest) for each in self._store.fragments]
+        if len(ends) < len(stored) or any(
+            new[0] > end[0] or (new[0] == end[0] and new != end) for end, new in zip(ends, stored, strict=False)
+        ):
+            said = (
+                f"the journal ends with {_versions([version for version, _ in ends])}, and the state directory has "
+                f"{_versions([version for version, _ in stored])}"
+            )
+            if is_of_pair:
+                self.findings.gaps.append(f"{said}: another syncer may have served the run since")
+            else:
+                self._note(f"{said}: its end is missing, or the syncer kept no journal later")
+
+    def _write_pending(self) -> None:
+        """Finish the write in progress, of which the journal may lack the end."""
         self._past.entry = {"r": None}
         for what, job, _ in self._worker.jobs.values():
             if what == "write":
                 job()
+
+    def _finish_write(self, saved: Mapping[str, Any] | None) -> None:
+        """Check that the earlier entries explain the durable state, with or without the write in progress."""
+        if self._leads_to(saved):
+            return
+        self._write_pending()
         if self._leads_to(saved):
             return
         held = [] if saved is None else saved["fragments"]
@@ -236,10 +264,10 @@ class Replay:
         elif other.get("x") != entry.get("x"):
             sides = f"it read {entry.get('x')} in the journal, and {other.get('x')} in the replay"
         elif other["d"] != entry["d"]:
-            sides = f"the syncer {_decisions(entry['d'])} in the journal, and {_decisions(other['d'])} in the replay"
+            sides = f"the syncer {_decisions(entry)} in the journal, and {_decisions(other)} in the replay"
         elif other["o"] != entry["o"]:
             sides = (
-                f"the syncer {_decisions(entry['d'])} in both, but the digest is {entry['o']} in the journal and "
+                f"the syncer {_decisions(entry)} in both, but the digest is {entry['o']} in the journal and "
                 f"{other['o']} in the replay: its messages to learners, its jobs or its wake-up time differ, or the "
                 "journal was altered here or just before"
             )
@@ -292,5 +320,11 @@ def _result(found: Any) -> str:
     return "it succeeds" if found is None else json.dumps(found)
 
 
-def _decisions(decided: Sequence[str]) -> str:
-    return "; ".join(decided) or "decides nothing"
+def _decisions(entry: Mapping[str, Any]) -> str:
+    reasons = f" ({'; '.join(entry['w'])})" if "w" in entry else ""
+    return ("; ".join(entry["d"]) or "decides nothing") + reasons
+
+
+def _compared(line: str) -> dict[str, Any]:
+    """The compared values of an entry: all but its reasons in words."""
+    return {**json.loads(line), "w": None}

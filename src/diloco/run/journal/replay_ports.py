@@ -192,7 +192,7 @@ class PastJobs:
         digest = self._past.entry["x"].get("payload")
         slot.payload = None if self._kept is None or digest is None else self._kept.contribution(digest)
         if slot.payload is not None:
-            return self._real.check(slot, num_elements)
+            return self._as_worded(self._real.check(slot, num_elements))
         error = self._past.found
         assert error is None or isinstance(error, PayloadError)
         return error
@@ -207,11 +207,16 @@ class PastJobs:
         merged = self._real.close(action, layout, held.tensors, slots)
         if isinstance(merged, PayloadError):
             self.is_equal = TAG in self._past.entry["r"]
-            return merged
+            return self._as_worded(merged)
         found = self._past.entry["r"].get("update")
         self.is_equal = found is not None and found["digest"] == merged.held.digest
         new = merged.held
         return replace(merged, held=KnownFragment(new.version, new.digest, new), payload=None)
+
+    def _as_worded(self, error: T) -> T:
+        """Return the recorded error if it has the same type: its words are no decision."""
+        found = self._past.found
+        return found if type(found) is type(error) else error
 
     def _as_found(self, action: MergeRound) -> MergedRound[KnownFragment, None] | PayloadError:
         found = self._past.entry["r"]

@@ -286,6 +286,8 @@ class Keyring:
         now = _now()
         found = [each for each in self.issued if each.name == name and (each.revoked is None or each.revoked > now)]
         if not found:
+            if any(each.name == name for each in self.issued):
+                raise ConfigError(f"{name!r} is revoked already; `diloco keys add` makes new keys for it.")
             raise ConfigError(
                 f"{name!r} has no certificate in {self.directory}; `diloco keys list` lists the issued certificates."
             )
