@@ -281,6 +281,15 @@ diloco.cli.main(["methods"])
     assert (done.returncode, done.stdout, done.stderr) == (exit_code, "", stderr)
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["methods", "--json"], ["--version"]])
+def test_standard_output_without_space_is_one_sentence(arguments: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "diloco", *arguments]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    said = "diloco: cannot write to standard output (No space left on device); redirect it elsewhere.\n"
+    assert (done.returncode, done.stderr) == (1, said)
+
+
 def test_foreign_errors_propagate() -> None:
     done = run(
         "-c",

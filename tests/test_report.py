@@ -98,6 +98,17 @@ def test_folders_of_several_machines_are_one_run(run: Path) -> None:
     assert numbers(read_run(apart)[0]) == numbers(read_run([run])[0])
 
 
+def test_a_run_that_has_not_ended_has_the_tokens_of_its_newest_progress(tmp_path: Path) -> None:
+    with EventLog(tmp_path / "events.jsonl", who="syncer") as log:
+        log.append(ev.SyncerStarted(t=100.0, run="tiny", address="x", method=METHOD))
+        log.append(ev.Joined(t=101.0, learner="a", incarnation=1))
+        for t, tokens in ((110.0, 70), (120.0, 150)):
+            log.append(ev.Progress(t=t, step=1, tokens=tokens, learners={}))
+    found = numbers(read_run([tmp_path])[0])
+    assert found["tokens"] == 150
+    assert "1 learner: 150 tokens" in summary(found)
+
+
 def test_the_command(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["report", str(run)])

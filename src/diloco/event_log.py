@@ -190,8 +190,11 @@ def _parse(content: bytes, path: str | Path, first_line: int) -> list[Event]:
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])
+            wrong = f"{where}: {first['msg']}"
+            if first["type"] == "union_tag_invalid":
+                wrong = f"its kind is {first['ctx']['tag']!r}"
             raise StoreError(
-                f"line {number} of {path} is not an event of this version of diloco ({where}: {first['msg']}); "
+                f"line {number} of {path} is not an event of this version of diloco ({wrong}); "
                 "read it with the version that wrote it"
             ) from error
     return events

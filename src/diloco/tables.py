@@ -25,8 +25,11 @@ class Table(BaseModel):
 
 def read_text(path: str | Path, what: str) -> str:
     """Read a UTF-8 file. Raises ConfigError that names the file and its kind, `what`."""
-    with translated((OSError, UnicodeDecodeError), ConfigError, f"cannot read the {what} {path}", "check the path"):
-        return Path(path).read_text(encoding="utf-8")
+    try:
+        with translated(OSError, ConfigError, f"cannot read the {what} {path}", "check the path"):
+            return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the {what} {path} is not UTF-8 text; save it as UTF-8") from error
 
 
 def read_toml(text: str, source: str) -> dict[str, Any]:
@@ -54,7 +57,7 @@ def validate(kind: type[T], tables: Mapping[str, Any], source: str) -> T:
 
 def nearest(key: str, known: Sequence[str]) -> str:
     """Advice for an unknown key: the nearest known one, or all known ones."""
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     return f'did you mean "{close[0]}"?' if close else "known are " + ", ".join(sorted(known))
 
 
@@ -70,6 +73,8 @@ def _explain(error: ValidationError, kind: type[BaseModel], tables: Mapping[str,
         return f'unknown key "{name}"; {nearest(str(keys[-1]), list(table.model_fields))}'
     if first["type"] == "missing":
         return f'"{name}" is missing; add it'
+    if first["type"] in ("model_type", "dict_type"):
+        return f"{name} must be a table, [{name}]"
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "value_error":
         return f"[{name}] {message}" if name else message

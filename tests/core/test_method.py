@@ -184,7 +184,8 @@ def test_a_table_names_a_preset_and_its_keywords() -> None:
 )
 def test_a_wrong_table_is_an_error_that_helps(table: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        method_from_table(table)
+        method_from_table(table, "run.toml")
+    assert str(caught.value).startswith("run.toml: [method] ")
     assert says in str(caught.value)
 
 

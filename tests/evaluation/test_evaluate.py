@@ -186,6 +186,8 @@ def test_what_cannot_be_evaluated_is_said(
     assert f"{tmp_path} is not an export" in refused(capsys, tmp_path, "--text", folder / "text.txt")
     assert "two sources" in refused(capsys, export, "--text", folder / "text.txt", "--run", folder / "run.toml")
     assert "--set has no effect" in refused(capsys, export, "--text", folder / "text.txt", "--set", "a.b=1")
+    (tmp_path / "empty.txt").touch()
+    assert "the text has 0 tokens, less than two" in refused(capsys, export, "--text", tmp_path / "empty.txt")
     assert "the 32 tokens that" in refused(capsys, export, "--text", folder / "text.txt", "--context", 64)
     assert "not a directory of task files" in refused(capsys, export, "--tasks", "x", "--task-files", tmp_path / "no")
     with monkeypatch.context() as without:

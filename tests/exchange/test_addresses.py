@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from benchmarks.processes import until
@@ -75,6 +76,24 @@ def test_an_address_is_given_once() -> None:
         diloco.connect("127.0.0.1:7700, 127.0.0.1:7700", run=RUN)
     with pytest.raises(errors.ConfigError, match="'nowhere' is not an address"):
         diloco.connect("127.0.0.1:7700,nowhere", run=RUN)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"address": None}, r'connect\(address=None\) cannot be used; give "host:port"'),
+        ({"run": None}, r"connect\(run=None\).*; give the run's name"),
+        ({"learner": 3}, r"connect\(learner=3\).*; give a name"),
+        ({"learner": "../x"}, r"a learner cannot be called '\.\./x'; use 1 to 64 letters"),
+        ({"initialise": "if-empty"}, r"connect\(initialise='if-empty'\).*; give True or False"),
+        ({"lineage": "foo"}, r"connect\(lineage='foo'\) cannot be used \(.*; give that of a state_dict"),
+        ({"join_timeout_s": -1}, "join_timeout_s must be a finite number above 0, not -1"),
+    ],
+)
+def test_an_argument_that_cannot_be_used_is_named(given: dict[str, Any], words: str) -> None:
+    arguments: dict[str, Any] = {"address": "127.0.0.1:7700", "run": RUN, **given}
+    with pytest.raises(errors.ConfigError, match=words):
+        diloco.connect(**arguments)
 
 
 def test_requests_go_to_the_address_that_was_dialled() -> None:

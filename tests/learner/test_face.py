@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -130,6 +131,30 @@ def test_an_address_is_no_exchange() -> None:
     model = make_model()
     with pytest.raises(ConfigError, match=r"exchange='127\.0\.0\.1:7700'\) is no exchange; pass what diloco\.connect"):
         Learner(model, SGD(model.parameters()), exchange="127.0.0.1:7700")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("given", "shown"), [(diloco.DiLoCo, "DiLoCo"), ("DiLoCo", "'DiLoCo'")])
+def test_a_preset_that_was_not_called_is_no_method(given: Any, shown: str) -> None:
+    def life(exchange: Exchange) -> None:
+        model = make_model()
+        with pytest.raises(ConfigError, match=rf"method={shown}\) is no method; call a preset.*: diloco\.DiLoCo\(…\)"):
+            Learner(model, SGD(model.parameters()), method=given, exchange=exchange)
+
+    alone(life)
+
+
+def test_losses_are_numbers_and_tokens_after_the_optimizer_come_from_a_function() -> None:
+    def life(exchange: Exchange) -> None:
+        model, wrong = make_model(), cast("Any", "x")
+        with Learner(model, SGD(model.parameters()), method=DILOCO, exchange=exchange) as learner:
+            for losses in ({"training_loss": wrong}, {"held_out_loss": wrong}):
+                with pytest.raises(ConfigError, match=r"learner\.log\(…\) needs numbers.*'x'.*; pass losses as floats"):
+                    learner.log(**losses)
+            with pytest.raises(ConfigError, match=r"step_after_optimizer\(tokens='x'\) is no function"):
+                learner.step_after_optimizer(tokens=wrong)
+            learner.step_after_optimizer(tokens=lambda: 3)
+
+    alone(life)
 
 
 # --- steps ------------------------------------------------------------------------------------------------------------
@@ -468,6 +493,7 @@ def test_the_hook_is_on_the_last_of_several_optimizers() -> None:
         (lambda model: (nn.LazyLinear(3), SGD(model.parameters())), "'weight' has no shape yet.*run one batch"),
         (lambda model: (model, []), "has no optimizer"),
         (lambda model: (model, [SGD(model.parameters()), "adamw"]), "has a str, which is no optimizer"),
+        (lambda model: (model, SimpleNamespace(param_groups=[])), "has a SimpleNamespace, which is no optimizer"),
     ],
 )
 def test_what_is_no_model_or_optimizer_is_refused(make: Callable[[nn.Module], Any], text: str) -> None:

@@ -196,7 +196,10 @@ def test_random_outages_are_seeded_exponential_and_each_learners_own() -> None:
             ONE + "[model]\nlayers = 3\n",
             "[model] a model has a preset, parameters and layers, or a config; give one of the three",
         ),
-        (ONE + '[model]\npreset = "1B"\n', '[model] there is no model preset "1B"; did you mean "1b"?'),
+        (
+            ONE + '[model]\npreset = "1B"\n',
+            '[model] there is no model preset "1B"; known are 100b, 10b, 1b, deepseek-v3, llama-405b',
+        ),
         (ONE + '[[fault]]\nlearner = "b"\nat = "1 s"\n', 'a [[fault]] names the learner "b"; known are a'),
         (ONE + '[[fault]]\nlearner = "a"\nat = "9 s"\nback = "5 s"\n', "[fault.1] back at 5 s is not after at = 9 s"),
         (

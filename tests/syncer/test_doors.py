@@ -441,6 +441,25 @@ def test_a_syncer_opens_no_port_to_strangers_unless_it_is_told(
     assert "has no keys; make them with `diloco keys init`" in err
 
 
+@pytest.mark.parametrize(("arguments", "code", "words"), [
+    (["more"], 2, "unexpected argument 'more'; subcommands come first: diloco syncer check DIR"),
+    (["--no-page", "check", "state"], 2, "unexpected argument 'check'"),
+    (["--page-port", "70000"], 2, "less than or equal to"), (["--metrics-port", "-1"], 2, "greater than or equal to"),
+    (["--address", "unix:/none/s"], 2, "cannot be served at unix:/none/s (there is no directory /none); choose"),
+    (["--state-dir", "run.toml"], 1, "run.toml is a file; name a directory"),
+])  # fmt: skip
+def test_arguments_that_cannot_be_used(
+    run_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str],
+    code: int, words: str,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(run_file.parent)
+    (run_file.parent / "run.toml").write_text(run_file.read_text())
+    with pytest.raises(SystemExit) as ended:
+        main(["syncer", str(run_file), *arguments])
+    assert ended.value.code == code
+    assert words in " ".join(capsys.readouterr().err.split())
+
+
 def test_a_syncer_process_with_keys(
     run_file: Path, keys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

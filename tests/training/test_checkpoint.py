@@ -83,6 +83,12 @@ def test_damage_is_refused_and_names_the_checkpoint_before(tmp_path: Path, harm:
     assert torch.equal(load_checkpoint(list_checkpoints(tmp_path)[0])["x"], torch.ones(100))
 
 
+def test_another_directory_is_not_a_checkpoint(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "none"):
+        with pytest.raises(CheckpointError, match="is not a checkpoint; name a step-… directory below checkpoints/"):
+            load_checkpoint(path)
+
+
 def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, 1, {"x": 1}, keep=1)
     (tmp_path / "step-0000000002").write_text("a file where the directory should go")

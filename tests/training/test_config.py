@@ -57,6 +57,8 @@ def test_the_dump_reads_back_to_the_same_value() -> None:
         (MINIMAL + "[syncer]\nkeys = 'a'\ninsecure = true\n", "insecure and keys contradict each other"),
         (MINIMAL + "[syncer]\ntoken_file = 'x'\n", 'unknown key "syncer.token_file"'),
         (MINIMAL + "[syncer]\nbackup = ''\n", 'syncer.backup = "": string should have at least 1 character'),
+        (MINIMAL + "[heal]\n", 'run.toml: unknown key "heal"; known are checkpoint, data'),
+        ("run = 3\n", r"run.toml: run must be a table, \[run\]"),
         ("[run\n", "run.toml is not TOML"),
     ],
 )
@@ -67,9 +69,12 @@ def test_errors_name_file_key_and_value(tmp_path: Path, text: str, message: str)
         load_config(path)
 
 
-def test_a_missing_file_is_one_sentence(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read the run file"):
         load_config(tmp_path / "none.toml")
+    (tmp_path / "run.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"the run file .*run\.toml is not UTF-8 text; save it as UTF-8"):
+        load_config(tmp_path / "run.toml")
 
 
 def test_overrides_are_toml_values_or_bare_words() -> None:
@@ -129,7 +134,7 @@ def test_a_learners_own_table_is_laid_over_the_others_and_overrides_over_both() 
         ("method.preset = 'DiLoCo'", "sets the table method"),
         ("train.global_batch = 8", "sets train.global_batch, which all"),
         ("train.batch = 3\ntrain.accumulate = 2", "train.batch = 3 must be a multiple of train.accumulate = 2"),
-        ("train = 3", "learner.x.train = 3: input should be a valid dictionary"),
+        ("train = 3", r"learner.x.train must be a table, \[learner.x.train\]"),
     ],
 )
 def test_a_learners_own_table_is_checked_whoever_reads_the_file(table: str, message: str) -> None:

@@ -113,12 +113,15 @@ def test_an_export_loads_in_transformers_with_the_same_loss(tmp_path: Path, name
     # The same arithmetic on the same values.
     assert evaluate(loaded, dict(loaded.state_dict()), batches) == evaluate(model, state, batches)
     assert {path.name for path in (tmp_path / "out").iterdir()} >= {"config.json", "model.safetensors"}
+    assert len({path.stat().st_mode for path in (tmp_path / "out").iterdir()}) == 1  # that of the umask
     assert loaded.config.use_cache
 
 
 def test_an_export_of_another_model_is_refused(tmp_path: Path) -> None:
     config = parse_config('[run]\nname="x"\ntokens=100000\n')
-    with pytest.raises(LayoutError, match="has shape"):
+    with pytest.raises(
+        LayoutError, match=r"not the one of \[model\] \(.* has shape .*\); diloco export writes models of"
+    ):
         export_run(build_model(table(), 256, 64, seed=5).state_dict(), config, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

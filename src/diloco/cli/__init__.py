@@ -23,7 +23,7 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from diloco.errors import ConfigError, DilocoError
+from diloco.errors import ConfigError, DilocoError, StoreError, first_line
 from diloco.escaping import printable
 from diloco.tracking import THREADS
 
@@ -116,6 +116,14 @@ def _run(argv: Sequence[str] | None) -> None:
         _fail(error, exit_code=2)
     except DilocoError as error:
         _fail(error, exit_code=1)
+    except OSError as error:
+        try:
+            print(flush=True)  # fails again if standard output cannot be written
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise the exit flushes and fails, too
+            output = StoreError(f"cannot write to standard output ({first_line(error)}); redirect it elsewhere.")
+            _fail(output, exit_code=1)
+        raise
 
 
 def _fail(error: DilocoError, *, exit_code: int) -> None:

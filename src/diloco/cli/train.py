@@ -95,7 +95,7 @@ def command(
     from diloco.training.loop import CHECKPOINTS
     from diloco.training.spec import LearnerSpec, Role
 
-    method_from_table(config.method)  # checks it in runs without a syncer, too
+    method_from_table(config.method, str(run_file))  # checks it in runs without a syncer, too
 
     role: Role = "baseline" if alone else "isolated" if isolated else "learner"
     checkpoints = config.dir / name / CHECKPOINTS

@@ -270,20 +270,30 @@ PRESETS: dict[str, Callable[..., Method]] = {
 }  # fmt: skip
 
 
-def method_from_table(table: Mapping[str, Any]) -> Method:
+def method_from_table(table: Mapping[str, Any], source: str = "") -> Method:
     """A method from a run file's `[method]` table: `preset = "DiLoCo"`, the preset's keywords, and `REPLACEABLE`
     fields.
 
     `merge`, `screen`, `partial` and `adopt` replace the preset's answer where the preset has no such keyword.
 
+    Arguments:
+        source: the run file, for errors.
+
     Raises:
         ConfigError: no or an unknown preset, a keyword that the preset does not take (names the nearest), or answers
             that do not go together.
     """
+    try:
+        return _from_table(table)
+    except ConfigError as error:
+        raise ConfigError(f"{source and f'{source}: '}[method] {error}") from error
+
+
+def _from_table(table: Mapping[str, Any]) -> Method:
     keywords = dict(table)
     name = keywords.pop("preset", None)
     if name is None:
-        raise ConfigError(f"[method] names no preset; set preset to one of {', '.join(PRESETS)}.")
+        raise ConfigError(f"names no preset; set preset to one of {', '.join(PRESETS)}.")
     if not isinstance(name, str) or name not in PRESETS:
         raise ConfigError(f"there is no preset {name!r}{nearest(str(name), PRESETS)}")
     preset = PRESETS[name]

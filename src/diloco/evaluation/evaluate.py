@@ -79,7 +79,7 @@ def evaluate_exports(paths: Sequence[Path], request: EvaluationRequest) -> list[
                 results.append(
                     held_out_loss(export.model, held_out_batches(corpus, length, num_windows, request.batch))
                 )
-            elif text:
+            elif request.texts:
                 results.append(held_out_loss(export.model, _batches_of(text, export, length, request)))
             if harness is not None:
                 results += harness.run(export, limit=request.limit, batch=request.batch)

@@ -157,7 +157,7 @@ def _of_plain_text(way: DialSettings, plain: socket.socket) -> FailureReason | N
     except OSError as error:
         if not (isinstance(error, ssl.SSLError) and "ALERT" in (error.reason or "")):
             return None
-    advice = "give the directory or line of this holder's keys"
+    advice = f"give the directory or line that `diloco keys add` made (keys, or the environment variable {VARIABLE})"
     return FailureReason(
         f"the syncer at {way.address} wants TLS, and no keys are given here; {advice}.", is_refusal=True
     )

@@ -27,6 +27,16 @@ def require_exchange(exchange: object) -> None:
         )
 
 
+def require_method(method: object) -> None:
+    """Raise ConfigError unless `method` is a method or None; a preset that was not called is none."""
+    if method is not None and not isinstance(method, Method):
+        preset = getattr(method, "__name__", None)
+        raise ConfigError(
+            f"Learner(method={preset or repr(method)}) is no method; call a preset, which returns one: "
+            f"diloco.{preset or 'DiLoCo'}(…)."
+        )
+
+
 def require_joiners(exchange: Exchange, rewarm_steps: int | None) -> None:
     """Raise ConfigError for a re-warm-up that no learner of this exchange ever takes."""
     if rewarm_steps and not exchange.joins_late:

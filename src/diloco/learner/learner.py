@@ -22,10 +22,10 @@ from torch.utils.hooks import RemovableHandle
 
 from diloco.core.fragments import Layout
 from diloco.core.method import Method
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, translated
 from diloco.exchange.base import Exchange, FlatModel, StartingState
 from diloco.exchange.island import Ranks
-from diloco.learner.compatibility import check_compatible, require_exchange, require_joiners
+from diloco.learner.compatibility import check_compatible, require_exchange, require_joiners, require_method
 from diloco.learner.driver import LearnerDriver
 from diloco.learner.frozen import exchanged_tensors
 from diloco.learner.island_model import described_by_all, static_of_all
@@ -132,6 +132,7 @@ class Learner:
         rewarm_steps: int | None = None,
     ) -> None:
         require_exchange(exchange)
+        require_method(method)
         self.model, self.optimizer = model, optimizer
         root, self._optimizers = joined(model), listed(optimizer)
         self._fully_sharded = FullyShardedModules(root)
@@ -234,14 +235,16 @@ class Learner:
                 outside the training data.
 
         Raises:
-            ConfigError: the learner is closed.
+            ConfigError: the learner is closed, or a loss is no number.
         """
         self._require_open()
         driver = self._driver
-        if training_loss is not None:
-            driver.training_loss = float(training_loss)
-        if held_out_loss is not None:
-            driver.evaluation = Evaluation(float(held_out_loss), self.run_tokens)
+        with translated((TypeError, ValueError), ConfigError, "learner.log(…) needs numbers", "pass losses as floats"):
+            training, held_out = (None if loss is None else float(loss) for loss in (training_loss, held_out_loss))
+        if training is not None:
+            driver.training_loss = training
+        if held_out is not None:
+            driver.evaluation = Evaluation(held_out, self.run_tokens)
         driver.report()
 
     def step_after_optimizer(self, tokens: Callable[[], int] | None = None) -> None:
@@ -259,6 +262,10 @@ class Learner:
         self._require_open()
         if self._steps_by_itself:
             raise ConfigError("step_after_optimizer was called before; it is needed once.")
+        if tokens is not None and not callable(tokens):
+            raise ConfigError(
+                f"step_after_optimizer(tokens={tokens!r}) is no function; pass one that returns the tokens."
+            )
         require_hooks(self._optimizers[-1])
         self._steps_by_itself = True
 

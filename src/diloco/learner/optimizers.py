@@ -28,7 +28,7 @@ def listed(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -
     if not optimizers:
         raise ConfigError("Learner(optimizer=[]) has no optimizer; pass those that train the model.")
     for each in optimizers:
-        if not hasattr(each, "param_groups"):
+        if not (hasattr(each, "param_groups") and hasattr(each, "state")):
             raise ConfigError(
                 f"Learner(optimizer=…) has a {type(each).__name__}, which is no optimizer; pass those that train the "
                 "model."

@@ -241,7 +241,9 @@ class SyncerCore:
         """
         account = self.accounting.accounts.get(learner)
         if account is None or account.process != process:
-            raise StaleIncarnationError(f"this process is not known as learner {learner!r}; its goodbye means nothing.")
+            raise StaleIncarnationError(
+                f"this process is not known as learner {learner!r}, so it cannot leave under that name."
+            )
         self._wants_record |= self.accounting.trained_late(learner, tokens)
         if step > 0:
             account.ended_at = max(step, account.ended_at or 0)

@@ -49,7 +49,7 @@ def numbers(timeline: Timeline) -> dict[str, Any]:
         "method": timeline.method.get("name", ""),
         "num_parameters": timeline.num_parameters,
         "duration_s": timeline.ended_at - begun,
-        "tokens": max(trained, ended.tokens if ended is not None else 0),
+        "tokens": max(timeline.tokens, trained, ended.tokens if ended is not None else 0),
         "loss": max(losses)[1] if losses else None,
         "merges": len(timeline.merges),
         "num_bytes": sum(timeline.traffic.values()),
@@ -105,9 +105,10 @@ def rows(found: dict[str, Any]) -> list[tuple[str, ...]]:
 def summary(found: dict[str, Any]) -> str:
     """The run in one sentence."""
     loss = "" if found["loss"] is None else f", held-out loss {found['loss']:.4f} nats per token"
+    num = len(found["learners"])
     missing = f"; {found['missing_events']:,} events are missing from the files" if found["missing_events"] else ""
     return (
-        f"{found['method']}, {found['num_parameters']:,} parameters, {len(found['learners'])} learners: "
+        f"{found['method']}, {found['num_parameters']:,} parameters, {num} learner{'s' * (num != 1)}: "
         f"{found['tokens']:,} tokens in {found['duration_s']:,.1f} s, {found['merges']:,} merges, "
         f"{found['num_bytes'] / 1e6:,.2f} MB on the wire{loss}{missing}"
     )

@@ -23,6 +23,7 @@ class Timeline:
         steps, evaluated: by process (learners, baseline, isolated), in the order of writing.
         waits: by process, the periods in which the training thread waited.
         finished: by process, its newest `Finished` event.
+        tokens: largest number of trained tokens that a progress event of the syncer names.
         missing: number of events that could not be written, over all processes.
     """
 
@@ -42,6 +43,7 @@ class Timeline:
     evaluated: dict[str, list[ev.Evaluated]] = field(default_factory=dict)
     waits: dict[str, list[ev.Waited]] = field(default_factory=dict)
     finished: dict[str, ev.Finished] = field(default_factory=dict)
+    tokens: int = 0
     missing: int = 0
     _incarnations: dict[str, int] = field(default_factory=dict)
     _settled: dict[str, Counts] = field(default_factory=dict)
@@ -90,6 +92,8 @@ class Timeline:
                 self.evictions.append(event)
             case ev.Merged():
                 self.merges.append(event)
+            case ev.Progress():
+                self.tokens = max(self.tokens, event.tokens)
             case ev.Traffic():
                 self._newest[event.learner] = event
             case _:

@@ -95,6 +95,8 @@ class Store:
 
     def __init__(self, path: str | os.PathLike[str], *, at: Callable[[str], None] = ignore_point) -> None:
         self.path = Path(path)
+        if self.path.is_file():
+            raise StoreError(f"{self.path} is a file; name a directory for the state.")
         self._files = TensorFiles(self.path, at)
         self._at = at
         self.serial = 0

@@ -6,6 +6,7 @@ import errno
 import os
 import resource
 import socket
+from pathlib import Path
 
 from diloco.errors import ConfigError, DilocoError, RunError
 from diloco.exchange.wire.address import socket_path, split_address
@@ -27,7 +28,12 @@ def port_refusal(address: str, error: OSError, *, what: str, choice: str) -> Dil
 
 def why_unbound(address: str) -> OSError:
     """The system's error when this address is bound."""
-    if socket_path(address) is not None:
+    if (path := socket_path(address)) is not None:
+        directory = Path(path).parent
+        if not directory.is_dir():
+            return OSError(errno.ENOENT, f"there is no directory {directory}")
+        if not os.access(directory, os.W_OK | os.X_OK):
+            return OSError(errno.EACCES, f"the directory {directory} is not writable")
         return OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
     host, port = split_address(address)
     try:

@@ -148,6 +148,8 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     Raises CheckpointError when a file is missing, damaged or of another format; the message names an earlier checkpoint
     if there is one.
     """
+    if not path.is_dir() or not (path.name.startswith("step-") or (path / _MANIFEST).exists()):
+        raise CheckpointError(f"{path} is not a checkpoint; name a step-… directory below checkpoints/")
     try:
         return _load(path)
     except CheckpointError as error:

@@ -114,14 +114,14 @@ def load_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     filled = set()
     for name, tensor in state.items():
         if name not in own:
-            raise LayoutError(f"the model has no tensor {name}; check [model]")
+            raise LayoutError(f"the model has no tensor {name}")
         theirs, ours = list(tensor.shape), list(own[name].shape)
         if theirs != ours:
-            raise LayoutError(f"{name} has shape {theirs} where the model has {ours}; check [model]")
+            raise LayoutError(f"{name} has shape {theirs} where the model has {ours}")
         filled.add(id(own[name]))
     for name, tensor in own.items():
         if id(tensor) not in filled:
-            raise LayoutError(f"the tensor {name} of the model is missing; check [model]")
+            raise LayoutError(f"the tensor {name} of the model is missing")
     with torch.no_grad():
         for name, tensor in state.items():
             own[name].copy_(tensor)

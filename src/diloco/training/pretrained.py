@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from diloco.config import RunConfig
 from diloco.core.fragments import Layout, scatter
-from diloco.errors import StoreError, translated
+from diloco.errors import LayoutError, StoreError, translated
 from diloco.training.checkpoint import load_checkpoint
 from diloco.training.data.reading import BYTE_VOCABULARY, byte_tokenizer, load_tokenizer, vocabulary_size
 from diloco.training.data.token_shards import read_index
@@ -33,7 +33,10 @@ def export_run(state: Mapping[str, Tensor], config: RunConfig, out_dir: Path) ->
     vocab_size, tokenizer = vocabulary(config)
     built = build_model(config.model, vocab_size, config.data.sequence_length, config.run.seed)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(built.config, dtype=_dtype(state))
-    load_state(model, state)
+    failed = "the run's model is not the one of [model]"
+    advice = "diloco export writes models of diloco train; a loop of its own saves learner.global_state_dict()"
+    with translated(LayoutError, LayoutError, failed, advice):
+        load_state(model, state)
     model.config.use_cache = True  # off in training, on for generation
     # The files are written to another directory and then moved, so each file of the export is always complete.
     partial = out_dir.with_name(f".{out_dir.name}.partial")
@@ -45,6 +48,8 @@ def export_run(state: Mapping[str, Tensor], config: RunConfig, out_dir: Path) ->
                 model.save_pretrained(partial)
             if tokenizer is not None:
                 tokenizer.save_pretrained(partial)
+            for file in partial.glob("*.safetensors"):
+                shutil.copymode(partial / "config.json", file)  # written for this user alone
             out_dir.mkdir(parents=True, exist_ok=True)
             for file in partial.iterdir():
                 file.replace(out_dir / file.name)

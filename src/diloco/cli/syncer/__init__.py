@@ -23,7 +23,11 @@ class _CommandWithSubcommands(TyperGroup):
             known = ", ".join(self.commands)
             raise ConfigError(f"there is no run file and no command {args[0]!r} of `diloco syncer`; commands: {known}.")
         if not args or args[0] not in self.commands:
-            return super(TyperGroup, self).parse_args(ctx, args)
+            if unexpected := super(TyperGroup, self).parse_args(ctx, args):  # a group keeps them for a subcommand
+                raise ConfigError(
+                    f"unexpected argument {unexpected[0]!r}; subcommands come first: diloco syncer check DIR"
+                )
+            return []
         ctx._protected_args, ctx.args = args[:1], args[1:]
         return args[1:]
 

@@ -31,7 +31,9 @@ def command(
     run_file: Annotated[Path, typer.Argument(help="The run file; its \\[syncer] table configures the syncer.")],
     address: Annotated[str | None, typer.Option(help="host:port to bind, instead of the run file's.")] = None,
     state_dir: Annotated[Path | None, typer.Option(help="The state directory, instead of the run file's.")] = None,
-    metrics_port: Annotated[int | None, typer.Option(help="Loopback port for Prometheus; 0: any free port.")] = None,
+    metrics_port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Loopback port for Prometheus; 0: any free port.")
+    ] = None,
     page: Annotated[
         bool | None,
         typer.Option(
@@ -40,7 +42,9 @@ def command(
             "loopback.",
         ),
     ] = None,
-    page_port: Annotated[int | None, typer.Option(help="Loopback port of the live page; 0: any free port.")] = None,
+    page_port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Loopback port of the live page; 0: any free port.")
+    ] = None,
     keys: Annotated[
         str | None,
         typer.Option(
@@ -111,7 +115,7 @@ def command(
         deadlines=Deadlines(**{field.name: getattr(table, field.name) for field in fields(Deadlines)}),
     )
     stop = threading.Event()
-    method = method_from_table(config.method)
+    method = method_from_table(config.method, str(run_file))
     opened = partial(open_feed, config, "syncer")
     tracked = SyncerFeed(options.state_dir / EVENTS, opened) if config.track.trackers else nullcontext()
     with tracked, ending_by_signals(stop.set, None), Syncer(config.run.name, method, options) as it:

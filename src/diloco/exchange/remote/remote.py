@@ -19,11 +19,11 @@ from typing import Any
 
 from torch import Tensor
 
-from diloco.core.choices import whole_number
+from diloco.core.choices import positive, whole_number
 from diloco.core.fragments import Layout
 from diloco.core.global_fragment import AppliedUpdate
 from diloco.core.method import Method
-from diloco.errors import ConfigError, ExchangeError, StoppedError
+from diloco.errors import ConfigError, ExchangeError, PayloadError, StoppedError, translated
 from diloco.exchange.base import Event, FlatModel, Overview, ShardedExchange, StartingState
 from diloco.exchange.dialling import Dialler, dialler
 from diloco.exchange.key_pair import find_keys, learner_of
@@ -40,6 +40,7 @@ from diloco.protocol.lineage import Lineage
 from diloco.protocol.members import Claim, Report
 from diloco.protocol.session.joining import LEAVE_TIMEOUT_S
 from diloco.protocol.session.session_core import SessionCore
+from diloco.run.validation import check_name
 
 STOPPED_TIMEOUT_S = 0.2
 """How long an interrupted learner waits until the syncer has all of its contributions, and then for the answer to its
@@ -88,16 +89,32 @@ def connect(
     Raises:
         ConfigError: an invalid address or combination, or keys that cannot be used.
     """
+    for name, value, kind, wanted in (
+        ("address", address, str, '"host:port"'), ("run", run, str, "the run's name"),
+        ("learner", learner, str | None, "a name"), ("initialise", initialise, bool, "True or False"),
+    ):  # fmt: skip
+        if not isinstance(value, kind):
+            raise ConfigError(f"connect({name}={value!r}) cannot be used; give {wanted}.")
     if tokens_per_step is not None:
         whole_number("tokens_per_step", tokens_per_step, 1)
-    seen = None if lineage is None else Lineage(**lineage)
+    if join_timeout_s is not None:
+        positive("join_timeout_s", join_timeout_s)
+    with translated(
+        TypeError, ConfigError, f"connect(lineage={lineage!r}) cannot be used", "give that of a state_dict"
+    ):
+        seen = None if lineage is None else Lineage(**lineage)
     own = find_keys(keys, address, insecure=insecure)
     if learner is None and own is not None:
         learner = learner_of(own.read())
+    learner = learner or socket.gethostname()
+    try:
+        check_name(learner)
+    except PayloadError as error:
+        raise ConfigError(str(error)) from error
     return Remote(
         dialler(address, keys=own, insecure=insecure),
         run=run,
-        learner=learner or socket.gethostname(),
+        learner=learner,
         initial=Initial(initial_step, initial_tokens, source, seen) if initialise else None,
         seen=None if initialise else seen,
         join_timeout_s=join_timeout_s,
