@@ -187,7 +187,8 @@ class Group:
 
         Receives are posted first: a receive requests the peer's part over the connection that carries the part for the
         peer, and the request would queue behind that part. If a rank is lost, the transfers with the other ranks are
-        still finished, so that these see only that rank as lost. The errors hold no frame, whose works would keep the
+        still finished, so that these see only that rank as lost; those with the lost rank are not awaited, since gloo
+        may never end a send to a peer that closed the connection. The errors hold no frame, whose works would keep the
         connections open.
         """
         self._exchanges += 1
@@ -203,10 +204,12 @@ class Group:
                     except RuntimeError as error:
                         lost.setdefault(rank, error.with_traceback(None))
         for rank, work in works:
+            if rank in lost:
+                continue
             try:
                 work.wait()
             except RuntimeError as error:
-                lost.setdefault(rank, error.with_traceback(None))
+                lost[rank] = error.with_traceback(None)
         return lost
 
     @contextmanager
