@@ -24,7 +24,7 @@ from diloco.exchange.probe import (
 )
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import LONGEST_CHUNK_BYTES
-from diloco.exchange.wire.probe import MAX_PROBE_BYTES, StreamTiming, noise
+from diloco.exchange.wire.link_probe import MAX_PROBE_BYTES, StreamTiming, noise
 from diloco.syncer.keys.keyring import Keyring
 from diloco.syncer.server import Syncer
 

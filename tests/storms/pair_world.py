@@ -20,7 +20,7 @@ from diloco.exchange.virtual.syncer import SyncerProcess
 from diloco.protocol.succession import Standing, elector
 
 SETTLES_S = 20.0
-"""After a fault of a syncer or of a link between the two, and the silence that a takeover needs, the run has one that serves it."""
+"""After a fault of a syncer or of a link between the two, and the silence before a takeover, the run has a syncer."""
 
 OPERATOR_S = 60.0
 """After so long without a syncer that may publish, while nothing else is wrong, a person looks at it."""

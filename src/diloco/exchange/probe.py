@@ -16,7 +16,7 @@ from diloco.exchange.dialling import dialler, found
 from diloco.exchange.key_pair import AnyKeys
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import read_header
-from diloco.exchange.wire.probe import MAX_PROBE_BYTES, StreamTiming, noise
+from diloco.exchange.wire.link_probe import MAX_PROBE_BYTES, StreamTiming, noise
 
 FIRST_BYTES = 1 << 16
 GROWTH = 16
