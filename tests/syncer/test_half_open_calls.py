@@ -327,6 +327,7 @@ def test_a_syncer_releases_what_came_of_a_model_that_does_not_go_on(tmp_path: Pa
     ):
         lost = pool.submit(initialise, connection)
         until(lambda: any(link.is_swallowed for link in relay.links), "nothing crosses")
+        until(lambda: syncer.transfers.num_open > 0, "the upload does not begin")
         relay.cut()
         assert isinstance(lost.exception(), UnreachableError)
         until(lambda: syncer._incoming.kept_bytes > 0, "nothing is kept")
