@@ -2,7 +2,7 @@
 
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
@@ -54,23 +54,26 @@ def check_directory(config: "RunConfig", name: str, *, force: bool) -> None:
     typer.echo(f"{name}: the earlier start is kept as {kept}", err=True)
 
 
-def is_over(config: "RunConfig", part: "LearnerSpec") -> bool:
-    """Whether the run has nothing left to train.
+def look_at_run(
+    config: "RunConfig", part: "LearnerSpec", *, begins_anew: bool
+) -> Literal["over", "has model", "empty", "unknown"]:
+    """The run's state at its syncer: whether it has nothing left to train, or has a model.
 
     Raises:
         AuthError: the syncer refuses this learner. UnknownRunError: it serves another run.
         UnreachableError: no syncer answers. AlreadyInitialisedError: the run has a model.
         RunError: a learner of this name is live.
     """
-    begins_anew = part.resume_from is None and not part.supervised
     run, name = config.run, part.name
-    status = _status(config, waits=part.supervised)
+    status = _status(config, waits=not begins_anew)
     if status is None:
-        return False
+        return "unknown"
     if not status["initialised"]:
         if not part.initialise:
-            typer.echo(f"run {run.name!r} has no model yet: {name} waits for the learner with --initialise", err=True)
-        return False
+            typer.echo(
+                f"run {run.name!r} has no model yet: {name} waits for a learner with --initialise if-empty", err=True
+            )
+        return "empty"
     left = run.tokens - status["tokens"]
     is_abandoned = not any(member["live"] for member in status["learners"].values())
     if left <= 0 or (is_abandoned and left < LEFT_STEPS * config.tokens_per_full_step):
@@ -79,16 +82,20 @@ def is_over(config: "RunConfig", part: "LearnerSpec") -> bool:
             "export` writes its model, and a larger run.tokens trains it further",
             err=True,
         )
-        return True
-    if begins_anew and part.initialise:
-        raise AlreadyInitialisedError(f"run {run.name!r} has a model, which is never replaced; drop --initialise.")
+        return "over"
+    if part.initialise is True:
+        raise AlreadyInitialisedError(
+            f"run {run.name!r} has a model, which is never replaced; --initialise if-empty takes it."
+        )
     member = status["learners"].get(name)
     if begins_anew and member is not None and member["live"]:
         raise RunError(
             f"{name} is live in run {run.name!r}, at step {member['step']:,}, last heard {member['silent_s']:.1f} s "
             "ago; give this learner another --name, or replace that one with --resume."
         )
-    return False
+    if part.initialise:
+        typer.echo(f"run {run.name!r} has a model, at step {status['step']:,}: {name} takes it", err=True)
+    return "has model"
 
 
 def _status(config: "RunConfig", *, waits: bool) -> dict[str, Any] | None:

@@ -5,22 +5,24 @@ import os
 import signal
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from diloco.cli._options import JsonSummary, Keys, LearnerName, Overrides, RunFile, with_keys
 from diloco.cli._output import print_result
-from diloco.cli._preflight import check_directory, is_over, with_usable_checkpoint
+from diloco.cli._preflight import check_directory, look_at_run, with_usable_checkpoint
 from diloco.cli._signals import ending_by_signals
-from diloco.errors import AlreadyInitialisedError, ConfigError
+from diloco.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
     from diloco.config import RunConfig
+    from diloco.protocol.session.joining import Initialises
     from diloco.tracking.feed import Feed
     from diloco.training.learners import AnyLearner, Attach
     from diloco.training.loop import Trainer
@@ -41,8 +43,12 @@ def command(
         ),
     ] = None,
     initialise: Annotated[
-        bool, typer.Option("--initialise", help="Give the run its model after a warm start.")
-    ] = False,
+        Literal["if-empty", "once"] | None,
+        typer.Option(
+            help="Give the run its model after a warm start. if-empty: only if it has none, and continue from this "
+            "learner's newest checkpoint: the same command serves every start. once: an error if it has one.",
+        ),
+    ] = None,
     collective: Annotated[
         bool, typer.Option("--collective", help="Make each rank of torchrun a learner; no syncer.")
     ] = False,
@@ -56,8 +62,7 @@ def command(
         typer.Option(
             "--supervised",
             help="For a supervisor that reruns the same command after a failure or a stop: continue from the newest "
-            "checkpoint if there is one, give the run its model only if it has none, and exit with code 143 after a "
-            "signal.",
+            "checkpoint if there is one, as with --initialise if-empty, and exit with code 143 after a signal.",
         ),
     ] = False,
     keys: Keys = None,
@@ -99,11 +104,15 @@ def command(
 
     role: Role = "baseline" if alone else "isolated" if isolated else "learner"
     checkpoints = config.dir / name / CHECKPOINTS
-    resumes = (resume and resume_from is None) or (supervised and bool(list_checkpoints(checkpoints)))
+    continues = supervised or (initialise == "if-empty" and not force)
+    resumes = resume_from is None and (resume or (continues and bool(list_checkpoints(checkpoints))))
     if resumes:
         resume_from = latest_checkpoint(checkpoints)
-    part = LearnerSpec(name, role, shard or 0, initialise, resume_from, supervised)
-    begins_anew = resume_from is None and not supervised
+    begins_anew = resume_from is None and not continues
+    initialises: Initialises = initialise is not None
+    if initialise == "if-empty" or (initialises and not begins_anew):  # it may have given the run its model before
+        initialises = "if-empty"
+    part = LearnerSpec(name, role, shard or 0, initialises, resume_from, supervised)
     can_fall_back = resumes and role == "learner" and not collective
     _train(config, part, collective, as_json, force if begins_anew else None, can_fall_back=can_fall_back)
 
@@ -148,10 +157,14 @@ def _train(
     feed = None
     with ExitStack() as at_the_end:  # trackers close after the process group
         with ranks_of_process(config.train.device) as job:
-            if part.role == "learner" and not collective and job.any(job.is_first and is_over(config, part)):
-                if as_json and job.is_first:
-                    typer.echo(json.dumps({"name": part.name, "reason": "finished"}))
-                return
+            if part.role == "learner" and not collective:
+                run = look_at_run(config, part, begins_anew=force is not None) if job.is_first else None
+                if job.any(run == "over"):
+                    if as_json and job.is_first:
+                        typer.echo(json.dumps({"name": part.name, "reason": "finished"}))
+                    return
+                if job.any(run == "has model"):
+                    part = replace(part, initialise=False)
             if force is not None and (collective or job.is_first):
                 check_directory(config, part.name, force=force)
             if can_fall_back:
@@ -208,39 +221,30 @@ def _connector(config: "RunConfig", part: "LearnerSpec", stopping: "StopRequest"
         import diloco
         from diloco.training.checkpoint import lineage_of
 
-        def connect(initialise: bool) -> "AnyLearner":
-            exchange = diloco.connect(
-                syncer.address,
-                run=config.run.name,
-                learner=part.name,
-                keys=syncer.keys,
-                insecure=syncer.insecure,
-                initialise=initialise,
-                initial_step=steps,
-                initial_tokens=tokens,
-                source=_source(config, part),
-                lineage=None if part.resume_from is None else lineage_of(part.resume_from),
-                tokens_per_step=config.learner_batch * config.data.sequence_length,
-            )
-            stopping.interrupt_with(exchange.interrupt)
-            trains, overlap = config.train.trains or None, config.train.overlap
-            with ExitStack() as refused:  # closes the exchange, and so ends its threads, if the learner refuses it
-                refused.callback(exchange.close)
-                learner = diloco.Learner(
-                    model, optimizer, exchange=exchange, trains=trains, overlap=overlap,
-                    rewarm_steps=config.train.rewarm_steps,
-                )  # fmt: skip
-                refused.pop_all()
-            stopping.interrupt_with(learner.interrupt)  # also interrupts the other ranks
-            return learner
-
-        try:
-            return connect(part.initialise)
-        except AlreadyInitialisedError:
-            # Restarted after a crash: the run's model is the one that this learner gave it before.
-            if part.resume_from is None and not part.supervised:
-                raise
-            return connect(initialise=False)
+        exchange = diloco.connect(
+            syncer.address,
+            run=config.run.name,
+            learner=part.name,
+            keys=syncer.keys,
+            insecure=syncer.insecure,
+            initialise=part.initialise,
+            initial_step=steps,
+            initial_tokens=tokens,
+            source=_source(config, part),
+            lineage=None if part.resume_from is None else lineage_of(part.resume_from),
+            tokens_per_step=config.learner_batch * config.data.sequence_length,
+        )
+        stopping.interrupt_with(exchange.interrupt)
+        trains, overlap = config.train.trains or None, config.train.overlap
+        with ExitStack() as refused:  # closes the exchange, and so ends its threads, if the learner refuses it
+            refused.callback(exchange.close)
+            learner = diloco.Learner(
+                model, optimizer, exchange=exchange, trains=trains, overlap=overlap,
+                rewarm_steps=config.train.rewarm_steps,
+            )  # fmt: skip
+            refused.pop_all()
+        stopping.interrupt_with(learner.interrupt)  # also interrupts the other ranks
+        return learner
 
     return attach
 

@@ -29,7 +29,7 @@ from diloco.core.method import Method
 from diloco.core.update import Update
 from diloco.errors import CheckpointError, ConfigError
 from diloco.exchange.lanes import CommandLanes
-from diloco.protocol.contribution import CallForWork, Contribution, Drained, Hold, Rejection, Standing
+from diloco.protocol.contribution import Budget, CallForWork, Contribution, Drained, Hold, Rejection, Settled, Standing
 from diloco.protocol.leases import Ask, Grant
 from diloco.protocol.lineage import Lineage
 from diloco.protocol.members import Report
@@ -121,23 +121,25 @@ class Overview:
         sync_every: where learners push at a pace of their own, inner steps to this one's next push; None: the method's
             H.
         drained: the run has no place for this learner any more; it must finish and leave.
+        budget: when the run ends, as far as the exchange knows.
     """
 
     num_live: int = 1
     run_tokens: int | None = None
     sync_every: int | None = None
     drained: bool = False
+    budget: Budget = Budget()
 
     @classmethod
     def of(cls, standing: Standing | None) -> Overview:
         """From a syncer's message; None: none was received."""
         if standing is None:
             return cls(run_tokens=0)
-        return cls(standing.num_live, standing.run_tokens, standing.sync_every, standing.drained)
+        return cls(standing.num_live, standing.run_tokens, standing.sync_every, standing.drained, standing.budget)
 
 
 Call = Literal[
-    "step", "global_state_dict", "global_model", "state_dict", "distributed_state_dict", "load_state_dict"
+    "step", "finish", "global_state_dict", "global_model", "state_dict", "distributed_state_dict", "load_state_dict"
 ]  # fmt: skip
 """Methods of a learner in which all of its ranks take part."""
 
@@ -147,7 +149,7 @@ class Interrupted:
     """The learner must stop waiting (`Exchange.interrupt`)."""
 
 
-Event = Arrived | CallForWork | Rejection | Rejoined | Grant | Drained | Hold | Interrupted
+Event = Arrived | CallForWork | Rejection | Rejoined | Grant | Drained | Hold | Settled | Interrupted
 
 
 class Exchange(ABC):
@@ -156,8 +158,9 @@ class Exchange(ABC):
     gradients = True
     """Whether gradients can be exchanged (`Method.exchanged == "gradients"`) besides outer gradients."""
 
-    leases = False
-    """Whether there is a syncer that leases the units of the run's data (`ask`)."""
+    has_syncer = False
+    """Whether there is a syncer: it leases units of the run's data (`ask`), and tells when the run has ended
+    (`Settled`)."""
 
     joins_late = True
     """Whether a learner can join a run under way without a checkpoint."""
@@ -257,9 +260,10 @@ class Exchange(ABC):
         """Possible reasons why an answer is missing, as a phrase for warnings."""
         return f"{self.overview.num_live} learner(s) take part"
 
-    def sum_tokens(self, tokens: int) -> int:
-        """Tokens of one step over all ranks of this learner."""
-        return tokens
+    def sum_over_ranks(self, number: int, call: Call = "step") -> int:
+        """The sum of a number over all ranks of this learner, each of which makes the same call. Afterwards all of them
+        have the same `overview`."""
+        return number
 
     def meet(self, call: Call) -> None:  # noqa: B027  (one rank waits for no other)
         """A barrier of this learner's ranks before the collective part of a call. Raises ConfigError on all of them if

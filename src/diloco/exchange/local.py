@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from safetensors.torch import load, save
 from torch import Tensor
 
+from diloco.core.choices import whole_number
 from diloco.core.global_fragment import GlobalFragment
 from diloco.core.layout import Layout
 from diloco.core.method import Method
@@ -22,7 +23,7 @@ from diloco.exchange.virtual.client import News, SessionClient
 from diloco.exchange.virtual.delivery import Alarm
 from diloco.exchange.virtual.run import RUN, VirtualRun
 from diloco.exchange.virtual.turns import Killed, StepSeconds, ThreadState
-from diloco.protocol.contribution import CallForWork, Contribution, Drained, Hold, Rejection
+from diloco.protocol.contribution import Budget, CallForWork, Contribution, Drained, Hold, Rejection, Settled
 from diloco.protocol.leases import Ask, Grant
 from diloco.protocol.members import Claim, Report
 from diloco.protocol.session.requests import Fail, TellStart
@@ -35,7 +36,7 @@ T = TypeVar("T")
 
 def run_local(
     fn: Callable[[int, Exchange], T], *, learners: int, step_s: float | Sequence[float] | StepSeconds = 1.0,
-    starts_s: Sequence[float] | None = None, pool: Pool | None = None,
+    starts_s: Sequence[float] | None = None, pool: Pool | None = None, tokens: int | None = None,
 ) -> list[T]:  # fmt: skip
     """Run `fn(index, exchange)` for each learner in this process and return the results in learner order.
 
@@ -53,6 +54,7 @@ def run_local(
         pool: how many of them may train at a time; None: all. A learner without a place in the pool asks again about
             once a second of virtual time; a drained one has `learner.drained` and must finish; one that joins after the
             pool has shrunk fails (`DrainedError`).
+        tokens: of all learners together, after which `learner.done` is true; None: the loop itself knows its end.
 
     Raises:
         ConfigError: impossible numbers, or a pool that is at times too small for a round.
@@ -64,7 +66,11 @@ def run_local(
     if learners < 1:
         raise ConfigError(f"learners={learners}; a run needs at least one.")
     names = [f"learner-{index:03d}" for index in range(learners)]
-    run = VirtualRun(names, _step_seconds(step_s, learners), _starts(starts_s, learners), pool=pool)
+    if tokens is not None:
+        whole_number("run_local(tokens=…)", tokens, minimum=1)
+    run = VirtualRun(
+        names, _step_seconds(step_s, learners), _starts(starts_s, learners), pool=pool, budget=Budget(tokens)
+    )
     ended = run_virtual(fn, run)
     return [result for result in ended if not isinstance(result, Lost)]
 
@@ -140,7 +146,7 @@ class Local(Exchange):
         initial_step, initial_tokens: inner steps and tokens of the model that initialises the run; likewise.
     """
 
-    leases = True
+    has_syncer = True
     remind_after_s = math.inf  # in virtual time learners wait for each other all the time
 
     def __init__(self, run: VirtualRun, index: int) -> None:
@@ -219,7 +225,7 @@ class Local(Exchange):
                     self._inbox.append(Rejoined(opened, start.reason))
             case Fail(error=error):
                 self._failure = error
-            case Arrived() | CallForWork() | Rejection() | Grant() | Drained() | Hold():
+            case Arrived() | CallForWork() | Rejection() | Grant() | Drained() | Hold() | Settled():
                 self._inbox.append(news)
         self._run.time.notified.add(self._index)
 

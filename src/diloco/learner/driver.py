@@ -21,7 +21,7 @@ from diloco.learner.master_weights import MasterWeightDetector
 from diloco.learner.rewarm import Rewarm
 from diloco.learner.tensors import LearnerTensors
 from diloco.learner.timing import Timing
-from diloco.protocol.contribution import KEPT, CallForWork, Contribution, Drained, Hold, Rejection
+from diloco.protocol.contribution import KEPT, Budget, CallForWork, Contribution, Drained, Hold, Rejection, Settled
 from diloco.protocol.in_flight import Send
 from diloco.protocol.learner import LearnerCore
 from diloco.protocol.leases import Grant
@@ -30,6 +30,9 @@ from diloco.protocol.unit_queue import UnitQueue
 from diloco.protocol.units import Ranges
 
 log = logging.getLogger("diloco")
+
+FINISH_SAID_AFTER_S = 2.0
+"""How long `finish` waits before it says so; it says it again at doubled times."""
 
 
 class LearnerDriver:
@@ -54,6 +57,7 @@ class LearnerDriver:
         is_interrupted: a wait raises StoppedError from now on.
         is_drained: the learner was evicted and may not rejoin.
         is_paused: the run is paused.
+        is_settled: the run has ended, and this learner has its last versions.
         units: leased units of the run's data; None: no data is leased.
         training_loss, evaluation: the newest from `Learner.log`.
         updates, merges: numbers of versions received, and of those that contain this learner's work.
@@ -80,7 +84,8 @@ class LearnerDriver:
 
     def _begin(self, opened: StartingState) -> None:
         """Start a new incarnation from the run's model, with no contribution in flight."""
-        self.name, self.incarnation, self.is_paused = opened.learner, opened.incarnation, False
+        self.name, self.incarnation = opened.learner, opened.incarnation
+        self.is_paused = self.is_settled = False
         self.received.clear()
         self.tensors.uploads.keep(())
         self.residuals = ErrorFeedback(self.method, len(self.layout.fragments))
@@ -271,6 +276,39 @@ class LearnerDriver:
         if self._block_while(lambda: bool(missing()), reason, wait):
             self.report()
 
+    @property
+    def is_done(self) -> bool:
+        """Whether the run's budget is spent, as far as is known."""
+        overview = self.exchange.overview
+        return overview.budget.is_spent(overview.run_tokens, self.core.step)
+
+    def finish(self, timeout_s: float, ends_run: bool | None) -> str | None:
+        """Take no more steps, and wait for the run's last versions; as `Learner.finish`. Returns the reason if they may
+        not be here, as the end of a sentence."""
+        self.has_finished = True
+        self.report()
+        if ends_run is None:
+            ends_run = self.is_done or self.exchange.overview.budget == Budget()
+        began_s, say_at_s = self.exchange.now_s, FINISH_SAID_AFTER_S
+        while True:
+            waited_s = self.exchange.now_s - began_s
+            is_late = self.exchange.sum_over_ranks(int(waited_s >= timeout_s), "finish") > 0
+            self.receive()
+            awaits_others = (
+                ends_run and self.exchange.has_syncer and not (self.is_drained or self.exchange.overview.drained)
+            )
+            if self.is_settled or not (self.core.has_unanswered or awaits_others):
+                return "the run goes on" if self.exchange.has_syncer and not self.is_settled else None
+            if is_late or self.is_interrupted:
+                return f"the run has not ended after {waited_s:.0f} s ({self.exchange.obstacles})"
+            if waited_s >= say_at_s:
+                say_at_s = 2 * waited_s
+                self.say(
+                    f"has finished and waits for the last merges of the run, at most {timeout_s - waited_s:.0f} s more;"
+                    f" {self.exchange.obstacles}."
+                )
+            self.exchange.wait(min(timeout_s, say_at_s) - waited_s)
+
     def _wait_out_pause(self) -> None:
         """Block while the run is paused. Versions that arrive meanwhile are adopted afterwards."""
 
@@ -287,13 +325,14 @@ class LearnerDriver:
         """`Timing.wait_while`, with a warning that gives the reason, once for all ranks of this learner."""
 
         def warn(seconds: float) -> None:
-            if self.exchange.rank[0] == 0:
-                log.warning(
-                    "learner %s has been blocked after step %d for %.0f s: %s",
-                    self.name, self.core.step, seconds, reason(),
-                )  # fmt: skip
+            self.say(f"has been blocked after step {self.core.step} for {seconds:.0f} s: {reason()}")
 
         return self.timing.wait_while(is_waiting, wait, warn)
+
+    def say(self, text: str) -> None:
+        """Log a warning about this learner, once for all of its ranks."""
+        if self.exchange.rank[0] == 0:
+            log.warning("learner %s %s", self.name, text)
 
     def take_back(self) -> None:
         """Make the work of unanswered contributions pending again (`LearnerCore.take_back`)."""
@@ -331,6 +370,8 @@ class LearnerDriver:
                     self.is_interrupted = True
                 case Hold(is_paused=is_paused):
                     self.is_paused = is_paused
+                case Settled():
+                    self.is_settled = True
                 case Drained():
                     self.core.drained()
                     self.has_finished = self.is_drained = True

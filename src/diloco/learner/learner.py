@@ -7,7 +7,6 @@ of the exchange.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -40,12 +39,14 @@ from diloco.learner.rewarm import Rewarm
 from diloco.learner.roles import Buffers, ModelDescription, Static, described, require_answers
 from diloco.learner.state_dict import learner_state, resume
 from diloco.learner.tensors import LearnerTensors, trained_tensors
+from diloco.protocol.contribution import Budget
 from diloco.protocol.learner import LearnerCore
 from diloco.protocol.leases import DataSet
 from diloco.protocol.members import Evaluation
 from diloco.protocol.rounds.base import Rules
 
-log = logging.getLogger("diloco")
+FINISH_TIMEOUT_S = 300.0
+"""How long `Learner.finish` waits, unless told otherwise."""
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -289,7 +290,7 @@ class Learner:
         if self._start_model is not None:
             self._begins()
         self._driver.rewarm.stepped()
-        tokens = self._exchange.sum_tokens(tokens)
+        tokens = self._exchange.sum_over_ranks(tokens)
         if self._exchanges_gradients:
             self._core.credit(tokens)
             self._driver.report()
@@ -302,8 +303,8 @@ class Learner:
     def _begins(self) -> None:
         """The first step was taken: from now on no checkpoint can be loaded."""
         self._start_model = None  # a copy of the model that the anchors replace
-        if (notice := self._driver.rewarm.notice(self._core.step + 1)) and self._exchange.rank[0] == 0:
-            log.warning("learner %s %s", self.name, notice)
+        if notice := self._driver.rewarm.notice(self._core.step + 1):
+            self._driver.say(notice)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._require_training()
@@ -351,6 +352,23 @@ class Learner:
         return self._core.tokens if known is None else known
 
     @property
+    def done(self) -> bool:
+        """Whether this learner should take no more steps: the run's budget is spent (`[run] tokens` and `steps` of the
+        run file; `tokens=` of `run_local` and `Collective`), or it is `drained`.
+
+        Raises:
+            ConfigError: the run has no budget; the loop itself must know its end.
+        """
+        if self.drained:
+            return True
+        if self._exchange.overview.budget == Budget():
+            raise ConfigError(
+                "learner.done needs a run with a budget: [run] tokens of its run file, or run_local(…, tokens=…) and "
+                "Collective(tokens=…); without one, end the loop by learner.steps."
+            )
+        return self._driver.is_done
+
+    @property
     def drained(self) -> bool:
         """Whether this learner should finish now: the run no longer needs it (`protocol.steering`), or an admin has
         drained it or ended the run; and all work on some fragment has been sent.
@@ -381,7 +399,7 @@ class Learner:
                 taken a step, or leased data already.
         """
         self._require_open()
-        if self._exchanges_gradients or not self._exchange.leases:
+        if self._exchanges_gradients or not self._exchange.has_syncer:
             raise ConfigError(
                 "leases of data need a syncer (diloco.connect, run_local), and a method that exchanges outer "
                 "gradients; deal fixed shards of the data to the learners instead."
@@ -563,15 +581,34 @@ class Learner:
 
     # --- leaving ------------------------------------------------------------------------------------------------------
 
-    def finish(self) -> None:
-        """Declare that this learner takes no more steps, so that no round waits for it. Idempotent.
+    def finish(self, timeout_s: float = FINISH_TIMEOUT_S, *, ends_run: bool | None = None) -> bool:
+        """Take no more steps, so that no round waits for this learner, and wait for the run's last merges.
 
-        The learner remains a member of the run until `close`, and can evaluate, export or save meanwhile. Contributions
-        in flight are still merged. A process group has fixed members, which wait for it nevertheless.
+        Where the run ends with this learner, this blocks until the other learners have finished too, all is merged, and
+        the last versions have arrived: `global_state_dict` then has the same bits at every learner. A learner that
+        stops earlier waits for the merges of its own contributions only. Over a process group all learners are in every
+        round, and end together. All ranks of a learner call it together.
+
+        The learner remains a member of the run until `close`, and can evaluate, export or save. A second call waits
+        again.
+
+        Arguments:
+            timeout_s: the longest wait, in seconds; 0: only declare the end.
+            ends_run: whether the other learners end now too; None: if the run's budget is spent, or it has none.
+
+        Returns:
+            Whether this learner has the run's final model. If not, a warning says why.
         """
         self._require_open()
-        self._driver.has_finished = True
-        self._driver.report()
+        self._require_own_parameters()
+        driver = self._driver
+        obstacle = driver.finish(timeout_s, ends_run)
+        if obstacle is not None and timeout_s > 0:
+            driver.say(
+                f"ends at step {self.steps} with versions {list(self._core.newest)} of the global model, which may not "
+                f"be the run's last, since {obstacle}; `diloco export` gets the last ones."
+            )
+        return obstacle is None
 
     def interrupt(self, after_s: float = 0.5) -> None:
         """End all waits after this time: for SIGTERM. May be called from a signal handler or any thread.

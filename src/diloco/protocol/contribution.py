@@ -129,6 +129,29 @@ class Hold:
 
 
 @dataclass(frozen=True)
+class Settled:
+    """The run has ended: no version follows those that this learner has received, unless another learner joins."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """When a run ends.
+
+    Attributes:
+        tokens: of all learners together.
+        steps: the inner step of the run after which each learner ends. None: no limit.
+    """
+
+    tokens: int | None = None
+    steps: int | None = None
+
+    def is_spent(self, tokens: int | None, step: int) -> bool:
+        """Whether it ends a learner that is at this inner step, of a run that has trained so many tokens."""
+        has_tokens = self.tokens is not None and tokens is not None and tokens >= self.tokens
+        return has_tokens or (self.steps is not None and step >= self.steps)
+
+
+@dataclass(frozen=True)
 class Standing:
     """The whole state of the run for one learner. Receiving it again changes nothing.
 
@@ -146,6 +169,8 @@ class Standing:
         order: ascending for one process of the syncer: of two that overtook each other, the higher is the newer.
         paused: no round is merged, and learners take no steps.
         at_least: the fewest learners that a round is merged with, if an operator has set it; 0: as in the method.
+        settled: all learners have finished, and nothing is left to merge: `versions` are final unless one joins.
+        budget: of the run.
     """
 
     step: int
@@ -160,3 +185,5 @@ class Standing:
     order: int = 0
     paused: bool = False
     at_least: int = 0
+    settled: bool = False
+    budget: Budget = Budget()

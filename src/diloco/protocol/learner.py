@@ -162,6 +162,12 @@ class LearnerCore:
             if (version := self._rounds.answer_to(flight)) is not None
         )
 
+    @property
+    def has_unanswered(self) -> bool:
+        """Whether a contribution is neither in a received version nor rejected."""
+        flights = (flight for work in self.fragments for flight in work.in_flight if flight.number > 0)
+        return any(not (flight.listed or flight.is_rejected) for flight in flights)
+
     def adoptions(self) -> tuple[tuple[int, int], ...]:
         """(fragment, version) to adopt at this boundary."""
         versions = ((f, self._rounds.adoption(f, self.step)) for f in range(len(self.fragments)))

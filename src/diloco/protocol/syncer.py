@@ -51,6 +51,7 @@ class SyncerCore:
         steering: the operator's orders that are in force.
         rounds: the syncer's half of the method's way of calling rounds.
         step: the highest inner step known.
+        is_settled: as `Standing.settled`.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class SyncerCore:
         self.leases = Leases(len(self.fragments))
         self.steering = Steering()
         self.rounds = HALVES[type(rules.quorum)].syncer(rules.quorum, self)
+        self.is_settled = False
         self._serial = 0
         self._wants_record = False
         self._paused_at = 0.0
@@ -410,7 +412,7 @@ class SyncerCore:
             self.step, self.start_step(learner), self.accounting.run_tokens, len(self.members),
             self.rounds.sync_every(learner), tuple(state.version for state in self.fragments),
             self.rounds.calls(learner), self.accounting.verdicts(learner), learner in self.drained,
-            paused=self.steering.paused is not None, at_least=self.steering.at_least or 0,
+            paused=self.steering.paused is not None, at_least=self.steering.at_least or 0, settled=self.is_settled,
         )  # fmt: skip
 
     def verdicts(self, learner: str, fragment: int, version: int) -> tuple[Verdict, ...]:
@@ -478,6 +480,7 @@ class SyncerCore:
 
     def _look_again(self, now: float) -> list[Action]:
         if self.steering.paused is not None:
+            self.is_settled = False
             return self._wake(now)
         actions: list[Action] = []
         if called := self.rounds.update(now):
@@ -486,7 +489,19 @@ class SyncerCore:
             decision = self.decision(now, fragment)
             if decision is not None and decision.merge is not None:
                 actions.append(self._close(now, fragment, decision.reason))
+        was_settled, self.is_settled = self.is_settled, self._settles(now)
+        if self.is_settled and not was_settled and self.members:
+            actions.append(Tell(tuple(sorted(self.members))))
         return actions + self._wake(now)
+
+    def _settles(self, now: float) -> bool:
+        """Whether no member trains, no version is being made, and no open round ends by itself."""
+        if not all(member.finished for member in self.members.values()):
+            return False
+        if any(state.phase != "open" for state in self.fragments):
+            return False
+        decisions = (self.decision(now, fragment) for fragment in self.rounds.open_fragments())
+        return all(decision is None or decision.wait_until is None for decision in decisions)
 
     def _close(self, now: float, fragment: int, reason: str) -> MergeRound:
         state, closed = self.fragments[fragment], self.rounds.close(now, fragment)

@@ -38,7 +38,7 @@ from diloco.errors import (
     StoreError,
 )
 from diloco.protocol.actions import Acknowledge, Action, Reject
-from diloco.protocol.contribution import Contribution, Standing
+from diloco.protocol.contribution import Budget, Contribution, Standing
 from diloco.protocol.leases import Ask, Grant
 from diloco.protocol.lineage import Lineage, lost, refusal
 from diloco.protocol.members import Claim, Deadlines, Report
@@ -84,6 +84,7 @@ class Driver(Generic[H, S, P]):
         deadlines: when a silent learner is evicted.
         saved: the durable state of the run; None: it has no model yet.
         pool: how many learners may train; None: as many as join.
+        budget: when the run ends; learners are told, and end by themselves.
 
     Attributes:
         state: the run.
@@ -95,11 +96,11 @@ class Driver(Generic[H, S, P]):
     @event
     def __init__(
         self, run: str, method: RunMethod, ports: Ports[H, S, P], *, boot: int, deadlines: Deadlines | None = None,
-        saved: SavedRun[H] | None = None, pool: Pool | None = None,
+        saved: SavedRun[H] | None = None, pool: Pool | None = None, budget: Budget | None = None,
     ) -> None:  # fmt: skip
         self._recorder = ports.recorder
         self.boot = boot
-        self.state: RunState[H, P] = RunState(run, method, deadlines or Deadlines(), pool)
+        self.state: RunState[H, P] = RunState(run, method, deadlines or Deadlines(), pool, budget or Budget())
         self._ports = ports
         self._clock, self._observer = ports.clock, only_watching(ports.observer)
         self._executor = ActionExecutor(self.state, ports, self._observer)

@@ -204,7 +204,7 @@ class ActionExecutor(Generic[H, S, P]):
         self._num_standings += 1
         return replace(
             self._state.core.standing(learner), num_live=num_live, run_tokens=self._state.run_tokens,
-            order=self._num_standings,
+            order=self._num_standings, budget=self._state.budget,
         )  # fmt: skip
 
     def tell(self, learners: Collection[str]) -> None:

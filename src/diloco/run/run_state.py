@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Generic
 
 from diloco.errors import AlreadyInitialisedError, ConfigError, LayoutError, NotInitialisedError, UnknownRunError
+from diloco.protocol.contribution import Budget
 from diloco.protocol.lineage import Epoch, Lineage
 from diloco.protocol.members import Deadlines
 from diloco.protocol.rounds.base import Rules
@@ -28,6 +29,7 @@ class RunState(Generic[H, P]):
         method: its method.
         deadlines: when a silent learner is evicted.
         pool: how many learners may train; None: as many as join.
+        budget: when the run ends.
 
     Attributes:
         initial_tokens: tokens that the model was trained on before the run.
@@ -35,9 +37,11 @@ class RunState(Generic[H, P]):
         epochs: the starts on this run's state.
     """
 
-    def __init__(self, run: str, method: RunMethod, deadlines: Deadlines, pool: Pool | None) -> None:
+    def __init__(
+        self, run: str, method: RunMethod, deadlines: Deadlines, pool: Pool | None, budget: Budget
+    ) -> None:  # fmt: skip
         self.run = run
-        self.method = method
+        self.method, self.budget = method, budget
         self.initial_tokens = 0
         self.run_id = ""
         self.epochs: tuple[Epoch, ...] = ()

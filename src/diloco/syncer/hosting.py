@@ -21,6 +21,7 @@ from torch import Tensor
 from diloco.core.global_fragment import GlobalFragment
 from diloco.core.method import Method
 from diloco.errors import DilocoError, UnreachableError
+from diloco.protocol.contribution import Budget
 from diloco.protocol.members import Deadlines
 from diloco.protocol.steering import Pool
 from diloco.run.driver import Driver
@@ -200,6 +201,7 @@ class HostedDriver:
         deadlines: Deadlines,
         journal: Journal,
         pool: Pool | None = None,
+        budget: Budget | None = None,
         recorder: Recorder[Slot] | None = None,
         writes: StorePort[GlobalFragment, Tensor] | None = None,
         boot: int | None = None,
@@ -220,8 +222,9 @@ class HostedDriver:
         with checked_values(store.path):
             begun = saved if saved is None or is_begun else saved.begun()
             self._driver = SyncerDriver(
-                run, method, ports, boot=boot or secrets.randbits(63) + 1, deadlines=deadlines, saved=begun, pool=pool
-            )
+                run, method, ports, boot=boot or secrets.randbits(63) + 1, deadlines=deadlines, saved=begun, pool=pool,
+                budget=budget,
+            )  # fmt: skip
         if recorder is not None:
             recorder.sync()
         if saved is not None and not is_begun:  # only now: a start that fails begins no epoch

@@ -21,6 +21,7 @@ from diloco.errors import ConfigError, StandbyError, StoreError, UnreachableErro
 from diloco.event_log import EventLog
 from diloco.exchange.wire.address import socket_path, split_address
 from diloco.exchange.wire.rpc import SERVER_OPTIONS
+from diloco.protocol.contribution import Budget
 from diloco.protocol.members import Deadlines
 from diloco.protocol.session.heartbeat import HEARTBEAT_S
 from diloco.protocol.steering import Pool
@@ -67,7 +68,8 @@ class Options:
         keys: this syncer's directory of keys. With it the port uses TLS, and callers show certificates of the run.
         insecure: bind beyond this machine without TLS, on purpose.
         page_address: of the live page, loopback only; None: there is no page.
-        num_learners, budget_tokens: planned, for the live page and reports; None: not known.
+        num_learners: planned, for the live page and reports; None: not known.
+        budget: when the run ends.
         metrics_address: for Prometheus, loopback only; None: there are no metrics.
         spool_bytes: memory for contributions; beyond it they go to disk.
         pool: limits the number of learners that train; None: no limit.
@@ -87,7 +89,7 @@ class Options:
     metrics_address: str | None = None
     page_address: str | None = None
     num_learners: int | None = None
-    budget_tokens: int | None = None
+    budget: Budget = field(default_factory=Budget)
     spool_bytes: int = 1 << 30
     deadlines: Deadlines = field(default_factory=Deadlines)
     pool: Pool | None = None
@@ -155,7 +157,7 @@ class Syncer:
         self.page: LivePage | None = None
         self._audit = audit = Audit(self._events, self._metrics)
         self._calls = OpenCalls(auth, audit)
-        self.progress = ProgressLog(self._events, self._metrics, self._run_status, options.budget_tokens)
+        self.progress = ProgressLog(self._events, self._metrics, self._run_status, options.budget.tokens)
         self._deadlines = CallDeadlines(options.deadlines.lost_floor_s)
         self.transfers = OpenTransfers(lambda: self.driver, self._deadlines)
         self._following = None
@@ -201,7 +203,7 @@ class Syncer:
         self._events.append(
             events.SyncerStarted(
                 run=run, address=self.address, versions=versions, method=method.to_dict(),
-                learners=options.num_learners, budget_tokens=options.budget_tokens,
+                learners=options.num_learners, budget_tokens=options.budget.tokens,
             )
         )  # fmt: skip
         self._standing = threading.Thread(target=self._follow_standing, name="syncer-standing", daemon=True)
@@ -237,6 +239,7 @@ class Syncer:
         return HostedDriver(
             self.run, self._method, self._store, Spool(options.state_dir, options.spool_bytes),
             deadlines=options.deadlines, journal=self._observer, pool=options.pool,
+            budget=options.budget,
             recorder=self._recorder(options), writes=ReplicatedStore(self._store, self.pairing),
             boot=self.pairing.succession.boot, is_begun=is_begun,
         )  # fmt: skip
@@ -349,7 +352,7 @@ class Syncer:
             num_bytes.setdefault(learner, {}).setdefault(kind, {})[direction] = count
         return {
             "time_s": now, "uptime_s": now - self._started_at, "missing_events": self._events.num_missing,
-            "budget_tokens": self._options.budget_tokens, "num_bytes": num_bytes,
+            "budget_tokens": self._options.budget.tokens, "num_bytes": num_bytes,
         }  # fmt: skip
 
     def _report_traffic(self) -> None:

@@ -64,8 +64,9 @@ class StandaloneLearner:
         """No counters: nothing is exchanged."""
         return {}
 
-    def finish(self) -> None:
-        """Do nothing: no round waits for this learner."""
+    def finish(self, timeout_s: float = 0.0, *, ends_run: bool | None = None) -> bool:
+        """Do nothing: no round waits for this learner, and its model is the final one."""
+        return True
 
     def close(self) -> None:
         """Do nothing: there is no exchange to leave."""

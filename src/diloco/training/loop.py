@@ -10,6 +10,7 @@ from diloco import events as ev
 from diloco.config import RunConfig, dump_config
 from diloco.core.presets import DataParallel
 from diloco.errors import AuthError, CheckpointError, ConfigError, StoppedError, StoreError, translated
+from diloco.learner.learner import FINISH_TIMEOUT_S
 from diloco.tracking.feed import Feed
 from diloco.training.checkpoint import load_checkpoint, save_checkpoint
 from diloco.training.data.corpus import load_corpus
@@ -181,7 +182,7 @@ class Trainer:
     @property
     def _initialises(self) -> bool:
         """Whether this learner makes the run's first model: by the warm start, or from a checkpoint."""
-        return self.spec.role != "learner" or self.spec.initialise or self._peers is not None
+        return self.spec.role != "learner" or bool(self.spec.initialise) or self._peers is not None
 
     @property
     def _is_warming_up(self) -> bool:
@@ -224,8 +225,9 @@ class Trainer:
 
     def _finish(self, reason: str, seconds: float, *, interrupted: bool) -> Summary:
         """Leave the run, save and evaluate. A learner that was interrupted while it waited evaluates nothing."""
-        self.learner.finish()  # the others continue while this learner saves and evaluates
-        saves = self._has_progress if reason in ("stopped", "drained") else bool(self.config.checkpoint.every_steps)
+        leaves_early = reason in ("stopped", "drained")
+        self.learner.finish(0.0 if leaves_early else FINISH_TIMEOUT_S, ends_run=True)
+        saves = self._has_progress if leaves_early else bool(self.config.checkpoint.every_steps)
         error = self._save() if saves else None
         summary = self._monitor.finished(reason, seconds, evaluates=not interrupted)
         if error is not None:

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from diloco.protocol.session.joining import Initialises
 from diloco.training.checkpoint import UnusableCheckpoint
 from diloco.training.data.corpus import Corpus
 
@@ -22,7 +23,7 @@ class LearnerSpec:
     Attributes:
         role: "learner" trains one shard and exchanges; "isolated" trains one shard and exchanges nothing; "baseline"
             is data parallel: it trains every shard in one process, with the full batch at every step.
-        initialise: this learner makes the warm start and gives the run its model.
+        initialise: this learner makes the warm start and gives the run its model; "if-empty": if the run has none.
         resume_from: directory of a checkpoint.
         supervised: a supervisor restarts this process until the learner is done.
         unusable: damaged checkpoints that were set aside before this start.
@@ -31,7 +32,7 @@ class LearnerSpec:
     name: str
     role: Role = "learner"
     shard: int = 0
-    initialise: bool = False
+    initialise: Initialises = False
     resume_from: Path | None = None
     supervised: bool = False
     unusable: tuple[UnusableCheckpoint, ...] = ()

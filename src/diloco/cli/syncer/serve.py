@@ -76,6 +76,7 @@ def command(
     """Serve the run that RUN_FILE describes until interrupted; a restart continues at the last published version."""
     from diloco.core.presets import method_from_table
     from diloco.exchange.key_pair import find_keys
+    from diloco.protocol.contribution import Budget
     from diloco.protocol.members import Deadlines
     from diloco.protocol.steering import Pool
     from diloco.store.backup import BackupPlan
@@ -103,7 +104,7 @@ def command(
         metrics_address=None if table.metrics_port is None else f"127.0.0.1:{table.metrics_port}",
         page_address=_page_address(table),
         num_learners=config.run.learners,
-        budget_tokens=config.run.tokens,
+        budget=Budget(config.run.tokens, config.run.steps),
         spool_bytes=table.spool_bytes,
         pool=Pool.of(config.pool_values),
         journal=table.journal or table.record_contributions,
@@ -143,7 +144,7 @@ def _page_address(table: SyncerTable) -> str | None:
 def _state(standing: str, versions: list[int], other: str | None) -> str:
     """The state of the syncer, for its first log message."""
     if standing == "alone":
-        return f"at versions {versions}" if versions else "waiting for a learner with --initialise"
+        return f"at versions {versions}" if versions else "waiting for a learner that gives it a model"
     if standing == "following":
         return f"following the one at {other}"
     return f"at versions {versions}, waiting for its standby, or for most learners, to agree that it serves the run"

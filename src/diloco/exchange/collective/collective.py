@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from diloco.core.choices import whole_number
 from diloco.core.fragments import Layout
 from diloco.core.method import Method
 from diloco.core.shards import even_shards
@@ -21,7 +22,7 @@ from diloco.exchange.collective.rounds import Round, ShardedRounds
 from diloco.exchange.collective.shards import HeldShard, first_held, restore, state_of
 from diloco.exchange.group import Group, require_process_group
 from diloco.exchange.peers import PeerExchange
-from diloco.protocol.contribution import Contribution
+from diloco.protocol.contribution import Budget, Contribution
 
 
 class Collective(PeerExchange):
@@ -33,6 +34,8 @@ class Collective(PeerExchange):
     Arguments:
         process_group: whose ranks are the learners; None: all ranks.
         timeout_s: how long a learner waits for the slowest of the others before it treats them as lost.
+        tokens: of all learners together, after which `learner.done` is true on all of them; None: the loop itself knows
+            its end.
 
     Raises:
         ConfigError: torch.distributed is not initialised.
@@ -45,8 +48,13 @@ class Collective(PeerExchange):
 
     joins_late = False
 
-    def __init__(self, process_group: dist.ProcessGroup | None = None, *, timeout_s: float = 1800.0) -> None:
+    def __init__(
+        self, process_group: dist.ProcessGroup | None = None, *, timeout_s: float = 1800.0, tokens: int | None = None
+    ) -> None:
         require_process_group()
+        if tokens is not None:
+            whole_number("Collective(tokens=…)", tokens, minimum=1)
+        self._budget = Budget(tokens)
         super().__init__(timeout_s, "diloco-collective")
         self._process_group = process_group
         self._group: Group
@@ -104,7 +112,7 @@ class Collective(PeerExchange):
 
     @property
     def overview(self) -> Overview:
-        return Overview(self._group.size, self._run_tokens)
+        return Overview(self._group.size, self._run_tokens, budget=self._budget)
 
     def close(self) -> None:
         """Finish the rounds in flight, for which other ranks may wait, then leave. Never raises the errors of

@@ -18,7 +18,7 @@ from diloco.errors import DilocoError, ExchangeError, translated
 from diloco.escaping import MALFORMED, read_json
 from diloco.exchange.base import Arrived, Interrupted, Rejoined, StartingState
 from diloco.exchange.group import SAME_VERSION, Group, as_bytes, error_of, error_values, to_bytes, to_tensor
-from diloco.protocol.contribution import CallForWork, Drained, Hold, Rejection
+from diloco.protocol.contribution import CallForWork, Drained, Hold, Rejection, Settled
 from diloco.protocol.leases import Grant
 
 Fetched = Callable[[int, int, int | None], AppliedUpdate]
@@ -205,7 +205,19 @@ def _in(plain: Any, tensors: Sequence[Tensor], fetched: Fetched | None = None) -
 _KINDS = {
     kind.__name__: kind
     for kind in (
-        *(Arrived, CallForWork, Rejection, Rejoined, Grant, Drained, Hold, Interrupted, StartingState, GlobalFragment),
+        *(
+            Arrived,
+            CallForWork,
+            Rejection,
+            Rejoined,
+            Grant,
+            Drained,
+            Hold,
+            Settled,
+            Interrupted,
+            StartingState,
+            GlobalFragment,
+        ),
         *(Update, _FetchedVersion, _FetchedArrival),
     )
 }

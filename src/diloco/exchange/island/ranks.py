@@ -40,7 +40,7 @@ from diloco.exchange.base import (
 from diloco.exchange.group import TEXT_CHARACTERS, Group, as_bytes, attempt, error_of, error_values
 from diloco.exchange.island.rank_messages import Fetched, Message, share
 from diloco.exchange.lanes import CommandLane, CommandLanes
-from diloco.protocol.contribution import Contribution
+from diloco.protocol.contribution import Budget, Contribution
 from diloco.protocol.leases import Ask
 from diloco.protocol.lineage import Lineage
 from diloco.protocol.members import Report
@@ -56,7 +56,7 @@ CHECK_EVERY_S = 0.2
 
 CALLS: tuple[Call, ...] = get_args(Call)
 
-NUM_SUMS = 6
+NUM_SUMS = 8
 """Numbers that are summed over the ranks at a step."""
 
 _WANTS_SHARDS = -1
@@ -83,7 +83,7 @@ class Ranks(Exchange):
         self._first = self.group.rank == 0
         self._exchange = exchange
         self.gradients, self.remind_after_s = exchange.gradients, exchange.remind_after_s
-        self.leases = exchange.leases
+        self.has_syncer = exchange.has_syncer
         self._background = [Group(ranks, timeout_s=TIMEOUT_S) for _ in range(2)]
         self._sharded = exchange if isinstance(exchange, ShardedExchange) else None
         if self._sharded is not None:
@@ -151,7 +151,7 @@ class Ranks(Exchange):
         if self._sharded is not None and not self._first:
             self._sharded.follow(layout, method, initial)
         opened: StartingState = self._decide("the run's model", join, assist=lambda: self._whole(initial()))
-        self._overview = replace(self._overview, run_tokens=opened.run_tokens)
+        self.sum_over_ranks(0)
         return opened
 
     def _whole(self, mine: FlatModel) -> FlatModel:
@@ -165,14 +165,18 @@ class Ranks(Exchange):
 
     # --- one boundary -------------------------------------------------------------------------------------------------
 
-    def sum_tokens(self, tokens: int) -> int:
+    def sum_over_ranks(self, number: int, call: Call = "step") -> int:
         self._collect_events()
         it = self._exchange.overview if self._first else Overview(num_live=0)
         run_tokens_plus_1 = 0 if it.run_tokens is None else it.run_tokens + 1
-        numbers = [tokens, len(self._message.raw), run_tokens_plus_1, it.num_live, it.sync_every or 0, int(it.drained)]
-        total, self._announced, run_tokens_plus_1, num_live, sync_every, drained = self._meet("step", numbers)
+        numbers = [
+            number, len(self._message.raw), run_tokens_plus_1, it.num_live, it.sync_every or 0, int(it.drained),
+            it.budget.tokens or 0, it.budget.steps or 0,
+        ]  # fmt: skip
+        total, self._announced, run_tokens_plus_1, num_live, sync_every, drained, *ends = self._meet(call, numbers)
         run_tokens = run_tokens_plus_1 - 1 if run_tokens_plus_1 else None
-        self._overview = Overview(num_live, run_tokens, sync_every or None, bool(drained))
+        budget = Budget(*(end or None for end in ends))
+        self._overview = Overview(num_live, run_tokens, sync_every or None, bool(drained), budget)
         return total
 
     def meet(self, call: Call) -> None:

@@ -21,6 +21,7 @@ from diloco.exchange.wire.frames import bytes_of
 from diloco.exchange.wire.outgoing import OutgoingUpload
 from diloco.protocol.lineage import Lineage
 from diloco.protocol.session import requests
+from diloco.protocol.session.joining import Initialises
 from diloco.protocol.session.lanes import Lane
 
 log = logging.getLogger("diloco")
@@ -34,12 +35,14 @@ class Initial:
         step, tokens: inner steps and tokens that it was trained on before the run.
         source: a description for people.
         seen: the lineage that its checkpoint followed; None: it belongs to no run.
+        initialises: as `initialise` of `connect`.
     """
 
     step: int
     tokens: int
     source: str
     seen: Lineage | None = None
+    initialises: Initialises = True
 
 
 def describe(dialler: Dialler, run: str, timeout_s: float | None) -> pb.DescribeReply:
@@ -124,11 +127,11 @@ class Entry:
                 )
             finally:
                 self.resumed_bytes += upload.resumed_bytes
-        self.num_bytes, self._model = sum(sizes), None
+        self.num_bytes = sum(sizes)
 
     def join(self, call: requests.Join) -> pb.JoinReply:
         """Join as a new incarnation. Raises as `Connection.call`, and StaleIncarnationError, LayoutError."""
-        claim = call.claim
+        claim, self._model = call.claim, None  # the run has been initialised
         request = pb.JoinRequest(
             run=self._run,
             learner=claim.learner,

@@ -12,7 +12,7 @@ from diloco.core.update import Update
 from diloco.errors import ConfigError, LayoutError, PayloadError, translated
 from diloco.escaping import MALFORMED, MAX_REASON, printable, read_json
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.protocol.contribution import Contribution, Standing, Verdict
+from diloco.protocol.contribution import Budget, Contribution, Standing, Verdict
 from diloco.protocol.leases import Grant
 from diloco.protocol.lineage import Lineage
 from diloco.protocol.members import Claim, Report
@@ -197,6 +197,8 @@ def standing_of(message: pb.Standing) -> Standing:
         message.order,
         message.paused,
         message.at_least,
+        message.settled,
+        Budget(message.budget_tokens or None, message.budget_steps or None),
     )
 
 

@@ -38,7 +38,7 @@ from diloco.protocol.contribution import Contribution
 from diloco.protocol.leases import Ask
 from diloco.protocol.lineage import Lineage
 from diloco.protocol.members import Claim, Report
-from diloco.protocol.session.joining import LEAVE_TIMEOUT_S
+from diloco.protocol.session.joining import LEAVE_TIMEOUT_S, Initialises
 from diloco.protocol.session.session_core import SessionCore
 from diloco.run.validation import check_name
 
@@ -54,7 +54,7 @@ def connect(
     learner: str | None = None,
     keys: str | Path | None = None,
     insecure: bool = False,
-    initialise: bool = False,
+    initialise: Initialises = False,
     initial_step: int = 0,
     initial_tokens: int = 0,
     source: str = "learner",
@@ -74,13 +74,15 @@ def connect(
             run's authority, or the line "diloco1.…" with the same content. None: the value of the environment variable
             DILOCO_KEYS, in either form; without it, plain text to a syncer on this machine, or with `insecure`.
         insecure: plain text to another machine, on purpose.
-        initialise: initialise the run with this learner's model. Exactly one learner does so, once.
+        initialise: whether this learner gives the run its model. "if-empty": if the run has none yet; otherwise the
+            learner takes the run's and says so. Of two learners the syncer takes one model, and the same line serves
+            every start of every learner. True: exactly one learner, once. False: it waits until the run has a model.
         initial_step: inner steps that the model was trained for before (a warm start).
         initial_tokens: the tokens of those steps.
         source: a description of that model's origin, for people.
         lineage: of the checkpoint that this learner resumes ("lineage" of `Learner.state_dict`). The learner does not
-            follow a syncer that serves an older copy of the run's state: it warns, and waits for the newest. With
-            `initialise`, for a run whose syncer has lost its state: the run continues from that model under its old
+            follow a syncer that serves an older copy of the run's state: it warns, and waits for the newest. Where it
+            initialises, for a run whose syncer has lost its state: the run continues from that model under its old
             id, so that the other learners follow. None: it follows any syncer of the run, or begins a new run.
         join_timeout_s: how long to wait for a syncer to answer, and for the run to have a model; None: without limit.
         tokens_per_step: the maximum that this learner trains in an inner step, over all of its ranks: the syncer
@@ -91,10 +93,12 @@ def connect(
     """
     for name, value, kind, wanted in (
         ("address", address, str, '"host:port"'), ("run", run, str, "the run's name"),
-        ("learner", learner, str | None, "a name"), ("initialise", initialise, bool, "True or False"),
+        ("learner", learner, str | None, "a name"),
     ):  # fmt: skip
         if not isinstance(value, kind):
             raise ConfigError(f"connect({name}={value!r}) cannot be used; give {wanted}.")
+    if not (isinstance(initialise, bool) or initialise == "if-empty"):
+        raise ConfigError(f'connect(initialise={initialise!r}) cannot be used; give "if-empty", True or False.')
     if tokens_per_step is not None:
         whole_number("tokens_per_step", tokens_per_step, 1)
     if join_timeout_s is not None:
@@ -115,8 +119,8 @@ def connect(
         dialler(address, keys=own, insecure=insecure),
         run=run,
         learner=learner,
-        initial=Initial(initial_step, initial_tokens, source, seen) if initialise else None,
-        seen=None if initialise else seen,
+        initial=Initial(initial_step, initial_tokens, source, seen, initialise) if initialise else None,
+        seen=None if initialise is True else seen,
         join_timeout_s=join_timeout_s,
         tokens_per_step=tokens_per_step,
     )
@@ -127,7 +131,7 @@ class Remote(ShardedExchange):
 
     gradients = False
     dials_out = True
-    leases = True
+    has_syncer = True
 
     def __init__(
         self,
@@ -172,7 +176,7 @@ class Remote(ShardedExchange):
             len(layout.fragments),
             at_least=method.quorum.at_least,
             reports_every_step=method.quorum.reports_every_step,
-            initialises=self._initial is not None,
+            initialises=False if self._initial is None else self._initial.initialises,
             join_timeout_s=self._join_timeout_s,
             num_addresses=self._dialler.num_addresses,
         )

@@ -22,7 +22,7 @@ from diloco.exchange.remote.entry import Entry
 from diloco.exchange.remote.inbox import Inbox
 from diloco.exchange.remote.transfers import FetchResult, Receiver, Sender, key_of, num_bytes_of
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.protocol.contribution import CallForWork, Drained, Hold, Rejection
+from diloco.protocol.contribution import CallForWork, Drained, Hold, Rejection, Settled
 from diloco.protocol.leases import Grant
 from diloco.protocol.lineage import Lineage
 from diloco.protocol.session import requests
@@ -149,7 +149,7 @@ class Session:
                 assert arriving is not None
                 assert arriving.advanced is not None
                 self.inbox.put(Arrived.of(arriving.update, arriving.advanced, merged))
-            case CallForWork() | Rejection() | Grant() | Drained() | Hold():
+            case CallForWork() | Rejection() | Grant() | Drained() | Hold() | Settled():
                 self.inbox.put(action)
             case _:
                 self._lanes[action.lane].put(action)

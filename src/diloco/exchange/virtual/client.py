@@ -17,7 +17,7 @@ from diloco.core.update import Update
 from diloco.errors import DilocoError, UnreachableError
 from diloco.exchange.base import Arrived
 from diloco.exchange.virtual.syncer import Replicas, SimulatedDriver, SyncerProcess
-from diloco.protocol.contribution import CallForWork, Contribution, Drained, Hold, Rejection, Standing
+from diloco.protocol.contribution import CallForWork, Contribution, Drained, Hold, Rejection, Settled, Standing
 from diloco.protocol.leases import Ask, Grant
 from diloco.protocol.lineage import Lineage
 from diloco.protocol.members import Report
@@ -31,7 +31,7 @@ from diloco.run.uploads import Upload
 
 log = logging.getLogger("diloco")
 
-News = requests.TellStart | Arrived | CallForWork | Rejection | Grant | Drained | Hold | requests.Fail
+News = requests.TellStart | Arrived | CallForWork | Rejection | Grant | Drained | Hold | Settled | requests.Fail
 """The actions of `SessionCore` that its learner receives."""
 
 _CONTROL = (requests.TimedCall, requests.Describe, requests.Watch)
@@ -175,7 +175,7 @@ class SessionClient:
                     self._wire.dial(address)
                 case requests.TellStart() | requests.Fail():
                     self._on_news(action)
-                case CallForWork() | Rejection() | Grant() | Drained() | Hold():
+                case CallForWork() | Rejection() | Grant() | Drained() | Hold() | Settled():
                     self._on_news(action)
                 case _:
                     self._call(action)

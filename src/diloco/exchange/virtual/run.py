@@ -16,6 +16,7 @@ from diloco.errors import ConfigError, LayoutError
 from diloco.exchange.virtual.delivery import Delivery, Fault, Faults, Links
 from diloco.exchange.virtual.syncer import OneSyncer, Replicas, SimulatedDriver, SyncerProcess, VirtualSyncer
 from diloco.exchange.virtual.turns import StepSeconds, VirtualTime, Watch
+from diloco.protocol.contribution import Budget
 from diloco.protocol.members import Deadlines
 from diloco.protocol.records import rewound
 from diloco.protocol.session import requests
@@ -44,6 +45,7 @@ class VirtualRun:
         observer: receives the syncer's events.
         watch: is called for each step and transfer.
         pool: how many learners may train; None: as many as start.
+        budget: when the run ends; None: the learners know.
 
     Attributes:
         time: the scheduler of the learners' threads; `time.now` is the virtual time.
@@ -57,7 +59,7 @@ class VirtualRun:
     def __init__(
         self, names: Sequence[str], step_s: StepSeconds, starts_s: Sequence[float], links: Links | None = None,
         faults: Sequence[Fault] = (), observer: Observer | None = None, watch: Watch = lambda *_: None,
-        pool: Pool | None = None,
+        pool: Pool | None = None, budget: Budget | None = None,
     ) -> None:  # fmt: skip
         self.names, self.starts_s = tuple(names), starts_s
         self.back_s: list[float | None] = [None] * len(self.names)
@@ -66,7 +68,8 @@ class VirtualRun:
         self.has_trained = False
         self.delivery = Delivery(links, lambda: self.time.now, watch)
         self.time = VirtualTime(starts_s, step_s, (self.delivery, Faults(faults, self._kill)), watch)
-        self._observer, self._pool = observer or NullObserver(), pool  # type: ignore[abstract] # its methods do nothing
+        self._observer = observer or NullObserver()  # type: ignore[abstract] # its methods do nothing
+        self._pool, self._budget = pool, budget
         self.wires = [RunWire(self, index) for index in range(len(self.names))]
         self._awaiting: set[int] = set()  # learners that wait for the run to have a model
         self._began_s = math.inf
@@ -88,8 +91,9 @@ class VirtualRun:
                 self._pool.require(method.quorum.at_least)
             self._first, self._layout, self.replicas = learner, layout, Replicas(method, layout)
             self._syncer = VirtualSyncer(
-                RUN, method, self.delivery, observer=self._observer, deadlines=BROKEN_CONNECTIONS_ONLY, pool=self._pool
-            )
+                RUN, method, self.delivery, observer=self._observer, deadlines=BROKEN_CONNECTIONS_ONLY, pool=self._pool,
+                budget=self._budget,
+            )  # fmt: skip
         if difference := self._syncer.method.difference(method):
             raise ConfigError(f"{self._first} and {learner} use different methods: {difference}.")
         if difference := self._layout.first_difference(layout):

@@ -13,6 +13,7 @@ from diloco.core.global_fragment import AppliedUpdate, GlobalFragment, apply_upd
 from diloco.core.layout import Layout
 from diloco.core.method import Method
 from diloco.exchange.virtual.delivery import Alarm, Delivery
+from diloco.protocol.contribution import Budget
 from diloco.protocol.members import Deadlines
 from diloco.protocol.steering import Pool
 from diloco.protocol.succession import ElectorVote, Proposal
@@ -77,12 +78,12 @@ class VirtualSyncer:
 
     def __init__(
         self, run: str, method: Method, delivery: Delivery, *, observer: Observer, deadlines: Deadlines,
-        pool: Pool | None = None,
+        pool: Pool | None = None, budget: Budget | None = None,
     ) -> None:  # fmt: skip
         self.run, self.method = run, method
         self.jobs = TensorJobs(method, seconds=None)
         self._delivery, self._observer, self._deadlines = delivery, observer, deadlines
-        self._pool = pool
+        self._pool, self._budget = pool, budget
         self.store = MemoryStore[GlobalFragment, Tensor]()
         self._boot = 0
         self._alarm = Alarm(delivery, lambda: None)
@@ -104,7 +105,7 @@ class VirtualSyncer:
         ports = Ports(self._alarm, MemorySpool(), self.jobs, self.store, worker, self._observer)
         return Driver(
             self.run, self.method, ports, boot=boot, deadlines=self._deadlines, saved=saved,
-            pool=self._pool,
+            pool=self._pool, budget=self._budget,
         )  # fmt: skip
 
 

@@ -327,7 +327,7 @@ class Call(_message.Message):
     def __init__(self, fragment: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
 
 class Standing(_message.Message):
-    __slots__ = ("step", "start_step", "run_tokens", "num_live", "sync_every", "versions", "calls", "verdicts", "drained", "order", "paused", "at_least")
+    __slots__ = ("step", "start_step", "run_tokens", "num_live", "sync_every", "versions", "calls", "verdicts", "drained", "order", "paused", "at_least", "settled", "budget_tokens", "budget_steps")
     STEP_FIELD_NUMBER: _ClassVar[int]
     START_STEP_FIELD_NUMBER: _ClassVar[int]
     RUN_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -340,6 +340,9 @@ class Standing(_message.Message):
     ORDER_FIELD_NUMBER: _ClassVar[int]
     PAUSED_FIELD_NUMBER: _ClassVar[int]
     AT_LEAST_FIELD_NUMBER: _ClassVar[int]
+    SETTLED_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_STEPS_FIELD_NUMBER: _ClassVar[int]
     step: int
     start_step: int
     run_tokens: int
@@ -352,7 +355,10 @@ class Standing(_message.Message):
     order: int
     paused: bool
     at_least: int
-    def __init__(self, step: _Optional[int] = ..., start_step: _Optional[int] = ..., run_tokens: _Optional[int] = ..., num_live: _Optional[int] = ..., sync_every: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., calls: _Optional[_Iterable[_Union[Call, _Mapping]]] = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., drained: _Optional[bool] = ..., order: _Optional[int] = ..., paused: _Optional[bool] = ..., at_least: _Optional[int] = ...) -> None: ...
+    settled: bool
+    budget_tokens: int
+    budget_steps: int
+    def __init__(self, step: _Optional[int] = ..., start_step: _Optional[int] = ..., run_tokens: _Optional[int] = ..., num_live: _Optional[int] = ..., sync_every: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., calls: _Optional[_Iterable[_Union[Call, _Mapping]]] = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., drained: _Optional[bool] = ..., order: _Optional[int] = ..., paused: _Optional[bool] = ..., at_least: _Optional[int] = ..., settled: _Optional[bool] = ..., budget_tokens: _Optional[int] = ..., budget_steps: _Optional[int] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("run", "learner", "incarnation", "seen", "versions", "process")

@@ -20,22 +20,27 @@ AWAY_AFTER_S = 4.0
 
 Step = Literal["ask", "initialise", "join"]
 
+Initialises = Literal[True, False, "if-empty"]
+"""Whether a learner gives the run its model: True: it must; "if-empty": only if the run has none."""
+
 
 class Entrance:
     """The steps of a learner before it joins a run.
 
     Arguments:
         run: its name.
-        initialises: this learner gives the run its model.
+        initialises: whether this learner gives the run its model.
         timeout_s: how long to wait for a syncer, and for the run to have a model; None: as long as it takes.
 
     Attributes:
+        initialises: as given.
         step: the next request.
     """
 
-    def __init__(self, run: str, *, initialises: bool, timeout_s: float | None) -> None:
+    def __init__(self, run: str, *, initialises: Initialises, timeout_s: float | None) -> None:
         self.step: Step = "ask"
-        self._run, self._initialises, self._timeout_s = run, initialises, timeout_s
+        self.initialises = initialises
+        self._run, self._timeout_s = run, timeout_s
         self._began_at = 0.0
         self._may_have_uploaded = False
 
@@ -49,13 +54,13 @@ class Entrance:
 
     def described(self, now: float, *, has_model: bool) -> DilocoError | None:
         """The syncer told whether the run has a model. Returns the error if the learner cannot join."""
-        if has_model and self._initialises and not self._may_have_uploaded:
+        if has_model and self.initialises is True and not self._may_have_uploaded:
             return AlreadyInitialisedError(
                 f"run {self._run!r} has a model already and keeps it; join it without initialising it."
             )
         if has_model:
             self.step = "join"
-        elif self._initialises:
+        elif self.initialises:
             self.step = "initialise"
         elif self.is_late(now):
             return NotInitialisedError(
@@ -63,18 +68,23 @@ class Entrance:
             )
         return None
 
+    @property
+    def adopts(self) -> bool:
+        """Whether this learner takes the run's model where it would have given its own."""
+        return self.initialises == "if-empty" and not self._may_have_uploaded
+
     def uploaded(self) -> None:
         """The run has this learner's model."""
-        self.step = "join"
+        self.step, self._may_have_uploaded = "join", True
 
     def lost(self) -> None:
         """The connection was lost during the upload: the syncer may have the model, without its answer arriving."""
         self.step, self._may_have_uploaded = "ask", True
 
     def refused(self) -> bool:
-        """The run has a model already; returns whether this learner may have uploaded it before."""
+        """The run has a model already; returns whether this learner may have uploaded it before, or takes any."""
         self.step = "join"
-        return self._may_have_uploaded
+        return self._may_have_uploaded or self.initialises == "if-empty"
 
 
 class Departure:

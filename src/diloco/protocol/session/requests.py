@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from diloco.errors import DilocoError
-from diloco.protocol.contribution import CallForWork, Contribution, Drained, Hold, Rejection
+from diloco.protocol.contribution import CallForWork, Contribution, Drained, Hold, Rejection, Settled
 from diloco.protocol.leases import Ask, Grant
 from diloco.protocol.members import Claim, Report
 from diloco.protocol.succession import Ballot, ElectorVote
@@ -232,5 +232,5 @@ class Fail:
 
 
 Request = Describe | Initialise | Join | Fetch | Watch | Beat | Vote | Push | Lease | Leave
-News = TellStart | TellArrival | CallForWork | Rejection | Grant | Drained | Hold | Fail
+News = TellStart | TellArrival | CallForWork | Rejection | Grant | Drained | Hold | Settled | Fail
 SessionAction = Request | CloseConnection | Dial | Drop | Warn | Close | News

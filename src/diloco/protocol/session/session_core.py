@@ -39,7 +39,7 @@ from diloco.errors import (
     UnreachableError,
     VersionError,
 )
-from diloco.protocol.contribution import CallForWork, Contribution, Drained, Hold, Rejection, Standing, Verdict
+from diloco.protocol.contribution import CallForWork, Contribution, Drained, Hold, Rejection, Settled, Standing, Verdict
 from diloco.protocol.leases import Ask, Grant
 from diloco.protocol.lineage import Lineage
 from diloco.protocol.members import Claim, Report
@@ -114,7 +114,8 @@ class SessionCore(SessionState):
         self, now: float, describe: requests.Describe, lineage: Lineage, *, initialised: bool
     ) -> Actions:  # fmt: skip
         """The syncer has told whether the run has a model."""
-        if (error := self._elector.refusal(lineage)) is not None:
+        begins = self.phase == "entering" and not initialised and bool(self._entrance.initialises)
+        if not begins and (error := self._elector.refusal(lineage)) is not None:
             if self._joins_again and self._votes.connection is None:
                 self._votes.begin(now, describe.connection, 0.0, is_refused=True)
                 self._lanes.control.is_busy = False
@@ -166,14 +167,19 @@ class SessionCore(SessionState):
         is_awaited = welcome.start_step < welcome.step
         is_missed = is_awaited and standing.num_live > 1
         at_least = standing.at_least or self._at_least
-        if not self._has_started and standing.num_live < at_least and not is_missed:
+        is_over = standing.budget.is_spent(standing.run_tokens, welcome.start_step)
+        if not self._has_started and standing.num_live < at_least and not is_missed and not is_over:
             text = f"{standing.num_live} of at least {at_least} learners are live; waiting for the others"
             return self._warn_once("quorum", text)
+        adopts = not self._has_started and self._entrance.adopts
+        text = f"run {self.run!r} has a model, at step {standing.step}: {self._claim.learner} takes it, not its own"
+        said = [requests.Warn(text)] if adopts else []
         reason = self._reason if self._has_started else None
         self.phase, self._has_started = "running", True
         is_awaited |= self._has_run_gone_back
-        self._started_in, self._is_held = self.seen, False
+        self._started_in, self._is_held, self._is_settled = self.seen, False, False
         return [
+            *said,
             requests.TellStart(self._claim_with_versions, welcome.start_step, is_awaited, standing.run_tokens, reason),
             *self._tell(standing),
         ]
@@ -212,7 +218,7 @@ class SessionCore(SessionState):
         elif self.phase == "running" and fetch.fragment is not None:
             merged = self._outbox.merged_in(fetch.fragment, version)
             actions.append(requests.TellArrival(fetch.fragment, version, merged))
-        return actions + self._go_on(now)
+        return actions + self._settle() + self._go_on(now)
 
     def pushed(self, now: float, push: requests.Push) -> Actions:
         """A contribution was acknowledged by the process of the syncer that it was addressed to."""
@@ -325,7 +331,14 @@ class SessionCore(SessionState):
             self._cache.published(standing.versions)
         actions = self._take(standing.verdicts)
         actions += self._tell(self.standing) if self.phase == "running" else self._start()
-        return actions + self._go_on(now)
+        return actions + self._settle() + self._go_on(now)
+
+    def _settle(self) -> Actions:
+        """Tell the learner once that no version follows those that it was told of."""
+        standing, was_settled = self.standing, self._is_settled
+        if self.phase == "running" and standing is not None:
+            self._is_settled = standing.settled and tuple(self._cache.held) == standing.versions
+        return [Settled()] if self._is_settled and not was_settled else []
 
     def _follow(self, now: float, lineage: Lineage) -> None:
         """Follow a syncer; one that was started later may lack contributions that an earlier one acknowledged."""

@@ -17,7 +17,7 @@ from diloco.protocol.lineage import Lineage
 from diloco.protocol.members import Claim, Report
 from diloco.protocol.session import requests
 from diloco.protocol.session.heartbeat import HEARTBEAT_S, SHORTEST_S, Heartbeat
-from diloco.protocol.session.joining import Departure, Entrance, Votes
+from diloco.protocol.session.joining import Departure, Entrance, Initialises, Votes
 from diloco.protocol.session.lanes import Lanes
 from diloco.protocol.session.requests import SessionAction
 from diloco.protocol.session.transfers import ModelCache, Outbox
@@ -43,7 +43,7 @@ class SessionState:
         reports_every_step: every inner step is reported to the syncer at once.
         heartbeat_s: between two heartbeats while nothing changes; infinite where no message is ever lost.
         shortest_s: between any two heartbeats.
-        initialises: this learner gives the run its model.
+        initialises: whether this learner gives the run its model.
         join_timeout_s: how long to wait for a syncer, and for the run to have a model; None: as long as it takes.
         num_addresses: of syncers, which are tried in turn.
 
@@ -64,7 +64,7 @@ class SessionState:
         reports_every_step: bool = False,
         heartbeat_s: float = HEARTBEAT_S,
         shortest_s: float = SHORTEST_S,
-        initialises: bool = False,
+        initialises: Initialises = False,
         join_timeout_s: float | None = None,
         num_addresses: int = 1,
     ) -> None:
@@ -86,6 +86,7 @@ class SessionState:
         self._reason: str | None = None  # why the incarnation before was evicted
         self._started_in: Lineage | None = None
         self._is_held = False  # whether the learner was told to pause
+        self._is_settled = False  # whether it was told that the run has ended
         self._said = set[str]()
         self._elector, self._votes = Elector(claim.seen), Votes()
         self._followed_at = -math.inf  # when the syncer that is followed was heard last

@@ -99,7 +99,8 @@ def standing_message(standing: Standing) -> pb.Standing:
         sync_every=standing.sync_every or 0, versions=standing.versions,
         calls=[pb.Call(fragment=fragment, version=version) for fragment, version in standing.calls],
         verdicts=[verdict_message(verdict) for verdict in standing.verdicts], drained=standing.drained,
-        order=standing.order, paused=standing.paused, at_least=standing.at_least,
+        order=standing.order, paused=standing.paused, at_least=standing.at_least, settled=standing.settled,
+        budget_tokens=standing.budget.tokens or 0, budget_steps=standing.budget.steps or 0,
     )  # fmt: skip
 
 
