@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from contextlib import closing, suppress
 
-import torch
 from torch import Tensor
 
-from diloco.core.fragments import scatter
+from diloco.core.layout import named_tensors
 from diloco.errors import NotInitialisedError, PayloadError, StandbyError
 from diloco.escaping import read_json
 from diloco.exchange.dialling import dialler, found
@@ -33,15 +32,12 @@ def fetch_model(
         if not description.initialised:
             raise NotInitialisedError(f"run {run!r} has no model yet; start one learner that initialises it.")
         layout = layout_of(description)
-        model: dict[str, Tensor] = {}
+        thetas = []
         for fragment in layout.fragments:
             header, buffer = syncers.current.pull("joins", pb.PullRequest(run=run, fragment=fragment.index, base=-1))
-            theta = whole_of(header, buffer, fragment.numel).held.theta
-            for name, value in scatter(fragment, theta).items():
-                spec = next(place.spec for place in fragment.tensors if place.spec.name == name)
-                model[name] = value.to(getattr(torch, spec.dtype))
+            thetas.append(whole_of(header, buffer, fragment.numel).held.theta)
         _, static = syncers.current.pull("joins", pb.PullRequest(run=run, static=True, base=-1))
-        return {**model, **tensors_of(static, "the static tensors")}
+        return named_tensors(layout, thetas) | tensors_of(static, "the static tensors")
 
 
 def fetch_status(
