@@ -20,7 +20,8 @@ from tests.syncer.runs import RUN, LearnerThreads, Raw, method, num_live, start,
 import diloco
 from diloco import errors, events
 from diloco.event_log import read_events
-from diloco.exchange.remote import fetch_model, fetch_status
+from diloco.exchange.dialling import fetch_status
+from diloco.exchange.remote import fetch_model
 from diloco.protocol.members import Deadlines
 
 QUICK = Deadlines(lost_floor_s=2.5, lost_cap_s=2.5, stalled_floor_s=60.0, stalled_cap_s=60.0)

@@ -6,6 +6,8 @@ import io
 import json
 import re
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -53,6 +55,20 @@ def beat(raw: Raw, step: int, versions: tuple[int, ...] = (0, 0)) -> None:
         step_s=0.1, versions=versions
     )  # fmt: skip
     raw.connection.call("control", "Heartbeat", request, pb.HeartbeatReply)
+
+
+def test_the_command_imports_neither_torch_nor_numpy(syncer: Syncer) -> None:
+    """Which would cost seconds of processor time each time."""
+    joined(syncer, "a")
+    script = (
+        "import atexit, sys; from diloco.cli import main; "
+        "atexit.register(lambda: print(*sorted({'torch', 'numpy', 'safetensors', 'transformers'} & {*sys.modules}))); "
+        f"main(['status', '--address', '{syncer.address}', '--run', '{RUN}'])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert "1 live" in lines[1]
+    assert lines[-1] == ""
 
 
 def shown(syncer: Syncer, *options: str, columns: int = 100) -> str:

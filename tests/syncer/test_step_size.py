@@ -16,7 +16,7 @@ import diloco
 from diloco import events
 from diloco.errors import ConfigError, PayloadError
 from diloco.event_log import read_events
-from diloco.exchange.remote import fetch_status
+from diloco.exchange.dialling import fetch_status
 from diloco.syncer.server import Syncer
 
 ONES = diloco.FP32().encode(torch.ones(layout().fragments[0].numel))

@@ -93,7 +93,7 @@ def is_over(config: "RunConfig", part: "LearnerSpec") -> bool:
 
 def _status(config: "RunConfig", *, waits: bool) -> dict[str, Any] | None:
     """The syncer's status of the run; None: it does not answer, and this learner waits for it later on (`waits`)."""
-    from diloco.exchange.remote import fetch_status
+    from diloco.exchange.dialling import fetch_status
 
     syncer, give_up_at, printed = config.syncer, time.monotonic() + ANSWER_TIMEOUT_S, ""
     while True:
