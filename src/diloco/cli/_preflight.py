@@ -69,7 +69,7 @@ def is_over(config: "RunConfig", part: "LearnerSpec") -> bool:
         return False
     if not status["initialised"]:
         if not part.initialise:
-            typer.echo(f"run {run.name!r} has no model yet: {name} waits for the learner with --initialise", err=True)
+            typer.echo(f"run {run.name!r} has no model yet: {name} waits for a learner that initialises it", err=True)
         return False
     left = run.tokens - status["tokens"]
     is_abandoned = not any(member["live"] for member in status["learners"].values())
