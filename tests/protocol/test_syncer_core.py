@@ -22,7 +22,7 @@ from diloco.protocol.actions import (
     Tell,
     WakeAt,
 )
-from diloco.protocol.contribution import Contribution, Standing, Verdict
+from diloco.protocol.contribution import UNMERGED, Contribution, Standing, Verdict
 from diloco.protocol.members import Deadlines, Report
 from diloco.protocol.records import Record
 from diloco.protocol.rounds.base import Rules
@@ -800,10 +800,31 @@ def test_a_goodbye_leaves_acknowledged_work_behind() -> None:
     run.send(1.0, "b", 0)
     run.core.left(2.0, "b", 1, tokens=120)
     assert "b" not in run.core.members
-    assert run.ledger("b") == {"trained": 120, "pending": 100, "merged": 0, "lost": 20, "discarded": {}}
+    assert run.ledger("b") == {"trained": 120, "pending": 100, "merged": 0, "lost": 0, "discarded": {UNMERGED: 20}}
     assert len(only(MergeRound, run.send(3.0, "a", 0)).contributions) == 2
     with pytest.raises(StaleIncarnationError):
         run.core.left(4.0, "b", 1, tokens=120)
+
+
+@pytest.mark.parametrize("ends", ["leaves", "finishes", "is silent"])
+def test_only_a_learner_that_did_not_end_loses_its_work(ends: str) -> None:
+    """That of one that finished or left is not merged at the end; also what the syncer had of it when it restarted."""
+    run = Run("a", "b")
+    run.send(1.0, "b", 0)
+    run.core.heartbeat(2.0, "b", 1, Report(12, 120, steps=12, finished=ends == "finishes"))
+    if ends == "leaves":
+        run.core.left(2.0, "b", 1, tokens=120)
+    else:
+        run.core.tick(1e6)
+        assert "b" not in run.core.members
+    for pending, given_up in ((100, 20), (0, 120)):
+        fate = (
+            {"lost": given_up, "discarded": {}}
+            if ends == "is silent"
+            else {"lost": 0, "discarded": {UNMERGED: given_up}}
+        )
+        assert run.ledger("b") == {"trained": 120, "pending": pending, "merged": 0, **fate}
+        run.restart(2e6, run.record(2e6))
 
 
 # --- contributions that do not fit ------------------------------------------------------------------------------------
@@ -998,15 +1019,6 @@ def test_what_is_being_stored_does_not_count_as_merged_on_disk() -> None:
     assert "MergeRound" in kinds(actions)
     run.publish(102.0)
     assert run.ledger("a") == merged
-
-
-def test_acknowledged_work_of_the_dead_is_lost_with_the_syncer() -> None:
-    run = Run("a", "b")
-    run.send(1.0, "b", 0)
-    run.core.left(2.0, "b", 1, tokens=100)
-    assert run.ledger("b")["pending"] == 100
-    run.restart(100.0, run.record(99.0))
-    assert run.ledger("b") == {"trained": 100, "pending": 0, "merged": 0, "lost": 100, "discarded": {}}
 
 
 def test_tokens_are_reported_per_incarnation_and_never_shrink() -> None:
