@@ -26,6 +26,7 @@ from diloco.protocol.contribution import UNMERGED, Contribution, Standing, Verdi
 from diloco.protocol.members import Deadlines, Report
 from diloco.protocol.records import Record
 from diloco.protocol.rounds.base import Rules
+from diloco.protocol.steering import Order
 from diloco.protocol.syncer import SyncerCore
 
 DEADLINES = Deadlines(
@@ -1219,3 +1220,49 @@ def test_streaming_methods_make_the_same_machine() -> None:
     core = SyncerCore(StreamingDiLoCo(sync_every=12, overlap=5), [3, 4, 5])
     assert [fragment.version for fragment in core.fragments] == [3, 4, 5]
     assert core.tick(0.0) == []
+
+
+# --- the end of a run -------------------------------------------------------------------------------------------------
+
+
+def finish(run: Run, now: float, learner: str, step: int) -> list[Action]:
+    report = Report(step, 1, steps=step, finished=True)
+    return run.core.heartbeat(now, learner, run.incarnation(learner), report)
+
+
+def test_a_run_settles_once_all_have_finished_and_the_last_round_is_published() -> None:
+    run = Run("a", "b")
+    finish(run, 1.0, "b", step=3)
+    run.send(2.0, "a", 0)  # the round waits for b no longer
+    assert not run.core.is_settled
+    finish(run, 3.0, "a", step=10)
+    assert not run.core.is_settled, "the version is being made"
+    actions = run.publish(4.0)
+    assert run.core.is_settled
+    assert run.core.standing("b").settled
+    assert kinds(actions).index("Publish") < kinds(actions).index("Tell")
+    run.core.joined(5.0, "c")
+    assert not run.core.is_settled
+
+
+def test_a_learner_that_stays_away_holds_the_end_until_it_is_evicted() -> None:
+    run = Run("a", "b")
+    run.beat(1.0, "a", step=5)
+    run.beat(1.0, "b", step=5)
+    finish(run, 1.0, "a", step=5)
+    assert not run.core.is_settled
+    ends_at = run.core.deadlines.ends_at(run.core.members["b"])
+    finish(run, ends_at - 1.0, "a", step=5)
+    assert kinds(run.core.tick(ends_at))[:2] == ["Evict", "Tell"]
+    assert run.core.is_settled
+
+
+def test_a_run_settles_with_a_round_that_lacks_learners_but_not_while_it_is_paused() -> None:
+    run = Run("a", "b", at_least=2)
+    run.send(1.0, "a", 0)
+    run.core.steer(2.0, Order("pause"), "x")
+    finish(run, 3.0, "a", step=10)
+    finish(run, 3.0, "b", step=3)
+    assert not run.core.is_settled
+    run.core.steer(4.0, Order("resume"), "x")
+    assert run.core.is_settled
