@@ -110,7 +110,7 @@ def command(
         resume_from = latest_checkpoint(checkpoints)
     begins_anew = resume_from is None and not continues
     initialises: Initialises = initialise is not None
-    if initialise == "if-empty" or (initialises and not begins_anew):  # it may have given the run its model before
+    if initialises and (initialise == "if-empty" or not begins_anew):  # it may have given the run its model before
         initialises = "if-empty"
     part = LearnerSpec(name, role, shard or 0, initialises, resume_from, supervised)
     can_fall_back = resumes and role == "learner" and not collective

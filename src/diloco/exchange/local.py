@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 from safetensors.torch import load, save
 from torch import Tensor
 
-from diloco.core.choices import whole_number
 from diloco.core.global_fragment import GlobalFragment
 from diloco.core.layout import Layout
 from diloco.core.method import Method
@@ -66,8 +65,6 @@ def run_local(
     if learners < 1:
         raise ConfigError(f"learners={learners}; a run needs at least one.")
     names = [f"learner-{index:03d}" for index in range(learners)]
-    if tokens is not None:
-        whole_number("run_local(tokens=…)", tokens, minimum=1)
     run = VirtualRun(
         names, _step_seconds(step_s, learners), _starts(starts_s, learners), pool=pool, budget=Budget(tokens)
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from diloco.core.choices import whole_number
 from diloco.protocol.units import Ranges
 
 # Reasons for which the work of a rejected contribution stays pending, and is part of its learner's next contribution.
@@ -143,10 +144,18 @@ class Budget:
     Attributes:
         tokens: of all learners together.
         steps: the inner step of the run after which each learner ends. None: no limit.
+
+    Raises:
+        ConfigError: a limit below 1.
     """
 
     tokens: int | None = None
     steps: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, limit in (("tokens", self.tokens), ("steps", self.steps)):
+            if limit is not None:
+                whole_number(f"{name} of a run", limit, minimum=1)
 
     def is_spent(self, tokens: int | None, step: int) -> bool:
         """Whether it ends a learner that is at this inner step, of a run that has trained so many tokens."""

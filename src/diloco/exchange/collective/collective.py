@@ -11,7 +11,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from diloco.core.choices import whole_number
 from diloco.core.fragments import Layout
 from diloco.core.method import Method
 from diloco.core.shards import even_shards
@@ -52,8 +51,6 @@ class Collective(PeerExchange):
         self, process_group: dist.ProcessGroup | None = None, *, timeout_s: float = 1800.0, tokens: int | None = None
     ) -> None:
         require_process_group()
-        if tokens is not None:
-            whole_number("Collective(tokens=…)", tokens, minimum=1)
         self._budget = Budget(tokens)
         super().__init__(timeout_s, "diloco-collective")
         self._process_group = process_group

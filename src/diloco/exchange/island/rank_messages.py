@@ -205,19 +205,8 @@ def _in(plain: Any, tensors: Sequence[Tensor], fetched: Fetched | None = None) -
 _KINDS = {
     kind.__name__: kind
     for kind in (
-        *(
-            Arrived,
-            CallForWork,
-            Rejection,
-            Rejoined,
-            Grant,
-            Drained,
-            Hold,
-            Settled,
-            Interrupted,
-            StartingState,
-            GlobalFragment,
-        ),
+        *(Arrived, CallForWork, Rejection, Rejoined, Grant, Drained, Hold, Settled, Interrupted),
+        *(StartingState, GlobalFragment),
         *(Update, _FetchedVersion, _FetchedArrival),
     )
 }
