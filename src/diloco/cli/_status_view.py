@@ -56,7 +56,7 @@ def view(status: dict[str, Any], *, wide: bool = False, whole_names: bool = Fals
     lines += [_headed(*order) for order in _orders(status["steering"] or {})]
     if not status["initialised"]:
         if pair is None or pair["standing"] == "alone":
-            lines.append("no model yet: start one learner with --initialise")
+            lines.append("no model yet: start a learner with --initialise if-empty")
         return Group(*lines)
     lines.append(printable(_participation(status)))
     if (fates := _fates([it["ledger"] for it in status["fragments"]])) is not None:

@@ -72,7 +72,9 @@ def _stored(state_dir: Path, config: "RunConfig") -> "dict[str, Tensor]":
     with Store(state_dir) as store:
         saved = store.load()
     if saved is None:
-        raise NotInitialisedError(f"the run in {state_dir} has no model yet; start one learner with --initialise")
+        raise NotInitialisedError(
+            f"the run in {state_dir} has no model yet; start a learner with --initialise if-empty"
+        )
     if saved.run != config.run.name:
         raise ConfigError(f"{state_dir} holds the run {saved.run}, not {config.run.name}; check --state-dir")
     layout = Layout.from_dict(saved.layout.to_dict())
