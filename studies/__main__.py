@@ -30,6 +30,7 @@ NAMES = (
     "failures",
     "pool",
     "non_iid",
+    "shared",
     "inner",
     "poison",
 )
@@ -39,7 +40,7 @@ ENDED = ("healing",)
 DOCS = Path(__file__).parents[1] / "docs" / "studies.md"
 INTRODUCTION = """# Studies
 
-Claims about DiLoCo and its relatives, four of which no paper makes, tried on real text at a scale that two CPU cores
+Claims about DiLoCo and its relatives, five of which no paper makes, tried on real text at a scale that two CPU cores
 can carry. `python -m studies` lists them, `python -m studies.learners` runs one again; runs that are in
 `studies/cache/` are not made twice. A study of what the package no longer has comes last, with the commit that made it.
 

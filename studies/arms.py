@@ -44,6 +44,7 @@ class Arm:
         starts: when each learner starts, as a share of the common part; default: at its beginning.
         ends: when each learner leaves, likewise.
         topics: every learner has its own topic of the text.
+        shared_fraction: share of the text that every learner reads beside its topic.
         examples: a learner's tokens are credited in proportion to the size of its topic.
         attack: what the last learner's outer gradients become: "noise", "flipped", "scaled".
         batch: sequences of a learner's step, where not BATCH ÷ M.
@@ -63,6 +64,7 @@ class Arm:
     starts: tuple[float, ...] | None = None
     ends: tuple[float, ...] | None = None
     topics: bool = False
+    shared_fraction: float = 0.0
     examples: bool = False
     attack: str = ""
     batch: int | None = None
@@ -75,7 +77,7 @@ class Arm:
             for name in ("method", "speeds", "budget_s", "starts", "ends", "attack"):
                 values.pop(name, None)
         if self.kind == "data parallel":  # it is the same run whatever M, its warm start and its shards are
-            for name in ("learners", "warm", "topics"):
+            for name in ("learners", "warm", "topics", "shared_fraction"):
                 values.pop(name, None)
         if self.method is not None and "method" in values:
             method = Method.from_dict(self.method)

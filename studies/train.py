@@ -119,7 +119,7 @@ def train(arm: Arm) -> Outcome:
 def _batch(arm: Arm, step: int, learner: int) -> Tensor:
     size = arm.batch or BATCH // arm.learners
     if arm.topics:
-        return world.topic_batch(arm.seed, step, learner, arm.learners, size)
+        return world.topic_batch(arm.seed, step, learner, arm.learners, size, arm.shared_fraction)
     return world.part_of(world.global_batch(arm.seed, step), learner, arm.learners)[:size]
 
 

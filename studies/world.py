@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from diloco.config import DataTable
 from diloco.training.data.corpus import load_corpus
+from diloco.training.data.reading import DocumentShard, SharedRows
 
 SEQUENCE = 64
 BATCH = 16  # sequences in a step of all learners together: 1,024 tokens
@@ -123,10 +124,22 @@ def topic_shares(count: int) -> list[float]:
     return [size / sum(sizes) for size in sizes]
 
 
-def topic_batch(seed: int, step: int, learner: int, learners: int, sequences: int) -> Tensor:
-    """Sequences from this learner's own topic."""
+@cache
+def stretches_of(learner: int, learners: int, shared_fraction: float, seed: int) -> Tensor:
+    """The stretches that a learner reads: those of its own topic, and the shared ones of every topic, which are chosen
+    as the rows of a run's files are (`[data] shared_fraction`)."""
+    deal = DocumentShard(learner, learners, by_parts=True, shared=SharedRows(shared_fraction, seed))
+    found = [stretch for k, topic in enumerate(topics(learners)) for row, stretch in enumerate(topic.tolist())
+             if deal.contains(k, row)]  # fmt: skip
+    return torch.tensor(found)
+
+
+def topic_batch(
+    seed: int, step: int, learner: int, learners: int, sequences: int, shared_fraction: float = 0.0
+) -> Tensor:
+    """Sequences from this learner's own topic, and from what all learners share."""
     train, _ = _text()
-    topic = topics(learners)[learner]
+    topic = stretches_of(learner, learners, shared_fraction, seed)
     generator = torch.Generator().manual_seed(1_000_003 * seed + 1009 * learner + step)
     stretches = topic[torch.randint(len(topic), (sequences,), generator=generator)]
     starts = stretches * STRETCH + torch.randint(STRETCH - SEQUENCE, (sequences,), generator=generator)

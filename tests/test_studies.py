@@ -103,6 +103,17 @@ def test_a_topic_is_read_by_one_learner() -> None:
     assert shares == sorted(shares, reverse=True)
     stretches = torch.cat(world.topics(4))
     assert len(stretches.unique()) == len(stretches)
+    for index, topic in enumerate(world.topics(4)):
+        assert torch.equal(world.stretches_of(index, 4, 0.0, seed=0), topic)
+
+
+def test_shared_stretches_are_read_by_all_beside_their_topic() -> None:
+    read = [set(world.stretches_of(index, 4, 0.1, seed=0).tolist()) for index in range(4)]
+    shared = set.intersection(*read)
+    num_stretches = sum(map(len, world.topics(4)))
+    assert 0.08 * num_stretches < len(shared) < 0.12 * num_stretches
+    assert all(own == set(topic.tolist()) | shared for own, topic in zip(read, world.topics(4), strict=True))
+    assert Arm(topics=True).key() != Arm(topics=True, shared_fraction=0.1).key()
 
 
 def test_the_two_held_out_parts_share_nothing() -> None:

@@ -59,6 +59,7 @@ class DataTable(Table):
     sequence_length: int = Field(default=64, ge=1)
     deal: Literal["shards", "leases"] = "shards"  # a fixed part for each learner, or ranges leased by the syncer
     lease_steps: int | None = Field(default=None, gt=0)  # inner steps of a lease; default: 16
+    shared_fraction: float = Field(default=0.0, ge=0, le=1)  # shards: share of every pass that all learners read
     stream: bool = False  # read texts during training, instead of before
     shuffle_sequences: int = Field(default=1024, ge=1)  # stream: size of a shard's shuffle buffer
     paths: tuple[Path, ...] = ()  # or patterns; text: files with a known suffix; tokens: .bin or .npy files
@@ -79,6 +80,11 @@ class DataTable(Table):
     def _sources(self) -> Self:
         if self.lease_steps is not None and self.deal != "leases":
             raise ValueError('lease_steps has no effect without deal = "leases"; drop it')
+        if self.shared_fraction and self.deal == "leases":
+            raise ValueError(
+                f'shared_fraction = {self.shared_fraction} has no effect with deal = "leases", which gives each '
+                'sequence to one learner; set deal = "shards", or drop shared_fraction'
+            )
         self._check_stream()
         if self.directory is not None and self.kind != "tokens":
             raise ValueError(f'directory has no effect with kind = "{self.kind}"; drop it')
@@ -314,6 +320,10 @@ class RunConfig(Table):
             raise ValueError(f"warm_start.steps = {self.warm_start.steps} leaves nothing of run.tokens to the learners")
         if self.run.steps is not None and self.warm_start.steps >= self.run.steps:
             raise ValueError(f"warm_start.steps = {self.warm_start.steps} leaves nothing of run.steps to the learners")
+        if self.data.shared_fraction and self.run.learners == 1:
+            raise ValueError(
+                f"data.shared_fraction = {self.data.shared_fraction} has no effect with run.learners = 1; drop it"
+            )
         return self
 
     @property

@@ -1,6 +1,7 @@
 """Sources, shards and cursors."""
 
 import sysconfig
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,9 +50,59 @@ def test_passes_over_a_shard_have_their_own_orders() -> None:
     assert orders[0] != orders[1]
 
 
+@given(
+    windows=st.integers(1, 200), shards=st.integers(1, 7), seed=st.integers(0, 2**32 - 1), shared=st.integers(0, 200)
+)
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_shared_windows_are_in_every_shard_once_a_pass_and_the_others_in_one(
+    windows: int, shards: int, seed: int, shared: int
+) -> None:
+    shared = min(shared, windows)
+    deal = ShardedWindows(windows, shards, seed, shared)
+    n = deal.shard_windows
+    assert n == shared + (windows - shared) // shards
+    passes = []
+    for epoch in range(2):
+        dealt = [[deal.window(m, epoch * n + i) for i in range(n)] for m in range(2 * shards)]
+        reads = Counter(window for shard in dealt[:shards] for window in shard)
+        expected = {1: (n - shared) * shards, shards: shared} if shards > 1 else {1: n}
+        assert Counter(reads.values()) == {times: number for times, number in expected.items() if number}
+        assert all(len(set(shard)) == n for shard in dealt)
+        passes.append([set(shard) for shard in dealt])
+        for m in range(shards):  # learners beyond the planned ones
+            assert set(dealt[shards + m]) == set(dealt[m])
+    assert passes[0] == passes[1]  # the same share of every pass
+    alone = ShardedWindows(windows, windows + 1, seed, shared)  # a planned number that leaves nothing to deal
+    assert {alone.window(0, i) for i in range(shared)} <= passes[0][0]
+
+
+def test_each_learner_has_an_order_of_its_own_for_the_shared_windows() -> None:
+    deal = ShardedWindows(1000, 3, 5, 100)
+    orders = [[deal.window(m, i) for i in range(deal.shard_windows)] for m in (0, 1, 2, 4)]
+    shared = set.intersection(*map(set, orders))
+    assert len(shared) == 100
+    assert len({tuple(window for window in order if window in shared) for order in orders}) == 4
+    first = [next(i for i, window in enumerate(order) if window in shared) for order in orders]
+    assert max(first) < 30  # they are spread over the pass: a quarter of a shard
+
+
+def test_all_windows_may_be_shared_and_none_is_the_deal_without_sharing() -> None:
+    everything = Stream(corpus(1001), 10, 3, [2], 100, seed=5, shared_fraction=1.0)
+    assert sorted(int(row[0]) for row in everything.next()) == list(range(0, 1000, 10))
+    whole = Stream(corpus(1001), 10, 3, range(3), 4, seed=5, shared_fraction=0.2)
+    parts = [Stream(corpus(1001), 10, 3, [m], 4, seed=5, shared_fraction=0.2) for m in range(3)]
+    for _ in range(14):  # beyond one pass of 20 + 26
+        assert torch.equal(whole.next(), torch.cat([each.next() for each in parts]))
+    assert whole.sharing == "deals 20 of 100 sequences to all 3 learners in every pass, and 26 others to each"
+    assert not Stream(corpus(1001), 10, 3, [2], 4, seed=5).sharing
+    tiny_share = Stream(corpus(1001), 10, 3, [2], 4, seed=5, shared_fraction=1e-9)
+    assert tiny_share.sharing.startswith("deals 1 of 100")  # rounded up: a share that is set shares something
+
+
 def test_the_order_of_sequences_is_fixed() -> None:
     # A golden value: another order would silently unpair runs and spoil resuming across versions.
     assert [ShardedWindows(1000, 3, 17).window(2, i) for i in range(6)] == [533, 571, 675, 803, 558, 30]
+    assert [ShardedWindows(1000, 3, 17, 250).window(2, i) for i in range(6)] == [149, 290, 192, 232, 480, 534]
 
 
 def test_a_batch_is_a_window_with_its_next_token() -> None:
@@ -81,17 +132,18 @@ def test_a_learner_beyond_the_planned_ones_reads_one_of_their_shards_in_an_order
 
 
 def test_a_cursor_resumes_exactly_and_knows_where_it_belongs() -> None:
-    first = Stream(corpus(1001), 10, 2, [1], 4, seed=5)
-    for _ in range(20):
-        first.next()
-    second = Stream(corpus(1001), 10, 2, [1], 4, seed=5)
-    second.load_state_dict(first.state_dict())
-    assert torch.equal(first.next(), second.next())
+    for shared_fraction in (0.0, 0.3):
+        first, second = (Stream(corpus(1001), 10, 2, [1], 4, 5, shared_fraction) for _ in range(2))
+        for _ in range(20):
+            first.next()
+        second.load_state_dict(first.state_dict())
+        assert torch.equal(first.next(), second.next())
     for other in (
-        Stream(corpus(1011), 10, 2, [1], 4, seed=5),
-        Stream(corpus(1001), 11, 2, [1], 4, seed=5),
-        Stream(corpus(1001), 10, 3, [1], 4, seed=5),
-        Stream(corpus(1001), 10, 2, [1], 4, seed=6),
+        Stream(corpus(1011), 10, 2, [1], 4, 5, 0.3),
+        Stream(corpus(1001), 11, 2, [1], 4, 5, 0.3),
+        Stream(corpus(1001), 10, 3, [1], 4, 5, 0.3),
+        Stream(corpus(1001), 10, 2, [1], 4, 6, 0.3),
+        Stream(corpus(1001), 10, 2, [1], 4, seed=5),
     ):
         with pytest.raises(CheckpointError, match="data cursor"):
             other.load_state_dict(first.state_dict())
@@ -100,6 +152,11 @@ def test_a_cursor_resumes_exactly_and_knows_where_it_belongs() -> None:
 def test_impossible_streams_are_refused() -> None:
     with pytest.raises(ConfigError, match="2 sequences for 3 learners"):
         Stream(corpus(21), 10, 3, [0], 4, seed=0)
+    with pytest.raises(
+        ConfigError,
+        match="10 sequences for 3 learners, of which data.shared_fraction = 0.9 shares 9; lower it, or give",
+    ):
+        Stream(corpus(101), 10, 3, [0], 4, 0, 0.9)
     with pytest.raises(ConfigError, match="outside the vocabulary of 5"):
         Stream(corpus(101, vocab_size=5), 10, 1, [0], 10, seed=0).next()
 

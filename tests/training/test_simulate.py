@@ -76,6 +76,19 @@ def test_a_synchronous_run_has_the_bits_of_the_same_run_at_once(tiny: Tiny, tmp_
     assert len(at_once) == 2
 
 
+def test_learners_that_share_sequences_read_them_in_orders_of_their_own(tiny: Tiny, tmp_path: Path) -> None:
+    def losses(place: str, *overrides: str) -> list[list[float]]:
+        config = tiny(DILOCO, *TWENTY_STEPS, *overrides)
+        play(tmp_path / place, Scenario(), config, config)
+        logs = [read_events(tmp_path / place / f"part-{index}" / "events.jsonl") for index in range(2)]
+        return [[e.loss for e in log if isinstance(e, Stepped)] for log in logs]
+
+    apart, shared, again = losses("a"), *(losses(place, "data.shared_fraction=0.3") for place in "bc")
+    assert shared == again
+    assert shared[0] != shared[1]
+    assert all(one != other for one, other in zip(apart, shared, strict=True))
+
+
 def test_time_goes_into_steps_and_waiting(tiny: Tiny, tmp_path: Path) -> None:
     config = tiny(DILOCO, *TWENTY_STEPS)
     done = play(tmp_path / "run", Scenario(lambda index, _: [0.5, 0.25][index], lines()), config, config)

@@ -19,7 +19,7 @@ from diloco.config import DataTable, RunConfig, dump_config
 from diloco.errors import CheckpointError, ConfigError
 from diloco.training.data.corpus import load_corpus
 from diloco.training.data.documents import PIECE_BYTES, open_documents
-from diloco.training.data.reading import BATCH_CHARACTERS, DocumentReader, DocumentShard
+from diloco.training.data.reading import BATCH_CHARACTERS, DocumentReader, DocumentShard, SharedRows
 from diloco.training.data.streams import Stream, TextStream
 
 LENGTH = 16
@@ -138,6 +138,51 @@ def test_a_pass_deals_every_document_to_one_learner(tables: Tables, kind: str, n
         )
         assert kind == "plain" or everything == sorted(ROWS)
     assert [sorted(texts) for texts in passes[0]] == [sorted(texts) for texts in passes[1]]  # the same deal
+
+
+@pytest.mark.parametrize(("kind", "num_shards", "fraction"), [("jsonl", 3, 0.25), ("hub", 2, 0.25), ("hub", 2, 1.0)])
+def test_shared_documents_are_read_by_every_learner_and_the_others_as_they_are_dealt(
+    tables: Tables, kind: str, num_shards: int, fraction: float
+) -> None:
+    texts = load_corpus(table(tables[kind])).texts
+    assert texts is not None
+
+    def read(shared: SharedRows) -> list[list[str]]:
+        by_parts = kind == "hub"
+        shards = [DocumentShard(m, num_shards, by_parts, texts.begin, shared=shared) for m in range(num_shards)]
+        readers = [DocumentReader(texts.documents, shard, seed=1) for shard in shards]
+        passes = [
+            [[str(each.text) for batch in reader.one_pass() for each in batch] for reader in readers] for _ in range(2)
+        ]
+        assert [sorted(each) for each in passes[0]] == [sorted(each) for each in passes[1]]  # the same in every pass
+        return passes[0]
+
+    dealt, shared = read(SharedRows()), read(SharedRows(fraction, seed=3))
+    common = set.intersection(*map(set, shared))
+    num_rows = sum(map(len, dealt))
+    assert num_rows == len(ROWS) - 10
+    assert len(common) == num_rows if fraction == 1 else 0.18 * num_rows < len(common) < 0.32 * num_rows
+    for own, read_now in zip(dealt, shared, strict=True):
+        assert len(read_now) == len(set(read_now))
+        assert set(read_now) == set(own) | common
+    assert set.intersection(*map(set, read(SharedRows(fraction, seed=4)))) != common or fraction == 1
+
+
+def test_a_stream_with_shared_documents_resumes_to_the_bit_and_has_an_order_of_its_own(tables: Tables) -> None:
+    def shared(shard: int, fraction: float = 0.5) -> TextStream:
+        source = load_corpus(table(tables["hub"])).texts
+        assert source is not None
+        return TextStream(source, LENGTH, 2, [shard], 4, 3, fraction)
+
+    first, second, everything = shared(1), shared(1), [shared(m, 1.0) for m in (0, 1, 3)]
+    for _ in range(150):  # beyond the first pass
+        first.next()
+    second.load_state_dict(json_and_tensors(first.state_dict()))
+    assert all(torch.equal(first.next(), second.next()) for _ in range(30))
+    with pytest.raises(CheckpointError, match="shared_fraction = 0.5 where this run has 0.25"):
+        shared(1, 0.25).load_state_dict(first.state_dict())
+    assert len({tuple(each.next().flatten().tolist()) for each in everything}) == 3
+    assert first.sharing == "deals 0.5 of the texts to all 2 learners in every pass"
 
 
 def test_learners_draw_no_window_twice_in_a_pass_and_each_pass_has_its_order(tables: Tables) -> None:
@@ -336,7 +381,9 @@ def test_a_run_from_a_stream_resumes_to_the_bit(
     arguments: list[str], tables: Tables, tiny: Tiny, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     paths = [str(path) for path in tables["jsonl"]["paths"]]
-    streamed = ["data.stream=true", "data.shuffle_sequences=16", "data.held_out_documents=40"]
+    streamed = [
+        "data.stream=true", "data.shuffle_sequences=16", "data.held_out_documents=40", "data.shared_fraction=0.25",
+    ]  # fmt: skip
     config = tiny("train.threads=1", "checkpoint.every_steps=10", *streamed, f"data.paths={paths}")
     run_file = tmp_path / "run.toml"
     run_file.write_text(dump_config(config), encoding="utf-8")
@@ -347,6 +394,7 @@ def test_a_run_from_a_stream_resumes_to_the_bit(
         with pytest.raises(SystemExit) as ended:
             main([*call, *more])
         told = capfd.readouterr()
+        assert "deals 0.25 of the texts to all 2 learners in every pass" in told.err
         assert not ended.value.code, told.err
         assert json.loads(told.out)["steps"] == 20
         return (folder / "step-0000000020" / "tensors.safetensors").read_bytes()
@@ -361,4 +409,5 @@ def test_the_tables_of_the_page_about_data_are_tables() -> None:
     found = [
         tomllib.loads(block)["data"] for block in re.findall(r"^```toml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     ]
-    assert [DataTable.model_validate(each).kind for each in found] == ["text", "tokens", "huggingface", "stdlib"]
+    kinds = ["text", "tokens", "huggingface", "huggingface", "stdlib"]
+    assert [DataTable.model_validate(each).kind for each in found] == kinds

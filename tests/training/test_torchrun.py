@@ -167,7 +167,7 @@ def by_hand(config: RunConfig, steps: int) -> dict[str, Tensor]:
     models = [build_model(config.model, corpus.vocab_size, 32, config.run.seed) for _ in range(2)]
     optimizers = [make_optimizer(model, config) for model in models]
     inner = [InnerStep(m, o, config.train, torch.device("cpu")) for m, o in zip(models, optimizers, strict=True)]
-    streams = [Stream(corpus, 32, 2, [index], 4, config.run.seed) for index in range(2)]
+    streams = [Stream(corpus, 32, 2, [m], 4, config.run.seed, config.data.shared_fraction) for m in range(2)]
 
     def phase(method: diloco.Method, steps: range) -> dict[str, Tensor]:
         def life(index: int, exchange: Exchange) -> dict[str, Tensor]:
@@ -185,7 +185,7 @@ def by_hand(config: RunConfig, steps: int) -> dict[str, Tensor]:
 
 def test_ranks_that_are_learners_warm_up_in_data_parallel(tiny: Tiny, tmp_path: Path) -> None:
     overrides = ("warm_start.steps=6", "checkpoint.every_steps=6", "checkpoint.keep=9", DILOCO_6)
-    config = tiny(*overrides)
+    config = tiny(*overrides, "data.shared_fraction=0.25")
     with torchrun(config, tmp_path / "job", "--collective") as process:
         finish(process)
 
@@ -199,7 +199,8 @@ def test_ranks_that_are_learners_warm_up_in_data_parallel(tiny: Tiny, tmp_path: 
 
 @pytest.mark.slow
 def test_ranks_that_are_learners_resume_to_the_bit(tiny: Tiny, tmp_path: Path) -> None:
-    config = tiny("warm_start.steps=6", "checkpoint.every_steps=4", "checkpoint.keep=9", DILOCO_6)
+    overrides = ("warm_start.steps=6", "checkpoint.every_steps=4", "checkpoint.keep=9", DILOCO_6)
+    config = tiny(*overrides, "data.shared_fraction=0.25")
     expected = by_hand(config, steps=20)
     for step in (None, 4, 16):  # from the start, from within the warm start, and from between two rounds
         for index in range(2):

@@ -422,10 +422,15 @@ class LearnerDriver:
         self.received = {key: value for key, value in self.received.items() if key[0] != fragment or key[1] > version}
         self.tensors.uploads.keep(self.received)
 
+    @property
+    def newest_versions(self) -> tuple[int, ...]:
+        """The versions of `newest`. A learner that has finished adopts nothing more: all that it has received count."""
+        return self.core.received_versions if self.has_finished else self.core.newest
+
     def newest(self) -> list[Tensor]:
         """The newest global fragments in this process: those adopted, or later ones that were received."""
         newest = list(self.tensors.anchors)
-        for fragment, version in enumerate(self.core.newest):
+        for fragment, version in enumerate(self.newest_versions):
             if version > self.core.versions[fragment]:
                 newest[fragment] = self.received[fragment, version].held.theta
         return newest

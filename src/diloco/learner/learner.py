@@ -336,14 +336,17 @@ class Learner:
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """The version of each fragment that this learner holds."""
-        return self._core.versions
+        """The version of each fragment that this learner holds: adopted, or, once it has finished, received."""
+        driver = self._driver
+        return driver.newest_versions if driver.has_finished else self._core.versions
 
     @property
     def digests(self) -> tuple[str, ...]:
         """The digest of each fragment at that version; in a learner of several ranks, of the part that this rank
         exchanges."""
-        return tuple(self._driver.digests)
+        adopted, received = self._driver.digests, self._driver.received
+        held = (received.get((fragment, version)) for fragment, version in enumerate(self.versions))
+        return tuple(own if it is None else it.held.digest for own, it in zip(adopted, held, strict=True))
 
     @property
     def run_tokens(self) -> int:
@@ -485,7 +488,7 @@ class Learner:
             "steps": self._core.step,
             "tokens": self._core.tokens,
             "run_tokens": self.run_tokens,
-            "versions": list(self._core.versions),
+            "versions": list(self.versions),
             "updates": driver.updates,
             "merges": driver.merges,
             "step_s": timing.step_s,
@@ -605,7 +608,7 @@ class Learner:
         obstacle = driver.finish(timeout_s, ends_run)
         if obstacle is not None and timeout_s > 0:
             driver.say(
-                f"ends at step {self.steps} with versions {list(self._core.newest)} of the global model, which may not "
+                f"ends at step {self.steps} with versions {list(self.versions)} of the global model, which may not "
                 f"be the run's last, since {obstacle}; `diloco export` gets the last ones."
             )
         return obstacle is None

@@ -247,6 +247,8 @@ class Trainer:
         config, spec = self.config, self.spec
         if config.inner_optimizer != "adamw":
             self._monitor.say(describe_optimizer(self.optimizer, config))
+        if self._training.stream.sharing:
+            self._monitor.say(self._training.stream.sharing)
         torch.manual_seed(_seed_of(config.run.seed, spec.shard, self._ranks.rank))
         if spec.resume_from is not None:
             self._resume(spec.resume_from)

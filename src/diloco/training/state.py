@@ -235,9 +235,9 @@ class TrainingState:
 def _stream(config: RunConfig, corpus: Corpus) -> BatchStream:
     """The data of the whole run, at its full batch."""
     length, learners, seed = config.data.sequence_length, config.run.learners, config.run.seed
-    shards = range(learners)
+    shards, shared_fraction = range(learners), config.data.shared_fraction
     if corpus.texts is not None:
-        return TextStream(corpus.texts, length, learners, shards, config.share, seed)
+        return TextStream(corpus.texts, length, learners, shards, config.share, seed, shared_fraction)
     if config.data.deal == "leases":
         return LeasedStream(corpus, length, shards, config.share, seed, config.data.lease_steps or LEASE_STEPS)
-    return Stream(corpus, length, learners, shards, config.share, seed)
+    return Stream(corpus, length, learners, shards, config.share, seed, shared_fraction)

@@ -1,10 +1,11 @@
 """Batches that a learner trains on: sequences of T + 1 tokens; consecutive sequences share one token.
 
 `Stream` divides the windows of tokens in memory, or memory-mapped, into one fixed shard per planned learner. The
-sequences of a shard are a pure function of (seed, shard, position), so resuming is exact. Learners never share a
-window, whatever their pace. A learner beyond the planned ones reads one of these shards, in another order. A stream
-over all shards (the data-parallel baseline, and the warm start) draws at each step the sequences that all learners
-together draw at that step, so that paired comparisons see the same data.
+sequences of a shard are a pure function of (seed, shard, position), so resuming is exact. A share of the windows
+(`data.shared_fraction`) is in every shard, and each of the others in one, whatever the pace of the learners. A learner
+beyond the planned ones reads one of these shards, in another order. A stream over all shards (the data-parallel
+baseline, and the warm start) draws at each step the sequences that all learners together draw at that step, so that
+paired comparisons see the same data.
 
 `LeasedStream` reads the windows that the syncer leases (`protocol.leases`): no window is skipped or repeated when the
 number of learners changes.
@@ -16,6 +17,7 @@ out, so every pass draws every window once. A hash of seed, shard and number of 
 """
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,7 +33,7 @@ from diloco.learner.leased_units import LeasedUnits
 from diloco.protocol.leases import DataSet
 from diloco.protocol.units import permute, place_of_unit
 from diloco.training.data.corpus import Corpus, TextSource, Tokens
-from diloco.training.data.reading import DocumentReader, DocumentShard
+from diloco.training.data.reading import DocumentReader, DocumentShard, SharedRows
 
 
 class BatchStream:
@@ -40,7 +42,10 @@ class BatchStream:
     Attributes:
         identity: the data, seed and division that `position` refers to.
         position: sequences drawn so far from each shard.
+        sharing: what is dealt to all learners, for people; empty where nothing is.
     """
+
+    sharing = ""
 
     def __init__(self, shards: Sequence[int], batch: int, identity: dict[str, Any]) -> None:
         self.batch, self.position, self.identity = batch, 0, identity
@@ -80,16 +85,23 @@ class BatchStream:
 
 @dataclass(frozen=True)
 class ShardedWindows:
-    """Windows of T + 1 tokens, divided into `num_shards` equal shards."""
+    """Windows of T + 1 tokens: `num_shared` of them are in every shard, the others divided into `num_shards` equal
+    parts."""
 
     num_windows: int
     num_shards: int
     seed: int
+    num_shared: int = 0
+
+    @property
+    def own_windows(self) -> int:
+        """Windows that only one shard has; a remainder below `num_shards` windows is left out."""
+        return (self.num_windows - self.num_shared) // self.num_shards
 
     @property
     def shard_windows(self) -> int:
-        """Windows of one shard; a remainder below `num_shards` windows is left out."""
-        return self.num_windows // self.num_shards
+        """Windows of one shard."""
+        return self.own_windows + self.num_shared
 
     def window(self, shard: int, position: int) -> int:
         """The window of `shard` at `position` (0, 1, 2 … over all passes).
@@ -102,7 +114,9 @@ class ShardedWindows:
         place = permute(
             place, self.shard_windows, seed + b"pass" + shard.to_bytes(8, "little") + epoch.to_bytes(8, "little")
         )
-        return permute(place * self.num_shards + shard % self.num_shards, self.num_windows, seed + b"deal")
+        own = place - self.num_shared  # negative: a shared window
+        index = place if own < 0 else self.num_shared + own * self.num_shards + shard % self.num_shards
+        return permute(index, self.num_windows, seed + b"deal")
 
 
 class WindowStream(BatchStream):
@@ -130,16 +144,32 @@ class WindowStream(BatchStream):
 class Stream(WindowStream):
     """Batches of fixed shards.
 
-    Raises ConfigError when the data has fewer windows than shards, or a token is outside the vocabulary.
+    Arguments:
+        shared_fraction: share of the windows that every shard has, rounded up to whole windows.
+
+    Raises ConfigError when the data leaves a shard no window of its own (unless all are shared), or a token is outside
+    the vocabulary.
     """
 
     def __init__(
-        self, corpus: Corpus, sequence_length: int, num_shards: int, shards: Sequence[int], batch: int, seed: int
-    ) -> None:
+        self, corpus: Corpus, sequence_length: int, num_shards: int, shards: Sequence[int], batch: int, seed: int,
+        shared_fraction: float = 0.0,
+    ) -> None:  # fmt: skip
         super().__init__(corpus, sequence_length, shards, batch, seed, num_shards)
-        self._sharded = ShardedWindows(self._num_windows, num_shards, seed)
-        if self._sharded.shard_windows < 1:
-            raise ConfigError(f"the data has {self._num_windows} sequences for {num_shards} learners; give more data")
+        self.identity["shared_fraction"] = shared_fraction
+        num_shared = math.ceil(shared_fraction * self._num_windows)
+        self._sharded = ShardedWindows(self._num_windows, num_shards, seed, num_shared)
+        if self._sharded.own_windows < 1 and shared_fraction < 1:
+            shared = f", of which data.shared_fraction = {shared_fraction} shares {num_shared}; lower it, or"
+            also = shared if num_shared else ";"
+            raise ConfigError(
+                f"the data has {self._num_windows} sequences for {num_shards} learners{also} give more data"
+            )
+        if num_shared:
+            self.sharing = (
+                f"deals {num_shared} of {self._num_windows} sequences to all {num_shards} learners in every pass, and "
+                f"{self._sharded.own_windows} others to each"
+            )
 
     def next(self, rows: slice = slice(None)) -> Tensor:
         """The next batch, as `BatchStream.next`."""
@@ -208,15 +238,17 @@ class TextShard:
         num_shards: int,
         seed: int,
         state: dict[str, Any] | None = None,
+        shared_fraction: float = 0.0,
     ) -> None:
         documents, parts = source.documents, len(source.documents.parts)
-        documents_of_shard = DocumentShard(
-            shard % num_shards, num_shards, documents.by_parts and parts % num_shards == 0, begin=source.begin
-        )
+        by_parts = documents.by_parts and parts % num_shards == 0
+        shared = SharedRows(shared_fraction, seed)
+        documents_of_shard = DocumentShard(shard % num_shards, num_shards, by_parts, source.begin, shared=shared)
         self._encoder, self._length = source.encoder, length
         self._name = f"shard {shard} of {num_shards}"
         self._key = seed.to_bytes(8, "little") + b"draw" + shard.to_bytes(8, "little")
-        order = seed + (shard // num_shards << 32)  # seeds are below 2**32
+        # Seeds are below 2**32. Shards with common documents have orders of their own.
+        order = seed + ((shard if shared_fraction else shard // num_shards) << 32)
         self._reader = DocumentReader(documents, documents_of_shard, order, None if state is None else state["reader"])
         self._buffer = np.empty((source.shuffle_sequences, length + 1), dtype=np.int32)
         self._pending: npt.NDArray[np.int32] = np.empty(0, dtype=np.int32)
@@ -284,9 +316,11 @@ class TextStream(BatchStream):
     """
 
     def __init__(
-        self, source: TextSource, sequence_length: int, num_shards: int, shards: Sequence[int], batch: int, seed: int
-    ) -> None:
+        self, source: TextSource, sequence_length: int, num_shards: int, shards: Sequence[int], batch: int, seed: int,
+        shared_fraction: float = 0.0,
+    ) -> None:  # fmt: skip
         self._source, self._length, self._num_shards, self._seed = source, sequence_length, num_shards, seed
+        self._shared_fraction = shared_fraction
         self._streams: dict[int, TextShard] = {}
         identity = {
             "data": source.fingerprint(),
@@ -294,8 +328,11 @@ class TextStream(BatchStream):
             "seed": seed,
             "num_shards": num_shards,
             "shuffle_sequences": source.shuffle_sequences,
+            "shared_fraction": shared_fraction,
         }
         super().__init__(shards, batch, identity)
+        if shared_fraction:
+            self.sharing = f"deals {shared_fraction} of the texts to all {num_shards} learners in every pass"
 
     def select(self, shards: Sequence[int]) -> None:
         """As `BatchStream.select`; drops the buffers of other shards."""
@@ -318,7 +355,7 @@ class TextStream(BatchStream):
         return stream
 
     def _open(self, shard: int, state: dict[str, Any] | None = None) -> TextShard:
-        return TextShard(self._source, self._length, shard, self._num_shards, self._seed, state)
+        return TextShard(self._source, self._length, shard, self._num_shards, self._seed, state, self._shared_fraction)
 
     def state_dict(self) -> dict[str, Any]:
         """As `BatchStream.state_dict`, with the state of each shard that was read."""
