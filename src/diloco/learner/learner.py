@@ -156,7 +156,7 @@ class Learner:
                 answer()
             else:
                 island.each("the answers for buffers", answer)
-            self.layout: Layout = whole.layout(self.method)
+            self.layout: Layout = whole.layout(self.method, is_runs=method is None)
             partition: Partition = Undivided(self.layout)
             if island is not None:
                 tensors = exchanged_tensors(root, self.layout)
