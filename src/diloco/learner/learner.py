@@ -102,9 +102,9 @@ class Learner:
 
     Raises:
         ConfigError: a combination that cannot work: FSDP parameters, private master weights, averaging parameters under
-            a stateful optimizer, a method that differs from the run's, an exchange that belongs to another learner,
-            several ranks of which it is unknown whether they are one learner; an optimizer that cannot be re-warmed, or
-            `rewarm_steps` over an exchange that no learner joins late.
+            a stateful optimizer, a method that differs from the run's or cannot cut the model, an exchange that belongs
+            to another learner, several ranks of which it is unknown whether they are one learner; an optimizer that
+            cannot be re-warmed, or `rewarm_steps` over an exchange that no learner joins late.
         LayoutError: the run holds another model, or training changes a buffer that is not exchanged.
         CheckpointError: `resume` belongs to another model or method.
 
