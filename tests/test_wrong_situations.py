@@ -218,7 +218,7 @@ def test_a_warm_up_longer_than_the_run(world: World) -> None:
 
 
 def test_a_model_with_fewer_tensors_than_fragments(world: World) -> None:
-    check(train(world, "few", "24 fragments", "--initialise"), 2)
+    check(train(world, "few", "24 fragments", "--initialise", "if-empty"), 2)
 
 
 def test_a_method_that_no_syncer_takes(world: World) -> None:

@@ -124,7 +124,7 @@ def test_wrong_use_is_one_sentence(run: Run, run_file: Path, arguments: list[str
 def test_a_model_that_the_runs_method_cannot_cut_is_one_sentence(run: Run, run_file: Path, tmp_path: Path) -> None:
     with Syncer("tiny", diloco.DecoupledDiLoCo(), Options("127.0.0.1:0", tmp_path / "state")) as syncer:
         arguments = ("--set", f"syncer.address={syncer.address}", "--set", f"run.dir={tmp_path / 'run'}")
-        done = run("train", str(run_file), "--shard", "0", "--initialise", *arguments)
+        done = run("train", str(run_file), "--shard", "0", "--initialise", "if-empty", *arguments)
     assert done.returncode == 2
     advice = 'set [method] fragments = { type = "Balanced", num_fragments = 20 } in the run file'
     *_, said = done.stderr.splitlines()
