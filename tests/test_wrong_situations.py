@@ -22,6 +22,7 @@ from tests.processes import ROOT
 from tests.syncer.runs import RUN, Raw, method, start
 from tests.training.conftest import TINY
 
+import diloco
 from diloco.config import dump_config, parse_config
 from diloco.exchange.key_pair import key_line, read_key_pair
 from diloco.protocol.members import Deadlines
@@ -61,12 +62,13 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     Keyring.new(tmp / "elsewhere", RUN, ["syncer.example.org"], NAMES, DAY)
     with ExitStack() as stack:
 
-        def serve(name: str, **options: Any) -> str:
+        def serve(name: str, given: diloco.Method | None = None, **options: Any) -> str:
             (tmp / name).mkdir()
-            return stack.enter_context(start(tmp / name, method(), **options)).address
+            return stack.enter_context(start(tmp / name, given or method(), **options)).address
 
         addresses = {
             "plain": serve("plain"),
+            "24 fragments": serve("24", diloco.DecoupledDiLoCo()),
             "running": serve("running", deadlines=Deadlines(lost_floor_s=600.0, lost_cap_s=600.0)),
             "done": serve("done"),
             "tls": serve("tls", keys=tmp / "keys" / "syncer"),
@@ -213,6 +215,10 @@ def test_an_export_onto_another(world: World) -> None:
 def test_a_warm_up_longer_than_the_run(world: World) -> None:
     run_file = world.run_file("short", "plain")
     check(say(world, "syncer", run_file, "--set", "schedule.warmup_steps=50"), 2)
+
+
+def test_a_model_with_fewer_tensors_than_fragments(world: World) -> None:
+    check(train(world, "few", "24 fragments", "--initialise", "if-empty"), 2)
 
 
 def test_a_method_that_no_syncer_takes(world: World) -> None:

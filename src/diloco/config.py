@@ -149,7 +149,7 @@ class ScheduleTable(Table):
     """The inner learning rate as a function of a learner's own steps."""
 
     kind: Literal["cosine", "wsd", "constant"] = "cosine"
-    warmup_steps: int = Field(default=50, ge=0)
+    warmup_steps: int = Field(default=50, ge=0)  # default: a tenth of the steps where there are no more than 50
     steps: int | None = Field(default=None, gt=0)  # default: run.tokens / tokens per full step
     final_fraction: float = Field(default=0.1, ge=0, le=1)  # of the peak, at the end and afterwards
     decay_fraction: float = Field(default=0.2, gt=0, le=1)  # wsd: fraction of the steps with decay
@@ -158,7 +158,8 @@ class ScheduleTable(Table):
 class TrainTable(Table):
     """The inner loop."""
 
-    global_batch: int = Field(default=16, gt=0)  # sequences per step over all planned learners
+    # sequences per step over all planned learners; default: the least multiple of learners x accumulate from 16 on
+    global_batch: int = Field(default=16, gt=0)
     batch: int | None = Field(
         default=None, gt=0
     )  # sequences per step of this learner; default: global_batch / learners
@@ -292,6 +293,20 @@ class RunConfig(Table):
     learner: dict[str, dict[str, dict[str, Any]]] = Field(default_factory=dict)  # overrides by the learner's name
 
     @model_validator(mode="after")
+    def _defaults_that_fit(self) -> Self:
+        """A loop of one's own has no use for [train] and [schedule], so their defaults must not refuse its run."""
+        config = self
+        if "global_batch" not in self.train.model_fields_set:
+            parts = self.run.learners * self.train.accumulate
+            config = config._with("train", global_batch=-(-self.train.global_batch // parts) * parts)
+        if "warmup_steps" not in self.schedule.model_fields_set and self.schedule.warmup_steps >= config.schedule_steps:
+            config = config._with("schedule", warmup_steps=config.schedule_steps // 10)
+        return config
+
+    def _with(self, table: str, **values: int) -> Self:
+        return self.model_copy(update={table: getattr(self, table).model_copy(update=values)})
+
+    @model_validator(mode="after")
     def _fits_together(self) -> Self:
         accumulate, schedule_steps = self.train.accumulate, self.schedule_steps
         parts = self.run.learners * accumulate
@@ -395,6 +410,9 @@ def parse_config(
     """Read the text of a run file; see `load_config`."""
     tables = read_toml(text, source)
     config = resolved = _read(tables, overrides, source)
+    tables = _merged(
+        tables, {"train": {"global_batch": config.train.global_batch}}
+    )  # of all learners, also if a default
     for name, own in config.learner.items():
         keys = [key if key in LEARNERS_OWN else f"the table {key}" for key in own]
         if "global_batch" in own.get("train", {}):

@@ -161,6 +161,7 @@ class Initialised(Event):
     num_bytes: int = 0
     step: int = 0
     tokens: int = 0  # trained before the run was initialised (warm start)
+    cut: str = ""  # how the run's method cut the model into fragments, in words
 
 
 class Admitted(Event):

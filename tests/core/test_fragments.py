@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+import re
 import struct
+import tomllib
 from itertools import pairwise
 
 import pytest
@@ -17,10 +19,12 @@ from diloco.core.fragments import (
     Balanced,
     ByLayer,
     Fragmentation,
+    LayersOrBalanced,
     Layout,
     Named,
     TensorSpec,
     Whole,
+    cut_in_words,
     describe,
     digest,
     gather,
@@ -159,10 +163,77 @@ def test_a_second_shorter_list_belongs_to_the_rest() -> None:
 
 
 def test_no_list_or_two_equally_long_ones_are_refused() -> None:
-    with pytest.raises(ConfigError, match="finds no list of layers"):
-        groups(ByLayer(), "w", "conv2d.w", "params.0")
-    with pytest.raises(ConfigError, match="'encoder.block' and 'decoder.block'"):
+    with pytest.raises(ConfigError, match="cannot cut this model, as its tensors' names hold no list of layers; use"):
+        groups(ByLayer(), "w", "conv2d.w", "params.0", f"layers.{'1' * 5000}.w")
+    with pytest.raises(
+        ConfigError, match="hold equally long lists of layers, 'decoder.block' and 'encoder.block'; use"
+    ):
         groups(ByLayer(), "encoder.block.0.w", "decoder.block.0.w")
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 8)
+        self.rnn = nn.GRU(8, 16)
+        self.head = nn.Linear(16, 50)
+
+
+def test_a_model_with_layers_is_cut_by_layer_to_the_same_digest() -> None:
+    layout = make_layout(Model(), LayersOrBalanced())
+    assert layout == make_layout(Model(), ByLayer(layers=3, pattern="strided"))
+    assert layout.digest() == "2511f2a90e18a71c80d64173189dafad87b7f9f38d53c0e856113af5ff498093"
+    assert cut_in_words(layout, LayersOrBalanced()) == "4 fragments: ByLayer(layers=3, pattern='strided')"
+    assert groups(LayersOrBalanced(1, "sequential"), *(f"h.{i}.w" for i in range(3))) == [
+        ("h.0.w",), ("h.1.w",), ("h.2.w",),
+    ]  # fmt: skip
+
+
+NO_LIST = "as its tensors' names hold no list of layers"
+TWO_LISTS = "as its tensors' names hold equally long lists of layers, 'decoder' and 'encoder'"
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (Recurrent(), f"4 fragments: Balanced(num_fragments=4), {NO_LIST}"),
+        (nn.Linear(3, 2), f"2 fragments: Balanced(num_fragments=2), {NO_LIST}"),
+        (nn.Linear(3, 2, bias=False), f"1 fragment: Balanced(num_fragments=1), {NO_LIST}"),
+        (
+            nn.ModuleDict({"encoder": nn.ModuleList([Block()]), "decoder": nn.ModuleList([Block()])}),
+            f"4 fragments: Balanced(num_fragments=4), {TWO_LISTS}",
+        ),
+    ],
+)
+def test_a_model_without_layers_is_balanced_and_why_is_said(model: nn.Module, words: str) -> None:
+    layout = make_layout(model, LayersOrBalanced())
+    assert cut_in_words(layout, LayersOrBalanced()) == words
+    trainable, _ = describe(model)
+    assert LayersOrBalanced().resolved(trainable) == LayersOrBalanced().resolved(trainable[::-1])
+    assert layout == make_layout(model, LayersOrBalanced().resolved(trainable))
+
+
+def test_tensors_without_elements_fill_no_fragment() -> None:
+    some = [TensorSpec("a", (3,), "float32"), TensorSpec("b", (0,), "float32"), TensorSpec("c", (1,), "float32")]
+    assert [fragment.numel for fragment in layout_of(some, (), LayersOrBalanced()).fragments] == [3, 1]
+    with pytest.raises(ConfigError, match="no trainable parameter"):
+        layout_of(some[1:2], (), LayersOrBalanced())
+
+
+@pytest.mark.parametrize("wrong", [Balanced(24), Balanced(3), ByLayer(), Named([["a"]])])
+def test_the_advice_of_a_refusal_cuts_the_model(wrong: Fragmentation) -> None:
+    some = [*specs("a", "b"), TensorSpec("empty", (0,), "float32")]
+    with pytest.raises(ConfigError) as refusal:
+        layout_of(some, (), wrong)
+    assert "; use fragments=diloco.Balanced(2), or in a run file [method] fragments = {" in str(refusal.value)
+    with pytest.raises(ConfigError) as refusal:
+        layout_of(some, (), wrong, is_runs=True)
+    advice = re.search(
+        r"; set \[method\] (fragments = .*) in the run file, before the run has a model\.$", str(refusal.value)
+    )
+    assert advice is not None
+    assert str(refusal.value).count(". ") == 0
+    layout_of(some, (), FRAGMENTATIONS.read(tomllib.loads(advice[1])["fragments"]))
 
 
 def test_balanced_packs_the_largest_first() -> None:
@@ -219,16 +290,28 @@ def test_sizes_are_whole_numbers(wrong: object) -> None:
     with pytest.raises(ConfigError, match="whole number of at least 1"):
         ByLayer(layers=wrong)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="whole number of at least 1"):
+        LayersOrBalanced(num_fragments=wrong)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="whole number of at least 1"):
         Balanced(wrong)  # type: ignore[arg-type]
 
 
 def test_an_unknown_pattern_is_refused() -> None:
     with pytest.raises(ConfigError, match="'strided' or 'sequential', not 'stride'"):
         ByLayer(pattern="stride")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="'strided' or 'sequential', not 'stride'"):
+        LayersOrBalanced(pattern="stride")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    "fragmentation", [Whole(), ByLayer(), ByLayer(2, "sequential"), Balanced(8), Named([["a.*", "b"], ["c"]])]
+    "fragmentation",
+    [
+        Whole(),
+        ByLayer(),
+        ByLayer(2, "sequential"),
+        Balanced(8),
+        LayersOrBalanced(2, "sequential", 3),
+        Named([["a.*", "b"], ["c"]]),
+    ],
 )
 def test_fragmentations_survive_json(fragmentation: Fragmentation) -> None:
     again = FRAGMENTATIONS.read(json.loads(json.dumps(fragmentation.to_dict())))
@@ -240,9 +323,9 @@ def test_fragmentations_survive_json(fragmentation: Fragmentation) -> None:
     ("values", "message"),
     [
         ({"type": "ByLayers"}, "'ByLayers' is not a known fragmentation; did you mean 'ByLayer'"),
-        ({"layers": 3}, "None is not a known fragmentation; known are 'Balanced', 'ByLayer', 'Named', 'Whole'"),
+        ({"layers": 3}, "None is not a known fragmentation; known are 'Balanced', 'ByLayer', 'LayersOrBalanced', 'N"),
         ({"type": "ByLayer", "layer": 3}, "ByLayer has no field 'layer'; did you mean 'layers'"),
-        ({"type": "Whole", "layers": 3}, "Whole has no field 'layers', which ByLayer has; give that type too"),
+        ({"type": "Whole", "layers": 3}, "'layers', which ByLayer and LayersOrBalanced have; give that type too"),
         ({"type": "Whole", "leyers": 3}, "Whole has no field 'leyers'; it takes none"),
         ({"type": "Balanced"}, "Balanced needs a value for 'num_fragments'"),
         ({"type": "Balanced", "num_fragments": "8"}, "whole number of at least 1, not '8'"),
@@ -263,6 +346,7 @@ def _models(draw: st.DrawFn) -> tuple[list[TensorSpec], Fragmentation]:
             st.just(Whole()),
             st.builds(ByLayer, st.integers(1, 5), st.sampled_from(["strided", "sequential"])),
             st.builds(Balanced, st.integers(1, len(names))),
+            st.builds(LayersOrBalanced, st.integers(1, 5), st.just("strided"), st.integers(1, 5)),
             st.just(Named([["h.*.w"], ["h.*.b", "embed"], ["norm"]])),
         )
     )

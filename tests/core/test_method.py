@@ -11,7 +11,7 @@ import torch
 
 from diloco.core.adopt import Eager, KeepDisplacement, Mix, Replace
 from diloco.core.codecs import BF16, CODECS, E3M0, FP32, Int4, codec_from_name
-from diloco.core.fragments import Balanced, ByLayer, Named, Whole
+from diloco.core.fragments import Balanced, LayersOrBalanced, Named, Whole
 from diloco.core.global_fragment import GlobalFragment, apply_update, close
 from diloco.core.layout import Placement, TensorSpec
 from diloco.core.merges import (
@@ -50,7 +50,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "DiLoCo": {"sync_every": 500, "outer": Nesterov(lr=0.7, momentum=0.9)},
     # arXiv 2501.18512: H = 100, τ = 1, α = 0.5, three strided layers, FP4 E3M0, outer Nesterov 0.4 / 0.9
     "StreamingDiLoCo": {
-        "sync_every": 100, "overlap": 1, "adopt": Mix(0.5), "fragments": ByLayer(layers=3, pattern="strided"),
+        "sync_every": 100, "overlap": 1, "adopt": Mix(0.5), "fragments": LayersOrBalanced(3, "strided", 4),
         "up": E3M0(),
         "down": E3M0(), "outer": Nesterov(lr=0.4, momentum=0.9),
     },

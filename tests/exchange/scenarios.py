@@ -27,6 +27,7 @@ class Scenario:
         the model.
     `overlaps`: learners with an overlap of their own. `tokens`: in a step of learner 0; each next one has 7 more, where
     there are any. `buffers`, `static`: as `Learner` takes them; with `buffers`, the model has running statistics.
+    `has_list`: whether the names of its tensors hold a list of layers.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Scenario:
     tokens: int = 10
     buffers: str = ""
     static: str = "exchange"
+    has_list: bool = True
 
     def tokens_of(self, index: int) -> int:
         """In a step of a learner."""
@@ -66,10 +68,11 @@ class Result:
 class Net(nn.Module):
     """110 thousand parameters, so four codec segments, and every kind of tensor that is not trained."""
 
-    def __init__(self, width: int = 160, *, normed: bool = False) -> None:
+    def __init__(self, width: int = 160, *, normed: bool = False, has_list: bool = True) -> None:
         super().__init__()
         self.embed = nn.Linear(24, width)
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+        layers = [nn.Linear(width, width) for _ in range(4)]
+        self.layers = nn.ModuleList(layers) if has_list else nn.ModuleDict(zip("abcd", layers, strict=True))
         self.head = nn.Linear(width, 33)
         self.scale = nn.Parameter(torch.rand(width), requires_grad=False)
         self.register_buffer("shift", torch.rand(33))
@@ -79,7 +82,7 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(self.embed(x) * self.scale)
-        for layer in self.layers:
+        for layer in self.layers.children():
             x = x + torch.tanh(layer(x))
         return self.head(x) + self.shift
 
@@ -88,7 +91,7 @@ def make_model(scenario: Scenario, index: int) -> Net:
     """Every learner starts from other values; the run's are learner 0's. The base is the same where each brings it."""
     torch.manual_seed(100 + index)
     width = 161 if scenario.fault == "layout" and index == 1 else 160
-    model = Net(width, normed=bool(scenario.buffers)).to(getattr(torch, scenario.dtype))
+    model = Net(width, normed=bool(scenario.buffers), has_list=scenario.has_list).to(getattr(torch, scenario.dtype))
     if scenario.static == "digest":
         generator = torch.Generator().manual_seed(1)
         model.scale.data.copy_(torch.rand(width, generator=generator))
@@ -247,6 +250,9 @@ def _scenarios() -> list[Scenario]:
     streaming = methods["streaming, overlap 4"].to_dict()
     return [
         *scenarios,
+        Scenario(
+            "streaming, any model", diloco.StreamingDiLoCo(sync_every=6, overlap=2, mix=0.0).to_dict(), has_list=False
+        ),
         Scenario("no tokens", methods["local sgd, tokens"].to_dict(), tokens=0),
         Scenario("parameters", diloco.DataParallel(average="parameters").to_dict(), inner="sgd"),
         Scenario("bf16 parameters", methods["diloco, H overlap"].to_dict(), dtype="bfloat16"),

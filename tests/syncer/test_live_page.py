@@ -73,11 +73,16 @@ def test_a_watcher_gets_the_story_and_then_what_is_new(tmp_path: Path) -> None:
                 story = next(stories)
                 texts += [event["text"] for event in story["events"]]
             assert story["head"]["run"] == "tiny"
-            log.append(ev.Initialised(learner="a", source="seed", layout_digest="", num_parameters=7))
+            log.append(
+                ev.Initialised(
+                    learner="a", source="seed", layout_digest="", num_parameters=7, cut="1 fragment: Whole()"
+                )
+            )
             log.append(ev.Joined(learner="a", incarnation=1))
             while len(texts) < 3:
                 texts += [event["text"] for event in next(stories)["events"]]
-        assert texts[1:] == ["a gave the run its model of 7 parameters (from seed)", "a joined at step 0"]
+        model = "a gave the run its model of 7 parameters (from seed), in 1 fragment: Whole()"
+        assert texts[1:] == [model, "a joined at step 0"]
 
 
 def test_the_page_loads_nothing_from_elsewhere(tmp_path: Path) -> None:

@@ -56,7 +56,8 @@ def test_it_says_who_joined_what_was_merged_and_who_left(tmp_path: Path, caplog:
         raw.leave(tokens=5)
         raw.connection.close()
     said = [record.getMessage() for record in caplog.records if record.name == "diloco.syncer"]
-    assert "initialised by paris (seed 1): 67 parameters" in said
+    cut = "2 fragments: Named(patterns=(('layers.0.*',), ('layers.1.*',)))"
+    assert f"initialised by paris (seed 1): 67 parameters in {cut}" in said
     assert "joined: paris (incarnation 1) at step 0" in said
     assert "left: paris (incarnation 1) after 5 tokens" in said
     merged = next(line for line in said if line.startswith("merged "))

@@ -65,6 +65,7 @@ def shown(syncer: Syncer, *options: str, columns: int = 100) -> str:
 
 def test_before_there_is_a_model(syncer: Syncer) -> None:
     assert "no model yet" in shown(syncer)
+    assert json.loads(shown(syncer, "--json"))["cut"] == ""
     assert json.loads(shown(syncer, "--json"))["newest_merge"] is None
 
 
@@ -98,6 +99,8 @@ def test_who_takes_part_and_who_is_behind(syncer: Syncer) -> None:
     text = shown(syncer, "--fragments")
     assert (status["run_id"], status["epoch"]) == (syncer.driver.ask(lambda driver: driver.lineage.run_id), 1)
     assert "epoch 1, this syncer started" in text
+    assert status["cut"] == "2 fragments: Named(patterns=(('layers.0.*',), ('layers.1.*',)))"
+    assert f"\ncut into {status['cut']}\n" in text
     assert "2 live, 2 healthy; newest merge: version 1 of fragment 0 by first\n" in text
     assert re.search(
         r" 1 +no contribution yet", text

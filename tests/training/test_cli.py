@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
+import diloco
 from diloco.cli import main
 from diloco.config import RunConfig, dump_config
+from diloco.syncer.server import Options, Syncer
 
 Tiny = Callable[..., RunConfig]
 Run = Callable[..., "Done"]
@@ -117,6 +119,18 @@ def test_wrong_use_is_one_sentence(run: Run, run_file: Path, arguments: list[str
     assert message in done.stderr
     assert done.stderr.startswith("diloco: ")
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_model_that_the_runs_method_cannot_cut_is_one_sentence(run: Run, run_file: Path, tmp_path: Path) -> None:
+    with Syncer("tiny", diloco.DecoupledDiLoCo(), Options("127.0.0.1:0", tmp_path / "state")) as syncer:
+        arguments = ("--set", f"syncer.address={syncer.address}", "--set", f"run.dir={tmp_path / 'run'}")
+        done = run("train", str(run_file), "--shard", "0", "--initialise", "if-empty", *arguments)
+    assert done.returncode == 2
+    advice = 'set [method] fragments = { type = "Balanced", num_fragments = 20 } in the run file'
+    *_, said = done.stderr.splitlines()
+    assert said.startswith("diloco: Balanced(24) is more fragments than the 20 trainable tensors of the model; ")
+    assert advice in said
+    assert "Traceback" not in done.stderr
 
 
 def test_a_learner_beyond_the_planned_ones_is_told_what_it_reads(run: Run, run_file: Path) -> None:

@@ -25,6 +25,39 @@ def test_a_minimal_file_resolves_to_the_default_run() -> None:
     assert config.method == {"preset": "StreamingDiLoCo"}
 
 
+@pytest.mark.parametrize(
+    ("tables", "global_batch", "share"),
+    [
+        ("learners = 2", 16, 8),
+        ("learners = 3", 18, 6),
+        ("learners = 24", 24, 1),
+        ("learners = 3\n[train]\naccumulate = 4", 24, 8),
+        ("learners = 3\n[train]\nglobal_batch = 6", 6, 2),
+    ],
+)
+def test_the_default_batch_divides_among_the_learners(tables: str, global_batch: int, share: int) -> None:
+    config = parse_config(MINIMAL + tables)
+    assert (config.train.global_batch, config.share) == (global_batch, share)
+    assert f"global_batch = {global_batch}\n" in dump_config(config)
+    assert parse_config(dump_config(config)) == config
+
+
+def test_the_default_batch_is_the_same_for_all_learners() -> None:
+    text = MINIMAL + "learners = 3\n[learner.a]\ntrain.accumulate = 2\n"
+    batches = [parse_config(text, learner=name).train.global_batch for name in (None, "a", "b")]
+    assert batches == [18, 18, 18]
+    assert parse_config(text, overrides=["train.accumulate=4"], learner="b").train.global_batch == 24
+    with pytest.raises(ConfigError, match=r"\[learner.a\]: train.global_batch = 18 must be a multiple of .* = 12"):
+        parse_config(text.replace("accumulate = 2", "accumulate = 4"))
+
+
+@pytest.mark.parametrize(("tokens", "warmup_steps"), [(100, 0), (50 * 1024, 5), (51 * 1024, 50)])
+def test_a_loop_of_ones_own_is_not_measured_by_the_trainers_defaults(tokens: int, warmup_steps: int) -> None:
+    config = parse_config(f'[run]\nname = "own"\ntokens = {tokens}\nlearners = 2\n')
+    assert config.schedule.warmup_steps == warmup_steps
+    assert parse_config(dump_config(config)) == config
+
+
 def test_the_dump_reads_back_to_the_same_value() -> None:
     text = (
         MINIMAL + 'learners = 2\n[model]\ntype = "llama"\nhidden_size = 32\n'
@@ -48,7 +81,10 @@ def test_the_dump_reads_back_to_the_same_value() -> None:
         (MINIMAL + "[trian]\nclip = 8\n", 'run.toml: unknown key "trian"; did you mean "train"?'),
         ('[run]\nname = "x"\n', 'run.toml: "run.tokens" is missing'),
         (MINIMAL + "[train]\nglobal_batch = -3\n", "run.toml: train.global_batch = -3: input should be greater than 0"),
-        (MINIMAL + "learners = 3\n", "train.global_batch = 16 must be a multiple"),
+        (
+            MINIMAL + "learners = 3\n[train]\nglobal_batch = 16\n",
+            "train.global_batch = 16 must be a multiple of run.learners x train.accumulate = 3",
+        ),
         (MINIMAL + '[data]\nkind = "text"\n', r'\[data\] kind = "text" needs paths'),
         (MINIMAL + '[data]\npaths = ["a"]\n', "no effect"),
         (

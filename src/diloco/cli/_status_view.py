@@ -19,6 +19,9 @@ MAX_NAMES, MAX_REASONS = 6, 3
 
 LEGEND_COLUMNS = 80
 
+LONG_CUT = 160
+"""Of a longer description of how the model is cut, the middle is omitted."""
+
 LONG_NAME = 28
 """A terminal shows longer names without their middle."""
 
@@ -58,6 +61,7 @@ def view(status: dict[str, Any], *, wide: bool = False, whole_names: bool = Fals
         if pair is None or pair["standing"] == "alone":
             lines.append("no model yet: start a learner with --initialise if-empty")
         return Group(*lines)
+    lines.append(shortened(printable(f"cut into {status['cut']}"), LONG_CUT))
     lines.append(printable(_participation(status)))
     if (fates := _fates([it["ledger"] for it in status["fragments"]])) is not None:
         lines.append(f"trained tokens: {fates}")

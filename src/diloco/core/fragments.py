@@ -34,9 +34,9 @@ from diloco.core.names import canonical_key, named_buffers, named_parameters
 from diloco.errors import ConfigError
 
 __all__ = [
-    "Balanced", "ByLayer", "Fragment", "Fragmentation", "Layout", "Named", "Placement", "TensorSpec", "Whole",
-    "describe",
-    "digest", "gather", "layout_of", "make_layout", "scatter",
+    "Balanced", "ByLayer", "Fragment", "Fragmentation", "Layout", "LayersOrBalanced", "Named", "Placement",
+    "TensorSpec", "Whole",
+    "cut_in_words", "describe", "digest", "gather", "layout_of", "make_layout", "scatter",
 ]  # fmt: skip
 
 TRAINABLE_DTYPES = ("float32", "bfloat16", "float16")
@@ -82,37 +82,75 @@ def layout_of(
     static: Sequence[TensorSpec],
     fragmentation: "Fragmentation",
     base: Sequence[BaseTensor] = (),
+    *,
+    is_runs: bool = False,
 ) -> Layout:
     """The layout of a model known by its tensors' names and shapes only. Raises ConfigError like `make_layout`.
 
     In its fragment, an averaged tensor follows all trained ones: a lossy codec scales neighbours together.
+
+    Arguments:
+        is_runs: whether the fragmentation came with the run's method, from its syncer; for the error's advice.
     """
-    if not trainable:
+    if not any(spec.numel for spec in trainable):
         raise ConfigError("the model has no trainable parameter; there is nothing to synchronise.")
-    groups = fragmentation.split(trainable)
+    try:
+        groups = fragmentation.split(trainable)
+        _require_partition(fragmentation, groups, trainable)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; {_other_cut(fragmentation, trainable, is_runs=is_runs)}") from error
     trainable = sorted(trainable, key=lambda spec: spec.is_averaged)  # a stable sort: else in model order
     order = {spec.name: position for position, spec in enumerate(trainable)}
-    owner: dict[str, int] = {}
-    for index, names in enumerate(groups):
-        for name in names:
-            if name not in order:
-                raise ConfigError(f"{fragmentation} names {name!r}, which is no trainable tensor of the model.")
-            if name in owner:
-                raise ConfigError(f"{fragmentation} puts tensor {name!r} into fragments {owner[name]} and {index}.")
-            owner[name] = index
-    for name in order:
-        if name not in owner:
-            raise ConfigError(
-                f"{fragmentation} puts tensor {name!r} into no fragment; every trainable tensor needs one."
-            )
-    for index, names in enumerate(groups):
-        if sum(trainable[order[name]].numel for name in names) == 0:
-            raise ConfigError(f"{fragmentation} leaves fragment {index} empty; cut the model into fewer fragments.")
     fragments = (
         place(index, [trainable[position] for position in sorted(order[name] for name in names)])
         for index, names in enumerate(groups)
     )
     return Layout(tuple(fragments), tuple(static), tuple(base))
+
+
+def _require_partition(
+    fragmentation: "Fragmentation", groups: Sequence[Sequence[str]], specs: Sequence[TensorSpec]
+) -> None:
+    """Raise ConfigError unless every tensor is in exactly one group, and no group is empty."""
+    size = {spec.name: spec.numel for spec in specs}
+    owner: dict[str, int] = {}
+    for index, names in enumerate(groups):
+        for name in names:
+            if name not in size:
+                raise ConfigError(f"{fragmentation} names {name!r}, which is no trainable tensor of the model")
+            if name in owner:
+                raise ConfigError(f"{fragmentation} puts tensor {name!r} into fragments {owner[name]} and {index}")
+            owner[name] = index
+    for name in size:
+        if name not in owner:
+            raise ConfigError(f"{fragmentation} puts tensor {name!r} into no fragment, and every tensor needs one")
+    for index, names in enumerate(groups):
+        if sum(size[name] for name in names) == 0:
+            raise ConfigError(f"{fragmentation} leaves fragment {index} empty")
+
+
+def _other_cut(fragmentation: "Fragmentation", specs: Sequence[TensorSpec], *, is_runs: bool) -> str:
+    """Advice with a fragmentation that cuts this model."""
+    wanted = fragmentation.num_fragments if isinstance(fragmentation, Balanced) else LayersOrBalanced.num_fragments
+    number = _as_many(wanted, specs)
+    table = f'[method] fragments = {{ type = "Balanced", num_fragments = {number} }}'
+    if is_runs:
+        return f"set {table} in the run file, before the run has a model."
+    return f"use fragments=diloco.Balanced({number}), or in a run file {table}."
+
+
+def _as_many(wanted: int, specs: Iterable[TensorSpec]) -> int:
+    """The number of fragments nearest to the wanted one that tensors with elements can fill."""
+    return min(wanted, sum(spec.numel > 0 for spec in specs))
+
+
+def cut_in_words(layout: Layout, fragmentation: "Fragmentation") -> str:
+    """How a model was cut: "2 fragments: Balanced(num_fragments=2), as its tensors' names hold no list of layers"."""
+    specs = [placement.spec for fragment in layout.fragments for placement in fragment.tensors]
+    resolved = fragmentation.resolved(specs)
+    why = f", as {_find_layers(specs)}" if resolved != fragmentation and isinstance(resolved, Balanced) else ""
+    number = len(layout.fragments)
+    return f"{number} {'fragment' if number == 1 else 'fragments'}: {resolved}{why}"
 
 
 class Fragmentation(Choice):
@@ -121,6 +159,10 @@ class Fragmentation(Choice):
     @abstractmethod
     def split(self, specs: Sequence[TensorSpec]) -> tuple[tuple[str, ...], ...]:
         """The names of each fragment's tensors, given all trainable tensors in model order."""
+
+    def resolved(self, specs: Sequence[TensorSpec]) -> "Fragmentation":
+        """The fragmentation that cuts a model of these tensors, in any order: this one, or the one that it chooses."""
+        return self
 
 
 @dataclass(frozen=True)
@@ -144,7 +186,8 @@ class ByLayer(Fragmentation):
         sequential   layer i is in fragment ⌊i / layers⌋
 
     Embeddings, final norm and head are in the last fragment (the paper: "the embedding in a fragment of its own").
-    Raises ConfigError when no list is found, or two are equally long (an encoder and a decoder): use Named there.
+    Raises ConfigError when no list is found, or two are equally long (an encoder and a decoder): use LayersOrBalanced
+    or Named there.
     """
 
     layers: int = 3
@@ -157,6 +200,8 @@ class ByLayer(Fragmentation):
 
     def split(self, specs: Sequence[TensorSpec]) -> tuple[tuple[str, ...], ...]:
         layer_of = _find_layers(specs)
+        if isinstance(layer_of, str):
+            raise ConfigError(f"{self} cannot cut this model, as {layer_of}")
         num_layers = max(layer_of.values()) + 1
         num_fragments = -(-num_layers // self.layers)
         groups: list[list[str]] = [[] for _ in range(num_fragments + 1)]
@@ -187,8 +232,7 @@ class Balanced(Fragmentation):
     def split(self, specs: Sequence[TensorSpec]) -> tuple[tuple[str, ...], ...]:
         if self.num_fragments > len(specs):
             raise ConfigError(
-                f"Balanced({self.num_fragments}) is more fragments than the {len(specs)} trainable tensors of the "
-                "model."
+                f"Balanced({self.num_fragments}) is more fragments than the {len(specs)} trainable tensors of the model"
             )
         groups: list[list[str]] = [[] for _ in range(self.num_fragments)]
         sizes = [0] * self.num_fragments
@@ -197,6 +241,31 @@ class Balanced(Fragmentation):
             groups[smallest].append(spec.name)
             sizes[smallest] += spec.numel
         return tuple(tuple(group) for group in groups)
+
+
+@dataclass(frozen=True)
+class LayersOrBalanced(Fragmentation):
+    """`ByLayer(layers, pattern)` where it can cut the model, otherwise `Balanced(num_fragments)`: cuts any model.
+
+    A pure function of the tensors' names and sizes, so that all learners of a model cut it alike. A model of fewer
+    tensors than `num_fragments` has a fragment for each.
+    """
+
+    layers: int = 3
+    pattern: Literal["strided", "sequential"] = "strided"
+    num_fragments: int = 4  # as many as a model of 12 layers has by the default, besides its embedding
+
+    def __post_init__(self) -> None:
+        ByLayer(self.layers, self.pattern)  # refuses what cannot be
+        Balanced(self.num_fragments)
+
+    def resolved(self, specs: Sequence[TensorSpec]) -> Fragmentation:
+        if isinstance(_find_layers(specs), str):
+            return Balanced(_as_many(self.num_fragments, specs))
+        return ByLayer(self.layers, self.pattern)
+
+    def split(self, specs: Sequence[TensorSpec]) -> tuple[tuple[str, ...], ...]:
+        return self.resolved(specs).split(specs)
 
 
 @dataclass(frozen=True)
@@ -223,25 +292,25 @@ class Named(Fragmentation):
         )
 
 
-FRAGMENTATIONS: Registry[Fragmentation] = Registry("fragmentation", Whole, ByLayer, Balanced, Named)
+FRAGMENTATIONS: Registry[Fragmentation] = Registry("fragmentation", Whole, ByLayer, Balanced, LayersOrBalanced, Named)
 
 
-_FIRST_NUMBER = re.compile(r"(?:(.*?)\.)??(\d+)\.")
+_FIRST_NUMBER = re.compile(r"(?:(.*?)\.)??(\d{1,18})\.")  # bounded, as `int` is: names come from others too
 
 
-def _find_layers(specs: Iterable[TensorSpec]) -> dict[str, int]:
-    """The layer (0, 1, …) of every tensor that is in one, by the rule in ByLayer."""
+def _find_layers(specs: Iterable[TensorSpec]) -> dict[str, int] | str:
+    """The layer (0, 1, …) of every tensor that is in one, by the rule in ByLayer; a str says why there are none."""
     lists: dict[str, dict[str, int]] = {}
     for spec in specs:
         match = _FIRST_NUMBER.match(spec.name)
         if match:
             lists.setdefault(match[1] or "", {})[spec.name] = int(match[2])
     if not lists:
-        raise ConfigError("ByLayer finds no list of layers in the tensors' names; use Whole, Balanced or Named.")
+        return "its tensors' names hold no list of layers"
     longest = max(len(set(numbers.values())) for numbers in lists.values())
-    found = [prefix for prefix, numbers in lists.items() if len(set(numbers.values())) == longest]
+    found = sorted(prefix for prefix, numbers in lists.items() if len(set(numbers.values())) == longest)
     if len(found) > 1:
-        raise ConfigError(f"ByLayer finds equally long lists of layers, {found[0]!r} and {found[1]!r}; use Named.")
+        return f"its tensors' names hold equally long lists of layers, {found[0]!r} and {found[1]!r}"
     numbers = lists[found[0]]
     rank = {number: layer for layer, number in enumerate(sorted(set(numbers.values())))}
     return {name: rank[number] for name, number in numbers.items()}

@@ -24,7 +24,7 @@ from typing import Any, Literal, get_args
 from diloco.core.adopt import ADOPTIONS, Adopt, Eager, Replace
 from diloco.core.choices import Choice, Registry, fraction, nearest, plain
 from diloco.core.codecs import FP32, Codec, codec_from_name
-from diloco.core.fragments import FRAGMENTATIONS, Fragmentation, Whole
+from diloco.core.fragments import FRAGMENTATIONS, Fragmentation, Layout, Whole, cut_in_words
 from diloco.core.merges import MERGES, SCREENS, HeLoCo, Mean, Merge, Screen
 from diloco.core.outer import OUTER_OPTIMIZERS, SGD, DelayedNesterov, Outer
 from diloco.core.quorum import QUORUMS, AllLive, Quorum
@@ -226,6 +226,10 @@ class Method:
     def needs_whole_fragments(self) -> bool:
         """Whether rounds must be closed on whole fragments, and not shard by shard."""
         return self.screen is not None or not self.merge.elementwise
+
+    def cut_in_words(self, layout: Layout) -> str:
+        """How this method cut a model into its fragments, and why."""
+        return cut_in_words(layout, self.fragments)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values only (JSON, TOML); `Method.from_dict` gives the same method back."""

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from diloco.core.adopt import Adopt, Eager, Mix, Replace
 from diloco.core.choices import nearest, whole_number
 from diloco.core.codecs import Codec, codec_from_name
-from diloco.core.fragments import Balanced, ByLayer, Whole
+from diloco.core.fragments import Balanced, LayersOrBalanced, Whole
 from diloco.core.merges import Mean, RadialDirectional, SenderMean
 from diloco.core.method import Method, Partial, check_keys, parse_answer
 from diloco.core.outer import SGD, DelayedNesterov, Nesterov
@@ -87,16 +87,15 @@ def StreamingDiLoCo(
         send at t ≡ o_p (mod H): Δ_{m,p} = anchor_p − θ_{m,p}
         apply at t + τ:          Θ_p ← OuterOpt(Θ_p, 1/M Σ_m Δ_{m,p});  θ_{m,p} ← α·θ_{m,p} + (1 − α)·Θ_p
 
-    Defaults: H = 100, τ = 1, α = 0.5, fragments of three layers strided with the embedding apart, E3M0 both ways,
-    outer Nesterov lr 0.4, momentum 0.9.
+    Defaults: H = 100, τ = 1, α = 0.5, fragments of three layers strided with the embedding apart (of a model without a
+    list of layers: 4 balanced ones), E3M0 both ways, outer Nesterov lr 0.4, momentum 0.9.
 
     Reference: Douillard et al. 2025, Streaming DiLoCo with overlapping communication, arXiv 2501.18512, algorithm 2.
     """
     return _method(
-        "StreamingDiLoCo", "arXiv 2501.18512", codec, fragments=_or(fragments, ByLayer(layers=3, pattern="strided")),
-        sync_every=sync_every,
-        overlap=overlap, offsets=offsets, error_feedback=error_feedback, weight=weight, quorum=_or(quorum, AllLive()),
-        outer=_or(outer, Nesterov(lr=0.4, momentum=0.9)), adopt=_mixing(mix),
+        "StreamingDiLoCo", "arXiv 2501.18512", codec, fragments=_or(fragments, LayersOrBalanced()),
+        sync_every=sync_every, overlap=overlap, offsets=offsets, error_feedback=error_feedback, weight=weight,
+        quorum=_or(quorum, AllLive()), outer=_or(outer, Nesterov(lr=0.4, momentum=0.9)), adopt=_mixing(mix),
     )  # fmt: skip
 
 

@@ -152,7 +152,8 @@ class Schedule:
             return tuple((p + 1) * every // self.num_fragments or every for p in range(self.num_fragments))
         if len(self.offsets) != self.num_fragments:
             raise ConfigError(
-                f"offsets={tuple(self.offsets)} needs one offset for each of the {self.num_fragments} fragments."
+                f"offsets={tuple(self.offsets)} needs one offset for each of the {self.num_fragments} fragments; give "
+                "them all, or none."
             )
         for offset in self.offsets:
             if type(offset) is not int or not 0 <= offset <= every:

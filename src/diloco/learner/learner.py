@@ -102,9 +102,9 @@ class Learner:
 
     Raises:
         ConfigError: a combination that cannot work: FSDP parameters, private master weights, averaging parameters under
-            a stateful optimizer, a method that differs from the run's, an exchange that belongs to another learner,
-            several ranks of which it is unknown whether they are one learner; an optimizer that cannot be re-warmed, or
-            `rewarm_steps` over an exchange that no learner joins late.
+            a stateful optimizer, a method that differs from the run's or cannot cut the model, an exchange that belongs
+            to another learner, several ranks of which it is unknown whether they are one learner; an optimizer that
+            cannot be re-warmed, or `rewarm_steps` over an exchange that no learner joins late.
         LayoutError: the run holds another model, or training changes a buffer that is not exchanged.
         CheckpointError: `resume` belongs to another model or method.
 
@@ -156,7 +156,7 @@ class Learner:
                 answer()
             else:
                 island.each("the answers for buffers", answer)
-            self.layout: Layout = whole.layout(self.method)
+            self.layout: Layout = whole.layout(self.method, is_runs=method is None)
             partition: Partition = Undivided(self.layout)
             if island is not None:
                 tensors = exchanged_tensors(root, self.layout)

@@ -17,8 +17,9 @@ def sentence(event: ev.Event) -> tuple[Tone, str] | None:
             return "plain", "the syncer started and waits for a model"
         case ev.SyncerStarted():
             return "plain", "the syncer restarted at its last published versions"
-        case ev.Initialised(learner=learner, num_parameters=number, source=source):
-            return "good", f"{learner} gave the run its model of {number:,} parameters (from {source})"
+        case ev.Initialised(learner=learner, num_parameters=number, source=source, cut=cut):
+            cut = f", in {cut}" if cut else ""
+            return "good", f"{learner} gave the run its model of {number:,} parameters (from {source}){cut}"
         case ev.Joined(learner=learner, incarnation=1, step=step):
             return "good", f"{learner} joined at step {step:,}"
         case ev.Joined(learner=learner, step=step):

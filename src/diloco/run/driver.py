@@ -156,6 +156,7 @@ class Driver(Generic[H, S, P]):
             "run": state.run,
             "method": state.method.to_dict(),
             "initialised": state.is_initialised,
+            "cut": state.cut,
             "run_id": self.lineage.run_id,
             "epoch": self.lineage.epoch,
             "step": state.step,
@@ -196,7 +197,7 @@ class Driver(Generic[H, S, P]):
         model, done = self._beginnings.popleft()
         if error is None:
             self.state.begin(model)
-            self._observer.initialised(model)
+            self._observer.initialised(model, self.state.cut)
         done(error)
         if error is None:
             while self._beginnings:

@@ -59,6 +59,7 @@ class RunMethod(MethodAnswers, Protocol):
 
     def with_own_overlap(self, overlap: int) -> Any: ...
     def difference(self, other: Any) -> str | None: ...
+    def cut_in_words(self, layout: Any) -> str: ...
     def to_dict(self) -> dict[str, Any]: ...
 
 
@@ -260,8 +261,8 @@ class WorkerPort(Protocol):
 class Observer(Protocol):
     """Is notified of every event of a run, such as `diloco.syncer.journal.Journal`."""
 
-    def initialised(self, model: InitialModel[Any]) -> None:
-        """The run was initialised."""
+    def initialised(self, model: InitialModel[Any], cut: str) -> None:
+        """The run was initialised. `cut`: how its method cut the model, in words."""
 
     def joined(self, learner: str, incarnation: int, step: int) -> None:
         """A new incarnation has joined."""

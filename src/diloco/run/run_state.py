@@ -33,6 +33,7 @@ class RunState(Generic[H, P]):
 
     Attributes:
         initial_tokens: tokens that the model was trained on before the run.
+        cut: how the method cut the model, in words; "" without a model.
         run_id: as in `protocol.lineage`.
         epochs: the starts on this run's state.
     """
@@ -43,7 +44,7 @@ class RunState(Generic[H, P]):
         self.run = run
         self.method, self.budget = method, budget
         self.initial_tokens = 0
-        self.run_id = ""
+        self.run_id = self.cut = ""
         self.epochs: tuple[Epoch, ...] = ()
         self._deadlines, self._pool = deadlines, pool
         self._core: SyncerCore | None = None
@@ -97,6 +98,7 @@ class RunState(Generic[H, P]):
         """The run begins with this model."""
         self._core = self.first_core(initial)
         self._model = GlobalModel(initial.layout, initial.static, initial.fragments, [()] * len(initial.fragments))
+        self.cut = self.method.cut_in_words(initial.layout)
         self.initial_tokens = initial.tokens
         self.run_id, self.epochs = initial.run_id, (first_epoch(initial),)
 
@@ -145,3 +147,4 @@ class RunState(Generic[H, P]):
         self._core, self.initial_tokens = core, saved.tokens
         self.run_id, self.epochs = saved.run_id, saved.epochs
         self._model = GlobalModel(saved.layout, saved.static, saved.fragments, saved.contributors)
+        self.cut = self.method.cut_in_words(saved.layout)

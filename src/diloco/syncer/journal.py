@@ -84,15 +84,15 @@ class Journal(Observer):
                 "no version names %s: set aside in %s; look at them, and remove them yourself", names, files[0].parent
             )
 
-    def initialised(self, model: InitialModel[Any]) -> None:
+    def initialised(self, model: InitialModel[Any], cut: str) -> None:
         layout = model.layout
         num_parameters = sum(fragment.numel for fragment in layout.fragments)
-        log.info("initialised by %s (%s): %s parameters", model.learner, model.source, f"{num_parameters:,}")
+        log.info("initialised by %s (%s): %s parameters in %s", model.learner, model.source, f"{num_parameters:,}", cut)
         self._events.append(
             events.Initialised(
                 learner=model.learner, source=model.source, layout_digest=layout.digest(),
                 num_parameters=num_parameters, step=model.step, tokens=model.tokens,
-                num_bytes=4 * num_parameters + len(model.static),
+                num_bytes=4 * num_parameters + len(model.static), cut=cut,
             )
         )  # fmt: skip
 

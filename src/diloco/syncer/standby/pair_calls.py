@@ -81,8 +81,8 @@ class PairCalls:
         """The status that this syncer reports while it does not serve the run."""
         return {
             "run": run, "run_id": "", "epoch": self._pairing.succession.epoch, "method": method.to_dict(),
-            "initialised": False, "step": 0, "tokens": 0, "initial_tokens": 0, "spooled_bytes": 0, "waits_for": None,
-            "steering": None, "learners": {}, "fragments": [], "newest_merge": None, "data": None,
+            "initialised": False, "cut": "", "step": 0, "tokens": 0, "initial_tokens": 0, "spooled_bytes": 0,
+            "waits_for": None, "steering": None, "learners": {}, "fragments": [], "newest_merge": None, "data": None,
         }  # fmt: skip
 
 
