@@ -13,10 +13,12 @@ from diloco import errors
 from diloco.protocol.contribution import (
     DROPPED,
     OUTLIER,
+    Budget,
     CallForWork,
     Contribution,
     Drained,
     Rejection,
+    Settled,
     Standing,
     Verdict,
 )
@@ -269,6 +271,27 @@ def test_another_initialiser_fails() -> None:
     assert it.take(requests.Fail) == [requests.Fail(error)]
 
 
+@pytest.mark.parametrize("found", ["empty", "described", "refused"])
+def test_a_model_that_is_for_an_empty_run_is_given_up_for_the_runs(found: str) -> None:
+    """It is the run's; or the run has one, or has one when the upload of another learner was quicker. A rejoining
+    learner says nothing of it."""
+    it = Script(initialises="if-empty")
+    it.do(it.core.begin)
+    it.answer(requests.Describe, it.core.described, it.lineage, initialised=found == "described")
+    if found == "refused":
+        it.fail(requests.Initialise, errors.AlreadyInitialisedError("it has one."))
+    elif found == "empty":
+        it.open.pop(requests.Initialise)
+        it.do(it.core.initialised)
+    it.join()
+    it.fetch(0, 0)
+    it.beat()
+    it.welcome()
+    said = [each.text for each in it.told if isinstance(each, requests.Warn)]
+    assert said == ([] if found == "empty" else ["run 'run' has a model, at step 0: a takes it, not its own"])
+    assert isinstance(it.told[-1], requests.TellStart)
+
+
 def test_a_joiner_gives_signs_of_life_while_it_fetches_a_large_model() -> None:
     it = Script()
     it.do(it.core.begin)
@@ -481,6 +504,30 @@ def test_versions_are_fetched_until_the_newest_is_here() -> None:
     assert requests.Fetch not in it.open
     it.until(requests.Beat)
     assert it.beat().claim.versions == (2, 1)
+
+
+def test_the_end_of_a_run_is_told_once_all_its_versions_are_here_and_again_after_a_joiners() -> None:
+    it = Script().start()
+    it.notice(versions=(1, 0), settled=True)
+    assert it.take(Settled) == []
+    it.answer(requests.Fetch, it.core.fetched, it.lineage, 1)
+    assert it.take(Settled) == [Settled()]
+    it.notice()
+    assert it.take(Settled) == []
+    it.notice(settled=False)
+    it.notice(versions=(1, 1), settled=True)
+    it.answer(requests.Fetch, it.core.fetched, it.lineage, 1)
+    assert it.take(Settled) == [Settled()]
+
+
+def test_the_budget_is_known_before_another_process_of_the_syncer_tells_it() -> None:
+    it = Script().start()
+    it.notice(versions=(1, 0), budget=Budget(tokens=70))
+    it.boot = 2
+    it.answer(requests.Fetch, it.core.fetched, it.lineage, 1)
+    assert it.core.standing is None
+    assert it.core.last_standing is not None
+    assert it.core.last_standing.budget == Budget(tokens=70)
 
 
 @pytest.mark.parametrize("kind", [errors.DigestError, errors.CorruptPayloadError])
