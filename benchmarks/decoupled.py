@@ -36,7 +36,7 @@ from torch import nn
 import diloco
 from benchmarks.processes import SyncerProcess, until
 from diloco.errors import ExchangeError
-from diloco.exchange.remote import fetch_status
+from diloco.exchange.dialling import fetch_status
 from diloco.learner.timing import Histogram
 
 RUN = "unequal"

@@ -30,7 +30,7 @@ from diloco.core.layout import Fragment, Layout, TensorSpec, place
 from diloco.core.method import Method
 from diloco.errors import DilocoError
 from diloco.event_log import EventLog
-from diloco.exchange.wire.frames import bytes_of
+from diloco.exchange.wire.tensors import bytes_of
 from diloco.protocol.contribution import Contribution
 from diloco.protocol.members import Claim, Deadlines
 from diloco.store.store import Store

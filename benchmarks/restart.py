@@ -28,7 +28,8 @@ from torch import nn
 
 import diloco
 from benchmarks.processes import SyncerProcess
-from diloco.exchange.remote.viewing import fetch_model, fetch_status
+from diloco.exchange.dialling import fetch_status
+from diloco.exchange.remote import fetch_model
 
 RUN, LEARNER = "restarted", "learner"
 GOAL_S_PER_GB = 2.0

@@ -39,8 +39,9 @@ from diloco.core.outer import SGD, Nesterov
 from diloco.core.quorum import AllLive
 from diloco.exchange.connection import Connection
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import bytes_of, frames
+from diloco.exchange.wire.frames import frames
 from diloco.exchange.wire.outgoing import OutgoingUpload
+from diloco.exchange.wire.tensors import bytes_of
 from diloco.protocol.members import Deadlines
 from diloco.syncer.keys.keyring import Keyring
 from diloco.syncer.server import Options, Syncer

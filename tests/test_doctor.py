@@ -80,6 +80,7 @@ def test_here_is_what_the_suite_needs(doctor: Doctor, capfd: pytest.CaptureFixtu
     assert f"diloco {diloco.__version__}" in found["packages"]["found"]
     assert found["gpu"]["state"] == ("ok" if torch.cuda.is_available() else "absent")
     assert found["extra train"]["found"].startswith("transformers ")
+    assert found.pop("other extras", {}).get("state", "absent") == "absent"
     assert all(finding["advice"] for finding in found.values() if finding["state"] != "ok")
     main_exits("doctor")
     plain = capfd.readouterr().out
@@ -228,7 +229,8 @@ def test_wrong_use(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> N
 def test_packages_that_are_missing_or_too_old(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
     declared = [
         "torch>=2.9", "grpcio>=1000", 'no-such-package; extra == "train"', 'rich<1; extra == "train"',
-        'elsewhere; sys_platform == "plan9"',
+        'elsewhere; sys_platform == "plan9"', 'no-such-package; extra == "trl"', 'rich; extra == "trl"',
+        'no-such-package; extra == "eval"',
     ]  # fmt: skip
     monkeypatch.setattr("importlib.metadata.requires", lambda _: declared)
     code, found = doctor()
@@ -236,3 +238,6 @@ def test_packages_that_are_missing_or_too_old(doctor: Doctor, monkeypatch: pytes
     assert found["packages"]["found"].startswith("without grpcio>=1000 (installed 1.")
     assert found["extra train"]["state"] == "absent"
     assert "without no-such-package, rich<1 (installed " in found["extra train"]["advice"]
+    assert next(iter(found)) == "packages"  # what is wrong comes first
+    assert list(found)[-1] == "other extras"
+    assert found["other extras"]["found"] == "trl, eval: not installed; pip install 'diloco[NAME]'"

@@ -60,7 +60,7 @@ def test_a_hostile_syncer_never_breaks_the_status(
     for fragment in status["fragments"]:
         fragment["reason"] = reason
         fragment["ledger"]["discarded"] = {reason: 5}
-    monkeypatch.setattr("diloco.exchange.remote.fetch_status", lambda *_, **__: status)
+    monkeypatch.setattr("diloco.exchange.dialling.fetch_status", lambda *_, **__: status)
     app = typer.Typer()
     app.command()(command)
     result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["--address", "127.0.0.1:1", "--run", RUN])

@@ -61,6 +61,7 @@ def test_numbers(run: Path) -> None:
     learners = found.pop("learners")
     assert found == {
         "run": "tiny",
+        "as_of": None,
         "method": "DiLoCo",
         "num_parameters": 12,
         "duration_s": 20.0,
@@ -107,6 +108,49 @@ def test_a_run_that_has_not_ended_has_the_tokens_of_its_newest_progress(tmp_path
     found = numbers(read_run([tmp_path])[0])
     assert found["tokens"] == 150
     assert "1 learner: 150 tokens" in summary(found)
+
+
+def test_all_figures_of_a_run_under_way_are_of_one_moment(tmp_path: Path) -> None:
+    """That of the syncer's newest progress, which it writes every ten seconds; a control has another time."""
+    merged = ev.Merged(fragment=0, round=0, version=1, contributors=("a",), weights=(1.0,), tokens=(60,))
+    stepped = ev.Stepped(step=3, loss=2.5, lr=0.1, tokens=60, tokens_per_s=20.0, gradient_norm=1.0)
+    evaluated = ev.Evaluated(step=3, tokens=60, loss=2.0, num_sequences=4)
+    written = {
+        "syncer": [
+            ev.SyncerStarted(t=100.0, run="tiny", address="x", method=METHOD),
+            ev.Initialised(t=101.0, learner="a", source="seed", layout_digest="", num_parameters=12),
+            ev.Joined(t=101.0, learner="a", incarnation=1),
+            merged.model_copy(update={"t": 104.0}),
+            ev.Traffic(t=105.0, learner="a", sent_bytes={"updates": 10}, received_bytes={}),
+            ev.Progress(t=110.0, step=3, tokens=70, learners={}),
+            merged.model_copy(update={"t": 112.0, "version": 2}),
+            ev.Joined(t=113.0, learner="b", incarnation=1),
+            ev.Traffic(t=114.0, learner="a", sent_bytes={"updates": 90}, received_bytes={}),
+            ev.Steered(t=114.5, order="pause", by="anna", learner="", text="anna paused the run"),
+        ],
+        "a": [
+            stepped.model_copy(update={"t": 104.0}), evaluated.model_copy(update={"t": 109.0}),
+            stepped.model_copy(update={"t": 115.0, "step": 9}),
+            evaluated.model_copy(update={"t": 116.0, "tokens": 500, "loss": 1.0}),
+        ],
+        "data-parallel": [evaluated.model_copy(update={"t": 200.0, "tokens": 900})],
+    }  # fmt: skip
+    for who, events in written.items():
+        with EventLog(tmp_path / who / "events.jsonl", who=who) as log:
+            for event in events:
+                log.append(event)
+    timeline, story = read_run([tmp_path])
+    found, shown = numbers(timeline), story.since(0)
+    assert (found["tokens"], found["merges"], found["num_bytes"], found["duration_s"]) == (70, 1, 10, 10.0)
+    assert (found["loss"], found["learners"]["a"]["step"], list(found["learners"])) == (2.0, 3, ["a"])
+    assert "1 merges, 0.00 MB on the wire, held-out loss 2.0000 nats per token; as of 00:01:50 UTC" in summary(found)
+    assert (shown["head"]["tokens"], shown["num_merges"], shown["head"]["num_bytes"]) == (70, 1, 10)
+    assert shown["head"]["state"] == "paused"
+    assert shown["loss"]["data-parallel"] == [[900, 2.0]]
+    with EventLog(tmp_path / "syncer" / "events.jsonl", who="syncer") as log:
+        log.append(ev.Finished(t=117.0, steps=9, tokens=120, seconds=17.0, reason="stopped"))
+    found = numbers(read_run([tmp_path])[0])
+    assert (found["tokens"], found["merges"], found["as_of"]) == (500, 2, None)
 
 
 def test_the_command(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

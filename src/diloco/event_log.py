@@ -147,6 +147,22 @@ def read_events(path: str | Path) -> list[Event]:
     return _parse(content, path, first_line=1)
 
 
+def newest_event(path: Path, *kinds: str) -> Event | None:
+    """The newest event of these kinds in a file, of whose other lines none is parsed; None: it has none.
+
+    Raises StoreError as `read_events`.
+    """
+    marks, newest, number = [f'"kind":"{kind}"'.encode() for kind in kinds], b"", 1
+    with (
+        translated(OSError, StoreError, f"cannot read the event log {path}", "check the path"),
+        path.open("rb") as file,
+    ):
+        for at, line in enumerate(file, start=1):
+            if line.endswith(b"\n") and any(mark in line for mark in marks):
+                newest, number = line, at
+    return next(iter(_parse(newest, path, first_line=number)), None)
+
+
 class EventTail:
     """Follows a growing event log: each `read` returns the events completed since the last one.
 

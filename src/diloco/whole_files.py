@@ -23,18 +23,27 @@ def write_whole(path: Path, text: str) -> None:
     data = text.encode()
     if path.is_file() and path.read_bytes() == data:
         return
+    with whole_file(path) as partial:
+        partial.write_bytes(data)
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Give a path beside `path` to write to; the file replaces `path` at the end, atomically and durably.
+
+    Raises:
+        OSError: the disk refused; the old content is unchanged, and no partial file is left.
+    """
     partial = path.with_name(hidden_name(path.name))
     with suppress(OSError):  # leftovers do no harm
         remove_leftovers(path.parent, glob.escape(path.name))
     try:
-        with partial.open("wb") as file:
-            file.write(data)
-            file.flush()
+        yield partial
+        with partial.open("rb") as file:
             os.fsync(file.fileno())
         partial.replace(path)
-    except OSError:
+    finally:
         partial.unlink(missing_ok=True)
-        raise
 
 
 def hidden_name(what: str) -> str:

@@ -25,7 +25,8 @@ from tests.chaos.plan import ANSWERS, VIEWER_EVERY_S, WATCHER
 from diloco.config import load_config
 from diloco.errors import DilocoError
 from diloco.exchange.connection import Connection
-from diloco.exchange.remote import fetch_model, fetch_status
+from diloco.exchange.dialling import fetch_status
+from diloco.exchange.remote import fetch_model
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.incoming import Download
 

@@ -25,7 +25,7 @@ from diloco.demo.plan import free_port
 from diloco.errors import RunError
 from diloco.event_log import EventTail, read_events
 from diloco.events import Event, Joined, StandingChanged, SyncerStarted
-from diloco.exchange.remote import fetch_status
+from diloco.exchange.dialling import fetch_status
 
 POLL_S = 0.05
 OPERATOR, VIEWERS = "operator", "viewers"

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from diloco.core.memory import new_buffer, new_like, new_vector
+from diloco.core.buffers import new_buffer
+from diloco.core.memory import new_like, new_vector
 
 LARGE = 8 << 20
 

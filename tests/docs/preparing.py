@@ -153,6 +153,15 @@ def with_a_learner(session: Session) -> None:
     session.run("learner = diloco.Learner(model, optimizer, exchange=exchange)", "preparation")
 
 
+def with_the_runs_model(session: Session) -> None:
+    """The model of the run that commands find, and not that of the page's learner."""
+    from diloco.config import load_config
+    from diloco.training.model import build_model
+
+    config = load_config(session.directory / "run.toml")
+    session.names["build_model"] = lambda: build_model(config.model, 256, config.data.sequence_length, seed=1)
+
+
 def with_accelerate(session: Session) -> None:
     from accelerate import Accelerator
 

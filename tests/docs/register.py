@@ -29,6 +29,8 @@ PREPARATIONS: dict[Name, Preparation] = {
     ("docs/torchft.md", "from diloco"): preparing.with_a_lighthouse,
     ("docs/trackers.md", "from diloco"): preparing.with_wandb,
     ("docs/watch.md", "learner.log"): preparing.with_a_learner,
+    ("docs/your-model.md", "from safetensors.torch import load_file"): preparing.with_a_learner,
+    ("docs/your-model.md", "from safetensors.torch import load_model"): preparing.with_the_runs_model,
     ("examples/digits/README.md", "exchange ="): preparing.with_digits,
     ("examples/moe/README.md", "dense ="): preparing.with_experts,
 }
@@ -101,6 +103,9 @@ PARSED: dict[str, str] = {
     "syncer promote": "needs two syncers: tests/syncer/test_standby.py",
     "tokenize": "needs texts: tests/training/test_token_shards.py",
     "train": "trains until the run is over; the run that the other commands find was trained by this one",
+    "export run.toml --raw global.safetensors --state-dir": "the syncer of the run runs: tests/test_export.py",
+    "export run.toml --raw global.safetensors --checkpoint": "of another run: tests/training/test_cli.py",
+    "export run.toml model --checkpoint": "of another run: tests/training/test_cli.py",
     "demo": "a minute of two cores: tests/test_demo.py",
     "doctor run.toml": "tests/test_doctor.py",
     "status examples/start/": "asks for the run `first`: tests/test_start.py",

@@ -14,8 +14,8 @@ from tests.syncer.runs import PATIENT, RUN, method, start
 import diloco
 from diloco import errors
 from diloco.exchange.connection import Connection
-from diloco.exchange.dialling import Dialler
-from diloco.exchange.remote.viewing import fetch_model, fetch_status
+from diloco.exchange.dialling import Dialler, fetch_status
+from diloco.exchange.remote import fetch_model
 from diloco.protocol.members import Claim, Report
 
 

@@ -20,8 +20,8 @@ from diloco.core.presets import method_from_table
 from diloco.errors import AuthError, ConfigError, translated
 from diloco.event_log import read_events
 from diloco.events import Joined
+from diloco.exchange.dialling import fetch_status
 from diloco.exchange.key_pair import VARIABLE, Keys, find_keys, key_line, parse_key_line, read_key_pair
-from diloco.exchange.remote import fetch_status
 from diloco.syncer.keys.keyring import Keyring
 from diloco.syncer.server import Syncer
 

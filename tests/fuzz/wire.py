@@ -30,16 +30,17 @@ from diloco.core.update import Update
 from diloco.errors import CorruptPayloadError, DilocoError
 from diloco.exchange.base import Arrived, Rejoined, StartingState
 from diloco.exchange.connection import Connection
-from diloco.exchange.dialling import Dialler
+from diloco.exchange.dialling import Dialler, fetch_status
 from diloco.exchange.group import read_frame, to_tensor
 from diloco.exchange.island.rank_messages import Message, read_message, value_of
 from diloco.exchange.probe import probe
-from diloco.exchange.remote import fetch_model, fetch_status
+from diloco.exchange.remote import fetch_model
 from diloco.exchange.remote.messages import grant_of, layout_of, lineage_of, method_of, proposal_of, standing_of
 from diloco.exchange.remote.transfers import Receiver
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import bytes_of, frames
+from diloco.exchange.wire.frames import frames
 from diloco.exchange.wire.rpc import ERROR_KEY, from_rpc_error, path
+from diloco.exchange.wire.tensors import bytes_of
 from diloco.protocol.contribution import CallForWork, Drained, Rejection
 from diloco.protocol.leases import Grant
 from diloco.protocol.lineage import Lineage

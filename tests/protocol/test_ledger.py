@@ -16,7 +16,7 @@ from tests.protocol.driving import restarted
 from diloco.core.quorum import QUORUMS, Quorum
 from diloco.core.schedule import Schedule
 from diloco.protocol.actions import Acknowledge, Action, Evict, MergeRound, Reject
-from diloco.protocol.contribution import KEPT, OUTLIER, Contribution, Verdict
+from diloco.protocol.contribution import KEPT, OUTLIER, UNMERGED, Contribution, Verdict
 from diloco.protocol.in_flight import Ledger, Send, total
 from diloco.protocol.learner import LearnerCore
 from diloco.protocol.members import Deadlines, Report
@@ -113,6 +113,7 @@ class Life:
         self.open: dict[Key, Contribution] = {}
         self.closing: dict[int, tuple[MergeRound, frozenset[str]]] = {}
         self.writing: tuple[int | None, Record, Truth] | None = None
+        self.left: set[str] = set()
         self.counts: Counter[str] = Counter()
         self.disk = self.core.saved(), deepcopy(self.truth)
         for name in NAMES:
@@ -347,6 +348,7 @@ class Life:
 
     def leave(self, name: str) -> None:
         if (learner := self.learners.pop(name, None)) is not None:
+            self.left.add(name)
             self.act(self.core.left(self.now, name, learner.incarnation, tokens=learner.core.tokens))
 
     def time_passes(self, _: str) -> None:
@@ -384,6 +386,8 @@ class Life:
                         for given_up, tokens in c.discarded:
                             discarded.discard(tokens, given_up)
                 assert ledger.merged == merged
+                assert UNMERGED not in ledger.discarded or name in self.left
+                discarded.discard(ledger.discarded.get(UNMERGED, 0), UNMERGED)
                 assert ledger.discarded == discarded.discarded
                 acknowledged = sum(c.accounted for c in self.open.values() if (c.learner, c.fragment) == (name, f))
                 assert ledger.pending >= acknowledged

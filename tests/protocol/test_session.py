@@ -271,25 +271,73 @@ def test_another_initialiser_fails() -> None:
     assert it.take(requests.Fail) == [requests.Fail(error)]
 
 
-@pytest.mark.parametrize("found", ["empty", "described", "refused"])
-def test_a_model_that_is_for_an_empty_run_is_given_up_for_the_runs(found: str) -> None:
-    """It is the run's; or the run has one, or has one when the upload of another learner was quicker. A rejoining
-    learner says nothing of it."""
+def test_a_learner_that_initialises_if_empty_begins_a_run_without_a_model() -> None:
     it = Script(initialises="if-empty")
     it.do(it.core.begin)
-    it.answer(requests.Describe, it.core.described, it.lineage, initialised=found == "described")
-    if found == "refused":
-        it.fail(requests.Initialise, errors.AlreadyInitialisedError("it has one."))
-    elif found == "empty":
-        it.open.pop(requests.Initialise)
-        it.do(it.core.initialised)
+    it.answer(requests.Describe, it.core.described, it.lineage, initialised=False)
+    it.open.pop(requests.Initialise)
+    it.do(it.core.initialised)
     it.join()
     it.fetch(0, 0)
     it.beat()
     it.welcome()
-    said = [each.text for each in it.told if isinstance(each, requests.Warn)]
-    assert said == ([] if found == "empty" else ["run 'run' has a model, at step 0: a takes it, not its own"])
-    assert isinstance(it.told[-1], requests.TellStart)
+    assert [type(each) for each in it.told] == [requests.TellStart]
+
+
+@pytest.mark.parametrize("found", ["described", "refused"])
+def test_a_learner_that_initialises_if_empty_takes_another_learners_model_and_says_so(found: str) -> None:
+    """It is there when the learner asks, or arrives while the learner's own is refused."""
+    it = Script(initialises="if-empty")
+    it.do(it.core.begin)
+    it.answer(requests.Describe, it.core.described, it.lineage, initialised=found == "described")
+    if found == "refused":
+        it.fail(requests.Initialise, errors.BusyError("another learner initialises the run."))
+        it.until(requests.Initialise)
+        it.fail(requests.Initialise, errors.AlreadyInitialisedError("it has one."))
+    it.join()
+    it.fetch(0, 0)
+    it.beat()
+    it.standing = replace(it.standing, step=7)
+    it.welcome()
+    *_, said, start = it.told
+    assert said == requests.Warn("run 'run' has a model, at step 7: a takes it, not its own")
+    assert isinstance(start, requests.TellStart)
+
+
+def test_a_learner_that_comes_back_gives_an_empty_run_the_model_of_its_checkpoint() -> None:
+    """A syncer without a model is refused by all others that have trained in the run."""
+    for initialises, is_refused in ((False, True), ("if-empty", False)):
+        it = Script(replace(WHO, seen=Lineage("run", 4, 9)), initialises=initialises)
+        it.do(it.core.begin)
+        it.answer(requests.Describe, it.core.described, Lineage("", 0, 11), initialised=False)
+        assert (requests.Initialise in it.open) is not is_refused
+
+
+def test_a_learner_starts_without_others_in_a_run_whose_budget_is_spent() -> None:
+    """They have ended."""
+    it = Script(at_least=2)
+    it.standing = replace(STANDING, run_tokens=100, budget=Budget(tokens=100))
+    it.do(it.core.begin)
+    it.answer(requests.Describe, it.core.described, it.lineage, initialised=True)
+    it.join()
+    it.fetch(0, 0)
+    it.beat()
+    it.welcome()
+    assert [type(each) for each in it.told] == [requests.TellStart]
+
+
+def test_a_learner_is_told_once_that_the_run_has_ended_after_its_last_version() -> None:
+    it = Script().start((3, 4))
+    it.notice(settled=True, versions=(3, 5), order=1)
+    assert it.told == []
+    it.answer(requests.Fetch, it.core.fetched, it.lineage, 5)
+    assert [type(each) for each in it.told] == [requests.TellArrival, Settled]
+    it.told.clear()
+    it.notice(order=2)
+    assert it.told == []
+    it.notice(settled=False, order=3)  # another learner has joined
+    it.notice(settled=True, order=4)
+    assert it.told == [Settled()]
 
 
 def test_a_joiner_gives_signs_of_life_while_it_fetches_a_large_model() -> None:
@@ -504,20 +552,6 @@ def test_versions_are_fetched_until_the_newest_is_here() -> None:
     assert requests.Fetch not in it.open
     it.until(requests.Beat)
     assert it.beat().claim.versions == (2, 1)
-
-
-def test_the_end_of_a_run_is_told_once_all_its_versions_are_here_and_again_after_a_joiners() -> None:
-    it = Script().start()
-    it.notice(versions=(1, 0), settled=True)
-    assert it.take(Settled) == []
-    it.answer(requests.Fetch, it.core.fetched, it.lineage, 1)
-    assert it.take(Settled) == [Settled()]
-    it.notice()
-    assert it.take(Settled) == []
-    it.notice(settled=False)
-    it.notice(versions=(1, 1), settled=True)
-    it.answer(requests.Fetch, it.core.fetched, it.lineage, 1)
-    assert it.take(Settled) == [Settled()]
 
 
 def test_the_budget_is_known_before_another_process_of_the_syncer_tells_it() -> None:

@@ -22,10 +22,11 @@ from diloco.protocol.actions import (
     Tell,
     WakeAt,
 )
-from diloco.protocol.contribution import Contribution, Standing, Verdict
+from diloco.protocol.contribution import UNMERGED, Contribution, Standing, Verdict
 from diloco.protocol.members import Deadlines, Report
 from diloco.protocol.records import Record
 from diloco.protocol.rounds.base import Rules
+from diloco.protocol.steering import Order
 from diloco.protocol.syncer import SyncerCore
 
 DEADLINES = Deadlines(
@@ -800,10 +801,31 @@ def test_a_goodbye_leaves_acknowledged_work_behind() -> None:
     run.send(1.0, "b", 0)
     run.core.left(2.0, "b", 1, tokens=120)
     assert "b" not in run.core.members
-    assert run.ledger("b") == {"trained": 120, "pending": 100, "merged": 0, "lost": 20, "discarded": {}}
+    assert run.ledger("b") == {"trained": 120, "pending": 100, "merged": 0, "lost": 0, "discarded": {UNMERGED: 20}}
     assert len(only(MergeRound, run.send(3.0, "a", 0)).contributions) == 2
     with pytest.raises(StaleIncarnationError):
         run.core.left(4.0, "b", 1, tokens=120)
+
+
+@pytest.mark.parametrize("ends", ["leaves", "finishes", "is silent"])
+def test_only_a_learner_that_did_not_end_loses_its_work(ends: str) -> None:
+    """That of one that finished or left is not merged at the end; also what the syncer had of it when it restarted."""
+    run = Run("a", "b")
+    run.send(1.0, "b", 0)
+    run.core.heartbeat(2.0, "b", 1, Report(12, 120, steps=12, finished=ends == "finishes"))
+    if ends == "leaves":
+        run.core.left(2.0, "b", 1, tokens=120)
+    else:
+        run.core.tick(1e6)
+        assert "b" not in run.core.members
+    for pending, given_up in ((100, 20), (0, 120)):
+        fate = (
+            {"lost": given_up, "discarded": {}}
+            if ends == "is silent"
+            else {"lost": 0, "discarded": {UNMERGED: given_up}}
+        )
+        assert run.ledger("b") == {"trained": 120, "pending": pending, "merged": 0, **fate}
+        run.restart(2e6, run.record(2e6))
 
 
 # --- contributions that do not fit ------------------------------------------------------------------------------------
@@ -998,15 +1020,6 @@ def test_what_is_being_stored_does_not_count_as_merged_on_disk() -> None:
     assert "MergeRound" in kinds(actions)
     run.publish(102.0)
     assert run.ledger("a") == merged
-
-
-def test_acknowledged_work_of_the_dead_is_lost_with_the_syncer() -> None:
-    run = Run("a", "b")
-    run.send(1.0, "b", 0)
-    run.core.left(2.0, "b", 1, tokens=100)
-    assert run.ledger("b")["pending"] == 100
-    run.restart(100.0, run.record(99.0))
-    assert run.ledger("b") == {"trained": 100, "pending": 0, "merged": 0, "lost": 100, "discarded": {}}
 
 
 def test_tokens_are_reported_per_incarnation_and_never_shrink() -> None:
@@ -1207,3 +1220,49 @@ def test_streaming_methods_make_the_same_machine() -> None:
     core = SyncerCore(StreamingDiLoCo(sync_every=12, overlap=5), [3, 4, 5])
     assert [fragment.version for fragment in core.fragments] == [3, 4, 5]
     assert core.tick(0.0) == []
+
+
+# --- the end of a run -------------------------------------------------------------------------------------------------
+
+
+def finish(run: Run, now: float, learner: str, step: int) -> list[Action]:
+    report = Report(step, 1, steps=step, finished=True)
+    return run.core.heartbeat(now, learner, run.incarnation(learner), report)
+
+
+def test_a_run_settles_once_all_have_finished_and_the_last_round_is_published() -> None:
+    run = Run("a", "b")
+    finish(run, 1.0, "b", step=3)
+    run.send(2.0, "a", 0)  # the round waits for b no longer
+    assert not run.core.is_settled
+    finish(run, 3.0, "a", step=10)
+    assert not run.core.is_settled, "the version is being made"
+    actions = run.publish(4.0)
+    assert run.core.is_settled
+    assert run.core.standing("b").settled
+    assert kinds(actions).index("Publish") < kinds(actions).index("Tell")
+    run.core.joined(5.0, "c")
+    assert not run.core.is_settled
+
+
+def test_a_learner_that_stays_away_holds_the_end_until_it_is_evicted() -> None:
+    run = Run("a", "b")
+    run.beat(1.0, "a", step=5)
+    run.beat(1.0, "b", step=5)
+    finish(run, 1.0, "a", step=5)
+    assert not run.core.is_settled
+    ends_at = run.core.deadlines.ends_at(run.core.members["b"])
+    finish(run, ends_at - 1.0, "a", step=5)
+    assert kinds(run.core.tick(ends_at))[:2] == ["Evict", "Tell"]
+    assert run.core.is_settled
+
+
+def test_a_run_settles_with_a_round_that_lacks_learners_but_not_while_it_is_paused() -> None:
+    run = Run("a", "b", at_least=2)
+    run.send(1.0, "a", 0)
+    run.core.steer(2.0, Order("pause"), "x")
+    finish(run, 3.0, "a", step=10)
+    finish(run, 3.0, "b", step=3)
+    assert not run.core.is_settled
+    run.core.steer(4.0, Order("resume"), "x")
+    assert run.core.is_settled

@@ -16,7 +16,7 @@ from diloco.core.global_fragment import GlobalFragment
 from diloco.core.method import Method
 from diloco.protocol.accounting import Key, key_of
 from diloco.protocol.actions import MergeRound, Reject
-from diloco.protocol.contribution import KEPT, MISSED, OVERLAP, Contribution
+from diloco.protocol.contribution import KEPT, MISSED, OVERLAP, UNMERGED, Contribution
 from diloco.protocol.learner import LearnerCore
 from diloco.protocol.syncer import SyncerCore
 from diloco.run.ports import MergedRound, NullObserver
@@ -186,7 +186,8 @@ class Accounts(NullObserver):
             is_member = learner in core.members
             for fragment, ledger in enumerate(account.ledgers):
                 sums = self._of_learner[learner, fragment]
-                if ledger.merged != sums.merged or ledger.discarded != sums.discarded:
+                by_verdict = {reason: tokens for reason, tokens in ledger.discarded.items() if reason != UNMERGED}
+                if ledger.merged != sums.merged or by_verdict != sums.discarded:
                     raise BrokenInvariantError(
                         f"{learner}, fragment {fragment}: {ledger} is not what verdicts say: {sums}"
                     )

@@ -21,7 +21,8 @@ from diloco.core.quorum import AllLive
 from diloco.exchange.base import Exchange
 from diloco.exchange.connection import Connection
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import bytes_of, frames
+from diloco.exchange.wire.frames import frames
+from diloco.exchange.wire.tensors import bytes_of
 from diloco.protocol.members import Claim, Deadlines
 from diloco.syncer.hosting import SyncerDriver
 from diloco.syncer.server import Options, Syncer

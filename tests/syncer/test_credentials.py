@@ -24,7 +24,7 @@ from diloco import errors
 from diloco.core.fragments import make_layout
 from diloco.demo.plan import free_port
 from diloco.exchange import connection
-from diloco.exchange.remote import fetch_status
+from diloco.exchange.dialling import fetch_status
 from diloco.syncer.keys.keyring import Keyring
 from diloco.syncer.server import Options, Syncer
 

@@ -19,7 +19,7 @@ from diloco.core.fragments import Layout
 from diloco.errors import ConfigError
 from diloco.event_log import read_events
 from diloco.events import Initialised
-from diloco.exchange.remote import fetch_status
+from diloco.exchange.dialling import fetch_status
 
 CUT = "4 fragments: Balanced(num_fragments=4), as its tensors' names hold no list of layers"
 

@@ -29,8 +29,9 @@ from diloco.exchange.dialling import Dialler
 from diloco.exchange.remote.entry import Entry, Initial, describe, model_parts
 from diloco.exchange.remote.transfers import Payload, Receiver, Sender
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import FIRST_BYTES, MAX_UNACKNOWLEDGED, bytes_of, frames
+from diloco.exchange.wire.frames import FIRST_BYTES, MAX_UNACKNOWLEDGED, frames
 from diloco.exchange.wire.incoming import start_of
+from diloco.exchange.wire.tensors import bytes_of
 from diloco.protocol.members import Claim, Deadlines
 from diloco.protocol.session import requests
 from diloco.syncer.server import Syncer

@@ -24,11 +24,13 @@ import diloco
 from diloco import errors, events
 from diloco.cli import main
 from diloco.event_log import read_events
+from diloco.exchange.dialling import fetch_status
 from diloco.exchange.probe import measure_link, probe
-from diloco.exchange.remote import fetch_model, fetch_status
+from diloco.exchange.remote import fetch_model
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import bytes_of, frames
+from diloco.exchange.wire.frames import frames
 from diloco.exchange.wire.rpc import path
+from diloco.exchange.wire.tensors import bytes_of
 from diloco.syncer.keys.certificates import holder_of
 from diloco.syncer.keys.keyring import Keyring
 from diloco.syncer.server import Options, Syncer

@@ -29,14 +29,8 @@ from diloco.exchange.dialling import Dialler, found
 from diloco.exchange.probe import probe
 from diloco.exchange.remote.entry import Entry, describe, model_parts
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import (
-    FIRST_BYTES,
-    LONGEST_CHUNK_BYTES,
-    MAX_UNACKNOWLEDGED,
-    bytes_of,
-    frames,
-    read_header,
-)
+from diloco.exchange.wire.frames import FIRST_BYTES, LONGEST_CHUNK_BYTES, MAX_UNACKNOWLEDGED, frames, read_header
+from diloco.exchange.wire.tensors import bytes_of
 from diloco.protocol.members import Claim, Deadlines
 from diloco.protocol.session import requests
 from diloco.run.uploads import KEPT_S

@@ -26,10 +26,10 @@ import diloco
 from diloco import events
 from diloco.errors import DilocoError, RestartedError, UnreachableError
 from diloco.event_log import EventLog, read_events
-from diloco.exchange.remote import fetch_status
+from diloco.exchange.dialling import fetch_status
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import bytes_of
 from diloco.exchange.wire.rpc import path
+from diloco.exchange.wire.tensors import bytes_of
 from diloco.protocol.contribution import Contribution
 from diloco.protocol.members import Claim, Deadlines, Report
 from diloco.store.store import Store

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+import re
 import stat
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.docs.commands import parse
 from typer.testing import CliRunner
 
 from diloco.cli.keys import app
@@ -169,6 +171,28 @@ def test_what_is_to_be_copied_is_printed_and_what_never_is(keys: Path) -> None:
     assert "  scp keys/syncer/revoked.toml syncer.example.org:run/keys/syncer/\n" in said
     assert "Never copy keys/ca.key: its holder can make keys of this run." in said
     assert "refused in 7 days" in said
+
+
+def test_what_keys_are_for_is_printed_in_commands_that_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = run("init", "--run", "demo", "--host", "syncer.example.org")
+    assert re.search(r"^ syncer +syncer +", said, re.MULTILINE)
+    for role, name in (("viewer", "me"), ("learner", "paris"), ("admin", "anna"), ("standby", "second")):
+        said += run("add", role, name)
+    for name, use in {
+        "syncer": "the syncer: diloco syncer run.toml --keys keys/syncer, or",
+        "me": "watching: diloco status run.toml --keys keys/me; likewise diloco page",
+        "paris": 'the learner paris: diloco.connect(…, keys="keys/paris"), or diloco train run.toml --shard N',
+        "anna": "steering: diloco admin pause run.toml --keys keys/anna",
+        "second": "a second syncer: diloco syncer run.toml --keys keys/second --follow",
+    }.items():
+        assert f"\nkeys/{name} is for {use}" in said
+    commands = [command.split() for command in re.findall(r"diloco ((?:[\w./-]+ )+--[^;,.\n]*)", said)]
+    assert len(commands) == 5
+    for words in commands:
+        parse(["0" if word == "N" else word for word in words])
 
 
 def test_the_authority_is_replaced_in_two_steps(keys: Path) -> None:

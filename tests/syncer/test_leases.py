@@ -26,7 +26,7 @@ from diloco.cli import main
 from diloco.errors import ConfigError, PayloadError, StaleIncarnationError
 from diloco.event_log import read_events
 from diloco.events import Data, Merged
-from diloco.exchange.remote import fetch_status
+from diloco.exchange.dialling import fetch_status
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.protocol.units import place_of_unit
 from diloco.store.files import version_of

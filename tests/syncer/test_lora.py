@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.syncer.runs import RUN, start
 from torch import Tensor, nn
 
 import diloco
+from diloco.cli import main
 from diloco.core.quorum import AllLive
 from diloco.errors import DilocoError, LayoutError
 
@@ -79,7 +81,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         train(adapted(seed=1), 2, syncer.address, found)
         train(adapted(), 3, syncer.address, found, static="exchange")
     kept = sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
-    return {"found": found, "kept_bytes": kept, "models": models}
+    return {"found": found, "kept_bytes": kept, "models": models, "state_dir": folder / "state"}
 
 
 def test_bytes_on_the_wire_and_on_the_syncers_disk_are_the_adapters(ended: dict[str, Any]) -> None:
@@ -108,6 +110,18 @@ def test_the_global_model_is_the_adapters(ended: dict[str, Any]) -> None:
     peft.set_peft_model_state_dict(fresh, exported)
     for name in trained:
         assert torch.equal(fresh.state_dict()[name], first[name])
+
+
+def test_a_raw_export_is_the_adapters(ended: dict[str, Any], tmp_path: Path) -> None:
+    run_file, out = tmp_path / "run.toml", tmp_path / "adapters.safetensors"
+    run_file.write_text(f'[run]\nname = "{RUN}"\ntokens = 1_000_000\n')
+    with pytest.raises(SystemExit) as done:
+        main(["export", str(run_file), "--raw", str(out), "--state-dir", str(ended["state_dir"])])
+    assert not done.value.code
+    exported, first = load_file(out), ended["found"][0]["global"]
+    assert exported.keys() == first.keys()
+    adapted(index=9).load_state_dict(exported, strict=False)
+    assert all(torch.equal(exported[name], each) for name, each in first.items() if each.is_floating_point())
 
 
 @pytest.mark.parametrize(

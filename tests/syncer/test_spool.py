@@ -11,7 +11,8 @@ from benchmarks.processes import until
 from tests.syncer.runs import Raw, layout, method, start, status_of
 
 from diloco.errors import NoRoomError, StaleIncarnationError, StoreError
-from diloco.exchange.wire.frames import bytes_of, frames
+from diloco.exchange.wire.frames import frames
+from diloco.exchange.wire.tensors import bytes_of
 from diloco.syncer.spool import Slot, Spool
 
 SIZE = 4096

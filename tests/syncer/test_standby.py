@@ -25,8 +25,8 @@ from diloco import events
 from diloco.cli import main
 from diloco.errors import AuthError, ConfigError, CorruptPayloadError, PayloadError, StandbyError, StoreError
 from diloco.event_log import read_events
+from diloco.exchange.dialling import fetch_status
 from diloco.exchange.key_pair import Keys
-from diloco.exchange.remote import fetch_status
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.protocol.pair.values import Contents
 from diloco.syncer.keys.keyring import Keyring

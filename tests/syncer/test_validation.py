@@ -18,7 +18,7 @@ from tests.syncer.runs import RUN, Raw, layout, method, position, start, version
 import diloco
 from diloco.core.method import Method
 from diloco.errors import LayoutError, PayloadError, StaleIncarnationError
-from diloco.exchange.remote import fetch_status
+from diloco.exchange.dialling import fetch_status
 from diloco.exchange.wire import syncer_pb2 as pb
 
 ONES = diloco.FP32().encode(torch.ones(layout().fragments[0].numel))

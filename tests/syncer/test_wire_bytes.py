@@ -17,7 +17,8 @@ from diloco.errors import UnknownRunError
 from diloco.event_log import read_events
 from diloco.events import Traffic
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import bytes_of, frames
+from diloco.exchange.wire.frames import frames
+from diloco.exchange.wire.tensors import bytes_of
 from diloco.syncer.wire_bytes import FRAME_BYTES, WireBytes
 
 ONES = diloco.FP32().encode(torch.ones(layout().fragments[0].numel))

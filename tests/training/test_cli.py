@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import diloco
@@ -63,6 +65,12 @@ def test_train_alone_and_export_its_checkpoint(run: Run, run_file: Path, tmp_pat
     assert done.returncode == 0, done.stderr
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.num_parameters() == json.loads(done.stdout)["num_parameters"]
+    file = tmp_path / "model.safetensors"
+    done = run("export", str(run_file), "--raw", str(file), "--checkpoint", str(checkpoint), "--json")
+    assert json.loads(done.stdout) == {"file": str(file), "num_tensors": len(model.state_dict())}
+    exported = load_file(file)
+    assert exported.keys() == model.state_dict().keys()
+    assert all(torch.equal(exported[name], each) for name, each in model.state_dict().items())
 
 
 def test_a_signal_ends_training_with_a_checkpoint_to_resume_from(run: Run, run_file: Path, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from diloco.errors import ConfigError
 from diloco.event_log import read_events
 from diloco.events import Data, Merged
 from diloco.exchange.base import Exchange
-from diloco.exchange.remote import fetch_status
+from diloco.exchange.dialling import fetch_status
 from diloco.exchange.virtual.delivery import Fault
 from diloco.simulation.virtual_run import Scenario, simulate
 from diloco.syncer.server import Options, Syncer

@@ -25,7 +25,8 @@ from diloco.config import RunConfig, dump_config
 from diloco.core.presets import method_from_table
 from diloco.event_log import read_events
 from diloco.events import Merged
-from diloco.exchange.remote import fetch_status, remote
+from diloco.exchange.dialling import fetch_status
+from diloco.exchange.remote import remote
 from diloco.protocol.members import Deadlines
 from diloco.syncer.keys.keyring import Keyring
 from diloco.syncer.server import Options, Syncer

@@ -39,7 +39,7 @@ COMMANDS = {
     "page": "Ask a live run's syncer for a single-use link to its page.",
     "report": "Report on a run, finished or live, real or simulated: presence of learners, merges, losses, bytes.",
     "replay": "Repeat all decisions of a syncer from its journal, and all merges, and compare every digest.",
-    "export": "Write the global model to a directory that transformers can load.",
+    "export": "Write the global model: a directory that transformers can load, or one safetensors file (--raw).",
     "evaluate": "Evaluate exports: held-out loss and task scores, with confidence intervals and paired differences.",
     "keys": "Make and manage the keys of a run: certificates, as directories and as lines.",
     "plan": "Plan a run before training: utilisation, hours, bytes, money and failures, in a second and without torch.",

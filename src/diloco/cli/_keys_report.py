@@ -15,6 +15,18 @@ from diloco.syncer.keys.keyring import CA_KEY, NEXT_KEY, SYNCER, Issued, Keyring
 THERE = "run/keys/"
 """Target of the copy commands, below the home directory of the other machine."""
 
+USES = {
+    SYNCER: 'the syncer: diloco syncer run.toml --keys {keys}, or keys = "{keys}" below [syncer] of its run file',
+    "standby": "a second syncer: diloco syncer run.toml --keys {keys} --follow ADDRESS",
+    "learner": (
+        'the learner {name}: diloco.connect(…, keys="{keys}"), or diloco train run.toml --shard N --name {name} '
+        "--keys {keys}"
+    ),
+    "viewer": "watching: diloco status run.toml --keys {keys}; likewise diloco page, and diloco export for the model",
+    "admin": "steering: diloco admin pause run.toml --keys {keys}; and for all that a viewer does (diloco status)",
+}
+"""What new keys are for, by role; the first syncer's are of the role standby, too."""
+
 
 @dataclass(frozen=True)
 class KeysReport:
@@ -51,7 +63,7 @@ class KeysReport:
             from rich.console import Console
 
             console = Console(markup=False, highlight=False)
-            cells = [(row["name"], row["role"], _ends(row, now), _state(row)) for row in rows]
+            cells = [(row["name"], _role(row["name"], row["role"]), _ends(row, now), _state(row)) for row in rows]
             console.print(make_table(("name", "role", "ends (UTC)", "state"), cells, num_text=4))
             for line in (*self._notes(soon), *self._instructions(copies, never, key_lines)):
                 console.print(line, soft_wrap=True)
@@ -87,6 +99,9 @@ class KeysReport:
         elif copies:
             lines += ["Copy over a trusted channel; replace the name before the colon by the address of that machine:"]
         lines += [f"  {line}" for line in copies]
+        for it in (it for it in self.issued if it.name in self.new):
+            keys = self.keyring.directory / it.name
+            lines += [f"{keys} is for {USES[_role(it.name, it.role)].format(name=it.name, keys=keys)}"]
         if key_lines:
             lines += ["The same keys as lines, for DILOCO_KEYS or a secret store; each is as secret as its directory:"]
         lines += [f"  {name}  {line}" for name, line in key_lines.items()]
@@ -119,6 +134,11 @@ class KeysReport:
     def _machine(self, name: str) -> str:
         """The syncer's first host, or the name itself."""
         return self.keyring.run.hosts[0] if name == SYNCER else name
+
+
+def _role(name: str, role: str) -> str:
+    """The role as people read it: the certificates of both syncers of a run have the role standby."""
+    return SYNCER if name == SYNCER else role
 
 
 def _remote(machine: str) -> str:

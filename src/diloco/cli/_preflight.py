@@ -70,9 +70,7 @@ def look_at_run(
         return "unknown"
     if not status["initialised"]:
         if not part.initialise:
-            typer.echo(
-                f"run {run.name!r} has no model yet: {name} waits for a learner with --initialise if-empty", err=True
-            )
+            typer.echo(f"run {run.name!r} has no model yet: {name} waits for a learner that initialises it", err=True)
         return "empty"
     left = run.tokens - status["tokens"]
     is_abandoned = not any(member["live"] for member in status["learners"].values())
@@ -100,7 +98,7 @@ def look_at_run(
 
 def _status(config: "RunConfig", *, waits: bool) -> dict[str, Any] | None:
     """The syncer's status of the run; None: it does not answer, and this learner waits for it later on (`waits`)."""
-    from diloco.exchange.remote import fetch_status
+    from diloco.exchange.dialling import fetch_status
 
     syncer, give_up_at, printed = config.syncer, time.monotonic() + ANSWER_TIMEOUT_S, ""
     while True:

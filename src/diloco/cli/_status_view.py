@@ -13,6 +13,7 @@ from rich.text import Text
 
 from diloco.cli._output import cell
 from diloco.escaping import printable, shortened
+from diloco.protocol.contribution import UNMERGED
 from diloco.run.status import state_of
 
 MAX_NAMES, MAX_REASONS = 6, 3
@@ -42,6 +43,7 @@ DISCARDED = {
     "outlier": "rejected by the screen for its norm",
     "not finite": "its round gave non-finite numbers",
     "twice in one round": "an earlier incarnation of its learner is in the round",
+    UNMERGED: "discarded, since it was in flight or not sent when its learner finished or left",
     "version": "measured from a version that neither the learner nor the syncer holds",
 }
 """Explanations of the ledger's reasons for discarded tokens."""
@@ -59,7 +61,7 @@ def view(status: dict[str, Any], *, wide: bool = False, whole_names: bool = Fals
     lines += [_headed(*order) for order in _orders(status["steering"] or {})]
     if not status["initialised"]:
         if pair is None or pair["standing"] == "alone":
-            lines.append("no model yet: start a learner with --initialise if-empty")
+            lines.append("no model yet: the run waits for a learner that initialises it")
         return Group(*lines)
     lines.append(shortened(printable(f"cut into {status['cut']}"), LONG_CUT))
     lines.append(printable(_participation(status)))
@@ -146,7 +148,8 @@ def _fates(ledgers: Sequence[dict[str, Any]]) -> str | None:
     fates = Counter[str]()
     for it in ledgers:
         fates.update(merged=it["merged"], pending=it["pending"])
-        fates.update({f"discarded ({reason})": it["discarded"][reason] for reason in sorted(it["discarded"])})
+        for reason, tokens in sorted(it["discarded"].items()):
+            fates[reason if reason == UNMERGED else f"discarded ({reason})"] += tokens
     fates["lost"] = sum(it["lost"] for it in ledgers)
     return ", ".join(f"{_percent(tokens, trained)} {fate}" for fate, tokens in fates.items() if tokens)
 

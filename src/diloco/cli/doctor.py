@@ -18,6 +18,7 @@ from datetime import timedelta
 from importlib import metadata
 from importlib.util import find_spec
 from ipaddress import ip_address
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -30,7 +31,6 @@ from diloco.errors import ConfigError, DilocoError, StandbyError
 from diloco.escaping import printable
 
 if TYPE_CHECKING:
-    from packaging.requirements import Requirement
     from torch import Tensor
 
     from diloco.config import RunConfig
@@ -50,6 +50,7 @@ NUM_PINGS, MAX_SKEW_S = 5, 1.0
 DRIVER = Path("/proc/driver/nvidia/version")
 SET_INTERFACE = "set GLOO_SOCKET_IFNAME to the interface that the ranks share"
 FOR_DEVELOPERS = ("dev",)
+OTHER = " (installed "
 
 
 @dataclass(frozen=True)
@@ -99,15 +100,18 @@ def command(
     if config is None and (address is None) != (run is None):
         raise ConfigError("--address and --run belong together; give both, or a run file")
     syncer = address_from(config, address, run, keys, insecure)
-    findings = []
-    for finding in _checks(config, directory, syncer, name, serve):
-        findings.append(finding)
-        if not as_json:
-            _print(finding)
+    checks = chain(_checks(config, directory, syncer, name, serve), _absent_extras())
+    findings = sorted(checks, key=lambda finding: finding.state != "missing")
     missing = sum(finding.state == "missing" for finding in findings)
     total = f"{missing} required and missing: see FAILS" if missing else "nothing required is missing"
+
+    def show_text() -> None:
+        for finding in findings:
+            _print(finding)
+        typer.echo(f"\n{total}")
+
     value = {"ok": not missing, "findings": [asdict(finding) for finding in findings]}
-    print_result(as_json, value, f"\n{total}", indent=2)
+    print_result(as_json, value, show_text, indent=2)
     if missing:
         raise typer.Exit(1)
 
@@ -276,28 +280,40 @@ def look_for_compiler() -> Finding:
 
 
 def _packages() -> Iterator[Finding]:
-    """One finding for the required dependencies, and one for each extra."""
-    from packaging.requirements import Requirement
-
-    declared = [Requirement(line) for line in metadata.requires("diloco") or ()]
-    found, lacking = _versions(declared, "")
+    """One finding for the required dependencies, and one for each extra that is installed, or has another version."""
+    found, lacking = _versions("")
     if lacking:
         yield Finding("packages", "missing", f"without {lacking}", "reinstall diloco with its dependencies")
     else:
         yield Finding("packages", "ok", f"diloco {metadata.version('diloco')}; {found}")
-    for name in metadata.metadata("diloco").get_all("Provides-Extra") or ():
-        if name not in FOR_DEVELOPERS:
-            found, lacking = _versions([each for each in declared if each.marker is not None], name)
-            advice = f"without {lacking}; pip install 'diloco[{name}]'" if lacking else ""
-            yield Finding(f"extra {name}", "absent" if lacking else "ok", found or "not installed", advice)
+    for name in _extras():
+        found, lacking = _versions(name)
+        if not _is_absent(lacking):
+            yield _optional(f"extra {name}", not lacking, found, f"without {lacking}; pip install 'diloco[{name}]'")
 
 
-def _versions(declared: "list[Requirement]", extra: str) -> tuple[str, str]:
+def _absent_extras() -> Iterator[Finding]:
+    """One finding for all extras that lack a package."""
+    if names := [name for name in _extras() if _is_absent(_versions(name)[1])]:
+        yield Finding("other extras", "absent", f"{', '.join(names)}: not installed; pip install 'diloco[NAME]'")
+
+
+def _is_absent(lacking: str) -> bool:
+    return lacking != "" and OTHER not in lacking
+
+
+def _extras() -> list[str]:
+    return [name for name in metadata.metadata("diloco").get_all("Provides-Extra") or () if name not in FOR_DEVELOPERS]
+
+
+def _versions(extra: str) -> tuple[str, str]:
     """Of the packages that an extra requires ("": the package itself): the installed ones with their versions, and the
     missing or incompatible ones."""
+    from packaging.requirements import Requirement
+
     installed, lacking = [], []
-    for each in declared:
-        if each.marker is not None and not each.marker.evaluate({"extra": extra}):
+    for each in map(Requirement, metadata.requires("diloco") or ()):
+        if (not each.marker.evaluate({"extra": extra})) if each.marker is not None else extra:
             continue
         try:
             version = metadata.version(each.name)
@@ -306,7 +322,7 @@ def _versions(declared: "list[Requirement]", extra: str) -> tuple[str, str]:
             continue
         installed.append(f"{each.name} {version}")
         if not each.specifier.contains(version, prereleases=True):
-            lacking.append(f"{each.name}{each.specifier} (installed {version})")
+            lacking.append(f"{each.name}{each.specifier}{OTHER}{version})")
     return ", ".join(installed), ", ".join(lacking)
 
 

@@ -1,4 +1,4 @@
-"""`diloco export`: the global model as a directory that transformers can load."""
+"""`diloco export`: the global model as a directory that transformers can load, or its tensors as one file."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -7,7 +7,7 @@ import typer
 
 from diloco.cli._options import Json, Keys, Overrides, RunFile, with_keys
 from diloco.cli._output import print_result
-from diloco.errors import ConfigError, NotInitialisedError, StoreError, UnreachableError
+from diloco.errors import ConfigError, NotInitialisedError, StoreError, UnreachableError, translated
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,35 +17,66 @@ if TYPE_CHECKING:
 
 def command(
     run_file: RunFile,
-    out_dir: Annotated[Path, typer.Argument(help="The directory to write; created if absent.")],
+    out: Annotated[Path, typer.Argument(help="The directory to write, or the file with --raw; created if absent.")],
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Write one safetensors file, under the names of the loop's state dict.")
+    ] = False,
     address: Annotated[str | None, typer.Option(help="host:port of the syncer, instead of syncer.address.")] = None,
     state_dir: Annotated[Path | None, typer.Option(help="Read the state directory of a stopped syncer.")] = None,
     checkpoint: Annotated[Path | None, typer.Option(help="Read this checkpoint directory of a learner.")] = None,
     keys: Keys = None,
     overrides: Overrides = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite files in OUT_DIR.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite files that exist.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Write the global model to a directory that transformers can load."""
+    """Write the global model: a directory that transformers can load, or one safetensors file (--raw)."""
     from diloco.config import load_config
 
     config = load_config(run_file, with_keys(overrides, keys))
     if sum(source is not None for source in (address, state_dir, checkpoint)) > 1:
         raise ConfigError("--address, --state-dir and --checkpoint exclude each other; choose one")
-    if out_dir.is_dir() and any(out_dir.iterdir()) and not force:
-        raise StoreError(f"{out_dir} is not empty; choose another directory, or overwrite its files with --force.")
-
-    from diloco.training.pretrained import checkpoint_state, export_run
+    if raw and out.is_dir():
+        raise ConfigError(f"--raw writes one file, and {out} is a directory; name the file, as {out}/model.safetensors")
+    if raw and out.exists() and not force:
+        raise StoreError(f"{out} exists; choose another file, or overwrite it with --force.")
+    if out.is_dir() and any(out.iterdir()) and not force:
+        raise StoreError(f"{out} is not empty; choose another directory, or overwrite its files with --force.")
 
     if checkpoint is not None:
+        from diloco.training.pretrained import checkpoint_state
+
         state = checkpoint_state(checkpoint)
     elif state_dir is not None:
         state = _stored(state_dir, config)
     else:
         state = _fetched(address or config.syncer.address, config)
-    num_parameters = export_run(state, config, out_dir)
-    text = f"wrote the global model of {config.run.name} to {out_dir}; load it with from_pretrained"
-    print_result(as_json, {"directory": str(out_dir), "num_parameters": num_parameters}, text)
+    if raw:
+        _write_raw(state, config.run.name, out)
+        value = {"file": str(out), "num_tensors": len(state)}
+        loading = "load_file of safetensors.torch"
+    else:
+        from diloco.training.pretrained import export_run
+
+        value = {"directory": str(out), "num_parameters": export_run(state, config, out)}
+        loading = "from_pretrained"
+    print_result(as_json, value, f"wrote the global model of {config.run.name} to {out}; load it with {loading}")
+
+
+def _write_raw(state: "dict[str, Tensor]", run: str, out: Path) -> None:
+    """Write the tensors under their own names and dtypes; a file that exists is replaced by the whole new one."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    from diloco.whole_files import whole_file
+
+    failed, advice = f"cannot write the model to {out}", "free disk space or choose another file"
+    with translated((OSError, SafetensorError), StoreError, failed, advice):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(out) as partial:
+            partial.touch()
+            mode = partial.stat().st_mode
+            save_file(state, partial, metadata={"format": "pt", "run": run})
+            partial.chmod(mode)  # the library writes for this user alone
 
 
 def _fetched(address: str, config: "RunConfig") -> "dict[str, Tensor]":
@@ -63,19 +94,16 @@ def _stored(state_dir: Path, config: "RunConfig") -> "dict[str, Tensor]":
     """Read the model from the state directory of a stopped syncer."""
     from safetensors.torch import load
 
-    from diloco.core.fragments import Layout
+    from diloco.core.layout import Layout, named_tensors
     from diloco.store.store import Store
-    from diloco.training.pretrained import merge_fragments
 
     if not (state_dir / "store.sqlite").exists():
         raise ConfigError(f"{state_dir} is not the state directory of a syncer; check --state-dir")
     with Store(state_dir) as store:
         saved = store.load()
     if saved is None:
-        raise NotInitialisedError(
-            f"the run in {state_dir} has no model yet; start a learner with --initialise if-empty"
-        )
+        raise NotInitialisedError(f"the run in {state_dir} has no model yet; start a learner that initialises it.")
     if saved.run != config.run.name:
         raise ConfigError(f"{state_dir} holds the run {saved.run}, not {config.run.name}; check --state-dir")
     layout = Layout.from_dict(saved.layout.to_dict())
-    return merge_fragments(layout, [saved.fragments[f.index].theta for f in layout.fragments], load(saved.static))
+    return named_tensors(layout, [saved.fragments[f.index].theta for f in layout.fragments]) | load(saved.static)

@@ -34,7 +34,7 @@ def command(
     watch: Annotated[bool, typer.Option("--watch", help="Refresh every two seconds until interrupted.")] = False,
 ) -> None:
     """Show a live run: learners, rounds and the learners they wait for, tokens, bytes."""
-    from diloco.exchange.remote import fetch_status
+    from diloco.exchange.dialling import fetch_status
 
     def fetch() -> dict[str, Any]:
         return fetch_status(at.address, run=at.run, keys=at.keys, insecure=at.insecure)

@@ -266,6 +266,15 @@ def scatter(fragment: Fragment, flat: Tensor) -> dict[str, Tensor]:
     }
 
 
+def named_tensors(layout: Layout, thetas: Iterable[Tensor]) -> dict[str, Tensor]:
+    """A model's tensors in their own dtypes, by name, from the flat fp32 vectors of its fragments."""
+    named: dict[str, Tensor] = {}
+    for fragment, theta in zip(layout.fragments, thetas, strict=True):
+        dtypes = {placement.spec.name: placement.spec.dtype for placement in fragment.tensors}
+        named |= {name: value.to(getattr(torch, dtypes[name])) for name, value in scatter(fragment, theta).items()}
+    return named
+
+
 class Digest:
     """The digest of a contiguous fp32 vector on the CPU, computed part by part in order: SHA-256 (hex) of the SHA-256
     digests of its segments (`codecs.SEGMENT_ELEMENTS`), each of the segment's little-endian bytes.

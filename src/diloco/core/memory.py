@@ -1,4 +1,4 @@
-"""Long tensors: host memory that is returned to the system, and elementwise work block by block.
+"""Long tensors: host memory that is returned to the system (`buffers`), and elementwise work block by block.
 
 The temporary of a block stays in the processor's cache, and its memory is reused for the next block. A temporary as
 long as a fragment is written to memory and read back, and the system maps its pages one by one, which costs several
@@ -7,30 +7,18 @@ times the arithmetic.
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-_HUGE_PAGE_BYTES = 2 << 20
-
-
-def new_buffer(num_bytes: int) -> memoryview:
-    """A new writable buffer of zeros."""
-    if _is_small(num_bytes):
-        return memoryview(bytearray(num_bytes))
-    buffer = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without huge pages
-        buffer.madvise(mmap.MADV_HUGEPAGE)
-    return memoryview(buffer)
+from diloco.core.buffers import is_small, new_buffer
 
 
 def new_vector(num_elements: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> Tensor:
     """As `torch.empty`, of shape [num_elements]."""
     num_bytes = num_elements * dtype.itemsize
-    if _is_small(num_bytes) or (device is not None and device.type != "cpu"):
+    if is_small(num_bytes) or (device is not None and device.type != "cpu"):
         return torch.empty(num_elements, dtype=dtype, device=device)
     return torch.frombuffer(new_buffer(num_bytes), dtype=dtype)
 
@@ -38,11 +26,6 @@ def new_vector(num_elements: int, dtype: torch.dtype = torch.float32, device: to
 def new_like(tensor: Tensor) -> Tensor:
     """As `torch.empty_like`."""
     return new_vector(tensor.numel(), tensor.dtype, tensor.device).view(tensor.shape)
-
-
-def _is_small(num_bytes: int) -> bool:
-    """Whether a buffer is too small for huge pages, or the platform has none."""
-    return num_bytes < _HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE")
 
 
 BLOCK_ELEMENTS = 1 << 16

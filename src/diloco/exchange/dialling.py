@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import closing, suppress
 
-from diloco.errors import AuthError, StandbyError, UnreachableError
+from diloco.errors import AuthError, PayloadError, StandbyError, UnreachableError
+from diloco.escaping import read_json
 from diloco.exchange.connection import Connection
 from diloco.exchange.key_pair import AnyKeys
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.address import split_addresses
+from diloco.exchange.wire.rpc import OTHER_VERSION
 from diloco.protocol.session.lanes import address_of
 
 BULK = ("contributions", "updates", "joins")
@@ -115,3 +118,17 @@ def found(syncers: Dialler, run: str) -> pb.DescribeReply:
     place, failure = informative[0] if informative else failures[-1]
     syncers.move(place)
     raise failure
+
+
+def fetch_status(
+    address: str, *, run: str, keys: AnyKeys | None = None, insecure: bool = False
+) -> dict[str, object]:  # fmt: skip
+    """The status of a run as plain values, for viewers: from the syncer that serves it, or else from the first of
+    several that answers. Raises as `found`."""
+    with closing(dialler(address, keys=keys, insecure=insecure)) as syncers:
+        if syncers.num_addresses > 1:
+            with suppress(StandbyError):
+                found(syncers, run)
+        reply = syncers.current.call("control", "Status", pb.StatusRequest(run=run), pb.StatusReply)
+        status: dict[str, object] = read_json(reply.status, "the syncer's status", PayloadError, OTHER_VERSION)
+        return status

@@ -2,9 +2,9 @@
 
 Per learner and fragment, trained = pending + merged + discarded + lost (`protocol.in_flight`). The syncer is
 responsible for an acknowledged contribution until it is merged or rejected, even if the learner is gone. All other
-pending tokens are lost with their learner; so are tokens that an evicted incarnation trained before it was notified,
-which its process reports later. If the syncer restarts, open contributions of absent learners are lost too, since they
-are not sent again.
+pending tokens are given up when their learner ends: lost if it was evicted, discarded as "not merged at the end" if it
+finished or left. Tokens that an evicted incarnation trained before it was notified, which its process reports later,
+are lost. If the syncer restarts, open contributions of absent learners are given up too, since they are not sent again.
 
 A contribution is identified by its number, so a retransmission is recognised. It is open from its acknowledgement to
 its verdict. The verdict is counted once, sent once it is durable, and kept until the learner has confirmed it. Open
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from diloco.errors import PayloadError
-from diloco.protocol.contribution import KEPT, Contribution, Verdict
+from diloco.protocol.contribution import KEPT, UNMERGED, Contribution, Verdict
 from diloco.protocol.in_flight import Ledger
 
 MAX_COUNTED_TOKENS = 2**53
@@ -69,9 +69,16 @@ class Account:
         elif reason not in KEPT:
             ledger.discard(c.tokens, reason)
         elif self.is_gone or c.incarnation != self.incarnation:  # the learner cannot take the work back
-            ledger.lost += c.tokens
+            self.give_up(c.fragment, c.tokens)
         if c.incarnation == self.incarnation:
             self.verdicts[c.fragment, c.number] = Verdict(c.fragment, c.number, reason, version)
+
+    def give_up(self, fragment: int, tokens: int) -> None:
+        """Count tokens whose work no merge will have: as lost, unless the learner has finished or left."""
+        if self.ended_at is None:
+            self.ledgers[fragment].lost += tokens
+        else:
+            self.ledgers[fragment].discard(tokens, UNMERGED)
 
     def copied(self) -> Account:
         """Return an independent copy."""
@@ -178,15 +185,15 @@ class Accounting:
             ledger.lost += tokens
 
     def end(self, learner: str) -> None:
-        """End a learner: its acknowledged contributions remain, its other pending tokens are lost."""
+        """End a learner: its acknowledged contributions remain, its other pending tokens are given up."""
         account = self.accounts[learner]
         account.is_gone = True
         acknowledged = [0] * self._num_fragments
         for c in self.open.values():
             if c.learner == learner:
                 acknowledged[c.fragment] += c.accounted
-        for ledger, tokens in zip(account.ledgers, acknowledged, strict=True):
-            ledger.lost += ledger.pending - tokens
+        for fragment, tokens in enumerate(acknowledged):
+            account.give_up(fragment, account.ledgers[fragment].pending - tokens)
 
     def incarnation_of(self, learner: str) -> int:
         """Return the newest incarnation; 0: there was none."""
@@ -308,13 +315,18 @@ class Accounting:
         }
 
     def restore(self, values: Mapping[str, Any], alive: Iterable[str]) -> None:
-        """Continue from `saved`. Open contributions of absent incarnations are lost."""
+        """Continue from `saved`. Open contributions of absent incarnations are given up."""
         self.accounts = {learner: Account.from_dict(each) for learner, each in values.items()}
         living = set(alive)
         for learner, account in self.accounts.items():
             account.is_gone = learner not in living
-            for ledger, void in zip(account.ledgers, values[learner]["void_on_restart"], strict=True):
-                ledger.lost += ledger.pending if account.is_gone else void
+            for fragment, (ledger, void) in enumerate(
+                zip(account.ledgers, values[learner]["void_on_restart"], strict=True)
+            ):
+                if account.is_gone:
+                    account.give_up(fragment, ledger.pending)
+                else:
+                    ledger.lost += void
 
 
 def _require_countable(learner: str, tokens: int) -> None:

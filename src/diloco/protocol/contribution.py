@@ -39,6 +39,9 @@ OUTLIER = "outlier"
 NOT_FINITE = "not finite"
 """The merge of its round, or of an earlier round, has no finite result."""
 
+UNMERGED = "not merged at the end"
+"""The reason for which the syncer discards what a learner had in flight or had not sent when it finished or left."""
+
 
 @dataclass(frozen=True)
 class Contribution:

@@ -224,8 +224,8 @@ class SyncerCore:
     def left(
         self, now: float, learner: str, incarnation: int, *, tokens: int, step: int = 0, earlier_tokens: int = 0
     ) -> list[Action]:  # fmt: skip
-        """A learner leaves. Its acknowledged contributions stay; its pending tokens are lost. `step`: at which it ends,
-        since its last heartbeat may be from before a restart. Tokens as in `Report`."""
+        """A learner leaves. Its acknowledged contributions stay; its pending tokens are given up. `step`: at which it
+        ends, since its last heartbeat may be from before a restart. Tokens as in `Report`."""
         self.check(learner, incarnation)
         member = self.members[learner]
         self._alive(now, member, max(step, member.step), tokens, 0, earlier_tokens)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from diloco.errors import ConfigError, StoreError, translated
-from diloco.event_log import EventTail
+from diloco.event_log import EventTail, newest_event
+from diloco.events import Progress
 from diloco.report.frame import frozen_page
 from diloco.report.story import Story
 from diloco.report.timeline import Timeline
@@ -18,6 +20,9 @@ READ_BYTES = 1 << 22
 def read_run(folders: Sequence[Path]) -> tuple[Timeline, Story]:
     """Read every `events.jsonl` below the folders into a timeline, and into the story of the page.
 
+    Of a run under way, all figures are of one moment: that of the newest progress event of its syncer (`as_of`). Later
+    events of the syncer and the learners are left out, except orders of admins.
+
     Raises:
         ConfigError: no event log, or none of a syncer. StoreError: an unreadable event log.
     """
@@ -25,20 +30,25 @@ def read_run(folders: Sequence[Path]) -> tuple[Timeline, Story]:
     where = ", ".join(map(str, folders))
     if not files:
         raise ConfigError(f"there is no events.jsonl below {where}; name the folder of a run.")
-    timeline, story = Timeline(), Story()
-    for path in files:
+    newest = {path: newest_event(path, "progress", "finished") for path in files}
+    of_syncer = [event for event in newest.values() if event is not None and event.who == "syncer"]
+    last = max(of_syncer, key=lambda event: event.t, default=None)
+    timeline, story = Timeline(as_of=last.t if isinstance(last, Progress) else None), Story()
+    for path in sorted(files, key=lambda path: newest[path] not in of_syncer):  # the syncer's name the learners
         tail = EventTail(path)
         while events := tail.read(READ_BYTES):
             for event in events:
-                timeline.take(event.who, event)
-                story.take(event)
+                if timeline.includes(event):
+                    timeline.take(event.who, event)
+                    story.take(event)
     if not timeline.syncer_starts:
         raise ConfigError(f"no events.jsonl below {where} is of a syncer; name the syncer's folder too.")
     return timeline, story
 
 
 def numbers(timeline: Timeline) -> dict[str, Any]:
-    """Plain values: seconds; bytes on the syncer's connections, both directions; losses in nats per token."""
+    """Plain values: seconds; `as_of` in Unix time, None where the run has ended; bytes on the syncer's connections,
+    both directions; losses in nats per token."""
     begun = timeline.syncer_starts[0]
     losses = [(event.tokens, event.loss) for name in timeline.presence for event in timeline.evaluated.get(name, [])]
     learners = {name: _learner(timeline, name) for name in sorted(timeline.presence)}
@@ -46,6 +56,7 @@ def numbers(timeline: Timeline) -> dict[str, Any]:
     trained = max((tokens for tokens, _ in losses), default=0)
     return {
         "run": timeline.run,
+        "as_of": timeline.as_of,
         "method": timeline.method.get("name", ""),
         "num_parameters": timeline.num_parameters,
         "duration_s": timeline.ended_at - begun,
@@ -106,9 +117,10 @@ def summary(found: dict[str, Any]) -> str:
     """The run in one sentence."""
     loss = "" if found["loss"] is None else f", held-out loss {found['loss']:.4f} nats per token"
     num = len(found["learners"])
+    as_of = "" if found["as_of"] is None else f"; as of {datetime.fromtimestamp(found['as_of'], UTC):%H:%M:%S} UTC"
     missing = f"; {found['missing_events']:,} events are missing from the files" if found["missing_events"] else ""
     return (
         f"{found['method']}, {found['num_parameters']:,} parameters, {num} learner{'s' * (num != 1)}: "
         f"{found['tokens']:,} tokens in {found['duration_s']:,.1f} s, {found['merges']:,} merges, "
-        f"{found['num_bytes'] / 1e6:,.2f} MB on the wire{loss}{missing}"
+        f"{found['num_bytes'] / 1e6:,.2f} MB on the wire{loss}{as_of}{missing}"
     )

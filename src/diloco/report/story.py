@@ -56,7 +56,8 @@ class Story:
     def take(self, event: ev.Event) -> None:
         """Add an event."""
         if event.who == "syncer":
-            self._newest_t = max(self._newest_t, event.t)
+            if not isinstance(event, ev.Steered):  # as in `Timeline`
+                self._newest_t = max(self._newest_t, event.t)
             self._take_syncers(event)
         else:
             self._take_trainers(event)

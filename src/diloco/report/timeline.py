@@ -25,6 +25,7 @@ class Timeline:
         finished: by process, its newest `Finished` event.
         tokens: largest number of trained tokens that a progress event of the syncer names.
         missing: number of events that could not be written, over all processes.
+        as_of: Unix time of the moment at which the run is looked at; None: all events are taken.
     """
 
     initialised_at: float | None = None
@@ -45,9 +46,15 @@ class Timeline:
     finished: dict[str, ev.Finished] = field(default_factory=dict)
     tokens: int = 0
     missing: int = 0
+    as_of: float | None = None
     _incarnations: dict[str, int] = field(default_factory=dict)
     _settled: dict[str, Counts] = field(default_factory=dict)
     _newest: dict[str, ev.Traffic] = field(default_factory=dict)
+
+    def includes(self, event: ev.Event) -> bool:
+        """Whether an event belongs to the run at `as_of`: those of controls and admins' orders do at any time."""
+        is_of_run = event.who in ("syncer", *self.presence) and not isinstance(event, ev.Steered)
+        return self.as_of is None or event.t <= self.as_of or not is_of_run
 
     def take(self, process: str, event: ev.Event) -> None:
         """Add one event."""
@@ -69,7 +76,8 @@ class Timeline:
                 pass
 
     def _take_syncers(self, event: ev.Event) -> None:
-        self.ended_at = event.t
+        if not isinstance(event, ev.Steered):  # which may be later than `as_of`
+            self.ended_at = event.t
         match event:
             case ev.SyncerStarted():
                 self._settle()

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from diloco.errors import StoreError, translated
-from diloco.exchange.wire.frames import bytes_of
+from diloco.exchange.wire.tensors import bytes_of
 
 TEMPORARY_PREFIX = ".tmp-"
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from diloco.core.memory import new_buffer
+from diloco.core.buffers import new_buffer
 from diloco.errors import NoRoomError
-from diloco.exchange.wire.frames import tensor_of
+from diloco.exchange.wire.tensors import tensor_of
 
 
 class Slot:

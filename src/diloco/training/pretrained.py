@@ -1,7 +1,7 @@
 """Export a global model as a directory that `from_pretrained` of transformers loads."""
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from diloco.config import RunConfig
-from diloco.core.fragments import Layout, scatter
+from diloco.core.layout import Layout, named_tensors
 from diloco.errors import LayoutError, StoreError, translated
 from diloco.training.checkpoint import load_checkpoint
 from diloco.training.data.reading import BYTE_VOCABULARY, byte_tokenizer, load_tokenizer, vocabulary_size
@@ -34,7 +34,7 @@ def export_run(state: Mapping[str, Tensor], config: RunConfig, out_dir: Path) ->
     built = build_model(config.model, vocab_size, config.data.sequence_length, config.run.seed)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(built.config, dtype=_dtype(state))
     failed = "the run's model is not the one of [model]"
-    advice = "diloco export writes models of diloco train; a loop of its own saves learner.global_state_dict()"
+    advice = "add --raw, which writes the model of any loop as one safetensors file"
     with translated(LayoutError, LayoutError, failed, advice):
         load_state(model, state)
     model.config.use_cache = True  # off in training, on for generation
@@ -73,16 +73,7 @@ def global_model(saved: Mapping[str, Any]) -> dict[str, Tensor]:
         return {**state, **ranks[0]["parameters"]}
     layout = Layout.from_dict(saved["layout"])
     thetas = [torch.cat([rank["anchors"][str(fragment.index)] for rank in ranks]) for fragment in layout.fragments]
-    return merge_fragments(layout, thetas, state)
-
-
-def merge_fragments(layout: Layout, thetas: Sequence[Tensor], static: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Named tensors in their own dtypes from flat fp32 fragments, with the static tensors, which are not trained."""
-    state = dict(static)
-    for fragment, theta in zip(layout.fragments, thetas, strict=True):
-        dtypes = {placement.spec.name: placement.spec.dtype for placement in fragment.tensors}
-        state |= {name: value.to(getattr(torch, dtypes[name])) for name, value in scatter(fragment, theta).items()}
-    return state
+    return state | named_tensors(layout, thetas)
 
 
 def vocabulary(config: RunConfig) -> "tuple[int, PreTrainedTokenizerBase | None]":

@@ -144,7 +144,7 @@ def _page_address(table: SyncerTable) -> str | None:
 def _state(standing: str, versions: list[int], other: str | None) -> str:
     """The state of the syncer, for its first log message."""
     if standing == "alone":
-        return f"at versions {versions}" if versions else "waiting for a learner that gives it a model"
+        return f"at versions {versions}" if versions else "waiting for a learner that initialises it"
     if standing == "following":
         return f"following the one at {other}"
     return f"at versions {versions}, waiting for its standby, or for most learners, to agree that it serves the run"

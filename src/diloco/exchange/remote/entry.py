@@ -17,8 +17,8 @@ from diloco.exchange.base import FlatModel
 from diloco.exchange.dialling import Dialler
 from diloco.exchange.remote.messages import lineage_message
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import bytes_of
 from diloco.exchange.wire.outgoing import OutgoingUpload
+from diloco.exchange.wire.tensors import bytes_of
 from diloco.protocol.lineage import Lineage
 from diloco.protocol.session import requests
 from diloco.protocol.session.joining import Initialises

@@ -12,6 +12,7 @@ from diloco.core.update import Update
 from diloco.errors import ConfigError, LayoutError, PayloadError, translated
 from diloco.escaping import MALFORMED, MAX_REASON, printable, read_json
 from diloco.exchange.wire import syncer_pb2 as pb
+from diloco.exchange.wire.rpc import OTHER_VERSION
 from diloco.protocol.contribution import Budget, Contribution, Standing, Verdict
 from diloco.protocol.leases import Grant
 from diloco.protocol.lineage import Lineage
@@ -19,8 +20,6 @@ from diloco.protocol.members import Claim, Report
 from diloco.protocol.session import requests
 from diloco.protocol.succession import Ballot, Proposal
 from diloco.protocol.units import Ranges
-
-OTHER_VERSION = "is the syncer of another version?"
 
 
 def push_header(run: str, push: requests.Push) -> pb.PushHeader:

@@ -28,7 +28,7 @@ from diloco.exchange.lanes import Command, CommandLane, CommandLanes, RankTask
 from diloco.exchange.remote.messages import pull_request, push_header
 from diloco.exchange.remote.transfers import FetchResult, Key, Receiver, Sender, key_of, num_bytes_of
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import bytes_of
+from diloco.exchange.wire.tensors import bytes_of
 from diloco.protocol.session import requests
 from diloco.protocol.session.joining import GONE_TIMEOUT_S
 

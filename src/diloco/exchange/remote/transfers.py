@@ -18,9 +18,9 @@ from diloco.errors import ExchangeError, VersionError
 from diloco.exchange.dialling import Dialler
 from diloco.exchange.remote.messages import lineage_of, pull_request, push_header, update_of, verdicts_of
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import bytes_of, tensor_of, tensors_of
 from diloco.exchange.wire.incoming import Download as Incoming
 from diloco.exchange.wire.outgoing import OutgoingUpload
+from diloco.exchange.wire.tensors import bytes_of, tensor_of, tensors_of
 from diloco.protocol.contribution import Contribution, Verdict
 from diloco.protocol.lineage import Lineage
 from diloco.protocol.session import requests

@@ -1,21 +1,19 @@
-"""The requests of viewers: the newest model, and the status of the run."""
+"""The request of viewers for the newest model."""
 
 from __future__ import annotations
 
-from contextlib import closing, suppress
+from contextlib import closing
 
-import torch
 from torch import Tensor
 
-from diloco.core.fragments import scatter
-from diloco.errors import NotInitialisedError, PayloadError, StandbyError
-from diloco.escaping import read_json
+from diloco.core.layout import named_tensors
+from diloco.errors import NotInitialisedError
 from diloco.exchange.dialling import dialler, found
 from diloco.exchange.key_pair import AnyKeys
-from diloco.exchange.remote.messages import OTHER_VERSION, layout_of
+from diloco.exchange.remote.messages import layout_of
 from diloco.exchange.remote.transfers import whole_of
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import tensors_of
+from diloco.exchange.wire.tensors import tensors_of
 
 
 def fetch_model(
@@ -33,26 +31,9 @@ def fetch_model(
         if not description.initialised:
             raise NotInitialisedError(f"run {run!r} has no model yet; start one learner that initialises it.")
         layout = layout_of(description)
-        model: dict[str, Tensor] = {}
+        thetas = []
         for fragment in layout.fragments:
             header, buffer = syncers.current.pull("joins", pb.PullRequest(run=run, fragment=fragment.index, base=-1))
-            theta = whole_of(header, buffer, fragment.numel).held.theta
-            for name, value in scatter(fragment, theta).items():
-                spec = next(place.spec for place in fragment.tensors if place.spec.name == name)
-                model[name] = value.to(getattr(torch, spec.dtype))
+            thetas.append(whole_of(header, buffer, fragment.numel).held.theta)
         _, static = syncers.current.pull("joins", pb.PullRequest(run=run, static=True, base=-1))
-        return {**model, **tensors_of(static, "the static tensors")}
-
-
-def fetch_status(
-    address: str, *, run: str, keys: AnyKeys | None = None, insecure: bool = False
-) -> dict[str, object]:  # fmt: skip
-    """The status of a run as plain values, for viewers: from the syncer that serves it, or else from the first of
-    several that answers. Raises as `fetch_model`."""
-    with closing(dialler(address, keys=keys, insecure=insecure)) as syncers:
-        if syncers.num_addresses > 1:
-            with suppress(StandbyError):
-                found(syncers, run)
-        reply = syncers.current.call("control", "Status", pb.StatusRequest(run=run), pb.StatusReply)
-        status: dict[str, object] = read_json(reply.status, "the syncer's status", PayloadError, OTHER_VERSION)
-        return status
+        return named_tensors(layout, thetas) | tensors_of(static, "the static tensors")

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
-import torch
 from google.protobuf.message import DecodeError, Message
-from safetensors import SafetensorError
-from safetensors.torch import load
-from torch import Tensor
 
-from diloco.core.memory import new_buffer
-from diloco.errors import ConfigError, CorruptPayloadError, translated
-from diloco.escaping import MALFORMED
+from diloco.core.buffers import new_buffer
+from diloco.errors import CorruptPayloadError, translated
 from diloco.exchange.wire.rpc import MAX_MESSAGE_BYTES
 
 # How many bytes of a transfer may be in flight at once: arithmetic without a clock.
@@ -136,26 +130,6 @@ class Unpaced(SendPace):
         pass
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous host tensor, without a copy; the view keeps the tensor alive."""
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
-        raise ConfigError(
-            f"a {tensor.device.type} tensor with strides {tensor.stride()} cannot be sent; make it contiguous on the "
-            "CPU."
-        )
-    num_bytes = tensor.numel() * tensor.element_size()
-    if num_bytes == 0:
-        return memoryview(b"")
-    memory: Any = (ctypes.c_char * num_bytes).from_address(tensor.data_ptr())
-    memory.owner = tensor
-    return memoryview(memory).cast("B")
-
-
-def tensor_of(buffer: bytearray | memoryview, dtype: torch.dtype = torch.uint8) -> Tensor:
-    """A tensor over a writable buffer, without a copy; it keeps the buffer alive."""
-    return torch.frombuffer(buffer, dtype=dtype) if len(buffer) else torch.empty(0, dtype=dtype)
-
-
 def room_for(num_bytes: int) -> memoryview:
     """A buffer for the bytes that a header announces; the system allocates it page by page, as they arrive.
 
@@ -165,18 +139,6 @@ def room_for(num_bytes: int) -> memoryview:
     failed, advice = f"there is no memory for {num_bytes} bytes", "is the other side of another version?"
     with translated((MemoryError, OSError, OverflowError), CorruptPayloadError, failed, advice):
         return new_buffer(num_bytes)
-
-
-def tensors_of(buffer: bytes | memoryview, what: str) -> dict[str, Tensor]:
-    """The tensors of a safetensors file that was received.
-
-    Raises:
-        CorruptPayloadError: `what` is not a safetensors file.
-    """
-    with translated(
-        (SafetensorError, *MALFORMED), CorruptPayloadError, f"{what} are no safetensors file", "send it again"
-    ):
-        return load(bytes(buffer))
 
 
 def frames(header: Message, *parts: memoryview) -> Iterator[bytes]:

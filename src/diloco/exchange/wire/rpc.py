@@ -40,6 +40,10 @@ BROKEN = "Stream removed"
 call has the code UNKNOWN, which a defect of the syncer has too."""
 
 
+OTHER_VERSION = "is the syncer of another version?"
+"""The advice where an answer cannot be read."""
+
+
 def path(method: str) -> str:
     """The full name of a method."""
     return f"/{SERVICE}/{method}"

@@ -12,12 +12,12 @@ from functools import partial
 import grpc
 import torch
 
+from diloco.core.buffers import new_buffer
 from diloco.core.fragments import Layout
 from diloco.core.global_fragment import GlobalFragment
-from diloco.core.memory import new_buffer
 from diloco.errors import BusyError, CorruptPayloadError, LayoutError, StoreError
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import tensor_of, tensors_of
+from diloco.exchange.wire.tensors import tensor_of, tensors_of
 from diloco.protocol.lineage import Lineage
 from diloco.run import validation
 from diloco.run.ports import InitialModel

@@ -22,11 +22,12 @@ from diloco.errors import (
     StandbyError,
 )
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import bytes_of, filling, read_header, streamed
+from diloco.exchange.wire.frames import filling, read_header, streamed
 from diloco.exchange.wire.incoming import ArrivalReports, start_of
 from diloco.exchange.wire.link_probe import answer_probe
 from diloco.exchange.wire.outgoing import Acknowledged
 from diloco.exchange.wire.rpc import MAX_CONTROL_BYTES, MAX_MESSAGE_BYTES
+from diloco.exchange.wire.tensors import bytes_of
 from diloco.protocol.contribution import Contribution
 from diloco.protocol.leases import Grant
 from diloco.protocol.members import Claim, Report
