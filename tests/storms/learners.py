@@ -17,7 +17,7 @@ from tests.storms.wire import StormWire, gone
 from diloco.errors import AlreadyInitialisedError, StaleIncarnationError, StoreError
 from diloco.exchange.base import Arrived
 from diloco.exchange.virtual.client import News
-from diloco.protocol.contribution import CallForWork, Contribution, Hold, Rejection
+from diloco.protocol.contribution import CallForWork, Contribution, Hold, Rejection, Settled
 from diloco.protocol.in_flight import Send
 from diloco.protocol.learner import LearnerCore
 from diloco.protocol.leases import Grant
@@ -53,7 +53,8 @@ class Process:
         self.is_alive, self.core = True, None  # type: tuple[bool, LearnerCore | None]
         self._learner, self._storm, self._checkpoint = learner, storm, checkpoint
         self._rules = plan.rules_of(learner.index)
-        self._is_waiting = self._is_leaving = self._is_starved = self._is_held = False
+        self._is_waiting = self._is_leaving = self._is_starved = self._is_held = self._stays = False
+        self._settled_with: tuple[int, ...] | None = None  # the versions when it heard that the run has ended
         self._reader = Reader(plan.num_units) if plan.num_units else None
         self._frozen_until_s = 0.0
         self._incarnation = 0
@@ -89,6 +90,11 @@ class Process:
     def speaks(self) -> bool:
         """The syncer is to hear what it has trained."""
         return self._is_leaving or (self.is_alive and self.client.core.phase == "running")
+
+    def check_end(self, versions: tuple[int, ...]) -> None:
+        """A learner that stayed to the end of the run was told so, with the run's last versions."""
+        if self.is_alive and self._stays and self.client.core.phase == "running":
+            require(self._settled_with == versions, f"{self.name} ended with {self._settled_with}, not {versions}")
 
     def check_line(self) -> None:
         """It follows one line of epochs: never an earlier one, and not two syncers in one."""
@@ -155,12 +161,15 @@ class Process:
                 self._tensors.received[fragment, version] = held.theta
             case CallForWork(fragment=fragment, version=version):
                 assert self.core is not None
-                if (send := self.core.called(fragment, version)) is not None:
+                if not self._stays and (send := self.core.called(fragment, version)) is not None:
                     self._send(send)
             case Grant():
                 self._granted(news)
             case Hold(is_paused=is_paused):
                 self._is_held = is_paused
+            case Settled():
+                if self._settled_with is None and all(learner.has_finished for learner in self._storm.learners):
+                    self._settled_with = tuple(held.version for held in self.client.held if held is not None)
             case Rejection(fragment=fragment, number=number, reason=reason):
                 assert self.core is not None
                 self._storm.ledger.rejected(self.name, self._incarnation, fragment, number, reason)
@@ -221,9 +230,11 @@ class Process:
         assert self.core is not None
         if self.core.step >= self._storm.plan.steps:
             self._report(finished=True)
-            self.is_alive, self._is_leaving = False, True
             self._learner.finished(self)
-            self.client.leave()
+            self._stays = self._storm.draws.of(f"{self.name} stays", (False, True))
+            if not self._stays:
+                self.is_alive, self._is_leaving = False, True
+                self.client.leave()
             return
         if self._reader is not None:
             self._lease()

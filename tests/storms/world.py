@@ -173,6 +173,9 @@ class Storm:
         there = {learner.name for learner in self.learners if any(each.is_alive for each in learner.processes)}
         gone = self.driver.core.members.keys() - there
         require(not gone, f"{gone} are members to the end")
+        if self.driver.core.is_settled:
+            for process in [each for learner in self.learners for each in learner.processes]:
+                process.check_end(self.driver.state.versions)
         num_bytes = sum(self.jobs.contribution_bytes(self.plan.sizes[c.fragment]) for c in self.accounts.open.values())
         require(
             self._spool.held_bytes == num_bytes,

@@ -357,7 +357,7 @@ class LearnerDriver:
                 case Arrived():
                     self._arrived(event)
                 case CallForWork(fragment=fragment, version=version):
-                    if (send := self.core.called(fragment, version)) is not None:
+                    if not self.has_finished and (send := self.core.called(fragment, version)) is not None:
                         self._send(send, self.tensors.parameters)
                 case Rejection():
                     self._rejected(event)
