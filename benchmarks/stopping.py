@@ -146,10 +146,10 @@ def _stopped_after_s(place: str) -> tuple[float, float]:
 def _measure(place: str, run_file: Path, config: RunConfig, relay: Relay) -> tuple[float, float]:
     with ExitStack() as stack:
         if place == "round":
-            other = stack.enter_context(_learner(run_file, OTHER, "--initialise"))
+            other = stack.enter_context(_learner(run_file, OTHER, "--initialise", "if-empty"))
             _until_it_trains(other, config, OTHER)
             other.send_signal(signal.SIGSTOP)
-        process = stack.enter_context(_learner(run_file, NAME, *(() if place == "round" else ("--initialise",))))
+        process = stack.enter_context(_learner(run_file, NAME, "--initialise", "if-empty"))
         steps = _until_it_trains(process, config, NAME)
         if place in ("lease", "push"):
             relay.up.flows.clear()

@@ -173,7 +173,7 @@ def test_another_run(world: World) -> None:
 
 
 def test_a_run_with_a_model_is_not_initialised_again(world: World) -> None:
-    check(train(world, "again", "running", "--initialise"), 1)
+    check(train(world, "again", "running", "--initialise", "once"), 1)
 
 
 def test_a_name_that_is_live(world: World) -> None:

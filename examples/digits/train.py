@@ -112,6 +112,7 @@ def train(
             learner.step(tokens=len(batch))
     if learner is None:
         return dict(model.state_dict())
+    learner.finish(ends_run=True)  # all of them end after as many steps
     state = learner.global_state_dict()
     learner.close()
     return state
@@ -145,7 +146,7 @@ def over_a_syncer(division: str, seed: int, steps: int) -> dict[str, Tensor]:
 
 def dial(index: int, address: str, keys: Path | None = None) -> Exchange:
     """What a learner process does to take part; the first one gives the run its model."""
-    return diloco.connect(address, run="digits", learner=f"learner-{index}", keys=keys, initialise=index == 0)
+    return diloco.connect(address, run="digits", learner=f"learner-{index}", keys=keys, initialise="if-empty")
 
 
 def sent_bytes(steps: int) -> tuple[int, int]:

@@ -97,10 +97,10 @@ class World:
     # --- processes ----------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the first syncer and all learners. The first learner gives the run its model."""
+        """Start the first syncer and all learners, of which one gives the run its model."""
         self._serve(SYNCER)
-        for index, name in enumerate(self.plan.names):
-            self.family.start(name, partial(self._trains, name, *(() if index else ("--initialise",))))
+        for name in self.plan.names:
+            self.family.start(name, partial(self._trains, name))
 
     def start_viewers(self) -> None:
         """Start the viewers of a soak."""
@@ -109,7 +109,7 @@ class World:
     def _trains(self, name: str, *more: str) -> list[str]:
         return [
             "diloco", "train", self._run_file, "--name", name, "--shard", str(self.plan.names.index(name)),
-            "--supervised", "--keys", str(self._keys / name),
+            "--initialise", "if-empty", "--supervised", "--keys", str(self._keys / name),
             "--set", f"syncer.address={self._addresses(name)}", *more,
         ]  # fmt: skip
 

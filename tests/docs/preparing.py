@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +16,13 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.data import DataLoader
 
 import diloco
+from diloco.protocol.contribution import Budget
 from diloco.syncer.server import Options, Syncer
 
 SYNCER = "syncer.example.org:7700"
 """Where pages say that the run `demo` is served."""
+
+BUDGET = Budget(tokens=4096)
 
 
 class Model(nn.Module):
@@ -68,8 +72,9 @@ class Session:
         self.names |= {
             "torch": torch, "diloco": diloco, "DataLoader": DataLoader,
             "dataset": rows, "loader": DataLoader(rows, batch_size=8),  # type: ignore[arg-type]
+            "batches": cycle(DataLoader(rows, batch_size=8)),  # type: ignore[arg-type]
             "tokens": 64, "num_tokens": 64, "step": 1, "state": None, "evaluate": lambda model: None,
-            "loss": torch.tensor(2.0), "held_out": 2.5, "build_model": Model, "first": False,
+            "loss": torch.tensor(2.0), "held_out": 2.5, "build_model": Model,
         }  # fmt: skip
         self.take(Model())
 
@@ -84,7 +89,7 @@ class Session:
         so that the page's learner gives it its model."""
         self.close_learners()
         directory = self.directory / f"served-{len(list(self.directory.glob('served-*')))}"
-        options = Options("127.0.0.1:0", directory, keys=self.directory / "keys" / "syncer")
+        options = Options("127.0.0.1:0", directory, keys=self.directory / "keys" / "syncer", budget=BUDGET)
         syncer = self.ends.enter_context(Syncer("demo", method or self.method, options))
         self.replaced[SYNCER] = syncer.address
         self.initialises = False

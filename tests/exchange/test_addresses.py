@@ -85,7 +85,7 @@ def test_an_address_is_given_once() -> None:
         ({"run": None}, r"connect\(run=None\).*; give the run's name"),
         ({"learner": 3}, r"connect\(learner=3\).*; give a name"),
         ({"learner": "../x"}, r"a learner cannot be called '\.\./x'; use 1 to 64 letters"),
-        ({"initialise": "if-empty"}, r"connect\(initialise='if-empty'\).*; give True or False"),
+        ({"initialise": "once"}, r"connect\(initialise='once'\).*; give \"if-empty\", True or False"),
         ({"lineage": "foo"}, r"connect\(lineage='foo'\) cannot be used \(.*; give that of a state_dict"),
         ({"join_timeout_s": -1}, "join_timeout_s must be a finite number above 0, not -1"),
     ],

@@ -285,8 +285,8 @@ def test_a_learner_with_a_line_in_its_run_file_saves_no_secret(
         )
         with pytest.raises(SystemExit) as ended:
             main([
-                "train", str(run_file), "--name", "site-a", "--initialise", "--set", f"data.paths=['{text}']",
-                "--set", "run.tokens=2048", "--set", "train.threads=1",
+                "train", str(run_file), "--name", "site-a", "--initialise", "if-empty",
+                "--set", f"data.paths=['{text}']", "--set", "run.tokens=2048", "--set", "train.threads=1",
             ])  # fmt: skip
         assert not ended.value.code, capfd.readouterr().err
     saved = [path for path in tmp_path.rglob("*") if path.is_file() and path != run_file and keys not in path.parents]

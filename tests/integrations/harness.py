@@ -19,11 +19,14 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from benchmarks.processes import until
 from safetensors.torch import load_file
+from tests.syncer.runs import is_initialised
 from torch import Tensor
 
 import diloco
 from diloco.demo.plan import free_port
+from diloco.protocol.contribution import Budget
 from diloco.syncer.server import Options, Syncer
 
 ROOT = Path(__file__).parents[2]
@@ -47,9 +50,9 @@ are in every merge, so that a run waits for the one that was killed."""
 
 
 @contextmanager
-def serve(directory: Path, method: diloco.Method = METHOD) -> Iterator[Syncer]:
-    """A syncer in this process."""
-    with Syncer(RUN, method, Options("127.0.0.1:0", directory)) as syncer:
+def serve(directory: Path, method: diloco.Method = METHOD, *, steps: int | None = None) -> Iterator[Syncer]:
+    """A syncer in this process, of a run that ends after so many inner steps; None: its learners know the end."""
+    with Syncer(RUN, method, Options("127.0.0.1:0", directory, budget=Budget(steps=steps))) as syncer:
         yield syncer
 
 
@@ -85,14 +88,19 @@ class Process:
     def end(self, timeout_s: float = TIMEOUT_S) -> int:
         """Wait for its end. Returns its exit code, negative for a signal."""
         if self._code is None:
-            descriptor = os.pidfd_open(self.pid)
-            try:
-                ended, _, _ = select.select([descriptor], [], [], timeout_s)
-            finally:
-                os.close(descriptor)
-            assert ended, f"still runs after {timeout_s:g} s; it has said:\n{self.said}"
+            assert self.has_ended(timeout_s), f"still runs after {timeout_s:g} s; it has said:\n{self.said}"
             self._code = _ask({"wait": self.pid})
         return self._code
+
+    def has_ended(self, within_s: float = 0.0) -> bool:
+        """Whether it ends within this time."""
+        if self._code is not None:
+            return True
+        descriptor = os.pidfd_open(self.pid)
+        try:
+            return bool(select.select([descriptor], [], [], within_s)[0])
+        finally:
+            os.close(descriptor)
 
     def kill(self) -> None:
         """Kill it with its children, and wait."""
@@ -171,6 +179,7 @@ class Example:
         tokens: of all micro-batches in `STEPS` steps, of each learner.
         runner: script that runs the example's, with it as the first argument; None: the example's runs as it is.
         optimizers: optimizers that step in a step, as `kill_after` counts them.
+        length: the option for the number of steps, unless the script only asks the run.
     """
 
     stack: str
@@ -179,6 +188,7 @@ class Example:
     tokens: tuple[int, int]
     runner: str | None = None
     optimizers: int = 1
+    length: tuple[str, ...] = ("--steps", str(STEPS))
 
     @property
     def script(self) -> Path:
@@ -191,15 +201,15 @@ class Example:
         """Start learner `index` of two.
 
         It trains on its own half of the data up to the run's step `STEPS`, saves a checkpoint every `SAVE_EVERY` steps
-        below `output`, and in the end the global model as `output/model.safetensors`. `arguments`: "--initialise",
-        or "--resume" for the newest checkpoint.
+        below `output`, and in the end the global model as `output/model.safetensors`. It continues from the newest
+        checkpoint that it finds there.
         """
         output.mkdir(parents=True, exist_ok=True)
         log = output.with_name(f"{output.name}-{len(scripts.started)}.log")
         command = [self.script] if self.runner is None else [Path(__file__).with_name(self.runner), str(self.script)]
         return scripts.start(
-            *command, syncer.address, "--shard", str(index), "--steps", str(STEPS), "--save-every", str(SAVE_EVERY),
-            "--output", str(output), *arguments, log=log, imports=self.imports, environment=environment,
+            *command, syncer.address, "--shard", str(index), "--save-every", str(SAVE_EVERY), "--output", str(output),
+            *self.length, *arguments, log=log, imports=self.imports, environment=environment,
             kill_after=None if kill_after is None else kill_after * self.optimizers,
         )  # fmt: skip
 
@@ -221,6 +231,12 @@ class Example:
 def model_of(output: Path) -> dict[str, Tensor]:
     """The model that an example has saved."""
     return load_file(output / "model.safetensors")
+
+
+def until_it_has_a_model(syncer: Syncer, first: Process) -> None:
+    """Wait until the run has the model of its first learner, which is the same in every test."""
+    until(lambda: is_initialised(syncer) or first.has_ended(), "the run has no model")
+    assert is_initialised(syncer), first.said
 
 
 def assert_same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:

@@ -8,7 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.integrations.harness import SAVE_EVERY, Example, assert_same, end_all, model_of, running, serve, worlds
+from tests.integrations.harness import (
+    SAVE_EVERY,
+    STEPS,
+    Example,
+    assert_same,
+    end_all,
+    model_of,
+    running,
+    serve,
+    until_it_has_a_model,
+    worlds,
+)
 
 from diloco.event_log import read_events
 from diloco.events import Joined, Left
@@ -38,13 +49,14 @@ def test_two_ranks_are_one_learner_and_resume_exactly(example: Example, how: tup
     finals = []
     for directory, kill_after in ((tmp_path / "whole", None), (tmp_path / "killed", SAVE_EVERY + 1)):
         outputs = [directory / f"learner-{index}" for index in range(2)]
-        with serve(directory / "syncer") as syncer, running() as scripts:
-            started = example.island(scripts, syncer, outputs[0], "--initialise", *how, kill_after=kill_after)
+        with serve(directory / "syncer", steps=STEPS) as syncer, running() as scripts:
+            started = example.island(scripts, syncer, outputs[0], *how, kill_after=kill_after)
+            until_it_has_a_model(syncer, started[0])
             started.append(example.learner(scripts, syncer, 1, outputs[1], kill_after=kill_after))
             if kill_after is not None:
                 end_all(started, expect=-9)
-                started = example.island(scripts, syncer, outputs[0], "--resume", *how)
-                started.append(example.learner(scripts, syncer, 1, outputs[1], "--resume"))
+                started = example.island(scripts, syncer, outputs[0], *how)
+                started.append(example.learner(scripts, syncer, 1, outputs[1]))
             end_all(started)
         assert any(outputs[0].rglob("pytorch_model_fsdp*")) == bool(how)  # it was sharded
         assert_same(model_of(outputs[0]), model_of(outputs[1]))

@@ -20,6 +20,7 @@ from tests.integrations.harness import (
     model_of,
     running,
     serve,
+    until_it_has_a_model,
 )
 from tests.syncer.runs import versions_of
 
@@ -31,7 +32,7 @@ from diloco.syncer.server import Syncer
 pytestmark = pytest.mark.timeout(900)  # processes that import what the stacks import
 
 EXAMPLES = (
-    Example("`for` loop", "plain", ("torchdata.stateful_dataloader",), tokens=(3328, 3328)),
+    Example("`for` loop", "plain", ("torchdata.stateful_dataloader",), tokens=(3328, 3328), length=()),
     Example("accelerate", "accelerate", ("accelerate", "torchdata.stateful_dataloader"), tokens=(3328, 3328)),
     Example("transformers", "transformers", ("datasets", "transformers.trainer"), tokens=(1600, 1600)),
     Example("TRL", "trl", ("datasets", "peft", "trl.trainer.sft_trainer"), tokens=(1459, 1764)),  # without padding
@@ -62,10 +63,9 @@ def test_the_table_has_a_row_for_every_stack() -> None:
 def start_both(
     example: Example, scripts: Scripts, syncer: Syncer, directory: Path, *arguments: str, kill_after: int | None = None
 ) -> list[Process]:
-    """The two learners of a new run."""
-    first = example.learner(
-        scripts, syncer, 0, directory / "learner-0", "--initialise", *arguments, kill_after=kill_after
-    )
+    """The two learners of a run, which has the first one's model before the second starts."""
+    first = example.learner(scripts, syncer, 0, directory / "learner-0", *arguments, kill_after=kill_after)
+    until_it_has_a_model(syncer, first)
     second = example.learner(scripts, syncer, 1, directory / "learner-1", *arguments, kill_after=kill_after)
     return [first, second]
 
@@ -94,7 +94,7 @@ def example(request: pytest.FixtureRequest) -> Example:
 def whole(example: Example, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run without an interruption."""
     directory = tmp_path_factory.mktemp(example.name)
-    with serve(directory / "syncer") as syncer, running() as scripts:
+    with serve(directory / "syncer", steps=STEPS) as syncer, running() as scripts:
         end_all(start_both(example, scripts, syncer, directory))
         assert_agree(directory, syncer)
     return directory
@@ -110,12 +110,11 @@ def test_two_learners_train_and_agree_to_the_bit(example: Example, whole: Path) 
 
 
 def test_resume_is_exact(example: Example, whole: Path, tmp_path: Path) -> None:
-    """Both learners are killed in the step after their checkpoint, and resumed in the stack's own order."""
-    with serve(tmp_path / "syncer") as syncer, running() as scripts:
+    """Both learners are killed in the step after their checkpoint, and resumed in the stack's own order, by the same
+    commands."""
+    with serve(tmp_path / "syncer", steps=STEPS) as syncer, running() as scripts:
         end_all(start_both(example, scripts, syncer, tmp_path, kill_after=SAVE_EVERY + 1), expect=SIGKILLED)
-        end_all([
-            example.learner(scripts, syncer, index, tmp_path / f"learner-{index}", "--resume") for index in range(2)
-        ])  # fmt: skip
+        end_all(start_both(example, scripts, syncer, tmp_path))
         assert_agree(tmp_path, syncer)
     assert_same(model_of(whole / "learner-0"), model_of(tmp_path / "learner-0"))
 
@@ -123,12 +122,15 @@ def test_resume_is_exact(example: Example, whole: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("resume", [True, False], ids=["from its checkpoint", "without a checkpoint"])
 def test_a_killed_learner_returns(example: Example, resume: bool, tmp_path: Path) -> None:
     """The run has gone on since the checkpoint; the other learner is never interrupted."""
-    with serve(tmp_path / "syncer") as syncer, running() as scripts:
-        first, _ = (tmp_path / f"learner-{index}" for index in range(2))
-        stays = example.learner(scripts, syncer, 0, first, "--initialise")
-        killed = example.learner(scripts, syncer, 1, tmp_path / "learner-1", kill_after=STEPS - 1)
+    with serve(tmp_path / "syncer", steps=STEPS) as syncer, running() as scripts:
+        first, second = (tmp_path / f"learner-{index}" for index in range(2))
+        stays = example.learner(scripts, syncer, 0, first)
+        until_it_has_a_model(syncer, stays)
+        killed = example.learner(scripts, syncer, 1, second, kill_after=STEPS - 1)
         end_all([killed], expect=SIGKILLED)
-        returns = example.learner(scripts, syncer, 1, tmp_path / "learner-1", *["--resume"][: int(resume)])
+        if not resume:
+            second.rename(tmp_path / "lost")
+        returns = example.learner(scripts, syncer, 1, second)
         end_all([stays, returns])
         told = [line for line in returns.said.splitlines() if "re-warms its learning rate over 5 steps" in line]
         assert len(told) == (not resume), returns.said
@@ -141,7 +143,7 @@ def test_a_killed_learner_returns(example: Example, resume: bool, tmp_path: Path
 def test_an_adapter_of_peft_is_what_travels(tmp_path: Path) -> None:
     """With `static="digest"` the base model stays where it is; the adapters agree to the bit."""
     example = next(each for each in EXAMPLES if each.name == "trl")
-    with serve(tmp_path / "syncer") as syncer, running() as scripts:
+    with serve(tmp_path / "syncer", steps=STEPS) as syncer, running() as scripts:
         end_all(start_both(example, scripts, syncer, tmp_path, "--lora"))
         run = fetch_model(syncer.address, run=RUN)
     assert {name.rpartition(".lora_")[0].rpartition(".")[2] for name in run} == {"q_proj", "v_proj"}

@@ -28,6 +28,7 @@ from tests.integrations.harness import (
     model_of,
     running,
     serve,
+    until_it_has_a_model,
 )
 from tests.syncer.runs import versions_of
 from torch import Tensor
@@ -73,12 +74,13 @@ from diloco.errors import ConfigError
 from diloco.integrations.torchtitan import Attachment, DilocoTrainer, attach
 
 job = attach(llama3_debugmodel(), Attachment(syncer="127.0.0.1:7700", run="demo"))
-args = ["--diloco.initialise", "--diloco.learner", "paris", "--diloco.trains", "layers.0.*", "norm.weight"]
+args = ["--diloco.initialise", "if-empty", "--diloco.learner", "paris", "--diloco.trains", "layers.0.*", "norm.weight"]
 args += ["--diloco.buffers", "*.expert_bias_E", "average", "*.scale", "local"]
 chosen = tyro.cli(type(job), default=job, args=args)
 assert type(chosen) is DilocoTrainer.Config
 assert chosen.diloco == Attachment(
-    syncer="127.0.0.1:7700", run="demo", learner="paris", initialise=True, trains=["layers.0.*", "norm.weight"],
+    syncer="127.0.0.1:7700", run="demo", learner="paris", initialise="if-empty",
+    trains=["layers.0.*", "norm.weight"],
     buffers={"*.expert_bias_E": "average", "*.scale": "local"},
 )
 assert chosen.training == llama3_debugmodel().training
@@ -114,9 +116,8 @@ class Island:
     num_parts: int = 1
 
     def start(
-        self, scripts: Scripts, syncer: Syncer, directory: Path, index: int, *arguments: str,
-        kill_after: int | None = None,
-    ) -> list[Process]:  # fmt: skip
+        self, scripts: Scripts, syncer: Syncer, directory: Path, index: int, *, kill_after: int | None = None
+    ) -> list[Process]:
         """Start it as learner `index`, with the environment that torchrun makes."""
         output = directory / f"learner-{index}"
         output.mkdir(exist_ok=True)
@@ -125,7 +126,7 @@ class Island:
             scripts.start(
                 RUNNER, str(ROOT / "examples" / "integrations" / "torchtitan" / "train.py"), syncer.address,
                 "--shard", str(index), "--steps", str(STEPS), "--save-every", str(SAVE_EVERY), "--output", str(output),
-                *self.options, *arguments, log=directory / f"learner-{index}-{len(scripts.started)}.log",
+                *self.options, log=directory / f"learner-{index}-{len(scripts.started)}.log",
                 # torchtitan's container of optimizers is one too
                 kill_after=None if kill_after is None else (self.num_parts + 1) * kill_after,
                 environment={key: str(value) for key, value in {**world, "RANK": rank, "LOCAL_RANK": rank}.items()},
@@ -164,17 +165,14 @@ ISLANDS = {
 
 
 def start_all(
-    islands: Sequence[Island], scripts: Scripts, syncer: Syncer, directory: Path, *arguments: str,
-    kill_after: int | None = None,
-) -> list[Process]:  # fmt: skip
+    islands: Sequence[Island], scripts: Scripts, syncer: Syncer, directory: Path, *, kill_after: int | None = None
+) -> list[Process]:
     """Learner 0 begins the run; the command of a job that returns is the same."""
-    return [
-        each
-        for index, island in enumerate(islands)
-        for each in island.start(
-            scripts, syncer, directory, index, *["--initialise"][index:], *arguments, kill_after=kill_after
-        )
-    ]
+    started: list[Process] = []
+    for index, island in enumerate(islands):
+        started += island.start(scripts, syncer, directory, index, kill_after=kill_after)
+        until_it_has_a_model(syncer, started[0])
+    return started
 
 
 def saved_model(directory: Path) -> dict[str, Tensor]:
@@ -214,7 +212,7 @@ def test_the_ranks_of_a_job_are_one_learner_and_resume_together(islands: tuple[I
                 for index, island in enumerate(islands):
                     saved = directory / f"learner-{index}" / "checkpoint" / f"step-{SAVE_EVERY}"
                     assert len(list(saved.glob("__*_0.distcp"))) == island.num_ranks
-                end_all(start_all(islands, scripts, syncer, directory, "--resume"))
+                end_all(start_all(islands, scripts, syncer, directory))
             else:
                 end_all(start_all(islands, scripts, syncer, directory))
             assert_all_have_the_model(directory, syncer, len(islands))
@@ -228,9 +226,10 @@ def test_the_ranks_of_a_job_are_one_learner_and_resume_together(islands: tuple[I
 def test_a_killed_pipeline_returns(tmp_path: Path) -> None:
     """The run has gone on since its checkpoint; the other learner is never interrupted."""
     with serve(tmp_path / "syncer") as syncer, running() as scripts:
-        stays = SINGLE.start(scripts, syncer, tmp_path, 0, "--initialise")
+        stays = SINGLE.start(scripts, syncer, tmp_path, 0)
+        until_it_has_a_model(syncer, stays[0])
         end_all(VIRTUAL_STAGES.start(scripts, syncer, tmp_path, 1, kill_after=STEPS - 1), expect=-9)
-        end_all([*stays, *VIRTUAL_STAGES.start(scripts, syncer, tmp_path, 1, "--resume")])
+        end_all([*stays, *VIRTUAL_STAGES.start(scripts, syncer, tmp_path, 1)])
         assert versions_of(syncer) == [3, 3]
         assert_all_have_the_model(tmp_path, syncer, 2)
 

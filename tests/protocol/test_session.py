@@ -554,6 +554,16 @@ def test_versions_are_fetched_until_the_newest_is_here() -> None:
     assert it.beat().claim.versions == (2, 1)
 
 
+def test_the_budget_is_known_before_another_process_of_the_syncer_tells_it() -> None:
+    it = Script().start()
+    it.notice(versions=(1, 0), budget=Budget(tokens=70))
+    it.boot = 2
+    it.answer(requests.Fetch, it.core.fetched, it.lineage, 1)
+    assert it.core.standing is None
+    assert it.core.last_standing is not None
+    assert it.core.last_standing.budget == Budget(tokens=70)
+
+
 @pytest.mark.parametrize("kind", [errors.DigestError, errors.CorruptPayloadError])
 def test_an_update_that_leads_elsewhere_is_fetched_whole_and_fails_if_that_does_too(kind: Any) -> None:
     it = Script().start()

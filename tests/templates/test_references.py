@@ -71,7 +71,6 @@ def test_what_composed_learners_dial_is_served_under_a_name_of_the_certificate()
     learners = {name: it["command"] for name, it in services.items() if it["command"][0] == "train"}
     assert list(learners) == added(learners_added, "learner") == list(RUN_FILE["learner"])
     assert [option(command, "--shard") for command in learners.values()] == [["0"], ["1"]]
-    assert [name for name, command in learners.items() if "--initialise" in command] == ["site-a"]
     for name, command in learners.items():
         assert option(command, "--name") == [name]
         assert option(command, "--set") == [f"syncer.address={looked_at}"]

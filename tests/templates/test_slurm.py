@@ -185,7 +185,7 @@ def test_a_learner_of_two_ranks_that_runs_out_of_time_is_queued_again_and_goes_o
     with Syncer("slurm", method, Options("127.0.0.1:0", tmp_path / "state")) as syncer:
         run_file.write_text(RUN.format(steps=1_000_000, address=syncer.address))
         # The node's processors are fewer than the template asks for; the ranks are on the CPU.
-        submit = ["sbatch", "--parsable", f"--output={log}", str(BATCH), "site-a", "0", "--initialise"]
+        submit = ["sbatch", "--parsable", f"--output={log}", str(BATCH), "site-a", "0"]
         environment = {**slurm, "RANKS_PER_NODE": "2", "OMP_NUM_THREADS": "1"}
         job = run(environment, *submit, cwd=tmp_path)
 

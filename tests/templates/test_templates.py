@@ -92,7 +92,7 @@ def batch_commands() -> Iterator[list[str]]:
 
 
 KINDS = [compose_commands, kubernetes_commands, sky_commands, unit_commands, batch_commands]
-VALUES = {"shard": "1", "SHARD": "1", "i": "site-a", "OPTIONS": "--initialise", "@": "--initialise"}
+VALUES = {"shard": "1", "SHARD": "1", "i": "site-a", "@": "--json"}
 
 
 def own_arguments(words: list[str]) -> list[str]:
@@ -113,7 +113,9 @@ def test_every_command_is_one(kind: Any) -> None:
     for arguments in commands:
         parse(arguments)
     trains = [arguments for arguments in commands if arguments[0] == "train"]
-    assert all("--supervised" in arguments for arguments in trains)  # who starts it starts it again
+    for arguments in trains:
+        assert "--supervised" in arguments  # who starts it starts it again
+        assert arguments[arguments.index("--initialise") + 1] == "if-empty"  # of all learners, the first gives a model
 
 
 # ------------------------------------------------------------------------------------------------------------ run file

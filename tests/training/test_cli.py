@@ -116,7 +116,7 @@ def test_a_supervised_part_is_the_same_command_at_its_start_when_stopped_and_aft
         (["--set", "train.global_bach=3"], 2, 'unknown key "train.global_bach"; did you mean "global_batch"?'),
         ([], 2, "--shard is missing; give each learner its own of 0 to 1"),
         (["--alone", "--isolated"], 2, "two different controls"),
-        (["--alone", "--initialise"], 2, "--initialise has no effect"),
+        (["--alone", "--initialise", "once"], 2, "--initialise has no effect"),
         (["--alone", "--resume"], 1, "there is no checkpoint"),
         (["--alone", "--supervised", "--resume"], 2, "--supervised itself decides when to resume"),
     ],

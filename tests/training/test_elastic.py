@@ -139,16 +139,14 @@ def test_a_run_whose_syncer_lost_everything_goes_on_from_a_learners_checkpoint(t
     assert (given.step, given.tokens) == (8, load_checkpoint(checkpoint)["run_tokens"])
 
 
-def test_a_supervised_learner_initialises_a_run_that_has_no_model_and_joins_one_that_has(
-    tiny: Tiny, tmp_path: Path
-) -> None:
-    part = LearnerSpec("a", initialise=True, supervised=True)
+def test_a_learner_initialises_a_run_that_has_no_model_and_joins_one_that_has(tiny: Tiny, tmp_path: Path) -> None:
+    part = LearnerSpec("a", initialise="if-empty")
     with serve(tiny(DILOCO), tmp_path / "state") as syncer:
         config = tiny(DILOCO, f"syncer.address={syncer.address}", "run.steps=8")
         assert learner_of(config, part).train().steps == 8
         again = config.model_copy(update={"run": config.run.model_copy(update={"steps": 11})})
         with pytest.raises(AlreadyInitialisedError):
-            learner_of(again, replace(part, supervised=False)).train()
+            learner_of(again, replace(part, initialise=True)).train()
         assert learner_of(again, part).train().steps == 11  # killed before its first checkpoint, and started again
         # Nothing is left of the exchange that was refused; in a rank, its threads would abort the process at its end.
         assert [thread.name for thread in threading.enumerate() if thread.name.startswith("diloco-")] == []

@@ -16,6 +16,7 @@ from diloco.cli.train import _connector
 from diloco.config import RunConfig, dump_config
 from diloco.event_log import read_events
 from diloco.events import CheckpointUnusable, Event, RunStarted, Stepped
+from diloco.protocol.contribution import Budget
 from diloco.syncer.server import Syncer
 from diloco.training.checkpoint import list_checkpoints, newest_usable, save_checkpoint
 from diloco.training.loop import Trainer
@@ -55,9 +56,10 @@ class Pacer(ProgressDisplay):
 def under_way(tiny: Tiny, tmp_path: Path, *overrides: str) -> Iterator[tuple[RunConfig, Pacer]]:
     """A run that another learner trains."""
     given = tiny("method={preset='DiLoCo', sync_every=6}")
-    with serve(given, tmp_path / "state") as syncer, ThreadPoolExecutor(1) as pool:
+    budget = Budget(512_000, STEPS)
+    with serve(given, tmp_path / "state", budget=budget) as syncer, ThreadPoolExecutor(1) as pool:
         config = tiny(
-            "method={preset='DiLoCo', sync_every=6}", f"syncer.address={syncer.address}", "run.tokens=512_000",
+            "method={preset='DiLoCo', sync_every=6}", f"syncer.address={syncer.address}", f"run.tokens={budget.tokens}",
             f"run.steps={STEPS}", f"schedule.steps={STEPS}", *overrides,
         )  # fmt: skip
         pacer, part = Pacer(syncer), LearnerSpec("founder", initialise=True)
@@ -159,10 +161,13 @@ def test_a_damaged_checkpoint_is_kept_aside_and_the_learner_joins_anew(
         for checkpoint in list_checkpoints(config.dir / "back" / "checkpoints"):
             age(checkpoint)
         (config.dir / "back" / "events.jsonl").unlink()
-        assert train(run_file, "--resume", "--initialise") == 1
+        with serve(config, tmp_path / "empty") as empty:
+            address = f"syncer.address={empty.address}"
+            assert train(run_file, "--resume", "--initialise", "once", "--set", address) == 1
         assert "no model to give the run" in capfd.readouterr().err
         pacer.awaited = "back"
-        assert train(run_file, "--supervised") == 0
+        assert train(run_file, "--initialise", "if-empty") == 0
+        assert "has a model, at step" in capfd.readouterr().err
     check_joined(events_of(config, "back"), config)
 
 

@@ -102,8 +102,11 @@ def test_time_goes_into_steps_and_waiting(tiny: Tiny, tmp_path: Path) -> None:
     # Three rounds: up, a notice, a request, and down. At the start the slow one, which is the first, asks, uploads its
     # model, joins, fetches the model and the frozen tensors, and listens: ten latencies and two transfers.
     round_s, begin_s = 2 * transfer_s + 2 * 0.05, 2 * transfer_s + 10 * 0.05
-    assert slow.waiting_s == pytest.approx(3 * round_s, rel=1e-9)
-    assert done.duration_s == pytest.approx(10 + 3 * round_s + begin_s, rel=1e-9)
+    # At the end the slow one says that it has finished, after the answer to its heartbeat under way, and hears that the
+    # run has ended: four latencies.
+    settle_s = 4 * 0.05
+    assert slow.waiting_s == pytest.approx(3 * round_s + settle_s, rel=1e-9)
+    assert done.duration_s == pytest.approx(10 + 3 * round_s + begin_s + settle_s, rel=1e-9)
     steps = [e for e in read_events(tmp_path / "run" / "part-0" / "events.jsonl") if isinstance(e, Stepped)]
     assert steps[0].t == pytest.approx(begin_s + 0.5, abs=1e-6)
     assert steps[1].tokens_per_s == pytest.approx(128 / 0.5)

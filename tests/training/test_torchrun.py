@@ -140,7 +140,7 @@ def test_a_learner_of_two_ranks_beside_one_of_one_rank_over_a_syncer(tiny: Tiny,
     method = method_from_table(reference.method)
     with Syncer("tiny", method, Options("127.0.0.1:0", tmp_path / "state")) as syncer:
         config = tiny(f"syncer.address={syncer.address}", *overrides)
-        with torchrun(config, tmp_path / "job", "--shard", "0", "--initialise", "--json") as process:
+        with torchrun(config, tmp_path / "job", "--shard", "0", "--initialise", "if-empty", "--json") as process:
             part = LearnerSpec("learner-1", shard=1)
             Trainer(config, part, attach=_connector(config, part, StopRequest())).train()
             summary = json.loads(finish(process))  # printed once

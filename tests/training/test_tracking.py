@@ -50,7 +50,7 @@ def test_a_run_is_tracked_at_both_ends(tiny: Callable[..., RunConfig], tmp_path:
                 break
         assert serves is not None
         address = f"syncer.address={serves[1]}"
-        command = [*DILOCO, "train", str(path), "--shard", "0", "--initialise", "--set", address]
+        command = [*DILOCO, "train", str(path), "--shard", "0", "--initialise", "if-empty", "--set", address]
         learner = subprocess.run(command, capture_output=True, text=True, check=False)
         assert learner.returncode == 0, learner.stderr
     finally:

@@ -1,8 +1,8 @@
 """A loop with accelerate: what is marked "diloco" is all that a user adds.
 
     diloco syncer …                                                              docs/two-machines.md
-    python examples/integrations/accelerate/train.py HOST:PORT --shard 0 --initialise
-    python examples/integrations/accelerate/train.py HOST:PORT --shard 1         and again with --resume after a crash
+    python examples/integrations/accelerate/train.py HOST:PORT --shard 0         and the same again after a crash
+    python examples/integrations/accelerate/train.py HOST:PORT --shard 1
 
 Gradients of two micro-batches are accumulated; batches come from two worker processes, and a checkpoint resumes them in
 the middle of an epoch. `accelerate launch --num-processes N` makes N ranks one learner, with
@@ -48,13 +48,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("syncer", help="its address, HOST:PORT")
     parser.add_argument("--shard", type=int, default=0, help="which half of the data")
-    parser.add_argument("--initialise", action="store_true", help="give the run this learner's model; one does, once")
-    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint")
-    parser.add_argument("--steps", type=int, default=200, help="inner steps of the run")
+    parser.add_argument("--steps", type=int, default=200, help="of the learning rate schedule")
     parser.add_argument("--save-every", type=int, default=50)
     parser.add_argument("--fsdp", choices=["FULL_STATE_DICT", "SHARDED_STATE_DICT"], help="divide the model (FSDP2)")
-    parser.add_argument("--output", type=Path, default=Path("runs/accelerate"))
+    parser.add_argument("--output", type=Path, help="default: runs/accelerate-SHARD")
     chosen = parser.parse_args()
+    chosen.output = chosen.output or Path(f"runs/accelerate-{chosen.shard}")
 
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=chosen.fsdp) if chosen.fsdp else None
     accelerator = Accelerator(
@@ -74,13 +73,13 @@ def main() -> None:
     loader = DataLoader(data, batch_sampler=batches, generator=torch.Generator(), num_workers=2)
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
     name = f"learner-{chosen.shard}"
-    exchange = diloco.connect(chosen.syncer, run="tiny", learner=name, initialise=chosen.initialise)  # diloco
+    exchange = diloco.connect(chosen.syncer, run="tiny", learner=name, initialise="if-empty")  # diloco
     learner = AcceleratedLearner(accelerator, model, optimizer, scheduler, exchange=exchange)  # diloco
     checkpoint = chosen.output / "checkpoint"
-    if chosen.resume and checkpoint.exists():
+    if checkpoint.exists():
         accelerator.load_state(checkpoint)
 
-    while learner.steps < chosen.steps:
+    while not learner.done:  # diloco
         for (batch,) in loader:
             with accelerator.accumulate(model):
                 accelerator.backward(model(batch))
@@ -90,9 +89,10 @@ def main() -> None:
             learner.step(tokens=batch[:, 1:].numel())  # diloco
             if accelerator.sync_gradients and learner.steps % chosen.save_every == 0:
                 accelerator.save_state(checkpoint)
-            if learner.steps >= chosen.steps:
+            if learner.done:  # diloco
                 break
 
+    learner.finish()  # diloco
     with learner.global_model():  # diloco
         final = accelerator.get_state_dict(model)
         if accelerator.is_main_process:

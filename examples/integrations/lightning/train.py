@@ -1,8 +1,8 @@
 """A Lightning `Trainer`: what is marked "diloco" is all that a user adds.
 
     diloco syncer …                                                              docs/two-machines.md
-    python examples/integrations/lightning/train.py HOST:PORT --shard 0 --initialise
-    python examples/integrations/lightning/train.py HOST:PORT --shard 1          and again with --resume after a crash
+    python examples/integrations/lightning/train.py HOST:PORT --shard 0          and the same again after a crash
+    python examples/integrations/lightning/train.py HOST:PORT --shard 1
 
 Gradients of two batches are accumulated. Batches come from two worker processes through torchdata's
 `StatefulDataLoader`, which Lightning's checkpoints resume in the middle of an epoch. They contain no random states, so
@@ -73,17 +73,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("syncer", help="its address, HOST:PORT")
     parser.add_argument("--shard", type=int, default=0, help="which half of the data")
-    parser.add_argument("--initialise", action="store_true", help="give the run this learner's model; one does, once")
-    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint")
     parser.add_argument("--steps", type=int, default=200, help="inner steps of the run")
     parser.add_argument("--save-every", type=int, default=50)
-    parser.add_argument("--output", type=Path, default=Path("runs/lightning"))
+    parser.add_argument("--output", type=Path, help="default: runs/lightning-SHARD")
     chosen = parser.parse_args()
+    chosen.output = chosen.output or Path(f"runs/lightning-{chosen.shard}")
 
     torch.manual_seed(chosen.shard)
     torch.set_num_threads(1)  # such small tensors gain nothing from more
     name = f"learner-{chosen.shard}"
-    exchange = diloco.connect(chosen.syncer, run="tiny", learner=name, initialise=chosen.initialise)  # diloco
+    exchange = diloco.connect(chosen.syncer, run="tiny", learner=name, initialise="if-empty")  # diloco
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # of torchrun
     trainer = lightning.Trainer(
         accelerator="cpu",
@@ -103,7 +102,7 @@ def main() -> None:
         Windows(chosen.shard), batch_size=8, shuffle=True, generator=order, num_workers=2, drop_last=True
     )
     model = Model()
-    trainer.fit(model, loader, ckpt_path="last" if chosen.resume else None)
+    trainer.fit(model, loader, ckpt_path="last")
     if trainer.is_global_zero:
         save_file(model.state_dict(), chosen.output / "model.safetensors")
 

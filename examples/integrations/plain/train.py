@@ -1,8 +1,8 @@
 """A `for` loop: what is marked "diloco" is all that a user adds.
 
     diloco syncer …                                                              docs/two-machines.md
-    python examples/integrations/plain/train.py HOST:PORT --shard 0 --initialise
-    python examples/integrations/plain/train.py HOST:PORT --shard 1              and again with --resume after a crash
+    python examples/integrations/plain/train.py HOST:PORT --shard 0              and the same again after a crash
+    python examples/integrations/plain/train.py HOST:PORT --shard 1
 
 Gradients of two micro-batches are accumulated. Batches come from two worker processes through torchdata's
 `StatefulDataLoader`, which a checkpoint resumes in the middle of an epoch.
@@ -56,12 +56,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("syncer", help="its address, HOST:PORT")
     parser.add_argument("--shard", type=int, default=0, help="which half of the data")
-    parser.add_argument("--initialise", action="store_true", help="give the run this learner's model; one does, once")
-    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint")
-    parser.add_argument("--steps", type=int, default=200, help="inner steps of the run")
     parser.add_argument("--save-every", type=int, default=50)
-    parser.add_argument("--output", type=Path, default=Path("runs/plain"))
+    parser.add_argument("--output", type=Path, help="default: runs/plain-SHARD")
     chosen = parser.parse_args()
+    chosen.output = chosen.output or Path(f"runs/plain-{chosen.shard}")
     chosen.output.mkdir(parents=True, exist_ok=True)
     checkpoint = chosen.output / "checkpoint.pt"
 
@@ -75,9 +73,9 @@ def main() -> None:
         data, batch_size=8, sampler=order, generator=torch.Generator(), num_workers=2, drop_last=True
     )
     name = f"learner-{chosen.shard}"
-    exchange = diloco.connect(chosen.syncer, run="tiny", learner=name, initialise=chosen.initialise)  # diloco
+    exchange = diloco.connect(chosen.syncer, run="tiny", learner=name, initialise="if-empty")  # diloco
     learner = diloco.Learner(model, optimizer, exchange=exchange)  # diloco
-    if chosen.resume and checkpoint.exists():
+    if checkpoint.exists():
         saved = torch.load(checkpoint, weights_only=True)
         optimizer.load_state_dict(saved["optimizer"])
         loader.load_state_dict(saved["loader"])
@@ -85,7 +83,7 @@ def main() -> None:
         learner.load_state_dict(saved["learner"])  # diloco
 
     batches = endless(loader)
-    while learner.steps < chosen.steps:
+    while not learner.done:  # diloco
         tokens = 0
         for _ in range(MICRO_BATCHES):
             batch = next(batches)
@@ -104,6 +102,7 @@ def main() -> None:
             torch.save(saved, checkpoint.with_suffix(".new"))
             checkpoint.with_suffix(".new").rename(checkpoint)
 
+    learner.finish()  # diloco
     save_file(learner.global_state_dict(), chosen.output / "model.safetensors")  # diloco
     learner.close()  # diloco
 

@@ -1,16 +1,14 @@
 """A torchtitan job: what is marked "diloco" is all that a user adds.
 
     diloco syncer …                                                              docs/two-machines.md
-    torchrun … examples/integrations/torchtitan/train.py HOST:PORT --shard 0 --initialise
-    torchrun … examples/integrations/torchtitan/train.py HOST:PORT --shard 1     and again with --resume after a crash
+    torchrun … examples/integrations/torchtitan/train.py HOST:PORT --shard 0     and the same again after a crash
+    torchrun … examples/integrations/torchtitan/train.py HOST:PORT --shard 1
 
 Further options are torchtitan's, such as --parallelism.tensor-parallel-degree 2. Gradients of two micro-batches are
 accumulated. Batches come from two worker processes.
 """
 
 import argparse
-import os
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
@@ -121,19 +119,16 @@ def main() -> None:
     parser.add_argument("--shard", type=int, default=0, help="which half of the data")
     parser.add_argument("--model", default="llama3", help="whose debugmodel, of torchtitan.models")
     parser.add_argument("--layers", type=int, default=1)
-    parser.add_argument("--initialise", action="store_true", help="give the run this learner's model; one does, once")
-    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint")
     parser.add_argument("--steps", type=int, default=200, help="inner steps of the run")
     parser.add_argument("--save-every", type=int, default=50)
-    parser.add_argument("--output", type=Path, default=Path("runs/torchtitan"))
+    parser.add_argument("--output", type=Path, help="default: runs/torchtitan-SHARD")
     chosen, options = parser.parse_known_args()
+    chosen.output = chosen.output or Path(f"runs/torchtitan-{chosen.shard}")
 
     init_logger()
-    if not chosen.resume and os.environ["RANK"] == "0":  # torchtitan continues from a checkpoint that it finds
-        shutil.rmtree(chosen.output / "checkpoint", ignore_errors=True)
     torch.set_num_threads(1)  # such small tensors gain nothing from more
     name = f"learner-{chosen.shard}"
-    attachment = Attachment(syncer=chosen.syncer, run="tiny", learner=name, initialise=chosen.initialise)  # diloco
+    attachment = Attachment(syncer=chosen.syncer, run="tiny", learner=name, initialise="if-empty")  # diloco
     config = job(chosen.model, chosen.layers, chosen.shard, chosen.steps, chosen.save_every, chosen.output)
     config = attach(config, attachment)  # diloco
     trainer = tyro.cli(type(config), default=config, args=options).build()

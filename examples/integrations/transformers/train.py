@@ -1,8 +1,8 @@
 """The `Trainer` of transformers: what is marked "diloco" is all that a user adds.
 
     diloco syncer …                                                              docs/two-machines.md
-    python examples/integrations/transformers/train.py HOST:PORT --shard 0 --initialise
-    python examples/integrations/transformers/train.py HOST:PORT --shard 1       and again with --resume after a crash
+    python examples/integrations/transformers/train.py HOST:PORT --shard 0       and the same again after a crash
+    python examples/integrations/transformers/train.py HOST:PORT --shard 1
 
 A tiny model from scratch, on text that is made here, so that nothing is downloaded. `torchrun --nproc-per-node N` makes
 N ranks one learner.
@@ -36,19 +36,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("syncer", help="its address, HOST:PORT")
     parser.add_argument("--shard", type=int, default=0, help="which half of the data")
-    parser.add_argument("--initialise", action="store_true", help="give the run this learner's model; one does, once")
-    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint")
     parser.add_argument("--steps", type=int, default=200, help="inner steps of the run")
     parser.add_argument("--save-every", type=int, default=50)
     parser.add_argument("--fsdp", choices=["FULL_STATE_DICT", "SHARDED_STATE_DICT"], help="divide the model (FSDP2)")
-    parser.add_argument("--output", type=Path, default=Path("runs/transformers"))
+    parser.add_argument("--output", type=Path, help="default: runs/transformers-SHARD")
     chosen = parser.parse_args()
+    chosen.output = chosen.output or Path(f"runs/transformers-{chosen.shard}")
 
     torch.manual_seed(chosen.shard)
     torch.set_num_threads(1)  # such small tensors gain nothing from more
     data = windows().train_test_split(test_size=8, shuffle=False)
     name = f"learner-{chosen.shard}"
-    exchange = diloco.connect(chosen.syncer, run="tiny", learner=name, initialise=chosen.initialise)  # diloco
+    exchange = diloco.connect(chosen.syncer, run="tiny", learner=name, initialise="if-empty")  # diloco
     trainer = Trainer(
         model=LlamaForCausalLM(CONFIG),
         args=TrainingArguments(
@@ -72,7 +71,7 @@ def main() -> None:
         eval_dataset=data["test"],
         callbacks=[DilocoCallback(exchange)],  # diloco
     )
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(chosen.output) if chosen.resume else None)
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(chosen.output) if chosen.output.exists() else None)
     if trainer.is_fsdp_enabled:
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")  # else nothing is saved
     trainer.save_model()  # the global model

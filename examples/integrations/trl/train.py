@@ -1,8 +1,8 @@
 """TRL's `SFTTrainer`, and with `--lora` an adapter of peft: what is marked "diloco" is all that a user adds.
 
     diloco syncer …                                                              docs/two-machines.md
-    python examples/integrations/trl/train.py HOST:PORT --shard 0 --initialise
-    python examples/integrations/trl/train.py HOST:PORT --shard 1                and again with --resume after a crash
+    python examples/integrations/trl/train.py HOST:PORT --shard 0                and the same again after a crash
+    python examples/integrations/trl/train.py HOST:PORT --shard 1
 
 A tiny model from scratch, on text that is made here, so that nothing is downloaded. With `--lora` all learners have to
 begin from the same base model.
@@ -43,13 +43,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("syncer", help="its address, HOST:PORT")
     parser.add_argument("--shard", type=int, default=0, help="which half of the data")
-    parser.add_argument("--initialise", action="store_true", help="give the run this learner's model; one does, once")
-    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint")
     parser.add_argument("--steps", type=int, default=200, help="inner steps of the run")
     parser.add_argument("--save-every", type=int, default=50)
     parser.add_argument("--lora", action="store_true", help="train an adapter")
-    parser.add_argument("--output", type=Path, default=Path("runs/trl"))
+    parser.add_argument("--output", type=Path, help="default: runs/trl-SHARD")
     chosen = parser.parse_args()
+    chosen.output = chosen.output or Path(f"runs/trl-{chosen.shard}")
 
     torch.manual_seed(0)
     torch.set_num_threads(1)  # such small tensors gain nothing from more
@@ -58,7 +57,7 @@ def main() -> None:
         vocab_size=14, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
     )
     name = f"learner-{chosen.shard}"
-    exchange = diloco.connect(chosen.syncer, run="tiny", learner=name, initialise=chosen.initialise)  # diloco
+    exchange = diloco.connect(chosen.syncer, run="tiny", learner=name, initialise="if-empty")  # diloco
     trainer = SFTTrainer(
         model=LlamaForCausalLM(config),
         args=SFTConfig(
@@ -81,7 +80,7 @@ def main() -> None:
         # Of what is frozen, the base model under an adapter, only a digest is compared.
         callbacks=[DilocoCallback(exchange, static="digest")],  # diloco
     )
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(chosen.output) if chosen.resume else None)
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(chosen.output) if chosen.output.exists() else None)
     trainer.save_model()  # the global model
 
 

@@ -74,7 +74,7 @@ class _Stage:
             command = ["train", self._run_file, "--name", name, "--shard", str(shard), "--supervised"]
             if shard == 0:
                 # One learner evaluates the global model; the controls start from its warm-start checkpoint.
-                command += ["--initialise", *_set("evaluate.every_steps", self._plan.every)]
+                command += ["--initialise", "if-empty", *_set("evaluate.every_steps", self._plan.every)]
                 command += _set("checkpoint.keep", self._plan.points)
             family.start(name, *command, restarts=True)
 

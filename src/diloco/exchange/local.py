@@ -277,7 +277,7 @@ class Local(Exchange):
     def overview(self) -> Overview:
         """The syncer's newest message. Without a network, the run's tokens are the current ones, not those of the last
         heartbeat: a budget of tokens then ends learners in lock step after the same step."""
-        overview = Overview.of(None if self._client is None else self._client.core.standing)
+        overview = Overview.of(None if self._client is None else self._client.core.last_standing)
         driver = self._run.driver
         if driver is None or self._run.delivery.takes_time:
             return overview

@@ -24,6 +24,7 @@ from diloco.exchange.remote import connect
 from diloco.integrations.common import forward_schedule, required_library
 from diloco.learner import Learner
 from diloco.learner.roles import Buffers, Static
+from diloco.protocol.session.joining import Initialises
 from diloco.training.checkpoint import from_bytes, to_bytes
 
 with required_library("torchtitan"):
@@ -47,9 +48,9 @@ class Attachment(Configurable.Config):  # type: ignore[misc]
     a directory or a line of keys. A line given here would appear in every record of the configuration."""
     insecure: bool = False
     """Allow plain text connections to another machine."""
-    initialise: bool = False
-    """Give the run this job's model. Exactly one learner does so, once. A job that finds its checkpoint does not, so
-    its command can stay the same."""
+    initialise: Initialises = False
+    """Whether this job gives the run its model, as for `connect`. "if-empty": if the run has none, at every start of
+    every learner. True: one learner, once; a job that finds its checkpoint does not."""
     join_timeout_s: float | None = None
     """Timeout in seconds for the syncer, and for the run to have a model. None: no timeout."""
     trains: list[str] | None = None
@@ -105,7 +106,7 @@ class DilocoTrainer(Trainer):  # type: ignore[misc] # torchtitan has no types
         its = self.config.diloco
         return connect(
             its.syncer, run=its.run, learner=its.learner, keys=its.keys, insecure=its.insecure,
-            initialise=its.initialise and self._saved is None, join_timeout_s=its.join_timeout_s,
+            initialise=its.initialise if self._saved is None else False, join_timeout_s=its.join_timeout_s,
         )  # fmt: skip
 
     # --- steps --------------------------------------------------------------------------------------------------------

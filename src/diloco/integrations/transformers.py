@@ -214,11 +214,10 @@ class DilocoCallback(TrainerCallback):
         assert self.learner is not None
         model = given["model"]
         self._has_left = True
-        self.learner.finish()
         has_best = args.load_best_model_at_end and state.best_model_checkpoint is not None
         final = _copy(model) if has_best else None
         self._show_own_model()
-        self.learner.state_dict()  # waits for the answers that are in flight
+        self.learner.finish()
         if final is None:
             with self.learner.global_model():
                 final = _copy(model)

@@ -251,7 +251,7 @@ class Remote(ShardedExchange):
 
     @property
     def overview(self) -> Overview:
-        return Overview.of(self._opened.core.standing)
+        return Overview.of(self._opened.core.last_standing)
 
     @property
     def lineage(self) -> Lineage | None:

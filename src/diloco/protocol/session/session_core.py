@@ -327,7 +327,7 @@ class SessionCore(SessionState):
             return self._go_on(now)
         self._follow(now, lineage)
         if self.standing is None or self.standing.order <= standing.order:  # answers and notices overtake each other
-            self.standing = standing
+            self.standing = self.last_standing = standing
             self._cache.published(standing.versions)
         actions = self._take(standing.verdicts)
         actions += self._tell(self.standing) if self.phase == "running" else self._start()

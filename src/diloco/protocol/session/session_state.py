@@ -50,7 +50,8 @@ class SessionState:
     Attributes:
         run: its name.
         phase: as in `session.session_core`.
-        standing: the newest received; None: none yet.
+        standing: the newest from the process of the syncer that is followed; None: none yet.
+        last_standing: the newest from any process of it.
         wake_at: call `tick` at this time, unless another event precedes it.
     """
 
@@ -72,6 +73,7 @@ class SessionState:
         self._claim = claim  # of the newest incarnation, without its knowledge
         self.phase: SessionPhase = "entering"
         self.standing: Standing | None = None
+        self.last_standing: Standing | None = None
         self.wake_at = math.inf
         self._num_fragments, self._at_least = num_fragments, at_least
         self._entrance = Entrance(run, initialises=initialises, timeout_s=join_timeout_s)
