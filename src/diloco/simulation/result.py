@@ -33,7 +33,7 @@ class LearnerTime:
 
     @property
     def utilisation(self) -> float:
-        """compute ÷ (compute + waiting), from the learner's first step to its last."""
+        """compute ÷ (compute + waiting), from the learner's first step until it leaves."""
         running_s = self.compute_s + self.waiting_s
         return self.compute_s / running_s if running_s else 0.0
 
