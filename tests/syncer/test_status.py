@@ -68,7 +68,7 @@ def test_the_command_imports_neither_torch_nor_numpy(syncer: Syncer) -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     lines = done.stdout.splitlines()
-    assert "1 live" in lines[1]
+    assert "1 live" in lines[2]
     assert lines[-1] == ""
 
 
