@@ -151,6 +151,20 @@ def test_finish_while_the_syncer_is_away_ends_in_time_and_says_why(
     assert "`diloco export` gets the last ones" in said[0]
 
 
+def test_the_last_contributions_may_spend_the_budget(tmp_path: Path) -> None:
+    """A loop that counts its steps is at their end before the syncer has told it so."""
+    method, options = diloco.StreamingDiLoCo(sync_every=2), Options("127.0.0.1:0", tmp_path, budget=Budget(6))
+    with Syncer("ends", method, options) as syncer:
+        model = torch.nn.Linear(2, 2)
+        exchange = diloco.connect(syncer.address, run="ends", learner="a", initialise="if-empty")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with diloco.Learner(model, optimizer, exchange=exchange) as learner:
+            for _ in range(2):
+                learner.step(tokens=3)
+            assert learner.finish()
+            assert learner.versions == (1, 1)
+
+
 def test_done_needs_a_budget() -> None:
     def life(index: int, exchange: Exchange) -> str:
         model = torch.nn.Linear(2, 2)

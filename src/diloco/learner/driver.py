@@ -287,14 +287,14 @@ class LearnerDriver:
         not be here, as the end of a sentence."""
         self.has_finished = True
         self.report()
-        if ends_run is None:
-            ends_run = self.is_done or self.exchange.overview.budget == Budget()
         exchange, say_at_s = self.exchange, FINISH_SAID_AFTER_S
         began_s = exchange.now_s
         while True:
             waited_s = exchange.now_s - began_s
             is_late = exchange.sum_over_ranks(int(waited_s >= timeout_s), "finish") > 0
             self.receive()
+            if ends_run is None and (self.is_done or exchange.overview.budget == Budget()):
+                ends_run = True  # the last contributions may have spent the budget
             awaits_others = ends_run and exchange.has_syncer and not (self.is_drained or exchange.overview.drained)
             if self.is_settled or not (self.core.has_unanswered or awaits_others):
                 return "the run goes on" if exchange.has_syncer and not self.is_settled else None
