@@ -410,9 +410,8 @@ def parse_config(
     """Read the text of a run file; see `load_config`."""
     tables = read_toml(text, source)
     config = resolved = _read(tables, overrides, source)
-    tables = _merged(
-        tables, {"train": {"global_batch": config.train.global_batch}}
-    )  # of all learners, also if a default
+    # The batch is that of all learners, also where it is a default.
+    tables = _merged(tables, {"train": {"global_batch": config.train.global_batch}})
     for name, own in config.learner.items():
         keys = [key if key in LEARNERS_OWN else f"the table {key}" for key in own]
         if "global_batch" in own.get("train", {}):

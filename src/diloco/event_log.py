@@ -153,11 +153,8 @@ def newest_event(path: Path, *kinds: str) -> Event | None:
     Raises StoreError as `read_events`.
     """
     marks, newest, number = [f'"kind":"{kind}"'.encode() for kind in kinds], b"", 1
-    with (
-        translated(OSError, StoreError, f"cannot read the event log {path}", "check the path"),
-        path.open("rb") as file,
-    ):
-        for at, line in enumerate(file, start=1):
+    with translated(OSError, StoreError, f"cannot read the event log {path}", "check the path"), path.open("rb") as raw:
+        for at, line in enumerate(raw, start=1):
             if line.endswith(b"\n") and any(mark in line for mark in marks):
                 newest, number = line, at
     return next(iter(_parse(newest, path, first_line=number)), None)

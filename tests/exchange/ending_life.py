@@ -2,7 +2,8 @@
 
 python -m tests.exchange.ending_life DIRECTORY METHOD RANK WORLD_SIZE [ADDRESS] [--dies]
 
-Over a process group, or over the syncer at ADDRESS. With `--dies` the process kills itself after its fifth step.
+Over a process group, or over the syncer at ADDRESS. With `--dies` the process kills itself after its third step;
+without, it waits after its fifth step for the end of its standard input.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -21,7 +23,7 @@ import diloco
 from diloco import Method
 from diloco.exchange.base import Exchange
 
-LEARNERS, TOKENS, DIES_AT = 3, 500, 5
+LEARNERS, TOKENS, DIES_AT, WAITS_AT = 3, 500, 3, 5
 
 THREE = diloco.Balanced(3)
 
@@ -36,8 +38,11 @@ METHODS: dict[str, Method] = {
 }
 
 
-def live(method: Method | None, index: int, exchange: Exchange, *, dies: bool = False) -> Result:
-    """Every learner starts from a model of its own, has its own data, and counts its own number of tokens a step."""
+def live(
+    method: Method | None, index: int, exchange: Exchange, after: Mapping[int, Callable[[], object]] = {}
+) -> Result:  # fmt: skip
+    """Every learner starts from a model of its own, has its own data, and counts its own number of tokens a step.
+    `after`: what it does after which of its steps."""
     torch.manual_seed(index)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -48,8 +53,8 @@ def live(method: Method | None, index: int, exchange: Exchange, *, dies: bool = 
             optimizer.step()
             optimizer.zero_grad()
             learner.step(tokens=4 + index)
-            if dies and learner.metrics()["tokens"] == DIES_AT * (4 + index):
-                os.kill(os.getpid(), signal.SIGKILL)
+            if (action := after.get(int(learner.metrics()["tokens"]) // (4 + index))) is not None:
+                action()
         is_final = learner.finish()
         facts = {"is_final": is_final, "versions": list(learner.versions), "digests": list(learner.digests)}
         return Result(dict(learner.global_state_dict()), facts)
@@ -66,7 +71,8 @@ def _main(directory: Path, method: str, rank: int, world_size: int, *more: str) 
         exchange = diloco.connect(
             more[0], run="ends", learner=f"learner-{rank}", initialise="if-empty", join_timeout_s=TIMEOUT_S
         )
-        result = live(None, rank, exchange, dies="--dies" in more)
+        dies = {DIES_AT: lambda: os.kill(os.getpid(), signal.SIGKILL)}
+        result = live(None, rank, exchange, dies if "--dies" in more else {WAITS_AT: sys.stdin.read})
     write(directory, "end", rank, result)
 
 

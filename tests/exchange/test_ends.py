@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 from contextlib import ExitStack
 from functools import partial
@@ -57,9 +58,11 @@ def test_learners_of_different_speeds_of_which_some_are_killed_and_come_back(
     require_one_model([result for result in results if not isinstance(result, Lost)])
 
 
-def start(directory: Path, name: str, *more: str, ranks: range = range(LEARNERS)) -> list:  # type: ignore[type-arg]
+def start(
+    directory: Path, name: str, *more: str, ranks: range = range(LEARNERS), stdin: int | None = None
+) -> list:  # type: ignore[type-arg]  # fmt: skip
     module = "tests.exchange.ending_life"
-    return [start_module(module, str(directory), name, str(rank), str(LEARNERS), *more) for rank in ranks]
+    return [start_module(module, str(directory), name, str(rank), str(LEARNERS), *more, stdin=stdin) for rank in ranks]
 
 
 def ends(processes: list, expected: int = 0) -> None:  # type: ignore[type-arg]
@@ -77,14 +80,17 @@ def test_ranks_of_a_process_group(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", OVER_A_SYNCER)
 def test_processes_that_race_to_begin_the_run_and_of_which_one_is_killed(name: str, tmp_path: Path) -> None:
     """Nobody is evicted in time: the others wait at the end for the one that was killed, which the same command brings
-    back."""
+    back. The run does not end before."""
     options = Options("127.0.0.1:0", tmp_path / "syncer", deadlines=PATIENT, budget=Budget(TOKENS))
     with Syncer("ends", METHODS[name], options) as syncer, ExitStack() as stack:
-        others = start(tmp_path, name, syncer.address, ranks=range(1, LEARNERS))
+        theirs, ours = os.pipe()
+        others = start(tmp_path, name, syncer.address, ranks=range(1, LEARNERS), stdin=theirs)
+        os.close(theirs)
         [dying] = start(tmp_path, name, syncer.address, "--dies", ranks=range(1))
         for process in (*others, dying):
             stack.callback(process.kill)
         ends([dying], -signal.SIGKILL)
+        os.close(ours)
         back = start(tmp_path, name, syncer.address, ranks=range(1))
         stack.callback(back[0].kill)
         ends([*back, *others])
@@ -114,6 +120,20 @@ def test_a_learner_that_stops_early_is_told_that_the_run_goes_on(caplog: pytest.
     assert "since the run goes on" in said
 
 
+def test_a_learner_that_joins_after_the_end_has_the_final_model_at_once() -> None:
+    """It trains nothing."""
+
+    def life(index: int, exchange: Exchange) -> tuple[bool, int, int]:
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with diloco.Learner(model, optimizer, method=diloco.DiLoCo(sync_every=2), exchange=exchange) as learner:
+            while not learner.done:
+                learner.step(tokens=1)
+            return learner.finish(), learner.run_tokens, learner.versions[0]
+
+    assert diloco.run_local(life, learners=2, tokens=6, starts_s=[0.0, 50.0]) == [(True, 6, 3)] * 2
+
+
 def test_finish_while_the_syncer_is_away_ends_in_time_and_says_why(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -129,6 +149,20 @@ def test_finish_while_the_syncer_is_away_ends_in_time_and_says_why(
     said = [each.getMessage() for each in caplog.records if "ends at step" in each.getMessage()]
     assert len(said) == 1
     assert "`diloco export` gets the last ones" in said[0]
+
+
+def test_the_last_contributions_may_spend_the_budget(tmp_path: Path) -> None:
+    """A loop that counts its steps is at their end before the syncer has told it so."""
+    method, options = diloco.StreamingDiLoCo(sync_every=2), Options("127.0.0.1:0", tmp_path, budget=Budget(6))
+    with Syncer("ends", method, options) as syncer:
+        model = torch.nn.Linear(2, 2)
+        exchange = diloco.connect(syncer.address, run="ends", learner="a", initialise="if-empty")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with diloco.Learner(model, optimizer, exchange=exchange) as learner:
+            for _ in range(2):
+                learner.step(tokens=3)
+            assert learner.finish()
+            assert learner.versions == (1, 1)
 
 
 def test_done_needs_a_budget() -> None:

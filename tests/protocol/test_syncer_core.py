@@ -1245,6 +1245,14 @@ def test_a_run_settles_once_all_have_finished_and_the_last_round_is_published() 
     assert not run.core.is_settled
 
 
+def test_a_learner_that_finishes_before_its_first_step_settles_the_run_at_once() -> None:
+    """It came back after the others had ended; in virtual time no second heartbeat follows."""
+    run = Run("a", ready=False)
+    report = Report(step=20, finished=True)
+    assert "Tell" in kinds(run.core.heartbeat(1.0, "a", 1, report))
+    assert run.core.is_settled
+
+
 def test_a_learner_that_stays_away_holds_the_end_until_it_is_evicted() -> None:
     run = Run("a", "b")
     run.beat(1.0, "a", step=5)

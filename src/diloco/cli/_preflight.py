@@ -129,7 +129,7 @@ def with_usable_checkpoint(config: "RunConfig", part: "LearnerSpec", job: "RankG
     if not usable and part.initialise and not part.supervised:
         raise CheckpointError(
             f"no checkpoint in {checkpoints} is usable (they are kept there as unusable-*), so there is no model to "
-            "give the run; start without --resume to begin with a new one, or without --initialise to join the run."
+            "give the run; a start without --resume begins with a new one, and one without --initialise joins the run."
         )
     # A part that has trained before never begins the run anew: without its checkpoint it waits for the run's model.
     initialise = part.initialise and bool(usable)

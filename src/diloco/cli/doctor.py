@@ -18,7 +18,6 @@ from datetime import timedelta
 from importlib import metadata
 from importlib.util import find_spec
 from ipaddress import ip_address
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -50,7 +49,7 @@ NUM_PINGS, MAX_SKEW_S = 5, 1.0
 DRIVER = Path("/proc/driver/nvidia/version")
 SET_INTERFACE = "set GLOO_SOCKET_IFNAME to the interface that the ranks share"
 FOR_DEVELOPERS = ("dev",)
-OTHER = " (installed "
+INSTALLED, OTHER_EXTRAS = " (installed ", "other extras"
 
 
 @dataclass(frozen=True)
@@ -100,8 +99,8 @@ def command(
     if config is None and (address is None) != (run is None):
         raise ConfigError("--address and --run belong together; give both, or a run file")
     syncer = address_from(config, address, run, keys, insecure)
-    checks = chain(_checks(config, directory, syncer, name, serve), _absent_extras())
-    findings = sorted(checks, key=lambda finding: finding.state != "missing")
+    checks = _checks(config, directory, syncer, name, serve)
+    findings = sorted(checks, key=lambda finding: (finding.state != "missing", finding.what == OTHER_EXTRAS))
     missing = sum(finding.state == "missing" for finding in findings)
     total = f"{missing} required and missing: see FAILS" if missing else "nothing required is missing"
 
@@ -280,30 +279,23 @@ def look_for_compiler() -> Finding:
 
 
 def _packages() -> Iterator[Finding]:
-    """One finding for the required dependencies, and one for each extra that is installed, or has another version."""
+    """One finding for the required dependencies, one for each extra that is installed, and one for all others."""
     found, lacking = _versions("")
     if lacking:
         yield Finding("packages", "missing", f"without {lacking}", "reinstall diloco with its dependencies")
     else:
         yield Finding("packages", "ok", f"diloco {metadata.version('diloco')}; {found}")
-    for name in _extras():
+    absent = []
+    for name in metadata.metadata("diloco").get_all("Provides-Extra") or ():
         found, lacking = _versions(name)
-        if not _is_absent(lacking):
+        if name in FOR_DEVELOPERS:
+            continue
+        if lacking and INSTALLED not in lacking:
+            absent.append(name)
+        else:
             yield _optional(f"extra {name}", not lacking, found, f"without {lacking}; pip install 'diloco[{name}]'")
-
-
-def _absent_extras() -> Iterator[Finding]:
-    """One finding for all extras that lack a package."""
-    if names := [name for name in _extras() if _is_absent(_versions(name)[1])]:
-        yield Finding("other extras", "absent", f"{', '.join(names)}: not installed; pip install 'diloco[NAME]'")
-
-
-def _is_absent(lacking: str) -> bool:
-    return lacking != "" and OTHER not in lacking
-
-
-def _extras() -> list[str]:
-    return [name for name in metadata.metadata("diloco").get_all("Provides-Extra") or () if name not in FOR_DEVELOPERS]
+    if absent:
+        yield Finding(OTHER_EXTRAS, "absent", f"{', '.join(absent)}: not installed; pip install 'diloco[NAME]'")
 
 
 def _versions(extra: str) -> tuple[str, str]:
@@ -322,7 +314,7 @@ def _versions(extra: str) -> tuple[str, str]:
             continue
         installed.append(f"{each.name} {version}")
         if not each.specifier.contains(version, prereleases=True):
-            lacking.append(f"{each.name}{each.specifier}{OTHER}{version})")
+            lacking.append(f"{each.name}{each.specifier}{INSTALLED}{version})")
     return ", ".join(installed), ", ".join(lacking)
 
 

@@ -120,9 +120,7 @@ def found(syncers: Dialler, run: str) -> pb.DescribeReply:
     raise failure
 
 
-def fetch_status(
-    address: str, *, run: str, keys: AnyKeys | None = None, insecure: bool = False
-) -> dict[str, object]:  # fmt: skip
+def fetch_status(address: str, *, run: str, keys: AnyKeys | None = None, insecure: bool = False) -> dict[str, object]:
     """The status of a run as plain values, for viewers: from the syncer that serves it, or else from the first of
     several that answers. Raises as `found`."""
     with closing(dialler(address, keys=keys, insecure=insecure)) as syncers:

@@ -287,27 +287,23 @@ class LearnerDriver:
         not be here, as the end of a sentence."""
         self.has_finished = True
         self.report()
-        if ends_run is None:
-            ends_run = self.is_done or self.exchange.overview.budget == Budget()
-        began_s, say_at_s = self.exchange.now_s, FINISH_SAID_AFTER_S
+        exchange, say_at_s = self.exchange, FINISH_SAID_AFTER_S
+        began_s = exchange.now_s
         while True:
-            waited_s = self.exchange.now_s - began_s
-            is_late = self.exchange.sum_over_ranks(int(waited_s >= timeout_s), "finish") > 0
+            waited_s = exchange.now_s - began_s
+            is_late = exchange.sum_over_ranks(int(waited_s >= timeout_s), "finish") > 0
             self.receive()
-            awaits_others = (
-                ends_run and self.exchange.has_syncer and not (self.is_drained or self.exchange.overview.drained)
-            )
+            if ends_run is None and (self.is_done or exchange.overview.budget == Budget()):
+                ends_run = True  # the last contributions may have spent the budget
+            awaits_others = ends_run and exchange.has_syncer and not (self.is_drained or exchange.overview.drained)
             if self.is_settled or not (self.core.has_unanswered or awaits_others):
-                return "the run goes on" if self.exchange.has_syncer and not self.is_settled else None
+                return "the run goes on" if exchange.has_syncer and not self.is_settled else None
             if is_late or self.is_interrupted:
-                return f"the run has not ended after {waited_s:.0f} s ({self.exchange.obstacles})"
+                return f"the run has not ended after {waited_s:.0f} s ({exchange.obstacles})"
             if waited_s >= say_at_s:
-                say_at_s = 2 * waited_s
-                self.say(
-                    f"has finished and waits for the last merges of the run, at most {timeout_s - waited_s:.0f} s more;"
-                    f" {self.exchange.obstacles}."
-                )
-            self.exchange.wait(min(timeout_s, say_at_s) - waited_s)
+                say_at_s, left_s = 2 * waited_s, timeout_s - waited_s
+                self.say(f"has finished and awaits the last merges, at most {left_s:.0f} s more; {exchange.obstacles}.")
+            exchange.wait(min(timeout_s, say_at_s) - waited_s)
 
     def _wait_out_pause(self) -> None:
         """Block while the run is paused. Versions that arrive meanwhile are adopted afterwards."""

@@ -199,7 +199,8 @@ class SyncerCore:
         contributions of it."""
         self.check(learner, incarnation)
         member = self.members[learner]
-        member.waiting, member.step_s, was_ready = report.waiting, report.step_s or member.step_s, member.ready
+        before = member.ready, member.finished
+        member.waiting, member.step_s = report.waiting, report.step_s or member.step_s
         has_gone_on = report.step < member.step  # a contribution of a later step has overtaken this heartbeat
         member.blocked_with = () if has_gone_on else report.blocked_with
         look = self._alive(now, member, report.step, report.tokens, report.steps, report.earlier_tokens)
@@ -210,7 +211,7 @@ class SyncerCore:
             member.trains(member.step)
         if report.confirmed:
             self.accounting.confirm(learner, report.confirmed)
-        return self._look_again(now) if look or (was_ready and not member.ready) else self._wake(now)
+        return self._look_again(now) if look or before != (member.ready, member.finished) else self._wake(now)
 
     def disconnected(self, now: float, learner: str, incarnation: int) -> list[Action]:
         """A learner's connection broke; the learner is evicted at its reconnect deadline, or at that of silence if it
@@ -496,9 +497,7 @@ class SyncerCore:
 
     def _settles(self, now: float) -> bool:
         """Whether no member trains, no version is being made, and no open round ends by itself."""
-        if not all(member.finished for member in self.members.values()):
-            return False
-        if any(state.phase != "open" for state in self.fragments):
+        if not all(it.finished for it in self.members.values()) or any(it.phase != "open" for it in self.fragments):
             return False
         decisions = (self.decision(now, fragment) for fragment in self.rounds.open_fragments())
         return all(decision is None or decision.wait_until is None for decision in decisions)

@@ -38,9 +38,7 @@ class RunState(Generic[H, P]):
         epochs: the starts on this run's state.
     """
 
-    def __init__(
-        self, run: str, method: RunMethod, deadlines: Deadlines, pool: Pool | None, budget: Budget
-    ) -> None:  # fmt: skip
+    def __init__(self, run: str, method: RunMethod, deadlines: Deadlines, pool: Pool | None, budget: Budget) -> None:
         self.run = run
         self.method, self.budget = method, budget
         self.initial_tokens = 0

@@ -126,8 +126,5 @@ def _ledger(fragments: list[dict[str, Any]]) -> dict[str, int]:
 
 def _marks(progress: events.Progress) -> tuple[Any, ...]:
     """The values by which two moments differ if the run has progressed."""
-    return (
-        progress.tokens,
-        progress.ledger,
-        [(name, it.incarnation, it.state, it.step) for name, it in progress.learners.items()],
-    )
+    learners = [(name, it.incarnation, it.state, it.step) for name, it in progress.learners.items()]
+    return progress.tokens, progress.ledger, learners

@@ -238,8 +238,7 @@ class Syncer:
             self._journal.append(json.dumps({"e": "#gap", "t": time.monotonic(), "missing": 0, "why": why}))
         return HostedDriver(
             self.run, self._method, self._store, Spool(options.state_dir, options.spool_bytes),
-            deadlines=options.deadlines, journal=self._observer, pool=options.pool,
-            budget=options.budget,
+            deadlines=options.deadlines, journal=self._observer, pool=options.pool, budget=options.budget,
             recorder=self._recorder(options), writes=ReplicatedStore(self._store, self.pairing),
             boot=self.pairing.succession.boot, is_begun=is_begun,
         )  # fmt: skip

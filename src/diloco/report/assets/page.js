@@ -193,7 +193,7 @@ function heat() {
 function ledger() {
   const total = Object.values(story.ledger).reduce((sum, tokens) => sum + tokens, 0);
   const paint = (key) => ({ merged: "var(--merged)", pending: "var(--pending)", lost: "var(--lost)" })[key] ?? "var(--other)";
-  const entries = Object.entries(story.ledger).filter(([, tokens]) => tokens > 0).map(([key, tokens]) => [key.replace("discarded: not", "not"), tokens]);
+  const entries = Object.entries(story.ledger).filter(([, tokens]) => tokens > 0).map(([key, tokens]) => [key.replace("discarded: not merged", "not merged"), tokens]);
   const parts = entries.map(([key, tokens]) => make("i", { style: { width: `${(100 * tokens) / total}%`, background: paint(key) }, title: key }));
   const keys = entries.map(([key, tokens]) =>
     make("span", {}, make("span", { class: "dot", style: { background: paint(key) } }), `${key} ${((100 * tokens) / total).toFixed(1)} %`));
