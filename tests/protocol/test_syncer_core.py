@@ -1245,6 +1245,16 @@ def test_a_run_settles_once_all_have_finished_and_the_last_round_is_published() 
     assert not run.core.is_settled
 
 
+def test_a_learner_that_finishes_without_a_step_of_its_own_ends_the_run_at_once() -> None:
+    run = Run("a")
+    finish(run, 1.0, "a", step=3)
+    run.core.joined(2.0, "b")
+    assert not run.core.is_settled
+    actions = run.core.heartbeat(3.0, "b", 1, Report(step=3, finished=True))
+    assert run.core.is_settled
+    assert kinds(actions)[0] == "Tell"
+
+
 def test_a_learner_that_stays_away_holds_the_end_until_it_is_evicted() -> None:
     run = Run("a", "b")
     run.beat(1.0, "a", step=5)

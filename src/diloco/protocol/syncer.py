@@ -204,6 +204,7 @@ class SyncerCore:
         member.blocked_with = () if has_gone_on else report.blocked_with
         look = self._alive(now, member, report.step, report.tokens, report.steps, report.earlier_tokens)
         if report.finished:
+            look |= not member.finished  # the run may have ended
             member.finished, member.ready = True, False
             self.accounting.accounts[learner].ended_at = report.step
         if report.tokens > 0:
