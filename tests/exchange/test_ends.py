@@ -7,6 +7,7 @@ import signal
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -144,6 +145,18 @@ def test_done_needs_a_budget() -> None:
 
     [said] = diloco.run_local(life, learners=1)
     assert said.startswith("learner.done needs a run with a budget: [run] tokens of its run file")
+
+
+@pytest.mark.parametrize("timeout_s", [-1, float("nan"), float("inf"), True, "5", None])
+def test_a_wait_that_is_no_number_of_seconds_is_refused(timeout_s: Any) -> None:
+    def life(_: int, exchange: Exchange) -> None:
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with diloco.Learner(model, optimizer, method=diloco.DiLoCo(), exchange=exchange) as learner:
+            learner.finish(timeout_s)
+
+    with pytest.raises(ConfigError, match=r"timeout_s of learner\.finish, unless it is 0, must be a finite number"):
+        diloco.run_local(life, learners=1)
 
 
 @pytest.mark.parametrize(
