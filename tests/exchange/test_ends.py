@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import time
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -130,6 +131,29 @@ def test_finish_while_the_syncer_is_away_ends_in_time_and_says_why(
     said = [each.getMessage() for each in caplog.records if "ends at step" in each.getMessage()]
     assert len(said) == 1
     assert "`diloco export` gets the last ones" in said[0]
+
+
+def test_a_learner_that_waits_again_after_another_has_joined_waits_for_its_end(tmp_path: Path) -> None:
+    with Syncer("ends", diloco.DiLoCo(sync_every=2), Options("127.0.0.1:0", tmp_path)) as syncer, ExitStack() as stack:
+
+        def join(name: str) -> diloco.Learner:
+            model = torch.nn.Linear(2, 2)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            exchange = diloco.connect(syncer.address, run="ends", learner=name, initialise="if-empty")
+            return stack.enter_context(diloco.Learner(model, optimizer, exchange=exchange))
+
+        first = join("a")
+        assert first.finish(TIMEOUT_S)
+        second = join("b")
+        for _ in range(4):
+            second.step(tokens=1)
+        give_up_at = time.monotonic() + TIMEOUT_S
+        while first.finish(timeout_s=0):  # until it is told
+            assert time.monotonic() < give_up_at
+        assert not first.finish(timeout_s=0.5)
+        assert second.finish(TIMEOUT_S)
+        assert first.finish(TIMEOUT_S)
+        assert first.versions == second.versions == (2,)
 
 
 def test_done_needs_a_budget() -> None:

@@ -134,7 +134,10 @@ class Hold:
 
 @dataclass(frozen=True)
 class Settled:
-    """The run has ended: no version follows those that this learner has received, unless another learner joins."""
+    """The run has ended: no version follows those that this learner has received. Otherwise, another learner has
+    joined."""
+
+    is_settled: bool
 
 
 @dataclass(frozen=True)
