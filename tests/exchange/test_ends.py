@@ -191,3 +191,10 @@ def test_a_wait_that_is_no_number_of_seconds_is_refused(timeout_s: Any) -> None:
 def test_either_limit_ends_a_run(tokens: int | None, step: int, is_spent: bool) -> None:
     assert Budget(100, 10).is_spent(tokens, step) is is_spent
     assert not Budget().is_spent(tokens, step)
+
+
+@pytest.mark.parametrize("limit", [0, 1.5, True, 2**64])
+def test_a_limit_that_cannot_be_counted_is_refused(limit: Any) -> None:
+    for budget in ({"tokens": limit}, {"steps": limit}):
+        with pytest.raises(ConfigError, match=r"^(tokens|steps) of a run must be .*, not"):
+            Budget(**budget)
