@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import time
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,7 +48,9 @@ def test_learners_of_one_speed(name: str) -> None:
     require_one_model(diloco.run_local(partial(live, METHODS[name]), learners=LEARNERS, tokens=TOKENS))
 
 
-@pytest.mark.parametrize("kills", [(), (Fault(1, 20.5, 24.0),), (Fault(0, 3.2, 4.0), Fault(2, 29.9, 40.0))])
+@pytest.mark.parametrize(
+    "kills", [(), (Fault(1, 20.5, 24.0),), (Fault(0, 3.2, 4.0), Fault(2, 29.9, 40.0)), (Fault(1, 20.5, 9e3),)]
+)
 @pytest.mark.parametrize("name", OVER_A_SYNCER)
 def test_learners_of_different_speeds_of_which_some_are_killed_and_come_back(
     name: str, kills: tuple[Fault, ...]
@@ -165,6 +169,29 @@ def test_the_last_contributions_may_spend_the_budget(tmp_path: Path) -> None:
             assert learner.versions == (1, 1)
 
 
+def test_a_learner_that_waits_again_after_another_has_joined_waits_for_its_end(tmp_path: Path) -> None:
+    with Syncer("ends", diloco.DiLoCo(sync_every=2), Options("127.0.0.1:0", tmp_path)) as syncer, ExitStack() as stack:
+
+        def join(name: str) -> diloco.Learner:
+            model = torch.nn.Linear(2, 2)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            exchange = diloco.connect(syncer.address, run="ends", learner=name, initialise="if-empty")
+            return stack.enter_context(diloco.Learner(model, optimizer, exchange=exchange))
+
+        first = join("a")
+        assert first.finish(TIMEOUT_S)
+        second = join("b")
+        for _ in range(4):
+            second.step(tokens=1)
+        give_up_at = time.monotonic() + TIMEOUT_S
+        while first.finish(timeout_s=0):  # until it is told
+            assert time.monotonic() < give_up_at
+        assert not first.finish(timeout_s=0.5)
+        assert second.finish(TIMEOUT_S)
+        assert first.finish(TIMEOUT_S)
+        assert first.versions == second.versions == (2,)
+
+
 def test_done_needs_a_budget() -> None:
     def life(index: int, exchange: Exchange) -> str:
         model = torch.nn.Linear(2, 2)
@@ -180,9 +207,28 @@ def test_done_needs_a_budget() -> None:
     assert said.startswith("learner.done needs a run with a budget: [run] tokens of its run file")
 
 
+@pytest.mark.parametrize("timeout_s", [-1, float("nan"), float("inf"), True, "5", None])
+def test_a_wait_that_is_no_number_of_seconds_is_refused(timeout_s: Any) -> None:
+    def life(_: int, exchange: Exchange) -> None:
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with diloco.Learner(model, optimizer, method=diloco.DiLoCo(), exchange=exchange) as learner:
+            learner.finish(timeout_s)
+
+    with pytest.raises(ConfigError, match=r"timeout_s of learner\.finish, unless it is 0, must be a finite number"):
+        diloco.run_local(life, learners=1)
+
+
 @pytest.mark.parametrize(
     ("tokens", "step", "is_spent"), [(99, 9, False), (100, 0, True), (0, 10, True), (None, 9, False)]
 )
 def test_either_limit_ends_a_run(tokens: int | None, step: int, is_spent: bool) -> None:
     assert Budget(100, 10).is_spent(tokens, step) is is_spent
     assert not Budget().is_spent(tokens, step)
+
+
+@pytest.mark.parametrize("limit", [0, 1.5, True, 2**64])
+def test_a_limit_that_cannot_be_counted_is_refused(limit: Any) -> None:
+    for budget in ({"tokens": limit}, {"steps": limit}):
+        with pytest.raises(ConfigError, match=r"^(tokens|steps) of a run must be .*, not"):
+            Budget(**budget)

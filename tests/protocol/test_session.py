@@ -336,8 +336,9 @@ def test_a_learner_is_told_once_that_the_run_has_ended_after_its_last_version() 
     it.notice(order=2)
     assert it.told == []
     it.notice(settled=False, order=3)  # another learner has joined
+    assert it.told == [Settled(False)]
     it.notice(settled=True, order=4)
-    assert it.told == [Settled()]
+    assert it.told == [Settled(False), Settled(True)]
 
 
 def test_a_joiner_gives_signs_of_life_while_it_fetches_a_large_model() -> None:

@@ -1245,12 +1245,14 @@ def test_a_run_settles_once_all_have_finished_and_the_last_round_is_published() 
     assert not run.core.is_settled
 
 
-def test_a_learner_that_finishes_before_its_first_step_settles_the_run_at_once() -> None:
-    """It came back after the others had ended; in virtual time no second heartbeat follows."""
-    run = Run("a", ready=False)
-    report = Report(step=20, finished=True)
-    assert "Tell" in kinds(run.core.heartbeat(1.0, "a", 1, report))
+def test_a_learner_that_finishes_without_a_step_of_its_own_ends_the_run_at_once() -> None:
+    run = Run("a")
+    finish(run, 1.0, "a", step=3)
+    run.core.joined(2.0, "b")
+    assert not run.core.is_settled
+    actions = run.core.heartbeat(3.0, "b", 1, Report(step=3, finished=True))
     assert run.core.is_settled
+    assert kinds(actions)[0] == "Tell"
 
 
 def test_a_learner_that_stays_away_holds_the_end_until_it_is_evicted() -> None:

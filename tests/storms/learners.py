@@ -167,7 +167,7 @@ class Process:
                 self._granted(news)
             case Hold(is_paused=is_paused):
                 self._is_held = is_paused
-            case Settled():
+            case Settled(is_settled=True):
                 if self._settled_with is None and all(learner.has_finished for learner in self._storm.learners):
                     self._settled_with = tuple(held.version for held in self.client.held if held is not None)
             case Rejection(fragment=fragment, number=number, reason=reason):

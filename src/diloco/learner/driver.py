@@ -366,8 +366,8 @@ class LearnerDriver:
                     self.is_interrupted = True
                 case Hold(is_paused=is_paused):
                     self.is_paused = is_paused
-                case Settled():
-                    self.is_settled = True
+                case Settled(is_settled=is_settled):
+                    self.is_settled = is_settled
                 case Drained():
                     self.core.drained()
                     self.has_finished = self.is_drained = True

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from diloco.core.choices import positive
 from diloco.core.fragments import Layout
 from diloco.core.method import Method
 from diloco.errors import ConfigError, translated
@@ -601,9 +602,15 @@ class Learner:
 
         Returns:
             Whether this learner has the run's final model. If not, a warning says why.
+
+        Raises:
+            ConfigError: the learner is closed, or the global weights are in its model; `timeout_s` is no number of
+                seconds.
         """
         self._require_open()
         self._require_own_parameters()
+        if timeout_s != 0:
+            positive("timeout_s of learner.finish, unless it is 0,", timeout_s)
         driver = self._driver
         obstacle = driver.finish(timeout_s, ends_run)
         if obstacle is not None and timeout_s > 0:

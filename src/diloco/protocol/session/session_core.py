@@ -334,11 +334,11 @@ class SessionCore(SessionState):
         return actions + self._settle() + self._go_on(now)
 
     def _settle(self) -> Actions:
-        """Tell the learner once that no version follows those that it was told of."""
+        """Tell the learner whether a version may follow those that it was told of, when that changes."""
         standing, was_settled = self.standing, self._is_settled
         if self.phase == "running" and standing is not None:
             self._is_settled = standing.settled and tuple(self._cache.held) == standing.versions
-        return [Settled()] if self._is_settled and not was_settled else []
+        return [Settled(self._is_settled)] if self._is_settled != was_settled else []
 
     def _follow(self, now: float, lineage: Lineage) -> None:
         """Follow a syncer; one that was started later may lack contributions that an earlier one acknowledged."""
