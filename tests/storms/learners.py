@@ -54,7 +54,8 @@ class Process:
         self._learner, self._storm, self._checkpoint = learner, storm, checkpoint
         self._rules = plan.rules_of(learner.index)
         self._is_waiting = self._is_leaving = self._is_starved = self._is_held = self._stays = False
-        self._settled_with: tuple[int, ...] | None = None  # the versions when it heard that the run has ended
+        self._settled_with: tuple[int, ...] | None = None  # the versions when it was told that the run has ended
+        self._must_end_with: tuple[int, ...] | None = None  # the first of them when all had taken their steps
         self._reader = Reader(plan.num_units) if plan.num_units else None
         self._frozen_until_s = 0.0
         self._incarnation = 0
@@ -94,7 +95,8 @@ class Process:
     def check_end(self, versions: tuple[int, ...]) -> None:
         """A learner that stayed to the end of the run was told so, with the run's last versions."""
         if self.is_alive and self._stays and self.client.core.phase == "running":
-            require(self._settled_with == versions, f"{self.name} ended with {self._settled_with}, not {versions}")
+            said = {self._settled_with, self._must_end_with or versions}
+            require(said == {versions}, f"{self.name} ended with {said}, not {versions}")
 
     def check_line(self) -> None:
         """It follows one line of epochs: never an earlier one, and not two syncers in one."""
@@ -167,9 +169,11 @@ class Process:
                 self._granted(news)
             case Hold(is_paused=is_paused):
                 self._is_held = is_paused
-            case Settled(is_settled=True):
-                if self._settled_with is None and all(learner.has_finished for learner in self._storm.learners):
-                    self._settled_with = tuple(held.version for held in self.client.held if held is not None)
+            case Settled(is_settled=is_settled):
+                held = tuple(each.version for each in self.client.held if each is not None)
+                self._settled_with = held if is_settled else None
+                if is_settled and all(learner.has_finished for learner in self._storm.learners):
+                    self._must_end_with = self._must_end_with or held
             case Rejection(fragment=fragment, number=number, reason=reason):
                 assert self.core is not None
                 self._storm.ledger.rejected(self.name, self._incarnation, fragment, number, reason)
