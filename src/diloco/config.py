@@ -28,8 +28,8 @@ class RunTable(Table):
     """The run's name, its length and its planned number of learners."""
 
     name: str = Field(pattern=NAME)
-    tokens: int = Field(gt=0)  # budget of all learners together; ends the run
-    steps: int | None = Field(default=None, gt=0)  # ends a learner, unless the tokens end first
+    tokens: int = Field(gt=0, le=2**53)  # budget of all learners together; ends the run
+    steps: int | None = Field(default=None, gt=0, le=2**53)  # ends a learner, unless the tokens end first
     seed: int = Field(default=0, ge=0, lt=2**32)
     learners: int = Field(default=1, ge=1)
     dir: Path | None = None  # default runs/<name>

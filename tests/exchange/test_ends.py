@@ -227,7 +227,7 @@ def test_either_limit_ends_a_run(tokens: int | None, step: int, is_spent: bool) 
     assert not Budget().is_spent(tokens, step)
 
 
-@pytest.mark.parametrize("limit", [0, 1.5, True, 2**64])
+@pytest.mark.parametrize("limit", [0, 1.5, True, "9"])
 def test_a_limit_that_cannot_be_counted_is_refused(limit: Any) -> None:
     for budget in ({"tokens": limit}, {"steps": limit}):
         with pytest.raises(ConfigError, match=r"^(tokens|steps) of a run must be .*, not"):

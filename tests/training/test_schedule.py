@@ -56,6 +56,14 @@ def test_a_jump_without_own_steps_does_not_change_the_pace() -> None:
     assert budget.now(own=12, reported=500) == 502
 
 
+def test_the_first_steps_after_a_wait_for_the_others_do_not_end_the_run() -> None:
+    budget = TokenEstimate(own=0, reported=0)
+    assert budget.now(own=100, reported=200) == 200
+    assert budget.now(own=101, reported=250) == 250  # the others trained while this learner waited for one of them
+    assert budget.now(own=130, reported=250) == 300
+    assert budget.now(own=180, reported=250) == 329  # at least what it did itself
+
+
 def test_a_saved_budget_goes_on_at_its_pace() -> None:
     budget = TokenEstimate(own=0, reported=0)
     assert budget.now(own=10, reported=30) == 30

@@ -116,6 +116,10 @@ def _run(argv: Sequence[str] | None) -> None:
         _fail(error, exit_code=2)
     except DilocoError as error:
         _fail(error, exit_code=1)
+    except ModuleNotFoundError as error:
+        if error.name not in ("transformers", "tokenizers", "datasets"):
+            raise
+        _fail(ConfigError(f"{error.name} is not installed here; pip install 'diloco[train]'."), exit_code=2)
     except OSError as error:
         try:
             print(flush=True)  # fails again if standard output cannot be written

@@ -53,7 +53,7 @@ def command(
     if raw:
         _write_raw(state, config.run.name, out)
         value = {"file": str(out), "num_tensors": len(state)}
-        loading = "load_file of safetensors.torch"
+        loading = "safetensors.torch.load_model"
     else:
         from diloco.training.pretrained import export_run
 

@@ -208,7 +208,7 @@ def _trainer(
 
 def _sentence(summary: "Summary") -> str:
     loss = "" if summary.held_out_loss is None else f"; held-out loss of the global model {summary.held_out_loss:.4f}"
-    trained = f"{summary.tokens:,} tokens in {summary.steps:,} steps and {summary.seconds:.1f} s"
+    trained = f"{summary.tokens:,} tokens up to step {summary.steps:,}, in {summary.seconds:.1f} s"
     again = "; --resume continues from here" if summary.reason == "stopped" and summary.steps else ""
     return f"{summary.name} trained {trained}{loss}{again}"
 

@@ -18,8 +18,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from diloco.errors import PayloadError
-from diloco.protocol.contribution import KEPT, MAX_COUNTED_TOKENS, UNMERGED, Contribution, Verdict
+from diloco.protocol.contribution import KEPT, UNMERGED, Contribution, Verdict
 from diloco.protocol.in_flight import Ledger
+
+MAX_COUNTED_TOKENS = 2**53
+"""Most tokens of one learner: JSON and a weight represent the number exactly, and its sum over learners too."""
 
 Key = tuple[str, int, int, int]
 """Learner, incarnation, fragment and number of a contribution."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from diloco.core.choices import whole_number
-from diloco.errors import ConfigError
 from diloco.protocol.units import Ranges
 
 # Reasons for which the work of a rejected contribution stays pending, and is part of its learner's next contribution.
@@ -43,10 +42,6 @@ NOT_FINITE = "not finite"
 
 UNMERGED = "not merged at the end"
 """The reason for which the syncer discards what a learner had in flight or had not sent when it finished or left."""
-
-
-MAX_COUNTED_TOKENS = 2**53
-"""Most tokens of one learner, or of a budget: JSON and a weight represent the number exactly."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +149,7 @@ class Budget:
         steps: the inner step of the run after which each learner ends. None: no limit.
 
     Raises:
-        ConfigError: a limit below 1, or above what can be counted.
+        ConfigError: a limit below 1.
     """
 
     tokens: int | None = None
@@ -164,8 +159,6 @@ class Budget:
         for name, limit in (("tokens", self.tokens), ("steps", self.steps)):
             if limit is not None:
                 whole_number(f"{name} of a run", limit, minimum=1)
-                if limit > MAX_COUNTED_TOKENS:
-                    raise ConfigError(f"{name} of a run must be at most {MAX_COUNTED_TOKENS:,}, not {limit:,}.")
 
     def is_spent(self, tokens: int | None, step: int) -> bool:
         """Whether it ends a learner that is at this inner step, of a run that has trained so many tokens."""

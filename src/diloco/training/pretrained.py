@@ -64,7 +64,7 @@ def checkpoint_state(path: Path) -> dict[str, Tensor]:
 
 
 def global_model(saved: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The global model of a saved state: the newest adopted one, or the learner's own without outer gradients."""
+    """The global model of a saved state: the newest that was received, or the learner's own without outer gradients."""
     state: dict[str, Tensor] = saved["model"]
     if saved["layout"] is None:
         return state
@@ -72,8 +72,14 @@ def global_model(saved: Mapping[str, Any]) -> dict[str, Tensor]:
     if ranks[0]["method"]["exchanged"] == "gradients":
         return {**state, **ranks[0]["parameters"]}
     layout = Layout.from_dict(saved["layout"])
-    thetas = [torch.cat([rank["anchors"][str(fragment.index)] for rank in ranks]) for fragment in layout.fragments]
+    thetas = [torch.cat([_newest(rank, fragment.index) for rank in ranks]) for fragment in layout.fragments]
     return state | named_tensors(layout, thetas)
+
+
+def _newest(rank: Mapping[str, Any], fragment: int) -> Tensor:
+    """A rank's part of a fragment: its adopted version, or a later one that it has received, as at a run's end."""
+    versions = {it["update"]["version"]: it for it in rank["received"].values() if it["update"]["fragment"] == fragment}
+    return versions[max(versions)]["held"]["theta"] if versions else rank["anchors"][str(fragment)]  # type: ignore[no-any-return]
 
 
 def vocabulary(config: RunConfig) -> "tuple[int, PreTrainedTokenizerBase | None]":

@@ -28,8 +28,8 @@ class TokenEstimate:
     """Estimates the current tokens of the whole run from its last report and from this learner's tokens since.
 
     A learner receives a report of the run's tokens about once a second. Between reports the other learners are assumed
-    to keep the pace of the last report: run(now) ≈ run(reported) + own(since) · Δrun / Δown. The estimate is exact
-    where every step brings a report.
+    to keep the pace of the last report: run(now) ≈ run(reported) + own(since) · Δrun / Δown, of which the others add at
+    most Δrun: after a wait for the others, Δown is small. The estimate is exact where every step brings a report.
 
     Arguments:
         own: tokens of this learner at the report.
@@ -39,7 +39,7 @@ class TokenEstimate:
     def __init__(self, own: int, reported: int) -> None:
         self._own = own
         self._reported = reported
-        self._pace = 1.0
+        self._pace, self._most = 1.0, 0
 
     def now(self, own: int, reported: int) -> int:
         """Tokens of the run now; `own` is this learner's count now, `reported` the run's in the newest report."""
@@ -48,16 +48,19 @@ class TokenEstimate:
                 # At least this learner's own pace: the tokens of a learner that leaves go with it, which would look
                 # like a negative pace.
                 self._pace = max(1.0, (reported - self._reported) / (own - self._own))
+            self._most = reported - self._reported
             self._own, self._reported = own, reported
-        return reported + int((own - self._own) * self._pace)
+        since = own - self._own
+        return reported + max(since, min(int(since * self._pace), self._most))
 
     def state_dict(self) -> dict[str, float]:
-        """The last report, this learner's tokens at it, and the pace."""
-        return {"own": self._own, "heard": self._reported, "pace": self._pace}
+        """The last report, this learner's tokens at it, the pace, and the most that the others add."""
+        return {"own": self._own, "heard": self._reported, "pace": self._pace, "most": self._most}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Continue from `state_dict`, where the run has not advanced since."""
-        self._own, self._reported, self._pace = int(state["own"]), int(state["heard"]), state["pace"]
+        self._own, self._reported, self._most = (int(state[name]) for name in ("own", "heard", "most"))
+        self._pace = state["pace"]
 
 
 class TrainingState:
