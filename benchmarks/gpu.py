@@ -40,8 +40,8 @@ from diloco.learner.device import DeviceDisplacement, DeviceQueue, DeviceUploads
 ROOT = Path(__file__).parents[1]
 NO_GPU = "No GPU was found: nothing was checked and nothing was measured."
 CHECKS = (
-    "tests/core/test_codecs_chunked.py", "tests/core/test_codecs_triton.py", "tests/learner/test_device.py",
-    "tests/learner/test_snapshot.py", "tests/exchange/test_group.py",
+    "tests/core/test_codecs_chunked.py", "tests/core/test_codecs_triton.py", "tests/learner/test_cuda.py",
+    "tests/learner/test_device.py", "tests/learner/test_snapshot.py", "tests/exchange/test_group.py",
 )  # fmt: skip
 CHECKED = "cuda or devices or kernels or own_process_group"
 CODECS = ("e3m0", "int4", "int8", "bf16", "fp32")

@@ -188,9 +188,13 @@ def test_a_killed_learner_is_an_error_for_the_others(world: dict[str, Facts]) ->
         (("[/src/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:14511: Connection reset by peer. "
          "This is typically caused by …"),
          "Read error [127.0.0.1]:14511: Connection reset by peer"),
+        (("NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:93, invalid usage (run with "
+         "NCCL_DEBUG=WARN for details), NCCL version 2.28.9\nncclInvalidUsage: This usually reflects invalid usage of "
+         "NCCL library.\nLast error:\nDuplicate GPU detected : rank 0 and rank 1 both on CUDA device 60\n"),
+         "Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 60"),
         ("deadline has elapsed", "deadline has elapsed"),
         ("", "RuntimeError"),
     ],
 )  # fmt: skip
-def test_what_torchft_and_gloo_say_is_cut_down_to_words_for_people(said: str, reason: str) -> None:
+def test_what_torchft_gloo_and_nccl_say_is_cut_down_to_words_for_people(said: str, reason: str) -> None:
     assert reason_of(RuntimeError(said)) == reason

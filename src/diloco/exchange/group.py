@@ -287,10 +287,10 @@ def error_of(name: str, text: str) -> DilocoError:
 
 
 def reason_of(error: Exception) -> str:
-    """The reason in an error text of torch, gloo or torchft, without status fields, source file and advice."""
+    """The reason in an error text of torch, gloo, NCCL or torchft, without status fields, source file and advice."""
     text = str(error).strip() or type(error).__name__
-    if quoted := re.search(r'message: "([^"]+)"', text):
-        return quoted[1]
+    if found := re.search(r'message: "([^"]+)"|\nLast error:\s*(\S.*)', text):
+        return found[1] or found[2]
     return re.sub(r"^\[\S+\] ", "", text.splitlines()[0]).split(". ")[0].rstrip(".")
 
 
