@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr
 from pathlib import Path
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 
 import diloco
 from diloco.cli import main
+from diloco.exchange.base import Exchange
 from diloco.syncer.server import Options, Syncer
 
 METHOD = diloco.DiLoCo(sync_every=2, fragments=diloco.Balanced(2))
@@ -143,3 +146,38 @@ def test_bad_input_is_one_sentence(own: Run, tmp_path: Path) -> None:
         assert error.startswith("diloco: ")
         assert error.count("\n") == 1
     assert not out.exists()
+
+
+def test_the_checkpoint_of_a_finished_learner_has_the_last_versions() -> None:
+    """A learner that ends at an earlier step receives the others' last merges and adopts them no more."""
+    from diloco.training.pretrained import global_model
+
+    def life(index: int, exchange: Exchange) -> tuple[bool, dict[str, Tensor], dict[str, Tensor]]:
+        model = nn.Linear(3, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with diloco.Learner(model, optimizer, method=diloco.DiLoCo(sync_every=5), exchange=exchange) as learner:
+            while not learner.done:
+                model(torch.randn(2, 3)).square().mean().backward()
+                optimizer.step()
+                learner.step(tokens=4 + index)
+            learner.finish()
+            state = learner.state_dict()
+            saved = {"model": {}, "layout": learner.layout.to_dict(), "learners": [state]}
+            is_behind = bool(state["received"])
+            return is_behind, global_model(saved), learner.global_state_dict()
+
+    results = diloco.run_local(life, learners=3, step_s=(1.0, 1.7, 0.6), tokens=500)
+    assert any(is_behind for is_behind, *_ in results)
+    for _, exported, own in results:
+        assert exported.keys() == own.keys()
+        assert all(torch.equal(value, own[key]) for key, value in exported.items())
+
+
+def test_an_absent_extra_is_one_sentence(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[run]\nname = "x"\ntokens = 1_000_000\n[method]\npreset = "DiLoCo"\n')
+    script = "import sys; sys.modules['transformers'] = None; from diloco.cli import main; main(sys.argv[1:])"
+    command = [sys.executable, "-c", script, "train", str(file), "--alone"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "diloco: transformers is not installed here; pip install 'diloco[train]'.\n"

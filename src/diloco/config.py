@@ -336,9 +336,7 @@ class RunConfig(Table):
         if self.run.steps is not None and self.warm_start.steps >= self.run.steps:
             raise ValueError(f"warm_start.steps = {self.warm_start.steps} leaves nothing of run.steps to the learners")
         if self.data.shared_fraction and self.run.learners == 1:
-            raise ValueError(
-                f"data.shared_fraction = {self.data.shared_fraction} has no effect with run.learners = 1; drop it"
-            )
+            raise ValueError("data.shared_fraction has no effect with run.learners = 1; drop it")
         return self
 
     @property

@@ -91,7 +91,7 @@ def test_the_dump_reads_back_to_the_same_value() -> None:
             MINIMAL + 'learners = 2\n[data]\nshared_fraction = 0.1\ndeal = "leases"\n',
             'shared_fraction = 0.1 has no effect with deal = "leases", which gives each sequence to one learner',
         ),
-        (MINIMAL + "[data]\nshared_fraction = 0.1\n", "shared_fraction = 0.1 has no effect with run.learners = 1"),
+        (MINIMAL + "[data]\nshared_fraction = 0.1\n", "data.shared_fraction has no effect with run.learners = 1"),
         (MINIMAL + "[data]\nshared_fraction = 1.5\n", "data.shared_fraction = 1.5: input should be less than or equal"),
         (MINIMAL + "[data]\nshared_fraction = -0.1\n", "data.shared_fraction = -0.1: input should be greater than or"),
         (MINIMAL + "[schedule]\nwarmup_steps = 600\n", "schedule.warmup_steps = 600 must be below"),

@@ -338,8 +338,7 @@ class Learner:
     @property
     def versions(self) -> tuple[int, ...]:
         """The version of each fragment that this learner holds: adopted, or, once it has finished, received."""
-        driver = self._driver
-        return driver.newest_versions if driver.has_finished else self._core.versions
+        return self._driver.newest_versions if self._driver.has_finished else self._core.versions
 
     @property
     def digests(self) -> tuple[str, ...]:

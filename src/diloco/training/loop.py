@@ -227,8 +227,7 @@ class Trainer:
         """Leave the run, save and evaluate. A learner that was interrupted while it waited evaluates nothing."""
         leaves_early = reason in ("stopped", "drained")
         # By tokens it ends at an estimate of the others', so that the syncer's count may be lower yet.
-        ends_run = True if reason == "budget" else None
-        self.learner.finish(0.0 if leaves_early else FINISH_TIMEOUT_S, ends_run=ends_run)
+        self.learner.finish(0.0 if leaves_early else FINISH_TIMEOUT_S, ends_run=reason == "budget" or None)
         saves = self._has_progress if leaves_early else bool(self.config.checkpoint.every_steps)
         error = self._save() if saves else None
         summary = self._monitor.finished(reason, seconds, evaluates=not interrupted)

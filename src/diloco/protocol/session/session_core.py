@@ -171,9 +171,8 @@ class SessionCore(SessionState):
         if not self._has_started and standing.num_live < at_least and not is_missed and not is_over:
             text = f"{standing.num_live} of at least {at_least} learners are live; waiting for the others"
             return self._warn_once("quorum", text)
-        adopts = not self._has_started and self._entrance.adopts
         text = f"run {self.run!r} has a model, at step {standing.step}: {self._claim.learner} takes it, not its own"
-        said = [requests.Warn(text)] if adopts else []
+        said = [requests.Warn(text)] if not self._has_started and self._entrance.adopts else []
         reason = self._reason if self._has_started else None
         self.phase, self._has_started = "running", True
         is_awaited |= self._has_run_gone_back
