@@ -192,6 +192,22 @@ def test_a_learner_that_waits_again_after_another_has_joined_waits_for_its_end(t
         assert first.versions == second.versions == (2,)
 
 
+@pytest.mark.parametrize("name", OVER_A_SYNCER)
+def test_a_learner_that_waits_for_the_others_keeps_no_version_but_the_last(name: str) -> None:
+    def life(index: int, exchange: Exchange) -> tuple[bool, int]:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with diloco.Learner(model, optimizer, method=METHODS[name], exchange=exchange) as learner:
+            for _ in range(8 if index == 0 else 80):
+                learner.step(tokens=1)
+            is_final = learner.finish(1e6)
+            state = learner.state_dict()
+            return is_final, len(state["received"]) - 2 * len(state["anchors"])
+
+    results = diloco.run_local(life, learners=LEARNERS)
+    assert all(is_final and too_many <= 0 for is_final, too_many in results)
+
+
 def test_done_needs_a_budget() -> None:
     def life(index: int, exchange: Exchange) -> str:
         model = torch.nn.Linear(2, 2)

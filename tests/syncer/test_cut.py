@@ -91,10 +91,7 @@ def test_a_model_that_the_method_cannot_cut_is_one_sentence_with_what_to_set(giv
     method = diloco.DecoupledDiLoCo()
     refused = r"Balanced\(24\) is more fragments than the 7 trainable tensors of the model; "
     table = r'\[method\] fragments = { type = "Balanced", num_fragments = 7 }'
-    if given:
-        advice = rf"use fragments=diloco.Balanced\(7\), or in a run file {table}\.$"
-    else:
-        advice = rf"set {table} in the run file, before the run has a model\.$"
+    advice = rf"set {table} in the run file, before the run has a model, or fragments=diloco.Balanced\(7\)\.$"
     with start(tmp_path, method) as syncer:
         exchange = diloco.connect(syncer.address, run=RUN, learner="paris", initialise=True)
         model = Recurrent()

@@ -45,7 +45,7 @@ def command(
     if checkpoint is not None:
         from diloco.training.pretrained import checkpoint_state
 
-        state = checkpoint_state(checkpoint)
+        state = checkpoint_state(checkpoint, config.run.name)
     elif state_dir is not None:
         state = _stored(state_dir, config)
     else:

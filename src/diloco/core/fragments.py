@@ -82,15 +82,10 @@ def layout_of(
     static: Sequence[TensorSpec],
     fragmentation: "Fragmentation",
     base: Sequence[BaseTensor] = (),
-    *,
-    is_runs: bool = False,
 ) -> Layout:
     """The layout of a model known by its tensors' names and shapes only. Raises ConfigError like `make_layout`.
 
     In its fragment, an averaged tensor follows all trained ones: a lossy codec scales neighbours together.
-
-    Arguments:
-        is_runs: whether the fragmentation came with the run's method, from its syncer; for the error's advice.
     """
     if not any(spec.numel for spec in trainable):
         raise ConfigError("the model has no trainable parameter; there is nothing to synchronise.")
@@ -98,7 +93,7 @@ def layout_of(
         groups = fragmentation.split(trainable)
         _require_partition(fragmentation, groups, trainable)
     except ConfigError as error:
-        raise ConfigError(f"{error}; {_other_cut(fragmentation, trainable, is_runs=is_runs)}") from error
+        raise ConfigError(f"{error}; {_other_cut(fragmentation, trainable)}") from error
     trainable = sorted(trainable, key=lambda spec: spec.is_averaged)  # a stable sort: else in model order
     order = {spec.name: position for position, spec in enumerate(trainable)}
     fragments = (
@@ -129,14 +124,12 @@ def _require_partition(
             raise ConfigError(f"{fragmentation} leaves fragment {index} empty")
 
 
-def _other_cut(fragmentation: "Fragmentation", specs: Sequence[TensorSpec], *, is_runs: bool) -> str:
+def _other_cut(fragmentation: "Fragmentation", specs: Sequence[TensorSpec]) -> str:
     """Advice with a fragmentation that cuts this model."""
     wanted = fragmentation.num_fragments if isinstance(fragmentation, Balanced) else LayersOrBalanced.num_fragments
     number = _as_many(wanted, specs)
     table = f'[method] fragments = {{ type = "Balanced", num_fragments = {number} }}'
-    if is_runs:
-        return f"set {table} in the run file, before the run has a model."
-    return f"use fragments=diloco.Balanced({number}), or in a run file {table}."
+    return f"set {table} in the run file, before the run has a model, or fragments=diloco.Balanced({number})."
 
 
 def _as_many(wanted: int, specs: Iterable[TensorSpec]) -> int:

@@ -293,6 +293,7 @@ class LearnerDriver:
             waited_s = exchange.now_s - began_s
             is_late = exchange.sum_over_ranks(int(waited_s >= timeout_s), "finish") > 0
             self.receive()
+            self._keep_last()
             if ends_run is None and (self.is_done or exchange.overview.budget == Budget()):
                 ends_run = True  # the last contributions may have spent the budget
             awaits_others = ends_run and exchange.has_syncer and not (self.is_drained or exchange.overview.drained)
@@ -304,6 +305,12 @@ class LearnerDriver:
                 say_at_s, left_s = 2 * waited_s, timeout_s - waited_s
                 self.say(f"has finished and awaits the last merges, at most {left_s:.0f} s more; {exchange.obstacles}.")
             exchange.wait(min(timeout_s, say_at_s) - waited_s)
+
+    def _keep_last(self) -> None:
+        """Forget the versions that a learner that adopts nothing more has no use for: others may make many yet."""
+        kept = {*enumerate(self.newest_versions), *self.core.answers_on_their_way()}
+        self.received = {key: it for key, it in self.received.items() if key in kept}
+        self.tensors.uploads.keep(self.received)
 
     def _wait_out_pause(self) -> None:
         """Block while the run is paused. Versions that arrive meanwhile are adopted afterwards."""

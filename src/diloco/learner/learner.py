@@ -157,7 +157,7 @@ class Learner:
                 answer()
             else:
                 island.each("the answers for buffers", answer)
-            self.layout: Layout = whole.layout(self.method, is_runs=method is None)
+            self.layout: Layout = whole.layout(self.method)
             partition: Partition = Undivided(self.layout)
             if island is not None:
                 tensors = exchanged_tensors(root, self.layout)

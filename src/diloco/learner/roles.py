@@ -59,9 +59,9 @@ class ModelDescription:
         base = tuple(BaseTensor(_spec(each["spec"]), each["digest"]) for each in values["base"])
         return cls(exchanged, static, base, tuple(values["buffers"]), values["children"])
 
-    def layout(self, method: Method, *, is_runs: bool = False) -> Layout:
-        """The layout of the model, cut by the method. `is_runs`, and raises: as `layout_of`."""
-        return layout_of(self.exchanged, self.static, method.fragments, self.base, is_runs=is_runs)
+    def layout(self, method: Method) -> Layout:
+        """The layout of the model, cut by the method. Raises as `layout_of`."""
+        return layout_of(self.exchanged, self.static, method.fragments, self.base)
 
 
 def _spec(values: Mapping[str, Any]) -> TensorSpec:

@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from diloco.config import RunConfig
 from diloco.core.layout import Layout, named_tensors
-from diloco.errors import LayoutError, StoreError, translated
+from diloco.errors import CheckpointError, LayoutError, StoreError, translated
 from diloco.training.checkpoint import load_checkpoint
 from diloco.training.data.reading import BYTE_VOCABULARY, byte_tokenizer, load_tokenizer, vocabulary_size
 from diloco.training.data.token_shards import read_index
@@ -58,9 +58,16 @@ def export_run(state: Mapping[str, Tensor], config: RunConfig, out_dir: Path) ->
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def checkpoint_state(path: Path) -> dict[str, Tensor]:
-    """The global model of a learner's checkpoint. Raises CheckpointError when it cannot be read."""
-    return global_model(load_checkpoint(path))
+def checkpoint_state(path: Path, run: str | None = None) -> dict[str, Tensor]:
+    """The global model of a learner's checkpoint. `run`: its run, where that matters.
+
+    Raises:
+        CheckpointError: it cannot be read, or is of another run.
+    """
+    saved = load_checkpoint(path)
+    if run not in (None, saved["run"]):
+        raise CheckpointError(f"{path} is of the run {saved['run']}, not {run}; name a checkpoint of this run.")
+    return global_model(saved)
 
 
 def global_model(saved: Mapping[str, Any]) -> dict[str, Tensor]:
