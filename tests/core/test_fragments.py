@@ -163,7 +163,7 @@ def test_a_second_shorter_list_belongs_to_the_rest() -> None:
 
 
 def test_no_list_or_two_equally_long_ones_are_refused() -> None:
-    with pytest.raises(ConfigError, match="cannot cut this model, as its tensors' names hold no list of layers; use"):
+    with pytest.raises(ConfigError, match="cannot cut this model, as its tensors' names hold no list of layers; set"):
         groups(ByLayer(), "w", "conv2d.w", "params.0", f"layers.{'1' * 5000}.w")
     with pytest.raises(
         ConfigError, match="hold equally long lists of layers, 'decoder.block' and 'encoder.block'; use"

@@ -287,13 +287,15 @@ class LearnerDriver:
         not be here, as the end of a sentence."""
         self.has_finished = True
         self.report()
-        exchange, say_at_s = self.exchange, FINISH_SAID_AFTER_S
-        began_s = exchange.now_s
+        exchange, began_s, say_at_s = self.exchange, self.exchange.now_s, FINISH_SAID_AFTER_S
         while True:
             waited_s = exchange.now_s - began_s
             is_late = exchange.sum_over_ranks(int(waited_s >= timeout_s), "finish") > 0
             self.receive()
-            self._keep_last()
+            # Only the last versions are of use to a learner that adopts nothing more, and others may make many yet.
+            kept = {*enumerate(self.newest_versions), *self.core.answers_on_their_way()}
+            self.received = {key: it for key, it in self.received.items() if key in kept}
+            self.tensors.uploads.keep(self.received)
             if ends_run is None and (self.is_done or exchange.overview.budget == Budget()):
                 ends_run = True  # the last contributions may have spent the budget
             awaits_others = ends_run and exchange.has_syncer and not (self.is_drained or exchange.overview.drained)
@@ -305,12 +307,6 @@ class LearnerDriver:
                 say_at_s, left_s = 2 * waited_s, timeout_s - waited_s
                 self.say(f"has finished and awaits the last merges, at most {left_s:.0f} s more; {exchange.obstacles}.")
             exchange.wait(min(timeout_s, say_at_s) - waited_s)
-
-    def _keep_last(self) -> None:
-        """Forget the versions that a learner that adopts nothing more has no use for: others may make many yet."""
-        kept = {*enumerate(self.newest_versions), *self.core.answers_on_their_way()}
-        self.received = {key: it for key, it in self.received.items() if key in kept}
-        self.tensors.uploads.keep(self.received)
 
     def _wait_out_pause(self) -> None:
         """Block while the run is paused. Versions that arrive meanwhile are adopted afterwards."""

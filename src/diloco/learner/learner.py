@@ -344,9 +344,8 @@ class Learner:
     def digests(self) -> tuple[str, ...]:
         """The digest of each fragment at that version; in a learner of several ranks, of the part that this rank
         exchanges."""
-        adopted, received = self._driver.digests, self._driver.received
-        held = (received.get((fragment, version)) for fragment, version in enumerate(self.versions))
-        return tuple(own if it is None else it.held.digest for own, it in zip(adopted, held, strict=True))
+        held = map(self._driver.received.get, enumerate(self.versions))
+        return tuple(own if it is None else it.held.digest for own, it in zip(self._driver.digests, held, strict=True))
 
     @property
     def run_tokens(self) -> int:
