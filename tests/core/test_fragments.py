@@ -166,7 +166,7 @@ def test_no_list_or_two_equally_long_ones_are_refused() -> None:
     with pytest.raises(ConfigError, match="cannot cut this model, as its tensors' names hold no list of layers; set"):
         groups(ByLayer(), "w", "conv2d.w", "params.0", f"layers.{'1' * 5000}.w")
     with pytest.raises(
-        ConfigError, match="hold equally long lists of layers, 'decoder.block' and 'encoder.block'; use"
+        ConfigError, match="hold equally long lists of layers, 'decoder.block' and 'encoder.block'; set"
     ):
         groups(ByLayer(), "encoder.block.0.w", "decoder.block.0.w")
 
