@@ -67,7 +67,8 @@ def run(tmp_path: Path) -> Path:
             ),
             start=1_700_000_000,
         ):
-            log.append(event.model_copy(update={"t": float(t)}))
+            at = t + 100 if isinstance(event, ev.Progress) else t  # a report is of the moment of its newest progress
+            log.append(event.model_copy(update={"t": float(at)}))
     return tmp_path
 
 
@@ -149,7 +150,7 @@ def test_a_learner_has_one_colour_live_after_a_reload_and_in_the_report(browser:
     with closing(LivePage("127.0.0.1:0", run / "events.jsonl", lambda: None, is_open=True)) as live:
         page, _ = opened(browser, live.url)
         with EventLog(run / "events.jsonl", who="syncer") as log:
-            log.append(ev.Joined(learner="bergen", incarnation=1))
+            log.append(ev.Joined(t=1_700_000_008.0, learner="bergen", incarnation=1))
         first = colours(page)
         page.reload()
         second = colours(page)
