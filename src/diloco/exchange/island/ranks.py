@@ -212,7 +212,8 @@ class Ranks(Exchange):
         for frame in group.gather_frames({"error": error_values(error, TEXT_CHARACTERS)}, what):
             if frame["error"] is not None:
                 raise error_of(*frame["error"]) from error
-        return group.collect(part, self._shards[c.fragment].sizes_bytes(self._codec), what)
+        sizes = [0] * group.size if c.is_empty else self._shards[c.fragment].sizes_bytes(self._codec)
+        return group.collect(part, sizes, what)
 
     def poll(self) -> Sequence[Event]:
         interrupted: list[Event] = []
