@@ -63,8 +63,8 @@ class Contribution:
         tensors: indices, in the fragment, of the tensors that this learner trains; None: all of them.
         units: of the run's data (`protocol.leases`), that its work is on; empty where data is not leased.
         overwritten: units whose work on this fragment adoption has overwritten since the previous contribution.
-        routed: for each tensor of the fragment, tokens that were routed to its expert since the previous contribution;
-            0 for tensors of no expert. None: no routers were counted.
+        routed: of a fragment of experts, the tokens of its work that were routed to the expert of each of its tensors;
+            None: not counted.
     """
 
     learner: str

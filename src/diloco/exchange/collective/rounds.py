@@ -11,7 +11,6 @@ from torch import Tensor
 
 from diloco.core.global_fragment import apply_update, close
 from diloco.core.method import Method
-from diloco.core.shards import Shards
 from diloco.core.update import Update
 from diloco.errors import DilocoError
 from diloco.exchange.base import Arrived, Event
@@ -53,18 +52,18 @@ class ShardedRounds:
             DigestError: the ranks have different bits.
             DilocoError: the error of any rank, raised on all ranks.
         """
-        held = self._fragments[c.fragment]
+        held, method = self._fragments[c.fragment], self._method.for_fragment(c.fragment)
         place = f"of fragment {c.fragment} in round {c.round}"
         encoded, error = attempt(payload)
         contributions = self._greet(c, held, place, error)
-        parts = self._scatter(held.shards, contributions, encoded, f"the contribution {place}")
-        mine = merge_inputs(self._method, contributions, parts, c.round, held.tensors)
-        closed, error = attempt(lambda: close(self._method, held.own, mine, held.places))
+        parts = self._scatter(held.shards.sizes_bytes(method.up), contributions, encoded, f"the contribution {place}")
+        mine = merge_inputs(self._method, contributions, parts, c.round, held.places, held.tensors)
+        closed, error = attempt(lambda: close(method, held.own, mine, held.places))
         outcome = {"refused": [] if closed is None else list(closed.refused)}
         outcomes = agree(self._group, self._num_bytes, f"the merge {place}", outcome, error)
         refused = {learner for frame in outcomes for learner in frame["refused"]}
-        answer = self._gather(held.shards, closed.payload, f"the merge {place}")
-        advanced = apply_update(self._method, held.whole, closed.update, answer, held.all_places, verify=False)
+        answer = self._gather(held.shards.sizes_bytes(method.down), closed.payload, f"the merge {place}")
+        advanced = apply_update(method, held.whole, closed.update, answer, held.all_places, verify=False)
         update = replace(_without(closed.update, refused), digest=advanced.held.digest)
         results = agree(self._group, self._num_bytes, f"the result {place}", {"digest": update.digest})
         require_same_digest(c.fragment, update.version, _digests(results))
@@ -100,9 +99,10 @@ class ShardedRounds:
         self._num_bytes["control"] += sizes[self._group.rank] * (self._group.size - 2) + sum(sizes)
         return [tuple(None if each is None else tuple(each) for each in part) for part in parts]
 
-    def _scatter(self, shards: Shards, every: Sequence[Contribution], payload: Tensor, what: str) -> list[Tensor]:
-        """Send part r of the payload to rank r; return the parts of this rank's shard from all ranks."""
-        rank, sizes = self._group.rank, shards.sizes_bytes(self._method.up)
+    def _scatter(self, sizes: list[int], every: Sequence[Contribution], payload: Tensor, what: str) -> list[Tensor]:
+        """Send part r of the payload, of size r, to rank r; return the parts of this rank's shard from all ranks.
+        Empty contributions have no bytes."""
+        rank = self._group.rank
         received_bytes = [0 if each.is_empty else sizes[rank] for each in every]
         if every[rank].is_empty:
             sizes = [0] * len(sizes)
@@ -110,9 +110,8 @@ class ShardedRounds:
         self._num_bytes["contributions"] += sum(sizes) - sizes[rank] + sum(received_bytes) - received_bytes[rank]
         return split(received, received_bytes)
 
-    def _gather(self, shards: Shards, part: Tensor, what: str) -> Tensor:
-        """The whole answer, joined from every rank's part."""
-        sizes = shards.sizes_bytes(self._method.down)
+    def _gather(self, sizes: Sequence[int], part: Tensor, what: str) -> Tensor:
+        """The whole answer, joined from every rank's part, of these sizes."""
         joined = self._group.gather(part, sizes, what)
         self._num_bytes["updates"] += part.numel() * (self._group.size - 1) + sum(sizes) - part.numel()
         return joined

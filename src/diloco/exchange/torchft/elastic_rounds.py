@@ -167,15 +167,16 @@ class ElasticRounds:
     ) -> None:
         """Send all contributions to all members; each computes the same merge, and the digests are compared."""
         held, place = self._copy.fragments[fragment], f"round {round_} of fragment {fragment}"
-        num_bytes = self._method.up.encoded_bytes(held.theta.numel())
+        method, places = self._method.for_fragment(fragment), self._layout.fragments[fragment].tensors
+        num_bytes = method.up.encoded_bytes(held.theta.numel())
         each = [_contribution(frame) for frame in frames]
         sizes = [0 if c is None or c.is_empty else num_bytes for c in each]
         parts = split(group.gather(encoded, sizes, place), sizes)
         self._num_bytes["contributions"] += sum(sizes) + encoded.numel() * (len(sizes) - 2)
         pairs = [(c, part) for c, part in zip(each, parts, strict=True) if c is not None]
         contributions, payloads = zip(*sorted(pairs, key=lambda pair: pair[0].learner), strict=True)
-        inputs = merge_inputs(self._method, contributions, payloads, round_)
-        closed = close(self._method, held, inputs, self._layout.fragments[fragment].tensors)
+        inputs = merge_inputs(self._method, contributions, payloads, round_, places)
+        closed = close(method, held, inputs, places)
         update = closed.update
         results = group.gather_frames({"digest": closed.held.digest}, f"the result of {place}")
         require_same_digest(
@@ -186,7 +187,7 @@ class ElasticRounds:
         before = self._copy.results.get(fragment)
         merged = {} if before is None else dict(before.merged_rounds)
         merged |= dict.fromkeys(update.contributors, round_)
-        mean = published_mean(self._method, closed.payload, held.theta.numel())
+        mean = published_mean(method, closed.payload, held.theta.numel())
         self._copy.fragments[fragment] = closed.held
         self._copy.results[fragment] = RoundResult(update, merged, closed.refused, mean)
 
