@@ -320,8 +320,7 @@ class Merged(Event):
     merge_s: float = 0.0
     units: tuple[tuple[tuple[int, int], ...], ...] = ()  # per contributor, of leased data: (first, stop) of each range
     reason: str = ""  # why the round was merged at that time
-    # Of a group of experts, those that each contributor trains, as (first, stop) of each range.
-    experts: tuple[tuple[tuple[int, int], ...], ...] = ()
+    experts: tuple[tuple[tuple[int, int], ...], ...] = ()  # per contributor, those of a group of experts that it trains
 
 
 class Data(Event):

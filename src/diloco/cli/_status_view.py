@@ -24,8 +24,9 @@ LEGEND_COLUMNS = 80
 LONG_CUT = 160
 """Of a longer description of how the model is cut, the middle is omitted."""
 
+LONG_EXPERTS = 12
 LONG_NAME = 28
-"""A terminal shows longer names without their middle."""
+"""A terminal shows longer lists of experts, and names, without their middle."""
 
 LEGEND = (
     "share: of the last merges while it trained, those with its work; silent: time since its last message. Tokens "
@@ -186,7 +187,8 @@ def _learners(status: dict[str, Any], *, wide: bool, whole_names: bool) -> Table
         share = "" if it["share"] is None else f"{it['share']:.0%}"
         row = [f"{it['step']:,}", share, silent]
         if trains:
-            row.append("?" if it["experts"] is None else numbers(it["experts"]))
+            own = "?" if it["experts"] is None else numbers(it["experts"])
+            row.append(own if whole_names else shortened(own, LONG_EXPERTS))
         if wide:
             step_s = "" if it["step_s"] is None else f"{it['step_s']:.2g}"
             behind, stale = ("" if it[key] is None else str(it[key]) for key in ("versions_behind", "staleness"))

@@ -92,7 +92,9 @@ class ProgressLog:
         if progress is not None:
             self._measure(progress)
             if progress.untrained and progress.untrained != self._untrained:
-                log.warning("no live learner trains experts %s: nothing is merged into them", numbers(progress.untrained))
+                log.warning(
+                    "no live learner trains experts %s: nothing is merged into them", numbers(progress.untrained)
+                )
             self._untrained = progress.untrained
         if progress is None or (before is not None and _marks(progress) == _marks(before)):
             return
