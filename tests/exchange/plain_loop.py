@@ -9,7 +9,7 @@ from torch import Tensor
 
 from diloco import Method
 from diloco.core.fragments import Experts
-from diloco.core.layout import Layout
+from diloco.core.layout import Layout, named_tensors
 from diloco.core.reference import Reference, scheduled
 from diloco.learner.pieces import read_dtensor
 from diloco.learner.roles import described
@@ -25,7 +25,7 @@ class Trainee:
         first = make_model(scenario, 0).state_dict()
         self.model.load_state_dict({spec.name: first[spec.name] for spec in layout.static}, strict=False)
         self._optimizer = make_optimizer(scenario, self.model)
-        self._trained = trained_tensors(layout, scenario.trains.get(index), Method.from_dict(scenario.method))
+        self._trained = trained_tensors(layout, scenario.trains.get(index), None, Method.from_dict(scenario.method))
         text = (scenario.experts or {}).get(index)
         self._experts = None if text is None else {e for part in text.split(",") for e in _span(part)}
 
@@ -94,15 +94,8 @@ def in_a_plain_loop(scenario: Scenario) -> list[Result]:
         own = {name: value.detach().clone() for name, value in trainee.model.state_dict().items()}
         global_ = dict(own)
         if method.exchanged != "gradients":
-            for fragment, copy in zip(layout.fragments, learner, strict=True):
-                theta = reference.versions[fragment.index][copy.version].theta
-                for place in fragment.tensors:
-                    value = theta[place.elements].view(place.spec.shape)
-                    if (origin := place.spec.origin) is not None:
-                        rows = global_[origin.parameter] = global_[origin.parameter].clone()
-                        rows[origin.first : origin.first + 1] = value.to(rows.dtype)
-                    else:
-                        global_[place.spec.name] = value.to(own[place.spec.name].dtype)
+            versions = zip(reference.versions, (copy.version for copy in learner), strict=True)
+            global_ |= named_tensors(layout, [of_fragment[version].theta for of_fragment, version in versions])
         if scenario.static == "digest":
             for each in layout.base:
                 del global_[each.spec.name]
