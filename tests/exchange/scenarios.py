@@ -201,8 +201,8 @@ def live(
     buffers: Any = "local" if scenario.fault == "buffers" and index == 1 else scenario.buffers or "refuse"
     static: Any = scenario.static
     with Learner(
-        model, optimizer, method=method, exchange=exchange, trains=trains, trains_experts=trains_experts, overlap=overlap,
-        buffers=buffers, static=static, resume=resume,
+        model, optimizer, method=method, exchange=exchange, trains=trains, trains_experts=trains_experts,
+        overlap=overlap, buffers=buffers, static=static, resume=resume,
     ) as learner:  # fmt: skip
         if part == 1 and index > 0:
             if index == 1:
