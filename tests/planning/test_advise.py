@@ -14,6 +14,7 @@ from tests.figures import figures_in
 
 from diloco.cli import main
 from diloco.config import parse_config
+from diloco.core.fragments import Experts
 from diloco.core.presets import method_from_table
 from diloco.errors import ConfigError
 from diloco.planning.advice import (
@@ -212,7 +213,8 @@ def test_every_candidate_is_a_method_with_the_numbers_that_were_planned(layers: 
         fragments = method.fragments.to_dict()
         if planned.experts is not None:
             assert (fragments["groups"], fragments["every"]) == (planned.experts.groups, planned.experts.every)
-            fragments = fragments["trunk"]
+            assert isinstance(method.fragments, Experts)
+            fragments = method.fragments.trunk.to_dict()
         if planned.method == "streaming":
             assert -(-layers // fragments["layers"]) == planned.num_fragments
         elif planned.method == "decoupled":

@@ -183,11 +183,12 @@ def test_experts_apart_are_sent_less_often_by_those_who_train_them_and_received_
     assert exchange.per_interval(exchange.down_bytes) == 4 * 600 / 2 + 600
 
 
-def test_a_fragment_that_is_sent_half_as_often_costs_half_the_time() -> None:
-    schedule = Schedule(10, 2, multiples=(2, 1))  # 8 Mbit/s: 3 s for each trip, three trips in 20 steps
+def test_a_fragment_that_is_sent_half_as_often_is_waited_for_half_as_often() -> None:
+    # 8 Mbit/s: 1 s up, 2 s down. After step 10 both fragments, the second up while the first comes down; after 20 one.
+    schedule = Schedule(10, 2, multiples=(2, 1))
     exchange = ExchangePlan(schedule, [MEGABYTE] * 2, [2 * MEGABYTE] * 2)
     found = predict(star_network(2, 8e6, 8e6), [0.2, 0.2], exchange)
-    assert found.utilization == pytest.approx([4 / (4 + 3 * 3)] * 2, rel=1e-12)
+    assert found.utilization == pytest.approx([4 / (4 + 5 + 3)] * 2, rel=1e-12)
     called_ = ExchangePlan(Schedule(24, 2, 2, multiples=(4, 1)), [MEGABYTE] * 2, [MEGABYTE] * 2, called=Called())
     assert predict(star_network(2, 1e12, 1e12), [0.1] * 2, called_).period_steps == pytest.approx(24, rel=0.05)
 

@@ -147,24 +147,25 @@ def _window_s(simulation: ScheduledRounds, i: int) -> float:
 
 def _called(simulation: CalledRounds, exchange: ExchangePlan) -> Prediction:
     every, num = exchange.schedule.sync_every, len(simulation.learners)
-    num_fragments = exchange.per_interval([1.0] * len(exchange.up_bytes))
+    per_interval = exchange.per_interval([1.0] * len(exchange.up_bytes))
     assert isinstance(every, int)
+    intervals = math.lcm(*exchange.schedule.multiples)  # after which the pattern of sends repeats
     slowest_s = max(each.step_s for each in simulation.learners)
-    num_steps = sum(CALLED_ROUNDS) * every * sum(slowest_s / each.step_s for each in simulation.learners)
+    num_steps = sum(CALLED_ROUNDS) * intervals * every * sum(slowest_s / each.step_s for each in simulation.learners)
     if num_steps > MOST_STEPS:
         raise ConfigError(
             f"called rounds at H = {every} are {num_steps:.3g} inner steps to simulate, more than {MOST_STEPS:,}; "
             "lower H, or leave out learners that are far faster than the others."
         )
     until_s = CALLED_PERIODS * every * slowest_s
-    skipped, measured = (math.ceil(rounds * num_fragments) for rounds in CALLED_ROUNDS)
+    skipped, measured = (round(rounds * intervals * per_interval) for rounds in CALLED_ROUNDS)
     simulation.run(lambda: sum(simulation.num_merges) >= skipped or simulation.now_s >= until_s)
     before = _counts(simulation)
     simulation.run(lambda: sum(simulation.num_merges) >= skipped + measured or simulation.now_s >= until_s)
     steps, merges, contributions, stale, adoptions = (b - a for a, b in zip(before, _counts(simulation), strict=True))
     return Prediction(
         (1.0,) * num,
-        steps / num / (merges / num_fragments) if merges else math.inf,
+        steps / num / (merges / per_interval) if merges else math.inf,
         stale / adoptions if adoptions else math.inf,
         contributions / merges if merges else 0.0,
         simulation.spans,
