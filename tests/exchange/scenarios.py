@@ -264,6 +264,7 @@ def _scenarios() -> list[Scenario]:
             methods["diloco, tokens and feedback"].to_dict(),
             trains={1: ("layers.*",), 2: ("*.bias",)},
         ),
+        Scenario("part of the fragments", streaming, trains={1: ("layers.[01].*",), 2: ("embed.*", "layers.[13].*")}),
         Scenario("own overlaps", streaming, overlaps={0: 1, 1: 6}),
         Scenario("own overlaps that are the method's", streaming, overlaps={0: 4, 1: 4, 2: 4}),
         Scenario("averaged", methods["diloco"].to_dict(), buffers="average"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from diloco.core.adopt import Eager, KeepDisplacement
@@ -180,6 +181,9 @@ class LearnerDriver:
         tentative = residuals.offered(send.fragment, send.number)
 
         def payload() -> Tensor:
+            if contribution.is_empty:
+                snapshots.give_back(snapshot)
+                return torch.empty(0, dtype=torch.uint8)
             outer_gradient = snapshots.displacement(send.fragment, measured, snapshot)
             encoded = residuals.encode(tentative, outer_gradient)
             snapshots.give_back(snapshot)

@@ -40,6 +40,7 @@ from diloco.learner.rewarm import Rewarm
 from diloco.learner.roles import Buffers, ModelDescription, Static, described, require_answers
 from diloco.learner.state_dict import learner_state, resume
 from diloco.learner.tensors import LearnerTensors, trained_tensors
+from diloco.learner.units import Units
 from diloco.protocol.contribution import Budget
 from diloco.protocol.learner import LearnerCore
 from diloco.protocol.leases import DataSet
@@ -158,11 +159,11 @@ class Learner:
             else:
                 island.each("the answers for buffers", answer)
             self.layout: Layout = whole.layout(self.method)
+            units = Units(self.layout, gather or read_dtensor)
             partition: Partition = Undivided(self.layout)
             if island is not None:
-                tensors = exchanged_tensors(root, self.layout)
-                partition = divided(self.layout, tensors, gather or read_dtensor, island.group)
-            self._tensors = LearnerTensors(root, self.layout, self.method, partition)
+                partition = divided(self.layout, exchanged_tensors(root, self.layout), units, island.group)
+            self._tensors = LearnerTensors(root, self.layout, self.method, partition, units)
             trained = trained_tensors(self.layout, trains, self.method)
             own = self.method if overlap is None else self.method.with_own_overlap(overlap)
             rewarm = Rewarm(self._optimizers, rewarm_steps)
@@ -172,7 +173,7 @@ class Learner:
             exchange.take()
             opened = self._exchange.open(self.layout, self.method, lambda: self._own_model(island), overlap=overlap)
             self._core = LearnerCore(Rules.of(own, len(self.layout.fragments)), opened.versions, step=opened.step)
-            master_weights = MasterWeightDetector(self._optimizers, self.layout, self._tensors.parameters)
+            master_weights = MasterWeightDetector(self._optimizers, self.layout, self._tensors.parameters, units)
             self._driver = LearnerDriver(
                 self.method, self.layout, self._exchange, self._core, self._tensors, master_weights, trained, rewarm,
                 opened,

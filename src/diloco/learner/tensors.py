@@ -20,16 +20,18 @@ from diloco.errors import CheckpointError, ConfigError
 from diloco.exchange.base import FlatModel
 from diloco.exchange.group import device_of
 from diloco.learner.device import DeviceUploads, Snapshots
-from diloco.learner.frozen import FrozenState, averaged_names, exchanged_tensors
+from diloco.learner.frozen import FrozenState, averaged_tensors, exchanged_tensors
 from diloco.learner.models import Registered
 from diloco.learner.partition import Partition
+from diloco.learner.units import Units
 
 
 class LearnerTensors:
     """The tensors that one process of a learner holds of its model.
 
     Attributes:
-        parameters: the trainable parameters of the model and its averaged tensors, by their names in the layout.
+        parameters: the trainable parameters of the model and its averaged tensors, as the model holds them, by their
+            names in the layout; that of a unit is the whole parameter.
         anchors: per fragment, the newest value adopted of the part that this process exchanges, flat fp32 on the host;
             outer gradients are measured from it.
         origins: by fragment, that part of the parameters as it was last sent, flat fp32 on the host; only of fragments
@@ -41,17 +43,18 @@ class LearnerTensors:
         registered: the model's parameters at attaching.
     """
 
-    def __init__(self, model: nn.Module, layout: Layout, method: Method, partition: Partition) -> None:
+    def __init__(self, model: nn.Module, layout: Layout, method: Method, partition: Partition, units: Units) -> None:
         self._model, self._layout, self._adopt, self.partition = model, layout, method.adopt, partition
+        self._units = units
         self.parameters = exchanged_tensors(model, layout)
         self.anchors: list[Tensor] = []
         self.origins: dict[int, Tensor] = {}
         self.snapshots = Snapshots(partition)
         self.uploads = DeviceUploads(device_of(self.parameters))
-        self.frozen = FrozenState(model, layout)
+        self.frozen = FrozenState(model, layout, units)
         self.registered = Registered(model)
-        self._aliases = _aliases(model, self.parameters)
-        self._averaged = set(averaged_names(layout))
+        self._aliases = _aliases(model, {units.parameter(name): each for name, each in self.parameters.items()})
+        self._averaged = {spec.name for spec in averaged_tensors(layout)}
 
     def own_model(self) -> FlatModel:
         """The present model of this process, with which it may initialise the run."""
@@ -156,8 +159,11 @@ class LearnerTensors:
         values: dict[str, Tensor] = {}
         for fragment, part in enumerate(fragments or ()):
             values.update(self.partition.spread(fragment, part, torch.device("cpu")))
-        state = {}
-        held = {spec.name for spec in self._layout.static} | {*self.parameters, *self._aliases}
+        values, state = self._units.joined(values), {}
+        held = {spec.name for spec in self._layout.static} | {
+            *map(self._units.parameter, self.parameters),
+            *self._aliases,
+        }
         for key, own in self._model.state_dict().items():
             name = canonical_key(self._model, key)
             if self._layout.base and name not in held:  # a base tensor, which the run does not hold
