@@ -13,7 +13,8 @@ import json
 import sys
 import warnings
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from math import isclose
 from pathlib import Path
 from typing import Any
@@ -205,19 +206,27 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, saved: Pa
     set_optimizer_state_dict(model, optimizer, state)
 
 
+PARTS = {0: ["layers.0.*"], 1: ["embed.*", "layers.[1-9].*"]}
+"""What the islands train of the model in the run of this name; the last one trains all of it."""
+
+
 def live(
-    model: nn.Module, exchange: Any, given: diloco.Method | None, number: int, steps: range, saved: Path | None = None
-) -> Result:
+    model: nn.Module, exchange: Any, given: diloco.Method | None, number: int, steps: range, saved: Path | None = None,
+    *, trains: Sequence[str] | None = None,
+) -> Result:  # fmt: skip
     """Train these steps; returns the global model and the learner's own, whole, and what this rank kept and sent.
 
     `saved`: where the checkpoint of this island is: written at the end by learners that begin with step 1, read by
     others.
     """
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+    trained = [p for name, p in model.named_parameters() if any(fnmatchcase(name, f"*{it}") for it in trains or ["*"])]
+    optimizer = torch.optim.SGD(trained, lr=0.05, momentum=0.5)
     gather = gather_fsdp1(model) if isinstance(model, FullyShardedDataParallel) else read_dtensor
     ranks = dist.group.WORLD if isinstance(model, Stage | Parts | FullyShardedDataParallel) else None
     held = list(model.children()) if isinstance(model, Parts) else model
-    with diloco.Learner(held, optimizer, method=given, exchange=exchange, ranks=ranks, gather=gather) as learner:
+    with diloco.Learner(
+        held, optimizer, method=given, exchange=exchange, ranks=ranks, gather=gather, trains=trains
+    ) as learner:
         if saved is not None and steps.start > 1:
             assert learner.load_distributed_state_dict(saved)
             load_optimizer(model, optimizer, saved)
@@ -281,7 +290,8 @@ def main(directory: Path, process: int) -> None:
         )
         model = shaped(Net(seed=number), shape)
         saved = directory.parent / f"{name}, island {number}" if run["saves"] else None
-        result = live(model, exchange, None, number, range(*run["steps"]), saved)
+        trains = PARTS.get(number) if name == "parts" else None
+        result = live(model, exchange, None, number, range(*run["steps"]), saved, trains=trains)
         write(directory, name, process, result)
     if SHAPES[shape] > 1:
         require_that_a_failure_is_told()

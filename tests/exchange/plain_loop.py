@@ -8,12 +8,13 @@ from tests.exchange.scenarios import LEARNERS, Result, Scenario, inner_gradient,
 from torch import Tensor
 
 from diloco import Method
-from diloco.core.layout import Layout
+from diloco.core.layout import Layout, named_tensors
 from diloco.core.reference import Reference, scheduled
 from diloco.learner.frozen import exchanged_tensors
 from diloco.learner.pieces import read_dtensor
 from diloco.learner.roles import described
 from diloco.learner.tensors import trained_tensors
+from diloco.learner.units import Units
 
 
 class Trainee:
@@ -21,11 +22,12 @@ class Trainee:
 
     def __init__(self, scenario: Scenario, index: int, layout: Layout) -> None:
         self._scenario, self._index, self._layout, self._steps = scenario, index, layout, 0
+        self._units = Units(layout)
         self.model = make_model(scenario, index)
         first = make_model(scenario, 0).state_dict()
         self.model.load_state_dict({spec.name: first[spec.name] for spec in layout.static}, strict=False)
         self._optimizer = make_optimizer(scenario, self.model)
-        self._trained = trained_tensors(layout, scenario.trains.get(index), Method.from_dict(scenario.method))
+        self._trained = trained_tensors(layout, scenario.trains.get(index), None, Method.from_dict(scenario.method))
 
     def gradient(self) -> None:
         self._steps += 1
@@ -37,11 +39,12 @@ class Trainee:
         return self._scenario.tokens_of(self._index)
 
     def tensors(self) -> Mapping[str, Tensor]:
-        return exchanged_tensors(self.model, self._layout)
+        found = exchanged_tensors(self.model, self._layout)
+        return {name: self._units.local(name, each) for name, each in found.items()}
 
     def gradients(self) -> Mapping[str, Tensor]:
-        found = {name: each.grad for name, each in self.tensors().items()}
-        return {name: each for name, each in found.items() if each is not None}
+        found = {name: each.grad for name, each in exchanged_tensors(self.model, self._layout).items()}
+        return {name: self._units.local(name, each) for name, each in found.items() if each is not None}
 
     def trained(self, fragment: int) -> frozenset[int] | None:
         indices = self._trained[fragment]
@@ -64,11 +67,8 @@ def in_a_plain_loop(scenario: Scenario) -> list[Result]:
         own = {name: value.detach().clone() for name, value in trainee.model.state_dict().items()}
         global_ = dict(own)
         if method.exchanged != "gradients":
-            for fragment, copy in zip(layout.fragments, learner, strict=True):
-                theta = reference.versions[fragment.index][copy.version].theta
-                for place in fragment.tensors:
-                    like = own[place.spec.name]
-                    global_[place.spec.name] = theta[place.elements].view(like.shape).to(like.dtype)
+            versions = zip(reference.versions, (copy.version for copy in learner), strict=True)
+            global_ |= named_tensors(layout, [of_fragment[version].theta for of_fragment, version in versions])
         if scenario.static == "digest":
             for each in layout.base:
                 del global_[each.spec.name]

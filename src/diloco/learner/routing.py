@@ -8,6 +8,7 @@ router sees the tokens of its rank.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -35,17 +36,18 @@ class RoutedTokens:
     """
 
     def __init__(self, model: nn.Module, *, entropy: bool = False) -> None:
-        found = list(_blocks(model))
-        self.blocks = tuple(name for name, _, _, _ in found)
-        self.num_experts = max((num_experts for _, _, _, num_experts in found), default=0)
+        # A linear layer as the router returns logits, which do not tell the choices.
+        found = [block for block in mixture_blocks(model) if not isinstance(block.router, nn.Linear)]
+        self.blocks = tuple(block.name for block in found)
+        self.num_experts = max((block.num_experts for block in found), default=0)
         self._has_entropy = entropy
         self._counts = [torch.zeros(self.num_experts, dtype=torch.int64) for _ in found]
         self._entropies = [torch.zeros(2, dtype=torch.float64) for _ in found]  # sum over tokens in nats, tokens
         self._passing: list[tuple[Tensor, Tensor] | None] = [None] * len(found)  # from a router to the end of its block
         self._hooks = []
-        for index, (_, block, router, _) in enumerate(found):
-            self._hooks.append(router.register_forward_hook(partial(self._routed, index)))
-            self._hooks.append(block.register_forward_hook(partial(self._passed, index)))
+        for index, block in enumerate(found):
+            self._hooks.append(block.router.register_forward_hook(partial(self._routed, index)))
+            self._hooks.append(block.module.register_forward_hook(partial(self._passed, index)))
 
     def counts(self) -> Tensor:
         """Tokens routed to each expert since construction: int64 [blocks, experts], a copy on the model's device."""
@@ -86,7 +88,7 @@ class RoutedTokens:
         one with a graph (`use_reentrant=True`).
         """
         passing, self._passing[index] = self._passing[index], None
-        first = next((each for each in (output if isinstance(output, tuple) else (output,))), None)
+        first = output[0] if isinstance(output, tuple) else output
         if passing is not None and isinstance(first, Tensor) and first.requires_grad:
             first.register_hook(partial(self._count, index, *passing))
 
@@ -96,18 +98,34 @@ class RoutedTokens:
         self._entropies[index] = self._entropies[index].to(load.device) + entropy
 
 
-def _blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module, int]]:
-    """The mixture blocks of a model: canonical name, block, router, number of experts."""
+@dataclass(frozen=True)
+class MixtureBlock:
+    """A block of a mixture of experts.
+
+    Attributes:
+        name: canonical.
+        fused: the experts' parameters whose first dimension is the experts; none where each expert is a module.
+    """
+
+    name: str
+    module: nn.Module
+    router: nn.Module
+    num_experts: int
+    fused: tuple[nn.Parameter, ...]
+
+
+def mixture_blocks(model: nn.Module) -> Iterator[MixtureBlock]:
+    """The blocks of a model with several experts, in model order."""
     for path, module in named_modules(model):
         experts = module._modules.get("experts")
         router = next((module._modules[name] for name in ROUTERS if module._modules.get(name) is not None), None)
-        if experts is None or router is None or isinstance(router := unwrapped(router), nn.Linear):
-            continue  # a linear layer returns logits, of which nobody knows what is chosen
+        if experts is None or router is None:
+            continue
         experts = unwrapped(experts)
-        tensors = [each for each in experts.parameters(recurse=False) if each.dim() > 1]
-        num_experts = len(experts) if isinstance(experts, nn.ModuleList) else tensors[0].shape[0] if tensors else 0
+        fused = () if isinstance(experts, nn.ModuleList) else tuple(experts.parameters(recurse=False))
+        num_experts = fused[0].shape[0] if fused else len(experts) if isinstance(experts, nn.ModuleList) else 0
         if num_experts > 1:
-            yield path.removesuffix("."), module, router, num_experts
+            yield MixtureBlock(path.removesuffix("."), module, unwrapped(router), num_experts, fused)
 
 
 def _entropy(tensors: list[Tensor]) -> Tensor:

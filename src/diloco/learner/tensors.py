@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import chain
 from typing import Any
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from diloco.core.adopt import Adopt, Eager
-from diloco.core.fragments import Layout
+from diloco.core.fragments import Experts, Layout
+from diloco.core.layout import TensorSpec
 from diloco.core.memory import blocks
 from diloco.core.method import Method
 from diloco.core.names import canonical_key, named_buffers, named_parameters
@@ -23,7 +24,7 @@ from diloco.learner.device import DeviceUploads, Snapshots
 from diloco.learner.frozen import FrozenState, averaged_tensors, exchanged_tensors
 from diloco.learner.models import Registered
 from diloco.learner.partition import Partition
-from diloco.learner.units import Units
+from diloco.learner.units import Units, parameter_of
 
 
 class LearnerTensors:
@@ -257,11 +258,15 @@ def _aliases(model: nn.Module, parameters: Mapping[str, Tensor]) -> dict[str, st
     }
 
 
-def trained_tensors(layout: Layout, patterns: Sequence[str] | None, method: Method) -> list[tuple[int, ...] | None]:
+def trained_tensors(
+    layout: Layout, patterns: Sequence[str] | None, experts: Collection[int] | None, method: Method
+) -> list[tuple[int, ...] | None]:
     """Which tensors a learner trains.
 
     Arguments:
-        patterns: of the tensors' names, shell style and case-sensitive; None: all tensors are trained.
+        patterns: of the tensors' names, shell style and case-sensitive, or of the parameters that units are rows of;
+            None: all tensors are trained.
+        experts: of a mixture; None: all of them are trained.
 
     Returns:
         Per fragment the indices of the tensors trained; None: all of the fragment's.
@@ -269,7 +274,7 @@ def trained_tensors(layout: Layout, patterns: Sequence[str] | None, method: Meth
     Raises:
         ConfigError: a pattern matches no tensor, or the method needs all tensors trained.
     """
-    if patterns is None:
+    if patterns is None and experts is None:
         return [None] * len(layout.fragments)
     if isinstance(patterns, str):
         raise ConfigError(f"trains={patterns!r} is one text; pass a list of patterns, as in trains=[{patterns!r}].")
@@ -278,12 +283,18 @@ def trained_tensors(layout: Layout, patterns: Sequence[str] | None, method: Meth
             f"trains=… cannot be used with {method.name}, which replaces the learner's own share of every mean: that "
             "share would differ from tensor to tensor; train the whole model, or use DelayedDiLoCo."
         )
-    names = [name for fragment in layout.fragments for name in fragment.names]
-    for pattern in patterns:
+    names = [name for each in layout.fragments for p in each.tensors for name in (p.spec.name, parameter_of(p.spec))]
+    for pattern in patterns or ():
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError(f"trains={pattern!r} matches no parameter of the model; its first is {names[0]!r}.")
+
+    def is_trained(spec: TensorSpec) -> bool:
+        expert, names = Experts.expert_of(spec), (spec.name, parameter_of(spec))
+        chosen = experts is None or expert is None or expert in experts
+        return chosen and (patterns is None or any(fnmatchcase(name, each) for name in names for each in patterns))
+
     trained: list[tuple[int, ...] | None] = []
     for fragment in layout.fragments:
-        found = tuple(i for i, name in enumerate(fragment.names) if any(fnmatchcase(name, each) for each in patterns))
+        found = tuple(index for index, place in enumerate(fragment.tensors) if is_trained(place.spec))
         trained.append(None if len(found) == len(fragment.names) else found)
     return trained

@@ -15,6 +15,7 @@ from torch import Tensor
 from diloco.core.layout import Layout, Origin, TensorSpec
 from diloco.errors import LayoutError
 from diloco.learner.pieces import Box, Gather, Piece, read_dtensor
+from diloco.protocol.units import Ranges
 
 
 def parameter_of(spec: TensorSpec) -> str:
@@ -49,6 +50,13 @@ class Units:
         """The name of the parameter or buffer that holds this tensor."""
         spec = self._specs.get(name)
         return name if spec is None else parameter_of(spec)
+
+    def rows(self, parameter: str, tensor: Tensor, rows: Ranges | None) -> list[Tensor]:
+        """The memory of the pieces of some rows of a whole parameter, or of its gradient. None: of all of it."""
+        piece = self._gather(parameter, tensor)
+        if rows is None:
+            return [piece.local]
+        return [rows_of(piece, Origin(parameter, first, piece.shape[0]), stop - first).local for first, stop in rows]
 
     def by_name(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Whole tensors by their names in the layout; those that are cut occur once for each of their units."""
