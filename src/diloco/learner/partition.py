@@ -292,7 +292,7 @@ def _require_all(place: Placement, boxes: Sequence[Box | None]) -> None:
         )
 
 
-def divided(layout: Layout, parameters: Mapping[str, Tensor], gather: Units, group: Group) -> Divided:
+def divided(layout: Layout, parameters: Mapping[str, Tensor], gather: Gather, group: Group) -> Divided:
     """The partition of a model whose parameters the ranks of `group` hold in pieces. Every rank calls it.
 
     If all ranks have NCCL, the pieces are exchanged between the devices, over the ranks' own process group.

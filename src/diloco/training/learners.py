@@ -1,6 +1,6 @@
 """Learners of the reference trainer: one without an exchange, and the ranks of a process group."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from diloco.config import TrainTable
 from diloco.core.fragments import Layout
 from diloco.core.method import Method
 from diloco.errors import CheckpointError
@@ -107,17 +108,14 @@ class WarmStartedCollective(Collective):
         return loaded
 
 
-def attach_to_group(
-    process_group: dist.ProcessGroup, method: Method, trains: Sequence[str] = (), overlap: int | None = None
-) -> Attach:
-    """A function that makes each rank of a process group a learner by `method`.
-
-    Arguments:
-        trains: patterns of the names of the parameters that this learner trains; empty: all.
-    """
+def attach_to_group(process_group: dist.ProcessGroup, method: Method, table: TrainTable) -> Attach:
+    """A function that makes each rank of a process group a learner by `method`. `table`: [train] of its run file."""
 
     def attach(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, tokens: int) -> AnyLearner:
         exchange = WarmStartedCollective(process_group, step=steps, tokens=tokens)
-        return Learner(model, optimizer, method=method, exchange=exchange, trains=trains or None, overlap=overlap)
+        return Learner(
+            model, optimizer, method=method, exchange=exchange, trains=table.trains or None,
+            trains_experts=table.trains_experts, overlap=table.overlap,
+        )  # fmt: skip
 
     return attach
