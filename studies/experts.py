@@ -303,12 +303,14 @@ def _half(score: Score, form: str) -> str:
 
 
 def pilot(length: Length, data: str | None) -> None:
-    """Outer settings for all experts trained, on another seed and the other half of the held-out text."""
-    for lr, momentum in ((0.7, 0.9), (0.7, 0.8), (1.0, 0.8), (0.7, 0.5)):
-        assert BASE.method is not None
-        arm = replace(BASE, method=replace(BASE.method, outer=Nesterov(lr=lr, momentum=momentum)))
-        found = run(arm, PILOT_SEED, length, data, half="select")
-        print(f"outer {lr} / {momentum}: {found['loss']:.4f} in {found['seconds']} s", flush=True)
+    """Outer settings for all experts trained and for a quarter, on another seed and the other half of the held-out
+    text."""
+    for base in (each for each in ARMS if each.trained in (GROUPS, 1) and each.every == 1):
+        for lr, momentum in ((0.7, 0.9), (0.7, 0.8), (1.0, 0.8), (0.7, 0.5)):
+            assert base.method is not None
+            arm = replace(base, method=replace(base.method, outer=Nesterov(lr=lr, momentum=momentum)))
+            found = run(arm, PILOT_SEED, length, data, half="select")
+            print(f"{arm.label}, outer {lr} / {momentum}: {found['loss']:.4f} in {found['seconds']} s", flush=True)
 
 
 def main() -> None:
