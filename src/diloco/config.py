@@ -167,6 +167,8 @@ class TrainTable(Table):
     overlap: int | None = Field(default=None, ge=0)  # overlap in inner steps of this learner; default: the method's
     accumulate: int = Field(default=1, gt=0)  # micro-batches per step
     rewarm_steps: int = Field(default=5, ge=0)  # warmup of the lr for a joiner without a checkpoint
+    # step of a router's balancing bias (DeepSeek-V3), at each inner step; default: 0.001; 0: it stays
+    bias_speed: float | None = Field(default=None, ge=0)
     clip: float | None = Field(default=1.0, gt=0)  # largest norm of the gradient
     device: Literal["auto", "cpu", "cuda"] = "auto"
     autocast: Literal["auto", "bfloat16", "off"] = "auto"  # auto: bfloat16 on CUDA where supported

@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from diloco.config import TrainTable
+from diloco.core.names import unwrapped
 from diloco.errors import ConfigError
 from diloco.training.held_out import next_token_loss
+from diloco.training.mixture import auxiliary_loss
 from diloco.training.rank_group import synchronised
 
 
@@ -33,7 +35,7 @@ def flushed_denormals(enabled: bool) -> Iterator[None]:
 class StepResult:
     """Scalars of one inner step, left on the device so that a step does not wait for them."""
 
-    loss: Tensor  # nats per token
+    loss: Tensor  # nats per token, without an auxiliary loss
     gradient_norm: Tensor  # before clipping
 
 
@@ -51,6 +53,7 @@ class InnerStep:
         self._peaks: list[float] = [group["lr"] for group in optimizer.param_groups]
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._excluded: tuple[nn.Parameter, ...] = ()
+        self._auxiliary, self._arguments = auxiliary_loss(unwrapped(model))
         self._accumulate = table.accumulate
         self._clip = float("inf") if table.clip is None else table.clip
         self._flush = table.flush_denormals
@@ -79,10 +82,12 @@ class InnerStep:
             for part in parts:
                 with synchronised(self._model, last=part is parts[-1]):
                     with self._precision():
-                        logits = self._model(input_ids=part[:, :-1], use_cache=False).logits
-                        loss = next_token_loss(logits, part[:, 1:]) / self._accumulate
+                        output = self._model(input_ids=part[:, :-1], use_cache=False, **self._arguments)
+                        loss = next_token_loss(output.logits, part[:, 1:]) / self._accumulate
+                        total += loss.detach()
+                        if self._auxiliary:
+                            loss = loss + self._auxiliary * output.aux_loss / self._accumulate
                     loss.backward()
-                total += loss.detach()
         norm = self._update()
         self._optimizer.zero_grad()
         return StepResult(total, norm)

@@ -14,6 +14,7 @@ from diloco.errors import CheckpointError
 from diloco.exchange.base import FlatModel, Overview, StartingState
 from diloco.exchange.collective import Collective
 from diloco.learner import Learner
+from diloco.training.mixture import buffer_roles
 
 
 class StandaloneLearner:
@@ -118,6 +119,10 @@ def attach_to_group(
 
     def attach(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, tokens: int) -> AnyLearner:
         exchange = WarmStartedCollective(process_group, step=steps, tokens=tokens)
-        return Learner(model, optimizer, method=method, exchange=exchange, trains=trains or None, overlap=overlap)
+        # Data parallel over the tokens of all ranks moves every bias alike; otherwise merges average them.
+        buffers = buffer_roles(model, "local" if method.exchanged == "gradients" else "average")
+        return Learner(
+            model, optimizer, method=method, exchange=exchange, trains=trains or None, overlap=overlap, buffers=buffers
+        )
 
     return attach

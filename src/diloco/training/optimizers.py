@@ -103,7 +103,9 @@ def hidden_matrices(model: nn.Module) -> list[Parameter]:
     head = get_head() if callable(get_head) else None
     if head is not None:
         outer.add(id(head.weight))
-    fused = {id(p) for block in mixture_blocks(model) for p in block.fused}  # a dimension more than they have as modules
+    fused = {
+        id(p) for block in mixture_blocks(model) for p in block.fused
+    }  # a dimension more than they have as modules
     return [
         p for p in model.parameters()
         if p.requires_grad and p.ndim == (3 if id(p) in fused else 2) and id(p) not in outer

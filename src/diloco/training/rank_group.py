@@ -67,6 +67,12 @@ class RankGroup:
         values: list[float] = self._values_of_all(value, "the mean over ranks")
         return sum(values) / self.size
 
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over ranks of a tensor, in place, on its device."""
+        if self.process_group is not None:
+            dist.all_reduce(values, group=self.process_group)
+        return values
+
     def from_first(self, value: float) -> float:
         """The first rank's value, on every rank."""
         return float(self._values_of_all(value, "a value of rank 0")[0])

@@ -14,6 +14,7 @@ from diloco.training.data.corpus import Corpus
 from diloco.training.data.streams import BatchStream, LeasedStream, Stream, TextStream
 from diloco.training.inner import InnerStep, StepResult
 from diloco.training.learners import AnyLearner, Attach, StandaloneLearner
+from diloco.training.mixture import Mixture
 from diloco.training.model import build_model, load_state
 from diloco.training.optimizers import load_optimizer, make_optimizer, schedule_factor, untrained_parameters
 from diloco.training.pretrained import global_model
@@ -70,14 +71,18 @@ class TrainingState:
     make it a learner of the run. Every rank has a training state of its own, and calls the same methods.
 
     Attributes:
+        mixture: the experts of the model; a dense model has none.
         tokens: trained by this learner.
         num_steps, inner_s: steps of this process, and the time they took.
     """
 
-    def __init__(self, config: RunConfig, corpus: Corpus, ranks: RankGroup, clock: Clock | None = None) -> None:
+    def __init__(
+        self, config: RunConfig, corpus: Corpus, ranks: RankGroup, clock: Clock | None = None,
+        peers: RankGroup | None = None,
+    ) -> None:  # fmt: skip
         self._config = config
         self._clock = clock or Clock()
-        self._ranks = ranks
+        self._ranks, self._peers = ranks, peers or ranks
         device = choose_device(config.train.device)
         length = config.data.sequence_length
         model: nn.Module = build_model(config.model, corpus.vocab_size, length, config.run.seed)
@@ -85,6 +90,7 @@ class TrainingState:
         self.model.train()
         self._trained = ranks.wrap(self.model)
         self.optimizer = make_optimizer(self.model, config)
+        self.mixture = Mixture(self.model, ranks, config.train.bias_speed)
         self._inner = InnerStep(self._trained, self.optimizer, config.train, device)
         self.stream = _stream(config, corpus)
         self.learner: AnyLearner = StandaloneLearner(self.model, config.tokens_per_full_step)
@@ -117,6 +123,7 @@ class TrainingState:
         started = self._clock.seconds()
         batch = self.stream.next(self._ranks.rows(self.stream.num_rows))
         result = self._inner.run(batch, schedule_factor(self._config, self.step + 1))
+        self.mixture.balance()
         tokens = batch[:, 1:].numel()
         self.tokens += tokens * self._ranks.size
         self._trained_here += tokens * self._ranks.size
@@ -148,6 +155,8 @@ class TrainingState:
         self._beginning = (step, tokens)
         self.learner.close()
         self.learner = attach(self._trained, self.optimizer, step, tokens)
+        exchanges_gradients = isinstance(self.learner, Learner) and self.learner.method.exchanged == "gradients"
+        self.mixture.ranks = self._peers if exchanges_gradients else self._ranks
         if isinstance(self.stream, LeasedStream) and isinstance(self.learner, Learner):
             self.stream.lease(self.learner)
         if self.step > step:
