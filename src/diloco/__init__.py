@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from diloco import errors as errors
     from diloco.core.adopt import Eager, KeepDisplacement, Mix, Replace
     from diloco.core.codecs import BF16, E3M0, FP16, FP32, Int4, Int8, SignPruned, TopK, TwoBit
-    from diloco.core.fragments import Balanced, ByLayer, LayersOrBalanced, Named, Whole
+    from diloco.core.fragments import Balanced, ByLayer, Experts, LayersOrBalanced, Named, Whole
     from diloco.core.merges import (
         CoordinateMedian,
         GeometricMedian,
@@ -60,7 +60,7 @@ __all__ = [
     "EagerDiLoCo",
     "DecoupledDiLoCo", "AsyncDiLoCo",
     # the values of a method: fragments, who calls a merge, outer optimizers, merges, adoption, codecs
-    "Whole", "ByLayer", "Balanced", "LayersOrBalanced", "Named",
+    "Whole", "ByLayer", "Balanced", "LayersOrBalanced", "Named", "Experts",
     "AllLive", "Called", "Pushed",
     "SGD", "Nesterov", "DelayedNesterov", "Adam",
     "Mean", "SenderMean", "RadialDirectional", "HeLoCo", "CoordinateMedian", "TrimmedMean", "GeometricMedian",
@@ -94,7 +94,7 @@ _MODULES = {
         "AsyncDiLoCo",
     ),
     "diloco.core.quorum": ("AllLive", "Called", "Pushed"),
-    "diloco.core.fragments": ("Whole", "ByLayer", "Balanced", "LayersOrBalanced", "Named"),
+    "diloco.core.fragments": ("Whole", "ByLayer", "Balanced", "LayersOrBalanced", "Named", "Experts"),
     "diloco.core.outer": ("SGD", "Nesterov", "DelayedNesterov", "Adam"),
     "diloco.core.merges": (
         "Mean",

@@ -319,7 +319,7 @@ def test_fragmentations_survive_json(fragmentation: Fragmentation) -> None:
     ("values", "message"),
     [
         ({"type": "ByLayers"}, "'ByLayers' is not a known fragmentation; did you mean 'ByLayer'"),
-        ({"layers": 3}, "None is not a known fragmentation; known are 'Balanced', 'ByLayer', 'LayersOrBalanced', 'N"),
+        ({"layers": 3}, "None is not a known fragmentation; known are 'Balanced', 'ByLayer', 'Experts', 'L"),
         ({"type": "ByLayer", "layer": 3}, "ByLayer has no field 'layer'; did you mean 'layers'"),
         ({"type": "Whole", "layers": 3}, "'layers', which ByLayer and LayersOrBalanced have; give that type too"),
         ({"type": "Whole", "leyers": 3}, "Whole has no field 'leyers'; it takes none"),

@@ -254,7 +254,7 @@ def test_shards_of_partial_learners_get_the_bits_of_the_whole(data: st.DataObjec
     span = codec.segment_span(num_elements, start, stop)
     clipped, indices = shard_of(places, elements)
     contributions = [Said("a", tensors=tuple(own)), Said("b")]
-    brought = encoded_of(contributions, [1.0, 2.0], [payload[span] for payload in payloads], 0, indices)
+    brought = encoded_of(contributions, [1.0, 2.0], [payload[span] for payload in payloads], 0, places, indices)
     expected = everything[elements]
     assert torch.equal(merged_vector(Mean(), codec, brought, clipped, expected.numel()), expected)
 
@@ -303,12 +303,14 @@ class Said:
     round: int = 5
     base: int = 5
     tensors: tuple[int, ...] | None = None
+    tokens: int = 0
+    routed: tuple[int, ...] | None = None
 
 
 def test_contributions_of_one_learner_become_one() -> None:
     payloads = encoded(FP32(), 4, 3)
     said = [Said("a"), Said("b", base=2, tensors=(0, 1)), Said("b", base=4, tensors=(1, 2)), Said("c", base=4)]
-    one, two, three = encoded_of(said, [1.0, 2.0, 3.0], payloads, 5)
+    one, two, three = encoded_of(said, [1.0, 2.0, 3.0], payloads, 5, ())
     assert [(each.learner, each.weight, each.staleness) for each in (one, two, three)] == [
         ("a", 1.0, 0),
         ("b", 2.0, 3),
@@ -320,7 +322,7 @@ def test_contributions_of_one_learner_become_one() -> None:
     with pytest.raises(
         ConfigError, match="4 contributions of 3 learners need as many payloads and weights, not 4 and 4"
     ):
-        encoded_of(said, [1.0] * 4, payloads, 7)
+        encoded_of(said, [1.0] * 4, payloads, 7, ())
 
 
 def test_weights() -> None:

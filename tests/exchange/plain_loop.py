@@ -47,6 +47,9 @@ class Trainee:
         indices = self._trained[fragment]
         return None if indices is None else frozenset(indices)
 
+    def routed(self, fragment: int) -> None:
+        return None
+
 
 def in_a_plain_loop(scenario: Scenario) -> list[Result]:
     """Each learner's parameters and global model at the end. Only what is the same whatever carries a run out."""

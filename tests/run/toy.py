@@ -57,10 +57,10 @@ class Sums:
 
     most = 10**9
 
-    def contribution_bytes(self, num_elements: int) -> int:
+    def contribution_bytes(self, fragment: int, num_elements: int) -> int:
         return 4 * num_elements
 
-    def check(self, slot: MemorySlot, num_elements: int) -> PayloadError | None:
+    def check(self, slot: MemorySlot, fragment: int, num_elements: int) -> PayloadError | None:
         return NonFiniteError("it is not finite.") if slot.payload < 0 else None
 
     def close(

@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -131,7 +132,9 @@ class Node:
         accounts.restarted({} if state is None else state.verdicts)
         is_small = storm.plan.spool_fits is not None and storm.now_s < storm.plan.room_at_s
         jobs = StormJobs(storm.plan.method, accounts)
-        room_bytes = (storm.plan.spool_fits or 0) * jobs.contribution_bytes(max(storm.plan.sizes))
+        room_bytes = (storm.plan.spool_fits or 0) * max(
+            itertools.starmap(jobs.contribution_bytes, enumerate(storm.plan.sizes))
+        )
         self.spool = LimitedSpool(room_bytes if is_small else None)
         self.began_s, self.shown = storm.now_s, {}
         clock = StormClock(storm, lambda: at_driver(driver.tick))

@@ -5,6 +5,7 @@ It is looked at once a second.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -66,7 +67,7 @@ class Progress:
         overlaps = [rules.schedule.overlap, *(overlap for overlap in storm.plan.overlaps if overlap is not None)]
         self._rise_steps = 2 * storm.plan.method.sync_every + max(overlaps) + 2
         """Inner steps of the slowest learner in which each fragment gets a version."""
-        sent_bytes = sum(map(storm.jobs.contribution_bytes, storm.plan.sizes))
+        sent_bytes = sum(itertools.starmap(storm.jobs.contribution_bytes, enumerate(storm.plan.sizes)))
         self._rises_s = RISES_S + 2 * BYTE_S * sent_bytes  # the first that a learner sends may be too late
 
     def look(self) -> None:

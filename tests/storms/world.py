@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import heapq
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -176,7 +177,9 @@ class Storm:
         if self.driver.core.is_settled:
             for process in [each for learner in self.learners for each in learner.processes]:
                 process.check_end(self.driver.state.versions)
-        num_bytes = sum(self.jobs.contribution_bytes(self.plan.sizes[c.fragment]) for c in self.accounts.open.values())
+        num_bytes = sum(
+            self.jobs.contribution_bytes(c.fragment, self.plan.sizes[c.fragment]) for c in self.accounts.open.values()
+        )
         require(
             self._spool.held_bytes == num_bytes,
             f"the spool holds {self._spool.held_bytes} bytes, and {num_bytes} are of open contributions",
@@ -278,7 +281,9 @@ class Storm:
         worker = RecordingWorker(self._store, later, recorded_with)
         clock = StormClock(self, lambda: at_syncer(self.driver.tick) if self.driver is not None else None)
         is_small = self.plan.spool_fits is not None and self.now_s < self.plan.room_at_s
-        room_bytes = (self.plan.spool_fits or 0) * self.jobs.contribution_bytes(max(self.plan.sizes))
+        room_bytes = (self.plan.spool_fits or 0) * max(
+            itertools.starmap(self.jobs.contribution_bytes, enumerate(self.plan.sizes))
+        )
         self._spool = LimitedSpool(room_bytes if is_small else None)
         ports = Ports(clock, self._spool, self.jobs, self._store, worker, self.accounts)
         if self.journal is not None:

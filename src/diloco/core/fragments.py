@@ -5,19 +5,21 @@ A **fragment** is the unit of synchronisation: a set of trainable tensors that i
 which gives each tensor its place in the flat fp32 vector of its fragment.
 
 Streaming DiLoCo (arXiv 2501.18512, section 2.2) introduced fragments of whole transformer layers, strided or
-sequential; Decoupled DiLoCo (arXiv 2604.21428) balances them by size.
+sequential; Decoupled DiLoCo (arXiv 2604.21428) balances them by size. `Experts` cuts a mixture into groups of
+experts and the trunk, which is everything else; SPES (arXiv 2602.11543) trains a part of the experts on each node.
 """
 
 import re
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 
 from diloco.core.choices import Choice, Registry, whole_number
+from diloco.core.codecs import codec_from_name
 from diloco.core.layout import (
     BaseTensor,
     Fragment,
@@ -31,10 +33,11 @@ from diloco.core.layout import (
     spec_of,
 )
 from diloco.core.names import canonical_key, named_buffers, named_parameters
+from diloco.core.outer import OUTER_OPTIMIZERS, Outer
 from diloco.errors import ConfigError
 
 __all__ = [
-    "Balanced", "ByLayer", "Fragment", "Fragmentation", "Layout", "LayersOrBalanced", "Named", "Placement",
+    "Balanced", "ByLayer", "Experts", "Fragment", "Fragmentation", "Layout", "LayersOrBalanced", "Named", "Placement",
     "TensorSpec", "Whole",
     "cut_in_words", "describe", "digest", "gather", "layout_of", "make_layout", "scatter",
 ]  # fmt: skip
@@ -85,11 +88,13 @@ def layout_of(
 ) -> Layout:
     """The layout of a model known by its tensors' names and shapes only. Raises ConfigError like `make_layout`.
 
-    In its fragment, an averaged tensor follows all trained ones: a lossy codec scales neighbours together.
+    The tensors are cut into the fragmentation's units first. In its fragment, an averaged tensor follows all trained
+    ones: a lossy codec scales neighbours together.
     """
     if not any(spec.numel for spec in trainable):
         raise ConfigError("the model has no trainable parameter; there is nothing to synchronise.")
     try:
+        trainable = fragmentation.units(trainable)
         groups = fragmentation.split(trainable)
         _require_partition(fragmentation, groups, trainable)
     except ConfigError as error:
@@ -151,7 +156,19 @@ class Fragmentation(Choice):
 
     @abstractmethod
     def split(self, specs: Sequence[TensorSpec]) -> tuple[tuple[str, ...], ...]:
-        """The names of each fragment's tensors, given all trainable tensors in model order."""
+        """The names of each fragment's tensors, given all trainable tensors, cut into `units`, in model order."""
+
+    def units(self, specs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
+        """All trainable tensors in model order, those that it cuts as their units. Most fragmentations cut none."""
+        return tuple(specs)
+
+    def own_answers(self, fragment: int) -> Mapping[str, Any]:
+        """Fields of a Method that this fragment answers differently from the others."""
+        return {}
+
+    def multiples(self, num_fragments: int) -> tuple[int, ...]:
+        """Of each fragment, the number of intervals H between two sends."""
+        return (1,) * num_fragments
 
     def resolved(self, specs: Sequence[TensorSpec]) -> "Fragmentation":
         """The fragmentation that cuts a model of these tensors, in any order: this one, or the one that it chooses."""
@@ -285,7 +302,148 @@ class Named(Fragmentation):
         )
 
 
-FRAGMENTATIONS: Registry[Fragmentation] = Registry("fragmentation", Whole, ByLayer, Balanced, LayersOrBalanced, Named)
+@dataclass(frozen=True)
+class Experts(Fragmentation):
+    """The experts of a mixture in `groups`, and its trunk, which is everything else, by another fragmentation.
+
+    Fragments 0 to G − 1 are the groups; of E experts, expert e is in group ⌊e·G / E⌋, with its tensors of all layers.
+    The trunk's fragments follow. Where the experts of a layer are one fused tensor, each is a unit: its row of that
+    tensor, named `….gate_up_proj.3`. Rows of a router and of per-expert buffers belong to their expert.
+
+    Experts are found in Mixtral, Qwen3-MoE, DeepSeek-V3 and models with the same names: in a block, the tensors
+    `experts.*`, whose rows are experts, or the list `experts.0.*`, `experts.1.*`, …; and those tensors of `gate.*` or
+    `router.*` that have a row for each.
+
+    Attributes:
+        groups: G.
+        trunk: how the trunk is cut.
+        every: an expert group is sent every `every`·H inner steps; the trunk every H.
+        up, down: names of the experts' codecs; None: the method's.
+        outer: the experts' outer optimizer; None: the method's.
+        patterns: names of tensors whose rows are experts, as in `Named`, for models with other names; empty: as above.
+
+    Example: `DiLoCo(fragments=Experts(groups=4, every=4))`. Raises ConfigError when it finds no experts, experts of
+    unequal number, or fewer than groups.
+    """
+
+    groups: int
+    trunk: Fragmentation = LayersOrBalanced()
+    every: int = 1
+    up: str | None = None
+    down: str | None = None
+    outer: Outer | None = None
+    patterns: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        whole_number("Experts(groups=…)", self.groups, minimum=1)
+        whole_number("Experts(every=…), the experts' H as a multiple of the trunk's,", self.every, minimum=1)
+        trunk: Any = self.trunk
+        outer: Any = self.outer
+        trunk = FRAGMENTATIONS.read(trunk) if isinstance(trunk, Mapping) else trunk
+        outer = OUTER_OPTIMIZERS.read(outer) if isinstance(outer, Mapping) else outer
+        if not isinstance(trunk, Fragmentation) or isinstance(trunk, Experts):
+            raise ConfigError(f"Experts(trunk=…) must be another fragmentation, such as Whole(), not {trunk!r}.")
+        if not isinstance(outer, Outer | None):
+            raise ConfigError(f"Experts(outer=…) must be an outer optimizer, such as Nesterov(), not {outer!r}.")
+        object.__setattr__(self, "trunk", trunk)
+        object.__setattr__(self, "outer", outer)
+        for name in filter(None, (self.up, self.down)):
+            codec_from_name(name)
+        if isinstance(self.patterns, str) or not all(isinstance(each, str) for each in self.patterns):
+            raise ConfigError(f"Experts(patterns=…) is a list of names of tensors, not {self.patterns!r}.")
+        object.__setattr__(self, "patterns", tuple(self.patterns))
+
+    @staticmethod
+    def expert_of(spec: TensorSpec) -> int | None:
+        """The number of the expert that a tensor of a layout belongs to; None: the tensor is in the trunk."""
+        if spec.origin is not None:
+            return spec.origin.first
+        match = _LISTED_EXPERT.fullmatch(spec.name)
+        return int(match[2]) if match else None
+
+    def num_experts(self, specs: Iterable[TensorSpec]) -> int:
+        """E, given all trainable tensors, cut into `units`."""
+        return 1 + max((expert for spec in specs if (expert := self.expert_of(spec)) is not None), default=-1)
+
+    def units(self, specs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
+        sizes = self._named(specs) if self.patterns else _blocks_of_experts(specs)
+        if not sizes:
+            raise ConfigError(
+                f"Experts(groups={self.groups}) finds no experts among the model's tensors, such as {specs[0].name!r}"
+            )
+        for name, size in sizes.items():
+            if size != (most := max(sizes.values())):
+                raise ConfigError(
+                    f"Experts(groups={self.groups}) finds {size} experts in {name!r} and {most} elsewhere, not as many"
+                )
+        num_experts, units = next(iter(sizes.values())), list[TensorSpec]()
+        if self.groups > num_experts:
+            raise ConfigError(
+                f"Experts(groups={self.groups}) makes more groups than the {num_experts} experts of the model"
+            )
+        for spec in specs:
+            is_fused = (
+                spec.name in sizes if self.patterns else _fused_in(spec) in sizes and spec.shape[0] == num_experts
+            )
+            units += spec.rows() if is_fused else (spec,)
+        return tuple(units)
+
+    def _named(self, specs: Sequence[TensorSpec]) -> dict[str, int]:
+        """The number of rows of each tensor that `patterns` name."""
+        for pattern in self.patterns:
+            if not any(spec.shape and fnmatchcase(spec.name, pattern) for spec in specs):
+                raise ConfigError(f"Experts(groups={self.groups}) finds no tensor with rows of the name {pattern!r}")
+        return {s.name: s.shape[0] for s in specs if any(fnmatchcase(s.name, each) for each in self.patterns)}
+
+    def split(self, specs: Sequence[TensorSpec]) -> tuple[tuple[str, ...], ...]:
+        groups: list[list[str]] = [[] for _ in range(self.groups)]
+        num_experts = self.num_experts(specs)
+        for spec in specs:
+            if (expert := self.expert_of(spec)) is not None:
+                groups[expert * self.groups // num_experts].append(spec.name)
+        return (*map(tuple, groups), *self.trunk.split(self._trunk_of(specs)))
+
+    def _trunk_of(self, specs: Iterable[TensorSpec]) -> list[TensorSpec]:
+        return [spec for spec in specs if self.expert_of(spec) is None]
+
+    def resolved(self, specs: Sequence[TensorSpec]) -> Fragmentation:
+        return replace(self, trunk=self.trunk.resolved(self._trunk_of(specs)))
+
+    def own_answers(self, fragment: int) -> Mapping[str, Any]:
+        if fragment >= self.groups:
+            return {}
+        codecs = {"up": self.up, "down": self.down}
+        own: dict[str, Any] = {key: codec_from_name(name) for key, name in codecs.items() if name is not None}
+        return own if self.outer is None else {**own, "outer": self.outer}
+
+    def multiples(self, num_fragments: int) -> tuple[int, ...]:
+        return tuple(self.every if fragment < self.groups else 1 for fragment in range(num_fragments))
+
+
+FRAGMENTATIONS: Registry[Fragmentation] = Registry(
+    "fragmentation", Whole, ByLayer, Balanced, LayersOrBalanced, Named, Experts
+)
+
+_LISTED_EXPERT = re.compile(r"(?:(.*)\.)?experts\.(\d{1,9})\..+")
+_FUSED_EXPERTS = re.compile(r"(?:(.*)\.)?experts\.[^.]+")
+_ROUTER = re.compile(r"(?:(.*)\.)?(?:gate|router)\.[^.]+")
+
+
+def _blocks_of_experts(specs: Sequence[TensorSpec]) -> dict[str, int]:
+    """The number of experts of each block that has some, by the block's name."""
+    sizes: dict[str, int] = {}
+    for spec in specs:
+        if match := _LISTED_EXPERT.fullmatch(spec.name):
+            sizes[match[1] or ""] = max(sizes.get(match[1] or "", 0), int(match[2]) + 1)
+        elif len(spec.shape) > 1 and (match := _FUSED_EXPERTS.fullmatch(spec.name)):
+            sizes[match[1] or ""] = spec.shape[0]
+    return sizes
+
+
+def _fused_in(spec: TensorSpec) -> str | None:
+    """The block of experts that a tensor would be part of as a fused tensor or router; None: of none."""
+    match = spec.shape and (_FUSED_EXPERTS.fullmatch(spec.name) or _ROUTER.fullmatch(spec.name))
+    return (match[1] or "") if match else None
 
 
 _FIRST_NUMBER = re.compile(r"(?:(.*?)\.)??(\d{1,18})\.")  # bounded, as `int` is: names come from others too

@@ -1,5 +1,8 @@
 """The layout of a cut model: the fragment of each tensor, and its place in the fragment's flat fp32 vector.
 
+A tensor may be a **unit**: some rows of a parameter (its `origin`), with a name of its own, such as one expert of a
+fused tensor that holds all experts of a layer.
+
 Every learner and the syncer have the same layout, which they compare by its digest. The algorithm and the wire use flat
 vectors: `gather` copies a model's tensors into one, `scatter` gives views of one in the tensors' shapes, `digest`
 identifies its bits.
@@ -25,6 +28,20 @@ ROLES: tuple[Role, ...] = get_args(Role)
 
 
 @dataclass(frozen=True)
+class Origin:
+    """The rows of a parameter that make up a unit: the unit's rows are those from `first` on, along dimension 0.
+
+    Attributes:
+        parameter: its name, or that of a buffer.
+        num_rows: of the whole parameter.
+    """
+
+    parameter: str
+    first: int
+    num_rows: int
+
+
+@dataclass(frozen=True)
 class TensorSpec:
     """Name, shape and dtype ("float32", "bfloat16", …) of one tensor of a model, and its role.
 
@@ -32,12 +49,14 @@ class TensorSpec:
         role: in a fragment, "": a trained parameter; "averaged": training changes it without a gradient, and it becomes
             the mean of the learners' values; "variance": averaged, and never below 0. Beside the fragments, "": a
             static tensor, which training does not change; "local": each learner keeps its own value after joining.
+        origin: of a unit; None: the tensor is whole.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     role: Role = ""
+    origin: Origin | None = None
 
     @property
     def numel(self) -> int:
@@ -50,7 +69,16 @@ class TensorSpec:
         return self.role in ("averaged", "variance")
 
     def __str__(self) -> str:
-        return f"{self.shape} {self.dtype}{_ROLE_WORDS[self.role]}"
+        rows = "" if self.origin is None else f" from row {self.origin.first} of {self.origin.parameter!r}"
+        return f"{self.shape} {self.dtype}{_ROLE_WORDS[self.role]}{rows}"
+
+    def rows(self, size: int = 1) -> tuple["TensorSpec", ...]:
+        """This tensor cut along dimension 0 into units of `size` rows, named `name.0`, `name.1`, …"""
+        num_rows, rest = self.shape[0], self.shape[1:]
+        return tuple(
+            replace(self, name=f"{self.name}.{i}", shape=(size, *rest), origin=Origin(self.name, i * size, num_rows))
+            for i in range(num_rows // size)
+        )
 
 
 _ROLE_WORDS: Mapping[Role, str] = {
@@ -116,7 +144,8 @@ class Layout:
         static: tensors that the run stores and sends to every learner that joins.
         base: tensors that every learner loads itself.
 
-    Raises LayoutError when a fragment is empty or out of order, or a name occurs twice.
+    Raises LayoutError when a fragment is empty or out of order, a name occurs twice, or the units of a parameter are
+    not all of its rows.
     """
 
     fragments: tuple[Fragment, ...]
@@ -136,6 +165,23 @@ class Layout:
                 raise LayoutError(f"fragment {fragment.index} is at position {position}; number fragments from 0.")
             if fragment.numel == 0:
                 raise LayoutError(f"fragment {position} holds no elements; every fragment needs a trainable tensor.")
+        for parameter, units in self.units().items():
+            rows = [row for spec in units for row in range(_first_row(spec), _first_row(spec) + spec.shape[0])]
+            alike = {(spec.shape[1:], spec.dtype, spec.role, spec.origin and spec.origin.num_rows) for spec in units}
+            if (
+                parameter in seen
+                or len(alike) > 1
+                or rows != list(range(units[0].origin.num_rows if units[0].origin else 0))
+            ):
+                raise LayoutError(f"the units of {parameter!r} are not all of its rows, each once; cut it anew.")
+
+    def units(self) -> dict[str, list[TensorSpec]]:
+        """The units of each parameter that is cut into some, in the order of its rows."""
+        found: dict[str, list[TensorSpec]] = {}
+        for spec in (placement.spec for fragment in self.fragments for placement in fragment.tensors):
+            if spec.origin is not None:
+                found.setdefault(spec.origin.parameter, []).append(spec)
+        return {name: sorted(units, key=_first_row) for name, units in found.items()}
 
     @property
     def num_parameters(self) -> int:
@@ -213,6 +259,10 @@ class Layout:
         return entries | {each.spec.name: (each, f"base tensor {index}") for index, each in enumerate(self.base)}
 
 
+def _first_row(spec: TensorSpec) -> int:
+    return 0 if spec.origin is None else spec.origin.first
+
+
 def place(index: int, specs: Iterable[TensorSpec]) -> Fragment:
     """A fragment of `specs` in the given order, one after the other."""
     placements, offset = [], 0
@@ -237,7 +287,7 @@ def gather(fragment: Fragment, tensors: Mapping[str, Tensor], out: Tensor | None
     for spec in (placement.spec for placement in fragment.tensors):
         if spec.name not in tensors:
             raise LayoutError(f"tensor {spec.name!r} of fragment {fragment.index} is missing; pass all of its tensors.")
-        found = replace(spec_of(spec.name, tensors[spec.name]), role=spec.role)
+        found = replace(spec_of(spec.name, tensors[spec.name]), role=spec.role, origin=spec.origin)
         if found != spec:
             raise LayoutError(
                 f"tensor {spec.name!r} is {found}, and the layout has {spec}; bring the model into its dtype and shape "
@@ -267,12 +317,21 @@ def scatter(fragment: Fragment, flat: Tensor) -> dict[str, Tensor]:
 
 
 def named_tensors(layout: Layout, thetas: Iterable[Tensor]) -> dict[str, Tensor]:
-    """A model's tensors in their own dtypes, by name, from the flat fp32 vectors of its fragments."""
+    """A model's tensors in their own dtypes, by name, from the flat fp32 vectors of its fragments.
+
+    The units of a parameter are joined under the parameter's name.
+    """
     named: dict[str, Tensor] = {}
+    units: dict[str, dict[int, Tensor]] = {}
     for fragment, theta in zip(layout.fragments, thetas, strict=True):
-        dtypes = {placement.spec.name: placement.spec.dtype for placement in fragment.tensors}
-        named |= {name: value.to(getattr(torch, dtypes[name])) for name, value in scatter(fragment, theta).items()}
-    return named
+        views = scatter(fragment, theta)
+        for spec in (placement.spec for placement in fragment.tensors):
+            value = views[spec.name].to(getattr(torch, spec.dtype))
+            if spec.origin is None:
+                named[spec.name] = value
+            else:
+                units.setdefault(spec.origin.parameter, {})[spec.origin.first] = value
+    return named | {name: torch.cat([rows[first] for first in sorted(rows)]) for name, rows in units.items()}
 
 
 class Digest:
@@ -333,6 +392,9 @@ def _dtype_name(tensor: Tensor) -> str:
 
 
 def _spec_to_list(spec: TensorSpec) -> list[object]:
+    if spec.origin is not None:
+        origin = [spec.origin.parameter, spec.origin.first, spec.origin.num_rows]
+        return [spec.name, list(spec.shape), spec.dtype, spec.role, origin]
     return [spec.name, list(spec.shape), spec.dtype, *([spec.role] if spec.role else [])]
 
 
@@ -356,4 +418,16 @@ def _spec_from_list(entry: object) -> TensorSpec:
                 return TensorSpec(name, tuple(shape), dtype)
             if len(rest) == 1 and rest[0] and rest[0] in ROLES:
                 return TensorSpec(name, tuple(shape), dtype, rest[0])
-    raise LayoutError(f"a tensor in a layout is [name, shape, dtype] or [name, shape, dtype, role], not {entry!r}.")
+            if len(rest) == 2 and rest[0] in ROLES and (origin := _origin_from_list(rest[1], shape)) is not None:
+                return TensorSpec(name, tuple(shape), dtype, rest[0], origin)
+    raise LayoutError(
+        f"a tensor in a layout is [name, shape, dtype], [name, shape, dtype, role] or, for rows of a parameter, [name, "
+        f"shape, dtype, role, [parameter, first row, number of rows]], not {entry!r}."
+    )
+
+
+def _origin_from_list(entry: object, shape: list[int]) -> Origin | None:
+    match entry:
+        case [str(parameter), int(first), int(num_rows)] if shape and 0 <= first <= num_rows - shape[0]:
+            return Origin(parameter, first, num_rows)
+    return None

@@ -24,7 +24,7 @@ from typing import Any, Literal, get_args
 from diloco.core.adopt import ADOPTIONS, Adopt, Eager, Replace
 from diloco.core.choices import Choice, Registry, fraction, nearest, plain
 from diloco.core.codecs import FP32, Codec, codec_from_name
-from diloco.core.fragments import FRAGMENTATIONS, Fragmentation, Layout, Whole, cut_in_words
+from diloco.core.fragments import FRAGMENTATIONS, Experts, Fragmentation, Layout, Whole, cut_in_words
 from diloco.core.merges import MERGES, SCREENS, HeLoCo, Mean, Merge, Screen
 from diloco.core.outer import OUTER_OPTIMIZERS, SGD, DelayedNesterov, Outer
 from diloco.core.quorum import QUORUMS, AllLive, Quorum
@@ -130,17 +130,20 @@ class Method:
                 f"error_feedback has nothing to feed back with the lossless codec {self.up.name!r}; drop it or choose "
                 "a lossy one."
             )
-        num_offsets = 1 if self.offsets is None else len(self.offsets)
-        Schedule(self.sync_every, num_offsets, self.overlap, self.offsets)  # refuses impossible numbers
+        num_fragments = 1 if self.offsets is None else len(self.offsets)
+        self.schedule(num_fragments)  # refuses impossible numbers
         if self.exchanged != "outer gradients":
             self._require_plain_averaging()
         for wrong, why in self._contradictions():
             if wrong:
                 raise ConfigError(why)
+        self.for_fragment(0)
 
     def _contradictions(self) -> tuple[tuple[bool, str], ...]:
         """Pairs (whether an excluded combination of options is set, the error message)."""
         intervals = [self.sync_every] if isinstance(self.sync_every, int) else [every for _, every in self.sync_every]
+        has_experts, plain = isinstance(self.fragments, Experts), self.exchanged == "outer gradients"
+        own_outer = self.fragments.own_answers(0).get("outer", self.outer)
         return (
             *self.quorum.contradictions(self),
             (self.overlap > min(intervals) and self.outer_at == "syncer",
@@ -164,6 +167,14 @@ class Method:
             (self.weight != "uniform" and not self.merge.weighted,
              (f"{type(self.merge).__name__}() counts every learner the same; use weight='uniform' with it, not "
              f"{self.weight!r}.")),
+            (has_experts and (isinstance(self.adopt, Eager) or not plain),
+             (f"Experts() weighs each expert by its own tokens, which {self.name} cannot; use another cut, such as "
+              "Whole().")),
+            (has_experts and self.merge.weighted and not self.merge.weighs_tensors,
+             f"Experts() weighs each expert by its own tokens, which {self.merge} cannot; use Mean()."),
+            (own_outer.one_at_a_time != self.outer.one_at_a_time,
+             (f"outer={self.outer} and outer={own_outer} of Experts() differ in whether they take outer gradients one "
+              "at a time; use two that agree.")),
             (isinstance(self.merge, HeLoCo) and self.outer.momentum_of(self.outer.init(0)) is None,
              f"HeLoCo() corrects towards the outer momentum, and {self.outer} has none."),
         )  # fmt: skip
@@ -195,7 +206,21 @@ class Method:
         Raises:
             ConfigError: another number of offsets.
         """
-        return Schedule(self.sync_every, num_fragments, self.overlap, self.offsets)
+        return Schedule(
+            self.sync_every, num_fragments, self.overlap, self.offsets, self.fragments.multiples(num_fragments)
+        )
+
+    def for_fragment(self, fragment: int) -> Method:
+        """The method of one fragment: that of a group of experts has the codecs, the outer optimizer and the H of the
+        experts (`fragments.Experts`). `close` and `apply_update` take it; any other fragment has this method."""
+        own, k = self.fragments.own_answers(fragment), self.fragments.multiples(fragment + 1)[fragment]
+        if not own and k == 1:
+            return self
+        if own.get("up", self.up).lossless:
+            own = {**own, "error_feedback": 0.0}
+        every = self.sync_every
+        own_every = every * k if isinstance(every, int) else tuple((start, each * k) for start, each in every)
+        return replace(self, fragments=Whole(), sync_every=own_every, offsets=None, **own)
 
     def with_own_overlap(self, overlap: int) -> Method:
         """The method of a learner with its own overlap τ = `overlap`, independent of the other learners'.

@@ -26,6 +26,7 @@ algorithm 3; Asynchronous Local-SGD, arXiv 2401.09135, algorithm 2; Decoupled Di
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -40,7 +41,7 @@ from diloco.core.merges.screens import refused_by
 from diloco.core.method import Method
 from diloco.core.outer import State
 from diloco.core.quorum import AllLive
-from diloco.core.weights import merge_weights
+from diloco.core.weights import merge_weights, shares_of
 from diloco.errors import ConfigError
 
 Event = tuple[Any, ...]
@@ -102,6 +103,9 @@ class Model(Protocol):
     def trained(self, fragment: int) -> frozenset[int] | None:
         """Indices of the fragment's tensors that this learner trains; None: all."""
 
+    def routed(self, fragment: int) -> Sequence[int] | None:
+        """Of a group of experts, the tokens so far that were routed to the expert of each tensor; None: not counted."""
+
 
 class Version(NamedTuple):
     """A version of the global fragment.
@@ -124,6 +128,7 @@ class SentGradient(NamedTuple):
 
     Attributes:
         residual: the learner's error feedback before this encoding.
+        routed: by tensor, those of its tokens that were routed to the tensor's expert; empty: not counted.
     """
 
     payload: Tensor
@@ -131,6 +136,7 @@ class SentGradient(NamedTuple):
     tokens: int
     steps: int
     residual: Tensor | None
+    routed: tuple[int, ...] = ()
 
 
 @dataclass
@@ -143,6 +149,7 @@ class LearnerFragment:
             is measured from it, because the work before it is in flight already.
         version: of the anchor.
         tokens, steps: trained since the last send.
+        routed: by tensor, the tokens routed to its expert when `tokens` was last 0; empty: 0.
         in_flight: contributions that are not merged, oldest first.
         residual: e of error feedback.
         outer_state: of eager updates: the learner's own.
@@ -157,6 +164,7 @@ class LearnerFragment:
     version: int = 0
     tokens: int = 0
     steps: int = 0
+    routed: tuple[int, ...] = ()
     in_flight: list[SentGradient] = field(default_factory=list)
     residual: Tensor | None = None
     newest: Tensor | None = None
@@ -172,11 +180,13 @@ class Reference:
     """
 
     def __init__(self, method: Method, layout: Layout, models: Sequence[Model]) -> None:
-        self.method, self.models = method, models
+        self.models = models
         self.places = [fragment.tensors for fragment in layout.fragments]
+        self.methods = [method.for_fragment(p) for p in range(len(self.places))]
         thetas = [_flat(places, models[0].tensors()) for places in self.places]
-        self.versions = [[Version(theta, method.outer.init(theta.numel()))] for theta in thetas]
-        self.learners = [[LearnerFragment(theta, method.outer.init(theta.numel())) for theta in thetas] for _ in models]
+        states = [how.outer.init(theta.numel()) for how, theta in zip(self.methods, thetas, strict=True)]
+        self.versions = [[Version(theta, state)] for theta, state in zip(thetas, states, strict=True)]
+        self.learners = [list(map(LearnerFragment, thetas, states)) for _ in models]
         for model in models:
             for places, theta in zip(self.places, thetas, strict=True):
                 _write(places, model.tensors(), theta)
@@ -207,7 +217,7 @@ class Reference:
 
         The anchor is rounded to the dtypes of the model first, so that a learner that did not move sends zeros.
         """
-        method, model, own, places = self.method, self.models[m], self.learners[m][p], self.places[p]
+        method, model, own, places = self.methods[p], self.models[m], self.learners[m][p], self.places[p]
         if method.exchanged == "gradients":
             total = _flat(places, model.gradients())
         else:
@@ -217,7 +227,10 @@ class Reference:
         if own.residual is not None:
             total = total + own.residual * method.error_feedback
         payload = method.up.encode(total)
-        own.in_flight.append(SentGradient(payload, own.version, own.tokens, own.steps, own.residual))
+        routed = tuple(model.routed(p) or ())
+        since = tuple(map(operator.sub, routed, own.routed or (0,) * len(routed)))
+        own.in_flight.append(SentGradient(payload, own.version, own.tokens, own.steps, own.residual, since))
+        own.routed = routed
         own.newest, own.tokens, own.steps = method.up.decode(payload, total.numel()), 0, 0
         if method.error_feedback:
             own.residual = total - own.newest
@@ -225,14 +238,15 @@ class Reference:
     def _merge(self, p: int, senders: Sequence[int], scale: float) -> None:
         """Δ̄ = scale · merge({Δ_m, w_m}), and the next version. A learner whose contribution a screen refuses takes back
         its residual from before that contribution."""
-        method, places, last, round_ = self.method, self.places[p], self.versions[p][-1], len(self.versions[p]) - 1
+        method, places, last, round_ = self.methods[p], self.places[p], self.versions[p][-1], len(self.versions[p]) - 1
         taken = {m: [self.learners[m][p].in_flight.pop(0) for _ in range(senders.count(m))] for m in sorted({*senders})}
         tokens, steps = ([sum(getattr(c, of) for c in sent) for sent in taken.values()] for of in ("tokens", "steps"))
         ages = [max(round_ - c.base for c in sent) for sent in taken.values()]
         weights = merge_weights(method.weight, tokens, steps, ages)
+        shares = self._shares(p, taken, tokens)
         encoded = [
-            Encoded(f"{m:06d}", tuple(c.payload for c in sent), weight, age, self.models[m].trained(p))
-            for (m, sent), weight, age in zip(taken.items(), weights, ages, strict=True)
+            Encoded(f"{m:06d}", tuple(c.payload for c in sent), weight, age, self.models[m].trained(p), share)
+            for (m, sent), weight, age, share in zip(taken.items(), weights, ages, shares, strict=True)
         ]
         mean, momentum = torch.empty_like(last.theta), method.outer.momentum_of(last.outer_state)
         refused = refused_by(method.screen, method.up, encoded, places, mean.numel()) if method.screen else ()
@@ -245,13 +259,30 @@ class Reference:
             pass
         self.versions[p].append(_close(method, places, last, mean if scale == 1 else mean * scale))
 
+    def _shares(
+        self, p: int, taken: Mapping[int, Sequence[SentGradient]], tokens: Sequence[int]
+    ) -> Sequence[tuple[float, ...] | None]:
+        """By learner, the factor of its weight in the merge of each tensor; None: 1. Of an expert, it is the part of
+        the learner's tokens that were routed to it."""
+        if not all(c.routed for sent in taken.values() for c in sent):
+            return [None] * len(taken)
+        routed = [[sum(each) for each in zip(*(c.routed for c in sent), strict=True)] for sent in taken.values()]
+        trained = [self.models[m].trained(p) for m in taken]
+        return shares_of(tokens, routed, trained, [place.spec.is_averaged for place in self.places[p]])
+
     def _adopt(self, m: int, p: int, version: int) -> None:
         """θ ← adopt(θ, Θ), and the anchor becomes Θ. Where gradients are exchanged, each becomes the mean: g_m ← Θ."""
-        own, model, theta, how = self.learners[m][p], self.models[m], self.versions[p][version].theta, self.method.adopt
-        tensors = model.gradients() if self.method.exchanged == "gradients" else model.tensors()
+        own, model, theta, method = (
+            self.learners[m][p],
+            self.models[m],
+            self.versions[p][version].theta,
+            self.methods[p],
+        )
+        tensors, how = model.gradients() if method.exchanged == "gradients" else model.tensors(), method.adopt
         _write(self.places[p], tensors, theta, how, own.anchor if own.origin is None else own.origin)
         if not how.keeps_pending:
             own.tokens = own.steps = 0
+            own.routed = tuple(model.routed(p) or ())
         own.anchor, own.origin, own.version = theta, None, version
 
     def _step_eagerly(self, m: int, p: int, due: int | None, *, sent: bool) -> None:
@@ -267,7 +298,7 @@ class Reference:
             own.added.append(share)
             delta = share if delta is None else delta + share
         if delta is not None:
-            stepped, own.outer_state = _outer_step(self.method, places, own.outer_state, before, delta)
+            stepped, own.outer_state = _outer_step(self.methods[p], places, own.outer_state, before, delta)
             own.anchor = _floored(places, stepped)
         _write(places, self.models[m].tensors(), own.anchor, None if sent else adopt.KeepDisplacement(), before)
 

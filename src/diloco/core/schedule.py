@@ -13,6 +13,9 @@ torchft's convention, which counts to the application, is o_p = (p + 1)·H / P �
 At one boundary (after one inner step) sends come before applications: with τ = H a fragment's next outer gradient is
 measured before the answer to the previous one is applied.
 
+A fragment with the multiple k_p is synchronised once in k_p·H steps: every H above is then k_p·H, as for the experts of
+a mixture (`fragments.Experts`).
+
 An interval is H inner steps. H may change over a run: `sync_every = ((0, 30), (1000, 100))` synchronises every 30
 inner steps up to step 1000 and every 100 after it. Each of these pieces of the run counts its intervals from its own
 first step.
@@ -74,6 +77,7 @@ class Schedule:
             at once.
         offsets: as an argument, one integer in 0..H per fragment (0 means H); None: o_p as above. As an attribute, the
             resolved offsets of the first piece, in 1..H: the first inner step after which each fragment is sent.
+        multiples: k_p of each fragment; empty: 1.
 
     Raises:
         ConfigError: the numbers do not fit each other.
@@ -89,11 +93,13 @@ class Schedule:
     num_fragments: int
     overlap: int = 0
     offsets: Sequence[int] | None = None
+    multiples: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sync_every", sync_every_of(self.sync_every))
         whole_number("num_fragments", self.num_fragments, minimum=1)
         whole_number("overlap", self.overlap, minimum=0)
+        object.__setattr__(self, "multiples", tuple(self.multiples) or (1,) * self.num_fragments)
         if self.offsets is not None and len(self._pieces) > 1:
             raise ConfigError("offsets belong to one sync_every; drop them, or give sync_every one value.")
         for _, every in self._pieces:
@@ -116,9 +122,9 @@ class Schedule:
         """The number of whole intervals in an overlap."""
         return max(overlap // every for _, every in self._pieces)
 
-    def sync_every_at(self, step: int) -> int:
-        """H in the piece of inner step `step`."""
-        return self._pieces[self._piece(step)][1]
+    def sync_every_at(self, step: int, fragment: int | None = None) -> int:
+        """H in the piece of inner step `step`; with `fragment`, k_p·H."""
+        return self._pieces[self._piece(step)][1] * (1 if fragment is None else self.multiples[fragment])
 
     def sends(self, step: int) -> tuple[int, ...]:
         """The fragments sent after inner step `step` (1, 2, 3, …), in ascending order."""
@@ -126,7 +132,8 @@ class Schedule:
             return ()
         piece = self._piece(step)
         start, every = self._pieces[piece]
-        return tuple(p for p, offset in enumerate(self._resolved[piece]) if (step - start - offset) % every == 0)
+        own = zip(self._resolved[piece], self.multiples, strict=True)
+        return tuple(p for p, (offset, k) in enumerate(own) if (step - start - offset) % (k * every) == 0)
 
     def next_send(self, fragment: int, after: float) -> int:
         """The first inner step later than `after` after which the fragment is sent."""
@@ -134,7 +141,7 @@ class Schedule:
         while True:
             piece = self._piece(step)
             start, every = self._pieces[piece]
-            due = step + (start + self._resolved[piece][fragment] - step) % every
+            due = step + (start + self._resolved[piece][fragment] - step) % (every * self.multiples[fragment])
             if piece + 1 == len(self._pieces) or due <= self._pieces[piece + 1][0]:
                 return due
             step = self._pieces[piece + 1][0] + 1
@@ -149,15 +156,16 @@ class Schedule:
 
     def _resolved_offsets(self, every: int) -> tuple[int, ...]:
         if self.offsets is None:
-            return tuple((p + 1) * every // self.num_fragments or every for p in range(self.num_fragments))
+            own = [every * k for k in self.multiples]
+            return tuple((p + 1) * each // self.num_fragments or each for p, each in enumerate(own))
         if len(self.offsets) != self.num_fragments:
             raise ConfigError(
                 f"offsets={tuple(self.offsets)} needs one offset for each of the {self.num_fragments} fragments; give "
                 "them all, or none."
             )
-        for offset in self.offsets:
-            if type(offset) is not int or not 0 <= offset <= every:
-                raise ConfigError(f"offset {offset!r} must be a whole number from 0 to sync_every={every}.")
-        return tuple(offset or every for offset in self.offsets)
+        for offset, k in zip(self.offsets, self.multiples, strict=True):
+            if type(offset) is not int or not 0 <= offset <= every * k:
+                raise ConfigError(f"offset {offset!r} must be a whole number from 0 to sync_every={every * k}.")
+        return tuple(offset or every * k for offset, k in zip(self.offsets, self.multiples, strict=True))
 
     _resolved: ClassVar[tuple[tuple[int, ...], ...]]  # of each piece; ClassVar keeps it out of the fields

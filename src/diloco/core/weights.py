@@ -1,6 +1,6 @@
 """How much each learner's contribution counts in a merge."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from diloco.core.choices import nearest
 from diloco.errors import ConfigError
@@ -36,6 +36,32 @@ def merge_weights(kind: str, tokens: Sequence[int], steps: Sequence[int], stalen
     """The weights of a merge: `weights_of` its contributions, or 1 for each if all of these are 0 (no tokens)."""
     weights = weights_of(kind, tokens, steps, staleness)
     return weights if any(weights) else [1.0 for _ in weights]
+
+
+def shares_of(
+    tokens: Sequence[int], routed: Sequence[Sequence[int]], trained: Sequence[Collection[int] | None],
+    is_averaged: Sequence[bool],
+) -> list[tuple[float, ...]]:  # fmt: skip
+    """By learner and tensor, the factor of the learner's weight in the merge of that tensor, for experts of a mixture.
+
+    An expert is trained on the tokens that were routed to it: a learner of weight w and n tokens, r of them routed to
+    the expert, counts with w·r / n, so that weights by tokens become those by the expert's own tokens. The factor is 1
+    for averaged tensors, which tokens do not train, and for experts to which no learner routed a token.
+
+    Arguments:
+        tokens: of each learner.
+        routed: by learner and tensor, the tokens routed to the tensor's expert.
+        trained: by learner, indices of the tensors that it trains; None: all.
+        is_averaged: by tensor.
+    """
+    has_tokens = [
+        any(of[i] for of, own in zip(routed, trained, strict=True) if own is None or i in own)
+        for i in range(len(is_averaged))
+    ]
+    return [
+        tuple(of[i] / max(num, 1) if has_tokens[i] and not is_averaged[i] else 1.0 for i in range(len(is_averaged)))
+        for num, of in zip(tokens, routed, strict=True)
+    ]
 
 
 def _tokens_times_rate(tokens: int, steps: int) -> float:

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from diloco.core.layout import Placement
 from diloco.core.merges import Encoded
 from diloco.core.method import Method
 from diloco.core.weights import merge_weights
@@ -62,14 +63,14 @@ def require_no_syncer(method: Method) -> None:
 
 def merge_inputs(
     method: Method, contributions: Sequence[Contribution], payloads: Sequence[Tensor], round_: int,
-    tensors: range | None = None,
+    places: Sequence[Placement], tensors: range | None = None,
 ) -> list[Encoded]:  # fmt: skip
-    """One weighted input of the merge for each contribution. `tensors`: as in `encoded_of`."""
+    """One weighted input of the merge for each contribution. `places`, `tensors`: as in `encoded_of`."""
     weights = merge_weights(
         method.weight, [each.tokens for each in contributions], [each.steps for each in contributions],
         [round_ - each.base for each in contributions],
     )  # fmt: skip
-    return encoded_of(contributions, weights, payloads, round_, tensors)
+    return encoded_of(contributions, weights, payloads, round_, places, tensors)
 
 
 def require_same_digest(fragment: int, version: int, digests: Mapping[str, str]) -> None:

@@ -41,9 +41,9 @@ class ErrorFeedback:
     """
 
     def __init__(self, method: Method, num_fragments: int) -> None:
-        self._codec = method.up
-        self._decay = float(method.error_feedback)
-        self._keep = self._decay > 0
+        methods = [method.for_fragment(fragment) for fragment in range(num_fragments)]
+        self._codecs = [each.up for each in methods]
+        self._decays = [float(each.error_feedback) for each in methods]
         self._residuals: list[Tensor | None] = [None] * num_fragments
         # By fragment, in the order of `offered`. A merged one is kept until all earlier ones are merged or rejected.
         self._open: list[list[TentativeResidual]] = [[] for _ in range(num_fragments)]
@@ -52,7 +52,7 @@ class ErrorFeedback:
     def offered(self, fragment: int, number: int) -> TentativeResidual:
         """Register the contribution with this number. Its encoding takes the returned value (`encode`)."""
         tentative = TentativeResidual(fragment, number)
-        if self._keep:
+        if self._decays[fragment]:
             with self._lock:
                 self._open[fragment].append(tentative)
         return tentative
@@ -66,23 +66,24 @@ class ErrorFeedback:
         Returns:
             The payload, uint8 on the host.
         """
-        if not self._keep:
-            if isinstance(outer_gradient, DeviceDisplacement):
-                return outer_gradient.encode(self._codec)
-            return self._codec.encode(outer_gradient)
         fragment = tentative.fragment
+        codec, decay = self._codecs[fragment], self._decays[fragment]
+        if not decay:
+            if isinstance(outer_gradient, DeviceDisplacement):
+                return outer_gradient.encode(codec)
+            return codec.encode(outer_gradient)
         with self._lock:
             start = self._residuals[fragment]
         if isinstance(outer_gradient, DeviceDisplacement):
-            payload, after = outer_gradient.compress(self._codec, start, self._decay)
+            payload, after = outer_gradient.compress(codec, start, decay)
         else:
-            payload, after = compress(self._codec, outer_gradient, start, self._decay)
+            payload, after = compress(codec, outer_gradient, start, decay)
         with self._lock:
             if tentative.rolled_back:  # it was rejected before it was encoded
                 return payload
             before = self._residuals[fragment]
             tentative.before, tentative.encoded = before, True
-            self._residuals[fragment] = after if before is start else self._moved(after, start, before)
+            self._residuals[fragment] = after if before is start else _moved(after, start, before, decay)
         return payload
 
     def commit(self, fragment: int, number: int) -> None:
@@ -122,25 +123,18 @@ class ErrorFeedback:
         newest = self._residuals[fragment]
         if not encoded:
             return [], newest
-        residual, left = encoded[0].before, []
+        residual, left, decay = encoded[0].before, [], self._decays[fragment]
         for tentative, after in zip(encoded, [*(each.before for each in encoded[1:]), newest], strict=True):
             if tentative in removed:
                 continue
             left.append((tentative, residual))
-            residual = after if residual is tentative.before else self._moved(after, tentative.before, residual)
+            residual = after if residual is tentative.before else _moved(after, tentative.before, residual, decay)
         return left, residual
 
     def _forget_merged(self, fragment: int) -> None:
         chain = self._open[fragment]
         while chain and chain[0].merged:
             chain.pop(0)
-
-    def _moved(self, after: Tensor | None, start: Tensor | None, other_start: Tensor | None) -> Tensor:
-        """The residual after an encoding that began at `start`, had it begun at `other_start`; None is zeros."""
-        assert after is not None  # a contribution was encoded
-        if start is not None:
-            after = after.sub(start.mul(self._decay))
-        return after if other_start is None else after.add(other_start.mul(self._decay))
 
     def state_dict(self) -> dict[str, Any]:
         """The committed residuals, by fragment: a contribution in flight counts as not merged.
@@ -164,3 +158,11 @@ class ErrorFeedback:
                 for f in range(len(self._residuals))
             ]
             self._open = [[] for _ in self._residuals]
+
+
+def _moved(after: Tensor | None, start: Tensor | None, other_start: Tensor | None, decay: float) -> Tensor:
+    """The residual after an encoding that began at `start`, had it begun at `other_start`; None is zeros."""
+    assert after is not None  # a contribution was encoded
+    if start is not None:
+        after = after.sub(start.mul(decay))
+    return after if other_start is None else after.add(other_start.mul(decay))

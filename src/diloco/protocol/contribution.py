@@ -63,6 +63,8 @@ class Contribution:
         tensors: indices, in the fragment, of the tensors that this learner trains; None: all of them.
         units: of the run's data (`protocol.leases`), that its work is on; empty where data is not leased.
         overwritten: units whose work on this fragment adoption has overwritten since the previous contribution.
+        routed: of a fragment of experts, the tokens of its work that were routed to the expert of each of its tensors;
+            None: not counted.
     """
 
     learner: str
@@ -79,6 +81,7 @@ class Contribution:
     tensors: tuple[int, ...] | None = field(default=None, kw_only=True)
     units: Ranges = field(default=(), kw_only=True)
     overwritten: Ranges = field(default=(), kw_only=True)
+    routed: tuple[int, ...] | None = field(default=None, kw_only=True)
 
     @property
     def accounted(self) -> int:

@@ -404,9 +404,12 @@ class Driver(Generic[H, S, P]):
         validation.check_contribution(c, self.core.step, self.core.members[c.learner].tokens_per_step)
         self.state.model.held(c.fragment)
         fragment = self.state.model.layout.fragments[c.fragment]
-        validation.check_size(c, num_bytes, self._ports.jobs.contribution_bytes(fragment.numel), len(fragment.tensors))
-        is_here = c in self._checked_parts or self.core.accounting.is_known(c)
-        model_bytes = sum(self._ports.jobs.contribution_bytes(each.numel) for each in self.state.model.layout.fragments)
+        sizes = [
+            self._ports.jobs.contribution_bytes(index, each.numel)
+            for index, each in enumerate(self.state.model.layout.fragments)
+        ]
+        validation.check_size(c, num_bytes, sizes[c.fragment], len(fragment.tensors))
+        is_here, model_bytes = c in self._checked_parts or self.core.accounting.is_known(c), sum(sizes)
         try:
             return self._uploads.begin(c, num_bytes, span, model_bytes, is_here=is_here)
         except BusyError:
@@ -459,7 +462,7 @@ class Driver(Generic[H, S, P]):
             self._checked_parts.add(push.contribution)
         index = push.contribution.fragment
         num_elements = self.state.model.layout.fragments[index].numel
-        check = partial(self._ports.jobs.check, push.slot, num_elements)
+        check = partial(self._ports.jobs.check, push.slot, index, num_elements)
         self._ports.worker.submit("check", index, check, partial(self._checked, push, done))
 
     def _checked(self, push: Upload[S], done: Callable[[DilocoError | None], None], error: PayloadError | None) -> None:

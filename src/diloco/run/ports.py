@@ -208,11 +208,11 @@ S_contra = TypeVar("S_contra", contravariant=True)
 class JobsPort(Protocol[H, S_contra, P]):
     """Tensor work: `run.tensor_jobs.TensorJobs`, or its stand-in where there are no tensors."""
 
-    def contribution_bytes(self, num_elements: int) -> int:
-        """Bytes of a contribution to a fragment of this many elements."""
+    def contribution_bytes(self, fragment: int, num_elements: int) -> int:
+        """Bytes of a contribution to a fragment, of this many elements."""
 
-    def check(self, slot: S_contra, num_elements: int) -> PayloadError | None:
-        """The error in the payload of a contribution to a fragment of this many elements; None: it is valid."""
+    def check(self, slot: S_contra, fragment: int, num_elements: int) -> PayloadError | None:
+        """The error in the payload of a contribution to a fragment, of this many elements; None: it is valid."""
 
     def close(
         self, action: MergeRound, layout: Any, held: H, slots: Sequence[S_contra]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from torch import Tensor
 
 from diloco.core.global_fragment import GlobalFragment, close
-from diloco.core.layout import Layout
+from diloco.core.layout import Layout, Placement
 from diloco.core.merges import Encoded
 from diloco.core.method import Method
+from diloco.core.weights import shares_of
 from diloco.errors import ConfigError, PayloadError
 from diloco.protocol.actions import MergeRound
 from diloco.protocol.contribution import Contribution
@@ -43,22 +45,22 @@ class TensorJobs:
         self._in_place = in_place
         self._seconds = seconds or (lambda: 0.0)
 
-    def contribution_bytes(self, num_elements: int) -> int:
+    def contribution_bytes(self, fragment: int, num_elements: int) -> int:
         """As `ports.JobsPort`."""
-        return self._method.up.encoded_bytes(num_elements)
+        return self._method.for_fragment(fragment).up.encoded_bytes(num_elements)
 
     def initial(
         self, layout: Layout, thetas: Sequence[Tensor], static: bytes, *, learner: str, source: str, run_id: str,
         step: int = 0, tokens: int = 0, epoch: int = 1,
     ) -> InitialModel[GlobalFragment]:  # fmt: skip
         """The initial model of a run. `thetas`: fp32 [n] of each fragment."""
-        held = tuple(GlobalFragment.first(self._method, index, theta) for index, theta in enumerate(thetas))
+        held = tuple(GlobalFragment.first(self._method.for_fragment(f), f, theta) for f, theta in enumerate(thetas))
         return InitialModel(layout, held, static, learner, source, run_id, step, tokens, epoch)
 
-    def check(self, slot: TensorSlot, num_elements: int) -> PayloadError | None:
+    def check(self, slot: TensorSlot, fragment: int, num_elements: int) -> PayloadError | None:
         """The error in a payload; None: it is valid."""
         try:
-            self._method.up.check(slot.tensor, num_elements)
+            self._method.for_fragment(fragment).up.check(slot.tensor, num_elements)
         except PayloadError as error:
             return error
         return None
@@ -68,10 +70,12 @@ class TensorJobs:
     ) -> MergedRound[GlobalFragment, Tensor] | PayloadError:
         """The round's result, or the reason why there is no usable one."""
         began_s = self._seconds()
-        encoded = encoded_of(action.contributions, action.weights, [slot.tensor for slot in slots], action.round)
         places = layout.fragments[action.fragment].tensors
+        payloads = [slot.tensor for slot in slots]
+        encoded = encoded_of(action.contributions, action.weights, payloads, action.round, places)
+        method = self._method.for_fragment(action.fragment)
         try:
-            closed = close(self._method, held, encoded, places, action.scale, in_place=self._in_place)
+            closed = close(method, held, encoded, places, action.scale, in_place=self._in_place)
         except PayloadError as error:
             return error
         merge_s = self._seconds() - began_s
@@ -85,13 +89,14 @@ def encoded_of(
     weights: Sequence[float],
     payloads: Sequence[Tensor],
     round_: int,
+    places: Sequence[Placement],
     tensors: range | None = None,
 ) -> list[Encoded]:
     """What each learner brings: its contributions (next to each other, late before fresh) become one.
 
     `weights` has one entry per learner, `payloads` one per contribution; `round_` is the one they are merged in.
-    `tensors`: where the payloads are of a shard, the indices of its tensors in the fragment (`shard_of`). Raises
-    ConfigError when the numbers do not fit.
+    `places`: of the fragment, or of the shard that the payloads are of; `tensors`: the indices of the shard's tensors
+    in the fragment (`shard_of`). Raises ConfigError when the numbers do not fit.
     """
     learners = list(dict.fromkeys(contribution.learner for contribution in contributions))
     if len(weights) != len(learners) or len(payloads) != len(contributions):
@@ -115,4 +120,13 @@ def encoded_of(
                 None if None in trained else frozenset(indices),
             )
         )
-    return encoded
+    if any(each.routed is None for each in contributions if each.tensors != ()):
+        return encoded
+    here = tensors or range(len(places))
+    tokens = [sum(each.tokens for each in contributions if each.learner == learner) for learner in learners]
+    routed = [
+        [sum(each.routed[i] for each in contributions if each.learner == learner and each.routed) for i in here]
+        for learner in learners
+    ]
+    shares = shares_of(tokens, routed, [each.tensors for each in encoded], [p.spec.is_averaged for p in places])
+    return [replace(each, shares=own) for each, own in zip(encoded, shares, strict=True)]

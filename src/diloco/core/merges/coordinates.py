@@ -26,22 +26,24 @@ class CoordinateMerge(Merge):
         Arguments:
             values: fp32 [n], one vector per learner that trains the block and has a weight, in merge order; they may
                 be overwritten.
-            weights: of those learners, divided by the largest of the whole merge.
+            weights: of those learners, divided by the largest of the whole merge, or of the block if learners have
+                different weights from tensor to tensor.
             out: fp32 [n], written.
         """
 
     def merge_runs(self, decoder: Decoder, out: Tensor) -> Iterator[slice]:
         largest = max(each.weight for each in decoder.contributions)
         weights = [each.weight / largest for each in decoder.contributions]
-        stretches = [(each.elements, each.counting) for each in means_of(decoder.contributions, decoder.places)]
+        stretches = [(each.elements, each) for each in means_of(decoder.contributions, decoder.places)]
+        has_shares = any(each.shares is not None for each in decoder.contributions)
         for run, rows in decoder.shared_runs():
-            for part, counting in within(run, stretches):
+            for part, each in within(run, stretches):
                 merged = out[run][part]
-                if not counting:
+                if not each.counting:
                     merged.zero_()
                     continue
-                values = [rows[index][part].split(BLOCK_ELEMENTS) for index in counting]
-                own_weights = [weights[index] for index in counting]
+                values = [rows[index][part].split(BLOCK_ELEMENTS) for index in each.counting]
+                own_weights = [each.factors[index] if has_shares else weights[index] for index in each.counting]
                 for block, *own in zip(merged.split(BLOCK_ELEMENTS), *values, strict=True):
                     self.combine(own, own_weights, block)
             yield run

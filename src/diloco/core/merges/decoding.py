@@ -38,6 +38,8 @@ class Encoded:
         weight: finite, not negative.
         staleness: versions between the oldest base of its outer gradients and the round.
         tensors: indices into the merge's `places` of the tensors that this learner trains; None: all of them.
+        shares: by tensor of `places`, the factor of the weight in the merge of that tensor (`weights.shares_of`);
+            None: 1 for all.
     """
 
     learner: str
@@ -45,6 +47,7 @@ class Encoded:
     weight: float
     staleness: int = 0
     tensors: frozenset[int] | None = None
+    shares: tuple[float, ...] | None = None
 
     @property
     def counts(self) -> bool:
@@ -54,6 +57,10 @@ class Encoded:
     def trains(self, index: int) -> bool:
         """Whether the learner trains the tensor of this index in the merge's `places`."""
         return self.tensors is None or index in self.tensors
+
+    def weight_of(self, index: int) -> float:
+        """The weight in the merge of the tensor of this index."""
+        return self.weight if self.shares is None else self.weight * self.shares[index]
 
 
 def shard_of(places: Sequence[Placement], elements: slice) -> tuple[tuple[Placement, ...], range]:

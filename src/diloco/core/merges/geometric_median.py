@@ -23,6 +23,7 @@ class GeometricMedian(LinearMerge[Sequence[Matrix]]):
     """
 
     elementwise: ClassVar[bool] = False
+    weighs_tensors: ClassVar[bool] = False
 
     iterations: int = 8
 

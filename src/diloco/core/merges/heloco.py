@@ -20,7 +20,7 @@ from diloco.core.choices import fraction
 from diloco.core.merges.decoding import Decoder
 from diloco.core.merges.linear import LinearMerge
 from diloco.core.merges.measures import Measured, measure_tensors, norm
-from diloco.core.merges.weighted_sum import WeightedSum
+from diloco.core.merges.weighted_sum import WeightedSum, weights_at
 from diloco.errors import ConfigError
 
 
@@ -61,7 +61,8 @@ class HeLoCo(LinearMerge[Angles]):
         return Angles(norms, measure_tensors(decoder, corrected, decoder.momentum))
 
     def coefficients(self, decoder: Decoder, measured: Angles) -> list[WeightedSum]:
-        largest = max(each.weight for each in decoder.contributions)
+        contributions = decoder.contributions
+        largest = max(each.weight for each in contributions)
         sums = []
         for index, place in enumerate(decoder.places):
             factors, towards, total = {}, {}, 0.0
@@ -69,8 +70,8 @@ class HeLoCo(LinearMerge[Angles]):
                 own, along = 1.0, 0.0
                 if found := measured.measured.get((index, i)):
                     own, along = self._corrected(found, measured.momentum_norms[index])
-                share = decoder.contributions[i].weight / largest
-                damped = share / (1 + self.damping * decoder.contributions[i].staleness)
+                share = contributions[i].weight_of(index) / largest
+                damped = share / (1 + self.damping * contributions[i].staleness)
                 factors[i] = own * damped
                 if along:
                     towards[i] = along * damped
@@ -79,7 +80,7 @@ class HeLoCo(LinearMerge[Angles]):
         return sums
 
     def _counting(self, decoder: Decoder, index: int) -> list[int]:
-        return [i for i, each in enumerate(decoder.contributions) if each.weight > 0 and each.trains(index)]
+        return [i for i, weight in weights_at(decoder.contributions, index).items() if weight > 0]
 
     def _corrected(self, v: Measured, m_norm: float) -> tuple[float, float]:
         """a, b of the corrected outer gradient a·v + b·m."""

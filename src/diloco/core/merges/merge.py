@@ -29,6 +29,9 @@ class Merge(Choice):
     weighted: ClassVar[bool] = True
     """False: weights do not count, except that weight 0 leaves a learner out."""
 
+    weighs_tensors: ClassVar[bool] = True
+    """False: a weighted merge in which a learner has one weight for all of its tensors."""
+
     @abstractmethod
     def merge_runs(self, decoder: Decoder, out: Tensor) -> Iterator[slice]:
         """Write the merged outer gradient to `out`, fp32 [decoder.num_elements].

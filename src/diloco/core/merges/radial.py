@@ -15,7 +15,7 @@ from typing import ClassVar
 from diloco.core.merges.decoding import Decoder
 from diloco.core.merges.linear import LinearMerge
 from diloco.core.merges.measures import Measured, measure_tensors
-from diloco.core.merges.weighted_sum import WeightedSum, mean_of
+from diloco.core.merges.weighted_sum import WeightedSum, mean_of, weights_at
 
 CANCELLED = 1e-3
 """Directions cancel if their mean is shorter than this."""
@@ -52,15 +52,15 @@ class RadialDirectional(LinearMerge[Norms]):
             learners = directed.get(index, [])
             norms = {i: measured[index, i].norm for i in learners}
             if not any(norms.values()):
-                trained_by = [i for i, each in enumerate(contributions) if each.trains(index)]
-                sums.append(mean_of(contributions, trained_by, place.elements))
+                sums.append(mean_of(weights_at(contributions, index), place.elements))
                 continue
-            total = math.fsum(contributions[i].weight for i in learners)
+            weights = {i: contributions[i].weight_of(index) for i in learners}
+            total = math.fsum(weights.values())
             sums.append(
                 WeightedSum(
                     place.elements,
-                    {i: contributions[i].weight / length for i, length in norms.items() if length},
-                    length=math.fsum(contributions[i].weight * length for i, length in norms.items()) / total,
+                    {i: weights[i] / length for i, length in norms.items() if length},
+                    length=math.fsum(weights[i] * length for i, length in norms.items()) / total,
                     shortest=CANCELLED * total,
                 )
             )
@@ -70,7 +70,7 @@ class RadialDirectional(LinearMerge[Norms]):
         """The tensors that are merged by direction, with the contributions that count for them."""
         directed = {}
         for index, place in enumerate(decoder.places):
-            learners = [i for i, each in enumerate(decoder.contributions) if each.weight > 0 and each.trains(index)]
+            learners = [i for i, weight in weights_at(decoder.contributions, index).items() if weight > 0]
             if place.spec.is_averaged:  # the merge of statistics is their mean, and not a longer vector
                 continue
             if len(learners) > 1 and not any(fnmatchcase(place.spec.name, pattern) for pattern in self.averaged):

@@ -38,25 +38,30 @@ class WeightedSum:
         return int(self.elements.stop - self.elements.start)
 
 
-def mean_of(contributions: Sequence[Encoded], trained_by: Sequence[int], elements: slice) -> WeightedSum:
-    """The weighted mean over the contributions that train these elements.
+def weights_at(contributions: Sequence[Encoded], index: int) -> dict[int, float]:
+    """The weights with which a tensor is merged, by contribution, of those that train it."""
+    return {i: each.weight_of(index) for i, each in enumerate(contributions) if each.trains(index)}
+
+
+def mean_of(weights: Mapping[int, float], elements: slice) -> WeightedSum:
+    """The weighted mean of these elements.
 
     Weights are divided by the largest, so equal ones are exactly 1. If all weights are 0, the sum has no factors.
     """
-    largest = max((contributions[i].weight for i in trained_by), default=0.0)
+    largest = max(weights.values(), default=0.0)
     if largest == 0:
         return WeightedSum(elements, {})
-    shares = {i: contributions[i].weight / largest for i in trained_by}
+    shares = {i: weight / largest for i, weight in weights.items()}
     return WeightedSum(elements, shares, math.fsum(shares.values()))
 
 
 def means_of(contributions: Sequence[Encoded], places: Sequence[Placement]) -> list[WeightedSum]:
-    """The weighted mean, for each stretch of neighbouring tensors that the same learners train."""
-    stretches: list[tuple[list[int], slice]] = []
+    """The weighted mean, for each stretch of neighbouring tensors that the same learners train with equal weights."""
+    stretches: list[tuple[dict[int, float], slice]] = []
     for index, place in enumerate(places):
-        trained_by = [i for i, each in enumerate(contributions) if each.trains(index)]
-        if stretches and stretches[-1][0] == trained_by:
-            stretches[-1] = trained_by, slice(stretches[-1][1].start, place.elements.stop)
+        weights = weights_at(contributions, index)
+        if stretches and stretches[-1][0] == weights:
+            stretches[-1] = weights, slice(stretches[-1][1].start, place.elements.stop)
         else:
-            stretches.append((trained_by, place.elements))
-    return [mean_of(contributions, trained_by, elements) for trained_by, elements in stretches]
+            stretches.append((weights, place.elements))
+    return [mean_of(weights, elements) for weights, elements in stretches]

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from diloco.core.global_fragment import apply_update, close
 from diloco.core.method import Method
-from diloco.core.shards import Shards
 from diloco.core.update import Update
 from diloco.errors import DilocoError
 from diloco.exchange.base import Arrived, Event
@@ -53,18 +52,18 @@ class ShardedRounds:
             DigestError: the ranks have different bits.
             DilocoError: the error of any rank, raised on all ranks.
         """
-        held = self._fragments[c.fragment]
+        held, method = self._fragments[c.fragment], self._method.for_fragment(c.fragment)
         place = f"of fragment {c.fragment} in round {c.round}"
         encoded, error = attempt(payload)
         contributions = self._greet(c, held, place, error)
-        parts = self._scatter(held.shards, encoded, f"the contribution {place}")
-        mine = merge_inputs(self._method, contributions, parts, c.round, held.tensors)
-        closed, error = attempt(lambda: close(self._method, held.own, mine, held.places))
+        parts = self._scatter(held.shards.sizes_bytes(method.up), encoded, f"the contribution {place}")
+        mine = merge_inputs(self._method, contributions, parts, c.round, held.places, held.tensors)
+        closed, error = attempt(lambda: close(method, held.own, mine, held.places))
         outcome = {"refused": [] if closed is None else list(closed.refused)}
         outcomes = agree(self._group, self._num_bytes, f"the merge {place}", outcome, error)
         refused = {learner for frame in outcomes for learner in frame["refused"]}
-        answer = self._gather(held.shards, closed.payload, f"the merge {place}")
-        advanced = apply_update(self._method, held.whole, closed.update, answer, held.all_places, verify=False)
+        answer = self._gather(held.shards.sizes_bytes(method.down), closed.payload, f"the merge {place}")
+        advanced = apply_update(method, held.whole, closed.update, answer, held.all_places, verify=False)
         update = replace(_without(closed.update, refused), digest=advanced.held.digest)
         results = agree(self._group, self._num_bytes, f"the result {place}", {"digest": update.digest})
         require_same_digest(c.fragment, update.version, _digests(results))
@@ -100,17 +99,15 @@ class ShardedRounds:
         self._num_bytes["control"] += sizes[self._group.rank] * (self._group.size - 2) + sum(sizes)
         return [None if each is None else tuple(each) for each in trained]
 
-    def _scatter(self, shards: Shards, payload: Tensor, what: str) -> list[Tensor]:
-        """Send part r of the payload to rank r; return the parts of this rank's shard from all ranks."""
-        sizes = shards.sizes_bytes(self._method.up)
+    def _scatter(self, sizes: Sequence[int], payload: Tensor, what: str) -> list[Tensor]:
+        """Send part r of the payload, of size r, to rank r; return the parts of this rank's shard from all ranks."""
         own_bytes = sizes[self._group.rank]
         received = self._group.all_to_all(payload, sizes, [own_bytes] * self._group.size, what)
         self._num_bytes["contributions"] += sum(sizes) - own_bytes + own_bytes * (self._group.size - 1)
         return split(received, [own_bytes] * self._group.size)
 
-    def _gather(self, shards: Shards, part: Tensor, what: str) -> Tensor:
-        """The whole answer, joined from every rank's part."""
-        sizes = shards.sizes_bytes(self._method.down)
+    def _gather(self, sizes: Sequence[int], part: Tensor, what: str) -> Tensor:
+        """The whole answer, joined from every rank's part, of these sizes."""
         joined = self._group.gather(part, sizes, what)
         self._num_bytes["updates"] += part.numel() * (self._group.size - 1) + sum(sizes) - part.numel()
         return joined

@@ -51,7 +51,7 @@ def first_held(method: Method, fragment: Fragment, theta: Tensor, shards: Shards
     """The state of `rank` for a fragment at version 0, `theta`. `shards`: of the fragment, unless one rank owns it."""
     if method.needs_whole_fragments:
         shards = replace(shards, owner=fragment.index % shards.num_shards)
-    elements = shards.elements(rank)
+    elements, method = shards.elements(rank), method.for_fragment(fragment.index)
     whole = GlobalFragment.first(method, fragment.index, theta)
     if method.outer_at == "syncer":
         whole = replace(whole, outer_state={})

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from diloco.core.codecs import Codec
 from diloco.core.fragments import Layout
 from diloco.core.method import Method
 from diloco.core.shards import Shards, even_shards
@@ -90,7 +89,7 @@ class Ranks(Exchange):
             self._sharded.divide(CommandLanes(*map(CommandLane, self._background)))
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="diloco-ranks")
         self._shards: tuple[Shards, ...] = ()
-        self._codec: Codec
+        self._method: Method
         self._events: list[Event] = []
         self._failure: DilocoError | None = None
         self._message = Message()  # the events, as the next poll broadcasts them
@@ -139,7 +138,7 @@ class Ranks(Exchange):
         self, layout: Layout, method: Method, initial: Callable[[], FlatModel], *, overlap: int | None = None
     ) -> StartingState:
         self._shards = even_shards((fragment.numel for fragment in layout.fragments), self.group.size)
-        self._codec = method.up
+        self._method = method
 
         def whole() -> FlatModel:
             self.group.sum([_WANTS_SHARDS], "the run's model")
@@ -212,7 +211,7 @@ class Ranks(Exchange):
         for frame in group.gather_frames({"error": error_values(error, TEXT_CHARACTERS)}, what):
             if frame["error"] is not None:
                 raise error_of(*frame["error"]) from error
-        return group.collect(part, self._shards[c.fragment].sizes_bytes(self._codec), what)
+        return group.collect(part, self._shards[c.fragment].sizes_bytes(self._method.for_fragment(c.fragment).up), what)
 
     def poll(self) -> Sequence[Event]:
         interrupted: list[Event] = []

@@ -250,7 +250,11 @@ def divided(layout: Layout, method: Method, lanes: CommandLanes) -> tuple[list[t
     of a version that it fetches."""
     rank = lanes.group.rank
     shards = even_shards((fragment.numel for fragment in layout.fragments), lanes.group.size)
-    spans = [(each.payload_span(method.up, rank), method.up.encoded_bytes(each.num_elements)) for each in shards]
+    codecs = [method.for_fragment(index).up for index in range(len(shards))]
+    spans = [
+        (each.payload_span(codec, rank), codec.encoded_bytes(each.num_elements))
+        for each, codec in zip(shards, codecs, strict=True)
+    ]
     return spans, [each.segments(rank) for each in shards]
 
 

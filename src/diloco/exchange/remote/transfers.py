@@ -221,7 +221,8 @@ class Receiver:
                     f"the syncer sent a change to fragment {fragment.index}, of which this learner has no version; "
                     "fetch the whole fragment."
                 )
-            advanced = apply_update(self._method, held, update, tensor_of(buffer), places, verify=not is_shard)
+            method = self._method.for_fragment(update.fragment)
+            advanced = apply_update(method, held, update, tensor_of(buffer), places, verify=not is_shard)
         return FetchResult(lineage, update, verdicts, advanced, {})
 
     def _pull(self, channel: str, request: pb.PullRequest) -> tuple[pb.PullHeader, memoryview]:

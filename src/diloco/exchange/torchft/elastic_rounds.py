@@ -165,13 +165,14 @@ class ElasticRounds:
     ) -> None:
         """Send all contributions to all members; each computes the same merge, and the digests are compared."""
         held, place = self._copy.fragments[fragment], f"round {round_} of fragment {fragment}"
-        num_bytes = self._method.up.encoded_bytes(held.theta.numel())
+        method, places = self._method.for_fragment(fragment), self._layout.fragments[fragment].tensors
+        num_bytes = method.up.encoded_bytes(held.theta.numel())
         sizes = [0 if frame["wants"] is None else num_bytes for frame in frames]
         parts = split(group.gather(encoded, sizes, place), sizes)
         self._num_bytes["contributions"] += sum(sizes) + encoded.numel() * (len(sizes) - 2)
         contributions, payloads = _contributions(fragment, round_, frames, parts)
-        inputs = merge_inputs(self._method, contributions, payloads, round_)
-        closed = close(self._method, held, inputs, self._layout.fragments[fragment].tensors)
+        inputs = merge_inputs(self._method, contributions, payloads, round_, places)
+        closed = close(method, held, inputs, places)
         update = closed.update
         results = group.gather_frames({"digest": closed.held.digest}, f"the result of {place}")
         require_same_digest(
@@ -182,7 +183,7 @@ class ElasticRounds:
         before = self._copy.results.get(fragment)
         merged = {} if before is None else dict(before.merged_rounds)
         merged |= dict.fromkeys(update.contributors, round_)
-        mean = published_mean(self._method, closed.payload, held.theta.numel())
+        mean = published_mean(method, closed.payload, held.theta.numel())
         self._copy.fragments[fragment] = closed.held
         self._copy.results[fragment] = RoundResult(update, merged, closed.refused, mean)
 

@@ -54,7 +54,8 @@ class Copy:
         """Start from this member's own model, as version −1: older than any version of the run."""
         self.static = model.static
         self.fragments = [
-            GlobalFragment.first(method, f, theta.contiguous(), version=-1) for f, theta in enumerate(model.fragments)
+            GlobalFragment.first(method.for_fragment(f), f, theta.contiguous(), version=-1)
+            for f, theta in enumerate(model.fragments)
         ]
 
     @property

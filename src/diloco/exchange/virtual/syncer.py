@@ -134,7 +134,11 @@ class Replicas:
         key = held.version, held.digest, update.version, update.digest
         if key not in results:
             results[key] = apply_update(
-                self._method, held, update, payload, self._layout.fragments[update.fragment].tensors
+                self._method.for_fragment(update.fragment),
+                held,
+                update,
+                payload,
+                self._layout.fragments[update.fragment].tensors,
             )
             if len(results) > KEPT_RESULTS:
                 results.popitem(last=False)

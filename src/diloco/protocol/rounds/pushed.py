@@ -132,7 +132,9 @@ class PushedLearner(LearnerRounds):
         return None if is_late or late.is_answered(work) else work.version
 
     def sent(self, fragment: int, step: int, sync_every: int | None) -> None:
-        self._push_every[fragment] = sync_every or self._rules.schedule.sync_every_at(step + 1)
+        schedule = self._rules.schedule
+        every = sync_every and sync_every * schedule.multiples[fragment]
+        self._push_every[fragment] = every or schedule.sync_every_at(step + 1, fragment)
         self._push_at[fragment] = step + self._push_every[fragment]
         self._answered[fragment] = False
 

@@ -101,7 +101,7 @@ class ReadPayloads:
         """As `replay_ports.KeptPayloads`. Raises CorruptPayloadError if its digest differs."""
         name = fragment_name(index, version, digest)
         if (data := self._read(name)) is not None:
-            held = GlobalFragment.first(method, index, _tensor_of(data, torch.float32), version)
+            held = GlobalFragment.first(method.for_fragment(index), index, _tensor_of(data, torch.float32), version)
         elif (data := self._read(name + _STATE)) is not None:
             tensors = load(bytes(data))
             outer = {key.removeprefix(_OUTER): value for key, value in tensors.items() if key.startswith(_OUTER)}

@@ -431,11 +431,11 @@ class RecordedJobs(Generic[H, S, P]):
     def __init__(self, recorder: Recorder[S], jobs: JobsPort[H, S, P]) -> None:
         self._recorder, self._jobs = recorder, jobs
 
-    def contribution_bytes(self, num_elements: int) -> int:
-        return self._jobs.contribution_bytes(num_elements)
+    def contribution_bytes(self, fragment: int, num_elements: int) -> int:
+        return self._jobs.contribution_bytes(fragment, num_elements)
 
-    def check(self, slot: S, num_elements: int) -> PayloadError | None:
-        error = self._jobs.check(slot, num_elements)
+    def check(self, slot: S, fragment: int, num_elements: int) -> PayloadError | None:
+        error = self._jobs.check(slot, fragment, num_elements)
         NOTES.get().update(self._recorder.payloads.check(slot, is_usable=error is None))
         return error
 

@@ -185,14 +185,14 @@ class PastJobs:
         self._past, self._real, self._kept, self._fragment = past, formats.jobs(method), formats.payloads, fragment
         self.is_equal = False
 
-    def contribution_bytes(self, num_elements: int) -> int:
-        return self._real.contribution_bytes(num_elements)
+    def contribution_bytes(self, fragment: int, num_elements: int) -> int:
+        return self._real.contribution_bytes(fragment, num_elements)
 
-    def check(self, slot: MemorySlot, num_elements: int) -> PayloadError | None:
+    def check(self, slot: MemorySlot, fragment: int, num_elements: int) -> PayloadError | None:
         digest = self._past.entry["x"].get("payload")
         slot.payload = None if self._kept is None or digest is None else self._kept.contribution(digest)
         if slot.payload is not None:
-            return self._as_worded(self._real.check(slot, num_elements))
+            return self._as_worded(self._real.check(slot, fragment, num_elements))
         error = self._past.found
         assert error is None or isinstance(error, PayloadError)
         return error

@@ -337,7 +337,8 @@ class Service:
         elif update.lossless:
             payload = bytes_of(fetched.payload.view(torch.float32)[elements])
         else:
-            payload = bytes_of(fetched.payload[segments.payload_span(self._driver.method.down, num_elements)])
+            codec = self._driver.method.for_fragment(update.fragment).down
+            payload = bytes_of(fetched.payload[segments.payload_span(codec, num_elements)])
         if fetched.payload is None and held.outer_state and self._driver.method.outer_at == "learners":
             state = {name: each[elements].clone() if each.dim() else each for name, each in held.outer_state.items()}
             outer = memoryview(save(state))
