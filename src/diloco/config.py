@@ -165,6 +165,8 @@ class TrainTable(Table):
     )  # sequences per step of this learner; default: global_batch / learners
     trains: tuple[str, ...] = ()  # name patterns of the tensors that this learner trains; none: all
     overlap: int | None = Field(default=None, ge=0)  # overlap in inner steps of this learner; default: the method's
+    # ranks of this learner that share the experts of a mixture, over which the rest is sharded; default: no sharding
+    expert_parallel: int | None = Field(default=None, ge=2)
     accumulate: int = Field(default=1, gt=0)  # micro-batches per step
     rewarm_steps: int = Field(default=5, ge=0)  # warmup of the lr for a joiner without a checkpoint
     # step of a router's balancing bias (DeepSeek-V3), at each inner step; default: 0.001; 0: it stays

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from diloco.config import TrainTable
 from diloco.core.names import unwrapped
 from diloco.errors import ConfigError
+from diloco.training.expert_parallel import clip_gradients
 from diloco.training.held_out import next_token_loss
 from diloco.training.mixture import auxiliary_loss
 from diloco.training.rank_group import synchronised
@@ -94,8 +96,8 @@ class InnerStep:
 
     @contextmanager
     def _without_excluded(self) -> Iterator[None]:
-        """Compute no gradients of excluded parameters; under DDP drop these gradients afterwards."""
-        frozen = () if isinstance(self._model, DistributedDataParallel) else self._excluded
+        """Compute no gradients of excluded parameters; under DDP and FSDP2 drop these gradients afterwards."""
+        frozen = () if isinstance(self._model, DistributedDataParallel | FSDPModule) else self._excluded
         for parameter in frozen:
             parameter.requires_grad_(False)
         try:
@@ -112,7 +114,7 @@ class InnerStep:
 
         def clip(*_: object) -> None:
             torch.set_flush_denormal(self._flush)
-            norms.append(nn.utils.clip_grad_norm_(self._parameters, self._clip))
+            norms.append(clip_gradients(self._parameters, self._clip))
 
         hook = self._optimizer.register_step_pre_hook(clip)
         try:

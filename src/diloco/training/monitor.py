@@ -10,7 +10,7 @@ from diloco.config import RunConfig
 from diloco.event_log import EventLog
 from diloco.tracking.feed import Feed
 from diloco.tracking.values import Point, learner_values, trainer_point
-from diloco.training.held_out import HeldOutEvaluator
+from diloco.training.held_out import HeldOutEvaluator, global_values
 from diloco.training.inner import StepResult
 from diloco.training.learners import AnyLearner
 from diloco.training.progress import ProgressDisplay, StepStatus
@@ -117,8 +117,8 @@ class Monitor:
         loss, sample = None, ""
         if evaluates:
             loss = self._evaluate()
-            state = training.learner.global_state_dict()  # on every rank: all have a part in it
-            sample = self._evaluator.sample(state) if self._ranks.is_first else ""
+            with global_values(training.model, training.learner, self._ranks) as state:
+                sample = "" if state is None else self._evaluator.sample(state)
         step, tokens = training.step, training.tokens
         if sample:
             self.append(ev.Sampled(step=step, prompt=self._config.evaluate.prompt, text=sample))
@@ -192,8 +192,9 @@ class Monitor:
         loss = self._evaluator.known(learner)
         if loss is not None:
             return loss
-        state = learner.global_state_dict()  # on every rank: all have a part in it
-        loss = self._ranks.from_first(self._evaluator.loss(state) if self._ranks.is_first else 0.0)
+        with global_values(self._training.model, learner, self._ranks) as state:
+            own = 0.0 if state is None else self._evaluator.loss(state)
+        loss = self._ranks.from_first(own)
         self._evaluator.remember(learner, loss)
         learner.log(held_out_loss=loss)
         self.append(

@@ -88,7 +88,7 @@ class TrainingState:
         model: nn.Module = build_model(config.model, corpus.vocab_size, length, config.run.seed)
         self.model = model.to(device)
         self.model.train()
-        self._trained = ranks.wrap(self.model)
+        self._trained = ranks.wrap(self.model, config.train.expert_parallel)
         self.optimizer = make_optimizer(self.model, config)
         self.mixture = Mixture(self.model, ranks, config.train.bias_speed)
         self._inner = InnerStep(self._trained, self.optimizer, config.train, device)
@@ -178,7 +178,8 @@ class TrainingState:
 
     def state(self, *, warming_up: bool) -> dict[str, Any]:
         """The state that `load` and `start_from` restore, complete on the first rank. Every rank must call it."""
-        learner = self.learner.state_dict()  # before the model: it may wait for answers
+        # Before the model: it may wait for answers. Several ranks have a syncer, and the state of one process.
+        learner = self.learner.state_dict(whole=self._ranks.size > 1)
         layout, model = self.learner.layout, self.model.state_dict()
         if layout is not None:  # the learner's state has the trained tensors
             model = {spec.name: model[spec.name] for spec in layout.static}
@@ -188,20 +189,13 @@ class TrainingState:
             "run_tokens": self.warm_start_tokens(self.step) if warming_up else self.run_tokens,
             "budget": self._run_tokens.state_dict(),
             "layout": None if layout is None else layout.to_dict(),
-            "learners": self._of_all_ranks(learner),
-            "model": model,
-            "optimizer": self.optimizer.state_dict(),
+            "learner": learner,
+            "model": self._ranks.whole(model),
+            "optimizer": self._ranks.whole(self.optimizer.state_dict()),
             "schedule": self._config.schedule.model_dump(),
             "cursor": self.stream.state_dict(),
             "random": self._ranks.gather(to_bytes(random_state())),  # of every rank
         }
-
-    def _of_all_ranks(self, learner: dict[str, Any]) -> list[dict[str, Any]]:
-        """The learner's state of every rank; empty on all ranks but the first."""
-        if self._ranks.size == 1:
-            return [learner]
-        gathered = self._ranks.gather(to_bytes(learner))
-        return [from_bytes(raw) for raw in gathered] if self._ranks.is_first else []
 
     def restore_global(self, saved: dict[str, Any], path: Path) -> None:
         """Restore the state of a checkpoint that initialises a run: global model, inner optimizer, step and tokens.
@@ -230,10 +224,8 @@ class TrainingState:
 
         The learner then continues with the run's newest model, otherwise exactly.
         """
-        states, rank = saved["learners"], self._ranks.rank
-        exact = self.learner.load_state_dict(states[rank] if rank < len(states) else states[0])
-        if self.learner.layout is None:  # otherwise the learner has restored the trained tensors
-            self.model.load_state_dict(saved["model"])
+        rank = self._ranks.rank
+        exact = self.learner.load_state_dict(saved["learner"])
         self.stream.load_state_dict(saved["cursor"])
         if rank < len(saved["random"]):
             restore_random_state(from_bytes(saved["random"][rank]))
