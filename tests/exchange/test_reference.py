@@ -34,7 +34,7 @@ class Told(NullObserver):
     def __init__(self, events: list[Event]) -> None:
         self._events = events
 
-    def merged(self, merged: MergedRound[Any, Any]) -> None:
+    def merged(self, merged: MergedRound[Any, Any], experts: object) -> None:
         senders = tuple(int(c.learner.removeprefix("learner-")) for c in merged.action.contributions)
         self._events.append(("merge", merged.action.fragment, senders, merged.action.scale))
 

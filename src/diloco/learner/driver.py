@@ -174,22 +174,21 @@ class LearnerDriver:
             self.tensors.frozen.check_trained(fragment, self._trained[fragment.index])
             self._master_weights.check_copies(fragment)
             self._sent_or_adopted.add(fragment.index)
-        snapshots = self.tensors.snapshots
-        snapshot = snapshots.take(send.fragment, tensors)
-        num_elements = snapshot.values.numel()
         contribution = Contribution(
             self.name, self.incarnation, send.fragment, send.number, send.round, send.base, send.tokens, send.steps,
             self.core.tokens, send.discarded, step=self.core.step, tensors=self._trained[send.fragment],
             units=send.units, overwritten=send.overwritten, routed=self._routed_to(send.fragment, send.number),
         )  # fmt: skip
-
+        if contribution.is_empty:
+            self.exchange.offer(contribution, lambda: torch.empty(0, dtype=torch.uint8))
+            return
+        snapshots = self.tensors.snapshots
+        snapshot = snapshots.take(send.fragment, tensors)
+        num_elements = snapshot.values.numel()
         residuals = self.residuals  # those of this incarnation
         tentative = residuals.offered(send.fragment, send.number)
 
         def payload() -> Tensor:
-            if contribution.is_empty:
-                snapshots.give_back(snapshot)
-                return torch.empty(0, dtype=torch.uint8)
             outer_gradient = snapshots.displacement(send.fragment, measured, snapshot)
             encoded = residuals.encode(tentative, outer_gradient)
             snapshots.give_back(snapshot)

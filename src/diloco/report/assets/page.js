@@ -81,6 +81,7 @@ function show() {
   steer();
   merges();
   heat();
+  experts();
   ledger();
   bytes(head);
   events();
@@ -96,7 +97,7 @@ function show() {
 function hideEmpty(head) { // a section that has nothing to show isn't there
   const any = (curves) => Object.values(curves).some((points) => points.length);
   const has = {
-    loss: any(kept.loss), bytes: head.num_bytes, members: story.learners.length, merges: story.num_merges, heat: story.fragments.length,
+    loss: any(kept.loss), bytes: head.num_bytes, members: story.learners.length, merges: story.num_merges, heat: story.fragments.length, experts: story.experts.length,
     ledger: Object.values(story.ledger).some(Boolean), speed: kept.speed.length, training: any(kept.training), events: kept.events.length,
   };
   for (const [id, shown] of Object.entries(has)) $(id).closest("section").hidden = !shown;
@@ -188,6 +189,34 @@ function heat() {
     make("thead", {}, make("tr", {}, make("th", {}, "fragment"), ...heads)),
     make("tbody", {}, make("tr", {}, make("th", { scope: "row" }, "newest version"), ...versions), ...rows));
   $("heat-note").hidden = rows.length === 0;
+}
+
+const ranges = (pairs) => pairs.map(([first, stop]) => (stop === first + 1 ? first : `${first}–${stop - 1}`)).join(", ");
+
+function experts() { // a strip for each quantity: a cell for each expert, however many there are
+  const mean = ([merges, learners]) => (merges ? learners / merges : 0);
+  const strip = (label, title, values, paint, text) => {
+    const most = Math.max(1, ...values);
+    const cells = values.map((value, expert) => make("i", {
+      title: text(expert), style: { background: `color-mix(in srgb, ${paint} ${Math.round((100 * value) / most)}%, var(--line))` },
+    }));
+    return make("div", { class: "strip" }, make("span", { title }, label), make("div", { role: "img", "aria-label": `${label}: ${title}` }, ...cells));
+  };
+  const told = (expert) => {
+    const [merges, , version] = story.experts[expert];
+    const times = merges === 1 ? "once" : `${merges} times`;
+    return merges ? `expert ${expert}: merged ${times}, by ${mean(story.experts[expert]).toFixed(1)} learners on average, last in version ${version}` : `expert ${expert}: not merged yet`;
+  };
+  const of = (values) => (values.length ? `${Math.min(...values)} to ${Math.max(...values)}` : "");
+  const counts = story.experts.map(([merges]) => merges), means = story.experts.map(mean).map((it) => +it.toFixed(1));
+  const rows = story.learners.filter((it) => it.experts.length).map((it) => {
+    const own = story.experts.map((_, expert) => +it.experts.some(([first, stop]) => first <= expert && expert < stop));
+    return strip(it.name, `trains experts ${ranges(it.experts)}`, own, colour(it.name), (expert) => `expert ${expert}: ${own[expert] ? "trained" : "not trained"} by ${it.name}`);
+  });
+  $("experts").replaceChildren(
+    strip(`merged ${of(counts)} times`, "how often each was merged", counts, "var(--ink)", told),
+    strip(`by ${of(means)} learners`, "learners in these merges, on average", means, "var(--ink)", told), ...rows);
+  $("untrained").textContent = story.untrained.length ? `No live learner trains experts ${ranges(story.untrained)}: nothing is merged into them.` : "";
 }
 
 function ledger() {
