@@ -15,8 +15,7 @@ from torch import Tensor
 
 from diloco.core.layout import Layout, Origin, TensorSpec
 from diloco.errors import LayoutError
-from diloco.learner.frozen_base import local_of
-from diloco.learner.pieces import Box, Gather, Piece, read_dtensor
+from diloco.learner.pieces import Box, Gather, Piece, local_of, read_dtensor
 from diloco.protocol.units import Ranges
 
 
