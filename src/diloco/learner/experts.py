@@ -179,7 +179,7 @@ class RoutedWork:
         """The tokens of each tensor of the fragment; then count from here on. Every rank calls it."""
         now = self._counter.counts()
         before, self._read[fragment] = self._read.get(fragment), now
-        table = (now if before is None else now - before).tolist()
+        table = (now if before is None else now - before.to(now.device)).tolist()
         return tuple(
             self._exchange.sums_over_ranks(
                 [0 if place is None else int(table[place[0]][place[1]]) for place in self._places[fragment]]
