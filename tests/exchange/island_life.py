@@ -224,7 +224,10 @@ def live(
     """
     trained = [p for name, p in model.named_parameters() if any(fnmatchcase(name, f"*{it}") for it in trains or ["*"])]
     # Without a decay, rows that get no gradients would stay by themselves.
-    optimizer = torch.optim.SGD(trained, lr=0.05, momentum=0.5, weight_decay=0.1 if trains_experts else 0.0)
+    decay = 0.1 if trains_experts else 0.0
+    optimizer = torch.optim.SGD(
+        [{"params": trained}], lr=0.05, momentum=0.5, weight_decay=decay
+    )  # a stage may have none
     gather = gather_fsdp1(model) if isinstance(model, FullyShardedDataParallel) else read_dtensor
     ranks = dist.group.WORLD if isinstance(model, Stage | Parts | FullyShardedDataParallel) else None
     held = list(model.children()) if isinstance(model, Parts) else model
