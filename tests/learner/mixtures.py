@@ -31,7 +31,7 @@ class FusedExperts(nn.Module):
         self.down_proj = nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN) * 0.3)
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        share = torch.zeros(*x.shape[:-1], EXPERTS, dtype=x.dtype).scatter(-1, chosen, weights)
+        share = x.new_zeros(*x.shape[:-1], EXPERTS).scatter(-1, chosen, weights)
         gate, up = torch.einsum("...w,ehw->...eh", x, self.gate_up_proj).chunk(2, dim=-1)
         return torch.einsum("...eh,ewh,...e->...w", nn.functional.silu(gate) * up, self.down_proj, share)
 

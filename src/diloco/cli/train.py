@@ -220,6 +220,7 @@ def _connector(config: "RunConfig", part: "LearnerSpec", stopping: "StopRequest"
     def attach(model: "nn.Module", optimizer: "Optimizer", steps: int, tokens: int) -> "AnyLearner":
         import diloco
         from diloco.training.checkpoint import lineage_of
+        from diloco.training.mixture import buffer_roles
 
         exchange = diloco.connect(
             syncer.address,
@@ -240,7 +241,7 @@ def _connector(config: "RunConfig", part: "LearnerSpec", stopping: "StopRequest"
             refused.callback(exchange.close)
             learner = diloco.Learner(
                 model, optimizer, exchange=exchange, trains=table.trains or None, trains_experts=table.trains_experts,
-                overlap=table.overlap, rewarm_steps=table.rewarm_steps,
+                overlap=table.overlap, rewarm_steps=table.rewarm_steps, buffers=buffer_roles(model),
             )  # fmt: skip
             refused.pop_all()
         stopping.interrupt_with(learner.interrupt)  # also interrupts the other ranks

@@ -20,6 +20,7 @@ from diloco.core.choices import positive
 from diloco.core.method import Method
 from diloco.errors import ConfigError, translated
 from diloco.exchange.base import Exchange, StartingState
+from diloco.exchange.island import Ranks
 from diloco.learner.attaching import attach
 from diloco.learner.compatibility import require_exchange, require_method
 from diloco.learner.leased_units import LeasedUnits
@@ -454,12 +455,16 @@ class Learner:
             "ledger": [work.ledger.as_dict() for work in self._core.fragments],
         }
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, whole: bool = False) -> dict[str, Any]:
         """This learner's part of a checkpoint: parameters, anchors, versions, counters, updates, error feedback.
 
         Blocks until the updates of scheduled rounds in flight have arrived, so that a resumed run continues with the
         same bits. In asynchronous rounds, work in flight becomes pending again, or belongs to the syncer, if there is
         one. Save the optimizer's state at the same boundary. The model's own `state_dict` is not needed.
+
+        Arguments:
+            whole: of a learner of several ranks over a syncer, return the state of one process on rank 0, and {} on the
+                others. Any number of ranks can load it, each with all of it.
 
         Returns:
             Nested dicts of host tensors and plain values.
@@ -471,7 +476,11 @@ class Learner:
         self._require_own_parameters()
         self._exchange.meet("state_dict")
         self._fully_sharded.reshard()
-        return learner_state(self._driver)
+        if not (whole and isinstance(self._exchange, Ranks)):
+            return learner_state(self._driver)
+        from diloco.learner.distributed_state import whole_state
+
+        return whole_state(self._driver, self._exchange.group)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
         """Continue from `state_dict`: the model's parameters become those of the checkpoint.
@@ -494,6 +503,10 @@ class Learner:
             raise ConfigError("load_state_dict was called after a step; load the state before the first one.")
         self._exchange.meet("load_state_dict")
         self._fully_sharded.reshard()
+        if isinstance(self._exchange, Ranks) and state.get("rank") == [0, 1]:
+            from diloco.learner.distributed_state import own_part
+
+            state = own_part(self._driver, state)
         self.resumed = resume(self._driver, opened, state)
         return self.resumed
 

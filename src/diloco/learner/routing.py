@@ -31,13 +31,15 @@ class RoutedTokens:
         entropy: compute the routers' entropies too.
 
     Attributes:
-        blocks: canonical names of the blocks whose routers count, in model order; none for a dense model.
+        found: the blocks whose routers count, in model order; none for a dense model.
+        blocks: their canonical names.
         num_experts: experts of a block, the most where blocks differ.
     """
 
     def __init__(self, model: nn.Module, *, entropy: bool = False) -> None:
         # A linear layer as the router returns logits, which do not tell the choices.
-        found = [block for block in mixture_blocks(model) if not isinstance(block.router, nn.Linear)]
+        found = tuple(block for block in mixture_blocks(model) if not isinstance(block.router, nn.Linear))
+        self.found = found
         self.blocks = tuple(block.name for block in found)
         self.num_experts = max((block.num_experts for block in found), default=0)
         self._has_entropy = entropy

@@ -77,7 +77,7 @@ class Trainer:
             )
         self._clock = clock or Clock()
         corpus = load_corpus(config.data) if shared is None else shared.corpus
-        self._training = TrainingState(config, corpus, self._ranks, self._clock)
+        self._training = TrainingState(config, corpus, self._ranks, self._clock, peers)
         self._evaluator = HeldOutEvaluator(self.model, corpus, config, None if shared is None else shared.losses)
 
     def _check_batches(self) -> None:

@@ -15,6 +15,7 @@ from torch.nn import Parameter
 from diloco.config import MUON_PRESET, InnerTable, RunConfig, ScheduleTable
 from diloco.errors import ConfigError
 from diloco.learner.routing import mixture_blocks
+from diloco.training.expert_parallel import sharded_like
 
 
 class Chained(torch.optim.Optimizer):
@@ -184,7 +185,13 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
     saved = [set(group) - {"params"} for group in state["param_groups"]]
     if saved != [set(group) for group in now]:
         raise ValueError("it was saved by another inner optimizer")
-    optimizer.load_state_dict(dict(state))
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    own = {
+        index: {key: sharded_like(parameters[index], each) if isinstance(each, Tensor) else each
+                for key, each in values.items()}
+        for index, values in state["state"].items()
+    }  # fmt: skip
+    optimizer.load_state_dict({**state, "state": own})
     for group, values in zip(optimizer.param_groups, now, strict=True):
         group.update(values)
 
