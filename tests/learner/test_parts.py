@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,12 +12,23 @@ import schedulefree
 import torch
 from tests.learner.mixtures import EXPERTS, Mixture, backward, mixture, train_step
 from tests.learner.test_learner import assert_same
+from tests.syncer.runs import PATIENT, LearnerThreads, start
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import diloco
 from diloco import Learner
+from diloco.core.fragments import make_layout
+from diloco.core.quorum import AllLive
 from diloco.errors import ConfigError
 from diloco.exchange.base import Exchange
+from diloco.learner.experts import UntrainedRows
+from diloco.learner.frozen import exchanged_tensors
+from diloco.learner.pieces import read_dtensor
+from diloco.learner.roles import described
+from diloco.learner.units import Units
 from diloco.training.optimizers import Chained, Muon
 
 CUT = diloco.Experts(groups=2, trunk=diloco.Whole())
@@ -458,3 +470,68 @@ def test_an_expert_counts_by_the_tokens_that_were_routed_to_it() -> None:
             weight = share.view(-1, *[1] * (first[key].dim() - 1))
             torch.testing.assert_close(adopted[key], weight * first[key] + (1 - weight) * second[key])
     torch.testing.assert_close(adopted["head.weight"], first["head.weight"] / 3 + second["head.weight"] * 2 / 3)
+
+
+def test_a_real_syncer_computes_what_virtual_time_does(tmp_path: Path) -> None:
+    """Parts, routed tokens and empty contributions over gRPC: the same bits."""
+    texts, steps = ("0-1", "1-3", None), 6
+    cut = diloco.Experts(groups=4, every=2, down="bf16")
+    method = diloco.DiLoCo(sync_every=3, fragments=cut, weight="tokens", quorum=AllLive(at_least=3))
+
+    def life(index: int, exchange: Exchange) -> dict[str, Tensor]:
+        model = mixture(0)
+        optimizer = OPTIMIZERS["AdamW"](list(model.parameters()))
+        with Learner(
+            model, optimizer, method=method, exchange=exchange, buffers="average", trains_experts=texts[index]
+        ) as learner:
+            for step in range(1, steps + 1):
+                train_step(model, optimizer, index, step)
+                learner.step(tokens=21)
+            assert learner.finish(timeout_s=600.0, ends_run=True)
+            sent = learner.metrics()["num_bytes"]["contributions"]
+            assert (sent == whole) == (index == 2)
+            return learner.global_state_dict()
+
+    layout = described(mixture(), method, "average", "exchange", read_dtensor).layout(method)
+    sends = [sum(p in method.schedule(len(layout.fragments)).sends(step) for step in range(1, steps + 1))
+             for p in range(len(layout.fragments))]  # fmt: skip
+    whole = sum(4 * each.numel * num for each, num in zip(layout.fragments, sends, strict=True))
+    in_process = diloco.run_local(life, learners=3)
+    with start(tmp_path, method, deadlines=PATIENT) as syncer, LearnerThreads(3) as threads:
+        exchanges = [threads.connect(syncer.address, learner=f"l{index}", initialise=index == 0) for index in range(3)]
+        futures = [threads.submit(life, index, exchange) for index, exchange in enumerate(exchanges)]
+        over_grpc = [each.result(timeout=600) for each in futures]
+    for each in over_grpc:
+        assert_same(each, in_process[0])
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_rows_of_sharded_parameters_are_kept() -> None:
+    """FSDP2 calls the hooks of gradients on its shards."""
+    model = mixture()
+    layout = make_layout(model, CUT)
+    untrained = [
+        place.spec
+        for fragment in layout.fragments
+        for place in fragment.tensors
+        if diloco.Experts.expert_of(place.spec) in (1, 3)
+    ]
+    for layer in model.layers:
+        fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
+    optimizer = adamw(list(model.parameters()))
+    kept = UntrainedRows(exchanged_tensors(model, layout), untrained, Units(layout), [optimizer])
+    hooks = kept.hooks()
+    weight = model.layers[0].experts.down_proj
+    assert isinstance(weight, DTensor)
+    before = weight.to_local().detach().clone()
+    for step in range(1, 4):
+        for part in range(2):
+            backward(model, part, step)
+        gradient = weight.grad.to_local()
+        assert [bool(each.any()) for each in gradient] == [True, False, True, False]
+        optimizer.step()
+        optimizer.zero_grad()
+        changed = [not torch.equal(a, b) for a, b in zip(weight.to_local(), before, strict=True)]
+        assert changed == [True, False, True, False]
+    for each in hooks:
+        each.remove()

@@ -116,7 +116,8 @@ class UntrainedRows:
 
     def _views(self, parameter: Tensor, tensor: Tensor) -> list[Tensor]:
         """The memory of the rows in the parameter itself, its gradient, or a tensor of the optimizer like it."""
-        return self._units.rows(self._rows[id(parameter)][0], tensor, self._rows[id(parameter)][1])
+        name, rows = self._rows[id(parameter)]
+        return self._units.rows(name, parameter, rows, tensor)
 
     @torch.no_grad()
     def _zero(self, parameter: Tensor) -> None:

@@ -7,6 +7,7 @@ holds it; `Units` cuts this process's piece of the parameter to the unit's rows.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from diloco.core.layout import Layout, Origin, TensorSpec
 from diloco.errors import LayoutError
+from diloco.learner.frozen_base import local_of
 from diloco.learner.pieces import Box, Gather, Piece, read_dtensor
 from diloco.protocol.units import Ranges
 
@@ -51,12 +53,19 @@ class Units:
         spec = self._specs.get(name)
         return name if spec is None else parameter_of(spec)
 
-    def rows(self, parameter: str, tensor: Tensor, rows: Ranges | None) -> list[Tensor]:
-        """The memory of the pieces of some rows of a whole parameter, or of its gradient. None: of all of it."""
-        piece = self._gather(parameter, tensor)
+    def rows(self, name: str, parameter: Tensor, rows: Ranges | None, tensor: Tensor) -> list[Tensor]:
+        """The memory of some rows, in this rank, of a tensor that is held as a parameter is, such as its gradient.
+
+        Arguments:
+            name, parameter: the whole parameter.
+            rows: of it; None: all elements.
+            tensor: the parameter itself, its gradient, or state of an optimizer.
+        """
+        piece, own = self._gather(name, parameter), local_of(tensor)
+        piece = replace(piece, local=own if own.shape == piece.local.shape else own.view(piece.local.shape))
         if rows is None:
             return [piece.local]
-        return [rows_of(piece, Origin(parameter, first, piece.shape[0]), stop - first).local for first, stop in rows]
+        return [rows_of(piece, Origin(name, first, piece.shape[0]), stop - first).local for first, stop in rows]
 
     def by_name(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Whole tensors by their names in the layout; those that are cut occur once for each of their units."""
