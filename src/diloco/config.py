@@ -12,9 +12,8 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_serializer, model_validator
 
-from diloco.core.choices import number_ranges
 from diloco.errors import ConfigError, without_key_lines
-from diloco.tables import Table, read_text, read_toml, validate, write_toml
+from diloco.tables import Table, number_ranges, read_text, read_toml, validate, write_toml
 
 LEARNERS_OWN = ("inner", "schedule", "train", "evaluate", "checkpoint", "syncer", "track")
 """The tables that `[learner.NAME]` may override."""

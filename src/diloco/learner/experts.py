@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from diloco.core.choices import number_ranges
 from diloco.core.fragments import Experts
 from diloco.core.layout import Layout, TensorSpec
 from diloco.core.method import Method
@@ -23,6 +22,7 @@ from diloco.learner.optimizers import is_in_train_mode, require_hooks
 from diloco.learner.routing import RoutedTokens
 from diloco.learner.units import Units, parameter_of
 from diloco.protocol.units import Ranges, ranges_of
+from diloco.tables import number_ranges
 
 
 def chosen_experts(text: str | None, layout: Layout, method: Method) -> frozenset[int] | None:
