@@ -164,9 +164,15 @@ class TrainTable(Table):
         default=None, gt=0
     )  # sequences per step of this learner; default: global_batch / learners
     trains: tuple[str, ...] = ()  # name patterns of the tensors that this learner trains; none: all
+    # the experts of a mixture that this learner trains, such as "0-15" or "0,3,8-11"; default: all
+    trains_experts: str | None = Field(default=None, pattern=r"^\d{1,9}(-\d{1,9})?(,\d{1,9}(-\d{1,9})?)*$")
     overlap: int | None = Field(default=None, ge=0)  # overlap in inner steps of this learner; default: the method's
+    # ranks of this learner that share the experts of a mixture, over which the rest is sharded; default: no sharding
+    expert_parallel: int | None = Field(default=None, ge=2)
     accumulate: int = Field(default=1, gt=0)  # micro-batches per step
     rewarm_steps: int = Field(default=5, ge=0)  # warmup of the lr for a joiner without a checkpoint
+    # step of a router's balancing bias (DeepSeek-V3), at each inner step; default: 0.001; 0: it stays
+    bias_speed: float | None = Field(default=None, ge=0)
     clip: float | None = Field(default=1.0, gt=0)  # largest norm of the gradient
     device: Literal["auto", "cpu", "cuda"] = "auto"
     autocast: Literal["auto", "bfloat16", "off"] = "auto"  # auto: bfloat16 on CUDA where supported

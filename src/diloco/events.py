@@ -58,6 +58,16 @@ class Stepped(Event):
     gradient_norm: float  # before clipping
 
 
+class Routed(Event):
+    """The load of the experts of a mixture since the previous such event, where tokens were trained."""
+
+    kind: Literal["routed"] = "routed"
+    step: int
+    blocks: tuple[str, ...]  # of the model, in its order
+    tokens: tuple[tuple[int, ...], ...]  # routed to each expert, by block
+    entropy: tuple[float, ...]  # of the softmax of the router's logits, by block: mean over tokens, nats
+
+
 class Evaluated(Event):
     """The global model's loss on the held-out part."""
 

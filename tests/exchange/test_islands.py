@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.exchange import island_life
-from tests.exchange.island_life import PARTS, SHAPES, Net, live
+from tests.exchange.island_life import EXPERTS, PARTS, SHAPES, Net, live
 from tests.exchange.scenarios import Result
 from tests.exchange.worlds import read, start_processes
 from tests.syncer.runs import PATIENT
@@ -25,13 +25,18 @@ pytestmark = pytest.mark.timeout(900)  # includes a world of processes
 STEPS = 9
 LEARNERS = 3
 ALL = AllLive(at_least=LEARNERS)
-METHODS = {
+METHODS: dict[str, diloco.Method] = {
     "diloco": diloco.DiLoCo(sync_every=3, quorum=ALL),
     "streaming": diloco.StreamingDiLoCo(
         sync_every=4, overlap=2, mix=0.5, fragments=diloco.ByLayer(layers=1), error_feedback=True, quorum=ALL
     ),
     "eager": diloco.EagerDiLoCo(sync_every=3, quorum=ALL),
     "parts": diloco.StreamingDiLoCo(sync_every=4, overlap=2, fragments=diloco.ByLayer(layers=1), quorum=ALL),
+    "experts": diloco.DiLoCo(
+        sync_every=2,
+        quorum=ALL,
+        fragments=diloco.Experts(groups=2, every=2, patterns=["layers.*.down.weight", "layers.*.norm.*"]),
+    ),
 }
 
 Results = dict[str, list[list[Result]]]
@@ -76,7 +81,9 @@ def singles(name: str, initialises: int = 0) -> list[Result]:
     def life(index: int, exchange: Exchange) -> Result:
         trains = PARTS.get(index) if name == "parts" else None
         model = Net(seed=index or initialises)
-        return live(model, exchange, METHODS[name], index, range(1, STEPS + 1), trains=trains)
+        experts = EXPERTS.get(index) if name == "experts" else None
+        steps = range(1, STEPS + 1)
+        return live(model, exchange, METHODS[name], index, steps, trains=trains, trains_experts=experts)
 
     return diloco.run_local(life, learners=LEARNERS)
 
@@ -122,7 +129,7 @@ def test_islands_of_different_shapes_train_as_single_processes(
         sent = [sum(rank.facts["num_bytes"]["contributions"] for rank in ranks) for ranks in results[name]]
         assert sent == [single.facts["num_bytes"]["contributions"] for single in alone]
         assert 0 < min(sent) <= max(sent) == sent[-1]
-        assert (min(sent) < max(sent)) == (name == "parts")
+        assert (min(sent) < max(sent)) == (name in ("parts", "experts"))
 
 
 @pytest.mark.slow

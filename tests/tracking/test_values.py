@@ -192,9 +192,11 @@ def test_the_documentation_has_every_name_and_no_other() -> None:
     ]  # fmt: skip
     told += map(trainer_point, (
         ev.Stepped(step=7, loss=2.5, lr=0.01, tokens=70, tokens_per_s=9.0, gradient_norm=1.5),
+        ev.Routed(step=7, blocks=("b",), tokens=((3, 1),), entropy=(0.5,)),
         ev.Checkpointed(step=8, path="x", num_bytes=99, seconds=0.5),
     ))  # fmt: skip
     names = {name.replace("/a/", "/NAME/") for point in told if point is not None for name in point.values}
+    names = {re.sub(r"/b/(load_)?\d?", lambda it: f"/BLOCK/{it[1] + 'E' if it[1] else ''}", name) for name in names}
     names |= learner_values(METRICS).keys()
     rows = re.findall(r"^\| (`.*?) \|", DOCS.read_text(encoding="utf-8"), re.MULTILINE)
     documented = [name for row in rows for name in re.findall(r"`(\w+/[\w/]+)`", row)]

@@ -110,6 +110,39 @@ def test_a_step_is_that_of_torchs_own_optimizers() -> None:
     assert set(map(id, optimizer.state)) == set(map(id, model.parameters()))
 
 
+MIXTRAL = ("model.type=mixtral", "model.num_local_experts=4", "model.num_experts_per_tok=2")
+
+
+def test_experts_are_hidden_matrices_with_the_steps_of_matrices_of_their_own() -> None:
+    config = config_of("inner.optimizer=muon", "inner.muon_momentum=0.9")
+    model = llama(*MIXTRAL)
+    fused = [f"model.layers.0.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
+    hidden = names_of(model, hidden_matrices(model))
+    assert set(fused) < set(hidden)
+    optimizer = make_optimizer(model, config)
+    assert names_of(model, optimizer.param_groups[1]["params"]) == fused
+    separate = nn.ModuleList(
+        nn.ParameterList(matrix.clone() for matrix in model.get_parameter(name).detach()) for name in fused
+    )
+    reference = torch.optim.Muon(
+        separate.parameters(), lr=4e-3, weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw"
+    )
+    for step in range(3):
+        backward(model, step)
+        for name, matrices in zip(fused, separate, strict=True):
+            for matrix, gradient in zip(matrices, model.get_parameter(name).grad, strict=True):
+                matrix.grad = gradient.clone()
+        optimizer.step()
+        reference.step()
+        optimizer.zero_grad()
+    for name, matrices in zip(fused, separate, strict=True):
+        assert torch.equal(model.get_parameter(name), torch.stack(list(matrices))), name  # no tolerance
+    momentum = optimizer.state_dict()["state"]
+    assert [momentum[len(hidden) - 2 + at]["momentum_buffer"].shape for at in range(2)] == [
+        model.get_parameter(name).shape for name in fused
+    ]
+
+
 def pair(seed: int) -> tuple[nn.Linear, nn.Linear, Chained]:
     torch.manual_seed(seed)
     a, b = nn.Linear(4, 4), nn.Linear(4, 4)
@@ -245,12 +278,13 @@ def test_a_muon_run_learns_and_resumes_to_the_bit(tiny: Tiny) -> None:
         Trainer(tiny(), LearnerSpec("other", role="baseline", resume_from=checkpoint)).train()
 
 
+@pytest.mark.parametrize("kind", [(), MIXTRAL], ids=["dense", "mixture"])
 @pytest.mark.parametrize("method", [diloco.DataParallel(), diloco.DiLoCo(sync_every=2)], ids=lambda method: method.name)
-def test_a_learner_takes_a_chain(method: diloco.Method) -> None:
+def test_a_learner_takes_a_chain(method: diloco.Method, kind: tuple[str, ...]) -> None:
     """Two learners with Muon; gradients exchanged by a hook, and outer gradients."""
 
     def life(index: int, exchange: Exchange) -> dict[str, Tensor]:
-        model = llama()
+        model = llama(*kind)
         optimizer = make_optimizer(model, config_of("inner.optimizer=muon"))
         with diloco.Learner(model, optimizer, method=method, exchange=exchange) as learner:
             for step in range(4):

@@ -43,7 +43,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """As `model.named_parameters()`, in the same order, under canonical names."""
     seen: set[int] = set()
-    for path, module in _modules(model):
+    for path, module in named_modules(model):
         for name, parameter in module._parameters.items():
             if parameter is not None and id(parameter) not in seen:
                 seen.add(id(parameter))
@@ -52,7 +52,7 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def named_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """As `model.named_buffers(remove_duplicate=False)`, in the same order, under canonical names."""
-    for path, module in _modules(model):
+    for path, module in named_modules(model):
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 yield path + name, buffer
@@ -62,7 +62,7 @@ def buffer_holders(model: nn.Module) -> dict[str, nn.Module]:
     """The module that holds each persistent buffer, by the buffer's canonical name."""
     return {
         path + name: module
-        for path, module in _modules(model)
+        for path, module in named_modules(model)
         for name, buffer in module._buffers.items()
         if buffer is not None and name not in module._non_persistent_buffers_set
     }
@@ -76,7 +76,7 @@ def tensor_names(model: nn.Module) -> set[str]:
 def named_children(model: nn.Module) -> dict[str, list[str]]:
     """The names of the children, None among them, of every module with several children; by canonical path."""
     found: dict[str, list[str]] = {}
-    for path, module in _modules(model):
+    for path, module in named_modules(model):
         names = found.setdefault(path.removesuffix("."), [])
         names.extend(name for name in module._modules if name not in names)
     return {path: names for path, names in found.items() if len(names) > 1}
@@ -114,14 +114,14 @@ def holder(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     raise KeyError(name)
 
 
-def _modules(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+def named_modules(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Every module that is no wrapper, with the canonical prefix of its tensors' names; a shared module repeatedly."""
     module = unwrapped(module)
     if isinstance(module, Parts):
         for part in module.children():
-            yield from _modules(part, path)
+            yield from named_modules(part, path)
         return
     yield path, module
     for name, child in module._modules.items():
         if child is not None:
-            yield from _modules(child, f"{path}{name}.")
+            yield from named_modules(child, f"{path}{name}.")

@@ -22,7 +22,10 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import StorageReader
 
-from diloco.errors import CheckpointError, ConfigError
+from diloco.core.fragments import gather, scatter
+from diloco.errors import CheckpointError, ConfigError, translated
+from diloco.escaping import MALFORMED
+from diloco.exchange.group import Group, as_bytes
 from diloco.learner.driver import LearnerDriver
 from diloco.learner.state_dict import learner_state
 
@@ -82,11 +85,7 @@ def distributed_state(learner: LearnerDriver) -> dict[str, Any]:
         ConfigError: the exchange has state of its own, which cannot be divided by fragments.
     """
     state = learner_state(learner)
-    if state["exchange"]:
-        raise ConfigError(
-            "a checkpoint with any number of ranks needs an exchange without state of its own, a syncer's; save "
-            "learner.state_dict() of every rank."
-        )
+    _require_no_exchange_state(state)
     del state["rank"]
     state["parameters"] = {str(fragment): here for fragment, here in enumerate(learner.tensors.parts_here())}
     tensors: dict[str, Any] = {}
@@ -140,13 +139,72 @@ def load_distributed_state(
         return local
 
     if dict(plain["mapping"])["layout"] != learner.layout.digest():
-        raise CheckpointError("the checkpoint is of another model or another cut of it; use what it was saved with.")
+        raise CheckpointError(_OTHER_MODEL)
     state: dict[str, Any] = _restored(plain, prepared)
     fill(targets)
     state["rank"] = list(learner.exchange.rank)
     parts = [state["parameters"][str(fragment)] for fragment in range(len(learner.layout.fragments))]
     state["parameters"] = learner.tensors.pieces_of(parts)
     return state
+
+
+def whole_state(learner: LearnerDriver, group: Group) -> dict[str, Any]:
+    """`learner_state` of the ranks of `group` as that of one process, on rank 0; {} on the others. Every rank calls it.
+
+    Raises:
+        ConfigError: as `distributed_state`.
+    """
+    state = learner_state(learner)
+    _require_no_exchange_state(state)
+    state["parameters"] = {str(fragment): here for fragment, here in enumerate(learner.tensors.parts_here())}
+
+    def joined(path: tuple[str, ...], tensor: Tensor) -> Tensor:
+        if _fragment_of(path) is None or tensor.dim() != 1:
+            return tensor
+        sizes = [
+            size * tensor.itemsize for size in group.gather_values(tensor.numel(), "the sizes of a vector's parts")
+        ]
+        raw = group.collect(as_bytes(tensor.contiguous()), sizes, f"the parts of {'/'.join(path)}")
+        return raw.view(tensor.dtype)
+
+    state = _mapped(state, (), joined)
+    if group.rank:
+        return {}
+    parameters: dict[str, Tensor] = {}
+    for fragment in learner.layout.fragments:
+        dtypes = {place.spec.name: getattr(torch, place.spec.dtype) for place in fragment.tensors}
+        for name, value in scatter(fragment, state["parameters"][str(fragment.index)]).items():
+            parameters[name] = value.to(dtypes[name])
+    return {**state, "rank": [0, 1], "parameters": parameters}
+
+
+def own_part(learner: LearnerDriver, state: Mapping[str, Any]) -> dict[str, Any]:
+    """This rank's part of the state of one process, for `resume`. Every rank calls it with the same state.
+
+    Raises:
+        CheckpointError: the state is of another model, or damaged.
+    """
+    partition = learner.tensors.partition
+
+    def cut(path: tuple[str, ...], tensor: Tensor) -> Tensor:
+        fragment = _fragment_of(path)
+        return tensor if fragment is None or tensor.dim() != 1 else tensor[partition.elements(fragment)]
+
+    with translated(MALFORMED, CheckpointError, "the learner's state in the checkpoint is damaged", "use another one"):
+        if state["layout"] != learner.layout.digest():
+            raise CheckpointError(_OTHER_MODEL)
+        whole = [gather(each, state["parameters"]) for each in learner.layout.fragments]
+        own: dict[str, Any] = _mapped({**state, "parameters": {}}, (), cut)
+    parts = [each[partition.elements(fragment)] for fragment, each in enumerate(whole)]
+    return {**own, "rank": list(learner.exchange.rank), "parameters": learner.tensors.pieces_of(parts)}
+
+
+def _require_no_exchange_state(state: Mapping[str, Any]) -> None:
+    if state["exchange"]:
+        raise ConfigError(
+            "a checkpoint with any number of ranks needs an exchange without state of its own, a syncer's; save "
+            "learner.state_dict() of every rank."
+        )
 
 
 def _shard(learner: LearnerDriver, local: Tensor, fragment: int) -> FragmentShard:
@@ -161,8 +219,22 @@ def _fragment_of(path: tuple[str, ...]) -> int | None:
     return next((int(number) for key in path[1:] if (number := key.split(".")[0]).isdigit()), None)
 
 
+_OTHER_MODEL = "the checkpoint is of another model or another cut of it; use what it was saved with."
+
 _BY_FRAGMENT = ("anchors", "origins", "parameters", "received", "eager", "residuals")
 """Parts of `learner_state` that hold tensors of fragments."""
+
+
+def _mapped(value: Any, path: tuple[str, ...], change: Callable[[tuple[str, ...], Tensor], Tensor]) -> Any:
+    """A nested value with each tensor replaced by `change(path, tensor)`."""
+    match value:
+        case Tensor():
+            return change(path, value)
+        case Mapping():
+            return {key: _mapped(each, (*path, str(key)), change) for key, each in value.items()}
+        case list() | tuple():
+            return type(value)(_mapped(each, (*path, str(index)), change) for index, each in enumerate(value))
+    return value
 
 
 def _packed(value: Any, path: tuple[str, ...], packed: Callable[[tuple[str, ...], Tensor], Any]) -> Any:

@@ -38,6 +38,7 @@ from diloco.training.checkpoint import latest_checkpoint
 from diloco.training.data.corpus import load_corpus
 from diloco.training.learners import AnyLearner
 from diloco.training.loop import CHECKPOINTS, Trainer
+from diloco.training.mixture import buffer_roles
 from diloco.training.progress import ProgressDisplay
 from diloco.training.spec import Clock, LearnerSpec, SharedInputs, Summary
 
@@ -181,7 +182,8 @@ class _Simulation:
             exchange.initial_step, exchange.initial_tokens = steps, tokens
             return Learner(
                 model, optimizer, method=self._method, exchange=exchange, trains=config.train.trains or None,
-                overlap=config.train.overlap, rewarm_steps=config.train.rewarm_steps,
+                trains_experts=config.train.trains_experts, overlap=config.train.overlap,
+                rewarm_steps=config.train.rewarm_steps, buffers=buffer_roles(model),
             )  # fmt: skip
 
         def stepped_alone() -> None:

@@ -65,6 +65,8 @@ def trainer_point(event: ev.Event) -> Point | None:
         case ev.Stepped():
             names = ("loss", "lr", "gradient_norm", "tokens", "tokens_per_s")
             values = {f"train/{name}": float(getattr(event, name)) for name in names}
+        case ev.Routed():
+            values = _load(event)
         case ev.Evaluated():
             values = _evaluation(event.tokens, event.loss)
         case ev.Checkpointed():
@@ -177,6 +179,17 @@ MEANS = ("run/contributors", "run/participation", "run/merge_s")
 
 def _evaluation(tokens: int, loss: float) -> dict[str, float]:
     return {"global_model/held_out_loss": loss, "global_model/evaluated_at_tokens": float(tokens)}
+
+
+def _load(event: ev.Routed) -> dict[str, float]:
+    """The load of experts as shares of their block's tokens, 1 / number of experts each if balanced."""
+    values: dict[str, float] = {}
+    for block, tokens, entropy in zip(event.blocks, event.tokens, event.entropy, strict=True):
+        prefix, total = f"experts/{block}", max(1, sum(tokens))
+        values[f"{prefix}/router_entropy"] = entropy
+        values[f"{prefix}/idle"] = float(tokens.count(0))
+        values |= {f"{prefix}/load_{expert}": number / total for expert, number in enumerate(tokens)}
+    return values
 
 
 def _by_state(ledger: Mapping[str, int]) -> Counter[str]:

@@ -36,7 +36,7 @@ from diloco.whole_files import hidden_name, remove_leftovers
 
 log = logging.getLogger("diloco")
 
-FORMAT = 5
+FORMAT = 6
 _MANIFEST = "manifest.json"
 _TENSORS = "tensors.safetensors"
 _NEWER = ".newer"
@@ -204,9 +204,7 @@ def _load(path: Path) -> dict[str, Any]:
 def lineage_of(path: Path) -> dict[str, Any] | None:
     """The syncer that the learner of a loadable checkpoint followed (`protocol.lineage`); None: it followed none."""
     with translated((OSError, *MALFORMED), CheckpointError, f"cannot read {path}", _instead(path)):
-        lineage: dict[str, Any] | None = json.loads((path / _MANIFEST).read_bytes())["state"]["learners"][0].get(
-            "lineage"
-        )
+        lineage: dict[str, Any] | None = json.loads((path / _MANIFEST).read_bytes())["state"]["learner"].get("lineage")
     return lineage
 
 

@@ -11,7 +11,9 @@ from torch.nn import functional as F
 from diloco.config import RunConfig
 from diloco.training.data.corpus import Corpus
 from diloco.training.data.streams import held_out_batches
+from diloco.training.expert_parallel import is_sharded
 from diloco.training.learners import AnyLearner
+from diloco.training.rank_group import RankGroup
 
 BATCH = 32
 TEMPERATURE = 0.8
@@ -77,6 +79,20 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.train(training)
+
+
+@contextmanager
+def global_values(model: nn.Module, learner: AnyLearner, ranks: RankGroup) -> Iterator[Mapping[str, Tensor] | None]:
+    """The values to evaluate a learner's global model with; None on a rank that computes nothing.
+
+    All ranks enter the context together. A sharded model computes on all of them, with the global values in place.
+    """
+    if is_sharded(model):
+        with learner.global_model():
+            yield {}
+    else:
+        state = learner.global_state_dict()  # on every rank: all have a part in it
+        yield state if ranks.is_first else None
 
 
 class HeldOutEvaluator:

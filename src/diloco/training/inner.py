@@ -6,11 +6,15 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from diloco.config import TrainTable
+from diloco.core.names import unwrapped
 from diloco.errors import ConfigError
+from diloco.training.expert_parallel import clip_gradients
 from diloco.training.held_out import next_token_loss
+from diloco.training.mixture import auxiliary_loss
 from diloco.training.rank_group import synchronised
 
 
@@ -33,7 +37,7 @@ def flushed_denormals(enabled: bool) -> Iterator[None]:
 class StepResult:
     """Scalars of one inner step, left on the device so that a step does not wait for them."""
 
-    loss: Tensor  # nats per token
+    loss: Tensor  # nats per token, without an auxiliary loss
     gradient_norm: Tensor  # before clipping
 
 
@@ -51,6 +55,7 @@ class InnerStep:
         self._peaks: list[float] = [group["lr"] for group in optimizer.param_groups]
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._excluded: tuple[nn.Parameter, ...] = ()
+        self._auxiliary, self._arguments = auxiliary_loss(unwrapped(model))
         self._accumulate = table.accumulate
         self._clip = float("inf") if table.clip is None else table.clip
         self._flush = table.flush_denormals
@@ -79,18 +84,20 @@ class InnerStep:
             for part in parts:
                 with synchronised(self._model, last=part is parts[-1]):
                     with self._precision():
-                        logits = self._model(input_ids=part[:, :-1], use_cache=False).logits
-                        loss = next_token_loss(logits, part[:, 1:]) / self._accumulate
+                        output = self._model(input_ids=part[:, :-1], use_cache=False, **self._arguments)
+                        loss = next_token_loss(output.logits, part[:, 1:]) / self._accumulate
+                        total += loss.detach()
+                        if self._auxiliary:
+                            loss = loss + self._auxiliary * output.aux_loss / self._accumulate
                     loss.backward()
-                total += loss.detach()
         norm = self._update()
         self._optimizer.zero_grad()
         return StepResult(total, norm)
 
     @contextmanager
     def _without_excluded(self) -> Iterator[None]:
-        """Compute no gradients of excluded parameters; under DDP drop these gradients afterwards."""
-        frozen = () if isinstance(self._model, DistributedDataParallel) else self._excluded
+        """Compute no gradients of excluded parameters; under DDP and FSDP2 drop these gradients afterwards."""
+        frozen = () if isinstance(self._model, DistributedDataParallel | FSDPModule) else self._excluded
         for parameter in frozen:
             parameter.requires_grad_(False)
         try:
@@ -107,7 +114,7 @@ class InnerStep:
 
         def clip(*_: object) -> None:
             torch.set_flush_denormal(self._flush)
-            norms.append(nn.utils.clip_grad_norm_(self._parameters, self._clip))
+            norms.append(clip_gradients(self._parameters, self._clip))
 
         hook = self._optimizer.register_step_pre_hook(clip)
         try:

@@ -1,6 +1,7 @@
 """Learners of the reference trainer: one without an exchange, and the ranks of a process group."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -8,12 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from diloco.config import TrainTable
 from diloco.core.fragments import Layout
 from diloco.core.method import Method
 from diloco.errors import CheckpointError
 from diloco.exchange.base import FlatModel, Overview, StartingState
 from diloco.exchange.collective import Collective
 from diloco.learner import Learner
+from diloco.learner.models import FullyShardedModules
+from diloco.training.mixture import buffer_roles
 
 
 class StandaloneLearner:
@@ -48,8 +52,14 @@ class StandaloneLearner:
         """The learner's own model, which is the global one without an exchange."""
         return {name: tensor.detach() for name, tensor in self._model.state_dict().items()}
 
-    def state_dict(self) -> dict[str, Any]:
-        """The counters."""
+    @contextmanager
+    def global_model(self) -> Iterator[None]:
+        """As of `Learner`; the learner's own model is the global one."""
+        yield
+        FullyShardedModules(self._model).reshard()
+
+    def state_dict(self, *, whole: bool = False) -> dict[str, Any]:
+        """The counters, the same on every rank."""
         return {"type": "alone", "steps": self.steps, "run_tokens": self.run_tokens}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
@@ -107,17 +117,16 @@ class WarmStartedCollective(Collective):
         return loaded
 
 
-def attach_to_group(
-    process_group: dist.ProcessGroup, method: Method, trains: Sequence[str] = (), overlap: int | None = None
-) -> Attach:
-    """A function that makes each rank of a process group a learner by `method`.
-
-    Arguments:
-        trains: patterns of the names of the parameters that this learner trains; empty: all.
-    """
+def attach_to_group(process_group: dist.ProcessGroup, method: Method, table: TrainTable) -> Attach:
+    """A function that makes each rank of a process group a learner by `method`. `table`: [train] of its run file."""
 
     def attach(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, tokens: int) -> AnyLearner:
         exchange = WarmStartedCollective(process_group, step=steps, tokens=tokens)
-        return Learner(model, optimizer, method=method, exchange=exchange, trains=trains or None, overlap=overlap)
+        # Data parallel over the tokens of all ranks moves every bias alike; otherwise merges average them.
+        buffers = buffer_roles(model, "local" if method.exchanged == "gradients" else "average")
+        return Learner(
+            model, optimizer, method=method, exchange=exchange, trains=table.trains or None,
+            trains_experts=table.trains_experts, overlap=table.overlap, buffers=buffers,
+        )  # fmt: skip
 
     return attach

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from diloco import events as ev
-from diloco.config import RunConfig, dump_config
+from diloco.config import RunConfig, TrainTable, dump_config
 from diloco.core.presets import DataParallel
 from diloco.errors import AuthError, CheckpointError, ConfigError, StoppedError, StoreError, translated
 from diloco.learner.learner import FINISH_TIMEOUT_S
@@ -77,7 +77,7 @@ class Trainer:
             )
         self._clock = clock or Clock()
         corpus = load_corpus(config.data) if shared is None else shared.corpus
-        self._training = TrainingState(config, corpus, self._ranks, self._clock)
+        self._training = TrainingState(config, corpus, self._ranks, self._clock, peers)
         self._evaluator = HeldOutEvaluator(self.model, corpus, config, None if shared is None else shared.losses)
 
     def _check_batches(self) -> None:
@@ -198,7 +198,7 @@ class Trainer:
         if self._peers is not None:
             assert self._peers.process_group is not None  # peers without a group have nothing to share
             self._training.select_shard(self.spec.shard, self.config.share)
-            self._training.attach(attach_to_group(self._peers.process_group, DataParallel()))
+            self._training.attach(attach_to_group(self._peers.process_group, DataParallel(), TrainTable()))
 
     def _join(self, *, resumed: bool = False) -> None:
         """Take this learner's role: connect, and read its own shard only."""

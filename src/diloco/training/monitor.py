@@ -1,6 +1,7 @@
 """Reports of a learner's training: events for programs, a status for people, points for trackers, held-out losses."""
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
@@ -9,7 +10,7 @@ from diloco.config import RunConfig
 from diloco.event_log import EventLog
 from diloco.tracking.feed import Feed
 from diloco.tracking.values import Point, learner_values, trainer_point
-from diloco.training.held_out import HeldOutEvaluator
+from diloco.training.held_out import HeldOutEvaluator, global_values
 from diloco.training.inner import StepResult
 from diloco.training.learners import AnyLearner
 from diloco.training.progress import ProgressDisplay, StepStatus
@@ -102,6 +103,8 @@ class Monitor:
             metrics = training.learner.metrics()
             self._log_step(loss, lr, float(result.gradient_norm))
             self._log_exchange(metrics)
+            if (load := training.mixture.load()) is not None:
+                self.append(ev.Routed(step=step, **asdict(load)))
             training.learner.log(training_loss=loss)
         if self._progress.is_due():
             self._progress.show(self._status(lr, float(result.loss), "warm start" if warming_up else ""))
@@ -114,8 +117,8 @@ class Monitor:
         loss, sample = None, ""
         if evaluates:
             loss = self._evaluate()
-            state = training.learner.global_state_dict()  # on every rank: all have a part in it
-            sample = self._evaluator.sample(state) if self._ranks.is_first else ""
+            with global_values(training.model, training.learner, self._ranks) as state:
+                sample = "" if state is None else self._evaluator.sample(state)
         step, tokens = training.step, training.tokens
         if sample:
             self.append(ev.Sampled(step=step, prompt=self._config.evaluate.prompt, text=sample))
@@ -189,8 +192,9 @@ class Monitor:
         loss = self._evaluator.known(learner)
         if loss is not None:
             return loss
-        state = learner.global_state_dict()  # on every rank: all have a part in it
-        loss = self._ranks.from_first(self._evaluator.loss(state) if self._ranks.is_first else 0.0)
+        with global_values(self._training.model, learner, self._ranks) as state:
+            own = 0.0 if state is None else self._evaluator.loss(state)
+        loss = self._ranks.from_first(own)
         self._evaluator.remember(learner, loss)
         learner.log(held_out_loss=loss)
         self.append(

@@ -2,16 +2,20 @@
 rate, a pure function of a learner's step."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any, overload
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from diloco.config import MUON_PRESET, InnerTable, RunConfig, ScheduleTable
 from diloco.errors import ConfigError
+from diloco.learner.routing import mixture_blocks
+from diloco.training.expert_parallel import sharded_like
 
 
 class Chained(torch.optim.Optimizer):
@@ -66,8 +70,31 @@ class Chained(torch.optim.Optimizer):
         return loss
 
 
+class Muon(torch.optim.Muon):
+    """torch's Muon, also for groups of three-dimensional parameters (experts, rows, columns), added after construction.
+
+    Each expert's matrix is updated as a parameter of its own would be, to the bit. A parameter that is sharded must be
+    sharded by experts.
+    """
+
+    def _init_group(self, group: Any, params: list[Tensor], grads: list[Tensor], buffers: list[Tensor]) -> bool:
+        start = len(params)
+        has_complex: bool = super()._init_group(group, params, grads, buffers)
+        for tensors in (params, grads, buffers):  # the update of a view writes the parameter and its momentum
+            tensors[start:] = chain.from_iterable(_matrices(each) for each in tensors[start:])
+        return has_complex
+
+
+def _matrices(tensor: Tensor) -> Iterable[Tensor]:
+    """The matrices of a tensor of two or three dimensions, as views; of experts, those that this rank holds."""
+    if tensor.ndim == 2:
+        return (tensor,)
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).unbind(0)
+
+
 def hidden_matrices(model: nn.Module) -> list[Parameter]:
-    """The matrices that Muon trains: trainable two-dimensional parameters between embeddings and head, in model order.
+    """The matrices that Muon trains: trainable two-dimensional parameters between embeddings and head, in model order,
+    and the three-dimensional ones of experts, which are matrices for each expert.
 
     Embeddings are the weights of `nn.Embedding` modules; the head is the result of `model.get_output_embeddings()`, if
     the model has this method. A tied head is the embedding itself.
@@ -77,7 +104,13 @@ def hidden_matrices(model: nn.Module) -> list[Parameter]:
     head = get_head() if callable(get_head) else None
     if head is not None:
         outer.add(id(head.weight))
-    return [p for p in model.parameters() if p.requires_grad and p.ndim == 2 and id(p) not in outer]
+    fused = {
+        id(p) for block in mixture_blocks(model) for p in block.fused
+    }  # a dimension more than they have as modules
+    return [
+        p for p in model.parameters()
+        if p.requires_grad and p.ndim == (3 if id(p) in fused else 2) and id(p) not in outer
+    ]  # fmt: skip
 
 
 def untrained_parameters(model: nn.Module, patterns: Sequence[str]) -> list[Parameter]:
@@ -108,7 +141,7 @@ def make_optimizer(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer
     if config.inner_optimizer == "adamw":
         return _adamw(parameters, config.inner)
     matrices = hidden_matrices(model)
-    if not matrices:
+    if not any(p.ndim == 2 for p in matrices):
         raise ConfigError('inner.optimizer = "muon" finds no two-dimensional hidden weight in this model; use "adamw"')
     hidden = {id(p) for p in matrices}
     others = [p for p in parameters if id(p) not in hidden]
@@ -116,21 +149,26 @@ def make_optimizer(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer
     return Chained([muon, _adamw(others, config.inner)] if others else [muon])
 
 
-def _muon(parameters: Sequence[Parameter], table: InnerTable) -> torch.optim.Muon:
-    return torch.optim.Muon(
-        parameters,
+def _muon(parameters: Sequence[Parameter], table: InnerTable) -> Muon:
+    muon = Muon(
+        [p for p in parameters if p.ndim == 2],
         lr=table.lr if table.muon_lr is None else table.muon_lr,
         weight_decay=table.weight_decay,
         momentum=table.muon_momentum,
         ns_steps=table.muon_steps,
         adjust_lr_fn=table.muon_scale,
     )
+    if experts := [p for p in parameters if p.ndim == 3]:
+        muon.add_param_group({"params": experts})
+    return muon
 
 
 def _adamw(parameters: Sequence[Parameter], table: InnerTable) -> torch.optim.AdamW:
     """AdamW in its fused form, which is the fastest on CPU and CUDA."""
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": table.weight_decay},
+        {"params": [p for p in parameters if p.ndim == 2], "weight_decay": table.weight_decay},
+        # A group of their own: under expert parallelism they are on another device mesh, and a fused step takes one.
+        {"params": [p for p in parameters if p.ndim > 2], "weight_decay": table.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
@@ -147,7 +185,13 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
     saved = [set(group) - {"params"} for group in state["param_groups"]]
     if saved != [set(group) for group in now]:
         raise ValueError("it was saved by another inner optimizer")
-    optimizer.load_state_dict(dict(state))
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    own = {
+        index: {key: sharded_like(parameters[index], each) if isinstance(each, Tensor) else each
+                for key, each in values.items()}
+        for index, values in state["state"].items()
+    }  # fmt: skip
+    optimizer.load_state_dict({**state, "state": own})
     for group, values in zip(optimizer.param_groups, now, strict=True):
         group.update(values)
 

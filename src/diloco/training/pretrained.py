@@ -75,18 +75,20 @@ def global_model(saved: Mapping[str, Any]) -> dict[str, Tensor]:
     state: dict[str, Tensor] = saved["model"]
     if saved["layout"] is None:
         return state
-    ranks = saved["learners"]
-    if ranks[0]["method"]["exchanged"] == "gradients":
-        return {**state, **ranks[0]["parameters"]}
+    learner = saved["learner"]
+    if learner["method"]["exchanged"] == "gradients":
+        return {**state, **learner["parameters"]}
     layout = Layout.from_dict(saved["layout"])
-    thetas = [torch.cat([_newest(rank, fragment.index) for rank in ranks]) for fragment in layout.fragments]
+    thetas = [_newest(learner, fragment.index) for fragment in layout.fragments]
     return state | named_tensors(layout, thetas)
 
 
-def _newest(rank: Mapping[str, Any], fragment: int) -> Tensor:
-    """A rank's part of a fragment: its adopted version, or a later one that it has received, as at a run's end."""
-    versions = {it["update"]["version"]: it for it in rank["received"].values() if it["update"]["fragment"] == fragment}
-    return versions[max(versions)]["held"]["theta"] if versions else rank["anchors"][str(fragment)]  # type: ignore[no-any-return]
+def _newest(learner: Mapping[str, Any], fragment: int) -> Tensor:
+    """A fragment's adopted version, or a later one that the learner has received, as at a run's end."""
+    versions = {
+        it["update"]["version"]: it for it in learner["received"].values() if it["update"]["fragment"] == fragment
+    }
+    return versions[max(versions)]["held"]["theta"] if versions else learner["anchors"][str(fragment)]  # type: ignore[no-any-return]
 
 
 def vocabulary(config: RunConfig) -> "tuple[int, PreTrainedTokenizerBase | None]":

@@ -5,17 +5,20 @@ saves checkpoints for all.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from diloco.errors import ConfigError
-from diloco.exchange.group import Group
+from diloco.exchange.group import Group, as_bytes
+from diloco.learner.pieces import Box, read_dtensor
+from diloco.training.expert_parallel import shard_experts, slices
 
 TIMEOUT_S = 24 * 3600.0
 """Timeout of waiting for the first rank, which may itself wait for other learners. The death of a rank is noticed at
@@ -52,8 +55,14 @@ class RankGroup:
                 "change train.batch, train.global_batch or train.accumulate"
             )
 
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """The model to train on these ranks: the backward pass averages gradients over them."""
+    def wrap(self, model: nn.Module, expert_parallel: int | None = None) -> nn.Module:
+        """The model to train on these ranks: the backward pass averages gradients over them.
+
+        Arguments:
+            expert_parallel: number of ranks that share the experts; None: every rank holds the whole model.
+        """
+        if expert_parallel is not None:
+            return shard_experts(model, expert_parallel, self.size)
         if self._group is None or self.size == 1:
             return model
         return DistributedDataParallel(model, process_group=self.process_group)
@@ -67,6 +76,12 @@ class RankGroup:
         values: list[float] = self._values_of_all(value, "the mean over ranks")
         return sum(values) / self.size
 
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over ranks of a tensor, in place, on its device."""
+        if self.process_group is not None:
+            dist.all_reduce(values, group=self.process_group)
+        return values
+
     def from_first(self, value: float) -> float:
         """The first rank's value, on every rank."""
         return float(self._values_of_all(value, "a value of rank 0")[0])
@@ -77,6 +92,26 @@ class RankGroup:
             return [part]
         sizes = self._values_of_all(part.numel(), "the sizes of checkpoint parts")
         return list(self._group.gather(part, sizes, "checkpoint parts").split(sizes))
+
+    def whole(self, value: Any) -> Any:
+        """A nested state with whole tensors in place of DTensors, on the first rank's host; empty ones on others."""
+        if isinstance(value, DTensor):
+            return self._whole(value)
+        if isinstance(value, Mapping):
+            return {key: self.whole(each) for key, each in value.items()}
+        return [self.whole(each) for each in value] if isinstance(value, list) else value
+
+    def _whole(self, tensor: DTensor) -> Tensor:
+        assert self._group is not None  # which share the tensor
+        own = read_dtensor("", tensor)
+        held = self._values_of_all([own.box.offsets, own.box.sizes], "the pieces of a tensor")
+        boxes = [Box(own.shape, *map(tuple, each)) for each in held]
+        num_bytes = [box.numel * tensor.dtype.itemsize for box in boxes]
+        raw = self._group.collect(as_bytes(own.local.cpu().contiguous()), num_bytes, "the values of a tensor")
+        found = torch.empty(own.shape if self.is_first else 0, dtype=tensor.dtype)
+        for box, part in zip(boxes, raw.split(num_bytes), strict=True) if self.is_first else ():
+            found[slices(box)] = part.clone().view(tensor.dtype).view(box.sizes)
+        return found
 
     def require_same(self, values: Any, what: str) -> None:
         """Raise the same ConfigError on every rank unless `values` (plain ones) are equal on all."""

@@ -14,6 +14,7 @@ from diloco.training.data.corpus import Corpus
 from diloco.training.data.streams import BatchStream, LeasedStream, Stream, TextStream
 from diloco.training.inner import InnerStep, StepResult
 from diloco.training.learners import AnyLearner, Attach, StandaloneLearner
+from diloco.training.mixture import Mixture
 from diloco.training.model import build_model, load_state
 from diloco.training.optimizers import load_optimizer, make_optimizer, schedule_factor, untrained_parameters
 from diloco.training.pretrained import global_model
@@ -70,21 +71,26 @@ class TrainingState:
     make it a learner of the run. Every rank has a training state of its own, and calls the same methods.
 
     Attributes:
+        mixture: the experts of the model; a dense model has none.
         tokens: trained by this learner.
         num_steps, inner_s: steps of this process, and the time they took.
     """
 
-    def __init__(self, config: RunConfig, corpus: Corpus, ranks: RankGroup, clock: Clock | None = None) -> None:
+    def __init__(
+        self, config: RunConfig, corpus: Corpus, ranks: RankGroup, clock: Clock | None = None,
+        peers: RankGroup | None = None,
+    ) -> None:  # fmt: skip
         self._config = config
         self._clock = clock or Clock()
-        self._ranks = ranks
+        self._ranks, self._peers = ranks, peers or ranks
         device = choose_device(config.train.device)
         length = config.data.sequence_length
         model: nn.Module = build_model(config.model, corpus.vocab_size, length, config.run.seed)
         self.model = model.to(device)
         self.model.train()
-        self._trained = ranks.wrap(self.model)
+        self._trained = ranks.wrap(self.model, config.train.expert_parallel)
         self.optimizer = make_optimizer(self.model, config)
+        self.mixture = Mixture(self.model, ranks, config.train.bias_speed)
         self._inner = InnerStep(self._trained, self.optimizer, config.train, device)
         self.stream = _stream(config, corpus)
         self.learner: AnyLearner = StandaloneLearner(self.model, config.tokens_per_full_step)
@@ -117,6 +123,7 @@ class TrainingState:
         started = self._clock.seconds()
         batch = self.stream.next(self._ranks.rows(self.stream.num_rows))
         result = self._inner.run(batch, schedule_factor(self._config, self.step + 1))
+        self.mixture.balance()
         tokens = batch[:, 1:].numel()
         self.tokens += tokens * self._ranks.size
         self._trained_here += tokens * self._ranks.size
@@ -148,6 +155,8 @@ class TrainingState:
         self._beginning = (step, tokens)
         self.learner.close()
         self.learner = attach(self._trained, self.optimizer, step, tokens)
+        exchanges_gradients = isinstance(self.learner, Learner) and self.learner.method.exchanged == "gradients"
+        self.mixture.ranks = self._peers if exchanges_gradients else self._ranks
         if isinstance(self.stream, LeasedStream) and isinstance(self.learner, Learner):
             self.stream.lease(self.learner)
         if self.step > step:
@@ -169,7 +178,8 @@ class TrainingState:
 
     def state(self, *, warming_up: bool) -> dict[str, Any]:
         """The state that `load` and `start_from` restore, complete on the first rank. Every rank must call it."""
-        learner = self.learner.state_dict()  # before the model: it may wait for answers
+        # Before the model: it may wait for answers. Several ranks have a syncer, and the state of one process.
+        learner = self.learner.state_dict(whole=self._ranks.size > 1)
         layout, model = self.learner.layout, self.model.state_dict()
         if layout is not None:  # the learner's state has the trained tensors
             model = {spec.name: model[spec.name] for spec in layout.static}
@@ -179,20 +189,13 @@ class TrainingState:
             "run_tokens": self.warm_start_tokens(self.step) if warming_up else self.run_tokens,
             "budget": self._run_tokens.state_dict(),
             "layout": None if layout is None else layout.to_dict(),
-            "learners": self._of_all_ranks(learner),
-            "model": model,
-            "optimizer": self.optimizer.state_dict(),
+            "learner": learner,
+            "model": self._ranks.whole(model),
+            "optimizer": self._ranks.whole(self.optimizer.state_dict()),
             "schedule": self._config.schedule.model_dump(),
             "cursor": self.stream.state_dict(),
             "random": self._ranks.gather(to_bytes(random_state())),  # of every rank
         }
-
-    def _of_all_ranks(self, learner: dict[str, Any]) -> list[dict[str, Any]]:
-        """The learner's state of every rank; empty on all ranks but the first."""
-        if self._ranks.size == 1:
-            return [learner]
-        gathered = self._ranks.gather(to_bytes(learner))
-        return [from_bytes(raw) for raw in gathered] if self._ranks.is_first else []
 
     def restore_global(self, saved: dict[str, Any], path: Path) -> None:
         """Restore the state of a checkpoint that initialises a run: global model, inner optimizer, step and tokens.
@@ -221,10 +224,8 @@ class TrainingState:
 
         The learner then continues with the run's newest model, otherwise exactly.
         """
-        states, rank = saved["learners"], self._ranks.rank
-        exact = self.learner.load_state_dict(states[rank] if rank < len(states) else states[0])
-        if self.learner.layout is None:  # otherwise the learner has restored the trained tensors
-            self.model.load_state_dict(saved["model"])
+        rank = self._ranks.rank
+        exact = self.learner.load_state_dict(saved["learner"])
         self.stream.load_state_dict(saved["cursor"])
         if rank < len(saved["random"]):
             restore_random_state(from_bytes(saved["random"][rank]))

@@ -178,6 +178,9 @@ class Ranks(Exchange):
         self._overview = Overview(num_live, run_tokens, sync_every or None, bool(drained), budget)
         return total
 
+    def sums_over_ranks(self, numbers: Sequence[int]) -> list[int]:
+        return self.group.sum(numbers, "the tokens routed to each expert")
+
     def meet(self, call: Call) -> None:
         self._meet(call, [0] * NUM_SUMS)
 
