@@ -168,7 +168,7 @@ class Driver(Generic[H, S, P]):
         if not state.is_initialised:
             nothing = dict.fromkeys(("steering", "newest_merge", "data", "experts"))
             return {**base, **nothing, "learners": {}, "fragments": []}
-        return {**base, **self._status.as_dict(state, self._clock.now_s())}
+        return {**base, **self._status.as_dict(state.core, state.model, state.experts, self._clock.now_s())}
 
     # --- a run's beginning --------------------------------------------------------------------------------------------
 
