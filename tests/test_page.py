@@ -107,6 +107,20 @@ def test_a_frozen_page_shows_the_run(browser: Any, run: Path) -> None:
     page.context.close()
 
 
+def test_the_load_of_experts_is_a_row_for_each_block(browser: Any, run: Path) -> None:
+    page, complaints = opened(browser, frozen(run))
+    assert not page.locator("#experts").is_visible()  # a dense model
+    page.context.close()
+    with EventLog(run / "paris" / "events.jsonl", who="paris") as log:
+        log.append(
+            ev.Routed(t=1_700_000_003.0, step=4, blocks=("layers.0.mlp",), tokens=((6, 3, 3, 0),), entropy=(1.25,))
+        )
+    page, complaints = opened(browser, frozen(run))
+    assert page.inner_text("#experts tbody").split("\t") == ["layers.0.mlp", "1.25", "1", "2.0", "1.0", "1.0", "0"]
+    assert complaints == []
+    page.context.close()
+
+
 def test_the_demos_page_begins_with_its_headline_and_its_bars_are_true(browser: Any, run: Path) -> None:
     shown = read_run([run])[1].since(0)
     shown["head"] |= {"num_bytes": 2_000_000, "parallel_bytes": 98_000_000, "ratio": 49.0}

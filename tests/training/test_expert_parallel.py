@@ -163,7 +163,7 @@ def test_a_rank_is_killed_and_the_run_goes_on(mixture: Callable[..., RunConfig],
     method = method_from_table(mixture(*overrides).method)
     with Syncer("tiny", method, Options("127.0.0.1:0", tmp_path / "state")) as syncer:
         config = mixture(f"syncer.address={syncer.address}", *overrides)
-        with torchrun(config, 2, "--supervised", restarts=1) as process:
+        with torchrun(config, 2, "--supervised", "--initialise", "if-empty", restarts=1) as process:
             wait_for(process, "step 7 ")  # the first checkpoint is written
             ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
             os.kill(int(ranks[-1]), signal.SIGKILL)
@@ -200,7 +200,7 @@ class Stopping(ProgressDisplay):
 @pytest.mark.slow
 def test_a_learner_is_resumed_on_other_numbers_of_ranks(mixture: Callable[..., RunConfig], tmp_path: Path) -> None:
     """Two ranks, one process, four ranks; each continues exactly where the one before was stopped."""
-    overrides = (ALONE, "run.learners=1", "run.steps=60", "inner.optimizer=muon", "schedule.steps=60")
+    overrides = (ALONE, "run.learners=1", "run.steps=60", "schedule.steps=60")
     single = mixture(f"run.dir={tmp_path / 'local'}", *overrides, "checkpoint.every_steps=60")
     reference(single, 1, 1)
     with Syncer("tiny", method_from_table(single.method), Options("127.0.0.1:0", tmp_path / "state")) as syncer:
@@ -216,9 +216,7 @@ def test_a_learner_is_resumed_on_other_numbers_of_ranks(mixture: Callable[..., R
 
         progress, part = Stopping(4), LearnerSpec("learner-0", resume_from=checkpoint, initialise="if-empty")
         attach = _connector(single_of(config), part, progress.request)
-        alone = Trainer(
-            single_of(config), part, attach=attach, progress=progress, stop_request=progress.request
-        )  # fmt: skip
+        alone = Trainer(single_of(config), part, attach, progress, stop_request=progress.request)
         assert alone.train().reason == "stopped"
         assert f"learner-0 resumes at step {step} from {checkpoint}" in progress.said
         checkpoint = list_checkpoints(config.dir / "learner-0" / "checkpoints")[-1]
@@ -230,10 +228,8 @@ def test_a_learner_is_resumed_on_other_numbers_of_ranks(mixture: Callable[..., R
         assert re.search(rf"learner-0 resumes at step {step} from \S+\n", out)
     expected = checkpoint_state(single.dir / "learner-0" / "checkpoints" / "step-0000000060")
     state = checkpoint_state(config.dir / "learner-0" / "checkpoints" / "step-0000000060")
-    assert state.keys() == expected.keys()
-    # Muon rounds to bfloat16: other orders of sums move an update of 0.004 by a few of its last bits.
-    for name, value in state.items():
-        torch.testing.assert_close(value, expected[name], atol=0.02, rtol=0, msg=name)
+    print(max(float((state[n]-expected[n]).abs().max()) for n in state))
+    assert_near(state, expected)
 
 
 def single_of(config: RunConfig) -> RunConfig:

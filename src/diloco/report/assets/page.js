@@ -81,6 +81,7 @@ function show() {
   steer();
   merges();
   heat();
+  experts();
   ledger();
   bytes(head);
   events();
@@ -96,7 +97,7 @@ function show() {
 function hideEmpty(head) { // a section that has nothing to show isn't there
   const any = (curves) => Object.values(curves).some((points) => points.length);
   const has = {
-    loss: any(kept.loss), bytes: head.num_bytes, members: story.learners.length, merges: story.num_merges, heat: story.fragments.length,
+    loss: any(kept.loss), bytes: head.num_bytes, members: story.learners.length, merges: story.num_merges, heat: story.fragments.length, experts: story.experts.length,
     ledger: Object.values(story.ledger).some(Boolean), speed: kept.speed.length, training: any(kept.training), events: kept.events.length,
   };
   for (const [id, shown] of Object.entries(has)) $(id).closest("section").hidden = !shown;
@@ -188,6 +189,21 @@ function heat() {
     make("thead", {}, make("tr", {}, make("th", {}, "fragment"), ...heads)),
     make("tbody", {}, make("tr", {}, make("th", { scope: "row" }, "newest version"), ...versions), ...rows));
   $("heat-note").hidden = rows.length === 0;
+}
+
+function experts() { // the load of each expert, as a multiple of its block's mean
+  const rows = story.experts.map((it) => {
+    const mean = it.tokens.reduce((sum, tokens) => sum + tokens, 0) / it.tokens.length || 1, wide = it.tokens.length > 24;
+    const cells = it.tokens.map((tokens, expert) => {
+      const style = { background: `color-mix(in srgb, var(--accent) ${Math.round(Math.min(85, 30 * (tokens / mean)))}%, var(--card))` };
+      const text = tokens ? (tokens / mean).toFixed(1) : "0";
+      return make("td", { class: "cell", style, title: `${it.block}, expert ${expert}: ${short(tokens)} tokens` }, wide ? "" : text);
+    });
+    const idle = it.tokens.filter((tokens) => !tokens).length;
+    return make("tr", {}, make("th", { scope: "row" }, it.block), make("td", { class: "n" }, it.entropy.toFixed(2)), make("td", { class: "n" }, idle), ...cells);
+  });
+  const heads = ["block", "router entropy, nats", "idle", "load of each expert"].map((text) => make("th", { scope: "col" }, text));
+  $("experts").replaceChildren(make("thead", {}, make("tr", {}, ...heads)), make("tbody", {}, ...rows));
 }
 
 function ledger() {
