@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,17 +42,17 @@ Tiny = Callable[..., RunConfig]
 METHOD = "method={preset='DiLoCo', sync_every=6, quorum={type='AllLive', at_least=2}}"
 ALONE = "method={preset='DiLoCo', sync_every=6}"
 TOLERANCE = 1e-5
-"""Of parameters after 18 steps at a rate of 0.004: sums over ranks have another order than in one process, which moves
-an fp32 value near 1 by 1e-7 at a time. Measured: 4e-7."""
+"""Of parameters at a learning rate of 0.004: sums over ranks have another order than in one process. Measured: 2.4e-7
+after 18 steps, 1.4e-6 after 60."""
 
 
 @pytest.fixture
 def mixture(tiny: Tiny) -> Callable[..., RunConfig]:
-    """The tiny run with the mixture of DeepSeek-V3, whose learner-0 shares its experts over two ranks."""
+    """The tiny run with a mixture, whose learner-0 shares its experts over two ranks."""
 
-    def make(*overrides: str, learner: str | None = None) -> RunConfig:
+    def make(*overrides: str, learner: str | None = None, kind: str = "deepseek_v3") -> RunConfig:
         sizes = "hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, "
-        model = KINDS["deepseek_v3"].replace("{", "{" + sizes + "num_key_value_heads=2, ")
+        model = KINDS[kind].replace("{", "{" + sizes + "num_key_value_heads=2, ")
         shared = "learner={learner-0={train={expert_parallel=2}}}"
         return tiny(model, "run.tokens=512_000", "schedule.steps=20", shared, *overrides, learner=learner)
 
@@ -109,19 +110,26 @@ def reference(config: RunConfig, learners: int, num_ranks: int) -> None:
 
 def assert_near(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
     assert state.keys() == expected.keys()
-    assert BIAS in state
     for name, value in state.items():
         torch.testing.assert_close(value, expected[name], atol=TOLERANCE, rtol=0, msg=name)
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("kind", "num_ranks"),
+    [
+        ("deepseek_v3", 2),
+        pytest.param("deepseek_v3", 4, marks=pytest.mark.slow),
+        pytest.param("mixtral", 2, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", 2, marks=pytest.mark.slow),
+    ],
+)
 def test_a_learner_that_shares_its_experts_beside_a_single_process(
-    mixture: Callable[..., RunConfig], tmp_path: Path, num_ranks: int
+    mixture: Callable[..., RunConfig], tmp_path: Path, kind: str, num_ranks: int
 ) -> None:
-    overrides = (
-        METHOD, "checkpoint.every_steps=6", "checkpoint.keep=9", "run.steps=18", "evaluate.every_steps=9",
-        "train.bias_speed=0.03125",
-    )  # fmt: skip
+    mixture = partial(mixture, kind=kind)
+    overrides = [METHOD, "checkpoint.every_steps=6", "checkpoint.keep=9", "run.steps=18", "evaluate.every_steps=9"]
+    if kind == "deepseek_v3":
+        overrides.append("train.bias_speed=0.03125")
     local = mixture(f"run.dir={tmp_path / 'local'}", *overrides)
     reference(local, 2, num_ranks)
     with Syncer("tiny", method_from_table(local.method), Options("127.0.0.1:0", tmp_path / "state")) as syncer:
@@ -140,6 +148,7 @@ def test_a_learner_that_shares_its_experts_beside_a_single_process(
         for name, value in states[2].items():
             assert torch.equal(value, states[3][name]), name  # what is merged and adopted is the same to the bit
         assert_near(states[2], states[0])
+        assert (BIAS in states[2]) == (kind == "deepseek_v3")
     for name, value in newest.items():
         assert torch.equal(value, states[2][name]), name
 
@@ -228,7 +237,6 @@ def test_a_learner_is_resumed_on_other_numbers_of_ranks(mixture: Callable[..., R
         assert re.search(rf"learner-0 resumes at step {step} from \S+\n", out)
     expected = checkpoint_state(single.dir / "learner-0" / "checkpoints" / "step-0000000060")
     state = checkpoint_state(config.dir / "learner-0" / "checkpoints" / "step-0000000060")
-    print(max(float((state[n]-expected[n]).abs().max()) for n in state))
     assert_near(state, expected)
 
 

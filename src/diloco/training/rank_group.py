@@ -94,7 +94,7 @@ class RankGroup:
         return list(self._group.gather(part, sizes, "checkpoint parts").split(sizes))
 
     def whole(self, value: Any) -> Any:
-        """A nested state with whole tensors on the host of the first rank in place of DTensors; on others, empty ones."""
+        """A nested state with whole tensors in place of DTensors, on the first rank's host; empty ones on others."""
         if isinstance(value, DTensor):
             return self._whole(value)
         if isinstance(value, Mapping):
