@@ -29,6 +29,7 @@ from diloco.core.outer import OUTER_OPTIMIZERS, Adam
 from diloco.core.update import Update
 from diloco.learner.partition import Undivided
 from diloco.learner.tensors import LearnerTensors
+from diloco.learner.units import Units
 from diloco.protocol.actions import MergeRound
 from diloco.run.ports import InitialModel, MergedRound
 from diloco.store.store import Store
@@ -87,7 +88,7 @@ def _values(num_elements: int, dtype: torch.dtype, how: Any, origin: Tensor) -> 
     model = nn.Module()
     model.weight = nn.Parameter(torch.zeros(num_elements // WIDTH, WIDTH, dtype=dtype))
     layout = make_layout(model, diloco.Whole())
-    values = LearnerTensors(model, layout, replace(METHOD, adopt=how), Undivided(layout))
+    values = LearnerTensors(model, layout, replace(METHOD, adopt=how), Undivided(layout), Units(layout))
     values.anchors = [origin]
     return values
 

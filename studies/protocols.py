@@ -108,7 +108,7 @@ class Recording(NullObserver):
         self.at_s[c.learner, c.fragment, c.number] = self.run.time.now
         self.found.arrived.append((self.run.time.now, self.names.index(c.learner), c.fragment, is_late))
 
-    def merged(self, merged: MergedRound[Any, Any]) -> None:
+    def merged(self, merged: MergedRound[Any, Any], experts: object) -> None:
         now_s, action = self.run.time.now, merged.action
         self.found.merged.append((now_s, action.fragment, merged.held.version))
         if self.quorum is not None:

@@ -109,15 +109,70 @@ def test_a_frozen_page_shows_the_run(browser: Any, run: Path) -> None:
 
 def test_the_load_of_experts_is_a_row_for_each_block(browser: Any, run: Path) -> None:
     page, complaints = opened(browser, frozen(run))
-    assert not page.locator("#experts").is_visible()  # a dense model
+    assert not page.locator("#load").is_visible()  # a dense model
     page.context.close()
     with EventLog(run / "paris" / "events.jsonl", who="paris") as log:
         log.append(
             ev.Routed(t=1_700_000_003.0, step=4, blocks=("layers.0.mlp",), tokens=((6, 3, 3, 0),), entropy=(1.25,))
         )
     page, complaints = opened(browser, frozen(run))
-    assert page.inner_text("#experts tbody").split("\t") == ["layers.0.mlp", "1.25", "1", "2.0", "1.0", "1.0", "0"]
+    assert page.inner_text("#load") == "layers.0.mlp: 1.25 nats, 1 idle"
+    shares = [each.get_attribute("title") for each in page.locator("#load i").all()]
+    assert shares == [f"expert {i}: {share} % of the tokens" for i, share in enumerate(("50.0", "25.0", "25.0", "0.0"))]
+@pytest.fixture
+def mixture(run: Path) -> Path:
+    """The run goes on, of a mixture of 64 experts: seven groups of eight are merged, by learners that train halves."""
+    halves = {"paris": ((0, 32),), "oslo": ((24, 56),)}
+    merges = [
+        ev.Merged(
+            fragment=group, round=round_, version=round_ + 1, contributors=tuple(halves), weights=(0.5, 0.5),
+            tokens=(5, 5),
+            experts=tuple(
+                () if stop <= 8 * group or first >= 8 * group + 8 else ((8 * group, 8 * group + 8),)
+                for ((first, stop),) in halves.values()
+            ),
+        )
+        for group in range(7) for round_ in range(1 + group % 3)
+    ]  # fmt: skip
+    learners = {
+        name: ev.LearnerProgress(incarnation=2, state="healthy", step=95, tokens=950, versions=(1,), experts=own)
+        for name, own in halves.items()
+    }
+    progress = ev.Progress(step=95, tokens=1900, learners=learners, num_experts=64, untrained=((56, 64),))
+    with EventLog(run / "events.jsonl", who="syncer") as log:
+        events = (ev.Joined(learner="oslo", incarnation=2), *merges, progress)
+        for t, event in enumerate(events, start=1_700_000_200):
+            log.append(event.model_copy(update={"t": float(t)}))
+    return run
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_a_mixture_of_many_experts_is_a_few_strips(browser: Any, mixture: Path, width: int) -> None:
+    page, complaints = opened(browser, frozen(mixture), viewport={"width": width, "height": 900})
+    strips = page.locator("#experts .strip")
+    labels = [strips.nth(index).inner_text() for index in range(strips.count())]
+    assert labels == ["merged 0 to 3 times", "by 0 to 2 learners", "oslo", "paris"]
+    titles = "[...document.querySelectorAll('.strip')].map((it) => [...it.querySelectorAll('i')].map((it) => it.title))"
+    cells = page.evaluate(titles)
+    assert {len(each) for each in cells} == {64}
+    assert cells[0][30] == "expert 30: merged once, by 2.0 learners on average, last in version 1"
+    assert cells[0][17] == "expert 17: merged 3 times, by 1.0 learners on average, last in version 3"
+    assert cells[1][56] == "expert 56: not merged yet"
+    assert [each.endswith("expert 31: trained by paris") for each in cells[3]].index(True) == 31
+    assert page.inner_text("#untrained") == "No live learner trains experts 56–63: nothing is merged into them."
+    low, high = page.evaluate(
+        "[0, 16].map((at) => getComputedStyle(document.querySelectorAll('#experts i')[at]).backgroundColor)"
+    )
+    assert low != high
+    assert page.locator("#experts").bounding_box()["height"] < 200  # all of them, on any screen
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert complaints == []
+    page.context.close()
+
+
+def test_a_run_of_no_mixture_has_no_experts_on_its_page(browser: Any, run: Path) -> None:
+    page, _ = opened(browser, frozen(run))
+    assert not page.locator("#experts").is_visible()
     page.context.close()
 
 

@@ -2,6 +2,7 @@
 studies` to say."""
 
 import json
+import random
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from studies import __main__ as command
-from studies import arms, report, train, world
+from studies import arms, experts, report, train, world
 from studies.arms import DIVERGED, Arm, Outcome, cached, outcome
 from studies.gaps import Gap, Gaps, Holds, below, every, opposite
 from studies.report import NotChosenError, Row, Study
@@ -283,3 +284,27 @@ def test_half_of_the_contributions_lost_are_judged_by_their_interval(scatter: fl
 
 def test_the_page_of_all_studies_is_up_to_date() -> None:
     assert command.DOCS.read_text() == command.docs()
+
+
+# ------------------------------------------------------------------------------------------------------------ experts
+
+
+def test_islands_that_train_a_quarter_of_the_experts_send_what_the_planner_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(experts, "HELD_OUT_SEQUENCES", 64)
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefgh", k=rng.randrange(1, 6))) for _ in range(50)]
+    (tmp_path / "made.txt").write_text(" ".join(rng.choices(words, k=40_000)))
+    length = experts.Length(warm=2, steps=2 + 4 * experts.SYNC_EVERY)
+    quarter = next(arm for arm in experts.ARMS if (arm.trained, arm.every) == (1, 4))
+    assert [quarter.trains_experts(island) for island in range(4)] == ["0-1", "2-3", "4-5", "6-7"]
+    found = experts.run(quarter, 0, length, str(tmp_path))
+    assert (found["up"], found["down"]) == (found["planned"]["up"], found["planned"]["down"])
+    assert 0 < found["up"] < found["down"]
+    assert found["optimizer"] == pytest.approx(8 * 436_160, rel=1e-3)  # AdamW's two moments of every parameter
+    assert found["host"] > 4 * 436_160  # an anchor of every parameter, and what is on its way
+    runs = {arm.label: {"0": {**found, "loss": 2.0 + place}} for place, arm in enumerate(experts.ARMS)}
+    text = experts.table({"runs": runs, "steps": 1, "warm": 1, "tokens": 1, "text": "made.txt", "machine": "here"})
+    assert f"| {quarter.label} | 9.0000 | +5.0000 | 1.43 MB | 2.54 MB |" in text
+    assert "Bytes are those of the planner in every run." in text

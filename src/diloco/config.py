@@ -164,6 +164,8 @@ class TrainTable(Table):
         default=None, gt=0
     )  # sequences per step of this learner; default: global_batch / learners
     trains: tuple[str, ...] = ()  # name patterns of the tensors that this learner trains; none: all
+    # the experts of a mixture that this learner trains, such as "0-15" or "0,3,8-11"; default: all
+    trains_experts: str | None = Field(default=None, pattern=r"^\d{1,9}(-\d{1,9})?(,\d{1,9}(-\d{1,9})?)*$")
     overlap: int | None = Field(default=None, ge=0)  # overlap in inner steps of this learner; default: the method's
     # ranks of this learner that share the experts of a mixture, over which the rest is sharded; default: no sharding
     expert_parallel: int | None = Field(default=None, ge=2)

@@ -252,6 +252,7 @@ class LearnerProgress(BaseModel):
     silent_s: float = 0.0  # since its last message
     training_loss: float | None = None  # newest reported value, nats per token
     versions: tuple[int, ...] = ()  # its newest version of each fragment; empty: unknown
+    experts: tuple[tuple[int, int], ...] = ()  # of a mixture, those that it trains, as (first, stop) of each range
 
 
 class Progress(Event):
@@ -263,6 +264,8 @@ class Progress(Event):
     learners: dict[str, LearnerProgress]
     ledger: dict[str, int] = Field(default_factory=dict)  # tokens by fate, summed over fragments
     run_id: str = ""  # drawn at the initialisation of the run
+    num_experts: int = 0  # of the mixture that the model is; 0: it is none
+    untrained: tuple[tuple[int, int], ...] = ()  # experts that no live learner trains, as (first, stop) of each range
 
 
 class Reported(Event):
@@ -327,6 +330,7 @@ class Merged(Event):
     merge_s: float = 0.0
     units: tuple[tuple[tuple[int, int], ...], ...] = ()  # per contributor, of leased data: (first, stop) of each range
     reason: str = ""  # why the round was merged at that time
+    experts: tuple[tuple[tuple[int, int], ...], ...] = ()  # per contributor, those of a group of experts that it trains
 
 
 class Data(Event):

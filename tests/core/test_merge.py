@@ -1,7 +1,6 @@
 """The weighted mean against a double-precision reference and in exact cases; shards get the bits of the whole."""
 
 import json
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from diloco.core.merges import MERGES, Encoded, Mean, shard_of
 from diloco.core.merges.decoding import RUN_SEGMENTS
 from diloco.core.weights import weights_of
 from diloco.errors import ConfigError, CorruptPayloadError, LayoutError, NonFiniteError
+from diloco.protocol.contribution import Contribution
 from diloco.run.tensor_jobs import encoded_of
 
 EVERY_CODEC = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
@@ -253,7 +253,7 @@ def test_shards_of_partial_learners_get_the_bits_of_the_whole(data: st.DataObjec
     elements = slice(start * SEGMENT_ELEMENTS, min(stop * SEGMENT_ELEMENTS, num_elements))
     span = codec.segment_span(num_elements, start, stop)
     clipped, indices = shard_of(places, elements)
-    contributions = [Said("a", tensors=tuple(own)), Said("b")]
+    contributions = [said("a", tensors=tuple(own)), said("b")]
     brought = encoded_of(contributions, [1.0, 2.0], [payload[span] for payload in payloads], 0, places, indices)
     expected = everything[elements]
     assert torch.equal(merged_vector(Mean(), codec, brought, clipped, expected.numel()), expected)
@@ -297,20 +297,14 @@ def test_a_learner_without_a_payload_is_refused() -> None:
 # --- who brings what, and how much it counts --------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Said:
-    learner: str
-    round: int = 5
-    base: int = 5
-    tensors: tuple[int, ...] | None = None
-    tokens: int = 0
-    routed: tuple[int, ...] | None = None
+def said(learner: str, base: int = 5, tensors: tuple[int, ...] | None = None) -> Contribution:
+    return Contribution(learner, 1, 0, 1, 5, base, 10, 1, step=1, tensors=tensors)
 
 
 def test_contributions_of_one_learner_become_one() -> None:
     payloads = encoded(FP32(), 4, 3)
-    said = [Said("a"), Said("b", base=2, tensors=(0, 1)), Said("b", base=4, tensors=(1, 2)), Said("c", base=4)]
-    one, two, three = encoded_of(said, [1.0, 2.0, 3.0], payloads, 5, ())
+    late, fresh = said("b", base=2, tensors=(0, 1)), said("b", base=4, tensors=(1, 2))
+    one, two, three = encoded_of([said("a"), late, fresh, said("c", base=4)], [1.0, 2.0, 3.0], payloads, 5, ())
     assert [(each.learner, each.weight, each.staleness) for each in (one, two, three)] == [
         ("a", 1.0, 0),
         ("b", 2.0, 3),
@@ -322,7 +316,7 @@ def test_contributions_of_one_learner_become_one() -> None:
     with pytest.raises(
         ConfigError, match="4 contributions of 3 learners need as many payloads and weights, not 4 and 4"
     ):
-        encoded_of(said, [1.0] * 4, payloads, 7, ())
+        encoded_of([said("a"), said("b"), said("b"), said("c")], [1.0] * 4, payloads, 7, ())
 
 
 def test_weights() -> None:

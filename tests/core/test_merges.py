@@ -162,9 +162,10 @@ def test_some_count_everybody_the_same(how: Merge) -> None:
 @pytest.mark.parametrize("num_idle", [1, 5])
 def test_who_trains_nothing_of_a_fragment_changes_nothing(how: Merge, num_idle: int) -> None:
     values, codec = vectors(3), FP32()
-    idle = [Encoded(f"z{i}", (codec.encode(torch.zeros(NUM)),), 1.0, tensors=frozenset()) for i in range(num_idle)]
-    assert torch.equal(merged_vector(how, codec, [*encoded(values), *idle], PLACES, NUM), merge(how, values))
-    assert not merged_vector(how, codec, idle, PLACES, NUM).any()
+    for payloads in ((codec.encode(torch.zeros(NUM)),), ()):
+        idle = [Encoded(f"z{i}", payloads, 1.0, tensors=frozenset()) for i in range(num_idle)]
+        assert torch.equal(merged_vector(how, codec, [*encoded(values), *idle], PLACES, NUM), merge(how, values))
+        assert not merged_vector(how, codec, idle, PLACES, NUM).any()
 
 
 @pytest.mark.parametrize("how", [RadialDirectional(()), HeLoCo(0.9)], ids=str)

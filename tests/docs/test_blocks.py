@@ -5,6 +5,7 @@ The commands find a run that was served and trained by the commands of docs/two-
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -216,9 +217,10 @@ def read_toml(block: Block, directory: Path) -> None:
     elif {"site", "budget", "link"} & set(tables):
         parse_site(block.text)
     else:
-        config = parse_config(("" if "run" in tables else RUN_FILE_START) + block.text, str(block))
+        text = ("" if "run" in tables else RUN_FILE_START) + block.text
+        config = parse_config(text, str(block))
         for learner in config.learner:
-            parse_config(RUN_FILE_START + block.text, str(block), learner=learner)
+            parse_config(text, str(block), learner=learner)
         if "method" in tables:
             method_from_table(config.method)
 
@@ -262,6 +264,25 @@ def run_diloco(command: Command, words: list[str], call: Call, directory: Path) 
         printed = call(*(_here(word) for word in words if word != "--watch"))
     if command.printed:
         assert command.printed.strip() == printed.strip()
+
+
+@pytest.mark.slow
+def test_the_mixture_of_the_page_about_experts_trains(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    [text] = [block.text for block in PAGES["docs/experts.md"] if block.language == "toml"]
+    Path("run.toml").write_text(text)
+    short = {"run.steps": 42, "warm_start.steps": 2, "method.sync_every": 5, "evaluate.sequences": 32}
+    options = [word for key, value in short.items() for word in ("--set", f"{key}={value}")]
+    with pytest.raises(SystemExit) as ended:
+        main(["simulate", "run.toml", "--json", *options])
+    assert not ended.value.code
+    done = json.loads(capsys.readouterr().out)
+    assert done["loss"] < 5.0
+    trunk, group = 65_984, 92_544  # parameters; of 40 steps 8 sends of the trunk, 2 of the own group and of each group
+    assert {it["num_bytes"]["contributions"] for it in done["learners"].values()} == {4 * (8 * trunk + 2 * group)}
+    assert {it["num_bytes"]["updates"] for it in done["learners"].values()} == {4 * (8 * trunk + 2 * 4 * group)}
 
 
 # --- the register -----------------------------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ import json
 import sys
 import warnings
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from math import isclose
 from pathlib import Path
 from typing import Any
@@ -205,19 +206,41 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, saved: Pa
     set_optimizer_state_dict(model, optimizer, state)
 
 
+PARTS = {0: ["layers.0.*"], 1: ["embed.*", "layers.[1-9].*"]}
+"""What the islands train of the model in the run of this name; the last one trains all of it."""
+
+EXPERTS = {0: "0-63", 1: "48-95"}
+"""The same in the run "experts", in which rows of some parameters count as experts."""
+
+
 def live(
-    model: nn.Module, exchange: Any, given: diloco.Method | None, number: int, steps: range, saved: Path | None = None
-) -> Result:
+    model: nn.Module, exchange: Any, given: diloco.Method | None, number: int, steps: range, saved: Path | None = None,
+    *, trains: Sequence[str] | None = None, trains_experts: str | None = None,
+) -> Result:  # fmt: skip
     """Train these steps; returns the global model and the learner's own, whole, and what this rank kept and sent.
 
     `saved`: where the checkpoint of this island is: written at the end by learners that begin with step 1, read by
     others.
     """
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+    trained = [p for name, p in model.named_parameters() if any(fnmatchcase(name, f"*{it}") for it in trains or ["*"])]
+    # Without a decay, rows that get no gradients would stay by themselves.
+    decay = 0.1 if trains_experts else 0.0
+    optimizer = torch.optim.SGD(
+        [{"params": trained}], lr=0.05, momentum=0.5, weight_decay=decay
+    )  # a stage may have none
     gather = gather_fsdp1(model) if isinstance(model, FullyShardedDataParallel) else read_dtensor
     ranks = dist.group.WORLD if isinstance(model, Stage | Parts | FullyShardedDataParallel) else None
     held = list(model.children()) if isinstance(model, Parts) else model
-    with diloco.Learner(held, optimizer, method=given, exchange=exchange, ranks=ranks, gather=gather) as learner:
+    with diloco.Learner(
+        held,
+        optimizer,
+        method=given,
+        exchange=exchange,
+        ranks=ranks,
+        gather=gather,
+        trains=trains,
+        trains_experts=trains_experts,
+    ) as learner:
         if saved is not None and steps.start > 1:
             assert learner.load_distributed_state_dict(saved)
             load_optimizer(model, optimizer, saved)
@@ -281,7 +304,10 @@ def main(directory: Path, process: int) -> None:
         )
         model = shaped(Net(seed=number), shape)
         saved = directory.parent / f"{name}, island {number}" if run["saves"] else None
-        result = live(model, exchange, None, number, range(*run["steps"]), saved)
+        trains = PARTS.get(number) if name == "parts" else None
+        experts = EXPERTS.get(number) if name == "experts" else None
+        steps = range(*run["steps"])
+        result = live(model, exchange, None, number, steps, saved, trains=trains, trains_experts=experts)
         write(directory, name, process, result)
     if SHAPES[shape] > 1:
         require_that_a_failure_is_told()

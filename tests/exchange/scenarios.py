@@ -27,7 +27,8 @@ class Scenario:
         the model.
     `overlaps`: learners with an overlap of their own. `tokens`: in a step of learner 0; each next one has 7 more, where
     there are any. `buffers`, `static`: as `Learner` takes them; with `buffers`, the model has running statistics.
-    `has_list`: whether the names of its tensors hold a list of layers.
+    `has_list`: whether the names of its tensors hold a list of layers. `experts`: learners that train a part of the
+        experts; unless it is None, the model has a mixture of experts.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Scenario:
     buffers: str = ""
     static: str = "exchange"
     has_list: bool = True
+    experts: dict[int, str] | None = None
 
     def tokens_of(self, index: int) -> int:
         """In a step of a learner."""
@@ -65,10 +67,55 @@ class Result:
     error: list[str] | None = None
 
 
+class Gate(nn.Module):
+    """A router of two experts a row, with a bias that training moves without a gradient. It counts by itself what the
+    learner counts with hooks."""
+
+    def __init__(self, width: int, experts: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(experts, width) / 4)
+        self.register_buffer("e_score_correction_bias", torch.zeros(experts))
+        self.counts = [0] * experts
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = x @ self.weight.T
+        indices = (logits + self.e_score_correction_bias).topk(2).indices
+        if torch.is_grad_enabled():
+            for expert in indices.flatten().tolist():
+                self.counts[expert] += 1
+                self.e_score_correction_bias[expert] -= 1e-3
+        return logits, logits.gather(1, indices).sigmoid(), indices
+
+
+class Experts(nn.Module):
+    def __init__(self, width: int, experts: int) -> None:
+        super().__init__()
+        self.w_in = nn.Parameter(torch.randn(experts, 8, width) / 8)
+        self.w_out = nn.Parameter(torch.randn(experts, width, 8) / 4)
+
+    def forward(self, x: Tensor, scores: Tensor, indices: Tensor) -> Tensor:
+        hidden = torch.tanh(torch.einsum("tkhw,tw->tkh", self.w_in[indices], x))
+        return torch.einsum("tkwh,tkh,tk->tw", self.w_out[indices], hidden, scores)
+
+
+class Moe(nn.Module):
+    """A mixture of experts with the names of transformers."""
+
+    def __init__(self, width: int, experts: int = 6) -> None:
+        super().__init__()
+        self.gate, self.experts = Gate(width, experts), Experts(width, experts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        _, scores, indices = self.gate(x)
+        return self.experts(x, scores, indices)
+
+
 class Net(nn.Module):
     """110 thousand parameters, so four codec segments, and every kind of tensor that is not trained."""
 
-    def __init__(self, width: int = 160, *, normed: bool = False, has_list: bool = True) -> None:
+    def __init__(
+        self, width: int = 160, *, normed: bool = False, has_list: bool = True, has_experts: bool = False
+    ) -> None:
         super().__init__()
         self.embed = nn.Linear(24, width)
         layers = [nn.Linear(width, width) for _ in range(4)]
@@ -79,11 +126,14 @@ class Net(nn.Module):
         self.register_buffer("seed", torch.randint(0, 1000, ()))
         self.register_buffer("empty", torch.empty(0))
         self.norm = nn.BatchNorm1d(width) if normed else nn.Identity()
+        self.moe = Moe(width) if has_experts else None
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(self.embed(x) * self.scale)
         for layer in self.layers.children():
             x = x + torch.tanh(layer(x))
+        if self.moe is not None:
+            x = x + self.moe(x)
         return self.head(x) + self.shift
 
 
@@ -91,7 +141,10 @@ def make_model(scenario: Scenario, index: int) -> Net:
     """Every learner starts from other values; the run's are learner 0's. The base is the same where each brings it."""
     torch.manual_seed(100 + index)
     width = 161 if scenario.fault == "layout" and index == 1 else 160
-    model = Net(width, normed=bool(scenario.buffers), has_list=scenario.has_list).to(getattr(torch, scenario.dtype))
+    has_experts = scenario.experts is not None
+    model = Net(
+        width, normed=bool(scenario.buffers) and not has_experts, has_list=scenario.has_list, has_experts=has_experts
+    ).to(getattr(torch, scenario.dtype))
     if scenario.static == "digest":
         generator = torch.Generator().manual_seed(1)
         model.scale.data.copy_(torch.rand(width, generator=generator))
@@ -143,12 +196,13 @@ def live(
         optimizer.load_state_dict(carried["optimizer"])
         resume = carried["learner"]
     trains = {int(key): patterns for key, patterns in scenario.trains.items()}.get(index)
+    trains_experts = {int(key): text for key, text in (scenario.experts or {}).items()}.get(index)
     overlap = {int(key): steps for key, steps in scenario.overlaps.items()}.get(index)
     buffers: Any = "local" if scenario.fault == "buffers" and index == 1 else scenario.buffers or "refuse"
     static: Any = scenario.static
     with Learner(
-        model, optimizer, method=method, exchange=exchange, trains=trains, overlap=overlap, buffers=buffers,
-        static=static, resume=resume,
+        model, optimizer, method=method, exchange=exchange, trains=trains, trains_experts=trains_experts,
+        overlap=overlap, buffers=buffers, static=static, resume=resume,
     ) as learner:  # fmt: skip
         if part == 1 and index > 0:
             if index == 1:
@@ -246,6 +300,23 @@ def _scenarios() -> list[Scenario]:
         ),
         "diloco, fp16": diloco.DiLoCo(sync_every=5, codec="fp16"),
     }  # fmt: skip
+    experts = {
+        "diloco": diloco.DiLoCo(
+            sync_every=4, codec="int8", error_feedback=True,
+            fragments=diloco.Experts(groups=3, trunk=by_layer, every=2, up="fp32", outer=diloco.SGD(lr=0.9)),
+        ),
+        "tokens": diloco.DiLoCo(
+            sync_every=3, weight="tokens",
+            fragments=diloco.Experts(groups=2, trunk=diloco.Whole(), up="e3m0", down="bf16"),
+        ),
+        "streaming": diloco.StreamingDiLoCo(
+            sync_every=4, overlap=3, fragments=diloco.Experts(groups=6, every=3, down="fp32"), weight="tokens"
+        ),
+        "delayed": diloco.DelayedDiLoCo(
+            sync_every=3, fragments=diloco.Experts(groups=2, every=2, outer=diloco.Adam(lr=0.01)), weight="tokens"
+        ),
+    }  # fmt: skip
+    parts = {0: "0-3", 1: "2,4", 2: "5"}
     scenarios = [Scenario(name, method.to_dict()) for name, method in methods.items()]
     streaming = methods["streaming, overlap 4"].to_dict()
     return [
@@ -264,6 +335,7 @@ def _scenarios() -> list[Scenario]:
             methods["diloco, tokens and feedback"].to_dict(),
             trains={1: ("layers.*",), 2: ("*.bias",)},
         ),
+        Scenario("part of the fragments", streaming, trains={1: ("layers.[01].*",), 2: ("embed.*", "layers.[13].*")}),
         Scenario("own overlaps", streaming, overlaps={0: 1, 1: 6}),
         Scenario("own overlaps that are the method's", streaming, overlaps={0: 4, 1: 4, 2: 4}),
         Scenario("averaged", methods["diloco"].to_dict(), buffers="average"),
@@ -275,6 +347,15 @@ def _scenarios() -> list[Scenario]:
         Scenario("local, resumed", methods["diloco"].to_dict(), resume_at=9, buffers="local"),
         Scenario("base", streaming, static="digest"),
         Scenario("base, resumed", streaming, resume_at=8, static="digest"),
+        *(
+            Scenario(f"experts, {name}", method.to_dict(), experts={}, buffers="average")
+            for name, method in experts.items()
+        ),
+        *(
+            Scenario(f"parts, {name}", method.to_dict(), experts=parts, buffers="average")
+            for name, method in experts.items()
+        ),
+        Scenario("parts, resumed", experts["tokens"].to_dict(), experts=parts, buffers="average", resume_at=7),
         Scenario("other buffers", methods["diloco"].to_dict(), fault="buffers", buffers="average"),
         Scenario("other base", methods["diloco"].to_dict(), fault="base", static="digest"),
         Scenario("other layout", methods["diloco"].to_dict(), fault="layout"),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.exchange import island_life
-from tests.exchange.island_life import SHAPES, Net, live
+from tests.exchange.island_life import EXPERTS, PARTS, SHAPES, Net, live
 from tests.exchange.scenarios import Result
 from tests.exchange.worlds import read, start_processes
 from tests.syncer.runs import PATIENT
@@ -25,12 +25,18 @@ pytestmark = pytest.mark.timeout(900)  # includes a world of processes
 STEPS = 9
 LEARNERS = 3
 ALL = AllLive(at_least=LEARNERS)
-METHODS = {
+METHODS: dict[str, diloco.Method] = {
     "diloco": diloco.DiLoCo(sync_every=3, quorum=ALL),
     "streaming": diloco.StreamingDiLoCo(
         sync_every=4, overlap=2, mix=0.5, fragments=diloco.ByLayer(layers=1), error_feedback=True, quorum=ALL
     ),
     "eager": diloco.EagerDiLoCo(sync_every=3, quorum=ALL),
+    "parts": diloco.StreamingDiLoCo(sync_every=4, overlap=2, fragments=diloco.ByLayer(layers=1), quorum=ALL),
+    "experts": diloco.DiLoCo(
+        sync_every=2,
+        quorum=ALL,
+        fragments=diloco.Experts(groups=2, every=2, patterns=["layers.*.down.weight", "layers.*.norm.*"]),
+    ),
 }
 
 Results = dict[str, list[list[Result]]]
@@ -73,7 +79,11 @@ def singles(name: str, initialises: int = 0) -> list[Result]:
     """The same updates by three learners of one process each, in this process."""
 
     def life(index: int, exchange: Exchange) -> Result:
-        return live(Net(seed=index or initialises), exchange, METHODS[name], index, range(1, STEPS + 1))
+        trains = PARTS.get(index) if name == "parts" else None
+        model = Net(seed=index or initialises)
+        experts = EXPERTS.get(index) if name == "experts" else None
+        steps = range(1, STEPS + 1)
+        return live(model, exchange, METHODS[name], index, steps, trains=trains, trains_experts=experts)
 
     return diloco.run_local(life, learners=LEARNERS)
 
@@ -108,16 +118,18 @@ def test_islands_of_different_shapes_train_as_single_processes(
     with syncers(tmp_path) as addresses:
         results = run_islands(tmp_path / "run", shapes, addresses, initialises=initialises)
     for name in METHODS:
-        for ranks, single in zip(results[name], singles(name, initialises), strict=True):
+        alone = singles(name, initialises)
+        for ranks, single in zip(results[name], alone, strict=True):
             require_same_model(ranks, single)
             kept = [rank.facts["anchors"] for rank in ranks]
             assert [sum(each) for each in zip(*kept, strict=True)] == single.facts["anchors"]
             if len(ranks) > 1:
                 assert max(map(sum, kept)) < sum(single.facts["anchors"])  # no rank keeps the whole model
-        # The ranks of each island share what one process sends.
-        sent = [[rank.facts["num_bytes"]["contributions"] for rank in ranks] for ranks in results[name]]
-        assert len({sum(each) for each in sent}) == 1
-        assert sent[0] != [0]
+        # The ranks of each island share what one process sends: nothing of fragments of which it trains nothing.
+        sent = [sum(rank.facts["num_bytes"]["contributions"] for rank in ranks) for ranks in results[name]]
+        assert sent == [single.facts["num_bytes"]["contributions"] for single in alone]
+        assert 0 < min(sent) <= max(sent) == sent[-1]
+        assert (min(sent) < max(sent)) == (name in ("parts", "experts"))
 
 
 @pytest.mark.slow

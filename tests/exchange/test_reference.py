@@ -3,6 +3,7 @@ bits."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,12 +14,13 @@ from torch import Tensor
 
 import diloco
 from diloco import Learner, Method
-from diloco.core.fragments import make_layout
 from diloco.core.presets import PRESETS
 from diloco.core.reference import Event, Reference, scheduled
 from diloco.errors import ConfigError
 from diloco.exchange.local import Local, run_virtual
 from diloco.exchange.virtual.run import VirtualRun
+from diloco.learner.pieces import read_dtensor
+from diloco.learner.roles import described
 from diloco.planning.network import Network, Route
 from diloco.protocol.contribution import Contribution
 from diloco.run.ports import MergedRound, NullObserver
@@ -34,7 +36,7 @@ class Told(NullObserver):
     def __init__(self, events: list[Event]) -> None:
         self._events = events
 
-    def merged(self, merged: MergedRound[Any, Any]) -> None:
+    def merged(self, merged: MergedRound[Any, Any], experts: object) -> None:
         senders = tuple(int(c.learner.removeprefix("learner-")) for c in merged.action.contributions)
         self._events.append(("merge", merged.action.fragment, senders, merged.action.scale))
 
@@ -61,7 +63,11 @@ def lived(scenario: Scenario) -> tuple[list[Event], list[dict[str, Tensor]]]:
             offer(contribution, payload)
 
         exchange.offer = recorded  # type: ignore[method-assign]
-        with Learner(model, optimizer, method=Method.from_dict(scenario.method), exchange=exchange) as learner:
+        buffers: Any = scenario.buffers or "refuse"
+        with Learner(
+            model, optimizer, method=Method.from_dict(scenario.method), exchange=exchange, buffers=buffers,
+            trains_experts=(scenario.experts or {}).get(m),
+        ) as learner:  # fmt: skip
             held.extend(learner.versions)
             for step in range(1, STEPS + 1):
                 events.extend((("gradient", m), ("step", m)))
@@ -89,18 +95,30 @@ METHODS = {
     "async, heloco": diloco.AsyncDiLoCo(
         sync_every=4, learners=LEARNERS, codec="int8", merge=diloco.HeLoCo(), dynamic_steps=False
     ),
+    "decoupled, experts": diloco.DecoupledDiLoCo(
+        sync_every=4, codec="int8", error_feedback=True,
+        fragments=diloco.Experts(groups=3, trunk=diloco.Balanced(2), every=2, up="fp32"),
+    ),
+    "async, experts": diloco.AsyncDiLoCo(
+        sync_every=4, learners=LEARNERS, dynamic_steps=False,
+        fragments=diloco.Experts(groups=2, trunk=diloco.Whole(), every=2, up="bf16"),
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 def test_what_the_network_decides_gives_the_same_bits_in_a_plain_loop(method: Method) -> None:
     scenario = Scenario("", method.to_dict())
+    if isinstance(method.fragments, diloco.Experts):
+        scenario = replace(scenario, experts={0: "0-3", 2: "3,4-5"}, buffers="average")
     events, results = lived(scenario)
     assert len(results) == LEARNERS
     merges = [event for event in events if event[0] == "merge"]
     assert len(merges) > 4
     assert any(len(set(event[2])) < LEARNERS for event in merges)  # learners are in different rounds
-    layout = make_layout(make_model(scenario, 0), method.fragments)
+    layout = described(make_model(scenario, 0), method, scenario.buffers or "refuse", "exchange", read_dtensor).layout(  # type: ignore[arg-type]
+        method
+    )
     trainees = [Trainee(scenario, m, layout) for m in range(LEARNERS)]
     Reference(method, layout, trainees).run(events)
     for trainee, result in zip(trainees, results, strict=True):

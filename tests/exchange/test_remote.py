@@ -8,7 +8,7 @@ import threading
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from copy import copy
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,13 @@ from diloco.exchange.connection import Connection
 from diloco.exchange.dialling import Dialler
 from diloco.exchange.remote import Remote, remote
 from diloco.exchange.remote.entry import Initial
-from diloco.protocol.members import Member, Report
+from diloco.exchange.remote.messages import push_header
+from diloco.exchange.wire import syncer_pb2 as pb
+from diloco.protocol.contribution import OVERLAP, Contribution
+from diloco.protocol.members import Claim, Member, Report
 from diloco.protocol.rounds.called import CalledSyncer
+from diloco.protocol.session.requests import Push
+from diloco.syncer.door.messages import contribution_of
 
 EXCHANGE_BYTES = 4 * (8 * 4 + 8 + 3 * 8 + 3)
 """Both fragments in fp32."""
@@ -401,3 +406,18 @@ def test_a_viewer_and_a_stranger_cannot_hang_a_learner(tmp_path: Path) -> None:
             with pytest.raises(errors.ExchangeError):
                 stuck.result(timeout=300)
         until(lambda: status_of(syncer)["spooled_bytes"] == 0, "the room of the broken push is not given back")
+
+
+@pytest.mark.parametrize("tensors", [None, (), (0, 2)])
+@pytest.mark.parametrize("routed", [None, (0, 0, 0), (7, 0, 2**40)])
+def test_a_contribution_is_read_as_it_was_sent(tensors: tuple[int, ...] | None, routed: tuple[int, ...] | None) -> None:
+    sent = Contribution(
+        "a", 2, 3, 4, 5, 6, 70, 8, 90, ((OVERLAP, 10),), step=11, tensors=tensors, units=((1, 3), (5, 6)),
+        overwritten=((3, 5),), routed=routed,
+    )  # fmt: skip
+    blank = Contribution("", 0, 0, 0, 0, 0, 0, 0, step=0)
+    for each in fields(Contribution):  # a field that is added is to be sent too
+        if each.name not in ("tensors", "routed"):
+            assert getattr(sent, each.name) != getattr(blank, each.name), each.name
+    header = push_header("run", Push(Claim("a", 2, process=12), sent, 13)).SerializeToString()
+    assert contribution_of(pb.PushHeader.FromString(header)) == sent

@@ -18,6 +18,7 @@ from diloco.exchange.base import Exchange
 from diloco.learner.frozen import FrozenState
 from diloco.learner.pieces import read_dtensor
 from diloco.learner.roles import described
+from diloco.learner.units import Units
 
 FAR = diloco.DiLoCo(sync_every=1000)
 
@@ -348,7 +349,8 @@ def test_parameters_that_are_frozen_now_and_then_are_trained() -> None:
 
 def test_a_learner_that_is_evicted_takes_the_runs_frozen_tensors_and_keeps_its_own() -> None:
     model = normed().append(nn.Linear(2, 2).requires_grad_(False))
-    frozen = FrozenState(model, described(model, FAR, "local", "exchange", read_dtensor).layout(FAR))
+    layout = described(model, FAR, "local", "exchange", read_dtensor).layout(FAR)
+    frozen = FrozenState(model, layout, Units(layout))
     first = frozen.values()
     frozen.adopt(first)
     model[1].running_var.fill_(7.0)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.learner.mixtures import VOCABULARY, Mixture
 from torch import Tensor, nn
 
 import diloco
@@ -113,6 +114,33 @@ def test_training_on_a_stream_of_its_own_has_the_bits_of_the_cpu() -> None:
     with torch.cuda.stream(torch.cuda.Stream()):
         on_gpu = trained("cuda", method)
     assert_same(on_gpu[0][0], trained("cpu", method)[0][0])
+
+
+@pytest.mark.parametrize("up", ["fp32", "int8"])
+def test_parts_of_a_mixture_have_the_bits_of_the_cpu(up: str) -> None:
+    """Untrained rows, and weights by the tokens that the routers on each device chose experts for."""
+    fragments = diloco.Experts(groups=2, trunk=diloco.Whole(), every=2, up=up)
+    method = diloco.DiLoCo(sync_every=3, fragments=fragments, weight="tokens")
+
+    def learn(device: str, index: int, exchange: Exchange) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        torch.manual_seed(0)
+        model = Mixture().to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        batch = torch.arange(40).view(4, 10).add(index).remainder(VOCABULARY).to(device)
+        with diloco.Learner(
+            model, optimizer, method=method, exchange=exchange, trains_experts=("0-2", "1,3")[index]
+        ) as learner:
+            for step in range(24):
+                model(batch).sum().backward()
+                give_gradients(model, 100 * index + step, device)
+                optimizer.step()
+                learner.step(tokens=40)
+            learner.finish()
+            return learner.global_state_dict(), weights_of(model)
+
+    on_cpu, on_gpu = (diloco.run_local(partial(learn, device), learners=2) for device in ("cpu", "cuda"))
+    for found, expected in zip(itertools.chain(*on_gpu), itertools.chain(*on_cpu), strict=True):
+        assert_same(found, expected)
 
 
 @pytest.mark.parametrize("name", ["streaming", "eager-e3m0", "delayed", "sparse"])

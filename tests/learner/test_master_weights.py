@@ -16,6 +16,7 @@ from diloco.core.fragments import make_layout
 from diloco.errors import ConfigError
 from diloco.exchange.base import Exchange
 from diloco.learner.master_weights import MasterWeightDetector
+from diloco.learner.units import Units
 
 MakeInner = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -197,7 +198,8 @@ def test_what_joining_overwrites_is_no_adoption(rejoined: bool) -> None:
     """A learner that was evicted takes the run's model: its parameters are not where the last adoption left them."""
     model = nn.Linear(16, 16, bias=False)
     layout = make_layout(model, diloco.Whole())
-    masters = MasterWeightDetector([torch.optim.SGD(model.parameters())], layout, dict(model.named_parameters()))
+    parameters = dict(model.named_parameters())
+    masters = MasterWeightDetector([torch.optim.SGD(model.parameters())], layout, parameters, Units(layout))
     masters.stepped()
     before = model.weight.data.clone()
     with masters.writing(0):

@@ -24,6 +24,10 @@ SMALL: dict[str, list[dict[str, Any]]] = {
     "mistral": [{"num_key_value_heads": 2}],
     "qwen2": [{"num_key_value_heads": 2}, {"tie_word_embeddings": True}],
     "qwen3": [{"num_key_value_heads": 2, "head_dim": 16}, {"attention_bias": True}],
+    "qwen3_moe": [
+        {"num_experts": 5, "moe_intermediate_size": 9, "head_dim": 16, "mlp_only_layers": [1]},
+        {"num_experts": 5, "moe_intermediate_size": 9, "head_dim": 16, "decoder_sparse_step": 2},
+    ],
     "mixtral": [{"num_local_experts": 3, "num_key_value_heads": 2}],
     "deepseek_v3": [
         {
@@ -63,8 +67,9 @@ def test_counts_are_those_of_the_models_themselves(family: str, tmp_path: Path) 
         config.save_pretrained(tmp_path)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-        expected = sum(parameter.numel() for parameter in model.parameters())
-        assert count_parameters(tmp_path / "config.json") == (expected, 3), extra
+        sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+        experts = sum(size for name, size in sizes.items() if ".experts." in name or ".mlp.gate.weight" in name)
+        assert count_parameters(tmp_path / "config.json") == (sum(sizes.values()), 3, experts), extra
 
 
 def test_a_published_model_has_its_published_size(tmp_path: Path) -> None:
@@ -82,7 +87,7 @@ def test_a_published_model_has_its_published_size(tmp_path: Path) -> None:
             }
         )
     )
-    num_parameters, num_layers = count_parameters(path)
+    num_parameters, num_layers, _ = count_parameters(path)
     assert round(num_parameters / 1e9, 2) == 405.85
     assert num_layers == PRESETS["llama-405b"].num_layers
 
@@ -92,6 +97,8 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
     workload = load_workload(str(tmp_path / "ours.toml"))
     assert (workload.name, workload.num_parameters, workload.num_layers, workload.step_s) == ("ours", 1.2e9, 20, 0.31)
     assert load_workload("1b", step_s=0.3).step_s == 0.3
+    (tmp_path / "mixture.toml").write_text("parameters = 2e9\nlayers = 20\nexpert_parameters = 1.5e9\n")
+    assert load_workload(str(tmp_path / "mixture.toml"), step_s=0.3).expert_parameters == 1.5e9
     config = {"model_type": "gpt2", **GPT2_SIZES}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "by-config.toml").write_text('config = "config.json"\nstep_time = "2 s"\n')
@@ -107,6 +114,10 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
         ('parameters = 1e9\nlayers = 24\nstep_time = "-3 ms"', "has to be above 0"),
         ("parameters = 1e9\nlayer = 24", 'unknown key "layer"; did you mean "layers"?'),
         ("parameters = 1e9", "give one of the three"),
+        (
+            "parameters = 1e9\nlayers = 24\nexpert_parameters = 2e9",
+            "expert_parameters = 2e.09 are a part of parameters",
+        ),
         ("parameters = 1e9\nlayers = 24", "add --step-time"),
         ('parameters = 1e40\nlayers = 24\nstep_time = "1 s"', "beyond all measure"),
         ('parameters = -1\nlayers = 24\nstep_time = "1 s"', "greater than 0"),

@@ -158,6 +158,39 @@ def test_a_model_of_ones_own(call: Call, tmp_path: Path) -> None:
     assert twice[0]["gbit_per_s"] == pytest.approx(theirs[0]["gbit_per_s"] / 2, rel=1e-5)
 
 
+def test_the_experts_of_a_mixture_apart(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "mixture.toml").write_text(
+        'parameters = 2e9\nlayers = 24\nexpert_parameters = 1.6e9\nstep_time = "1 s"\n'
+    )
+    options = ("--model", str(tmp_path / "mixture.toml"), "--method", "diloco", "--targets", "80")
+    apart = ("--expert-groups", "8", "--expert-every", "4", "--trained-groups", "2", "--expert-codec", "e3m0")
+    [whole], [found] = answers(call, *options, "--learners", "4"), answers(call, *options, *apart)
+    assert whole["up_bytes_per_step"] == whole["down_bytes_per_step"] == 2 * 2e9 / 100
+    experts = 1.6e9 * 4.25 / 8 / 4
+    assert found["up_bytes_per_step"] == pytest.approx((2 * 0.4e9 + experts / 4) / 100)
+    assert found["down_bytes_per_step"] == pytest.approx((2 * 0.4e9 + experts) / 100)
+    assert found["gbit_per_s"] < whole["gbit_per_s"] / 2
+    assert found["experts"] == {"groups": 8, "every": 4, "trained": 2, "codec": "e3m0"}
+    code, printed, _ = call(*options, *apart)
+    assert code == 0
+    assert "experts in 8 groups, 2 trained, k = 4, e3m0" in printed
+    assert "a learner's bytes in the mean of its inner steps: 8.53 MB up, 10.1 MB down" in printed
+    for wrong, says in (
+        (("--expert-every", "4"), "without --expert-groups"),
+        (("--expert-groups", "8", "--method", "eager"), "eager sends no experts apart"),
+        (("--expert-groups", "0"), "give --expert-groups 1 or more"),
+        (("--expert-groups", "8", "--expert-every", "0"), "give --expert-every 1 or more"),
+        (("--expert-groups", "8", "--trained-groups", "9"), "give --trained-groups 1 to 8"),
+        (("--expert-groups", "8", "--expert-codec", "zip"), "there is no codec 'zip'"),
+        (("--expert-groups", "8", "--model", "1b"), "1b has no experts to send apart"),
+        (("--expert-groups", "8", "--model", "10b", "--convention", "scaling-laws"), "--expert-groups has no effect"),
+    ):
+        code, _, said = call(*options[:4], *wrong)
+        assert code == 2
+        assert said.count("\n") == 1
+        assert says in said
+
+
 @pytest.mark.parametrize("around", [(), ("--learners", "2", "--latency", "10 ms"), ("--method", "decoupled")])
 def test_pictures(call: Call, tmp_path: Path, around: tuple[str, ...]) -> None:
     page = tmp_path / "link.html"

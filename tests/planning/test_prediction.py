@@ -13,7 +13,7 @@ from diloco.errors import ConfigError
 from diloco.planning.bandwidth import SyncerLinkModel
 from diloco.planning.discrete_events import ExchangePlan, Merging
 from diloco.planning.prediction import exchange_of, predict, star_network
-from diloco.planning.settings import setting_for
+from diloco.planning.settings import ExpertSetting, setting_for
 from diloco.planning.workload import PRESETS, Workload
 
 ONE_B = PRESETS["1b"]
@@ -170,6 +170,27 @@ def test_bytes_are_those_of_the_codecs() -> None:
     assert exchange.up_bytes == [300 // 2 + 5 * 2] * 3
     assert exchange.down_bytes == [600] * 3
     assert exchange_of(workload, setting_for(workload, "diloco", up="bf16")).down_bytes == [1800]
+
+
+def test_experts_apart_are_sent_less_often_by_those_who_train_them_and_received_by_all() -> None:
+    workload = Workload("mixture", 900, 9, 0.1, expert_parameters=600)
+    experts = ExpertSetting(groups=4, every=2, trained=1, codec="fp32")
+    exchange = exchange_of(workload, setting_for(workload, "diloco", up="bf16", experts=experts))
+    assert exchange.up_bytes == [600 / 4] * 4 + [600]  # each of the four groups by a quarter of the learners
+    assert exchange.down_bytes == [600.0] * 4 + [600]
+    assert exchange.schedule.multiples == (2, 2, 2, 2, 1)
+    assert exchange.per_interval(exchange.up_bytes) == 600 / 2 + 600
+    assert exchange.per_interval(exchange.down_bytes) == 4 * 600 / 2 + 600
+
+
+def test_a_fragment_that_is_sent_half_as_often_is_waited_for_half_as_often() -> None:
+    # 8 Mbit/s: 1 s up, 2 s down. After step 10 both fragments, the second up while the first comes down; after 20 one.
+    schedule = Schedule(10, 2, multiples=(2, 1))
+    exchange = ExchangePlan(schedule, [MEGABYTE] * 2, [2 * MEGABYTE] * 2)
+    found = predict(star_network(2, 8e6, 8e6), [0.2, 0.2], exchange)
+    assert found.utilization == pytest.approx([4 / (4 + 5 + 3)] * 2, rel=1e-12)
+    called_ = ExchangePlan(Schedule(24, 2, 2, multiples=(4, 1)), [MEGABYTE] * 2, [MEGABYTE] * 2, called=Called())
+    assert predict(star_network(2, 1e12, 1e12), [0.1] * 2, called_).period_steps == pytest.approx(24, rel=0.05)
 
 
 def test_what_cannot_be_is_said() -> None:

@@ -44,6 +44,7 @@ from diloco.protocol.leases import Ask, DataSet
 from diloco.protocol.members import Claim, Deadlines, Report
 from diloco.run.memory import POINTS
 from diloco.run.ports import InitialModel, NullObserver
+from diloco.run.validation import MAX_TOKENS
 from diloco.run.writes import RETRY_S
 
 # --- effects, one at a time -------------------------------------------------------------------------------------------
@@ -222,6 +223,11 @@ def test_a_push_is_admitted_before_room_is_made_for_it() -> None:
         (LayoutError, replace(good, fragment=2), NUM_BYTES, 1),
         (LayoutError, replace(good, tensors=(0, 1)), NUM_BYTES, 1),
         (CorruptPayloadError, good, NUM_BYTES + 1, 1),
+        (CorruptPayloadError, good, 0, 1),
+        (CorruptPayloadError, replace(good, tensors=()), NUM_BYTES, 1),
+        (LayoutError, replace(good, routed=(40, 0)), NUM_BYTES, 1),
+        (LayoutError, replace(good, routed=()), NUM_BYTES, 1),
+        (PayloadError, replace(good, routed=(MAX_TOKENS + 1,)), NUM_BYTES, 1),
     ):
         with pytest.raises(error):
             scene.driver.begin_push(c, num_bytes, boot=boot)
@@ -236,6 +242,23 @@ def test_a_push_that_is_cut_or_not_finite_leaves_the_round_as_it_was() -> None:
     assert scene.spool.held_bytes == 0
     assert scene.push(contribution("a")) is None
     assert scene.spool.held_bytes == NUM_BYTES
+
+
+@pytest.mark.parametrize("idle", ["a", "ab"])
+def test_a_learner_that_trains_nothing_of_a_fragment_contributes_without_bytes(idle: str) -> None:
+    scene = started("a", "b")
+    sent = {learner: contribution(learner) for learner in "ab"}
+    sent |= {learner: replace(sent[learner], tensors=(), routed=(0,)) for learner in idle}
+    for learner in "ab":
+        for _ in range(2):  # the acknowledgement of the first one is lost
+            assert scene.push(sent[learner], payload=learner not in idle) is None
+    assert scene.spool.held_bytes == NUM_BYTES * (2 - len(idle))
+    scene.settle()
+    assert scene.driver.state.versions == (1, 0)
+    assert scene.spool.held_bytes == 0
+    for learner in "ab":
+        ledger = scene.driver.core.accounting.accounts[learner].ledgers[0]
+        assert ledger.merged == sent[learner].tokens
 
 
 def test_a_push_that_comes_twice_counts_once() -> None:

@@ -217,7 +217,8 @@ class Scene:
 
     def begin(self, c: Contribution, payload: int = 1, process: int = 0) -> Upload[MemorySlot]:
         """A push that has come up whole."""
-        push = self.driver.begin_push(c, NUM_BYTES, boot=self.boot, process=process)
+        num_bytes = 0 if c.is_empty else NUM_BYTES
+        push = self.driver.begin_push(c, num_bytes, boot=self.boot, process=process)
         push.slot.payload = payload
         return push
 
@@ -226,7 +227,8 @@ class Scene:
         answers: list[DilocoError | None] = []
         self.driver.complete_push(self.begin(c, payload), answers.append)
         checks = [index for index, each in enumerate(self.todo) if each[0] == "check"]
-        self.todo.pop(checks[-1])[2]()
+        if not c.is_empty:  # then there is nothing to check
+            self.todo.pop(checks[-1])[2]()
         return answers[0]
 
 

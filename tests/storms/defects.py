@@ -19,7 +19,7 @@ from diloco.protocol.rounds.pushed import PushedLearner
 from diloco.protocol.session.transfers import ModelCache, Outbox
 from diloco.protocol.succession import Elector
 from diloco.protocol.syncer import SyncerCore
-from diloco.run import driver
+from diloco.run import driver, tensor_jobs
 from diloco.run.driver import Driver
 from diloco.run.executor import ActionExecutor
 from diloco.run.global_model import GlobalModel
@@ -209,6 +209,28 @@ def counts_evicted_incarnations_again(patch: pytest.MonkeyPatch) -> None:
         lose(self, account, tokens)
 
     patch.setattr(Accounting, "_lose_late", twice)
+
+
+def merges_what_is_not_trained(patch: pytest.MonkeyPatch) -> None:
+    encoded_of = tensor_jobs.encoded_of
+
+    def whole(contributions: Sequence[Contribution], *arguments: Any) -> Any:
+        trained = [replace(c, tensors=c.tensors and None) for c in contributions]
+        return encoded_of(trained, *arguments)
+
+    patch.setattr(tensor_jobs, "encoded_of", whole)
+
+
+def trains_what_its_last_process_trained(patch: pytest.MonkeyPatch) -> None:
+    """The driver knows of a learner what its first contribution to each fragment said."""
+    contributed, first = SyncerCore.contributed, dict[tuple[str, int], Contribution]()
+
+    def remembered(self: SyncerCore, now: float, c: Contribution) -> Any:
+        known = first.setdefault((c.learner, c.fragment), c)
+        is_empty = c.is_empty or known.is_empty
+        return contributed(self, now, c if is_empty else replace(c, tensors=known.tensors))
+
+    patch.setattr(SyncerCore, "contributed", remembered)
 
 
 DEFECTS: dict[Defect, int] = {

@@ -4,15 +4,18 @@ checks it."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
+from tests.chaos.versions import require
 from tests.run.memory import Later, LaterWorker
 from tests.storms.accounts import Accounts
 from tests.storms.invariants import Ledger
 from tests.storms.units import UnitLedger
 from torch import Tensor
 
-from diloco.core.global_fragment import GlobalFragment
+from diloco.core.codecs import FP32
+from diloco.core.global_fragment import GlobalFragment, close
 from diloco.core.layout import Layout
 from diloco.core.method import Method
 from diloco.errors import PayloadError
@@ -25,7 +28,7 @@ from diloco.run.driver import Driver
 from diloco.run.global_model import FragmentAnswer
 from diloco.run.memory import MemorySlot, MemoryStore
 from diloco.run.ports import ConnectionPort, InitialModel, Json, MergedRound, RunMethod, SavedRun, T, Work
-from diloco.run.tensor_jobs import TensorJobs, TensorSlot
+from diloco.run.tensor_jobs import TensorJobs, TensorSlot, encoded_of
 
 
 class StormDriver(Driver[GlobalFragment, MemorySlot, Tensor]):
@@ -92,8 +95,37 @@ class StormJobs(TensorJobs):
     def close(
         self, action: MergeRound, layout: Layout, held: GlobalFragment, slots: Sequence[TensorSlot]
     ) -> MergedRound[GlobalFragment, Tensor] | PayloadError:
-        self._accounts.closing(action, [slot.tensor for slot in slots])
-        return super().close(action, layout, held, slots)
+        payloads = [slot.tensor for slot in slots]
+        self._accounts.closing(action, payloads)
+        if all(c.tensors is None for c in action.contributions):
+            return super().close(action, layout, held, slots)
+        expected = self._without_the_rest(action, layout, held, payloads)
+        merged = super().close(action, layout, held, slots)
+        found = None if isinstance(merged, PayloadError) else merged.update.digest
+        require(found == expected, f"{action} merges what a learner does not train")
+        return merged
+
+    def _without_the_rest(
+        self, action: MergeRound, layout: Layout, held: GlobalFragment, payloads: Sequence[Tensor]
+    ) -> str | None:
+        """The digest of the round's result with other numbers in the place of what a learner does not train; None: it
+        has none."""
+        method, places = self._method.for_fragment(action.fragment), layout.fragments[action.fragment].tensors
+        others = []
+        for c, payload in zip(action.contributions, payloads, strict=True):
+            if not c.is_empty:
+                values = method.up.decode(payload, held.theta.numel())
+                for index, place in enumerate(places):
+                    if c.tensors is not None and index not in c.tensors:
+                        values[place.elements] = 1e3
+                payload = FP32().encode(values)
+            others.append(payload)
+        encoded = encoded_of(action.contributions, action.weights, others, action.round, places)
+        plain = replace(method, up=FP32(), error_feedback=0.0)
+        try:
+            return close(plain, held, encoded, places, action.scale).update.digest
+        except PayloadError:
+            return None
 
 
 class RecordingStore(MemoryStore[GlobalFragment, Tensor]):

@@ -14,6 +14,7 @@ from tests.storms.tensors import StormTensors
 from tests.storms.units import Reader
 from tests.storms.wire import StormWire, gone
 
+from diloco.core.fragments import Experts
 from diloco.errors import AlreadyInitialisedError, StaleIncarnationError, StoreError
 from diloco.exchange.base import Arrived
 from diloco.exchange.virtual.client import News
@@ -59,6 +60,9 @@ class Process:
         self._reader = Reader(plan.num_units) if plan.num_units else None
         self._frozen_until_s = 0.0
         self._incarnation = 0
+        of_process = number % 1000 if checkpoint is None else checkpoint["trains of"]
+        self._trains_of, self._trains = of_process, plan.trained_by(learner.index, of_process)
+        self._counts_routed = plan.num_experts > 0 and storm.draws.unit(f"{self.name} counts routed") < 0.8
         self._seen: Lineage | None = None
         self.wire = StormWire(storm, self, plan.latency_s[learner.index])
         claim = Claim(self.name, process=number, seen=None if checkpoint is None else checkpoint["seen"])
@@ -196,7 +200,7 @@ class Process:
         self._storm.began(self)
         for each in held:
             self._storm.ledger.held(self.name, each)
-        self._tensors = StormTensors(self._storm.plan, self._learner.index, held)
+        self._tensors = StormTensors(self._storm.plan, self._trains, held)
         is_first = self.core is None
         if self.core is None:
             self.core = LearnerCore(self._rules, start.claim.versions, step=start.step)
@@ -300,7 +304,7 @@ class Process:
         assert self.core is not None
         if all(answer in self._tensors.received for answer in self.core.answers_on_their_way()):
             state = {"core": deepcopy(self.core.state_dict()), "tensors": self._tensors.saved()}
-            self._learner.checkpoints.append({**state, "seen": self.client.core.seen})
+            self._learner.checkpoints.append({**state, "seen": self.client.core.seen, "trains of": self._trains_of})
 
     def _send(self, send: Send) -> None:
         core, f = self.core, send.fragment
@@ -308,9 +312,19 @@ class Process:
         c = Contribution(
             self.name, self._incarnation, f, send.number, send.round, send.base, send.tokens, send.steps, core.tokens,
             send.discarded, step=core.step, tensors=self._tensors.trains[f], units=send.units,
-            overwritten=send.overwritten,
+            overwritten=send.overwritten, routed=self._routed_in(send),
         )  # fmt: skip
         self.client.offer(c, self._tensors.encode(send))
+
+    def _routed_in(self, send: Send) -> tuple[int, ...] | None:
+        """Tokens routed to the experts of a fragment's tensors; None: they are not counted, or it has no experts."""
+        tensors = self._storm.plan.layout.fragments[send.fragment].tensors
+        experts = [Experts.expert_of(each.spec) for each in tensors]
+        if not self._counts_routed or None in experts:
+            return None
+        draws = self._storm.draws
+        tokens = {expert: draws.whole(f"{self.name} routed", 0, send.tokens) for expert in dict.fromkeys(experts)}
+        return tuple(tokens[expert] for expert in experts)
 
     def _report(
         self, *, waiting: bool = False, finished: bool = False, blocked_with: tuple[int, ...] = ()

@@ -12,6 +12,7 @@ from tests.storms.draws import Draws
 
 import diloco
 from diloco.core.codecs import CODECS
+from diloco.core.fragments import Experts, layout_of
 from diloco.core.layout import Layout, Role, TensorSpec, place
 from diloco.core.merges import MERGES
 from diloco.core.method import Method
@@ -97,13 +98,15 @@ class Plan:
         sizes: elements of each fragment.
         starts_s: when each learner starts.
         overlaps: each learner's own τ; None: the method's.
-        trains: of each learner, per fragment, the indices of the tensors that it trains; None: all.
+        trains: of each learner, per fragment, the indices of the tensors that it trains; None: all. Of a mixture, one
+            that comes back from no checkpoint trains what the next learner in this list does.
         spool_fits: how many contributions the spool takes until `room_at_s`; None: all.
         repeats: how often a push, heartbeat or notice arrives twice.
         num_units: of leased data that each learner trains in a step; 0: data is not leased.
         silence_s: of two syncers with each other (`Succession`); 0: there is one.
         goes_back: the run does, on purpose (`Going`).
         steered: an operator gives orders (`OrderKind`).
+        num_experts: of the mixture that the model is; 0: it is none.
     """
 
     seed: int
@@ -123,11 +126,18 @@ class Plan:
     silence_s: float = 0.0
     goes_back: bool = False
     steered: bool = False
+    num_experts: int = 0
 
     @cached_property
     def layout(self) -> Layout:
-        """Of the model: a fragment is two vectors, or one number."""
+        """Of the model: a fragment is two vectors, or one number; a mixture has experts, and a trunk."""
+        if self.num_experts:
+            return layout_of(_mixture(self.num_experts), (), self.method.fragments)
         return Layout(tuple(place(index, _tensors(index, size)) for index, size in enumerate(self.sizes)), ())
+
+    def trained_by(self, learner: int, process: int) -> tuple[tuple[int, ...] | None, ...]:
+        """What a learner's process of this number, from 1, trains."""
+        return self.trains[(learner + self.num_experts * (process - 1)) % len(self.trains)]
 
     def rules_of(self, learner: int) -> Rules:
         """The method as a learner's state machine knows it."""
@@ -144,13 +154,27 @@ def _tensors(fragment: int, size: int) -> list[TensorSpec]:
     ]
 
 
+def _mixture(num_experts: int) -> list[TensorSpec]:
+    shapes: dict[str, tuple[int, ...]] = {
+        "embed.w": (3,), "m.gate.w": (num_experts, 2), "m.gate.bias": (num_experts,), "m.experts.w": (num_experts, 3),
+        "head.w": (2,),
+    }  # fmt: skip
+    return [
+        TensorSpec(name, shape, "float32", "averaged" if name == "m.gate.bias" else "")
+        for name, shape in shapes.items()
+    ]
+
+
 def plan_of(
-    seed: int, *, leased: bool = False, standby: bool = False, goes_back: bool = False, steered: bool = False
+    seed: int, *, leased: bool = False, standby: bool = False, goes_back: bool = False, steered: bool = False,
+    parts: bool = False,
 ) -> Plan:  # fmt: skip
     """The storm of a seed. `leased`: with leased data. `standby`: with two syncers. `goes_back`: the run does.
-    `steered`: an operator gives it orders."""
+    `steered`: an operator gives it orders. `parts`: learners train parts of a mixture."""
     draws = Draws(seed)
     plan = _plan(draws, leased=leased)
+    if parts:
+        plan = _with_parts(draws, plan)
     if standby:
         return _with_standby(draws, plan)
     if steered:
@@ -182,6 +206,53 @@ def _plan(draws: Draws, *, leased: bool) -> Plan:
         repeats=0.0 if draws.unit("repeats") < 0.7 else 0.1,
         num_units=draws.whole("num_units", 1, 5) if leased else 0,
     )
+
+
+def _with_parts(draws: Draws, plan: Plan) -> Plan:
+    """Longer, since experts are sent less often than the trunk."""
+    num_experts = draws.whole("experts", 2, 5)
+    method = None
+    while method is None:
+        method = _of_mixture(draws, plan.method, num_experts)
+    plan = replace(
+        plan, method=method, num_experts=num_experts, steps=plan.steps + draws.whole("steps of parts", 5, 20)
+    )
+    fragments = plan.layout.fragments
+    trains = []
+    for _ in plan.step_s:
+        own = {expert for expert in range(num_experts) if draws.unit("trains expert") < 0.5}
+        indices = [
+            [i for i, each in enumerate(fragment.tensors) if Experts.expert_of(each.spec) in {None, *own}]
+            for fragment in fragments
+        ]
+        trains.append(
+            tuple(
+                None if len(found) == len(fragment.tensors) else tuple(found)
+                for fragment, found in zip(fragments, indices, strict=True)
+            )
+        )
+    return replace(
+        plan,
+        sizes=tuple(fragment.numel for fragment in fragments),
+        overlaps=tuple(_if_allowed(method, overlap) for overlap in plan.overlaps),
+        trains=tuple(trains),
+    )
+
+
+def _of_mixture(draws: Draws, method: Method, num_experts: int) -> Method | None:
+    codecs, trunks = [None, *sorted(CODECS)], (diloco.Whole(), diloco.Balanced(2))
+    fragments = Experts(
+        draws.whole("groups", 1, min(3, num_experts)), draws.of("trunk", trunks), draws.whole("every", 1, 3),
+        draws.of("up of experts", codecs), draws.of("down of experts", codecs),
+        draws.of("outer of experts", (None, diloco.SGD(lr=0.7), diloco.Nesterov(lr=0.7, momentum=0.9))),
+    )  # fmt: skip
+    plain: dict[str, Any] = {"adopt": diloco.Replace()} if isinstance(method.adopt, diloco.Eager) else {}
+    if method.merge.weighted and not method.merge.weighs_tensors:
+        plain["merge"] = diloco.Mean()
+    try:
+        return replace(method, fragments=fragments, **plain)
+    except ConfigError:
+        return None
 
 
 def _with_standby(draws: Draws, plan: Plan) -> Plan:
@@ -349,6 +420,6 @@ def told(plan: Plan, faults: Sequence[Fault]) -> str:
         f"{method.quorum.to_dict()}, sync_every={method.sync_every}, overlap={method.overlap}, wait={method.wait}, "
         f"up={method.up.name}, down={method.down.name}, error_feedback={method.error_feedback}, merge={method.merge}, "
         f"screen={method.screen}, outer={type(method.outer).__name__} at {method.outer_at}, adopt={method.adopt}, "
-        f"overlaps={plan.overlaps}, trains={plan.trains}"
+        f"overlaps={plan.overlaps}, fragments={method.fragments}, trains={plan.trains}"
     )
     return "\n".join([head, *(f"  {fault}" for fault in faults)])

@@ -36,13 +36,14 @@ class Failure:
     def __str__(self) -> str:
         kind = "" if isinstance(self.error, BrokenInvariantError) else f"{type(self.error).__name__}: "
         kept = ",".join(str(self.plan.faults.index(fault)) for fault in self.faults)
-        leased = " --leased" if self.plan.num_units else ""
-        standby = " --standby" if self.plan.silence_s else ""
-        goes_back = " --goes-back" if self.plan.goes_back else ""
-        steered = " --steered" if self.plan.steered else ""
+        options = {
+            " --leased": self.plan.num_units, " --standby": self.plan.silence_s, " --goes-back": self.plan.goes_back,
+            " --steered": self.plan.steered, " --parts": self.plan.num_experts,
+        }  # fmt: skip
+        chosen = "".join(option for option, is_chosen in options.items() if is_chosen)
         return (
             f"{told(self.plan, self.faults)}\n  at {self.at_s:.3f} s: {kind}{self.error}\n"
-            f"  replay: python -m tests.storms {self.plan.seed} --faults '{kept}'{leased}{standby}{goes_back}{steered}"
+            f"  replay: python -m tests.storms {self.plan.seed} --faults '{kept}'{chosen}"
         )
 
 
@@ -69,10 +70,10 @@ def run(plan: Plan, faults: Sequence[Fault], struck: Counter[str] | None = None)
 
 def run_seed(
     seed: int, *, leased: bool = False, standby: bool = False, goes_back: bool = False, steered: bool = False,
-    struck: Counter[str] | None = None,
+    parts: bool = False, struck: Counter[str] | None = None,
 ) -> Failure | None:  # fmt: skip
     """The storm of a seed; a failure comes with the shortest list of faults that was found."""
-    plan = plan_of(seed, leased=leased, standby=standby, goes_back=goes_back, steered=steered)
+    plan = plan_of(seed, leased=leased, standby=standby, goes_back=goes_back, steered=steered, parts=parts)
     failure = run(plan, plan.faults, struck)
     return None if failure is None else shortest(failure)
 
@@ -98,12 +99,14 @@ def shortest(failure: Failure) -> Failure:
 
 def failures(
     seeds: Sequence[int], *, leased: bool = False, standby: bool = False, goes_back: bool = False,
-    steered: bool = False, struck: Counter[str] | None = None,
+    steered: bool = False, parts: bool = False, struck: Counter[str] | None = None,
 ) -> Iterator[Failure | None]:  # fmt: skip
     """Of each seed, in order."""
     with quiet():
         for seed in seeds:
-            kind = {"leased": leased, "standby": standby, "goes_back": goes_back, "steered": steered}
+            kind = {
+                "leased": leased, "standby": standby, "goes_back": goes_back, "steered": steered, "parts": parts,
+            }  # fmt: skip
             yield run_seed(seed, **kind, struck=struck)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from tests.chaos.versions import BrokenInvariantError
 from torch import Tensor
 
@@ -31,12 +32,17 @@ def _are_close(a: Tensor, b: Tensor, rounding: float) -> bool:
 class StormTensors:
     """Of one incarnation of a learner.
 
+    Arguments:
+        trains: per fragment the indices of the tensors that it trains; None: all.
+
     Attributes:
         received: versions that are here and not adopted, by fragment and version.
     """
 
-    def __init__(self, plan: Plan, index: int, held: Sequence[GlobalFragment]) -> None:
-        self._plan, self._method, self.trains = plan, plan.method, plan.trains[index]
+    def __init__(
+        self, plan: Plan, trains: Sequence[tuple[int, ...] | None], held: Sequence[GlobalFragment]
+    ) -> None:  # fmt: skip
+        self._plan, self._method, self.trains = plan, plan.method, trains
         self.received: dict[tuple[int, int], Tensor] = {}
         self._anchors = [each.theta for each in held]
         self._thetas = [each.theta.clone() for each in held]
@@ -57,10 +63,16 @@ class StormTensors:
     def encode(self, send: Send) -> Tensor:
         """The payload of a contribution."""
         fragment = send.fragment
-        change = self._anchors[fragment] - self._thetas[fragment]
-        payload = self._residuals.encode(self._residuals.offered(fragment, send.number), change)
-        if self._method.error_feedback:
-            self._lost[fragment, send.number] = change - self._method.up.decode(payload, change.numel())
+        change, tentative = (
+            self._anchors[fragment] - self._thetas[fragment],
+            self._residuals.offered(fragment, send.number),
+        )
+        if self.trains[fragment] == ():
+            return torch.empty(0, dtype=torch.uint8)
+        payload = self._residuals.encode(tentative, change)
+        if self._method.for_fragment(fragment).error_feedback:
+            up = self._method.for_fragment(fragment).up
+            self._lost[fragment, send.number] = change - up.decode(payload, change.numel())
             self._rounding[fragment] += EPSILON * max(map(abs, change.tolist()))
         if self._method.adopt.needs_origin:
             self._origins[fragment] = self._thetas[fragment].clone()

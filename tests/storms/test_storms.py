@@ -12,8 +12,10 @@ from tests.storms.defects import (
     DEFECTS,
     Defect,
     forgets_that_it_was_merged,
+    merges_what_is_not_trained,
     never_sends_again,
     saves_nothing_of_learners,
+    trains_what_its_last_process_trained,
 )
 from tests.storms.plans import plan_of
 from tests.storms.runs import failures, firsts, quiet, run, run_seed, shortest
@@ -144,6 +146,33 @@ def test_what_storms_require_can_fail() -> None:
         storm.ledger.published(0, 0)
     with pytest.raises(BrokenInvariantError, match="other bits"):
         storm.ledger.held("learner-0", held)
+
+
+@pytest.mark.parametrize("first", firsts(9000, 80, 20, 40))
+def test_storms_with_parts(first: int) -> None:
+    found = failures(range(first, first + 20), parts=True)
+    assert [str(each) for each in found if each is not None] == []
+
+
+def test_seeds_differ_in_the_parts_that_learners_train() -> None:
+    plans = [plan_of(seed, parts=True) for seed in range(200)]
+    trained = [own for plan in plans for learner in plan.trains for own in learner]
+    assert {own is None for own in trained} == {own == () for own in trained} == {True, False}
+    assert any(own and own is not None for own in trained)
+    assert {plan.method.fragments.multiples(1)[0] for plan in plans} == {1, 2, 3}
+    assert {type(plan.method.quorum) for plan in plans} == set(QUORUMS)
+    for name in ("up", "down", "outer"):
+        assert any(getattr(plan.method.for_fragment(0), name) != getattr(plan.method, name) for plan in plans)
+
+
+@pytest.mark.parametrize("break_it", [merges_what_is_not_trained, trains_what_its_last_process_trained])
+def test_a_defect_of_parts_is_found(break_it: Defect, monkeypatch: pytest.MonkeyPatch) -> None:
+    break_it(monkeypatch)
+    with quiet():
+        for plan in (plan_of(seed, parts=True) for seed in range(100)):
+            if run(plan, plan.faults) is not None:
+                return
+    pytest.fail("no storm has found it")
 
 
 def leases_before_it_is_durable(patch: pytest.MonkeyPatch) -> None:

@@ -178,7 +178,9 @@ class Storm:
             for process in [each for learner in self.learners for each in learner.processes]:
                 process.check_end(self.driver.state.versions)
         num_bytes = sum(
-            self.jobs.contribution_bytes(c.fragment, self.plan.sizes[c.fragment]) for c in self.accounts.open.values()
+            self.jobs.contribution_bytes(c.fragment, self.plan.sizes[c.fragment])
+            for c in self.accounts.open.values()
+            if not c.is_empty
         )
         require(
             self._spool.held_bytes == num_bytes,

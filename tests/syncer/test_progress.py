@@ -24,11 +24,12 @@ def status(tokens: int, step: int) -> dict[str, Any]:
     member = {
         "incarnation": 1, "step": step, "tokens": tokens, "live": True, "healthy": True, "waiting": False,
         "drained": False, "finished": False, "heard": True, "step_s": 0.5, "silent_s": 0.1, "versions": [2],
+        "experts": None,
     }  # fmt: skip
     ledger = {"trained": tokens, "merged": tokens - 20, "pending": 15, "lost": 0, "discarded": {"overlap": 5}}
     return {
         "run_id": "0" * 32, "initialised": True, "step": step, "tokens": tokens, "learners": {"a": member},
-        "fragments": [{"ledger": ledger}, {"ledger": ledger}],
+        "fragments": [{"ledger": ledger}, {"ledger": ledger}], "experts": None,
     }  # fmt: skip
 
 
@@ -67,6 +68,25 @@ def test_progress_is_written_while_anything_moves(world: World) -> None:
     assert (first.tokens, second.tokens) == (100, 400)
     assert second.learners["a"].versions == (2,)
     assert second.ledger == {"merged": 760, "pending": 30, "lost": 0, "discarded: overlap": 10}
+
+
+def test_experts_that_no_learner_trains_are_told_once(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    def write(*untrained: tuple[int, int]) -> ev.Progress:
+        world.status["experts"] = {"merges": [[1, 1, 1]] * 8, "untrained": [list(pair) for pair in untrained]}
+        world.progress.write()
+        newest = world.written()[-1]
+        assert isinstance(newest, ev.Progress)
+        return newest
+
+    world.progress.write()
+    assert world.sample("diloco_untrained_experts") is None
+    world.status["learners"]["a"]["experts"] = [[0, 3], [6, 8]]
+    assert write((3, 4), (5, 6)).untrained == ((3, 4), (5, 6))
+    assert write((3, 4), (5, 6)).learners["a"].experts == ((0, 3), (6, 8))
+    assert world.sample("diloco_untrained_experts") == 2
+    assert (write().num_experts, write().untrained, world.sample("diloco_untrained_experts")) == (8, (), 0)
+    warnings = [each.getMessage() for each in caplog.records]
+    assert warnings == ["no live learner trains experts 3, 5: nothing is merged into them"]
 
 
 def test_speed_and_time_to_go_are_those_of_the_last_minute(world: World) -> None:

@@ -9,6 +9,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,10 @@ from typer.testing import CliRunner
 import diloco
 from diloco.cli._status_view import view
 from diloco.cli.status import command
+from diloco.core.fragments import layout_of
+from diloco.core.layout import TensorSpec
 from diloco.errors import ConfigError
+from diloco.event_log import read_events
 from diloco.events import RECENT_MERGES
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.protocol.contribution import UNMERGED
@@ -127,6 +131,48 @@ def test_who_takes_part_and_who_is_behind(syncer: Syncer) -> None:
         raw.connection.close()
 
 
+def test_who_trains_which_experts_and_how_often_each_was_merged(tmp_path: Path) -> None:
+    specs = [TensorSpec("embed", (3,), "float32"), TensorSpec("m.experts.w", (4, 3), "float32"),
+             TensorSpec("m.gate.w", (4, 2), "float32")]  # fmt: skip
+    cut = diloco.Experts(groups=2, trunk=diloco.Whole())
+    mixture = replace(method(), fragments=cut, sync_every=1)
+    held, whole = layout_of(specs, (), cut), diloco.FP32().encode(torch.ones(10))
+    nothing = whole[:0]
+    with start(tmp_path, mixture, deadlines=QUICK) as syncer:
+        first, second = (Raw(syncer.address, name, held=held) for name in ("first", "second"))
+        first.initialise()
+        first.join()
+        second.join()
+        beat(first, 1, versions=(0, 0, 0))
+        first.push(whole, fragment=0, step=1)  # second has not trained yet, so no round waits for it
+        first.push(nothing, fragment=1, step=1, part=True)
+        syncer.driver.drain()
+        status = json.loads(shown(syncer, "--json"))
+        assert status["experts"]["merges"] == [[1, 1, 1], [1, 1, 1], [0, 0, 0], [0, 0, 0]]
+        assert status["experts"]["untrained"] == []  # second may train the rest
+        assert [it["experts"] for it in status["learners"].values()] == [[[0, 2]], None]
+        beat(second, 1, versions=(0, 0, 0))
+        beat(first, 2, versions=(1, 1, 0))
+        for fragment in (0, 1):
+            own = {"fragment": fragment, "round": 1, "base": 1, "step": 2, "trained": 10}
+            first.push(nothing if fragment else whole, part=fragment == 1, **own)
+            second.push(whole, part=True, tensors=[0, 2], routed=[3, 0, 3, 0], **own)  # one expert of each group
+        syncer.driver.drain()
+        status = json.loads(shown(syncer, "--json"))
+        assert status["experts"] == {"merges": [[2, 3, 2], [2, 2, 2], [1, 1, 2], [0, 0, 0]], "untrained": [[3, 4]]}
+        assert [it["experts"] for it in status["learners"].values()] == [[[0, 2]], [[0, 1], [2, 3]]]
+        text = shown(syncer)
+        assert "4 experts, merged 0 to 2 times since this syncer started, by 1.2 learners on average" in text
+        assert "no live learner trains experts 3\n" in text
+        assert re.search(r"second +healthy +2 +\S+ +\S+ s +0, 2 *\n", text), text
+        first.leave(tokens=10)
+        assert status_of(syncer)["experts"]["untrained"] == [[1, 2], [3, 4]]
+        [*_, merged] = [each for each in read_events(tmp_path / "state" / "events.jsonl") if each.kind == "merged"]
+        assert merged.experts in ((((0, 2),), ((0, 1),)), ((), ((2, 3),)))
+        for raw in (first, second):
+            raw.connection.close()
+
+
 def test_a_run_without_a_learner_has_no_empty_table(syncer: Syncer) -> None:
     initialiser = joined(syncer, "first")
     initialiser.leave()
@@ -145,7 +191,11 @@ def test_it_fits_eighty_columns(syncer: Syncer) -> None:
     beat(raw, 123_456)
     status = json.loads(shown(syncer, "--json"))
     learners_of(status, 3)
-    for columns, wide in ((80, False), (132, True)):
+    mixture = {"merges": [[3, 5, 4]] * 64, "untrained": [[each, each + 1] for each in range(1, 30, 2)]}
+    for it in status["learners"].values():
+        it["experts"] = [[each, each + 1] for each in range(0, 64, 2)]
+    for columns, wide, experts in ((80, False, None), (132, True, None), (80, False, mixture), (132, True, mixture)):
+        status["experts"] = experts
         console = Console(width=columns, file=io.StringIO(), markup=False, highlight=False)
         console.print(view(status, wide=wide))
         said = console.file.getvalue()  # type: ignore[attr-defined]

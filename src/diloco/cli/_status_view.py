@@ -14,6 +14,7 @@ from rich.text import Text
 from diloco.cli._output import cell
 from diloco.escaping import printable, shortened
 from diloco.protocol.contribution import UNMERGED
+from diloco.protocol.units import numbers
 from diloco.run.status import state_of
 
 MAX_NAMES, MAX_REASONS = 6, 3
@@ -23,8 +24,9 @@ LEGEND_COLUMNS = 80
 LONG_CUT = 160
 """Of a longer description of how the model is cut, the middle is omitted."""
 
+LONG_EXPERTS = 12
 LONG_NAME = 28
-"""A terminal shows longer names without their middle."""
+"""A terminal shows longer lists of experts, and names, without their middle."""
 
 LEGEND = (
     "share: of the last merges while it trained, those with its work; silent: time since its last message. Tokens "
@@ -68,6 +70,8 @@ def view(status: dict[str, Any], *, wide: bool = False, whole_names: bool = Fals
     if (fates := _fates([it["ledger"] for it in status["fragments"]])) is not None:
         lines.append(f"trained tokens: {fates}")
     lines += [printable(line) for line in _waiting(status["fragments"])]
+    if status["experts"] is not None:
+        lines.append(_experts(**status["experts"]))
     if status["data"] is not None:
         lines.append(printable(_data(status["data"])))
     learners = _learners(status, wide=wide, whole_names=whole_names)
@@ -119,6 +123,14 @@ def _participation(status: dict[str, Any]) -> str:
     return f"{line}; newest merge: version {merge['version']} of fragment {merge['fragment']} by {who}{part}"
 
 
+def _experts(merges: Sequence[Sequence[int]], untrained: Sequence[Sequence[int]]) -> str:
+    """The merges of the experts of a mixture, and experts that no learner trains."""
+    rounds, learners = [it[0] for it in merges], sum(it[1] for it in merges)
+    line = f"{len(merges)} experts, merged {min(rounds)} to {max(rounds)} times since this syncer started"
+    line += f", by {learners / sum(rounds):.1f} learners on average" if learners else ""
+    return f"{line}; no live learner trains experts {numbers(untrained)}" if untrained else line
+
+
 def _data(data: dict[str, Any]) -> str:
     """Leased data: finished passes, and the units of the passes under way."""
     of = "" if data["num_passes"] is None else f" of {data['num_passes']}"
@@ -164,7 +176,8 @@ def _learners(status: dict[str, Any], *, wide: bool, whole_names: bool) -> Table
     """A row for each learner, in 80 columns; `wide`: more columns, and rows of learners that left."""
     num_bytes: dict[str, dict[str, dict[str, int]]] = status["num_bytes"]
     more = ("s/step", "tokens", "behind", "stale", "sent", "received") if wide else ()
-    table = _table(("learner", "state"), ("step", "share", "silent", *more))
+    trains = ("experts",) if status["experts"] is not None else ()
+    table = _table(("learner", "state"), ("step", "share", "silent", *trains, *more))
     for name, it in status["learners"].items():
         state = state_of(it)
         if state == "lost":
@@ -173,6 +186,9 @@ def _learners(status: dict[str, Any], *, wide: bool, whole_names: bool) -> Table
         silent = f"{it['silent_s']:.1f} s" if it["heard"] else "?"
         share = "" if it["share"] is None else f"{it['share']:.0%}"
         row = [f"{it['step']:,}", share, silent]
+        if trains:
+            own = "?" if it["experts"] is None else numbers(it["experts"])
+            row.append(own if whole_names else shortened(own, LONG_EXPERTS))
         if wide:
             step_s = "" if it["step_s"] is None else f"{it['step_s']:.2g}"
             behind, stale = ("" if it[key] is None else str(it[key]) for key in ("versions_behind", "staleness"))
@@ -180,7 +196,8 @@ def _learners(status: dict[str, Any], *, wide: bool, whole_names: bool) -> Table
         table.add_row(cell(shown), state, *row)
     if wide:
         for name in sorted(name for name in num_bytes if name not in status["learners"] and name != "viewers"):
-            table.add_row(cell(name), "gone", "", "", "", "", "", "", "", *_traffic(num_bytes, name))
+            blank = [""] * (len(table.columns) - 4)
+            table.add_row(cell(name), "gone", *blank, *_traffic(num_bytes, name))
     return table
 
 

@@ -202,7 +202,7 @@ def _trainer(
 
     assert job.process_group is not None  # `--collective` is refused without torchrun
     method = method_from_table(config.method)
-    attach = attach_to_group(job.process_group, method, config.train.trains, config.train.overlap)
+    attach = attach_to_group(job.process_group, method, config.train)
     return Trainer(config, part, attach=attach, progress=progress, peers=job, feed=feed)
 
 
@@ -236,12 +236,12 @@ def _connector(config: "RunConfig", part: "LearnerSpec", stopping: "StopRequest"
             tokens_per_step=config.learner_batch * config.data.sequence_length,
         )
         stopping.interrupt_with(exchange.interrupt)
-        trains, overlap = config.train.trains or None, config.train.overlap
+        table = config.train
         with ExitStack() as refused:  # closes the exchange, and so ends its threads, if the learner refuses it
             refused.callback(exchange.close)
             learner = diloco.Learner(
-                model, optimizer, exchange=exchange, trains=trains, overlap=overlap,
-                rewarm_steps=config.train.rewarm_steps, buffers=buffer_roles(model),
+                model, optimizer, exchange=exchange, trains=table.trains or None, trains_experts=table.trains_experts,
+                overlap=table.overlap, rewarm_steps=table.rewarm_steps, buffers=buffer_roles(model),
             )  # fmt: skip
             refused.pop_all()
         stopping.interrupt_with(learner.interrupt)  # also interrupts the other ranks

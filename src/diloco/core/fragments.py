@@ -170,6 +170,10 @@ class Fragmentation(Choice):
         """Of each fragment, the number of intervals H between two sends."""
         return (1,) * num_fragments
 
+    def experts_of(self, layout: Layout) -> tuple[tuple[int, ...], ...]:
+        """Of each fragment, the numbers of the experts that its tensors belong to; empty: it has no experts."""
+        return ((),) * len(layout.fragments)
+
     def resolved(self, specs: Sequence[TensorSpec]) -> "Fragmentation":
         """The fragmentation that cuts a model of these tensors, in any order: this one, or the one that it chooses."""
         return self
@@ -360,6 +364,10 @@ class Experts(Fragmentation):
             return spec.origin.first
         match = _LISTED_EXPERT.fullmatch(spec.name)
         return int(match[2]) if match else None
+
+    def experts_of(self, layout: Layout) -> tuple[tuple[int, ...], ...]:
+        experts = ([self.expert_of(place.spec) for place in fragment.tensors] for fragment in layout.fragments)
+        return tuple(tuple(expert for expert in own if expert is not None) for own in experts)
 
     def num_experts(self, specs: Iterable[TensorSpec]) -> int:
         """E, given all trainable tensors, cut into `units`."""

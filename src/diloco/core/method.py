@@ -256,6 +256,10 @@ class Method:
         """How this method cut a model into its fragments, and why."""
         return cut_in_words(layout, self.fragments)
 
+    def experts_of(self, layout: Layout) -> tuple[tuple[int, ...], ...]:
+        """As `Fragmentation.experts_of`."""
+        return self.fragments.experts_of(layout)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values only (JSON, TOML); `Method.from_dict` gives the same method back."""
         values = {field.name: plain(getattr(self, field.name)) for field in fields(self)}

@@ -19,11 +19,12 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal, Self
 
 from torch import Tensor
 
-from diloco.core.fragments import Layout
+from diloco.core.fragments import Experts, Layout
 from diloco.core.global_fragment import AppliedUpdate, GlobalFragment
 from diloco.core.method import Method
 from diloco.core.update import Update
@@ -173,15 +174,18 @@ class Exchange(ABC):
 
     _is_taken = False
 
-    def take(self) -> None:
-        """Mark this exchange as one learner's, before `open`.
+    trained: Sequence[tuple[int, ...] | None] = ()
+    """Per fragment, the indices of the tensors that the learner trains; None: all of them."""
+
+    def take(self, trained: Sequence[tuple[int, ...] | None]) -> None:
+        """Mark this exchange as one learner's, before `open`; `trained` as the attribute.
 
         Raises:
             ConfigError: it is another learner's.
         """
         if self._is_taken:
             raise ConfigError("this exchange belongs to another Learner already; make a new one for every learner.")
-        self._is_taken = True
+        self._is_taken, self.trained = True, trained
 
     @abstractmethod
     def method(self, given: Method | None) -> Method:
@@ -265,6 +269,10 @@ class Exchange(ABC):
         have the same `overview`."""
         return number
 
+    def sums_over_ranks(self, numbers: Sequence[int]) -> list[int]:
+        """The sum over all ranks of this learner of each number, at a boundary or while it attaches."""
+        return list(numbers)
+
     def meet(self, call: Call) -> None:  # noqa: B027  (one rank waits for no other)
         """A barrier of this learner's ranks before the collective part of a call. Raises ConfigError on all of them if
         the ranks make different calls."""
@@ -333,6 +341,24 @@ class ShardedExchange(Exchange):
 
         `incarnation`: the one that starts from it; None: the one that started last received it.
         """
+
+
+def require_experts_trained(
+    method: Method, layout: Layout, learners: Sequence[Sequence[tuple[int, ...] | None]]
+) -> None:
+    """Raise ConfigError if the method cuts the model into experts, and no learner trains some of them.
+
+    `learners`: `Exchange.trained` of all.
+    """
+    for fragment in layout.fragments if isinstance(method.fragments, Experts) else ():
+        of_all = [trained[fragment.index] for trained in learners]
+        found = None if None in of_all else set(chain.from_iterable(each or () for each in of_all))
+        for index, place in enumerate(fragment.tensors):
+            if found is not None and index not in found and (expert := Experts.expert_of(place.spec)) is not None:
+                raise ConfigError(
+                    f"no learner trains expert {expert} ({place.spec.name!r}), which would stay as it was initialised; "
+                    "name it in trains_experts of one, train.trains_experts in its run file."
+                )
 
 
 def wrong_rank(saved: Sequence[int], here: tuple[int, int]) -> str:

@@ -181,6 +181,7 @@ class Local(Exchange):
     ) -> StartingState:
         run, name = self._run, self._name
         syncer = run.serve(name, method, layout)
+        run.declare(self._index, self.trained)
         initialises = run.initialises(self._index, may_initialise=self.initialises)
         core = SessionCore(
             RUN, Claim(name, process=run.next_process()), len(layout.fragments), at_least=method.quorum.at_least,

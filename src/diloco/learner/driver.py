@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from diloco.core.adopt import Eager, KeepDisplacement
@@ -17,6 +18,7 @@ from diloco.errors import ConfigError, StoppedError
 from diloco.exchange.base import Arrived, Exchange, Interrupted, Rejoined, StartingState
 from diloco.learner.eager import EagerSteps
 from diloco.learner.error_feedback import ErrorFeedback
+from diloco.learner.experts import RoutedWork, UntrainedRows
 from diloco.learner.master_weights import MasterWeightDetector
 from diloco.learner.rewarm import Rewarm
 from diloco.learner.tensors import LearnerTensors
@@ -43,6 +45,8 @@ class LearnerDriver:
         tensors: the learner's tensors.
         master_weights: detects optimizers that an adoption does not reach.
         trained: per fragment the indices of the tensors that this learner trains; None: all of them.
+        untrained: keeps the rows that this learner does not train.
+        routed: counts the tokens of each expert; None: the method does not cut the model into experts.
         rewarm: the re-warm-up of the learning rate of a new inner optimizer.
         opened: the run's state when the learner joined.
 
@@ -65,8 +69,8 @@ class LearnerDriver:
 
     def __init__(
         self, method: Method, layout: Layout, exchange: Exchange, core: LearnerCore, tensors: LearnerTensors,
-        master_weights: MasterWeightDetector, trained: Sequence[tuple[int, ...] | None], rewarm: Rewarm,
-        opened: StartingState,
+        master_weights: MasterWeightDetector, trained: Sequence[tuple[int, ...] | None], untrained: UntrainedRows,
+        routed: RoutedWork | None, rewarm: Rewarm, opened: StartingState,
     ) -> None:  # fmt: skip
         self.method, self.layout, self.exchange = method, layout, exchange
         self.core, self.tensors = core, tensors
@@ -78,7 +82,7 @@ class LearnerDriver:
         self.training_loss: float | None = None
         self.evaluation: Evaluation | None = None
         self.units: UnitQueue | None = None
-        self.rewarm = rewarm
+        self.rewarm, self.untrained, self._routed = rewarm, untrained, routed
         self._master_weights, self._trained = master_weights, trained
         self._begin(opened)
 
@@ -98,6 +102,8 @@ class LearnerDriver:
         write = self.method.exchanged != "gradients" or not any(opened.versions)
         self.tensors.load_model([held.theta for held in opened.fragments], opened.static, write=write)
         self.digests = [held.digest for held in opened.fragments]
+        self.untrained.adopted()
+        self.discard_routed()
 
     def rejoin(self, opened: StartingState, *, step: int = 0) -> None:
         """Start a new incarnation, at the later of the run's step and the learner's own (`step`)."""
@@ -128,6 +134,7 @@ class LearnerDriver:
         self._sent.clear()
         self.tensors.frozen.boundary_ends(self.layout.fragments[fragment] for fragment in self._sent_or_adopted)
         self._sent_or_adopted.clear()
+        self.untrained.adopted()
 
     def before_step(self) -> None:
         """The boundary before an inner step, where gradients are exchanged: set each to the mean over learners."""
@@ -167,15 +174,17 @@ class LearnerDriver:
             self.tensors.frozen.check_trained(fragment, self._trained[fragment.index])
             self._master_weights.check_copies(fragment)
             self._sent_or_adopted.add(fragment.index)
-        snapshots = self.tensors.snapshots
-        snapshot = snapshots.take(send.fragment, tensors)
-        num_elements = snapshot.values.numel()
         contribution = Contribution(
             self.name, self.incarnation, send.fragment, send.number, send.round, send.base, send.tokens, send.steps,
             self.core.tokens, send.discarded, step=self.core.step, tensors=self._trained[send.fragment],
-            units=send.units, overwritten=send.overwritten,
+            units=send.units, overwritten=send.overwritten, routed=self._routed_to(send.fragment, send.number),
         )  # fmt: skip
-
+        if contribution.is_empty:
+            self.exchange.offer(contribution, lambda: torch.empty(0, dtype=torch.uint8))
+            return
+        snapshots = self.tensors.snapshots
+        snapshot = snapshots.take(send.fragment, tensors)
+        num_elements = snapshot.values.numel()
         residuals = self.residuals  # those of this incarnation
         tentative = residuals.offered(send.fragment, send.number)
 
@@ -198,6 +207,24 @@ class LearnerDriver:
             return None
         anchors = self.tensors.anchors if self.eager is None else self.eager.anchors
         return self.tensors.origins.get(fragment, anchors[fragment])
+
+    def _routed_to(self, fragment: int, number: int | None) -> tuple[int, ...] | None:
+        """Read the tokens routed to the experts of a fragment, and add them to the contribution with this number, or
+        else to the pending work. Returns their sum; None: they are not counted."""
+        if self._routed is None or not self._routed.counts(fragment):
+            return None
+        return self.core.fragments[fragment].add_routed(self._routed.read(fragment), number)
+
+    def read_routed(self) -> None:
+        """Add the tokens routed to experts so far to the pending work."""
+        for fragment in range(len(self.layout.fragments)):
+            self._routed_to(fragment, None)
+
+    def discard_routed(self) -> None:
+        """Forget the tokens routed to experts so far."""
+        if self._routed is not None:
+            for fragment in range(len(self.layout.fragments)):
+                self._routed.discard(fragment)
 
     # --- data ---------------------------------------------------------------------------------------------------------
 
@@ -418,6 +445,8 @@ class LearnerDriver:
         for flight in self.core.adopted(fragment, version):
             if not flight.listed:
                 self.residuals.roll_back(fragment, flight.number)
+        if self._routed is not None and not self.core.fragments[fragment].pending_steps:  # overwritten
+            self._routed.discard(fragment)
         self.received = {key: value for key, value in self.received.items() if key[0] != fragment or key[1] > version}
         self.tensors.uploads.keep(self.received)
 
@@ -433,3 +462,9 @@ class LearnerDriver:
             if version > self.core.versions[fragment]:
                 newest[fragment] = self.received[fragment, version].held.theta
         return newest
+
+    def close(self) -> None:
+        """Leave the run."""
+        if self._routed is not None:
+            self._routed.close()
+        self.exchange.close()

@@ -12,11 +12,12 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from diloco.core.layout import Fragment, Layout
+from diloco.core.layout import Fragment, Layout, TensorSpec
 from diloco.core.names import holder, named_parameters, tensor_names
 from diloco.errors import LayoutError
 from diloco.learner.frozen_base import FrozenBase, local_of, whole_of
 from diloco.learner.pieces import Box, read_dtensor
+from diloco.learner.units import Units, parameter_of
 
 Place = tuple[nn.Module, str]
 
@@ -28,11 +29,12 @@ class FrozenState:
     parameter's `requires_grad` are detected too.
     """
 
-    def __init__(self, model: nn.Module, layout: Layout) -> None:
+    def __init__(self, model: nn.Module, layout: Layout, units: Units) -> None:
+        self._units = units
         here = tensor_names(model)  # other ranks of the learner may hold other tensors
         self._places = {spec.name: holder(model, spec.name) for spec in layout.static if spec.name in here}
         self._local = {spec.name for spec in layout.static if spec.role == "local"}
-        self._averaged = {name: holder(model, name) for name in averaged_names(layout) if name in here}
+        self._averaged = _averaged_places(model, layout)
         base = {each.spec.name: holder(model, each.spec.name) for each in layout.base if each.spec.name in here}
         self._base = FrozenBase(
             [each for each in layout.base if each.spec.name in here], lambda name: current(base[name])
@@ -49,8 +51,8 @@ class FrozenState:
         return {name: each.to("cpu", copy=True).contiguous() for name, each in whole.items()}
 
     def averaged(self) -> dict[str, Tensor]:
-        """The current averaged tensors, by name; training may have replaced them."""
-        return {name: current(place) for name, place in self._averaged.items()}
+        """The current averaged tensors, by their names in the layout; training may have replaced them."""
+        return self._units.by_name({name: current(place) for name, place in self._averaged.items()})
 
     def counters(self) -> dict[str, Tensor]:
         """Host copies of the learner's own tensors: local ones, and buffers without floating-point values."""
@@ -120,7 +122,7 @@ class FrozenState:
         """
         for index, place in enumerate(fragment.tensors):
             name = place.spec.name
-            if (own := self._frozen_later(name)) is None or not (trains is None or index in trains):
+            if (own := self._frozen_later(place.spec)) is None or not (trains is None or index in trains):
                 continue
             before = self._frozen_at_boundary.get(name)
             if before is not None and own.numel() and torch.equal(own, before):
@@ -132,15 +134,15 @@ class FrozenState:
 
     def boundary_ends(self, fragments: Iterable[Fragment]) -> None:
         """Copy the parameters frozen by now of the fragments that were sent or adopted at this boundary."""
-        for name in (name for fragment in fragments for name in fragment.names):
-            self._frozen_at_boundary.pop(name, None)
-            if (own := self._frozen_later(name)) is not None:
-                self._frozen_at_boundary[name] = own.clone()
+        for spec in (place.spec for fragment in fragments for place in fragment.tensors):
+            self._frozen_at_boundary.pop(spec.name, None)
+            if (own := self._frozen_later(spec)) is not None:
+                self._frozen_at_boundary[spec.name] = own.clone()
 
-    def _frozen_later(self, name: str) -> Tensor | None:
-        """The local values of a parameter that required a gradient and does not now; None for any other."""
-        parameter = self._trained.get(name)
-        return None if parameter is None or parameter.requires_grad else local_of(parameter)
+    def _frozen_later(self, spec: TensorSpec) -> Tensor | None:
+        """The local values of a tensor whose parameter required a gradient and does not now; None for any other."""
+        parameter = self._trained.get(parameter_of(spec))
+        return None if parameter is None or parameter.requires_grad else self._units.local(spec.name, parameter)
 
     def _is_own(self, name: str) -> bool:
         tensor = current(self._places[name])
@@ -162,16 +164,26 @@ class FrozenState:
 
 
 def exchanged_tensors(model: nn.Module, layout: Layout) -> dict[str, Tensor]:
-    """The present tensors of a model's fragments, by name: trainable parameters and averaged tensors."""
+    """The present tensors of a model's fragments: trainable parameters and averaged tensors, as the model holds them.
+
+    By their names in the layout. The value for a unit is the whole tensor of which it is rows.
+    """
     found: dict[str, Tensor] = {name: each for name, each in named_parameters(model) if each.requires_grad}
-    here = tensor_names(model)
-    return found | {name: current(holder(model, name)) for name in averaged_names(layout) if name in here}
+    averaged = {name: current(place) for name, place in _averaged_places(model, layout).items()}
+    return Units(layout).by_name(found | averaged)
 
 
-def averaged_names(layout: Layout) -> list[str]:
-    """The names of the averaged tensors."""
+def averaged_tensors(layout: Layout) -> list[TensorSpec]:
+    """The averaged tensors of a layout."""
     places = (place for fragment in layout.fragments for place in fragment.tensors)
-    return [place.spec.name for place in places if place.spec.is_averaged]
+    return [place.spec for place in places if place.spec.is_averaged]
+
+
+def _averaged_places(model: nn.Module, layout: Layout) -> dict[str, Place]:
+    """The places of the averaged tensors in this process, by the names that they have there."""
+    here = tensor_names(model)
+    names = dict.fromkeys(map(parameter_of, averaged_tensors(layout)))
+    return {name: holder(model, name) for name in names if name in here}
 
 
 def current(place: Place) -> Tensor:

@@ -9,42 +9,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
-from functools import partial
 from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from diloco.core.choices import positive
-from diloco.core.fragments import Layout
 from diloco.core.method import Method
 from diloco.errors import ConfigError, translated
-from diloco.exchange.base import Exchange, FlatModel, StartingState
+from diloco.exchange.base import Exchange, StartingState
 from diloco.exchange.island import Ranks
-from diloco.learner.compatibility import check_compatible, require_exchange, require_joiners, require_method
-from diloco.learner.driver import LearnerDriver
-from diloco.learner.frozen import exchanged_tensors
-from diloco.learner.island_model import described_by_all, static_of_all
+from diloco.learner.attaching import attach
+from diloco.learner.compatibility import require_exchange, require_method
 from diloco.learner.leased_units import LeasedUnits
-from diloco.learner.master_weights import MasterWeightDetector
 from diloco.learner.models import FullyShardedModules, joined
 from diloco.learner.optimizers import ModeCheck, in_eval_mode, listed, require_hooks
-from diloco.learner.own_ranks import RanksOfLearner, island_of
-from diloco.learner.partition import Partition, Undivided, divided
-from diloco.learner.pieces import Gather, read_dtensor
-from diloco.learner.rewarm import Rewarm
-from diloco.learner.roles import Buffers, ModelDescription, Static, described, require_answers
+from diloco.learner.own_ranks import RanksOfLearner
+from diloco.learner.pieces import Gather
+from diloco.learner.roles import Buffers, Static
 from diloco.learner.state_dict import learner_state, resume
-from diloco.learner.tensors import LearnerTensors, trained_tensors
 from diloco.protocol.contribution import Budget
-from diloco.protocol.learner import LearnerCore
 from diloco.protocol.leases import DataSet
 from diloco.protocol.members import Evaluation
-from diloco.protocol.rounds.base import Rules
 
 FINISH_TIMEOUT_S = 300.0
 """How long `Learner.finish` waits, unless told otherwise."""
@@ -78,6 +66,10 @@ class Learner:
         trains: names of the parameters that this learner trains, as shell patterns; None: all. The others are adopted
             and never sent. A merge of a tensor is over the learners that train it. The caller must ensure that training
             changes only these parameters.
+        trains_experts: the experts of a mixture that this learner trains, such as "0-15" or "0,3,8-11", with a method
+            that cuts the model into experts (`fragments=Experts(…)`); None: all. The learner holds and adopts all of
+            them. The others get no gradients, and keep their values at each step of the optimizer, which must call
+            hooks, as those of torch do.
         overlap: τ of this learner; None: the method's. Learners of different speed may overlap different numbers of
             inner steps, in scheduled rounds with the outer step on the syncer (Streaming DiLoCo, arXiv 2501.18512).
         buffers: the role of floating-point buffers that training changes, such as BatchNorm's running statistics.
@@ -105,7 +97,8 @@ class Learner:
         ConfigError: a combination that cannot work: FSDP parameters, private master weights, averaging parameters under
             a stateful optimizer, a method that differs from the run's or cannot cut the model, an exchange that belongs
             to another learner, several ranks of which it is unknown whether they are one learner; an optimizer that
-            cannot be re-warmed, or `rewarm_steps` over an exchange that no learner joins late.
+            cannot be re-warmed, or `rewarm_steps` over an exchange that no learner joins late; experts that the model
+            does not have, or that no learner of a group of fixed membership trains.
         LayoutError: the run holds another model, or training changes a buffer that is not exchanged.
         CheckpointError: `resume` belongs to another model or method.
 
@@ -126,6 +119,7 @@ class Learner:
         exchange: Exchange,
         ranks: RanksOfLearner | None = None,
         trains: Sequence[str] | None = None,
+        trains_experts: str | None = None,
         overlap: int | None = None,
         buffers: Buffers | Mapping[str, Buffers] = "refuse",
         static: Static = "exchange",
@@ -139,50 +133,16 @@ class Learner:
         root, self._optimizers = joined(model), listed(optimizer)
         self._fully_sharded = FullyShardedModules(root)
         self._fully_sharded.reshard()
-        group = island_of(ranks, root, exchange)
-        island = None if group is None else Ranks(exchange, group)
-        self._exchange = exchange if island is None else island
-        with ExitStack() as undo:
-            if island is not None:
-                undo.callback(island.disconnect)  # otherwise the other ranks wait for this one
-            self.method = self._exchange.method(method)
-
-            def describe() -> ModelDescription:
-                check_compatible(root, self._optimizers, self.method, exchange, gather)
-                return described(root, self.method, buffers, static, gather or read_dtensor)
-
-            whole = describe() if island is None else described_by_all(island.each("attaching", describe), island.group)
-            answer = partial(require_answers, root, buffers, whole)
-            if island is None:
-                answer()
-            else:
-                island.each("the answers for buffers", answer)
-            self.layout: Layout = whole.layout(self.method)
-            partition: Partition = Undivided(self.layout)
-            if island is not None:
-                tensors = exchanged_tensors(root, self.layout)
-                partition = divided(self.layout, tensors, gather or read_dtensor, island.group)
-            self._tensors = LearnerTensors(root, self.layout, self.method, partition)
-            trained = trained_tensors(self.layout, trains, self.method)
-            own = self.method if overlap is None else self.method.with_own_overlap(overlap)
-            rewarm = Rewarm(self._optimizers, rewarm_steps)
-            if island is not None:
-                island.require_same("rewarm_steps", rewarm_steps)
-            require_joiners(exchange, rewarm_steps)
-            exchange.take()
-            opened = self._exchange.open(self.layout, self.method, lambda: self._own_model(island), overlap=overlap)
-            self._core = LearnerCore(Rules.of(own, len(self.layout.fragments)), opened.versions, step=opened.step)
-            master_weights = MasterWeightDetector(self._optimizers, self.layout, self._tensors.parameters)
-            self._driver = LearnerDriver(
-                self.method, self.layout, self._exchange, self._core, self._tensors, master_weights, trained, rewarm,
-                opened,
-            )  # fmt: skip
-            if any(opened.versions) and resume is None:
-                rewarm.join()
-            undo.pop_all()
+        driver, opened = attach(
+            root, self._optimizers, method=method, exchange=exchange, ranks=ranks, trains=trains,
+            trains_experts=trains_experts, overlap=overlap, buffers=buffers, static=static, gather=gather,
+            resumes=resume is not None, rewarm_steps=rewarm_steps,
+        )  # fmt: skip
+        self._driver, self.method, self.layout = driver, driver.method, driver.layout
+        self._exchange, self._tensors, self._core = driver.exchange, driver.tensors, driver.core
         self._start_model: StartingState | None = opened
         self._closed = False
-        self._hooks: list[RemovableHandle] = []
+        self._hooks = driver.untrained.hooks()
         self._steps_by_itself = self._holds_global_model = False
         self._modes = ModeCheck(self._optimizers)
         if self._exchanges_gradients:
@@ -193,10 +153,6 @@ class Learner:
                 undo.callback(self.close)
                 self.load_state_dict(resume)
                 undo.pop_all()
-
-    def _own_model(self, island: Ranks | None) -> FlatModel:
-        own = self._tensors.own_model()
-        return own if island is None else replace(own, static=static_of_all(own.static, self.layout, island.group))
 
     @property
     def _exchanges_gradients(self) -> bool:
@@ -645,7 +601,7 @@ class Learner:
             self._closed = True
             for hook in self._hooks:
                 hook.remove()
-            self._exchange.close()
+            self._driver.close()
 
     def __enter__(self) -> Self:
         return self

@@ -25,6 +25,7 @@ from diloco.core.fragments import Fragment, Layout
 from diloco.errors import ConfigError
 from diloco.learner.frozen_base import local_of
 from diloco.learner.optimizers import require_model_parameters
+from diloco.learner.units import Units
 
 MIN_STEPS = 8
 """The least length of an adoption with a result, in lengths of an inner step."""
@@ -47,18 +48,20 @@ class MasterWeightDetector:
     Arguments:
         optimizers: that train the model.
         layout: of the model.
-        parameters: by their names in the layout.
+        parameters: as `LearnerTensors.parameters`.
+        units: cuts this process's piece of a tensor out of them.
     """
 
     def __init__(
-        self, optimizers: Sequence[torch.optim.Optimizer], layout: Layout, parameters: Mapping[str, Tensor]
-    ) -> None:
-        self._optimizers, self._parameters = optimizers, parameters
+        self, optimizers: Sequence[torch.optim.Optimizer], layout: Layout, parameters: Mapping[str, Tensor],
+        units: Units,
+    ) -> None:  # fmt: skip
+        self._optimizers, self._parameters, self._units = optimizers, parameters, units
         self._at_attaching = [each for o in optimizers for group in o.param_groups for each in group["params"]]
         # Samples after the first step of half-precision parameters, as long as their test has no result.
         self._first: dict[str, Tensor] = {}
         self._has_stepped = False
-        self._samples = [_AdoptionSamples(fragment, parameters) for fragment in layout.fragments]
+        self._samples = [_AdoptionSamples(fragment, parameters, units) for fragment in layout.fragments]
 
     def check_groups(self) -> None:
         """Raise ConfigError if an optimizer was given other tensors than the model's after the learner attached."""
@@ -77,8 +80,8 @@ class MasterWeightDetector:
         names = [name for name in fragment.names if name in self._first]
         kept = list(self._kept()) if names else []
         for name in names:
-            parameter = local_of(self._parameters[name])
-            if torch.equal(_sample(parameter), self._first[name]) or bool((parameter == parameter.flatten()[0]).all()):
+            parameter, own = local_of(self._parameters[name]), self._units.local(name, self._parameters[name])
+            if torch.equal(_sample(own), self._first[name]) or bool((parameter == parameter.flatten()[0]).all()):
                 continue
             del self._first[name]
             for optimizer, key, tensor in kept:
@@ -97,7 +100,9 @@ class MasterWeightDetector:
         """
         if not self._has_stepped:
             self._has_stepped = True
-            half = {name: local_of(each) for name, each in self._parameters.items() if each.dtype in HALF}
+            half = {
+                name: self._units.local(name, each) for name, each in self._parameters.items() if each.dtype in HALF
+            }
             self._first = {name: _sample(each) for name, each in half.items() if each.numel()}
         for samples in self._samples:
             if (name := samples.stepped()) is not None:
@@ -168,20 +173,24 @@ class _AdoptionSamples:
 
     fragment: Fragment
     parameters: Mapping[str, Tensor]
+    units: Units
     num_adoptions: int = 0
     around: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         trained = [each.spec.name for each in self.fragment.tensors if not each.spec.is_averaged]
         names = [name for name in trained if name in self.parameters]
-        sizes = {name: local_of(self.parameters[name]).numel() for name in names}
+        sizes = {name: self._local(name).numel() for name in names}
         large = sorted((name for name in names if sizes[name] >= MIN_ELEMENTS), key=lambda name: -sizes[name])
         self.names = large[:SAMPLED_TENSORS]  # without a result
 
     def sample(self) -> Tensor:
         """fp32 [tensors, elements] on the host."""
-        rows = [_sample(local_of(self.parameters[name])) for name in self.names]
+        rows = [_sample(self._local(name)) for name in self.names]
         return torch.stack(rows).cpu() if rows else torch.empty(0, SAMPLED_ELEMENTS)
+
+    def _local(self, name: str) -> Tensor:
+        return self.units.local(name, self.parameters[name])
 
     def written(self, before: Tensor) -> None:
         """Begin the test of an adoption. `before`: a sample from before it."""

@@ -27,6 +27,7 @@ from diloco.core.shards import even_shards
 from diloco.errors import LayoutError
 from diloco.exchange.group import Group, device_group, device_of
 from diloco.learner.pieces import Box, Gather, Piece, cut
+from diloco.learner.units import Units
 
 AllToAll = Callable[[Tensor, Sequence[int], Sequence[int], str], Tensor]
 """Cut uint8 into parts of these sizes, one for each rank; return those of all ranks, of these sizes, in rank order."""
@@ -66,7 +67,7 @@ class Undivided(Partition):
     """One process that holds and exchanges the whole model."""
 
     def __init__(self, layout: Layout) -> None:
-        self._fragments = layout.fragments
+        self._fragments, self._units = layout.fragments, Units(layout)
 
     def elements(self, fragment: int) -> slice:
         return slice(0, self._fragments[fragment].numel)
@@ -74,13 +75,15 @@ class Undivided(Partition):
     def gather(
         self, fragment: int, tensors: Mapping[str, Tensor], out: Tensor | None = None, *, of_first: bool = False
     ) -> Tensor:
-        return gather(self._fragments[fragment], tensors, out)
+        names = self._fragments[fragment].names
+        own = {name: self.local(name, tensors[name]) for name in names if name in tensors}
+        return gather(self._fragments[fragment], own, out)
 
     def spread(self, fragment: int, part: Tensor, device: torch.device) -> dict[str, Tensor]:
         return scatter(self._fragments[fragment], part.to(device))
 
     def local(self, name: str, tensor: Tensor) -> Tensor:
-        return tensor.detach()
+        return self._units.local(name, tensor)
 
     def places(self, fragment: int) -> tuple[Placement, ...]:
         return self._fragments[fragment].tensors
@@ -123,7 +126,7 @@ class Divided(Partition):
 
     Arguments:
         boxes: of every rank, the box that it holds of each tensor, by name. A box that several ranks hold is a replica.
-        gather: returns the piece of a tensor that this rank holds.
+        gather: returns the piece of a tensor of the layout that this rank holds (`Units`).
         all_to_all: exchanges bytes between the ranks.
         wire: the device of the bytes that it exchanges.
 

@@ -38,6 +38,7 @@ def learner_state(learner: LearnerDriver) -> dict[str, Any]:
         learner.wait_while(lambda: _unanswered(learner))
     except (StoppedError, AuthError):
         learner.take_back()
+    learner.read_routed()
     return {
         "rank": list(learner.exchange.rank),
         "layout": learner.layout.digest(),
@@ -78,6 +79,7 @@ def resume(learner: LearnerDriver, opened: StartingState, state: Mapping[str, An
         learner.tensors.frozen.load_counters(state["counters"])  # the learner's own
         return False
     core.load_state_dict(state["core"])
+    learner.discard_routed()
     learner.tensors.load_state_dict(state)
     learner.digests = [digest(anchor) for anchor in learner.tensors.anchors]
     learner.tensors.measure_from(core.forget_in_flight(keep_work=bool(exchange)), here=not exchange)

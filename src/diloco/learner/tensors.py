@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import chain
 from typing import Any
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from diloco.core.adopt import Adopt, Eager
-from diloco.core.fragments import Layout
+from diloco.core.fragments import Experts, Layout
+from diloco.core.layout import TensorSpec
 from diloco.core.memory import blocks
 from diloco.core.method import Method
 from diloco.core.names import canonical_key, named_buffers, named_parameters
@@ -20,16 +21,18 @@ from diloco.errors import CheckpointError, ConfigError
 from diloco.exchange.base import FlatModel
 from diloco.exchange.group import device_of
 from diloco.learner.device import DeviceUploads, Snapshots
-from diloco.learner.frozen import FrozenState, averaged_names, exchanged_tensors
+from diloco.learner.frozen import FrozenState, averaged_tensors, exchanged_tensors
 from diloco.learner.models import Registered
 from diloco.learner.partition import Partition
+from diloco.learner.units import Units, parameter_of
 
 
 class LearnerTensors:
     """The tensors that one process of a learner holds of its model.
 
     Attributes:
-        parameters: the trainable parameters of the model and its averaged tensors, by their names in the layout.
+        parameters: the trainable parameters of the model and its averaged tensors, as the model holds them, by their
+            names in the layout; that of a unit is the whole parameter.
         anchors: per fragment, the newest value adopted of the part that this process exchanges, flat fp32 on the host;
             outer gradients are measured from it.
         origins: by fragment, that part of the parameters as it was last sent, flat fp32 on the host; only of fragments
@@ -41,17 +44,18 @@ class LearnerTensors:
         registered: the model's parameters at attaching.
     """
 
-    def __init__(self, model: nn.Module, layout: Layout, method: Method, partition: Partition) -> None:
+    def __init__(self, model: nn.Module, layout: Layout, method: Method, partition: Partition, units: Units) -> None:
         self._model, self._layout, self._adopt, self.partition = model, layout, method.adopt, partition
+        self._units = units
         self.parameters = exchanged_tensors(model, layout)
         self.anchors: list[Tensor] = []
         self.origins: dict[int, Tensor] = {}
         self.snapshots = Snapshots(partition)
         self.uploads = DeviceUploads(device_of(self.parameters))
-        self.frozen = FrozenState(model, layout)
+        self.frozen = FrozenState(model, layout, units)
         self.registered = Registered(model)
-        self._aliases = _aliases(model, self.parameters)
-        self._averaged = set(averaged_names(layout))
+        self._aliases = _aliases(model, {units.parameter(name): each for name, each in self.parameters.items()})
+        self._averaged = {spec.name for spec in averaged_tensors(layout)}
 
     def own_model(self) -> FlatModel:
         """The present model of this process, with which it may initialise the run."""
@@ -156,8 +160,11 @@ class LearnerTensors:
         values: dict[str, Tensor] = {}
         for fragment, part in enumerate(fragments or ()):
             values.update(self.partition.spread(fragment, part, torch.device("cpu")))
-        state = {}
-        held = {spec.name for spec in self._layout.static} | {*self.parameters, *self._aliases}
+        values, state = self._units.joined(values), {}
+        held = {spec.name for spec in self._layout.static} | {
+            *map(self._units.parameter, self.parameters),
+            *self._aliases,
+        }
         for key, own in self._model.state_dict().items():
             name = canonical_key(self._model, key)
             if self._layout.base and name not in held:  # a base tensor, which the run does not hold
@@ -251,11 +258,15 @@ def _aliases(model: nn.Module, parameters: Mapping[str, Tensor]) -> dict[str, st
     }
 
 
-def trained_tensors(layout: Layout, patterns: Sequence[str] | None, method: Method) -> list[tuple[int, ...] | None]:
+def trained_tensors(
+    layout: Layout, patterns: Sequence[str] | None, experts: Collection[int] | None, method: Method
+) -> list[tuple[int, ...] | None]:
     """Which tensors a learner trains.
 
     Arguments:
-        patterns: of the tensors' names, shell style and case-sensitive; None: all tensors are trained.
+        patterns: of the tensors' names, shell style and case-sensitive, or of the parameters that units are rows of;
+            None: all tensors are trained.
+        experts: of a mixture; None: all of them are trained.
 
     Returns:
         Per fragment the indices of the tensors trained; None: all of the fragment's.
@@ -263,7 +274,7 @@ def trained_tensors(layout: Layout, patterns: Sequence[str] | None, method: Meth
     Raises:
         ConfigError: a pattern matches no tensor, or the method needs all tensors trained.
     """
-    if patterns is None:
+    if patterns is None and experts is None:
         return [None] * len(layout.fragments)
     if isinstance(patterns, str):
         raise ConfigError(f"trains={patterns!r} is one text; pass a list of patterns, as in trains=[{patterns!r}].")
@@ -272,12 +283,18 @@ def trained_tensors(layout: Layout, patterns: Sequence[str] | None, method: Meth
             f"trains=… cannot be used with {method.name}, which replaces the learner's own share of every mean: that "
             "share would differ from tensor to tensor; train the whole model, or use DelayedDiLoCo."
         )
-    names = [name for fragment in layout.fragments for name in fragment.names]
-    for pattern in patterns:
+    names = [name for each in layout.fragments for p in each.tensors for name in (p.spec.name, parameter_of(p.spec))]
+    for pattern in patterns or ():
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError(f"trains={pattern!r} matches no parameter of the model; its first is {names[0]!r}.")
+
+    def is_trained(spec: TensorSpec) -> bool:
+        expert, names = Experts.expert_of(spec), (spec.name, parameter_of(spec))
+        chosen = experts is None or expert is None or expert in experts
+        return chosen and (patterns is None or any(fnmatchcase(name, each) for name in names for each in patterns))
+
     trained: list[tuple[int, ...] | None] = []
     for fragment in layout.fragments:
-        found = tuple(i for i, name in enumerate(fragment.names) if any(fnmatchcase(name, each) for each in patterns))
+        found = tuple(index for index, place in enumerate(fragment.tensors) if is_trained(place.spec))
         trained.append(None if len(found) == len(fragment.names) else found)
     return trained

@@ -14,7 +14,7 @@ from typing import Any
 
 from diloco.core.codecs.formats import wire_format
 from diloco.errors import ConfigError
-from diloco.planning.discrete_events import Merging
+from diloco.planning.discrete_events import ExchangePlan, Merging
 from diloco.planning.graph import utilization
 from diloco.planning.prediction import Prediction, exchange_of, predict, star_network
 from diloco.planning.settings import Setting
@@ -83,9 +83,14 @@ class SyncerLinkModel:
         """The kind of value: utilisation or, for decoupled learners, which always compute, the pace of merges."""
         return "pace" if self.setting.method == "decoupled" else "computing"
 
+    @property
+    def exchange(self) -> ExchangePlan:
+        """What each learner sends and receives."""
+        return exchange_of(self.workload, self.setting, self.merging)
+
     def predict(self, bit_per_s: float, *, traced: bool = False) -> Prediction:
         """Predict a run over links of `bit_per_s` up and down. Equal learners are simulated as one."""
-        exchange, num = exchange_of(self.workload, self.setting, self.merging), len(self.speeds)
+        exchange, num = self.exchange, len(self.speeds)
         step_s = [self.workload.step_s / speed for speed in self.speeds]
         copies = num if len(set(step_s)) == 1 else 1
         syncer_bit_per_s = self.syncer_bit_per_s / copies

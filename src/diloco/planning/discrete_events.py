@@ -61,6 +61,10 @@ class ExchangePlan:
     merging: Merging = Merging()
     called: Called | None = None
 
+    def per_interval(self, of_fragments: Sequence[float]) -> float:
+        """Sum over fragments of a number, such as bytes, in H inner steps: one sent every k·H steps counts 1/k."""
+        return math.fsum(each / k for each, k in zip(of_fragments, self.schedule.multiples, strict=True))
+
 
 @dataclass
 class SimulatedLearner:

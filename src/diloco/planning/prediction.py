@@ -61,18 +61,28 @@ class Prediction:
 def exchange_of(
     workload: Workload, setting: Setting, merging: Merging | None = None, called: Called | None = None
 ) -> ExchangePlan:
-    """Return the exchange of a setting: strided fragments of equal layers; by default the codec down is the one up."""
+    """Return the exchange of a setting: strided fragments of equal layers; by default the codec down is the one up.
+
+    Experts that are apart are equal groups before the fragments of the trunk. A learner sends a group that it trains
+    and receives all: the bytes up of a group are its mean over learners that train equally many groups.
+    """
     if setting.method == "data-parallel":
         raise ConfigError("data parallel has no syncer; leave out the syncer's options, or use another method.")
-    up, down = wire_format(setting.up), wire_format(setting.down or setting.up)
-    layer_values = workload.num_parameters / workload.num_layers
+    up, down, experts = wire_format(setting.up), wire_format(setting.down or setting.up), setting.experts
+    layer_values = (workload.num_parameters - (workload.expert_parameters if experts else 0)) / workload.num_layers
     sizes = [round(len(layers) * layer_values) for layers in strided(workload.num_layers, setting.num_fragments)]
+    groups_up, groups_down = list[float](), list[float]()
+    if experts is not None:
+        group = round(workload.expert_parameters / experts.groups)
+        own = experts.codec and wire_format(experts.codec)
+        groups_up = [experts.trained_share * (own or up).encoded_bytes(group)] * experts.groups
+        groups_down = [float((own or down).encoded_bytes(group))] * experts.groups
     if setting.method == "decoupled":
         called = called or Called()
     return ExchangePlan(
         setting.schedule,
-        [up.encoded_bytes(n) for n in sizes],
-        [down.encoded_bytes(n) for n in sizes],
+        [*groups_up, *(up.encoded_bytes(n) for n in sizes)],
+        [*groups_down, *(down.encoded_bytes(n) for n in sizes)],
         merging or Merging(),
         called,
     )
@@ -136,24 +146,26 @@ def _window_s(simulation: ScheduledRounds, i: int) -> float:
 
 
 def _called(simulation: CalledRounds, exchange: ExchangePlan) -> Prediction:
-    every, num, num_fragments = exchange.schedule.sync_every, len(simulation.learners), len(exchange.up_bytes)
+    every, num = exchange.schedule.sync_every, len(simulation.learners)
+    per_interval = exchange.per_interval([1.0] * len(exchange.up_bytes))
     assert isinstance(every, int)
+    intervals = math.lcm(*exchange.schedule.multiples)  # after which the pattern of sends repeats
     slowest_s = max(each.step_s for each in simulation.learners)
-    num_steps = sum(CALLED_ROUNDS) * every * sum(slowest_s / each.step_s for each in simulation.learners)
+    num_steps = sum(CALLED_ROUNDS) * intervals * every * sum(slowest_s / each.step_s for each in simulation.learners)
     if num_steps > MOST_STEPS:
         raise ConfigError(
             f"called rounds at H = {every} are {num_steps:.3g} inner steps to simulate, more than {MOST_STEPS:,}; "
             "lower H, or leave out learners that are far faster than the others."
         )
     until_s = CALLED_PERIODS * every * slowest_s
-    skipped, measured = (rounds * num_fragments for rounds in CALLED_ROUNDS)
+    skipped, measured = (round(rounds * intervals * per_interval) for rounds in CALLED_ROUNDS)
     simulation.run(lambda: sum(simulation.num_merges) >= skipped or simulation.now_s >= until_s)
     before = _counts(simulation)
     simulation.run(lambda: sum(simulation.num_merges) >= skipped + measured or simulation.now_s >= until_s)
     steps, merges, contributions, stale, adoptions = (b - a for a, b in zip(before, _counts(simulation), strict=True))
     return Prediction(
         (1.0,) * num,
-        steps / num / (merges / num_fragments) if merges else math.inf,
+        steps / num / (merges / per_interval) if merges else math.inf,
         stale / adoptions if adoptions else math.inf,
         contributions / merges if merges else 0.0,
         simulation.spans,

@@ -117,7 +117,7 @@ def _scheduled(inputs: AdviceInputs, setting: Setting) -> _UndisturbedRun:
     utilization = tuple(u for u, count in zip(prediction.utilization, counts, strict=True) for _ in range(count))
     step_s = max(learner.step_s / u for learner, u in zip(inputs.learners, utilization, strict=True))
     rounds = inputs.num_steps / setting.sync_every * len(inputs.learners)
-    up, down = rounds * sum(exchange.up_bytes), rounds * sum(exchange.down_bytes)
+    up, down = (rounds * exchange.per_interval(each) for each in (exchange.up_bytes, exchange.down_bytes))
     return _UndisturbedRun(utilization, step_s, inputs.num_steps * step_s, up, down, prediction)
 
 
@@ -129,8 +129,8 @@ def _decoupled(inputs: AdviceInputs, setting: Setting) -> _UndisturbedRun:
     seconds = inputs.budget.tokens / sum(share / learner.step_s for learner in learners)
     steps = sum(seconds / learner.step_s for learner in learners) / len(learners)
     merges = steps / prediction.period_steps
-    up = merges * prediction.contributors * sum(exchange.up_bytes)
-    down = merges * len(learners) * sum(exchange.down_bytes)
+    up = merges * prediction.contributors * exchange.per_interval(exchange.up_bytes)
+    down = merges * len(learners) * exchange.per_interval(exchange.down_bytes)
     return _UndisturbedRun((1.0,) * len(learners), max(each.step_s for each in learners), seconds, up, down, prediction)
 
 

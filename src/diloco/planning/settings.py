@@ -6,6 +6,7 @@ import difflib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal, get_args
 
 from diloco.core.codecs.formats import wire_format
@@ -32,6 +33,35 @@ _DECOUPLED_OVERLAP = 2
 
 
 @dataclass(frozen=True)
+class ExpertSetting:
+    """How the experts of a mixture are sent, apart from its trunk: `fragments=Experts(…)` in a Method.
+
+    Attributes:
+        groups: G, fragments of experts, besides the P of the trunk.
+        every: k; a group is sent every k·H inner steps.
+        trained: groups that each learner trains; it sends no others. None: all.
+        codec: of the experts, up and down; None: as the trunk's.
+    """
+
+    groups: int
+    every: int = 1
+    trained: int | None = None
+    codec: str | None = None
+
+    @property
+    def trained_share(self) -> float:
+        """Share of the groups that each learner trains."""
+        return 1.0 if self.trained is None else self.trained / self.groups
+
+    @property
+    def detail(self) -> str:
+        """The numbers, for tables."""
+        trained = "" if self.trained is None else f", {self.trained} trained"
+        codec = "" if self.codec is None else f", {self.codec}"
+        return f"experts in {self.groups} groups{trained}, k = {self.every}{codec}"
+
+
+@dataclass(frozen=True)
 class Setting:
     """A method with its numbers.
 
@@ -40,10 +70,11 @@ class Setting:
         sync_every: H, inner steps between two synchronisations of one fragment.
         overlap: τ, inner steps between a send and the application of its answer; for decoupled learners it sizes the
             grace window.
-        num_fragments: P.
+        num_fragments: P; of the trunk, where the experts are apart.
         up: codec of contributions.
         down: codec of updates, on the other direction of the link; None: a reduction is one pass, as in the papers.
         latency_s: of each pass.
+        experts: how the experts of a mixture are sent; None: as the rest of the model.
     """
 
     method: MethodName
@@ -53,9 +84,15 @@ class Setting:
     up: str = "bf16"
     down: str | None = None
     latency_s: float = 0.0
+    experts: ExpertSetting | None = None
 
     def __str__(self) -> str:
-        return f"{self.method}, H = {self.sync_every}, τ = {self.overlap}, P = {self.num_fragments}, {self.up}"
+        numbers = f"H = {self.sync_every}, τ = {self.overlap}, P = {self.num_fragments}, {self.up}"
+        return ", ".join([self.method, numbers, *self._expert_detail])
+
+    @property
+    def _expert_detail(self) -> list[str]:
+        return [] if self.experts is None else [self.experts.detail]
 
     @property
     def title(self) -> str:
@@ -67,7 +104,7 @@ class Setting:
         """The numbers that apply to the method."""
         numbers = [f"H = {self.sync_every}", f"τ = {self.overlap}", f"P = {self.num_fragments}", self.up]
         shown = {"data-parallel": (3,), "diloco": (0, 3), "eager": (0, 3)}.get(self.method, (0, 1, 2, 3))
-        return ", ".join(numbers[i] for i in shown)
+        return ", ".join([*(numbers[i] for i in shown), *self._expert_detail])
 
     @property
     def label(self) -> str:
@@ -76,8 +113,11 @@ class Setting:
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule of sends."""
-        return Schedule(self.sync_every, self.num_fragments, self.overlap)
+        """The schedule of sends: groups of experts, then the trunk's fragments."""
+        if self.experts is None:
+            return Schedule(self.sync_every, self.num_fragments, self.overlap)
+        multiples = (self.experts.every,) * self.experts.groups + (1,) * self.num_fragments
+        return Schedule(self.sync_every, len(multiples), self.overlap, multiples=multiples)
 
 
 def setting_for(
@@ -90,6 +130,7 @@ def setting_for(
     up: str = "bf16",
     down: str | None = None,
     latency_s: float = 0.0,
+    experts: ExpertSetting | None = None,
 ) -> Setting:
     """Return a validated setting; omitted numbers get their defaults.
 
@@ -111,10 +152,10 @@ def setting_for(
         num_fragments = {"streaming": thirds, "eager": thirds, "decoupled": decoupled}.get(method, 1)
     if overlap is None:
         overlap = {"eager": every, "decoupled": _DECOUPLED_OVERLAP}.get(method, 0)
-    setting = Setting(method, every, overlap, num_fragments, up, down, latency_s)
-    if wrong := next(_problems(setting, num_layers), None):
+    setting = Setting(method, every, overlap, num_fragments, up, down, latency_s, experts)
+    if wrong := next(chain(_problems(setting, num_layers), _expert_problems(setting, workload)), None):
         raise ConfigError(wrong)
-    for codec in {up, down} - {None}:
+    for codec in {up, down, experts and experts.codec} - {None}:
         wire_format(str(codec))
     return setting
 
@@ -153,4 +194,27 @@ def _problems(it: Setting, num_layers: int) -> Iterator[str]:
         yield (
             f"an overlap of {tau} steps is longer than H = {every}; lower --overlap, raise --sync-every, or use "
             "--method eager."
+        )
+
+
+def _expert_problems(it: Setting, workload: Workload) -> Iterator[str]:
+    """Yield an error for each number of the experts that is invalid for the method or the model."""
+    experts = it.experts
+    if experts is None:
+        return
+    if not workload.expert_parameters:
+        yield (
+            f"{workload.name} has no experts to send apart; give the parameters of a mixture's experts as "
+            "expert_parameters of a .toml file, or its config.json."
+        )
+    if it.method in ("data-parallel", "eager"):
+        yield f"{it.method} sends no experts apart; leave --expert-groups out, or use streaming, diloco or decoupled."
+    if experts.groups < 1:
+        yield f"{experts.groups} groups of experts are too few; give --expert-groups 1 or more."
+    if experts.every < 1:
+        yield f"experts cannot be sent every {experts.every} times H; give --expert-every 1 or more."
+    if experts.trained is not None and not 1 <= experts.trained <= experts.groups:
+        yield (
+            f"a learner cannot train {experts.trained} of {experts.groups} groups of experts; give --trained-groups "
+            f"1 to {experts.groups}."
         )

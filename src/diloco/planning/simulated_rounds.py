@@ -47,7 +47,7 @@ class ScheduledRounds(StarSimulation):
         assert isinstance(schedule.sync_every, int)
         assert schedule.offsets is not None
         every, tau = schedule.sync_every, schedule.overlap
-        self.window = every * (tau // every + 1)
+        self.window = every * math.lcm(*schedule.multiples) * (tau // every + 1)
         self.left_s: list[list[float]] = [[] for _ in self.learners]
         self.ended_s = [math.inf] * len(self.learners)
         self._schedule, self._every, self._stop_at = schedule, every, stop_at

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, NamedTuple, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -38,12 +38,14 @@ class Workload:
         num_parameters: of all synchronised tensors.
         num_layers: L.
         step_s: compute time of an inner step, in seconds; 0: unknown.
+        expert_parameters: those of all experts of a mixture, with their rows of the routers; 0: not known, or dense.
     """
 
     name: str
     num_parameters: float
     num_layers: int
     step_s: float
+    expert_parameters: float = 0.0
 
     def __post_init__(self) -> None:
         amount("the number of parameters", self.num_parameters)
@@ -54,7 +56,8 @@ class Workload:
 
 
 PRESETS: Mapping[str, Workload] = {
-    name: Workload(name, it["parameters"], it["layers"], it["step_s"]) for name, it in PUBLISHED["models"].items()
+    name: Workload(name, it["parameters"], it["layers"], it["step_s"], it.get("expert_parameters", 0.0))
+    for name, it in PUBLISHED["models"].items()
 }
 """The models of the papers' simulators."""
 
@@ -67,6 +70,7 @@ class ModelSizeTable(Table):
     config: Path | None = None  # a transformers config.json, instead of parameters and layers
     preset: str | None = None  # a model of the papers: 1b, 10b, 100b, llama-405b, deepseek-v3
     active_parameters: float | None = Field(default=None, gt=0)  # parameters that a token uses in a mixture of experts
+    expert_parameters: float | None = Field(default=None, gt=0)  # of all experts of a mixture, with the routers
 
     @model_validator(mode="after")
     def _one_way(self) -> Self:
@@ -80,6 +84,11 @@ class ModelSizeTable(Table):
                 f"a token cannot use {self.active_parameters:g} of {self.parameters:g} parameters; lower "
                 "active_parameters"
             )
+        if self.expert_parameters is not None and self.expert_parameters >= (self.parameters or 0):
+            raise ValueError(
+                f"expert_parameters = {self.expert_parameters:g} are a part of parameters; lower them, or drop them "
+                "beside a preset or a config, which have their own"
+            )
         return self
 
     def workload(self, directory: Path = Path()) -> Workload:
@@ -87,10 +96,10 @@ class ModelSizeTable(Table):
         if self.preset is not None:
             return replace(PRESETS[self.preset], step_s=0.0)
         if self.config is not None:
-            return Workload(self.config.parent.name, *count_parameters(directory / self.config), 0.0)
+            return _counted(self.config.parent.name, directory / self.config)
         assert self.parameters is not None
         assert self.layers is not None
-        return Workload("the model", self.parameters, self.layers, 0.0)
+        return Workload("the model", self.parameters, self.layers, 0.0, self.expert_parameters or 0.0)
 
 
 class _ModelFile(ModelSizeTable):
@@ -111,7 +120,7 @@ def load_workload(model: str, step_s: float | None = None) -> Workload:
         given = validate(_ModelFile, read_toml(read_text(path, "model file"), model), model)
         workload = replace(given.workload(path.parent), name=given.name or path.stem, step_s=given.step_time or 0.0)
     elif model.endswith(".json"):
-        workload = Workload(path.parent.name or model, *count_parameters(path), 0.0)
+        workload = _counted(path.parent.name or model, path)
     else:
         raise ConfigError(
             f"there is no model {model!r}; choose {', '.join(PRESETS)}, or name a .toml file or a transformers "
@@ -157,8 +166,25 @@ class _Config:
         return default if value is None else value
 
 
-def count_parameters(path: str | Path) -> tuple[int, int]:
-    """Count (parameters, layers) of the model of a transformers config.json.
+class ModelSize(NamedTuple):
+    """A model's size.
+
+    Attributes:
+        expert_parameters: those of all experts, with their rows of the routers.
+    """
+
+    parameters: int
+    layers: int
+    expert_parameters: int = 0
+
+
+def _counted(name: str, path: Path) -> Workload:
+    parameters, layers, expert_parameters = count_parameters(path)
+    return Workload(name, parameters, layers, 0.0, expert_parameters)
+
+
+def count_parameters(path: str | Path) -> ModelSize:
+    """Count the parameters of the model of a transformers config.json.
 
     Tied embeddings count once, all experts of a mixture count.
 
@@ -190,7 +216,7 @@ def _whole(c: _Config, layers: int) -> int:
     return num_tables * c["vocab_size"] * c["hidden_size"] + c["hidden_size"] + layers
 
 
-def _llama_like(c: _Config, *, bias: bool = False, head_norms: bool = False) -> tuple[int, int]:
+def _llama_like(c: _Config, *, bias: bool = False, head_norms: bool = False) -> ModelSize:
     """Grouped-query attention, and a gated feed-forward, or one for each expert with a router."""
     hidden, inner, heads, layers = (
         c[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
@@ -200,24 +226,32 @@ def _llama_like(c: _Config, *, bias: bool = False, head_norms: bool = False) -> 
     queries, keys = heads * head, (c["num_key_value_heads"] if c.get("num_key_value_heads", 0) else heads) * head
     attention = hidden * (2 * queries + 2 * keys) + (bias or own) * (queries + 2 * keys) + own * hidden
     feed_forward = _gated(hidden, inner) + bool(c.get("mlp_bias", False)) * (2 * inner + hidden)
-    if c.get("num_local_experts", 0):
-        feed_forward = c["num_local_experts"] * (hidden + feed_forward)
-    return _whole(c, layers * (attention + head_norms * 2 * head + feed_forward + 2 * hidden)), layers
+    num_sparse, experts = _experts(c, hidden)
+    each = attention + head_norms * 2 * head + 2 * hidden
+    return ModelSize(_whole(c, layers * each + (layers - num_sparse) * feed_forward + experts), layers, experts)
 
 
-def _deepseek_v3(c: _Config) -> tuple[int, int]:
+def _experts(c: _Config, hidden: int) -> tuple[int, int]:
+    """The number of layers whose feed-forward is a mixture (Mixtral, Qwen3-MoE), and the parameters of all experts."""
+    num = c.get("num_local_experts", 0) or c.get("num_experts", 0)
+    inner = c["moe_intermediate_size" if c.get("moe_intermediate_size", 0) else "intermediate_size"]
+    dense, every = c.get("mlp_only_layers", ()), c.get("decoder_sparse_step", 1)
+    sparse = [each for each in range(c["num_hidden_layers"]) if num and each not in dense and (each + 1) % every == 0]
+    return len(sparse), len(sparse) * num * (hidden + _gated(hidden, inner))
+
+
+def _deepseek_v3(c: _Config) -> ModelSize:
     """Latent attention; the first layers are dense, the others a mixture with shared experts."""
     hidden, heads, layers = c["hidden_size"], c["num_attention_heads"], c["num_hidden_layers"]
     query_rank, rank, rotary = c["q_lora_rank"], c["kv_lora_rank"], c["qk_rope_head_dim"]
     plain, value = c["qk_nope_head_dim"], c["v_head_dim"]
     attention = hidden * query_rank + query_rank + query_rank * heads * (plain + rotary)
     attention += hidden * (rank + rotary) + rank + rank * heads * (plain + value) + heads * value * hidden
-    experts, dense = c["n_routed_experts"], c["first_k_dense_replace"]
-    mixture = (experts + c["n_shared_experts"]) * _gated(hidden, c["moe_intermediate_size"]) + experts * hidden
-    all_layers = (
-        layers * (attention + 2 * hidden) + dense * _gated(hidden, c["intermediate_size"]) + (layers - dense) * mixture
-    )
-    return _whole(c, all_layers), layers
+    dense, inner = c["first_k_dense_replace"], c["moe_intermediate_size"]
+    experts = (layers - dense) * c["n_routed_experts"] * (_gated(hidden, inner) + hidden)
+    shared = (layers - dense) * c["n_shared_experts"] * _gated(hidden, inner)
+    all_layers = layers * (attention + 2 * hidden) + dense * _gated(hidden, c["intermediate_size"]) + shared + experts
+    return ModelSize(_whole(c, all_layers), layers, experts)
 
 
 def _gpt_layer(hidden: int, inner: int, *, bias: bool = True) -> int:
@@ -225,26 +259,27 @@ def _gpt_layer(hidden: int, inner: int, *, bias: bool = True) -> int:
     return 4 * hidden * hidden + bias * 4 * hidden + 2 * hidden * inner + inner + hidden + 4 * hidden
 
 
-def _gpt2(c: _Config) -> tuple[int, int]:
+def _gpt2(c: _Config) -> ModelSize:
     """Learned positions, a tied head."""
     hidden, layers = c["n_embd"], c["n_layer"]
     head = 0 if c.get("tie_word_embeddings", True) else c["vocab_size"] * hidden
     layer = _gpt_layer(hidden, c.get("n_inner", 4 * hidden))
-    return (c["vocab_size"] + c["n_positions"]) * hidden + head + layers * layer + 2 * hidden, layers
+    return ModelSize((c["vocab_size"] + c["n_positions"]) * hidden + head + layers * layer + 2 * hidden, layers)
 
 
-def _gpt_neox(c: _Config) -> tuple[int, int]:
+def _gpt_neox(c: _Config) -> ModelSize:
     """An untied head."""
     hidden, layers = c["hidden_size"], c["num_hidden_layers"]
     layer = _gpt_layer(hidden, c["intermediate_size"], bias=bool(c.get("attention_bias", True)))
-    return _whole(c, layers * layer) + hidden, layers
+    return ModelSize(_whole(c, layers * layer) + hidden, layers)
 
 
-FAMILIES: dict[str, Callable[[_Config], tuple[int, int]]] = {
+FAMILIES: dict[str, Callable[[_Config], ModelSize]] = {
     "llama": _llama_like,
     "mistral": _llama_like,
     "qwen2": partial(_llama_like, bias=True),
     "qwen3": partial(_llama_like, head_norms=True),
+    "qwen3_moe": partial(_llama_like, head_norms=True),
     "mixtral": _llama_like,
     "deepseek_v3": _deepseek_v3,
     "gpt2": _gpt2,

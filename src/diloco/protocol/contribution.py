@@ -84,6 +84,11 @@ class Contribution:
     routed: tuple[int, ...] | None = field(default=None, kw_only=True)
 
     @property
+    def is_empty(self) -> bool:
+        """Whether its learner trains no tensor of the fragment: its payload has no bytes."""
+        return self.tensors == ()
+
+    @property
     def accounted(self) -> int:
         """Tokens that it accounts for: those of its work, and those discarded since the previous contribution."""
         return self.tokens + sum(tokens for _, tokens in self.discarded)

@@ -70,6 +70,7 @@ class InFlight:
         is_rejected: it was rejected, and the learner still waits for its round's version.
         kept: it was rejected as `DROPPED`, and its work stays in the learner's parameters.
         units: as in `Contribution`.
+        routed: likewise; empty: not counted.
     """
 
     number: int
@@ -82,6 +83,7 @@ class InFlight:
     is_rejected: bool = False
     kept: bool = False
     units: Ranges = ()
+    routed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,8 @@ class FragmentWork:
         overwritten_tokens: discarded by adoption and not yet reported.
         ledger: of this incarnation's tokens.
         pending_units, overwritten_units: the units of leased data (`protocol.leases`) of the same tokens.
+        pending_routed: of the pending tokens, those routed to the expert of each tensor, as far as they were read from
+            the model's device; empty: none were.
     """
 
     version: int
@@ -128,6 +132,7 @@ class FragmentWork:
     ledger: Ledger = field(default_factory=Ledger)
     pending_units: Ranges = ()
     overwritten_units: Ranges = ()
+    pending_routed: tuple[int, ...] = ()
 
     def stepped(self, tokens: int, units: Ranges = ()) -> None:
         """An inner step of work on the fragment."""
@@ -142,23 +147,34 @@ class FragmentWork:
         self.number += 1
         flight = InFlight(
             self.number, round_, self.version, self.pending_tokens, self.pending_steps, apply_at,
-            units=self.pending_units,
+            units=self.pending_units, routed=self.pending_routed,
         )  # fmt: skip
         self.in_flight.append(flight)
         discarded = ((OVERLAP, self.overwritten_tokens),) if self.overwritten_tokens else ()
         overwritten = self.overwritten_units
         self.pending_tokens = self.pending_steps = self.overwritten_tokens = 0
-        self.pending_units = self.overwritten_units = ()
+        self.pending_units = self.overwritten_units = self.pending_routed = ()
         return Send(
             fragment, flight.number, round_, self.version, flight.tokens, flight.steps, discarded, flight.units,
             overwritten,
         )  # fmt: skip
+
+    def add_routed(self, routed: tuple[int, ...], number: int | None = None) -> tuple[int, ...]:
+        """Add tokens by tensor that were routed to its expert: to the contribution with this number, or the pending
+        ones. Returns the sum."""
+        if number is None:
+            self.pending_routed = _sum(self.pending_routed, routed)
+            return self.pending_routed
+        flight = next(each for each in self.in_flight if each.number == number)
+        flight.routed = _sum(flight.routed, routed)
+        return flight.routed
 
     def take_back(self, flight: InFlight) -> None:
         """The work of a contribution is pending again."""
         self.pending_tokens += flight.tokens
         self.pending_steps += flight.steps
         self.pending_units = union(self.pending_units, flight.units)
+        self.pending_routed = _sum(self.pending_routed, flight.routed)
 
     def arrived(self, version: int, merged: int) -> tuple[InFlight, ...]:
         """A version was received; contributions up to number `merged` are in it or an earlier one, unless rejected.
@@ -182,7 +198,7 @@ class FragmentWork:
         self.overwritten_tokens += self.pending_tokens
         self.overwritten_units = union(self.overwritten_units, self.pending_units)
         self.pending_tokens = self.pending_steps = 0
-        self.pending_units = ()
+        self.pending_units = self.pending_routed = ()
 
     def forget(self, *, keep_work: bool) -> bool:
         """Drop the contributions in flight that no received version lists. Returns whether there were any.
@@ -196,7 +212,7 @@ class FragmentWork:
                 self.take_back(flight)
             else:
                 self.pending_steps = 0
-                self.pending_units = ()
+                self.pending_units = self.pending_routed = ()
         return bool(void)
 
     @property
@@ -213,42 +229,58 @@ class FragmentWork:
         """Start a new incarnation that keeps the work: numbers start from 1, and tokens from 0."""
         self.number = 0
         self.pending_tokens = self.overwritten_tokens = 0
+        self.pending_routed = ()
         self.ledger = Ledger()
         for flight in self.in_flight:
             flight.number = flight.tokens = 0
+            flight.routed = ()
 
     def lose(self) -> None:
         """The learner is evicted for good: contributions in flight are void, and pending tokens are lost."""
         self.in_flight = []
         self.pending_tokens = self.pending_steps = self.overwritten_tokens = 0
-        self.pending_units = self.overwritten_units = ()
+        self.pending_units = self.overwritten_units = self.pending_routed = ()
         self.ledger.lose()
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values."""
-        flights = [{**asdict(flight), "units": as_lists(flight.units)} for flight in self.in_flight]
+        flights = [
+            {**asdict(flight), "units": as_lists(flight.units), "routed": list(flight.routed)}
+            for flight in self.in_flight
+        ]
         units = {"pending_units": as_lists(self.pending_units), "overwritten_units": as_lists(self.overwritten_units)}
-        return {**asdict(self), "received": sorted(self.received), "in_flight": flights, **units}
+        sent = {"received": sorted(self.received), "in_flight": flights}
+        return {**asdict(self), **sent, **units, "pending_routed": list(self.pending_routed)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """From the values of `as_dict`. Raises ValueError, TypeError or LookupError for any others."""
         ledger = Ledger(**{**values["ledger"], "discarded": dict(values["ledger"]["discarded"])})
-        flights = [InFlight(**{**flight, "units": ranges_of(flight["units"])}) for flight in values["in_flight"]]
+        flights = [
+            InFlight(**{**flight, "units": ranges_of(flight["units"]), "routed": tuple(flight["routed"])})
+            for flight in values["in_flight"]
+        ]
         units = {key: ranges_of(values[key]) for key in ("pending_units", "overwritten_units")}
-        it = cls(**{**values, **units, "received": set(values["received"]), "in_flight": flights, "ledger": ledger})
+        routed = {"pending_routed": tuple(values["pending_routed"])}
+        sent = {"received": set(values["received"]), "in_flight": flights, "ledger": ledger}
+        it = cls(**{**values, **units, **routed, **sent})
         require_whole_numbers(
             it.version, it.number, it.pending_tokens, it.pending_steps, it.overwritten_tokens, *it.received,
             *(n for each in (units["pending_units"], units["overwritten_units"]) for pair in each for n in pair),
-            ledger.trained, ledger.merged, ledger.lost, *map(abs, ledger.discarded.values()),
+            *it.pending_routed, ledger.trained, ledger.merged, ledger.lost, *map(abs, ledger.discarded.values()),
         )  # fmt: skip
         for flight in flights:
             require_whole_numbers(
-                flight.number, flight.round, flight.base, flight.tokens, flight.steps, flight.apply_at
+                flight.number, flight.round, flight.base, flight.tokens, flight.steps, flight.apply_at, *flight.routed
             )
             if {type(flight.listed), type(flight.is_rejected), type(flight.kept)} != {bool}:
                 raise TypeError("a contribution in flight that is neither listed nor not")
         return it
+
+
+def _sum(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
+    """The sum by place; an empty tuple is zeros."""
+    return tuple(x + y for x, y in zip(a, b, strict=True)) if a and b else a or b
 
 
 def require_whole_numbers(*values: object) -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Self, get_args
 
 from diloco.core.choices import nearest, whole_number
-from diloco.errors import ConfigError, DrainedError
+from diloco.errors import ConfigError, DrainedError, NoRoomError
 
 # The number of learners of a run as a function of its steps: the compute pools of DiLoCo's ablation.
 #
@@ -94,6 +94,26 @@ class Pool:
     def has_shrunk(self, step: int) -> bool:
         """Whether the pool is smaller after this inner step than at its beginning: it never grows again."""
         return self.size(step) < self.size(self.begin_step)
+
+    def require_place(self, learner: str, training: Sequence[str], step: int) -> None:
+        """Check that the pool has a place for a learner that joins.
+
+        Arguments:
+            training: learners that train, oldest first.
+
+        Raises:
+            NoRoomError: it has none now. DrainedError: it will have none.
+        """
+        others, size = [other for other in training if other != learner], self.size(step)
+        if len(others) < size:
+            return
+        places = (
+            f"the run's pool has places for {size} of {self.learners} learners at step {step}, taken by "
+            f"{', '.join(others)}"
+        )
+        if self.has_shrunk(step) and learner not in training[:size]:
+            raise DrainedError(f"{places}; it has shrunk, so train without {learner}.")
+        raise NoRoomError(f"{places}; {learner} gets one when the pool grows or one of them leaves.")
 
     @classmethod
     def of(cls, values: Mapping[str, Any] | None) -> Self | None:
@@ -214,10 +234,10 @@ class Steering:
         """Whether a member must send its last work and leave."""
         return self.ended is not None or learner in self.out
 
-    @property
-    def takes_out_any(self) -> bool:
-        """Whether any member must."""
-        return self.ended is not None or bool(self.out)
+    def drained(self, training: Sequence[str], pool: Pool | None, step: int) -> list[str]:
+        """Of the learners that train, oldest first, those that `takes_out`, and those without a place in the pool."""
+        places = len(training) if pool is None else pool.size(step)
+        return [name for at, name in enumerate(training) if at >= places or self.takes_out(name)]
 
     def saved(self) -> dict[str, Any]:
         """Plain values (JSON)."""

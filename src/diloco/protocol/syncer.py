@@ -20,8 +20,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from diloco.core.weights import merge_weights, weights_of
-from diloco.errors import DrainedError, NoRoomError, StaleIncarnationError, VersionError
+from diloco.core.weights import weights_of
+from diloco.errors import StaleIncarnationError, VersionError
 from diloco.protocol.accounting import Accounting, key_of
 from diloco.protocol.actions import Acknowledge, Action, Evict, MergeRound, PersistRecord, Publish, Reject, Tell, WakeAt
 from diloco.protocol.contribution import OUTLIER, Contribution, Standing, Verdict
@@ -167,7 +167,8 @@ class SyncerCore:
                 "ranks= to Learner where the processes are ranks of one learner."
             )
         self.steering.require_admitted(learner)
-        self._require_place(learner)
+        if self.pool is not None:
+            self.pool.require_place(learner, self._training, self.step)
         actions: list[Action] = []
         if learner in self.members:
             actions += self._evict(learner, "replaced by a newer incarnation", replaced=True)
@@ -449,28 +450,10 @@ class SyncerCore:
         accounts = self.accounting.accounts.items()
         return {learner for learner, account in accounts if account.ended_at is not None and account.ended_at >= step}
 
-    # --- the pool -----------------------------------------------------------------------------------------------------
-
-    def _require_place(self, learner: str) -> None:
-        others = [other for other in self._training if other != learner]
-        if self.pool is None or len(others) < (size := self.pool.size(self.step)):
-            return
-        places = (
-            f"the run's pool has places for {size} of {self.pool.learners} learners at step {self.step}, taken by "
-            f"{', '.join(others)}"
-        )
-        if self.pool.has_shrunk(self.step) and learner not in self._training[:size]:
-            raise DrainedError(f"{places}; it has shrunk, so train without {learner}.")
-        raise NoRoomError(f"{places}; {learner} gets one when the pool grows or one of them leaves.")
-
     @property
     def drained(self) -> Sequence[str]:
         """The newest members, if the pool has no place for them, and those that an operator has drained."""
-        if self.pool is None and not self.steering.takes_out_any:
-            return ()
-        training = self._training
-        places = len(training) if self.pool is None else self.pool.size(self.step)
-        return [name for at, name in enumerate(training) if at >= places or self.steering.takes_out(name)]
+        return self.steering.drained(self._training, self.pool, self.step)
 
     @property
     def _training(self) -> list[str]:
@@ -505,22 +488,9 @@ class SyncerCore:
     def _close(self, now: float, fragment: int, reason: str) -> MergeRound:
         state, closed = self.fragments[fragment], self.rounds.close(now, fragment)
         state.closing, state.phase = closed, "merging"
-        weights = self._weights(closed)
+        weights = closed.weights(self.rules.weight)
         scale = self.rounds.scale(fragment, closed, weights)
         return MergeRound(fragment, closed.number, closed.contributions, tuple(weights), scale, closed.members, reason)
-
-    def _weights(self, closed: ClosedRound) -> list[float]:
-        """One weight per learner, in merge order, from the sum of its contributions to the round."""
-        by_learner: dict[str, list[Contribution]] = {}
-        for c in closed.contributions:
-            by_learner.setdefault(c.learner, []).append(c)
-        each = list(by_learner.values())
-        return merge_weights(
-            self.rules.weight,
-            [sum(c.tokens for c in own) for own in each],
-            [sum(c.steps for c in own) for own in each],
-            [max(closed.number - c.base for c in own) for own in each],
-        )
 
     def _wake(self, now: float) -> list[Action]:
         """Request a record if one is needed, and a wake-up at the next deadline or end of a grace window."""

@@ -85,6 +85,7 @@ class LearnerSummary:
             "step": None if it is None else it.step, "tokens": None if it is None else it.tokens,
             "step_s": None if it is None else it.step_s, "silent_s": silent_s,
             "loss": None if it is None else it.training_loss, "behind": behind,
+            "experts": it.experts if it is not None and self.is_live else (),
             "sent_bytes": self.num_bytes[0], "received_bytes": self.num_bytes[1],
             "sent_bytes_per_s": self.rates[0], "received_bytes_per_s": self.rates[1],
         }  # fmt: skip

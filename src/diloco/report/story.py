@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from typing import Any
 
 from diloco import events as ev
@@ -51,6 +51,8 @@ class Story:
         self._ledger: dict[str, int] = {}
         self._progress_at = 0.0
         self._parallel_bytes = 0.0
+        self._num_experts, self._untrained = 0, tuple[tuple[int, int], ...]()
+        self._experts: dict[int, tuple[int, int, int]] = {}  # merges, learners in them, version of the last
 
     # --- events -------------------------------------------------------------------------------------------------------
 
@@ -132,6 +134,10 @@ class Story:
         for member in self._members.values():
             if member.is_live or member.name in event.contributors:
                 member.recent.append(member.name in event.contributors)
+        trained = Counter(expert for own in event.experts for pair in own for expert in range(*pair))
+        for expert, num_learners in trained.items():
+            merges, learners, _ = self._experts.get(expert, (0, 0, 0))
+            self._experts[expert] = merges + 1, learners + num_learners, event.version
         absent = sorted(({*event.members} | self._live_names()) - {*event.contributors})
         self._merges.add(
             {
@@ -154,7 +160,7 @@ class Story:
         for name, member in self._members.items():
             if name not in event.learners and member.is_live:
                 member.go(event.t, member.reason or "no longer a member")
-        self._ledger = dict(event.ledger)
+        self._ledger, self._num_experts, self._untrained = dict(event.ledger), event.num_experts, event.untrained
         self._tokens = max(self._tokens, event.tokens)
         self._lately.append((event.t, event.tokens))
         while len(self._lately) > 2 and self._lately[-1][0] - self._lately[1][0] >= SPEED_S:
@@ -223,20 +229,22 @@ class Story:
                 "learners": members,
                 "fragments": [{"version": version, **self._fragments.get(index, {})}
                               for index, version in sorted(self._versions.items())],
+                "experts": [self._experts.get(expert, (0, 0, 0)) for expert in range(self._num_experts)],
+                "untrained": self._untrained,
                 "ledger": self._ledger,
                 "merges": self._merges.since(number),
                 "num_merges": self._merges.total,
                 "events": self._events.since(number),
                 "loss": self._loss_curves(number),
                 "training": {name: curve.since(number) for name, curve in training.items()},
-                "experts": self._experts(),
+                "load": self._load(),
                 "speed": self._speed.since(number),
                 "wire": self._wire.since(number),
             }
         )  # fmt: skip
         return shown
 
-    def _experts(self) -> list[dict[str, Any]]:
+    def _load(self) -> list[dict[str, Any]]:
         """The load of the experts by block, over the newest reports of the trainers' own event logs."""
         found: dict[str, dict[str, Any]] = {}
         for event in self._routed.values():

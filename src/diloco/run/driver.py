@@ -166,8 +166,9 @@ class Driver(Generic[H, S, P]):
             "waits_for": waits_for,
         }
         if not state.is_initialised:
-            return {**base, "steering": None, "learners": {}, "fragments": [], "newest_merge": None, "data": None}
-        return {**base, **self._status.as_dict(state.core, state.model, self._clock.now_s())}
+            nothing = dict.fromkeys(("steering", "newest_merge", "data", "experts"))
+            return {**base, **nothing, "learners": {}, "fragments": []}
+        return {**base, **self._status.as_dict(state, self._clock.now_s())}
 
     # --- a run's beginning --------------------------------------------------------------------------------------------
 
@@ -461,6 +462,9 @@ class Driver(Generic[H, S, P]):
         if push.span is not None:
             self._checked_parts.add(push.contribution)
         index = push.contribution.fragment
+        if push.contribution.is_empty:
+            self._checked(push, done, None)
+            return
         num_elements = self.state.model.layout.fragments[index].numel
         check = partial(self._ports.jobs.check, push.slot, index, num_elements)
         self._ports.worker.submit("check", index, check, partial(self._checked, push, done))
@@ -480,6 +484,7 @@ class Driver(Generic[H, S, P]):
         match actions[0]:
             case Acknowledge(duplicate=False):
                 self._uploads.taken(push)
+                self.state.experts.contributed(push.contribution)
                 self._observer.contributed(push.contribution, push.num_bytes)
             case Reject() as reject:
                 self._uploads.release(push.slot)

@@ -152,7 +152,7 @@ class ActionExecutor(Generic[H, S, P]):
             self._observer.abandoned(action, merged)
             self.execute(core.abandoned(now_s, action.fragment, NOT_FINITE))
             return
-        self._observer.merged(merged)
+        self._observer.merged(merged, self._state.experts.merged(merged))
         self.status.merged(action, core)
         self.writes.version(now_s, merged)
         core.merged(action.fragment, merged.refused)

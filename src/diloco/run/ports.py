@@ -22,6 +22,7 @@ from diloco.protocol.lineage import Epoch
 from diloco.protocol.rounds.base import MethodAnswers
 from diloco.protocol.steering import Order
 from diloco.protocol.syncer import SyncerCore
+from diloco.protocol.units import Ranges
 
 # --- values -----------------------------------------------------------------------------------------------------------
 
@@ -60,6 +61,7 @@ class RunMethod(MethodAnswers, Protocol):
     def with_own_overlap(self, overlap: int) -> Any: ...
     def difference(self, other: Any) -> str | None: ...
     def cut_in_words(self, layout: Any) -> str: ...
+    def experts_of(self, layout: Any) -> Sequence[Sequence[int]]: ...
     def to_dict(self) -> dict[str, Any]: ...
 
 
@@ -285,8 +287,8 @@ class Observer(Protocol):
     def abandoned(self, action: MergeRound, error: PayloadError) -> None:
         """A round has no usable result."""
 
-    def merged(self, merged: MergedRound[Any, Any]) -> None:
-        """The outer step was taken."""
+    def merged(self, merged: MergedRound[Any, Any], experts: Sequence[Ranges]) -> None:
+        """The outer step was taken. `experts`: of a group of experts, those that each contributor trains."""
 
     def published(self, merged: MergedRound[Any, Any], num_live: int, persist_s: float) -> None:
         """A version is visible."""

@@ -11,8 +11,9 @@ from diloco.protocol.members import Deadlines
 from diloco.protocol.rounds.base import Rules
 from diloco.protocol.steering import Pool
 from diloco.protocol.syncer import SyncerCore
+from diloco.run.experts import ExpertStatus
 from diloco.run.global_model import GlobalModel
-from diloco.run.ports import H, InitialModel, P, RunMethod, SavedRun, first_epoch
+from diloco.run.ports import H, InitialModel, ModelLayout, P, RunMethod, SavedRun, first_epoch
 
 
 def require_run(served: str, run: str) -> None:
@@ -34,6 +35,7 @@ class RunState(Generic[H, P]):
     Attributes:
         initial_tokens: tokens that the model was trained on before the run.
         cut: how the method cut the model, in words; "" without a model.
+        experts: of the mixture that the model may be.
         run_id: as in `protocol.lineage`.
         epochs: the starts on this run's state.
     """
@@ -43,6 +45,7 @@ class RunState(Generic[H, P]):
         self.method, self.budget = method, budget
         self.initial_tokens = 0
         self.run_id = self.cut = ""
+        self.experts = ExpertStatus(())
         self.epochs: tuple[Epoch, ...] = ()
         self._deadlines, self._pool = deadlines, pool
         self._core: SyncerCore | None = None
@@ -96,7 +99,7 @@ class RunState(Generic[H, P]):
         """The run begins with this model."""
         self._core = self.first_core(initial)
         self._model = GlobalModel(initial.layout, initial.static, initial.fragments, [()] * len(initial.fragments))
-        self.cut = self.method.cut_in_words(initial.layout)
+        self._describe(initial.layout)
         self.initial_tokens = initial.tokens
         self.run_id, self.epochs = initial.run_id, (first_epoch(initial),)
 
@@ -145,4 +148,8 @@ class RunState(Generic[H, P]):
         self._core, self.initial_tokens = core, saved.tokens
         self.run_id, self.epochs = saved.run_id, saved.epochs
         self._model = GlobalModel(saved.layout, saved.static, saved.fragments, saved.contributors)
-        self.cut = self.method.cut_in_words(saved.layout)
+        self._describe(saved.layout)
+
+    def _describe(self, layout: ModelLayout) -> None:
+        self.cut = self.method.cut_in_words(layout)
+        self.experts = ExpertStatus(self.method.experts_of(layout))

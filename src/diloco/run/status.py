@@ -13,6 +13,7 @@ from diloco.protocol.in_flight import total
 from diloco.protocol.members import Claim
 from diloco.protocol.syncer import SyncerCore
 from diloco.run.global_model import GlobalModel
+from diloco.run.run_state import RunState
 
 
 @dataclass
@@ -78,21 +79,27 @@ class RunStatus:
             seen = self._seen[learner] = _Seen(incarnation)
         return seen if seen.incarnation == incarnation else _Seen(incarnation)
 
-    def as_dict(self, core: SyncerCore, model: GlobalModel[Any, Any], now_s: float) -> dict[str, Any]:
+    def as_dict(self, state: RunState[Any, Any], now_s: float) -> dict[str, Any]:
         """Plain values.
 
         Of each learner: `live` (not evicted and connected), `healthy` (live and training), `heard` (a message arrived
         since this syncer started; otherwise its step and silence are unknown), `merged` (fragments whose newest version
         contains its work), `share` (of the last merges while it trained; None: there was none since this syncer
         started), `versions_behind` (of its oldest fragment; None: not reported yet), `staleness` (of its last merged
-        contribution, in versions; None: none yet). `data`: as in `Leases.status`.
+        contribution, in versions; None: none yet), `experts` (as in `ExpertStatus.of`). `data`: as in `Leases.status`.
+        `experts`: as in `ExpertStatus.as_dict`.
         """
+        core, model, experts = state.core, state.model, state.experts
         return {
             "steering": {**core.steering.saved(), "at_least": core.at_least},
-            "learners": {learner: self._learner(core, model, now_s, learner) for learner in sorted(core.members)},
+            "learners": {
+                learner: {**self._learner(core, model, now_s, learner), "experts": experts.of(member)}
+                for learner, member in sorted(core.members.items())
+            },
             "fragments": [_fragment(core, model, now_s, index) for index in range(len(core.fragments))],
             "newest_merge": _newest_merge(model),
             "data": core.leases.status(),
+            "experts": experts.as_dict(core.members.values()),
         }
 
     def _learner(self, core: SyncerCore, model: GlobalModel[Any, Any], now_s: float, learner: str) -> dict[str, Any]:

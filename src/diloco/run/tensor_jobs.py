@@ -114,7 +114,7 @@ def encoded_of(
         encoded.append(
             Encoded(
                 learner,
-                tuple(payloads[i] for i in own),
+                tuple(payloads[i] for i in own if not contributions[i].is_empty),
                 weight,
                 max(round_ - contributions[i].base for i in own),
                 None if None in trained else frozenset(indices),

@@ -192,6 +192,7 @@ def check_contribution(c: Contribution, run_step: int, tokens_per_step: int | No
         )
     _check_units(c.learner, c.units)
     _check_units(c.learner, c.overwritten)
+    _within(c.learner, "tokens routed to an expert", max(c.routed or (0,)), MAX_TOKENS)
     if c.tensors is not None and list(c.tensors) != sorted(set(c.tensors)):
         raise PayloadError(f"{c.learner!r} trains the tensors {list(c.tensors)}; name each once, in ascending order.")
 
@@ -219,11 +220,13 @@ def _check_units(learner: str, units: Ranges) -> None:
 
 
 def check_size(c: Contribution, num_bytes: int, expected_bytes: int, num_tensors: int) -> None:
-    """Check that a contribution has the exact size of its fragment and codec, and names only its fragment's tensors.
+    """Check that a contribution has the exact size of its fragment and codec, or no bytes if its learner trains no
+    tensor of the fragment, and describes only its fragment's tensors.
 
     Raises:
-        CorruptPayloadError: another size. LayoutError: there is no such tensor.
+        CorruptPayloadError: another size. LayoutError: there is no such tensor, or there are others.
     """
+    expected_bytes = 0 if c.is_empty else expected_bytes
     if num_bytes != expected_bytes:
         raise CorruptPayloadError(
             f"a contribution to fragment {c.fragment} has {expected_bytes} bytes, not {num_bytes}; encode it with "
@@ -234,6 +237,11 @@ def check_size(c: Contribution, num_bytes: int, expected_bytes: int, num_tensors
             raise LayoutError(
                 f"fragment {c.fragment} has tensors 0 to {num_tensors - 1}, not {index}; use the run's layout."
             )
+    if c.routed is not None and len(c.routed) != num_tensors:
+        raise LayoutError(
+            f"fragment {c.fragment} has {num_tensors} tensors, and {c.learner!r} says the tokens routed to "
+            f"{len(c.routed)}; use the run's layout."
+        )
 
 
 def check_span(c: Contribution, span: tuple[int, int], num_bytes: int) -> None:

@@ -182,7 +182,8 @@ class _Simulation:
             exchange.initial_step, exchange.initial_tokens = steps, tokens
             return Learner(
                 model, optimizer, method=self._method, exchange=exchange, trains=config.train.trains or None,
-                overlap=config.train.overlap, rewarm_steps=config.train.rewarm_steps, buffers=buffer_roles(model),
+                trains_experts=config.train.trains_experts, overlap=config.train.overlap,
+                rewarm_steps=config.train.rewarm_steps, buffers=buffer_roles(model),
             )  # fmt: skip
 
         def stepped_alone() -> None:

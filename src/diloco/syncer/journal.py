@@ -16,7 +16,7 @@ from diloco.protocol.contribution import Contribution
 from diloco.protocol.leases import Leases
 from diloco.protocol.steering import Order
 from diloco.protocol.syncer import SyncerCore
-from diloco.protocol.units import count, union
+from diloco.protocol.units import Ranges, count, union
 from diloco.run.ports import InitialModel, MergedRound, Observer
 from diloco.syncer.metrics import LearnerSample, SyncerMetrics
 
@@ -151,7 +151,7 @@ class Journal(Observer):
     def abandoned(self, action: MergeRound, error: PayloadError) -> None:
         log.error("round %d of fragment %d was abandoned: %s", action.round, action.fragment, error)
 
-    def merged(self, merged: MergedRound[Any, Any]) -> None:
+    def merged(self, merged: MergedRound[Any, Any], experts: Sequence[Ranges]) -> None:
         action, update = merged.action, merged.update
         each = [[c for c in action.contributions if c.learner == learner] for learner in update.contributors]
         units = tuple(union(*(c.units for c in own)) for own in each)
@@ -161,9 +161,10 @@ class Journal(Observer):
                 weights=update.weights, tokens=tuple(sum(c.tokens for c in own) for own in each),
                 steps=tuple(sum(c.steps for c in own) for own in each), members=tuple(sorted(action.members)),
                 scale=action.scale, merge_s=merged.merge_s, reason=action.reason,
-                units=units if any(units) else (),
+                units=units if any(units) else (), experts=tuple(experts),
             )
         )  # fmt: skip
+        self._metrics.merged_experts(experts)
         for c in action.contributions:
             self._metrics.merged_contribution(c.learner, staleness=action.round - c.base)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -11,8 +12,11 @@ from typing import Any
 from diloco import events
 from diloco.event_log import EventLog
 from diloco.protocol.members import Claim, Report
+from diloco.protocol.units import Ranges, count, numbers
 from diloco.run.status import state_of
 from diloco.syncer.metrics import RunSample, SyncerMetrics
+
+log = logging.getLogger("diloco.syncer")
 
 EVERY_S = 10.0
 SPEED_S = 60.0
@@ -43,6 +47,7 @@ class ProgressLog:
         self._blocked: dict[str, tuple[int, float]] = {}  # by learner, its process and the last value from it
         self._blocked_s: dict[str, float] = {}
         self._newest: events.Progress | None = None
+        self._untrained: Ranges = ()
 
     def record(self, claim: Claim, report: Report) -> None:
         """Keep the losses and the blocked time of an accepted heartbeat or Leave."""
@@ -75,9 +80,10 @@ class ProgressLog:
         with self._lock:
             losses = dict(self._losses)
         learners = {name: _learner(it, losses.get(name)) for name, it in status["learners"].items()}
+        experts = status["experts"] or {"merges": (), "untrained": ()}
         return events.Progress(
             step=status["step"], tokens=status["tokens"], learners=learners, ledger=_ledger(status["fragments"]),
-            run_id=status["run_id"],
+            run_id=status["run_id"], num_experts=len(experts["merges"]), untrained=experts["untrained"],
         )  # fmt: skip
 
     def write(self) -> None:
@@ -85,6 +91,11 @@ class ProgressLog:
         progress, before = self.newest(), self._newest
         if progress is not None:
             self._measure(progress)
+            if progress.untrained and progress.untrained != self._untrained:
+                log.warning(
+                    "no live learner trains experts %s: nothing is merged into them", numbers(progress.untrained)
+                )
+            self._untrained = progress.untrained
         if progress is None or (before is not None and _marks(progress) == _marks(before)):
             return
         self._newest = progress
@@ -102,13 +113,15 @@ class ProgressLog:
             loss = max(self._evaluated.values())[1] if self._evaluated else None
             blocked_s = dict(self._blocked_s)
         losses = {name: it.training_loss for name, it in progress.learners.items() if it.training_loss is not None}
-        self._metrics.set_run(RunSample(tokens, budget, loss, losses, speed, eta_s, blocked_s))
+        untrained = count(progress.untrained) if progress.num_experts else None
+        self._metrics.set_run(RunSample(tokens, budget, loss, losses, speed, eta_s, blocked_s, untrained))
 
 
 def _learner(it: Mapping[str, Any], loss: float | None) -> events.LearnerProgress:
     return events.LearnerProgress(
         incarnation=it["incarnation"], state=state_of(it), step=it["step"], tokens=it["tokens"], step_s=it["step_s"],
         silent_s=round(it["silent_s"], 3), training_loss=loss, versions=tuple(it["versions"]),
+        experts=it["experts"] or (),
     )  # fmt: skip
 
 
@@ -127,4 +140,4 @@ def _ledger(fragments: list[dict[str, Any]]) -> dict[str, int]:
 def _marks(progress: events.Progress) -> tuple[Any, ...]:
     """The values by which two moments differ if the run has progressed."""
     learners = [(name, it.incarnation, it.state, it.step) for name, it in progress.learners.items()]
-    return progress.tokens, progress.ledger, learners
+    return progress.tokens, progress.ledger, progress.untrained, learners

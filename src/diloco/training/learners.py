@@ -1,6 +1,6 @@
 """Learners of the reference trainer: one without an exchange, and the ranks of a process group."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from diloco.config import TrainTable
 from diloco.core.fragments import Layout
 from diloco.core.method import Method
 from diloco.errors import CheckpointError
@@ -116,21 +117,16 @@ class WarmStartedCollective(Collective):
         return loaded
 
 
-def attach_to_group(
-    process_group: dist.ProcessGroup, method: Method, trains: Sequence[str] = (), overlap: int | None = None
-) -> Attach:
-    """A function that makes each rank of a process group a learner by `method`.
-
-    Arguments:
-        trains: patterns of the names of the parameters that this learner trains; empty: all.
-    """
+def attach_to_group(process_group: dist.ProcessGroup, method: Method, table: TrainTable) -> Attach:
+    """A function that makes each rank of a process group a learner by `method`. `table`: [train] of its run file."""
 
     def attach(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, tokens: int) -> AnyLearner:
         exchange = WarmStartedCollective(process_group, step=steps, tokens=tokens)
         # Data parallel over the tokens of all ranks moves every bias alike; otherwise merges average them.
         buffers = buffer_roles(model, "local" if method.exchanged == "gradients" else "average")
         return Learner(
-            model, optimizer, method=method, exchange=exchange, trains=trains or None, overlap=overlap, buffers=buffers
-        )
+            model, optimizer, method=method, exchange=exchange, trains=table.trains or None,
+            trains_experts=table.trains_experts, overlap=table.overlap, buffers=buffers,
+        )  # fmt: skip
 
     return attach

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from diloco import events as ev
-from diloco.config import RunConfig, dump_config
+from diloco.config import RunConfig, TrainTable, dump_config
 from diloco.core.presets import DataParallel
 from diloco.errors import AuthError, CheckpointError, ConfigError, StoppedError, StoreError, translated
 from diloco.learner.learner import FINISH_TIMEOUT_S
@@ -198,7 +198,7 @@ class Trainer:
         if self._peers is not None:
             assert self._peers.process_group is not None  # peers without a group have nothing to share
             self._training.select_shard(self.spec.shard, self.config.share)
-            self._training.attach(attach_to_group(self._peers.process_group, DataParallel()))
+            self._training.attach(attach_to_group(self._peers.process_group, DataParallel(), TrainTable()))
 
     def _join(self, *, resumed: bool = False) -> None:
         """Take this learner's role: connect, and read its own shard only."""

@@ -1,7 +1,7 @@
 """`diloco plan utilization`: the bandwidth that keeps the learners computing."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,8 +15,8 @@ from diloco.planning.bandwidth import GraphLinkModel, LinkModel, SyncerLinkModel
 from diloco.planning.discrete_events import Merging
 from diloco.planning.pictures import link_pictures
 from diloco.planning.published_tables import CONVENTIONS, published_run
-from diloco.planning.settings import Setting, setting_for
-from diloco.planning.units import RATE, TIME
+from diloco.planning.settings import ExpertSetting, Setting, setting_for
+from diloco.planning.units import RATE, SIZE, TIME
 from diloco.planning.workload import Workload, load_workload
 from diloco.report.frame import require_html, write_drawings
 
@@ -59,6 +59,14 @@ def command(
     fragments: Annotated[int | None, typer.Option(metavar="P", help="Default: one for each three layers.")] = None,
     codec: Annotated[str, typer.Option(help="Codec up: fp32, bf16, e3m0, int4, 2bit, topk-128-2bit, …")] = "bf16",
     codec_down: Annotated[str | None, typer.Option(help="Codec down; default with a syncer: as up.")] = None,
+    expert_groups: Annotated[
+        int | None, typer.Option(metavar="G", help="Send a mixture's experts apart, in G groups, with a syncer.")
+    ] = None,
+    expert_every: Annotated[int | None, typer.Option(metavar="K", help="Send experts every K·H steps.")] = None,
+    expert_codec: Annotated[str | None, typer.Option(help="Codec of experts, up and down; default: as others.")] = None,
+    trained_groups: Annotated[
+        int | None, typer.Option(metavar="N", help="Groups of experts that each learner trains; default: all.")
+    ] = None,
     latency: Annotated[str | None, typer.Option(help='Latency of each pass, for example "20 ms".')] = None,
     step_time: Annotated[str | None, typer.Option(help='Time of an inner step, for example "310 ms".')] = None,
     learners: Annotated[
@@ -82,6 +90,7 @@ def command(
     options: dict[str, Any] = {
         "sync_every": sync_every, "overlap": overlap, "num_fragments": fragments, "up": codec, "down": codec_down,
         "latency_s": 0.0 if latency is None else TIME.parse(latency, "--latency"),
+        "experts": _experts(expert_groups, every=expert_every, trained=trained_groups, codec=expert_codec),
     }  # fmt: skip
     if targets is not None and bandwidth is not None:
         raise ConfigError("--targets asks for a bandwidth and --bandwidth gives one; drop one of them.")
@@ -90,7 +99,9 @@ def command(
     if convention not in CONVENTIONS:
         raise ConfigError(f"there is no convention {convention!r}; choose {', '.join(CONVENTIONS)}.")
     if convention != "steady":
-        own = {"--step-time": step_time, "--bandwidth": bandwidth, "--out": out}
+        own = {
+            "--step-time": step_time, "--bandwidth": bandwidth, "--out": out, "--expert-groups": options.pop("experts")
+        }  # fmt: skip
         _refuse_beside(convention, {**own, **topology})
         answer = _published(convention, model, method, percentages, options)
     else:
@@ -101,6 +112,15 @@ def command(
     print_result(as_json, _plain_rows(answer, convention), lambda: _print(answer, convention), indent=1)
     if out is not None and answer.link_model is not None:
         _draw(answer.rows, answer.link_model, out)
+
+
+def _experts(groups: int | None, **given: Any) -> ExpertSetting | None:
+    given = {key: value for key, value in given.items() if value is not None}
+    if groups is not None:
+        return ExpertSetting(groups, **given)
+    if given:
+        raise ConfigError("the options of experts have no effect without --expert-groups; add it, or drop them.")
+    return None
 
 
 def _percentages(text: str) -> tuple[float, ...]:
@@ -125,7 +145,8 @@ def _link_model(
     step_s = None if step_time is None else TIME.parse(step_time, "--step-time", positive=True)
     workload = load_workload(model, step_s)
     setting = setting_for(workload, method, **options)
-    if setting.method != "decoupled" and all(value is None for value in topology.values()):
+    is_reduction = setting.method != "decoupled" and setting.experts is None
+    if is_reduction and all(value is None for value in topology.values()):
         return GraphLinkModel(workload, setting)
     setting = replace(setting, down=setting.down or setting.up)  # a syncer always sends updates down
     return _syncer_model(workload, setting, topology)
@@ -194,9 +215,19 @@ def _plain_rows(answer: Answer, convention: str) -> Rows:
         "parameters": workload.num_parameters, "layers": workload.num_layers, "step_s": workload.step_s,
         "method": setting.method, "sync_every": setting.sync_every, "overlap": setting.overlap,
         "fragments": setting.num_fragments, "codec": setting.up, "codec_down": setting.down,
-        "latency_s": setting.latency_s,
+        "latency_s": setting.latency_s, "experts": setting.experts and asdict(setting.experts),
+        **_bytes_per_step(answer),
     }  # fmt: skip
     return [{**row, **asked} for row in answer.rows]
+
+
+def _bytes_per_step(answer: Answer) -> dict[str, float]:
+    """Mean bytes that a learner sends and receives in an inner step, with a syncer."""
+    if not isinstance(answer.link_model, SyncerLinkModel):
+        return {}
+    exchange, every = answer.link_model.exchange, answer.setting.sync_every
+    sizes = {"up_bytes_per_step": exchange.up_bytes, "down_bytes_per_step": exchange.down_bytes}
+    return {key: exchange.per_interval(each) / every for key, each in sizes.items()}
 
 
 def _print(answer: Answer, convention: str) -> None:
@@ -216,6 +247,9 @@ def _print(answer: Answer, convention: str) -> None:
         cells.append((f"{percent:.4g} %", link, *more))
     heads = (measure, "link", *(DECOUPLED_COLUMNS[key] for key in shown))
     console.print(make_table(heads, cells, num_text=0))
+    if per_step := _bytes_per_step(answer):
+        up, down = map(SIZE.show, per_step.values())
+        console.print(f"a learner's bytes in the mean of its inner steps: {up} up, {down} down")
     if answer.link_model is not None and any(row["gbit_per_s"] is None for row in answer.rows):
         console.print(f"never: {answer.link_model.never}.")
 

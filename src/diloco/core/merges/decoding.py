@@ -34,7 +34,8 @@ class Encoded:
     Attributes:
         learner: its name.
         payloads: uint8 vectors, each an encoding of the same elements; their decoded values are summed in this order
-            (work that was late for the round before, then new work).
+            (work that was late for the round before, then new work). A learner that trains none of the tensors may have
+            none.
         weight: finite, not negative.
         staleness: versions between the oldest base of its outer gradients and the round.
         tensors: indices into the merge's `places` of the tensors that this learner trains; None: all of them.
@@ -120,7 +121,8 @@ class Decoder:
         self.places = places
         self.num_elements = num_elements
         self.momentum = momentum
-        self.device = contributions[0].payloads[0].device
+        payloads = (payload for each in contributions for payload in each.payloads)
+        self.device = next(payloads, torch.empty(0)).device
         self._codec = codec
         self._scratch = Scratch(self.device)
 
@@ -140,6 +142,8 @@ class Decoder:
             self.num_elements, run.start // SEGMENT_ELEMENTS, math.ceil(run.stop / SEGMENT_ELEMENTS)
         )
         contribution = self.contributions[index]
+        if not contribution.payloads:
+            return out.zero_()
         self._decode(contribution, contribution.payloads[0][span], out)
         for payload in contribution.payloads[1:]:
             out.add_(self._decode(contribution, payload[span], self._take("late", run)))
@@ -171,7 +175,7 @@ def _check(contributions: Sequence[Encoded], places: Sequence[Placement], num_el
     for each in contributions:
         if not math.isfinite(each.weight) or each.weight < 0:
             raise ConfigError(f"the weight of {each.learner} must be finite and not negative, not {each.weight!r}.")
-        if not each.payloads:
+        if not each.payloads and each.tensors != frozenset():
             raise ConfigError(f"the contribution of {each.learner} has no payload; leave it out of the merge.")
         for index in each.tensors or ():
             if not 0 <= index < len(places):

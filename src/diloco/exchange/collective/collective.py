@@ -74,7 +74,7 @@ class Collective(PeerExchange):
         self._method = method
         with ExitStack() as undo:
             undo.callback(self._group.disconnect)
-            self._longest_overlap = compare(self._group, layout, method, overlap)
+            self._longest_overlap = compare(self._group, layout, method, overlap, self.trained)
             model = broadcast(self._group, self._num_bytes, layout, initial)
             undo.pop_all()
         self._is_open = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from diloco.core.fragments import Layout
 from diloco.core.memory import new_vector
 from diloco.core.method import Method
 from diloco.errors import ConfigError, DilocoError, ExchangeError, LayoutError
-from diloco.exchange.base import FlatModel
+from diloco.exchange.base import FlatModel, require_experts_trained
 from diloco.exchange.group import FRAME_BYTES, TEXT_CHARACTERS, Group, error_of, error_values
 from diloco.exchange.peers import require_no_syncer
 
@@ -52,18 +52,21 @@ def name_of(rank: int) -> str:
     return f"learner-{rank:03d}"
 
 
-def compare(group: Group, layout: Layout, method: Method, overlap: int | None) -> int:
+def compare(
+    group: Group, layout: Layout, method: Method, overlap: int | None, trained: Sequence[tuple[int, ...] | None]
+) -> int:  # fmt: skip
     """Compare every rank's method and model with rank 0's. Raises the same error on every rank.
 
-    `overlap`: this rank's own τ; None: the method's. Returns the longest overlap of all ranks.
+    `overlap`: this rank's own τ; None: the method's. `trained`: as `Exchange.trained`. Returns the longest overlap of
+    all ranks.
 
     Raises:
-        ConfigError: the methods differ, or the method does not run over a process group.
+        ConfigError: the methods differ, or the method does not run over a process group; no rank trains some expert.
         LayoutError: the models differ; names the first tensor that differs.
     """
     mine = {
         "method": method.to_dict(), "layout": layout.to_dict(),
-        "overlap": method.overlap if overlap is None else overlap,
+        "overlap": method.overlap if overlap is None else overlap, "trained": list(trained),
     }  # fmt: skip
     theirs = group.gather_values(mine, "opening the run")
     methods = [Method.from_dict(each["method"]) for each in theirs]
@@ -73,6 +76,7 @@ def compare(group: Group, layout: Layout, method: Method, overlap: int | None) -
             raise ConfigError(f"{name_of(0)} and {name_of(rank)} use different methods: {difference}.")
         if difference := layouts[0].first_difference(layouts[rank]):
             raise LayoutError(f"{name_of(0)} and {name_of(rank)} do not hold the same model: {difference}.")
+    require_experts_trained(method, layout, [each["trained"] for each in theirs])
     require_no_syncer(method)
     if method.quorum.at_least > group.size:
         raise ConfigError(

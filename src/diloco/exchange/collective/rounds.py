@@ -56,7 +56,7 @@ class ShardedRounds:
         place = f"of fragment {c.fragment} in round {c.round}"
         encoded, error = attempt(payload)
         contributions = self._greet(c, held, place, error)
-        parts = self._scatter(held.shards.sizes_bytes(method.up), encoded, f"the contribution {place}")
+        parts = self._scatter(held.shards.sizes_bytes(method.up), contributions, encoded, f"the contribution {place}")
         mine = merge_inputs(self._method, contributions, parts, c.round, held.places, held.tensors)
         closed, error = attempt(lambda: close(method, held.own, mine, held.places))
         outcome = {"refused": [] if closed is None else list(closed.refused)}
@@ -81,30 +81,34 @@ class ShardedRounds:
         """
         values = {
             "base": c.base, "tokens": c.tokens, "steps": c.steps, "trained": c.trained, "digest": held.whole.digest,
-            "part": c.tensors is not None,
+            "part": c.tensors is not None or c.routed is not None,
         }  # fmt: skip
         frames = agree(self._group, self._num_bytes, f"the contribution {place}", values, error)
         require_same_digest(c.fragment, held.whole.version, _digests(frames))
-        tensors = self._trained_tensors(c, place) if any(frame["part"] for frame in frames) else [None] * len(frames)
+        parts = self._parts(c, place) if any(frame["part"] for frame in frames) else [(None, None)] * len(frames)
         return [
             Contribution(name_of(rank), 1, c.fragment, c.number, c.round, frame["base"], frame["tokens"],
-                         frame["steps"], frame["trained"], step=c.step, tensors=tensors[rank])
-            for rank, frame in enumerate(frames)
+                         frame["steps"], frame["trained"], step=c.step, tensors=tensors, routed=routed)
+            for (rank, frame), (tensors, routed) in zip(enumerate(frames), parts, strict=True)
         ]  # fmt: skip
 
-    def _trained_tensors(self, c: Contribution, place: str) -> list[tuple[int, ...] | None]:
-        """The indices of the tensors that each rank trains."""
-        trained = self._group.gather_values(c.tensors, f"the tensors that are trained {place}")
-        sizes = [len(json.dumps(each)) + FRAME_BYTES for each in trained]
+    def _parts(self, c: Contribution, place: str) -> list[tuple[tuple[int, ...] | None, ...]]:
+        """`Contribution.tensors` and `routed` of each rank."""
+        parts = self._group.gather_values([c.tensors, c.routed], f"the tensors that are trained {place}")
+        sizes = [len(json.dumps(each)) + FRAME_BYTES for each in parts]
         self._num_bytes["control"] += sizes[self._group.rank] * (self._group.size - 2) + sum(sizes)
-        return [None if each is None else tuple(each) for each in trained]
+        return [tuple(None if each is None else tuple(each) for each in part) for part in parts]
 
-    def _scatter(self, sizes: Sequence[int], payload: Tensor, what: str) -> list[Tensor]:
-        """Send part r of the payload, of size r, to rank r; return the parts of this rank's shard from all ranks."""
-        own_bytes = sizes[self._group.rank]
-        received = self._group.all_to_all(payload, sizes, [own_bytes] * self._group.size, what)
-        self._num_bytes["contributions"] += sum(sizes) - own_bytes + own_bytes * (self._group.size - 1)
-        return split(received, [own_bytes] * self._group.size)
+    def _scatter(self, sizes: list[int], every: Sequence[Contribution], payload: Tensor, what: str) -> list[Tensor]:
+        """Send part r of the payload, of size r, to rank r; return the parts of this rank's shard from all ranks.
+        Empty contributions have no bytes."""
+        rank = self._group.rank
+        received_bytes = [0 if each.is_empty else sizes[rank] for each in every]
+        if every[rank].is_empty:
+            sizes = [0] * len(sizes)
+        received = self._group.all_to_all(payload, sizes, received_bytes, what)
+        self._num_bytes["contributions"] += sum(sizes) - sizes[rank] + sum(received_bytes) - received_bytes[rank]
+        return split(received, received_bytes)
 
     def _gather(self, sizes: Sequence[int], part: Tensor, what: str) -> Tensor:
         """The whole answer, joined from every rank's part, of these sizes."""

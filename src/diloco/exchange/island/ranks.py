@@ -178,6 +178,9 @@ class Ranks(Exchange):
         self._overview = Overview(num_live, run_tokens, sync_every or None, bool(drained), budget)
         return total
 
+    def sums_over_ranks(self, numbers: Sequence[int]) -> list[int]:
+        return self.group.sum(numbers, "the tokens routed to each expert")
+
     def meet(self, call: Call) -> None:
         self._meet(call, [0] * NUM_SUMS)
 
@@ -211,7 +214,8 @@ class Ranks(Exchange):
         for frame in group.gather_frames({"error": error_values(error, TEXT_CHARACTERS)}, what):
             if frame["error"] is not None:
                 raise error_of(*frame["error"]) from error
-        return group.collect(part, self._shards[c.fragment].sizes_bytes(self._method.for_fragment(c.fragment).up), what)
+        codec, shards = self._method.for_fragment(c.fragment).up, self._shards[c.fragment]
+        return group.collect(part, [0] * group.size if c.is_empty else shards.sizes_bytes(codec), what)
 
     def poll(self) -> Sequence[Event]:
         interrupted: list[Event] = []

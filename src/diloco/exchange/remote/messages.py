@@ -44,6 +44,7 @@ def push_header(run: str, push: requests.Push) -> pb.PushHeader:
         boot=push.boot,
         units=_units(c.units),
         overwritten=_units(c.overwritten),
+        routed=c.routed,
     )
 
 

@@ -119,10 +119,12 @@ class Sender:
         if self._spans is None:
             header.num_bytes = encoded.numel()
         else:
-            span, header.num_bytes = self._spans[header.fragment]
-            header.start, header.stop = span.start, span.stop
-            if span.start == span.stop:
+            span, num_bytes = self._spans[header.fragment]
+            is_empty = header.part and not header.tensors  # one rank sends it
+            if span.start == span.stop or (is_empty and span.start > 0):
                 return
+            if not is_empty:
+                header.num_bytes, header.start, header.stop = num_bytes, span.start, span.stop
         if payload.boot == header.boot:
             header.resumes = True
         else:  # Counted before it is sent: its version may arrive, and the run end, before the acknowledgement does.

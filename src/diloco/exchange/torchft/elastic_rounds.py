@@ -126,7 +126,9 @@ class ElasticRounds:
         Raises:
             LayoutError, ConfigError: a member has another model or method.
         """
-        wants = None if c is None else [c.fragment, c.round, c.number, c.base, c.tokens, c.steps, c.step, c.tensors]
+        wants = None
+        if c is not None:
+            wants = [c.fragment, c.round, c.number, c.base, c.tokens, c.steps, c.step, c.tensors, c.routed]
         mine = {"replica": self._replica, "wants": wants, "versions": self._copy.versions, "step": self._copy.step,
                 "layout": self._layout.to_dict() if c is None else self._layout.digest(),
                 "method": self._method.to_dict()}  # fmt: skip
@@ -167,10 +169,12 @@ class ElasticRounds:
         held, place = self._copy.fragments[fragment], f"round {round_} of fragment {fragment}"
         method, places = self._method.for_fragment(fragment), self._layout.fragments[fragment].tensors
         num_bytes = method.up.encoded_bytes(held.theta.numel())
-        sizes = [0 if frame["wants"] is None else num_bytes for frame in frames]
+        each = [_contribution(frame) for frame in frames]
+        sizes = [0 if c is None or c.is_empty else num_bytes for c in each]
         parts = split(group.gather(encoded, sizes, place), sizes)
         self._num_bytes["contributions"] += sum(sizes) + encoded.numel() * (len(sizes) - 2)
-        contributions, payloads = _contributions(fragment, round_, frames, parts)
+        pairs = [(c, part) for c, part in zip(each, parts, strict=True) if c is not None]
+        contributions, payloads = zip(*sorted(pairs, key=lambda pair: pair[0].learner), strict=True)
         inputs = merge_inputs(self._method, contributions, payloads, round_, places)
         closed = close(method, held, inputs, places)
         update = closed.update
@@ -188,18 +192,12 @@ class ElasticRounds:
         self._copy.results[fragment] = RoundResult(update, merged, closed.refused, mean)
 
 
-def _contributions(
-    fragment: int, round_: int, frames: Sequence[dict[str, Any]], parts: Sequence[Tensor]
-) -> tuple[list[Contribution], list[Tensor]]:
-    """The members' contributions and payloads, in the order of the replica names."""
-    pairs = []
-    for frame, part in zip(frames, parts, strict=True):
-        if frame["wants"] is not None:
-            _, _, number, base, tokens, steps, step, tensors = frame["wants"]
-            contribution = Contribution(
-                frame["replica"], 1, fragment, number, round_, base, tokens, steps, step=step,
-                tensors=None if tensors is None else tuple(tensors),
-            )  # fmt: skip
-            pairs.append((contribution, part))
-    pairs.sort(key=lambda each: each[0].learner)
-    return [contribution for contribution, _ in pairs], [payload for _, payload in pairs]
+def _contribution(frame: dict[str, Any]) -> Contribution | None:
+    """What a member wants to merge; None: nothing."""
+    if frame["wants"] is None:
+        return None
+    fragment, round_, number, base, tokens, steps, step, *parts = frame["wants"]
+    tensors, routed = (None if each is None else tuple(each) for each in parts)
+    return Contribution(
+        frame["replica"], 1, fragment, number, round_, base, tokens, steps, step=step, tensors=tensors, routed=routed
+    )

@@ -13,6 +13,7 @@ from diloco.core.global_fragment import GlobalFragment
 from diloco.core.layout import Layout
 from diloco.core.method import Method
 from diloco.errors import ConfigError, LayoutError
+from diloco.exchange.base import require_experts_trained
 from diloco.exchange.virtual.delivery import Delivery, Fault, Faults, Links
 from diloco.exchange.virtual.syncer import OneSyncer, Replicas, SimulatedDriver, SyncerProcess, VirtualSyncer
 from diloco.exchange.virtual.turns import StepSeconds, VirtualTime, Watch
@@ -74,6 +75,7 @@ class VirtualRun:
         self._awaiting: set[int] = set()  # learners that wait for the run to have a model
         self._began_s = math.inf
         self._num_processes = 0
+        self._trained: dict[int, Sequence[tuple[int, ...] | None]] = {}
         self._syncer: VirtualSyncer | None = None
         self._first = ""
 
@@ -99,6 +101,14 @@ class VirtualRun:
         if difference := self._layout.first_difference(layout):
             raise LayoutError(f"{self._first} and {learner} do not hold the same model: {difference}.")
         return self._syncer
+
+    def declare(self, index: int, trained: Sequence[tuple[int, ...] | None]) -> None:
+        """Record what a learner trains (`Exchange.trained`). Raises ConfigError if the last one leaves an expert that
+        no learner trains."""
+        self._trained[index] = trained
+        if len(self._trained) == len(self.names):
+            assert self._syncer is not None
+            require_experts_trained(self._syncer.method, self._layout, list(self._trained.values()))
 
     @property
     def driver(self) -> SimulatedDriver | None:

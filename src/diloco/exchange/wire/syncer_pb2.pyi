@@ -171,7 +171,7 @@ class Discard(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class PushHeader(_message.Message):
-    __slots__ = ("run", "learner", "incarnation", "fragment", "round", "base", "tokens", "steps", "trained", "discarded", "num_bytes", "step", "part", "tensors", "number", "boot", "start", "stop", "units", "overwritten", "resumes", "process")
+    __slots__ = ("run", "learner", "incarnation", "fragment", "round", "base", "tokens", "steps", "trained", "discarded", "num_bytes", "step", "part", "tensors", "number", "boot", "start", "stop", "units", "overwritten", "resumes", "process", "routed")
     RUN_FIELD_NUMBER: _ClassVar[int]
     LEARNER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -194,6 +194,7 @@ class PushHeader(_message.Message):
     OVERWRITTEN_FIELD_NUMBER: _ClassVar[int]
     RESUMES_FIELD_NUMBER: _ClassVar[int]
     PROCESS_FIELD_NUMBER: _ClassVar[int]
+    ROUTED_FIELD_NUMBER: _ClassVar[int]
     run: str
     learner: str
     incarnation: int
@@ -216,7 +217,8 @@ class PushHeader(_message.Message):
     overwritten: _containers.RepeatedCompositeFieldContainer[Units]
     resumes: bool
     process: int
-    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., fragment: _Optional[int] = ..., round: _Optional[int] = ..., base: _Optional[int] = ..., tokens: _Optional[int] = ..., steps: _Optional[int] = ..., trained: _Optional[int] = ..., discarded: _Optional[_Iterable[_Union[Discard, _Mapping]]] = ..., num_bytes: _Optional[int] = ..., step: _Optional[int] = ..., part: _Optional[bool] = ..., tensors: _Optional[_Iterable[int]] = ..., number: _Optional[int] = ..., boot: _Optional[int] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ..., units: _Optional[_Iterable[_Union[Units, _Mapping]]] = ..., overwritten: _Optional[_Iterable[_Union[Units, _Mapping]]] = ..., resumes: _Optional[bool] = ..., process: _Optional[int] = ...) -> None: ...
+    routed: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., fragment: _Optional[int] = ..., round: _Optional[int] = ..., base: _Optional[int] = ..., tokens: _Optional[int] = ..., steps: _Optional[int] = ..., trained: _Optional[int] = ..., discarded: _Optional[_Iterable[_Union[Discard, _Mapping]]] = ..., num_bytes: _Optional[int] = ..., step: _Optional[int] = ..., part: _Optional[bool] = ..., tensors: _Optional[_Iterable[int]] = ..., number: _Optional[int] = ..., boot: _Optional[int] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ..., units: _Optional[_Iterable[_Union[Units, _Mapping]]] = ..., overwritten: _Optional[_Iterable[_Union[Units, _Mapping]]] = ..., resumes: _Optional[bool] = ..., process: _Optional[int] = ..., routed: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PushReply(_message.Message):
     __slots__ = ("received",)

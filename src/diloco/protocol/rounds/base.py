@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol, Self
 
 from diloco.core.quorum import Quorum
 from diloco.core.schedule import Schedule
+from diloco.core.weights import merge_weights
 from diloco.protocol.contribution import Contribution
 from diloco.protocol.in_flight import FragmentWork, InFlight
 from diloco.protocol.members import Deadlines, Member
@@ -122,6 +123,19 @@ class ClosedRound:
     members: frozenset[str]
     closed_at: float
     refused: tuple[Contribution, ...] = ()
+
+    def weights(self, rule: str) -> list[float]:
+        """One weight per learner, in merge order, from the sum of its contributions to the round."""
+        by_learner: dict[str, list[Contribution]] = {}
+        for c in self.contributions:
+            by_learner.setdefault(c.learner, []).append(c)
+        each = list(by_learner.values())
+        return merge_weights(
+            rule,
+            [sum(c.tokens for c in own) for own in each],
+            [sum(c.steps for c in own) for own in each],
+            [max(self.number - c.base for c in own) for own in each],
+        )
 
 
 @dataclass

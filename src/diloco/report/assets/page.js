@@ -82,6 +82,7 @@ function show() {
   merges();
   heat();
   experts();
+  load();
   ledger();
   bytes(head);
   events();
@@ -97,7 +98,7 @@ function show() {
 function hideEmpty(head) { // a section that has nothing to show isn't there
   const any = (curves) => Object.values(curves).some((points) => points.length);
   const has = {
-    loss: any(kept.loss), bytes: head.num_bytes, members: story.learners.length, merges: story.num_merges, heat: story.fragments.length, experts: story.experts.length,
+    loss: any(kept.loss), bytes: head.num_bytes, members: story.learners.length, merges: story.num_merges, heat: story.fragments.length, experts: story.experts.length, load: story.load.length,
     ledger: Object.values(story.ledger).some(Boolean), speed: kept.speed.length, training: any(kept.training), events: kept.events.length,
   };
   for (const [id, shown] of Object.entries(has)) $(id).closest("section").hidden = !shown;
@@ -191,19 +192,41 @@ function heat() {
   $("heat-note").hidden = rows.length === 0;
 }
 
-function experts() { // the load of each expert, as a multiple of its block's mean
-  const rows = story.experts.map((it) => {
-    const mean = it.tokens.reduce((sum, tokens) => sum + tokens, 0) / it.tokens.length || 1, wide = it.tokens.length > 24;
-    const cells = it.tokens.map((tokens, expert) => {
-      const style = { background: `color-mix(in srgb, var(--accent) ${Math.round(Math.min(85, 30 * (tokens / mean)))}%, var(--card))` };
-      const text = tokens ? (tokens / mean).toFixed(1) : "0";
-      return make("td", { class: "cell", style, title: `${it.block}, expert ${expert}: ${short(tokens)} tokens` }, wide ? "" : text);
-    });
-    const idle = it.tokens.filter((tokens) => !tokens).length;
-    return make("tr", {}, make("th", { scope: "row" }, it.block), make("td", { class: "n" }, it.entropy.toFixed(2)), make("td", { class: "n" }, idle), ...cells);
+const ranges = (pairs) => pairs.map(([first, stop]) => (stop === first + 1 ? first : `${first}–${stop - 1}`)).join(", ");
+
+function strip(label, title, values, paint, text) { // a cell for each expert, however many there are
+  const most = Math.max(1, ...values);
+  const cells = values.map((value, expert) => make("i", {
+    title: text(expert), style: { background: `color-mix(in srgb, ${paint} ${Math.round((100 * value) / most)}%, var(--line))` },
+  }));
+  return make("div", { class: "strip" }, make("span", { title }, label), make("div", { role: "img", "aria-label": `${label}: ${title}` }, ...cells));
+}
+
+function experts() { // a strip for each quantity
+  const mean = ([merges, learners]) => (merges ? learners / merges : 0);
+  const told = (expert) => {
+    const [merges, , version] = story.experts[expert];
+    const times = merges === 1 ? "once" : `${merges} times`;
+    return merges ? `expert ${expert}: merged ${times}, by ${mean(story.experts[expert]).toFixed(1)} learners on average, last in version ${version}` : `expert ${expert}: not merged yet`;
+  };
+  const of = (values) => (values.length ? `${Math.min(...values)} to ${Math.max(...values)}` : "");
+  const counts = story.experts.map(([merges]) => merges), means = story.experts.map(mean).map((it) => +it.toFixed(1));
+  const rows = story.learners.filter((it) => it.experts.length).map((it) => {
+    const own = story.experts.map((_, expert) => +it.experts.some(([first, stop]) => first <= expert && expert < stop));
+    return strip(it.name, `trains experts ${ranges(it.experts)}`, own, colour(it.name), (expert) => `expert ${expert}: ${own[expert] ? "trained" : "not trained"} by ${it.name}`);
   });
-  const heads = ["block", "router entropy, nats", "idle", "load of each expert"].map((text) => make("th", { scope: "col" }, text));
-  $("experts").replaceChildren(make("thead", {}, make("tr", {}, ...heads)), make("tbody", {}, ...rows));
+  $("experts").replaceChildren(
+    strip(`merged ${of(counts)} times`, "how often each was merged", counts, "var(--ink)", told),
+    strip(`by ${of(means)} learners`, "learners in these merges, on average", means, "var(--ink)", told), ...rows);
+  $("untrained").textContent = story.untrained.length ? `No live learner trains experts ${ranges(story.untrained)}: nothing is merged into them.` : "";
+}
+
+function load() { // of each block of a mixture
+  $("load").replaceChildren(...story.load.map((it) => {
+    const idle = it.tokens.filter((tokens) => !tokens).length, total = it.tokens.reduce((sum, tokens) => sum + tokens, 0) || 1;
+    const title = `router entropy ${it.entropy.toFixed(2)} nats, ${idle} idle`;
+    return strip(`${it.block}: ${it.entropy.toFixed(2)} nats, ${idle} idle`, title, it.tokens, "var(--ink)", (expert) => `expert ${expert}: ${((100 * it.tokens[expert]) / total).toFixed(1)} % of the tokens`);
+  }));
 }
 
 function ledger() {

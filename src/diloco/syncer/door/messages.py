@@ -25,7 +25,7 @@ def contribution_of(header: pb.PushHeader) -> Contribution:
         header.learner, header.incarnation, header.fragment, header.number, header.round, header.base, header.tokens,
         header.steps, header.trained, tuple((discard.reason, discard.tokens) for discard in header.discarded),
         step=header.step, tensors=tuple(header.tensors) if header.part else None, units=_units(header.units),
-        overwritten=_units(header.overwritten),
+        overwritten=_units(header.overwritten), routed=tuple(header.routed) or None,
     )  # fmt: skip
 
 

@@ -1,0 +1,82 @@
+"""Which experts of a mixture each learner trains, and how often each was merged, since the driver began."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+from diloco.protocol.contribution import Contribution
+from diloco.protocol.members import Member
+from diloco.protocol.units import Ranges, as_lists, ranges_of
+from diloco.run.ports import MergedRound
+
+
+class ExpertStatus:
+    """Of one run.
+
+    Arguments:
+        of_tensors: by fragment, the expert that each tensor belongs to (`Fragmentation.experts_of`); empty: the
+            fragment has no experts.
+
+    Attributes:
+        merges: by expert, the rounds that it was merged in, the learners in these rounds that train it, and the last
+            version of its fragment that has such work.
+    """
+
+    def __init__(self, of_tensors: Sequence[Sequence[int]]) -> None:
+        self._of_tensors = of_tensors
+        self._groups = {fragment: frozenset(own) for fragment, own in enumerate(of_tensors) if own}
+        num_experts = 1 + max((expert for own in of_tensors for expert in own), default=-1)
+        self.merges = [[0, 0, 0] for _ in range(num_experts)]
+        self._trained: dict[str, dict[int, tuple[int, frozenset[int]]]] = {}  # by fragment, with the incarnation
+
+    def contributed(self, c: Contribution) -> None:
+        """A contribution was accepted."""
+        if c.fragment in self._groups:
+            self._trained.setdefault(c.learner, {})[c.fragment] = c.incarnation, self._trained_in(c)
+
+    def merged(self, merged: MergedRound[Any, Any]) -> list[Ranges]:
+        """Count a merge. Returns, per contributor, the experts of the fragment that it trains; empty: it has none."""
+        action, update = merged.action, merged.update
+        if action.fragment not in self._groups:
+            return []
+        each = [
+            frozenset[int]().union(*(self._trained_in(c) for c in action.contributions if c.learner == learner))
+            for learner in update.contributors
+        ]
+        for expert in self._groups[action.fragment]:
+            if num_learners := sum(expert in own for own in each):
+                rounds, learners, _ = self.merges[expert]
+                self.merges[expert] = [rounds + 1, learners + num_learners, update.version]
+        return [_ranges(own) for own in each]
+
+    def of(self, member: Member) -> list[list[int]] | None:
+        """The experts that a member trains, as ranges (first, stop); None: it has not contributed to all groups."""
+        own = self._known(member)
+        return as_lists(_ranges(expert for each in own.values() for expert in each)) if own else None
+
+    def as_dict(self, members: Collection[Member]) -> dict[str, Any] | None:
+        """Plain values: `merges`, and as ranges `untrained`, the experts that no member trains, as far as all have
+        contributed to their group. None: the run is of no mixture."""
+        if not self._groups:
+            return None
+        known = [self._known(member) for member in members if not member.finished]
+        untrained = {
+            expert
+            for fragment, group in self._groups.items()
+            if known and all(fragment in each for each in known)
+            for expert in group.difference(*(each[fragment] for each in known))
+        }
+        return {"merges": [list(each) for each in self.merges], "untrained": as_lists(_ranges(untrained))}
+
+    def _known(self, member: Member) -> dict[int, frozenset[int]]:
+        found = self._trained.get(member.learner, {}).items()
+        return {fragment: own for fragment, (incarnation, own) in found if incarnation == member.incarnation}
+
+    def _trained_in(self, c: Contribution) -> frozenset[int]:
+        of_tensors = self._of_tensors[c.fragment]
+        return frozenset(of_tensors if c.tensors is None else (of_tensors[index] for index in c.tensors))
+
+
+def _ranges(experts: Iterable[int]) -> Ranges:
+    return ranges_of((expert, expert + 1) for expert in experts)

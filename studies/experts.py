@@ -1,0 +1,372 @@
+"""A mixture of eight experts over four islands that train all of its experts, half of them, or a quarter each. Writes
+the table of docs/experts.md.
+
+python -m studies.experts                      train what is missing in results/experts.json, then write the table
+python -m studies.experts --data DIR           on the files *.txt of a directory, not the source of Python's library
+python -m studies.experts --jobs 16            sixteen runs at a time, one thread each
+python -m studies.experts --show               write the table of what is there, and train nothing
+python -m studies.experts --pilot              outer settings, on another seed and the other half of the held-out text
+
+A Mixtral of 0.44 million parameters on bytes, 85 % of them in experts, two of which a token uses. All runs begin with the
+same warm start, on one model at the full batch, and take equally many tokens. The islands' batches of a step are those
+of data parallel. Experts are in four groups; group g is trained by island g (a quarter), by g and the one before (half),
+or by all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from functools import cache
+from multiprocessing import get_context
+from pathlib import Path
+from types import FrameType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+import diloco
+from diloco.config import DataTable, ModelTable
+from diloco.core.fragments import Experts, Whole
+from diloco.core.method import Method
+from diloco.core.outer import Nesterov
+from diloco.evaluation.exports import held_out_loss
+from diloco.evaluation.scores import Score
+from diloco.exchange.base import Exchange
+from diloco.planning.prediction import exchange_of
+from diloco.planning.settings import ExpertSetting, setting_for
+from diloco.planning.units import SIZE
+from diloco.planning.workload import PRESETS, Workload
+from diloco.training.data.corpus import Corpus, load_corpus
+from diloco.training.data.streams import Stream, held_out_batches
+from diloco.training.model import build_model
+from studies.pages import filled
+
+PAGE = Path(__file__).parents[1] / "docs" / "experts.md"
+RESULTS = Path(__file__).parent / "results" / "experts.json"
+SEEDS, PILOT_SEED = (0, 1, 2, 3, 4), 100
+ISLANDS, BATCH, SEQUENCE = 4, 8, 64  # BATCH: sequences in an inner step of one island
+HELD_OUT_SEQUENCES = 768  # of each half
+LR, FINAL_FRACTION, AUXILIARY = 4e-3, 0.05, 0.01
+SYNC_EVERY, EXPERTS, GROUPS = 20, 8, 4
+OUTER = Nesterov(lr=1.0, momentum=0.8)  # the best of the pilot where all experts are trained
+MODEL: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "num_local_experts": EXPERTS, "num_experts_per_tok": 2, "tie_word_embeddings": True,
+    "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Length:
+    """Of a run, in inner steps.
+
+    Attributes:
+        warm: of the warm start; the learning rate rises during the first quarter of it.
+        steps: of all, warm start included.
+    """
+
+    warm: int = 320
+    steps: int = 1600  # after the warm start a multiple of four times H
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One row.
+
+    Attributes:
+        trained: groups of experts that each island trains; None: data parallel, or experts that are not apart.
+        every: k, the experts' H as a multiple of the trunk's.
+    """
+
+    label: str
+    method: Method | None = None
+    trained: int | None = None
+    every: int = 1
+
+    def trains_experts(self, island: int) -> str | None:
+        """`Learner(trains_experts=…)` of an island; None: all."""
+        if self.trained in (None, GROUPS):
+            return None
+        size = EXPERTS // GROUPS
+        groups = sorted((island + step) % GROUPS for step in range(self.trained or 0))
+        return ",".join(f"{size * group}-{size * group + size - 1}" for group in groups)
+
+
+def _apart(words: str, trained: int, every: int) -> Arm:
+    fragments = Experts(groups=GROUPS, trunk=Whole(), every=every)
+    label = f"{words}, experts' H {'as' if every == 1 else f'{every} times'} the trunk's"
+    return Arm(label, diloco.DiLoCo(sync_every=SYNC_EVERY, outer=OUTER, fragments=fragments), trained, every)
+
+
+ARMS = (
+    Arm("data parallel"),
+    Arm("all trained, one fragment", diloco.DiLoCo(sync_every=SYNC_EVERY, outer=OUTER)),
+    *(
+        _apart(words, trained, every)
+        for words, trained in (("all trained", GROUPS), ("half trained", 2), ("a quarter trained", 1))
+        for every in (1, 4)
+    ),
+)
+BASE = next(arm for arm in ARMS if arm.trained == GROUPS)
+"""What the others are compared with."""
+
+
+# --- one run ----------------------------------------------------------------------------------------------------------
+
+
+@cache
+def corpus(data: str | None) -> Corpus:
+    """The bytes of a directory's text files, or of the source of Python's standard library."""
+    if data is None:
+        return load_corpus(DataTable(kind="stdlib", sequence_length=SEQUENCE))
+    return load_corpus(DataTable(kind="text", paths=(Path(data) / "*.txt",), sequence_length=SEQUENCE))
+
+
+def new_model(seed: int) -> tuple[PreTrainedModel, torch.optim.Optimizer]:
+    model = build_model(ModelTable(type="mixtral", **MODEL), 256, SEQUENCE, seed)
+    return model, torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.99), weight_decay=0.1, fused=True)
+
+
+def inner_step(
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer, tokens: Tensor, step: int, length: Length
+) -> None:
+    """One inner step; denormals are flushed in here, they slow a model of this size down by half."""
+    rise = max(1, length.warm // 4)
+    decayed = (1 + math.cos(math.pi * (step - rise) / (length.steps - rise))) / 2
+    factor = step / rise if step <= rise else FINAL_FRACTION + (1 - FINAL_FRACTION) * decayed
+    optimizer.param_groups[0]["lr"] = LR * factor
+    torch.set_flush_denormal(True)
+    output = model(tokens[:, :-1], output_router_logits=True)
+    loss = F.cross_entropy(output.logits.flatten(0, 1), tokens[:, 1:].flatten())
+    (loss + AUXILIARY * output.aux_loss).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    torch.set_flush_denormal(False)
+
+
+def batches(seed: int, data: str | None, islands: Sequence[int], position: int = 0) -> Stream:
+    """The batches of some islands; all islands together have those of data parallel."""
+    stream = Stream(corpus(data), SEQUENCE, ISLANDS, islands, BATCH, seed)
+    stream.position = position * BATCH
+    return stream
+
+
+def train(arm: Arm, seed: int, length: Length, data: str | None) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """The global model at the end, and what each island sent, received and held (bytes, mean over islands)."""
+    model, optimizer = new_model(seed)
+    everything = batches(seed, data, range(ISLANDS))
+    last = length.steps if arm.method is None else length.warm
+    for step in range(1, last + 1):
+        inner_step(model, optimizer, everything.next(), step, length)
+    if arm.method is None:
+        return model.state_dict(), {"optimizer": _bytes_of(optimizer)}
+    start = model.state_dict(), optimizer.state_dict()
+
+    def life(island: int, exchange: Exchange) -> tuple[dict[str, Tensor], dict[str, float]]:
+        model, optimizer = new_model(seed)
+        model.load_state_dict(start[0])
+        optimizer.load_state_dict(start[1])
+        stream, parts = batches(seed, data, [island], length.warm), {}
+        if (trained := arm.trains_experts(island)) is not None:
+            parts = {"trains_experts": trained}
+        with diloco.Learner(model, optimizer, method=arm.method, exchange=exchange, **parts) as learner:
+            host = 0.0
+            for step in range(length.warm + 1, length.steps + 1):
+                inner_step(model, optimizer, stream.next(), step, length)
+                learner.step(tokens=BATCH * SEQUENCE)
+                if step > length.steps - 4 * SYNC_EVERY:
+                    host = max(host, _host_bytes(learner, model))
+            exchange.stepped()  # a learner leaves only when the step after its last one would be over
+            counted = learner.metrics()["num_bytes"]
+            return learner.global_state_dict(), {
+                "up": counted.get("contributions", 0), "down": counted.get("updates", 0), "host": host,
+                "optimizer": _bytes_of(optimizer),
+            }  # fmt: skip
+
+    ended = diloco.run_local(life, learners=ISLANDS)
+    return ended[0][0], {key: statistics.fmean(found[key] for _, found in ended) for key in ended[0][1]}
+
+
+def _bytes_of(optimizer: torch.optim.Optimizer) -> float:
+    values = (value for state in optimizer.state.values() for value in state.values())
+    return float(sum(value.numel() * value.element_size() for value in values if isinstance(value, Tensor)))
+
+
+def _host_bytes(learner: diloco.Learner, model: nn.Module) -> float:
+    """Bytes of the tensors that a learner holds besides model and inner optimizer: anchors, snapshots, updates."""
+    seen, found, todo = set[int](), dict[int, int](), list[Any]([learner])
+    own = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers())}
+    while todo:
+        thing = todo.pop()
+        if id(thing) in seen or isinstance(thing, NOT_THE_LEARNERS):
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, Tensor):
+            found[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
+        else:
+            todo += gc.get_referents(thing)
+    return float(sum(size for place, size in found.items() if place not in own))
+
+
+NOT_THE_LEARNERS = (Exchange, nn.Module, torch.optim.Optimizer, type, ModuleType, FunctionType, FrameType)
+
+
+def planned(arm: Arm, length: Length) -> dict[str, float]:
+    """The bytes up and down of each island, by the planner."""
+    assert arm.method is not None
+    workload = workload_of(new_model(0)[0])
+    experts = None if arm.trained is None else ExpertSetting(GROUPS, arm.every, arm.trained)
+    setting = setting_for(workload, "diloco", sync_every=SYNC_EVERY, up="fp32", experts=experts)
+    exchange, intervals = exchange_of(workload, setting), (length.steps - length.warm) / SYNC_EVERY
+    return {
+        "up": intervals * exchange.per_interval(exchange.up_bytes),
+        "down": intervals * exchange.per_interval(exchange.down_bytes),
+    }
+
+
+def workload_of(model: PreTrainedModel) -> Workload:
+    """The model, as the planner takes it."""
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    experts = sum(size for name, size in sizes.items() if ".experts." in name or name.endswith(".gate.weight"))
+    return Workload("mixture", sum(sizes.values()), MODEL["num_hidden_layers"], 1.0, experts)
+
+
+def run(arm: Arm, seed: int, length: Length, data: str | None, half: str = "report") -> dict[str, Any]:
+    """Train with one arm and seed, and evaluate on a half of the held-out text."""
+    torch.set_num_threads(1)
+    started = time.process_time()
+    state, held = train(arm, seed, length, data)
+    model, _ = new_model(seed)
+    model.load_state_dict(state)
+    parts = held_out_batches(corpus(data), SEQUENCE, 2 * HELD_OUT_SEQUENCES, 64)
+    middle = len(parts) // 2
+    loss = held_out_loss(model.eval(), parts[:middle] if half == "report" else parts[middle:]).score.value
+    found: dict[str, Any] = {"loss": loss, **held, "seconds": round(time.process_time() - started, 1)}
+    if arm.method is not None:
+        found["planned"] = planned(arm, length)
+    return found
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def table(values: Mapping[str, Any]) -> str:
+    """`values`: of the results file."""
+    runs = values["runs"]
+    heads = "held-out loss", f"above “{BASE.label}”", "sent", "received", "learner's host memory", "optimizer memory"
+    lines = [f"| | {' | '.join(heads)} |", "|---|" + "---:|" * len(heads)]
+    lines += [
+        f"| {arm.label} | {' | '.join(_cells(arm, runs[arm.label], runs[BASE.label]))} |"
+        for arm in ARMS
+        if arm.label in runs
+    ]
+    seconds = sum(each["seconds"] for found in runs.values() for each in found.values())
+    exact = all(each[way] == each["planned"][way] for found in runs.values() for each in found.values()
+                for way in each.get("planned", ()))  # fmt: skip
+    below = (
+        f"Nats per byte, mean of {max(map(len, runs.values()))} seeds with 95 % intervals, differences in pairs; bytes of one island, "
+        f"{values['steps']:,} inner steps of which {values['warm']} are the warm start, {values['tokens']:,} tokens, "
+        f"text `{values['text']}`. Bytes are {'those' if exact else 'not those'} of the planner in every run. "
+        f"{seconds:,.0f} s of processor time in all, {values['machine']}."
+    )
+    lines += ["", below]
+    return "\n".join(lines)
+
+
+def byte_table() -> str:
+    """Mean bytes of an island in an inner step, of DeepSeek-V3 in bf16 at H = 100."""
+    workload = PRESETS["deepseek-v3"]
+    lines = ["| | sent | received |", "|---|---:|---:|"]
+    cases = {
+        "one fragment": None, "experts in four groups, k = 4": ExpertSetting(GROUPS, 4),
+        "half of the experts trained": ExpertSetting(GROUPS, 1, 2), "half, k = 4": ExpertSetting(GROUPS, 4, 2),
+        "a quarter trained": ExpertSetting(GROUPS, 1, 1), "a quarter, k = 4": ExpertSetting(GROUPS, 4, 1),
+        "a quarter, k = 4, experts in e3m0": ExpertSetting(GROUPS, 4, 1, "e3m0"),
+    }  # fmt: skip
+    for words, experts in cases.items():
+        exchange = exchange_of(workload, setting_for(workload, "diloco", sync_every=100, experts=experts))
+        sizes = (exchange.per_interval(each) / 100 for each in (exchange.up_bytes, exchange.down_bytes))
+        lines.append(f"| {words} | {' | '.join(map(SIZE.show, sizes))} |")
+    return "\n".join(lines)
+
+
+def _cells(arm: Arm, found: Mapping[str, Any], base: Mapping[str, Any]) -> list[str]:
+    score = Score.of([each["loss"] for each in found.values()])
+    cells = [f"{score.value:.4f}{_half(score, '.4f')}", ""]
+    if arm != BASE:
+        gap = Score.of([found[seed]["loss"] - base[seed]["loss"] for seed in found if seed in base])
+        cells[1] = f"{gap.value:+.4f}{_half(gap, '.4f')}"
+    held = {key: statistics.fmean(each[key] for each in found.values()) for key in next(iter(found.values()))
+            if key in ("up", "down", "host", "optimizer")}  # fmt: skip
+    return [*cells, *(SIZE.show(held[key]) if key in held else "–" for key in ("up", "down", "host", "optimizer"))]
+
+
+def _half(score: Score, form: str) -> str:
+    return "" if score.high is None else f" ± {score.high - score.value:{form}}"
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def pilot(length: Length, data: str | None) -> None:
+    """Outer settings for all experts trained and for a quarter, on another seed and the other half of the held-out
+    text."""
+    for base in (each for each in ARMS if each.trained in (GROUPS, 1) and each.every == 1):
+        for lr, momentum in ((0.7, 0.9), (0.7, 0.8), (1.0, 0.8), (0.7, 0.5)):
+            assert base.method is not None
+            arm = replace(base, method=replace(base.method, outer=Nesterov(lr=lr, momentum=momentum)))
+            found = run(arm, PILOT_SEED, length, data, half="select")
+            print(f"{arm.label}, outer {lr} / {momentum}: {found['loss']:.4f} in {found['seconds']} s", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", help="a directory of text files")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time, one thread each")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the file with the results")
+    parser.add_argument("--steps", type=int, help="inner steps in all, of which a fifth are the warm start")
+    parser.add_argument("--show", action="store_true", help="write the table of what is there, and train nothing")
+    parser.add_argument("--pilot", action="store_true", help="compare outer settings, and write nothing")
+    given = parser.parse_args()
+    length = Length() if given.steps is None else Length(given.steps // 5, given.steps)
+    if given.pilot:
+        pilot(length, given.data)
+        return
+    values = json.loads(given.results.read_text()) if given.results.exists() else {"runs": {}}
+    runs: dict[str, dict[str, Any]] = values["runs"]
+    missing = [(arm, seed) for seed in SEEDS for arm in reversed(ARMS) if str(seed) not in runs.get(arm.label, {})]
+    if missing and not given.show:
+        files = [] if given.data is None else sorted(each.name for each in Path(given.data).glob("*.txt"))
+        values |= {
+            "steps": length.steps, "warm": length.warm, "tokens": length.steps * ISLANDS * BATCH * SEQUENCE,
+            "text": ", ".join(files) or "stdlib", "fingerprint": corpus(given.data).fingerprint()[:12],
+            "machine": f"{os.cpu_count()} cores, torch {torch.__version__}, one thread a run",
+        }  # fmt: skip
+        with ProcessPoolExecutor(given.jobs, mp_context=get_context("spawn")) as pool:
+            futures = {pool.submit(run, arm, seed, length, given.data): (arm, seed) for arm, seed in missing}
+            for future in as_completed(futures):
+                arm, seed = futures[future]
+                runs.setdefault(arm.label, {})[str(seed)] = future.result()
+                print(f"{time.strftime('%H:%M:%S')} {arm.label}, seed {seed}: {future.result()}", flush=True)
+                given.results.write_text(json.dumps(values, indent=1) + "\n")
+    if given.results == RESULTS:
+        PAGE.write_text(filled(PAGE.read_text(), {"experts": table(values), "expert-bytes": byte_table()}))
+    sys.stdout.write(table(values) + "\n")
+
+
+if __name__ == "__main__":
+    main()
