@@ -162,7 +162,7 @@ def test_the_checkpoint_of_a_finished_learner_has_the_last_versions() -> None:
                 learner.step(tokens=4 + index)
             learner.finish()
             state = learner.state_dict()
-            saved = {"model": {}, "layout": learner.layout.to_dict(), "learners": [state]}
+            saved = {"model": {}, "layout": learner.layout.to_dict(), "learner": state}
             is_behind = bool(state["received"])
             return is_behind, global_model(saved), learner.global_state_dict()
 

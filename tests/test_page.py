@@ -107,6 +107,22 @@ def test_a_frozen_page_shows_the_run(browser: Any, run: Path) -> None:
     page.context.close()
 
 
+def test_the_load_of_experts_is_a_strip_for_each_block(browser: Any, run: Path) -> None:
+    page, _ = opened(browser, frozen(run))
+    assert not page.locator("#load").is_visible()  # a dense model
+    page.context.close()
+    with EventLog(run / "paris" / "events.jsonl", who="paris") as log:
+        log.append(
+            ev.Routed(t=1_700_000_003.0, step=4, blocks=("layers.0.mlp",), tokens=((6, 3, 3, 0),), entropy=(1.25,))
+        )
+    page, complaints = opened(browser, frozen(run))
+    assert page.inner_text("#load") == "layers.0.mlp: 1.25 nats, 1 idle"
+    shares = [each.get_attribute("title") for each in page.locator("#load i").all()]
+    assert shares == [f"expert {i}: {share} % of the tokens" for i, share in enumerate(("50.0", "25.0", "25.0", "0.0"))]
+    assert complaints == []
+    page.context.close()
+
+
 @pytest.fixture
 def mixture(run: Path) -> Path:
     """The run goes on, of a mixture of 64 experts: seven groups of eight are merged, by learners that train halves."""

@@ -171,3 +171,10 @@ def test_losses_that_are_no_numbers_are_null(story: Story) -> None:
     shown = story.since(0)
     json.dumps(shown, allow_nan=False)
     assert shown["learners"][0]["loss"] is None
+
+
+def test_the_load_of_experts_is_summed_over_the_newest_reports(story: Story) -> None:
+    assert story.since(0)["load"] == []
+    for who, tokens, entropy in (("a", (9, 9), 0.1), ("a", (3, 0), 0.5), ("b", (1, 0), 0.25)):
+        story.take(ev.Routed(who=who, step=7, blocks=("layers.0.mlp",), tokens=(tokens,), entropy=(entropy,)))
+    assert story.since(0)["load"] == [{"block": "layers.0.mlp", "tokens": [4, 0], "entropy": 0.375}]

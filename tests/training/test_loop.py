@@ -313,7 +313,7 @@ def test_a_checkpoint_holds_what_is_trained_once_and_the_global_model(tiny: Tiny
     (_, model), _ = run_pair(config)
     [checkpoint] = list_checkpoints(config.dir / "pair-0" / "checkpoints")
     saved = load_checkpoint(checkpoint)
-    [learner] = saved["learners"]
+    learner = saved["learner"]
     assert learner["parameters"]
     assert not learner["parameters"].keys() & saved["model"].keys()
     exported = checkpoint_state(checkpoint)

@@ -1,12 +1,14 @@
 """Mixtures of experts in the reference trainer: auxiliary loss, balancing bias, load of the experts."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
 
 import diloco
 from diloco.config import RunConfig
@@ -23,6 +25,7 @@ from diloco.training.learners import AnyLearner
 from diloco.training.loop import Trainer
 from diloco.training.mixture import buffer_roles
 from diloco.training.model import build_model
+from diloco.training.pretrained import checkpoint_state, export_run
 from diloco.training.spec import LearnerSpec, Summary
 
 Tiny = Callable[..., RunConfig]
@@ -169,3 +172,19 @@ def test_a_mixture_learns_and_resumes_to_the_bit(mixture: Callable[..., RunConfi
     assert resumed.train().steps == 20
     for name, value in whole.model.state_dict().items():
         assert torch.equal(value, resumed.model.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_export_of_a_mixture_loads_in_transformers_with_the_same_loss(
+    mixture: Callable[..., RunConfig], tmp_path: Path, kind: str
+) -> None:
+    config = mixture(kind, "run.tokens=2_560", "checkpoint.every_steps=10")
+    trainer = trained(config)
+    (checkpoint,) = list_checkpoints(config.dir / "baseline" / "checkpoints")
+    export_run(checkpoint_state(checkpoint), config, tmp_path / "out")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    for name, value in trainer.model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value), name
+    batches = [torch.randint(256, (4, 33))]
+    expected = evaluate(trainer.model, dict(trainer.model.state_dict()), batches)
+    assert evaluate(loaded, dict(loaded.state_dict()), batches) == expected

@@ -161,9 +161,8 @@ def whole_state(learner: LearnerDriver, group: Group) -> dict[str, Any]:
     def joined(path: tuple[str, ...], tensor: Tensor) -> Tensor:
         if _fragment_of(path) is None or tensor.dim() != 1:
             return tensor
-        sizes = [
-            size * tensor.itemsize for size in group.gather_values(tensor.numel(), "the sizes of a vector's parts")
-        ]
+        numbers = group.gather_values(tensor.numel(), "the sizes of a vector's parts")
+        sizes = [number * tensor.itemsize for number in numbers]
         raw = group.collect(as_bytes(tensor.contiguous()), sizes, f"the parts of {'/'.join(path)}")
         return raw.view(tensor.dtype)
 

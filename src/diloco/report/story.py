@@ -44,6 +44,7 @@ class Story:
         self._training: dict[str, Series] = {}  # reported by learners to the syncer
         self._own_training: dict[str, Series] = {}  # from the processes' own event logs
         self._stepped: dict[str, ev.Stepped] = {}
+        self._routed: dict[str, ev.Routed] = {}  # the newest of each trainer
         self._speed, self._wire = Series(self._numbers), Series(self._numbers)
         self._lately: deque[tuple[float, int]] = deque()
         self._tokens = 0
@@ -77,6 +78,8 @@ class Story:
             case ev.Stepped():
                 self._curve(self._own_training, event.who).add(event.step, event.loss)
                 self._stepped[event.who] = event
+            case ev.Routed():
+                self._routed[event.who] = event
             case _:
                 pass
 
@@ -234,11 +237,22 @@ class Story:
                 "events": self._events.since(number),
                 "loss": self._loss_curves(number),
                 "training": {name: curve.since(number) for name, curve in training.items()},
+                "load": self._load(),
                 "speed": self._speed.since(number),
                 "wire": self._wire.since(number),
             }
         )  # fmt: skip
         return shown
+
+    def _load(self) -> list[dict[str, Any]]:
+        """The load of the experts by block, over the newest reports of the trainers' own event logs."""
+        found: dict[str, dict[str, Any]] = {}
+        for event in self._routed.values():
+            for block, tokens, entropy in zip(event.blocks, event.tokens, event.entropy, strict=True):
+                row = found.setdefault(block, {"block": block, "tokens": [0] * len(tokens), "entropy": []})
+                row["tokens"] = [a + b for a, b in zip(row["tokens"], tokens, strict=False)]
+                row["entropy"].append(entropy)
+        return [row | {"entropy": sum(row["entropy"]) / len(row["entropy"])} for row in found.values()]
 
     def _loss_curves(self, number: int) -> dict[str, list[tuple[float, float]]]:
         """Curves of the global model, merged over the members that evaluated it, and of controls."""

@@ -85,10 +85,10 @@ def global_model(saved: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def _newest(learner: Mapping[str, Any], fragment: int) -> Tensor:
     """A fragment's adopted version, or a later one that the learner has received, as at a run's end."""
-    versions = {
-        it["update"]["version"]: it for it in learner["received"].values() if it["update"]["fragment"] == fragment
-    }
-    return versions[max(versions)]["held"]["theta"] if versions else learner["anchors"][str(fragment)]  # type: ignore[no-any-return]
+    received = [it for it in learner["received"].values() if it["update"]["fragment"] == fragment]
+    newest = max(received, key=lambda it: it["update"]["version"], default=None)
+    found: Tensor = learner["anchors"][str(fragment)] if newest is None else newest["held"]["theta"]
+    return found
 
 
 def vocabulary(config: RunConfig) -> "tuple[int, PreTrainedTokenizerBase | None]":

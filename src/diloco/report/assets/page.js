@@ -82,6 +82,7 @@ function show() {
   merges();
   heat();
   experts();
+  load();
   ledger();
   bytes(head);
   events();
@@ -97,7 +98,7 @@ function show() {
 function hideEmpty(head) { // a section that has nothing to show isn't there
   const any = (curves) => Object.values(curves).some((points) => points.length);
   const has = {
-    loss: any(kept.loss), bytes: head.num_bytes, members: story.learners.length, merges: story.num_merges, heat: story.fragments.length, experts: story.experts.length,
+    loss: any(kept.loss), bytes: head.num_bytes, members: story.learners.length, merges: story.num_merges, heat: story.fragments.length, experts: story.experts.length, load: story.load.length,
     ledger: Object.values(story.ledger).some(Boolean), speed: kept.speed.length, training: any(kept.training), events: kept.events.length,
   };
   for (const [id, shown] of Object.entries(has)) $(id).closest("section").hidden = !shown;
@@ -193,15 +194,16 @@ function heat() {
 
 const ranges = (pairs) => pairs.map(([first, stop]) => (stop === first + 1 ? first : `${first}–${stop - 1}`)).join(", ");
 
-function experts() { // a strip for each quantity: a cell for each expert, however many there are
+function strip(label, title, values, paint, text) { // a cell for each expert, however many there are
+  const most = Math.max(1, ...values);
+  const cells = values.map((value, expert) => make("i", {
+    title: text(expert), style: { background: `color-mix(in srgb, ${paint} ${Math.round((100 * value) / most)}%, var(--line))` },
+  }));
+  return make("div", { class: "strip" }, make("span", { title }, label), make("div", { role: "img", "aria-label": `${label}: ${title}` }, ...cells));
+}
+
+function experts() { // a strip for each quantity
   const mean = ([merges, learners]) => (merges ? learners / merges : 0);
-  const strip = (label, title, values, paint, text) => {
-    const most = Math.max(1, ...values);
-    const cells = values.map((value, expert) => make("i", {
-      title: text(expert), style: { background: `color-mix(in srgb, ${paint} ${Math.round((100 * value) / most)}%, var(--line))` },
-    }));
-    return make("div", { class: "strip" }, make("span", { title }, label), make("div", { role: "img", "aria-label": `${label}: ${title}` }, ...cells));
-  };
   const told = (expert) => {
     const [merges, , version] = story.experts[expert];
     const times = merges === 1 ? "once" : `${merges} times`;
@@ -217,6 +219,14 @@ function experts() { // a strip for each quantity: a cell for each expert, howev
     strip(`merged ${of(counts)} times`, "how often each was merged", counts, "var(--ink)", told),
     strip(`by ${of(means)} learners`, "learners in these merges, on average", means, "var(--ink)", told), ...rows);
   $("untrained").textContent = story.untrained.length ? `No live learner trains experts ${ranges(story.untrained)}: nothing is merged into them.` : "";
+}
+
+function load() { // of each block of a mixture
+  $("load").replaceChildren(...story.load.map((it) => {
+    const idle = it.tokens.filter((tokens) => !tokens).length, total = it.tokens.reduce((sum, tokens) => sum + tokens, 0) || 1;
+    const title = `router entropy ${it.entropy.toFixed(2)} nats, ${idle} idle`;
+    return strip(`${it.block}: ${it.entropy.toFixed(2)} nats, ${idle} idle`, title, it.tokens, "var(--ink)", (expert) => `expert ${expert}: ${((100 * it.tokens[expert]) / total).toFixed(1)} % of the tokens`);
+  }));
 }
 
 function ledger() {
