@@ -41,7 +41,7 @@ import diloco
 from diloco.config import DataTable, ModelTable
 from diloco.core.fragments import Experts, Whole
 from diloco.core.method import Method
-from diloco.core.outer import Nesterov
+from diloco.core.outer import SGD, Nesterov, Outer
 from diloco.evaluation.exports import held_out_loss
 from diloco.evaluation.scores import Score
 from diloco.exchange.base import Exchange
@@ -105,9 +105,10 @@ class Arm:
         return ",".join(f"{size * group}-{size * group + size - 1}" for group in groups)
 
 
-def _apart(words: str, trained: int, every: int) -> Arm:
-    fragments = Experts(groups=GROUPS, trunk=Whole(), every=every)
+def _apart(words: str, trained: int, every: int, outer: Outer | None = None) -> Arm:
+    fragments = Experts(groups=GROUPS, trunk=Whole(), every=every, outer=outer)
     label = f"{words}, experts' H {'as' if every == 1 else f'{every} times'} the trunk's"
+    label += "" if outer is None else ", no outer momentum on experts"
     return Arm(label, diloco.DiLoCo(sync_every=SYNC_EVERY, outer=OUTER, fragments=fragments), trained, every)
 
 
@@ -119,6 +120,8 @@ ARMS = (
         for words, trained in (("all trained", GROUPS), ("half trained", 2), ("a quarter trained", 1))
         for every in (1, 4)
     ),
+    # A lone owner's outer gradient is no mean: outer momentum takes it further than it went.
+    _apart("a quarter trained", 1, 1, SGD(lr=1.0)),
 )
 BASE = next(arm for arm in ARMS if arm.trained == GROUPS)
 """What the others are compared with."""
