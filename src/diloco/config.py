@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_serializer, model_validator
 
 from diloco.errors import ConfigError, without_key_lines
-from diloco.tables import Table, read_text, read_toml, validate, write_toml
+from diloco.tables import Table, number_ranges, read_text, read_toml, validate, write_toml
 
 LEARNERS_OWN = ("inner", "schedule", "train", "evaluate", "checkpoint", "syncer", "track")
 """The tables that `[learner.NAME]` may override."""
@@ -165,7 +165,7 @@ class TrainTable(Table):
     )  # sequences per step of this learner; default: global_batch / learners
     trains: tuple[str, ...] = ()  # name patterns of the tensors that this learner trains; none: all
     # the experts of a mixture that this learner trains, such as "0-15" or "0,3,8-11"; default: all
-    trains_experts: str | None = Field(default=None, pattern=r"^\d{1,9}(-\d{1,9})?(,\d{1,9}(-\d{1,9})?)*$")
+    trains_experts: str | None = None
     overlap: int | None = Field(default=None, ge=0)  # overlap in inner steps of this learner; default: the method's
     # ranks of this learner that share the experts of a mixture, over which the rest is sharded; default: no sharding
     expert_parallel: int | None = Field(default=None, ge=2)
@@ -180,6 +180,14 @@ class TrainTable(Table):
     flush_denormals: bool = False  # to zero, in the inner steps only
     log_every_s: float = Field(default=60.0, gt=0)  # interval of progress lines without a terminal
     log_every_steps: int = Field(default=10, gt=0)  # interval of step events
+
+    @model_validator(mode="after")
+    def _names_experts(self) -> Self:
+        try:
+            number_ranges("trains_experts", "0" if self.trains_experts is None else self.trains_experts)
+        except ConfigError as error:
+            raise ValueError(str(error).removesuffix(".")) from error
+        return self
 
 
 class WarmStartTable(Table):

@@ -1,7 +1,9 @@
 """TOML files as pydantic tables. Errors name the key, and for an unknown key the nearest known one."""
 
 import difflib
+import itertools
 import json
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -53,6 +55,24 @@ def validate(kind: type[T], tables: Mapping[str, Any], source: str) -> T:
         return kind.model_validate(tables)
     except ValidationError as error:
         raise ConfigError(f"{source}: {_explain(error, kind, tables)}") from error
+
+
+def number_ranges(name: str, text: object) -> tuple[tuple[int, int], ...]:
+    """The pairs (first, stop) of a text such as "0-15" or "0,3,8-11", in ascending order; `stop` is excluded.
+
+    Raises ConfigError for another text, or one that names a number twice.
+    """
+    found: list[tuple[int, int]] = []
+    for part in text.split(",") if isinstance(text, str) else [""]:
+        match = re.fullmatch(r"\s*(\d{1,9})\s*(?:-\s*(\d{1,9})\s*)?", part)
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            raise ConfigError(f'{name}={text!r} is no list of numbers; write it as "0-15" or "0,3,8-11".')
+        found.append((int(match[1]), int(match[2] or match[1]) + 1))
+    found.sort()
+    for (_, stop), (first, _) in itertools.pairwise(found):
+        if first < stop:
+            raise ConfigError(f"{name}={text!r} names {first} twice; name each number once.")
+    return tuple(found)
 
 
 def nearest(key: str, known: Sequence[str]) -> str:

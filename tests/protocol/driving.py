@@ -13,6 +13,7 @@ from diloco.protocol.contribution import Verdict
 from diloco.protocol.in_flight import Ledger
 from diloco.protocol.records import Record
 from diloco.protocol.syncer import SyncerCore
+from diloco.run.experts import ExpertStatus
 from diloco.run.global_model import GlobalModel
 from diloco.run.status import RunStatus
 
@@ -45,7 +46,7 @@ def publish(core: SyncerCore, now: float = 0.0, fragment: int = 0, refused: Sequ
 def status_of(core: SyncerCore, now: float) -> dict[str, Any]:
     """Its part of what `diloco status` shows, where no learner has said which versions it has."""
     model = GlobalModel[Any, Any](LAYOUT, b"", core.fragments, [()] * len(core.fragments))
-    return RunStatus().as_dict(core, model, now)
+    return RunStatus().as_dict(core, model, ExpertStatus(()), now)
 
 
 def restarted(core: SyncerCore, written: Record, now: float, versions: Sequence[int] | None = None) -> SyncerCore:

@@ -502,3 +502,91 @@ def test_a_call_after_a_rejection_is_answered_again() -> None:
     learner.stepped(7)
     assert learner.called(0, 0) == Send(0, 2, 0, 0, tokens=7, steps=1)
     assert accounts_balance(learner)
+
+
+# --- tokens routed to the experts of a mixture ------------------------------------------------------------------------
+
+
+def sent_with(learner: LearnerCore, *routed: int) -> tuple[int, ...]:
+    """Four steps, a send, and the tokens that its contribution then has, of these that were read at the send."""
+    for _ in range(3):
+        assert not learner.stepped(10)
+    (send,) = learner.stepped(10)
+    return learner.fragments[0].add_routed(routed, send.number)
+
+
+def restarted(learner: LearnerCore) -> LearnerCore:
+    """A new process with its state."""
+    again = core(Schedule(4, 1))
+    again.load_state_dict(json.loads(json.dumps(learner.state_dict())))
+    return again
+
+
+def test_routed_tokens_go_with_one_contribution() -> None:
+    learner = core(Schedule(4, 1))
+    assert sent_with(learner, 3, 0) == (3, 0)
+    answer(learner)
+    assert learner.fragments[0].add_routed((1, 2)) == (1, 2)  # read for a checkpoint
+    again = restarted(learner)
+    assert sent_with(again, 5, 5) == (6, 7)
+    answer(again)
+    assert not again.fragments[0].pending_routed
+
+
+@pytest.mark.parametrize("reason", [DROPPED, OUT_OF_STEP])
+def test_routed_tokens_of_a_contribution_that_comes_back_go_with_the_next_one(reason: str) -> None:
+    learner = core(Schedule(4, 1), wait=False, keeps_pending=True)
+    sent_with(learner, 3, 1)
+    for _ in range(2):
+        learner.rejected(0, 1, reason)
+    assert learner.fragments[0].pending_routed == (3, 1)
+    assert learner.fragments[0].pending_tokens == 40
+    learner.received(0, 1, 0)
+    answer(learner)
+    assert sent_with(learner, 1, 1) == (4, 2)
+
+
+def test_routed_tokens_of_a_refused_contribution_do_not_come_back() -> None:
+    learner = core(Schedule(4, 1), wait=False, keeps_pending=True)
+    sent_with(learner, 3, 1)
+    learner.rejected(0, 1, OUTLIER)
+    assert not learner.fragments[0].pending_routed
+    learner.received(0, 1, 0)
+    answer(learner)
+    assert sent_with(learner, 1, 1) == (1, 1)
+
+
+def test_a_learner_that_is_stopped_takes_its_routed_tokens_back_and_adoption_overwrites_them() -> None:
+    learner = core(Schedule(4, 1))
+    sent_with(learner, 3, 1)
+    assert learner.take_back() == ((0, 1),)
+    assert learner.fragments[0].pending_routed == (3, 1)
+    learner.fragments[0].overwrite()
+    assert not learner.fragments[0].pending_routed
+
+
+def test_work_of_an_earlier_incarnation_has_no_tokens_and_no_routed_ones() -> None:
+    learner = core(Schedule(4, 1))
+    sent_with(learner, 3, 1)
+    again = restarted(learner)
+    assert again.forget_in_flight(keep_work=True) == ()  # its answer is known
+    again.take_back()
+    assert again.fragments[0].pending_routed == (3, 1)
+    again.reincarnated()
+    assert not again.fragments[0].pending_routed
+    learner.rejoined([1], 8)
+    assert not learner.fragments[0].pending_routed
+
+
+def test_routed_tokens_that_are_no_numbers_are_refused() -> None:
+    learner = core(Schedule(4, 1))
+    sent_with(learner, 3, 1)
+    for key, broken in (("pending_routed", [-1]), ("pending_routed", ["1"]), ("pending_routed", 1)):
+        state = deepcopy(learner.state_dict())
+        state["fragments"][0][key] = broken
+        with pytest.raises((ValueError, TypeError)):
+            learner.check_state_dict(state)
+    state["fragments"][0] = {**learner.state_dict()["fragments"][0], "pending_routed": []}
+    state["fragments"][0]["in_flight"][0]["routed"] = [0.5]
+    with pytest.raises(ValueError, match="no whole number"):
+        learner.check_state_dict(state)

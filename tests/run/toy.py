@@ -227,8 +227,7 @@ class Scene:
         answers: list[DilocoError | None] = []
         self.driver.complete_push(self.begin(c, payload), answers.append)
         checks = [index for index, each in enumerate(self.todo) if each[0] == "check"]
-        if not c.is_empty:  # then there is nothing to check
-            self.todo.pop(checks[-1])[2]()
+        self.todo.pop(checks[-1])[2]()
         return answers[0]
 
 

@@ -85,6 +85,11 @@ def test_the_dump_reads_back_to_the_same_value() -> None:
             MINIMAL + "learners = 3\n[train]\nglobal_batch = 16\n",
             "train.global_batch = 16 must be a multiple of run.learners x train.accumulate = 3",
         ),
+        (
+            MINIMAL + '[train]\ntrains_experts = "0-3,2"\n',
+            r"run.toml: \[train\] trains_experts='0-3,2' names 2 twice; name each number once",
+        ),
+        (MINIMAL + '[train]\ntrains_experts = ""\n', r"\[train\] trains_experts='' is no list of numbers; write it as"),
         (MINIMAL + '[data]\nkind = "text"\n', r'\[data\] kind = "text" needs paths'),
         (MINIMAL + '[data]\npaths = ["a"]\n', "no effect"),
         (

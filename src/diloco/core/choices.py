@@ -6,9 +6,7 @@ error that names the nearest known one.
 
 import dataclasses
 import difflib
-import itertools
 import math
-import re
 from abc import ABC
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Generic, TypeGuard, TypeVar
@@ -106,24 +104,6 @@ def fraction(name: str, value: object, *, below_one: bool) -> float:
     if _is_number(value) and 0 <= value <= 1 and not (below_one and value == 1):
         return float(value)
     raise ConfigError(f"{name} must be a number from 0 to 1{' but below 1' if below_one else ''}, not {value!r}.")
-
-
-def number_ranges(name: str, text: object) -> tuple[tuple[int, int], ...]:
-    """The pairs (first, stop) of a text such as "0-15" or "0,3,8-11", in ascending order; `stop` is excluded.
-
-    Raises ConfigError for another text, or one that names a number twice.
-    """
-    found: list[tuple[int, int]] = []
-    for part in text.split(",") if isinstance(text, str) else [""]:
-        match = re.fullmatch(r"\s*(\d{1,9})\s*(?:-\s*(\d{1,9})\s*)?", part)
-        if match is None or int(match[2] or match[1]) < int(match[1]):
-            raise ConfigError(f'{name}={text!r} is no list of numbers; write it as "0-15" or "0,3,8-11".')
-        found.append((int(match[1]), int(match[2] or match[1]) + 1))
-    found.sort()
-    for (_, stop), (first, _) in itertools.pairwise(found):
-        if first < stop:
-            raise ConfigError(f"{name}={text!r} names {first} twice; name each number once.")
-    return tuple(found)
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:

@@ -13,8 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from diloco.core.adopt import Eager
-from diloco.core.choices import number_ranges
 from diloco.core.fragments import Experts
 from diloco.core.layout import Layout, TensorSpec
 from diloco.core.method import Method
@@ -24,6 +22,7 @@ from diloco.learner.optimizers import is_in_train_mode, require_hooks
 from diloco.learner.routing import RoutedTokens
 from diloco.learner.units import Units, parameter_of
 from diloco.protocol.units import Ranges, ranges_of
+from diloco.tables import number_ranges
 
 
 def chosen_experts(text: str | None, layout: Layout, method: Method) -> frozenset[int] | None:
@@ -31,23 +30,18 @@ def chosen_experts(text: str | None, layout: Layout, method: Method) -> frozense
 
     Raises:
         ConfigError: the text is malformed, or names an expert twice or beyond their number; the method does not cut the
-            model into experts, or cannot merge a part of it.
+            model into experts.
     """
     if text is None:
         return None
-    ranges = number_ranges("trains_experts", text)
-    if isinstance(method.adopt, Eager) or method.exchanged != "outer gradients":
+    ranges, cut = number_ranges("trains_experts", text), method.fragments
+    if not isinstance(cut, Experts):
         raise ConfigError(
-            f"trains_experts={text!r} cannot be used with {method.name}, which merges the whole model alike on every "
-            "learner; leave it out, or use a method that exchanges outer gradients, such as DiLoCo."
+            f"trains_experts={text!r} finds no experts, since {method.name} cuts the model by {cut}; use a method that "
+            'exchanges outer gradients, such as DiLoCo, with [method] fragments = { type = "Experts", groups = 4 } in '
+            "the run file, before the run has a model, or fragments=diloco.Experts(4)."
         )
-    if not isinstance(method.fragments, Experts):
-        raise ConfigError(
-            f"trains_experts={text!r} finds no experts, since the run's method cuts the model by {method.fragments}; "
-            'set [method] fragments = { type = "Experts", groups = 4 } in the run file, before the run has a model, or '
-            "fragments=diloco.Experts(4)."
-        )
-    num_experts = method.fragments.num_experts(place.spec for each in layout.fragments for place in each.tensors)
+    num_experts = cut.num_experts(place.spec for each in layout.fragments for place in each.tensors)
     last = max(stop for _, stop in ranges) - 1
     if last >= num_experts:
         raise ConfigError(
@@ -72,29 +66,26 @@ class UntrainedRows:
         self, parameters: Mapping[str, Tensor], untrained: Sequence[TensorSpec], units: Units,
         optimizers: Sequence[torch.optim.Optimizer],
     ) -> None:  # fmt: skip
-        self._units, self._optimizers = units, optimizers
-        pairs: dict[str, list[tuple[int, int]] | None] = {}
-        held = {parameter_of(spec): parameters[spec.name] for spec in untrained if spec.name in parameters}
+        by_parameter: dict[str, list[TensorSpec]] = {}
         for spec in untrained:
-            if spec.origin is None:
-                pairs[spec.name] = None
-            elif (known := pairs.setdefault(spec.origin.parameter, [])) is not None:
-                known.append((spec.origin.first, spec.origin.first + spec.shape[0]))
-        self._rows: dict[int, tuple[str, Ranges | None]] = {
-            id(tensor): (name, None if (rows := pairs[name]) is None else ranges_of(rows))
-            for name, tensor in held.items()
-            if isinstance(tensor, nn.Parameter)
+            by_parameter.setdefault(parameter_of(spec), []).append(spec)
+        self._rows: dict[int, tuple[str, nn.Parameter, Ranges]] = {  # no rows: all of the parameter
+            id(tensor): (
+                name,
+                tensor,
+                ranges_of((s.origin.first, s.origin.first + s.shape[0]) for s in specs if s.origin),
+            )
+            for name, specs in by_parameter.items()
+            if isinstance(tensor := parameters.get(specs[0].name), nn.Parameter)
         }
+        self._units, self._optimizers = units, optimizers if self._rows else ()
         self._saved: dict[int, list[list[tuple[Tensor, Tensor]]]] = {}  # by optimizer, of nested steps
-        for optimizer in optimizers if self._rows else ():
+        for optimizer in self._optimizers:
             require_hooks(optimizer)
-        self._parameters = [each for each in held.values() if id(each) in self._rows]
 
     def hooks(self) -> list[RemovableHandle]:
         """Register the hooks on the parameters and the optimizers; returns their handles."""
-        if not self._rows:
-            return []
-        found = [each.register_post_accumulate_grad_hook(self._zero) for each in self._parameters]
+        found = [each.register_post_accumulate_grad_hook(self._zero) for _, each, _ in self._rows.values()]
         for optimizer in self._optimizers:
             found.append(optimizer.register_step_pre_hook(self._before))
             found.append(optimizer.register_step_post_hook(self._after))
@@ -103,10 +94,8 @@ class UntrainedRows:
     @torch.no_grad()
     def adopted(self) -> None:
         """The parameters may have been written: z of a schedule-free optimizer follows."""
-        for optimizer in self._optimizers if self._rows else ():
-            if is_in_train_mode(optimizer) is None:
-                continue
-            for parameter in self._of(optimizer):
+        for optimizer in self._optimizers:
+            for parameter in self._of(optimizer) if is_in_train_mode(optimizer) is not None else ():
                 if isinstance(base := optimizer.state.get(parameter, {}).get("z"), Tensor):
                     for z, own in zip(self._views(parameter, base), self._views(parameter, parameter), strict=True):
                         z.copy_(own)
@@ -116,8 +105,7 @@ class UntrainedRows:
 
     def _views(self, parameter: Tensor, tensor: Tensor) -> list[Tensor]:
         """The memory of the rows in the parameter itself, its gradient, or a tensor of the optimizer like it."""
-        name, rows = self._rows[id(parameter)]
-        return self._units.rows(name, parameter, rows, tensor)
+        return self._units.rows(*self._rows[id(parameter)], tensor)
 
     @torch.no_grad()
     def _zero(self, parameter: Tensor) -> None:
@@ -152,13 +140,11 @@ class RoutedWork:
 
     def __init__(self, counter: RoutedTokens, layout: Layout, exchange: Exchange) -> None:
         self._counter, self._exchange = counter, exchange
-        self._places = [
-            [self._place(place.spec) for place in fragment.tensors]
-            if any(Experts.expert_of(place.spec) is not None for place in fragment.tensors)
-            else []
-            for fragment in layout.fragments
-        ]
         self._counts_any = exchange.sums_over_ranks([len(counter.blocks)])[0] > 0
+        self._places = [[self._place(place.spec) for place in fragment.tensors] for fragment in layout.fragments]
+        self._has_experts = [
+            any(Experts.expert_of(place.spec) is not None for place in each.tensors) for each in layout.fragments
+        ]
         self._read: dict[int, Tensor] = {}
 
     def _place(self, spec: TensorSpec) -> tuple[int, int] | None:
@@ -169,23 +155,19 @@ class RoutedWork:
 
     def counts(self, fragment: int) -> bool:
         """Whether the fragment has experts whose tokens are counted."""
-        return self._counts_any and bool(self._places[fragment])
+        return self._counts_any and self._has_experts[fragment]
 
     def discard(self, fragment: int) -> None:
         """Count from here on; nothing is read from the device."""
-        if self.counts(fragment):
-            self._read[fragment] = self._counter.counts()
+        self._read[fragment] = self._counter.counts()
 
     def read(self, fragment: int) -> tuple[int, ...]:
         """The tokens of each tensor of the fragment; then count from here on. Every rank calls it."""
-        now = self._counter.counts()
-        before, self._read[fragment] = self._read.get(fragment), now
-        table = (now if before is None else now - before.to(now.device)).tolist()
-        return tuple(
-            self._exchange.sums_over_ranks(
-                [0 if place is None else int(table[place[0]][place[1]]) for place in self._places[fragment]]
-            )
-        )
+        before = self._read[fragment]
+        self.discard(fragment)
+        since = (self._read[fragment] - before.to(self._read[fragment].device)).tolist()
+        own = [0 if place is None else since[place[0]][place[1]] for place in self._places[fragment]]
+        return tuple(self._exchange.sums_over_ranks(own))
 
     def close(self) -> None:
         """Count no more."""

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from diloco.core.layout import Fragment, Layout, TensorSpec
 from diloco.core.names import holder, named_parameters, tensor_names
 from diloco.errors import LayoutError
-from diloco.learner.frozen_base import FrozenBase, local_of, whole_of
-from diloco.learner.pieces import Box, read_dtensor
+from diloco.learner.frozen_base import FrozenBase, whole_of
+from diloco.learner.pieces import Box, local_of, read_dtensor
 from diloco.learner.units import Units, parameter_of
 
 Place = tuple[nn.Module, str]

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from diloco.core.layout import BaseTensor, TensorSpec
 from diloco.errors import LayoutError
+from diloco.learner.pieces import local_of
 
 _BLOCK_BYTES = 64 * 2**20
 """Bytes that are copied from a device at once."""
@@ -27,11 +28,6 @@ SAMPLED_ELEMENTS = 64
 def base_tensor(spec: TensorSpec, tensor: Tensor) -> BaseTensor:
     """A tensor of the base with its digest. Every rank gathers a sharded tensor for it."""
     return BaseTensor(spec, digest_of(whole_of(tensor)))
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    """The part of a tensor in this process."""
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def whole_of(tensor: Tensor) -> Tensor:

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from diloco.core.fragments import Fragment, Layout
 from diloco.errors import ConfigError
-from diloco.learner.frozen_base import local_of
 from diloco.learner.optimizers import require_model_parameters
+from diloco.learner.pieces import local_of
 from diloco.learner.units import Units
 
 MIN_STEPS = 8

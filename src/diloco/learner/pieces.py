@@ -123,6 +123,11 @@ class Gather(Protocol):
         """
 
 
+def local_of(tensor: Tensor) -> Tensor:
+    """The part of a tensor in this process."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
 def read_dtensor(name: str, tensor: Tensor) -> Piece:
     """The `Gather` of plain tensors, whose piece is the whole, and of DTensors.
 

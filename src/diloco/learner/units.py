@@ -15,8 +15,7 @@ from torch import Tensor
 
 from diloco.core.layout import Layout, Origin, TensorSpec
 from diloco.errors import LayoutError
-from diloco.learner.frozen_base import local_of
-from diloco.learner.pieces import Box, Gather, Piece, read_dtensor
+from diloco.learner.pieces import Box, Gather, Piece, local_of, read_dtensor
 from diloco.protocol.units import Ranges
 
 
@@ -53,17 +52,17 @@ class Units:
         spec = self._specs.get(name)
         return name if spec is None else parameter_of(spec)
 
-    def rows(self, name: str, parameter: Tensor, rows: Ranges | None, tensor: Tensor) -> list[Tensor]:
+    def rows(self, name: str, parameter: Tensor, rows: Ranges, tensor: Tensor) -> list[Tensor]:
         """The memory of some rows, in this rank, of a tensor that is held as a parameter is, such as its gradient.
 
         Arguments:
             name, parameter: the whole parameter.
-            rows: of it; None: all elements.
+            rows: of it; none: all elements.
             tensor: the parameter itself, its gradient, or state of an optimizer.
         """
         piece, own = self._gather(name, parameter), local_of(tensor)
         piece = replace(piece, local=own if own.shape == piece.local.shape else own.view(piece.local.shape))
-        if rows is None:
+        if not rows:
             return [piece.local]
         return [rows_of(piece, Origin(name, first, piece.shape[0]), stop - first).local for first, stop in rows]
 

@@ -200,6 +200,11 @@ class Accounting:
         account = self.accounts.get(learner)
         return 0 if account is None else account.incarnation
 
+    def ended(self, step: int) -> set[str]:
+        """Learners that finished or left at this inner step or later."""
+        accounts = self.accounts.items()
+        return {learner for learner, account in accounts if account.ended_at is not None and account.ended_at >= step}
+
     def is_newest(self, learner: str, process: int, incarnation: int) -> bool:
         """Whether no other process is known to have joined under this learner's name since this incarnation of
         `process`.

@@ -447,8 +447,7 @@ class SyncerCore:
 
     def ended(self, step: int) -> set[str]:
         """Learners that finished or left at this inner step or later: they contribute to no round of that step."""
-        accounts = self.accounting.accounts.items()
-        return {learner for learner, account in accounts if account.ended_at is not None and account.ended_at >= step}
+        return self.accounting.ended(step)
 
     @property
     def drained(self) -> Sequence[str]:

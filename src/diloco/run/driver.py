@@ -168,7 +168,7 @@ class Driver(Generic[H, S, P]):
         if not state.is_initialised:
             nothing = dict.fromkeys(("steering", "newest_merge", "data", "experts"))
             return {**base, **nothing, "learners": {}, "fragments": []}
-        return {**base, **self._status.as_dict(state, self._clock.now_s())}
+        return {**base, **self._status.as_dict(state.core, state.model, state.experts, self._clock.now_s())}
 
     # --- a run's beginning --------------------------------------------------------------------------------------------
 
@@ -462,10 +462,7 @@ class Driver(Generic[H, S, P]):
         if push.span is not None:
             self._checked_parts.add(push.contribution)
         index = push.contribution.fragment
-        if push.contribution.is_empty:
-            self._checked(push, done, None)
-            return
-        num_elements = self.state.model.layout.fragments[index].numel
+        num_elements = 0 if push.contribution.is_empty else self.state.model.layout.fragments[index].numel
         check = partial(self._ports.jobs.check, push.slot, index, num_elements)
         self._ports.worker.submit("check", index, check, partial(self._checked, push, done))
 

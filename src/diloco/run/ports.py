@@ -214,7 +214,8 @@ class JobsPort(Protocol[H, S_contra, P]):
         """Bytes of a contribution to a fragment, of this many elements."""
 
     def check(self, slot: S_contra, fragment: int, num_elements: int) -> PayloadError | None:
-        """The error in the payload of a contribution to a fragment, of this many elements; None: it is valid."""
+        """The error in the payload of a contribution to a fragment, of this many elements (0: it is empty); None: there
+        is none."""
 
     def close(
         self, action: MergeRound, layout: Any, held: H, slots: Sequence[S_contra]
