@@ -128,14 +128,8 @@ def test_a_learner_that_shares_its_experts_beside_a_single_process(
     mixture: Callable[..., RunConfig], tmp_path: Path, kind: str, num_ranks: int, cut: tuple[str, ...]
 ) -> None:
     mixture = partial(mixture, kind=kind)
-    overrides = [
-        METHOD,
-        *cut,
-        "checkpoint.every_steps=6",
-        "checkpoint.keep=9",
-        "run.steps=18",
-        "evaluate.every_steps=9",
-    ]
+    overrides = [METHOD, *cut, "run.steps=18", "checkpoint.every_steps=6", "checkpoint.keep=9"]
+    overrides.append("evaluate.every_steps=9")
     if kind == "deepseek_v3":
         overrides.append("train.bias_speed=0.03125")
     local = mixture(f"run.dir={tmp_path / 'local'}", *overrides)
