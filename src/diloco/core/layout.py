@@ -166,13 +166,10 @@ class Layout:
             if fragment.numel == 0:
                 raise LayoutError(f"fragment {position} holds no elements; every fragment needs a trainable tensor.")
         for parameter, units in self.units().items():
-            rows = [row for spec in units for row in range(_first_row(spec), _first_row(spec) + spec.shape[0])]
             alike = {(spec.shape[1:], spec.dtype, spec.role, spec.origin and spec.origin.num_rows) for spec in units}
-            if (
-                parameter in seen
-                or len(alike) > 1
-                or rows != list(range(units[0].origin.num_rows if units[0].origin else 0))
-            ):
+            starts = [*map(_first_row, units), units[0].origin.num_rows if units[0].origin else 0]
+            stops = [0, *(_first_row(spec) + spec.shape[0] for spec in units)]
+            if parameter in seen or len(alike) > 1 or starts != stops:
                 raise LayoutError(f"the units of {parameter!r} are not all of its rows, each once; cut it anew.")
 
     def units(self) -> dict[str, list[TensorSpec]]:
