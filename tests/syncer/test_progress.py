@@ -72,19 +72,16 @@ def test_progress_is_written_while_anything_moves(world: World) -> None:
 
 def test_experts_that_no_learner_trains_are_told_once(world: World, caplog: pytest.LogCaptureFixture) -> None:
     def write(*untrained: tuple[int, int]) -> ev.Progress:
-        world.status["experts"] = {"merges": [[1, 1, 1]] * 8, "untrained": [list(pair) for pair in untrained]}
+        world.status["experts"] = {"number": 8, "untrained": [list(pair) for pair in untrained]}
         world.progress.write()
         newest = world.written()[-1]
         assert isinstance(newest, ev.Progress)
         return newest
 
-    world.progress.write()
-    assert world.sample("diloco_untrained_experts") is None
     world.status["learners"]["a"]["experts"] = [[0, 3], [6, 8]]
     assert write((3, 4), (5, 6)).untrained == ((3, 4), (5, 6))
     assert write((3, 4), (5, 6)).learners["a"].experts == ((0, 3), (6, 8))
-    assert world.sample("diloco_untrained_experts") == 2
-    assert (write().num_experts, write().untrained, world.sample("diloco_untrained_experts")) == (8, (), 0)
+    assert (write().num_experts, write().untrained) == (8, ())
     warnings = [each.getMessage() for each in caplog.records]
     assert warnings == ["no live learner trains experts 3, 5: nothing is merged into them"]
 

@@ -70,8 +70,8 @@ def view(status: dict[str, Any], *, wide: bool = False, whole_names: bool = Fals
     if (fates := _fates([it["ledger"] for it in status["fragments"]])) is not None:
         lines.append(f"trained tokens: {fates}")
     lines += [printable(line) for line in _waiting(status["fragments"])]
-    if status["experts"] is not None:
-        lines.append(_experts(**status["experts"]))
+    if status["experts"] is not None and (untrained := status["experts"]["untrained"]):
+        lines.append(f"no live learner trains experts {numbers(untrained)}: nothing is merged into them")
     if status["data"] is not None:
         lines.append(printable(_data(status["data"])))
     learners = _learners(status, wide=wide, whole_names=whole_names)
@@ -121,14 +121,6 @@ def _participation(status: dict[str, Any]) -> str:
     who = ", ".join(names) if len(names) <= MAX_NAMES else f"{len(names)} learners"
     part = "" if merge["scale"] == 1 else f", with {merge['scale']:.2f} of the live weight"
     return f"{line}; newest merge: version {merge['version']} of fragment {merge['fragment']} by {who}{part}"
-
-
-def _experts(merges: Sequence[Sequence[int]], untrained: Sequence[Sequence[int]]) -> str:
-    """The merges of the experts of a mixture, and experts that no learner trains."""
-    rounds, learners = [it[0] for it in merges], sum(it[1] for it in merges)
-    line = f"{len(merges)} experts, merged {min(rounds)} to {max(rounds)} times since this syncer started"
-    line += f", by {learners / sum(rounds):.1f} learners on average" if learners else ""
-    return f"{line}; no live learner trains experts {numbers(untrained)}" if untrained else line
 
 
 def _data(data: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Which experts of a mixture each learner trains, and how often each was merged, since the driver began."""
+"""Which experts of a mixture each learner trains, by its contributions since the driver began."""
 
 from __future__ import annotations
 
@@ -17,17 +17,11 @@ class ExpertStatus:
     Arguments:
         of_tensors: by fragment, the expert that each tensor belongs to (`Fragmentation.experts_of`); empty: the
             fragment has no experts.
-
-    Attributes:
-        merges: by expert, the rounds that it was merged in, the learners in these rounds that train it, and the last
-            version of its fragment that has such work.
     """
 
     def __init__(self, of_tensors: Sequence[Sequence[int]]) -> None:
         self._of_tensors = of_tensors
         self._groups = {fragment: frozenset(own) for fragment, own in enumerate(of_tensors) if own}
-        num_experts = 1 + max((expert for own in of_tensors for expert in own), default=-1)
-        self.merges = [[0, 0, 0] for _ in range(num_experts)]
         self._trained: dict[str, dict[int, tuple[int, frozenset[int]]]] = {}  # by fragment, with the incarnation
 
     def contributed(self, c: Contribution) -> None:
@@ -36,28 +30,23 @@ class ExpertStatus:
             self._trained.setdefault(c.learner, {})[c.fragment] = c.incarnation, self._trained_in(c)
 
     def merged(self, merged: MergedRound[Any, Any]) -> list[Ranges]:
-        """Count a merge. Returns, per contributor, the experts of the fragment that it trains; empty: it has none."""
-        action, update = merged.action, merged.update
-        if action.fragment not in self._groups:
+        """Per contributor to a merge, the experts of the fragment that it trains; empty: the fragment has none."""
+        contributions = merged.action.contributions
+        if merged.action.fragment not in self._groups:
             return []
-        each = [
-            frozenset[int]().union(*(self._trained_in(c) for c in action.contributions if c.learner == learner))
-            for learner in update.contributors
+        return [
+            _ranges(expert for c in contributions if c.learner == learner for expert in self._trained_in(c))
+            for learner in merged.update.contributors
         ]
-        for expert in self._groups[action.fragment]:
-            if num_learners := sum(expert in own for own in each):
-                rounds, learners, _ = self.merges[expert]
-                self.merges[expert] = [rounds + 1, learners + num_learners, update.version]
-        return [_ranges(own) for own in each]
 
     def of(self, member: Member) -> list[list[int]] | None:
-        """The experts that a member trains, as ranges (first, stop); None: it has not contributed to all groups."""
+        """The experts that a member trains, as ranges (first, stop); None: it has contributed to no group."""
         own = self._known(member)
         return as_lists(_ranges(expert for each in own.values() for expert in each)) if own else None
 
     def as_dict(self, members: Collection[Member]) -> dict[str, Any] | None:
-        """Plain values: `merges`, and as ranges `untrained`, the experts that no member trains, as far as all have
-        contributed to their group. None: the run is of no mixture."""
+        """Plain values: the `number` of experts, and as ranges `untrained`, those that no member trains, as far as all
+        have contributed to their group. None: the run is of no mixture."""
         if not self._groups:
             return None
         known = [self._known(member) for member in members if not member.finished]
@@ -67,7 +56,7 @@ class ExpertStatus:
             if known and all(fragment in each for each in known)
             for expert in group.difference(*(each[fragment] for each in known))
         }
-        return {"merges": [list(each) for each in self.merges], "untrained": as_lists(_ranges(untrained))}
+        return {"number": 1 + max(map(max, self._groups.values())), "untrained": as_lists(_ranges(untrained))}
 
     def _known(self, member: Member) -> dict[int, frozenset[int]]:
         found = self._trained.get(member.learner, {}).items()

@@ -164,7 +164,6 @@ class Journal(Observer):
                 units=units if any(units) else (), experts=tuple(experts),
             )
         )  # fmt: skip
-        self._metrics.merged_experts(experts)
         for c in action.contributions:
             self._metrics.merged_contribution(c.learner, staleness=action.round - c.base)
 

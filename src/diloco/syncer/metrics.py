@@ -6,8 +6,7 @@ Participation is reported beside liveness: all learners may be alive while only 
 from __future__ import annotations
 
 import threading
-from collections import Counter as Counts
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from wsgiref.simple_server import WSGIServer
 
@@ -18,7 +17,6 @@ from prometheus_client.registry import Collector
 from diloco.errors import ConfigError
 from diloco.exchange.wire.address import is_loopback, split_address
 from diloco.protocol.in_flight import Ledger, total
-from diloco.protocol.units import Ranges
 from diloco.syncer.ports import port_refusal
 from diloco.syncer.wire_bytes import Direction
 
@@ -47,7 +45,6 @@ class RunSample:
         training_losses: by learner, nats per token.
         tokens_per_s, eta_s: from the last minute; None: not known.
         blocked_s: by learner, seconds that its training thread has waited for answers.
-        untrained_experts: experts of a mixture that no live learner trains; None: there is no mixture.
     """
 
     tokens: int
@@ -57,7 +54,6 @@ class RunSample:
     tokens_per_s: float | None
     eta_s: float | None
     blocked_s: Mapping[str, float] = field(default_factory=dict)
-    untrained_experts: int | None = None
 
 
 class SyncerMetrics:
@@ -96,10 +92,6 @@ class SyncerMetrics:
             "kind",
         )
         self._refused = self._counter("refused_calls", "Calls that were refused.", "call", "reason")
-        self._expert_merges = self._counter("expert_merges", "Merges with work on an expert of a mixture.", "expert")
-        self._expert_contributions = self._counter(
-            "expert_contributions", "Learners that train the expert, summed over these merges.", "expert"
-        )
         self._joins = self._counter("joins", "Incarnations that joined.", "learner")
         self._evictions = self._counter("evictions", "Incarnations that were evicted.", "learner")
         self._missing_events = self._gauge(
@@ -161,12 +153,6 @@ class SyncerMetrics:
         self._contributors.labels(fragment).set(contributors)
         self._participation.labels(fragment).set(contributors / live if live else 0.0)
         self._merge_seconds.observe(seconds)
-
-    def merged_experts(self, each: Iterable[Ranges]) -> None:
-        """Count the experts that were merged, per contributor."""
-        for expert, num in Counts(expert for own in each for pair in own for expert in range(*pair)).items():
-            self._expert_merges.labels(expert).inc()
-            self._expert_contributions.labels(expert).inc(num)
 
     def persisted(self, seconds: float) -> None:
         """Record the seconds of making a version durable."""
@@ -310,7 +296,6 @@ def _of_run(run: RunSample) -> Iterator[Metric]:
         "diloco_held_out_loss": ("Held-out loss of the global model, nats per token.", run.held_out_loss),
         "diloco_tokens_per_second": ("Tokens per second of the run, over the last minute.", run.tokens_per_s),
         "diloco_eta_seconds": ("Until the run has its tokens, at this speed.", run.eta_s),
-        "diloco_untrained_experts": ("Experts of a mixture that no live learner trains.", run.untrained_experts),
     }
     for name, (text, value) in known.items():
         if value is not None:

@@ -12,7 +12,7 @@ from typing import Any
 from diloco import events
 from diloco.event_log import EventLog
 from diloco.protocol.members import Claim, Report
-from diloco.protocol.units import Ranges, count, numbers
+from diloco.protocol.units import Ranges, numbers
 from diloco.run.status import state_of
 from diloco.syncer.metrics import RunSample, SyncerMetrics
 
@@ -80,10 +80,10 @@ class ProgressLog:
         with self._lock:
             losses = dict(self._losses)
         learners = {name: _learner(it, losses.get(name)) for name, it in status["learners"].items()}
-        experts = status["experts"] or {"merges": (), "untrained": ()}
+        experts = status["experts"] or {"number": 0, "untrained": ()}
         return events.Progress(
             step=status["step"], tokens=status["tokens"], learners=learners, ledger=_ledger(status["fragments"]),
-            run_id=status["run_id"], num_experts=len(experts["merges"]), untrained=experts["untrained"],
+            run_id=status["run_id"], num_experts=experts["number"], untrained=experts["untrained"],
         )  # fmt: skip
 
     def write(self) -> None:
@@ -113,8 +113,7 @@ class ProgressLog:
             loss = max(self._evaluated.values())[1] if self._evaluated else None
             blocked_s = dict(self._blocked_s)
         losses = {name: it.training_loss for name, it in progress.learners.items() if it.training_loss is not None}
-        untrained = count(progress.untrained) if progress.num_experts else None
-        self._metrics.set_run(RunSample(tokens, budget, loss, losses, speed, eta_s, blocked_s, untrained))
+        self._metrics.set_run(RunSample(tokens, budget, loss, losses, speed, eta_s, blocked_s))
 
 
 def _learner(it: Mapping[str, Any], loss: float | None) -> events.LearnerProgress:
