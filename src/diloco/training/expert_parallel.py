@@ -59,18 +59,12 @@ def is_sharded(model: nn.Module) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-@torch.no_grad()
-def write(own: Tensor, value: Tensor) -> None:
-    """Write a whole tensor into a parameter or buffer, of which this rank may hold a piece."""
-    piece = read_dtensor("", own)
-    piece.local.copy_(value[slices(piece.box)])
-
-
 def sharded_like(own: Tensor, value: Tensor) -> Tensor:
     """A whole tensor, sharded as `own` of the same shape."""
     if not isinstance(own, DTensor) or value.shape != own.shape:
         return value
-    local = value[slices(read_dtensor("", own).box)].to(own.device).contiguous()
+    box = read_dtensor("", own).box
+    local = value[box.within(Box.whole(box.shape))].to(own.device).contiguous()
     return DTensor.from_local(
         local, own.device_mesh, own.placements, run_check=False, shape=own.shape, stride=own.stride()
     )
@@ -91,8 +85,3 @@ def clip_gradients(parameters: Sequence[nn.Parameter], largest: float) -> Tensor
     for each in gradients:
         each.mul_((largest / (norm + 1e-6)).clamp(max=1))  # as torch does
     return norm
-
-
-def slices(box: Box) -> tuple[slice, ...]:
-    """The slices that cut a box out of its tensor."""
-    return box.within(Box.whole(box.shape))

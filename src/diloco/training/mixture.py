@@ -1,12 +1,12 @@
 """Mixtures of experts in the reference trainer: auxiliary loss, balancing bias, load of the experts."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from diloco import events as ev
 from diloco.core.names import named_buffers
 from diloco.errors import ConfigError
 from diloco.learner.roles import Buffers
@@ -35,21 +35,6 @@ def auxiliary_loss(model: nn.Module) -> tuple[float, dict[str, bool]]:
 def buffer_roles(model: nn.Module, role: Buffers = "average") -> Buffers | Mapping[str, Buffers]:
     """`Learner(buffers=…)` for the models of run files: `role` for the balancing bias, if the model has one."""
     return {f"*{BIAS}": role} if any(name.endswith(BIAS) for name, _ in named_buffers(model)) else "refuse"
-
-
-@dataclass(frozen=True)
-class ExpertLoad:
-    """The load of a learner's experts over some inner steps.
-
-    Attributes:
-        blocks: canonical names of the mixture's blocks.
-        tokens: routed to each expert, by block.
-        entropy: by block, mean over tokens of the entropy of the softmax of the router's logits, nats.
-    """
-
-    blocks: tuple[str, ...]
-    tokens: tuple[tuple[int, ...], ...]
-    entropy: tuple[float, ...]
 
 
 class Mixture:
@@ -93,7 +78,7 @@ class Mixture:
             own = load[index, : bias.numel()]
             bias.add_((own.mean() - own).sign().to(bias.device, bias.dtype), alpha=self._speed)
 
-    def load(self) -> ExpertLoad | None:
+    def load(self, step: int) -> ev.Routed | None:
         """The load since the last call, over all ranks; None for a dense model. Every rank calls it."""
         if not self._routed.blocks:
             return None
@@ -102,4 +87,5 @@ class Mixture:
         whole = self.ranks.sum(torch.cat([since.double(), entropy.unsqueeze(1).to(counts.device)], 1)).cpu()
         rows = zip(self._routed.found, whole[:, :-1].long().tolist(), strict=True)
         tokens = tuple(tuple(row[: block.num_experts]) for block, row in rows)
-        return ExpertLoad(self._routed.blocks, tokens, tuple((whole[:, -1] / self.ranks.size).tolist()))
+        entropies = tuple((whole[:, -1] / self.ranks.size).tolist())
+        return ev.Routed(step=step, blocks=self._routed.blocks, tokens=tokens, entropy=entropies)

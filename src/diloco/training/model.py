@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTr
 from diloco.config import ModelTable
 from diloco.errors import ConfigError, LayoutError, translated
 from diloco.tables import nearest
-from diloco.training.expert_parallel import write
+from diloco.training.expert_parallel import sharded_like
 
 # The model of `diloco demo`: small enough for two CPU cores, and a decoder like its larger relatives.
 SMALL_LLAMA: dict[str, Any] = {
@@ -123,5 +123,6 @@ def load_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     for name, tensor in own.items():
         if id(tensor) not in filled:
             raise LayoutError(f"the tensor {name} of the model is missing")
-    for name, tensor in state.items():
-        write(own[name], tensor)
+    with torch.no_grad():
+        for name, tensor in state.items():
+            own[name].copy_(sharded_like(own[name], tensor))

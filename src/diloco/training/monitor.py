@@ -1,7 +1,6 @@
 """Reports of a learner's training: events for programs, a status for people, points for trackers, held-out losses."""
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
@@ -103,8 +102,8 @@ class Monitor:
             metrics = training.learner.metrics()
             self._log_step(loss, lr, float(result.gradient_norm))
             self._log_exchange(metrics)
-            if (load := training.mixture.load()) is not None:
-                self.append(ev.Routed(step=step, **asdict(load)))
+            if (load := training.mixture.load(step)) is not None:
+                self.append(load)
             training.learner.log(training_loss=loss)
         if self._progress.is_due():
             self._progress.show(self._status(lr, float(result.loss), "warm start" if warming_up else ""))

@@ -16,9 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from diloco.errors import ConfigError
-from diloco.exchange.group import Group, as_bytes
-from diloco.learner.pieces import Box, read_dtensor
-from diloco.training.expert_parallel import shard_experts, slices
+from diloco.exchange.group import Group
+from diloco.training.expert_parallel import shard_experts
 
 TIMEOUT_S = 24 * 3600.0
 """Timeout of waiting for the first rank, which may itself wait for other learners. The death of a rank is noticed at
@@ -96,22 +95,11 @@ class RankGroup:
     def whole(self, value: Any) -> Any:
         """A nested state with whole tensors in place of DTensors, on the first rank's host; empty ones on others."""
         if isinstance(value, DTensor):
-            return self._whole(value)
+            found = value.full_tensor()
+            return found.cpu() if self.is_first else found.new_empty(0, device="cpu")
         if isinstance(value, Mapping):
             return {key: self.whole(each) for key, each in value.items()}
         return [self.whole(each) for each in value] if isinstance(value, list) else value
-
-    def _whole(self, tensor: DTensor) -> Tensor:
-        assert self._group is not None  # which share the tensor
-        own = read_dtensor("", tensor)
-        held = self._values_of_all([own.box.offsets, own.box.sizes], "the pieces of a tensor")
-        boxes = [Box(own.shape, *map(tuple, each)) for each in held]
-        num_bytes = [box.numel * tensor.dtype.itemsize for box in boxes]
-        raw = self._group.collect(as_bytes(own.local.cpu().contiguous()), num_bytes, "the values of a tensor")
-        found = torch.empty(own.shape if self.is_first else 0, dtype=tensor.dtype)
-        for box, part in zip(boxes, raw.split(num_bytes), strict=True) if self.is_first else ():
-            found[slices(box)] = part.clone().view(tensor.dtype).view(box.sizes)
-        return found
 
     def require_same(self, values: Any, what: str) -> None:
         """Raise the same ConfigError on every rank unless `values` (plain ones) are equal on all."""
