@@ -97,8 +97,6 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
     workload = load_workload(str(tmp_path / "ours.toml"))
     assert (workload.name, workload.num_parameters, workload.num_layers, workload.step_s) == ("ours", 1.2e9, 20, 0.31)
     assert load_workload("1b", step_s=0.3).step_s == 0.3
-    (tmp_path / "mixture.toml").write_text("parameters = 2e9\nlayers = 20\nexpert_parameters = 1.5e9\n")
-    assert load_workload(str(tmp_path / "mixture.toml"), step_s=0.3).expert_parameters == 1.5e9
     config = {"model_type": "gpt2", **GPT2_SIZES}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "by-config.toml").write_text('config = "config.json"\nstep_time = "2 s"\n')
@@ -123,10 +121,6 @@ def test_a_config_with_a_wrong_value_is_refused(wrong: dict[str, object], tmp_pa
         ('parameters = 1e9\nlayers = 24\nstep_time = "-3 ms"', "has to be above 0"),
         ("parameters = 1e9\nlayer = 24", 'unknown key "layer"; did you mean "layers"?'),
         ("parameters = 1e9", "give one of the three"),
-        (
-            "parameters = 1e9\nlayers = 24\nexpert_parameters = 2e9",
-            "expert_parameters = 2e.09 are a part of parameters",
-        ),
         ("parameters = 1e9\nlayers = 24", "add --step-time"),
         ('parameters = 1e40\nlayers = 24\nstep_time = "1 s"', "beyond all measure"),
         ('parameters = -1\nlayers = 24\nstep_time = "1 s"', "greater than 0"),

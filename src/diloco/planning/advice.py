@@ -10,7 +10,7 @@ from diloco.config import parse_config
 from diloco.errors import ConfigError
 from diloco.planning import scaling_laws
 from diloco.planning.run_estimate import AdviceInputs, RunEstimate, cost_usd, estimate_run
-from diloco.planning.settings import LAYERS_PER_FRAGMENT, NAMES, ExpertSetting, Setting, setting_for
+from diloco.planning.settings import LAYERS_PER_FRAGMENT, NAMES, Setting, setting_for
 from diloco.planning.site import Site
 from diloco.planning.units import SIZE
 from diloco.planning.workload import Workload
@@ -19,9 +19,6 @@ from diloco.tables import write_toml
 TRAINING_BYTES = 16
 """Memory per parameter on every accelerator: fp32 weight, gradient and AdamW's two moments. All ranks of a learner hold
 the same model."""
-
-EXPERTS = ExpertSetting(groups=4, every=4)
-"""Of the candidates for mixtures."""
 
 ALIKE, ROUNDING = 0.01, 1e-9
 """Relative difference of hours, money or bytes that counts as equal, and its rounding error."""
@@ -64,10 +61,7 @@ def advice_inputs(site: Site) -> AdviceInputs:
 
 
 def candidates(workload: Workload) -> Iterator[Setting]:
-    """Yield the candidate settings: a grid of H, τ and codecs, with the same codec in both directions.
-
-    For a mixture whose experts are counted also with experts apart, which are sent less often than the trunk.
-    """
+    """Yield the candidate settings: a grid of H, τ and codecs, with the same codec in both directions."""
     yield setting_for(workload, "data-parallel")
     intervals = (30, 50, 100, 200, 500)
     for every in intervals:
@@ -77,9 +71,6 @@ def candidates(workload: Workload) -> Iterator[Setting]:
     for every in intervals:
         for tau in (1, 5):
             yield setting_for(workload, "streaming", sync_every=every, overlap=tau, up="e3m0")
-    if workload.expert_parameters:
-        for every in (30, 100):
-            yield setting_for(workload, "streaming", sync_every=every, overlap=5, up="e3m0", experts=EXPERTS)
     for every in (30, 100):
         yield setting_for(workload, "eager", sync_every=every, num_fragments=1, up="e3m0")
     for every, codec in ((24, "bf16"), (24, "int4"), (96, "int4")):
@@ -176,9 +167,6 @@ def method_table(setting: Setting) -> dict[str, Any]:
     table["codec"] = setting.up
     if setting.method == "streaming":
         table["fragments"] = {"type": "ByLayer", "layers": LAYERS_PER_FRAGMENT, "pattern": "strided"}
-    if setting.experts is not None:
-        apart = {"groups": setting.experts.groups, "every": setting.experts.every}
-        table["fragments"] = {"type": "Experts", **apart, "trunk": table["fragments"]}
     if setting.method == "decoupled":
         table["fragments"] = {"type": "Balanced", "num_fragments": setting.num_fragments}
     return table

@@ -88,8 +88,6 @@ def expected_penalty(num_parameters: float, num_learners: int, setting: Setting)
     if setting.method == "data-parallel":
         return Penalty((PenaltyTerm("data parallel", 0.0, "by definition"),))
     terms = [_base(num_parameters, num_learners), *_interval(setting), *_overlap(setting), *_codec(setting)]
-    if setting.experts is not None:
-        terms.append(PenaltyTerm("experts apart", None, "measured with 0.4M parameters only (study experts)"))
     if setting.method == "eager":
         measured = setting.sync_every <= BASE_EVERY and num_learners <= 2
         terms.append(

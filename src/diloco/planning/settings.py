@@ -203,10 +203,7 @@ def _expert_problems(it: Setting, workload: Workload) -> Iterator[str]:
     if experts is None:
         return
     if not workload.expert_parameters:
-        yield (
-            f"{workload.name} has no experts to send apart; give the parameters of a mixture's experts as "
-            "expert_parameters of a .toml file, or its config.json."
-        )
+        yield f"{workload.name} has no experts to send apart; give the config.json of a mixture."
     if it.method in ("data-parallel", "eager"):
         yield f"{it.method} sends no experts apart; leave --expert-groups out, or use streaming, diloco or decoupled."
     if experts.groups < 1:

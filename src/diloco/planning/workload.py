@@ -70,7 +70,6 @@ class ModelSizeTable(Table):
     config: Path | None = None  # a transformers config.json, instead of parameters and layers
     preset: str | None = None  # a model of the papers: 1b, 10b, 100b, llama-405b, deepseek-v3
     active_parameters: float | None = Field(default=None, gt=0)  # parameters that a token uses in a mixture of experts
-    expert_parameters: float | None = Field(default=None, gt=0)  # of all experts of a mixture, with the routers
 
     @model_validator(mode="after")
     def _one_way(self) -> Self:
@@ -84,11 +83,6 @@ class ModelSizeTable(Table):
                 f"a token cannot use {self.active_parameters:g} of {self.parameters:g} parameters; lower "
                 "active_parameters"
             )
-        if self.expert_parameters is not None and self.expert_parameters >= (self.parameters or 0):
-            raise ValueError(
-                f"expert_parameters = {self.expert_parameters:g} are a part of parameters; lower them, or drop them "
-                "beside a preset or a config, which have their own"
-            )
         return self
 
     def workload(self, directory: Path = Path()) -> Workload:
@@ -99,7 +93,7 @@ class ModelSizeTable(Table):
             return _counted(self.config.parent.name, directory / self.config)
         assert self.parameters is not None
         assert self.layers is not None
-        return Workload("the model", self.parameters, self.layers, 0.0, self.expert_parameters or 0.0)
+        return Workload("the model", self.parameters, self.layers, 0.0)
 
 
 class _ModelFile(ModelSizeTable):

@@ -1,6 +1,5 @@
 """`diloco plan advise`: the methods for the sites of a site file, ranked by cost."""
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -64,8 +63,7 @@ def _plain(inputs: AdviceInputs, rank: int, estimate: RunEstimate) -> dict[str, 
     it, num, penalty = estimate.setting, len(inputs.learners), estimate.penalty
     return {
         "rank": rank, "method": it.method, "sync_every": it.sync_every, "overlap": it.overlap,
-        "fragments": it.num_fragments, "codec": it.up, "experts": it.experts and asdict(it.experts),
-        "utilization_percent": 100 * inputs.utilization(estimate),
+        "fragments": it.num_fragments, "codec": it.up, "utilization_percent": 100 * inputs.utilization(estimate),
         "hours": estimate.hours, "up_bytes_per_learner": estimate.up_bytes / num,
         "down_bytes_per_learner": estimate.down_bytes / num, "total_bytes": estimate.total_bytes, "usd": estimate.usd,
         "loss_penalty_percent": penalty.percent, "loss_penalty_sources": penalty.sources,
