@@ -22,7 +22,7 @@ import diloco
 from diloco import Learner
 from diloco.core.fragments import make_layout
 from diloco.core.quorum import AllLive
-from diloco.errors import ConfigError
+from diloco.errors import CheckpointError, ConfigError
 from diloco.exchange.base import Exchange
 from diloco.learner.experts import UntrainedRows
 from diloco.learner.frozen import exchanged_tensors
@@ -134,6 +134,27 @@ def test_a_text_that_names_no_experts_of_the_model_is_refused(
 def test_a_method_that_cannot_merge_a_part_is_refused(method: diloco.Method, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         attach("0", method)
+
+
+def test_a_checkpoint_of_a_dense_model_is_refused_before_anything_is_joined() -> None:
+    method = method_of(2)
+
+    def life(index: int, exchange: Exchange) -> dict[str, Any]:
+        model, plain = nn.Linear(3, 2), diloco.DiLoCo(sync_every=2)
+        with Learner(model, torch.optim.SGD(model.parameters()), method=plain, exchange=exchange) as learner:
+            return learner.state_dict()
+
+    [dense] = diloco.run_local(life, learners=1)
+
+    def attach(index: int, exchange: Exchange) -> None:
+        model = mixture()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        options: dict[str, Any] = {"method": method, "exchange": exchange, "buffers": "local"}
+        with pytest.raises(CheckpointError, match="the checkpoint is of another model or another cut of it"):
+            Learner(model, optimizer, resume=dense, **options)
+        Learner(model, optimizer, **options).close()  # the exchange is not taken
+
+    diloco.run_local(attach, learners=1)
 
 
 def test_an_optimizer_without_hooks_cannot_keep_rows() -> None:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 import diloco
 from diloco.config import RunConfig
 from diloco.core.presets import method_from_table
-from diloco.errors import ConfigError
+from diloco.errors import CheckpointError, ConfigError
 from diloco.event_log import read_events
 from diloco.events import Event, Routed, Stepped
 from diloco.exchange.base import Exchange
@@ -172,6 +172,16 @@ def test_a_mixture_learns_and_resumes_to_the_bit(mixture: Callable[..., RunConfi
     assert resumed.train().steps == 20
     for name, value in whole.model.state_dict().items():
         assert torch.equal(value, resumed.model.state_dict()[name]), name
+
+
+def test_a_run_of_a_mixture_does_not_begin_with_a_dense_checkpoint(
+    mixture: Callable[..., RunConfig], tiny: Tiny
+) -> None:
+    dense = tiny("run.tokens=1_280", "checkpoint.every_steps=5")
+    trained(dense)
+    (checkpoint,) = list_checkpoints(dense.dir / "baseline" / "checkpoints")
+    with pytest.raises(CheckpointError, match=r"does not fit the model of this run \(.*\); check \[model\] and"):
+        trained(mixture("mixtral", f"warm_start.checkpoint='{checkpoint}'"))
 
 
 @pytest.mark.parametrize("kind", KINDS)

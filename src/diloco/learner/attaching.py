@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,6 +27,7 @@ from diloco.learner.pieces import Gather, read_dtensor
 from diloco.learner.rewarm import Rewarm
 from diloco.learner.roles import Buffers, ModelDescription, Static, described, require_answers
 from diloco.learner.routing import RoutedTokens
+from diloco.learner.state_dict import require_layout
 from diloco.learner.tensors import LearnerTensors, trained_tensors
 from diloco.learner.units import Units
 from diloco.protocol.learner import LearnerCore
@@ -35,13 +37,13 @@ from diloco.protocol.rounds.base import Rules
 def attach(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], *, method: Method | None, exchange: Exchange,
     ranks: RanksOfLearner | None, trains: Sequence[str] | None, trains_experts: str | None, overlap: int | None,
-    buffers: Buffers | Mapping[str, Buffers], static: Static, gather: Gather | None, resumes: bool,
-    rewarm_steps: int | None,
+    buffers: Buffers | Mapping[str, Buffers], static: Static, gather: Gather | None,
+    resume: Mapping[str, Any] | None, rewarm_steps: int | None,
 ) -> tuple[LearnerDriver, StartingState]:  # fmt: skip
     """Join the run; returns the driver, and the state that the learner starts from.
 
     Arguments:
-        resumes: whether a checkpoint is loaded next.
+        resume: the state that is loaded next; None: none is.
         others: as in `Learner`, whose errors it raises, before anything is joined where they can be known.
     """
     group = island_of(ranks, model, exchange)
@@ -64,6 +66,8 @@ def attach(
         else:
             island.each("the answers for buffers", answer)
         layout = whole.layout(agreed)
+        if resume is not None and "layout" in resume:
+            require_layout(resume["layout"], layout)
         units = Units(layout, read)
         partition: Partition = Undivided(layout)
         if island is not None:
@@ -101,7 +105,7 @@ def attach(
         driver = LearnerDriver(
             agreed, layout, own_exchange, core, tensors, master_weights, trained, kept, routed, rewarm, opened
         )
-        if any(opened.versions) and not resumes:
+        if any(opened.versions) and resume is None:
             rewarm.join()
         undo.pop_all()
     return driver, opened

@@ -27,7 +27,7 @@ from diloco.errors import CheckpointError, ConfigError, translated
 from diloco.escaping import MALFORMED
 from diloco.exchange.group import Group, as_bytes
 from diloco.learner.driver import LearnerDriver
-from diloco.learner.state_dict import learner_state
+from diloco.learner.state_dict import learner_state, require_layout
 
 PLAIN = "plain"
 """The entry with the plain values, as JSON."""
@@ -138,8 +138,7 @@ def load_distributed_state(
         targets[spec["tensor"]] = _shard(learner, local, fragment)
         return local
 
-    if dict(plain["mapping"])["layout"] != learner.layout.digest():
-        raise CheckpointError(_OTHER_MODEL)
+    require_layout(dict(plain["mapping"])["layout"], learner.layout)
     state: dict[str, Any] = _restored(plain, prepared)
     fill(targets)
     state["rank"] = list(learner.exchange.rank)
@@ -190,8 +189,7 @@ def own_part(learner: LearnerDriver, state: Mapping[str, Any]) -> dict[str, Any]
         return tensor if fragment is None or tensor.dim() != 1 else tensor[partition.elements(fragment)]
 
     with translated(MALFORMED, CheckpointError, "the learner's state in the checkpoint is damaged", "use another one"):
-        if state["layout"] != learner.layout.digest():
-            raise CheckpointError(_OTHER_MODEL)
+        require_layout(state["layout"], learner.layout)
         whole = [gather(each, state["parameters"]) for each in learner.layout.fragments]
         own: dict[str, Any] = _mapped({**state, "parameters": {}}, (), cut)
     parts = [each[partition.elements(fragment)] for fragment, each in enumerate(whole)]
@@ -217,8 +215,6 @@ def _fragment_of(path: tuple[str, ...]) -> int | None:
         return None
     return next((int(number) for key in path[1:] if (number := key.split(".")[0]).isdigit()), None)
 
-
-_OTHER_MODEL = "the checkpoint is of another model or another cut of it; use what it was saved with."
 
 _BY_FRAGMENT = ("anchors", "origins", "parameters", "received", "eager", "residuals")
 """Parts of `learner_state` that hold tensors of fragments."""

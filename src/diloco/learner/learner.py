@@ -136,7 +136,7 @@ class Learner:
         driver, opened = attach(
             root, self._optimizers, method=method, exchange=exchange, ranks=ranks, trains=trains,
             trains_experts=trains_experts, overlap=overlap, buffers=buffers, static=static, gather=gather,
-            resumes=resume is not None, rewarm_steps=rewarm_steps,
+            resume=resume, rewarm_steps=rewarm_steps,
         )  # fmt: skip
         self._driver, self.method, self.layout = driver, driver.method, driver.layout
         self._exchange, self._tensors, self._core = driver.exchange, driver.tensors, driver.core

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from diloco.core.global_fragment import GlobalFragment
-from diloco.core.layout import digest
+from diloco.core.layout import Layout, digest
 from diloco.core.method import Method
 from diloco.core.update import Update
 from diloco.errors import AuthError, CheckpointError, StoppedError, translated
@@ -94,16 +94,21 @@ def resume(learner: LearnerDriver, opened: StartingState, state: Mapping[str, An
     return True
 
 
+def require_layout(saved: object, layout: Layout) -> None:
+    """Raise CheckpointError unless `saved`, a state's layout, is that of this model."""
+    if saved != layout.digest():
+        raise CheckpointError(
+            "the checkpoint is of another model or another cut of it; use the run file it was saved with."
+        )
+
+
 def _check(learner: LearnerDriver, state: Mapping[str, Any]) -> None:
     if missing := [key for key in KEYS if key not in state]:
         raise CheckpointError(
             f"the checkpoint has no {missing[0]!r}; load what Learner.state_dict of this version of diloco returned."
         )
     _require_mappings(state, *(key for key in KEYS if key not in ("rank", "layout", "lineage")))
-    if state["layout"] != learner.layout.digest():
-        raise CheckpointError(
-            "the checkpoint is of another model or another cut of it; use the run file it was saved with."
-        )
+    require_layout(state["layout"], learner.layout)
     if difference := learner.method.difference(Method.from_dict(state["method"])):
         raise CheckpointError(
             f"the checkpoint (there) was saved under another method: {difference}; use the method it was saved with."
