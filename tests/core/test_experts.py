@@ -116,6 +116,13 @@ def test_patterns_name_the_experts_of_models_with_other_names() -> None:
     ]  # fmt: skip
 
 
+def test_a_pattern_may_match_a_scalar_and_a_model_may_have_no_trunk() -> None:
+    specs = [TensorSpec("w", (4, 2), "float32"), TensorSpec("scale", (), "float32")]
+    cut = Experts(groups=2, patterns=["*"])
+    assert [f.names for f in layout_of(specs, (), cut).fragments] == [("w.0", "w.1"), ("w.2", "w.3"), ("scale",)]
+    assert [f.names for f in layout_of(specs[:1], (), cut).fragments] == [("w.0", "w.1"), ("w.2", "w.3")]
+
+
 def test_units_are_joined_into_the_parameters_that_they_are_rows_of() -> None:
     model = Mixture()
     layout = make_layout(model, Experts(groups=4))
@@ -167,6 +174,18 @@ UNIT = TensorSpec("w.0", (1, 2), "float32", origin=Origin("w", 0, 2))
 def test_units_that_are_not_a_parameters_rows_are_refused(second: TensorSpec) -> None:
     with pytest.raises(LayoutError, match="'w"):
         Layout((place(0, [UNIT, second]),), ())
+
+
+@pytest.mark.parametrize("rows", [[1, 10**15], [10**15, 10**15]])
+def test_numbers_of_rows_cost_no_memory(rows: list[int]) -> None:
+    """A layout is read before its size is known."""
+    own, whole = rows
+    values = {"fragments": [[["w.0", [own, 2], "float32", "", ["w", 0, whole]]]], "static": []}
+    if own == whole:
+        assert Layout.from_dict(values).num_parameters == 2 * whole
+    else:
+        with pytest.raises(LayoutError, match="not all of its rows"):
+            Layout.from_dict(values)
 
 
 @pytest.mark.parametrize("origin", [["w", 0], ["w", -1, 4], ["w", 4, 4], [3, 0, 4], ["w", 0.0, 4], "w", ["w", 0, 4, 4]])

@@ -107,6 +107,15 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("wrong", [{"decoder_sparse_step": 0}, {"mlp_only_layers": 3}, {"num_experts": "8"}])
+def test_a_config_with_a_wrong_value_is_refused(wrong: dict[str, object], tmp_path: Path) -> None:
+    sizes = {"vocab_size": 9, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_experts": 4}
+    config = {"model_type": "qwen3_moe", "num_hidden_layers": 2, **sizes, **wrong}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"config.json has a value that no qwen3_moe model has .*give the model's"):
+        count_parameters(tmp_path / "config.json")
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

@@ -409,7 +409,7 @@ class Experts(Fragmentation):
         for pattern in self.patterns:
             if not any(spec.shape and fnmatchcase(spec.name, pattern) for spec in specs):
                 raise ConfigError(f"Experts(groups={self.groups}) finds no tensor with rows of the name {pattern!r}")
-        return {s.name: s.shape[0] for s in specs if any(fnmatchcase(s.name, each) for each in self.patterns)}
+        return {s.name: s.shape[0] for s in specs if s.shape and any(fnmatchcase(s.name, p) for p in self.patterns)}
 
     def split(self, specs: Sequence[TensorSpec]) -> tuple[tuple[str, ...], ...]:
         groups: list[list[str]] = [[] for _ in range(self.groups)]
@@ -417,13 +417,16 @@ class Experts(Fragmentation):
         for spec in specs:
             if (expert := self.expert_of(spec)) is not None:
                 groups[expert * self.groups // num_experts].append(spec.name)
-        return (*map(tuple, groups), *self.trunk.split(self._trunk_of(specs)))
+        trunk = self._trunk_of(specs)
+        return (*map(tuple, groups), *(self.trunk.split(trunk) if trunk else ()))
 
     def _trunk_of(self, specs: Iterable[TensorSpec]) -> list[TensorSpec]:
+        """None where training changes the experts only."""
         return [spec for spec in specs if self.expert_of(spec) is None]
 
     def resolved(self, specs: Sequence[TensorSpec]) -> Fragmentation:
-        return replace(self, trunk=self.trunk.resolved(self._trunk_of(specs)))
+        trunk = self._trunk_of(specs)
+        return replace(self, trunk=self.trunk.resolved(trunk)) if trunk else self
 
     def own_answers(self, fragment: int) -> Mapping[str, Any]:
         if fragment >= self.groups:
@@ -440,7 +443,7 @@ FRAGMENTATIONS: Registry[Fragmentation] = Registry(
     "fragmentation", Whole, ByLayer, Balanced, LayersOrBalanced, Named, Experts
 )
 
-_LISTED_EXPERT = re.compile(r"(?:(.*)\.)?experts\.(\d{1,9})\..+")
+_LISTED_EXPERT = re.compile(r"(?:(.*)\.)?experts\.(\d{1,5})\..+")
 _FUSED_EXPERTS = re.compile(r"(?:(.*)\.)?experts\.[^.]+")
 _ROUTER = re.compile(r"(?:(.*)\.)?(?:gate|router)\.[^.]+")
 

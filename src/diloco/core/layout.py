@@ -166,11 +166,10 @@ class Layout:
             if fragment.numel == 0:
                 raise LayoutError(f"fragment {position} holds no elements; every fragment needs a trainable tensor.")
         for parameter, units in self.units().items():
-            stop, last = 0, units[-1].origin
             alike = {(spec.shape[1:], spec.dtype, spec.role, spec.origin and spec.origin.num_rows) for spec in units}
-            for spec in units:
-                stop = stop + spec.shape[0] if _first_row(spec) == stop else -1
-            if parameter in seen or len(alike) > 1 or last is None or stop != last.num_rows:
+            starts = [*map(_first_row, units), units[0].origin.num_rows if units[0].origin else 0]
+            stops = [0, *(_first_row(spec) + spec.shape[0] for spec in units)]
+            if parameter in seen or len(alike) > 1 or starts != stops:
                 raise LayoutError(f"the units of {parameter!r} are not all of its rows, each once; cut it anew.")
 
     def units(self) -> dict[str, list[TensorSpec]]:

@@ -202,7 +202,9 @@ def count_parameters(path: str | Path) -> ModelSize:
             f"{path}: counting the parameters of {family!r} is not supported{meant}; supported are "
             f"{', '.join(FAMILIES)}: for others give parameters and layers in a TOML file."
         )
-    return FAMILIES[family](_Config(values, str(path)))
+    wrong = f"{path} has a value that no {family} model has"
+    with translated((TypeError, ZeroDivisionError), ConfigError, wrong, "give the model's own config.json"):
+        return FAMILIES[family](_Config(values, str(path)))
 
 
 def _gated(hidden: int, inner: int) -> int:
