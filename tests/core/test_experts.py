@@ -146,6 +146,18 @@ def test_a_layout_with_units_goes_through_json_and_one_without_has_the_digest_of
     assert "from row 1 of 'layers.0.experts.w_in'" in str(layout.units()["layers.0.experts.w_in"][1])
 
 
+def test_a_layout_of_another_cut_has_no_experts_by_group() -> None:
+    cut = Experts(groups=2, trunk=Whole())
+    layout = make_layout(Mixture(Block()), cut)
+    assert cut.experts_of(layout)[0][:3] == (0, 1, 2)
+    assert cut.experts_of(layout)[2] == ()
+    with pytest.raises(LayoutError, match="is not cut by Experts"):
+        replace(cut, groups=3).experts_of(layout)
+    far = place(0, [TensorSpec("experts.999999999.w", (1,), "float32")])
+    with pytest.raises(LayoutError, match="is not cut by Experts"):
+        replace(cut, groups=1).experts_of(Layout((far,), ()))
+
+
 UNIT = TensorSpec("w.0", (1, 2), "float32", origin=Origin("w", 0, 2))
 
 

@@ -34,7 +34,7 @@ from diloco.core.layout import (
 )
 from diloco.core.names import canonical_key, named_buffers, named_parameters
 from diloco.core.outer import OUTER_OPTIMIZERS, Outer
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, LayoutError
 
 __all__ = [
     "Balanced", "ByLayer", "Experts", "Fragment", "Fragmentation", "Layout", "LayersOrBalanced", "Named", "Placement",
@@ -171,7 +171,10 @@ class Fragmentation(Choice):
         return (1,) * num_fragments
 
     def experts_of(self, layout: Layout) -> tuple[tuple[int, ...], ...]:
-        """Of each fragment, the numbers of the experts that its tensors belong to; empty: it has no experts."""
+        """Of each fragment, the experts that its tensors belong to, by number; empty: it has no experts.
+
+        Raises LayoutError when the layout is of another cut.
+        """
         return ((),) * len(layout.fragments)
 
     def resolved(self, specs: Sequence[TensorSpec]) -> "Fragmentation":
@@ -366,8 +369,13 @@ class Experts(Fragmentation):
         return int(match[2]) if match else None
 
     def experts_of(self, layout: Layout) -> tuple[tuple[int, ...], ...]:
-        experts = ([self.expert_of(place.spec) for place in fragment.tensors] for fragment in layout.fragments)
-        return tuple(tuple(expert for expert in own if expert is not None) for own in experts)
+        of_tensors = [[self.expert_of(place.spec) for place in each.tensors] for each in layout.fragments]
+        groups = tuple(tuple(expert for expert in own if expert is not None) for own in of_tensors)
+        found = {expert for own in groups for expert in own}
+        sizes = [len(own) if index < self.groups else 0 for index, own in enumerate(of_tensors)]
+        if found != set(range(len(found))) or [len(own) for own in groups] != sizes:
+            raise LayoutError(f"the layout is not cut by {self}; cut the model by the run's method.")
+        return groups
 
     def num_experts(self, specs: Iterable[TensorSpec]) -> int:
         """E, given all trainable tensors, cut into `units`."""

@@ -53,7 +53,9 @@ class TensorJobs:
         self, layout: Layout, thetas: Sequence[Tensor], static: bytes, *, learner: str, source: str, run_id: str,
         step: int = 0, tokens: int = 0, epoch: int = 1,
     ) -> InitialModel[GlobalFragment]:  # fmt: skip
-        """The initial model of a run. `thetas`: fp32 [n] of each fragment."""
+        """The initial model of a run. `thetas`: fp32 [n] of each fragment. Raises LayoutError for another cut than the
+        method's into experts."""
+        self._method.experts_of(layout)
         held = tuple(GlobalFragment.first(self._method.for_fragment(f), f, theta) for f, theta in enumerate(thetas))
         return InitialModel(layout, held, static, learner, source, run_id, step, tokens, epoch)
 
