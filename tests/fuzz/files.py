@@ -198,7 +198,7 @@ def checkpoint() -> Target:
     """A checkpoint's two files, and a random state within."""
     random_state = {"python": (3, (1, 2), None), "torch": torch.arange(8, dtype=torch.uint8)}
     state = {
-        "learners": [{"lineage": {"run_id": "0" * 32, "epoch": 3, "boot": 5}, "core": {"step": 4}}], "run": "tiny",
+        "learner": {"lineage": {"run_id": "0" * 32, "epoch": 3, "boot": 5}, "core": {"step": 4}}, "run": "tiny",
         "model": {"a": torch.ones(2, 3), "b": torch.tensor(2.0, dtype=torch.bfloat16)}, "steps": (1, {2: "x"}),
         "random": [to_bytes(random_state)],
     }  # fmt: skip
