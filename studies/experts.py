@@ -273,7 +273,7 @@ def table(values: Mapping[str, Any]) -> str:
     heads = "held-out loss", f"above “{BASE.label}”", "sent", "received", "learner's host memory", "optimizer memory"
     lines = [f"| | {' | '.join(heads)} |", "|---|" + "---:|" * len(heads)]
     lines += [
-        f"| {arm.label} | {' | '.join(_cells(arm, runs[arm.label], runs[BASE.label]))} |"
+        f"| {arm.label}{_seeds(runs, arm)} | {' | '.join(_cells(arm, runs[arm.label], runs[BASE.label]))} |"
         for arm in ARMS
         if arm.label in runs
     ]
@@ -288,6 +288,12 @@ def table(values: Mapping[str, Any]) -> str:
     )
     lines += ["", below]
     return "\n".join(lines)
+
+
+def _seeds(runs: Mapping[str, Any], arm: Arm) -> str:
+    """The number of seeds of an arm that has fewer than others."""
+    number = len(runs[arm.label])
+    return "" if number == max(map(len, runs.values())) else f" ({number} seeds)"
 
 
 def byte_table() -> str:
