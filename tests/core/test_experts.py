@@ -107,6 +107,13 @@ def test_a_list_of_experts_keeps_its_tensors_and_their_names() -> None:
     assert {fragmentation.expert_of(each.spec) for each in layout.fragments[2].tensors} == {None}
 
 
+def test_an_expert_of_a_list_may_be_frozen() -> None:
+    model = nn.ModuleDict({"experts": nn.ModuleList(nn.Linear(2, 2) for _ in range(3)), "out": nn.Linear(2, 2)})
+    model["experts"][0].requires_grad_(False)
+    cut = Experts(groups=1, trunk=Whole())
+    assert cut.experts_of(make_layout(model, cut)) == ((1, 1, 2, 2), ())
+
+
 def test_patterns_name_the_experts_of_models_with_other_names() -> None:
     model = nn.ModuleDict({"mlp": nn.Module(), "out": nn.Linear(2, 2)})
     model["mlp"].w = nn.Parameter(torch.zeros(4, 5))

@@ -1,6 +1,7 @@
 """Expert parallelism in the reference trainer: ranks of torchrun that share the experts of a mixture, over gloo on the
 CPU, beside single processes over a real syncer."""
 
+import copy
 import os
 import re
 import signal
@@ -249,11 +250,14 @@ def single_of(config: RunConfig) -> RunConfig:
 
 def test_what_cannot_share_experts_is_refused(mixture: Callable[..., RunConfig], tiny: Tiny) -> None:
     model = build_model(mixture().model, 256, 32, 0)
+    tied = copy.deepcopy(model)
+    tied.lm_head.weight = tied.model.embed_tokens.weight
     for given, size, num_ranks, message in [
         (model, 2, 1, r"train.expert_parallel = 2 needs a learner of several ranks; start it as torchrun"),
         (model, 2, 3, r"train.expert_parallel = 2 does not divide the learner's 3 ranks"),
         (model, 3, 6, r"train.expert_parallel = 3 does not divide the 8 experts of model.layers.1.mlp"),
         (build_model(tiny().model, 256, 32, 0), 2, 2, "needs a mixture of experts, and LlamaForCausalLM has none"),
+        (tied, 2, 2, "set model.tie_word_embeddings = false before the run has a model"),
         (nn.Linear(2, 2), 2, 2, "needs a mixture of experts, and Linear has none"),
     ]:
         with pytest.raises(ConfigError, match=message):

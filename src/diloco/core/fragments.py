@@ -371,9 +371,11 @@ class Experts(Fragmentation):
     def experts_of(self, layout: Layout) -> tuple[tuple[int, ...], ...]:
         of_tensors = [[self.expert_of(place.spec) for place in each.tensors] for each in layout.fragments]
         groups = tuple(tuple(expert for expert in own if expert is not None) for own in of_tensors)
-        found = {expert for own in groups for expert in own}
+        # An expert in a list may be frozen, so its number may be missing; others may send any number.
+        num_tensors = sum(map(len, of_tensors)) + len(layout.static) + len(layout.base)
+        last = max((expert for own in groups for expert in own), default=-1)
         sizes = [len(own) if index < self.groups else 0 for index, own in enumerate(of_tensors)]
-        if found != set(range(len(found))) or [len(own) for own in groups] != sizes:
+        if last >= num_tensors or [len(own) for own in groups] != sizes:
             raise LayoutError(f"the layout is not cut by {self}; cut the model by the run's method.")
         return groups
 

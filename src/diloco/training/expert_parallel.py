@@ -27,7 +27,7 @@ def shard_experts(model: nn.Module, size: int, num_ranks: int) -> nn.Module:
         num_ranks: of the learner, 1 without torchrun.
 
     Raises:
-        ConfigError: the size does not divide the ranks or the experts, or the model has no experts.
+        ConfigError: the size does not divide the ranks or the experts, the model has no experts, or tied weights.
     """
     if num_ranks == 1:
         raise ConfigError(
@@ -42,6 +42,11 @@ def shard_experts(model: nn.Module, size: int, num_ranks: int) -> nn.Module:
     for block in blocks:
         if block.num_experts % size:
             raise ConfigError(f"{KEY} = {size} does not divide the {block.num_experts} experts of {block.name}")
+    if len(list(model.parameters())) < len(list(model.named_parameters(remove_duplicate=False))):
+        raise ConfigError(
+            f"{KEY} = {size} unties weights that {type(model).__name__} ties, which FSDP cannot train; set "
+            "model.tie_word_embeddings = false before the run has a model, or drop it"
+        )
     accelerator, device = torch.accelerator.current_accelerator(), next(model.parameters()).device
     if accelerator is not None and accelerator.type != device.type:
         raise ConfigError(f'{KEY} = {size} trains on {accelerator.type} where there is one; set train.device = "auto"')
