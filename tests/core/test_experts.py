@@ -297,6 +297,7 @@ def test_an_expert_is_weighed_by_the_tokens_that_were_routed_to_it() -> None:
     assert shares == [(0.5, 1.0, 0.1, 1.0), (0.25, 1.0, 0.0, 1.0)]
     # tensor 1: nobody routed a token; of those that train it, so no weight is preferred
     assert shares_of([0], [[0]], [None], [False]) == [(1.0,)]
+    assert shares_of([2, 2], [[10**15], [1]], [None, None], [False]) == [(1.0,), (0.5,)]  # none lifts itself
     assert shares_of([4, 4], [[0], [3]], [None, set()], [False]) == [(1.0,), (1.0,)]
 
 

@@ -206,6 +206,11 @@ def test_the_warm_start_trains_everything(tiny: Tiny) -> None:
     assert len(whole.optimizer.state) == len(list(whole.model.parameters()))
 
 
+def test_an_isolated_learner_trains_no_part_of_the_experts(tiny: Tiny) -> None:
+    with pytest.raises(ConfigError, match="needs other learners, and an isolated one exchanges nothing"):
+        Trainer(tiny("train.trains_experts='0-1'"), LearnerSpec("lone", role="isolated")).train()
+
+
 def test_a_pattern_that_matches_nothing_is_refused(tiny: Tiny) -> None:
     with pytest.raises(ConfigError, match=r'train.trains has "layers.\*", which matches no parameter'):
         Trainer(tiny("train.trains=['layers.*']"), LearnerSpec("lone", role="isolated")).train()

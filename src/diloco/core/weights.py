@@ -46,7 +46,8 @@ def shares_of(
 
     An expert is trained on the tokens that were routed to it: a learner of weight w and n tokens, r of them routed to
     the expert, counts with w·r / n, so that weights by tokens become those by the expert's own tokens. The factor is 1
-    for averaged tensors, which tokens do not train, and for experts to which no learner routed a token.
+    for averaged tensors, which tokens do not train, and for experts to which no learner routed a token. It is at most 1,
+    so that no report of a learner raises its weight.
 
     Arguments:
         tokens: of each learner.
@@ -59,7 +60,10 @@ def shares_of(
         for i in range(len(is_averaged))
     ]
     return [
-        tuple(of[i] / max(num, 1) if has_tokens[i] and not is_averaged[i] else 1.0 for i in range(len(is_averaged)))
+        tuple(
+            min(1.0, of[i] / max(num, 1)) if has_tokens[i] and not is_averaged[i] else 1.0
+            for i in range(len(is_averaged))
+        )
         for num, of in zip(tokens, routed, strict=True)
     ]
 

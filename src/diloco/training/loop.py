@@ -204,6 +204,10 @@ class Trainer:
         """Take this learner's role: connect, and read its own shard only."""
         spec, training = self.spec, self._training
         self._has_joined = True
+        if spec.role == "isolated" and self.config.train.trains_experts is not None:
+            raise ConfigError(
+                "train.trains_experts needs other learners, and an isolated one exchanges nothing; drop it"
+            )
         if spec.role != "baseline":
             training.select_shard(spec.shard, self.config.learner_batch)
             training.exclude_untrained()
