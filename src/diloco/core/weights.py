@@ -46,8 +46,8 @@ def shares_of(
 
     An expert is trained on the tokens that were routed to it: a learner of weight w and n tokens, r of them routed to
     the expert, counts with w·r / n, so that weights by tokens become those by the expert's own tokens. The factor is 1
-    for averaged tensors, which tokens do not train, and for experts to which no learner routed a token. It is at most 1,
-    so that no report of a learner raises its weight.
+    for averaged tensors, which tokens do not train, and for experts to which no learner routed a token. It is never
+    above 1, so that no report of a learner raises its weight.
 
     Arguments:
         tokens: of each learner.
