@@ -25,8 +25,6 @@ errors propagate.
     │   └── UnreachableError   the call failed in transit; the peer may be restarting
     │       └── StandbyError   this syncer is a standby and does not serve the run now
     ├── StoreError             state could not be made durable or read back (a full disk, a damaged file)
-    │   ├── SwapRefusedError   another manifest is in the store than the one that was read
-    │   ├── MissingObjectError the store has no object of this name
     │   └── NoRoomError        no space now; the call may be repeated
     │       └── BusyError      an earlier connection occupies the space; the call may be repeated
     ├── CheckpointError        a checkpoint is missing, damaged or of another run or model
@@ -140,14 +138,6 @@ class StandbyError(UnreachableError):
 
 class StoreError(DilocoError):
     """State could not be made durable or read back."""
-
-
-class SwapRefusedError(StoreError):
-    """Another manifest is in the store than the one that was read."""
-
-
-class MissingObjectError(StoreError):
-    """The store has no object of this name."""
 
 
 class NoRoomError(StoreError):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlsplit
 
 from diloco.errors import ConfigError, MissingObjectError, StoreError, SwapRefusedError, first_line
-from diloco.store.objects import Found
+from diloco.run.objects import Found
 
 if TYPE_CHECKING:
     from obstore.store import AzureStore, GCSStore, S3Store
