@@ -205,7 +205,9 @@ class Publisher:
         self.manifest, self._token = found, token
         if found is not None and found.run != self._run:
             return self._fail(
-                UnknownRunError(f"the store holds run {found.run!r}, not {self._run!r}; use another place for this run.")
+                UnknownRunError(
+                    f"the store holds run {found.run!r}, not {self._run!r}; use another place for this run."
+                )
             )
         if has_changed:
             self._seen_at = now
@@ -294,7 +296,9 @@ class Publisher:
         if was == "claiming" and self._is_standby:
             self.standing, self._seen_at, self._read_at = "waiting", now, now + self._lease_s / READS
             return [Stand("waiting", "another syncer was faster")]
-        by = "nobody" if found is None else f"the syncer at {found.address or 'another address'}, in epoch {found.epoch}"
+        by = (
+            "nobody" if found is None else f"the syncer at {found.address or 'another address'}, in epoch {found.epoch}"
+        )
         if was == "claiming":
             return self._fail(StoreError(f"the store was claimed by {by}; start this syncer with --standby."))
         self.standing = "fenced"
@@ -347,7 +351,7 @@ class Publisher:
     def is_retrying(self) -> bool:
         """Whether the store has not answered the last request."""
         in_flight = self._in_flight
-        return self._read_at < math.inf and self.standing != "waiting" or (
+        return (self._read_at < math.inf and self.standing != "waiting") or (
             in_flight is not None and in_flight.retry_at < math.inf
         )
 

@@ -11,6 +11,7 @@ from typing import Any, Generic
 from diloco.errors import NotInitialisedError, StoreError, VersionError
 from diloco.run.ports import H, InitialModel, Json, MergedRound, P, RunMethod, SavedRun, first_epoch
 
+
 @dataclass(eq=False)
 class MemorySlot:
     """Room for one payload, which is stored whole."""
