@@ -25,6 +25,8 @@ errors propagate.
     │   └── UnreachableError   the call failed in transit; the peer may be restarting
     │       └── StandbyError   this syncer is a standby and does not serve the run now
     ├── StoreError             state could not be made durable or read back (a full disk, a damaged file)
+    │   ├── MissingObjectError a store has no object of this name
+    │   ├── SwapRefusedError   another manifest is in the store than the one to be replaced
     │   └── NoRoomError        no space now; the call may be repeated
     │       └── BusyError      an earlier connection occupies the space; the call may be repeated
     ├── CheckpointError        a checkpoint is missing, damaged or of another run or model
@@ -138,6 +140,14 @@ class StandbyError(UnreachableError):
 
 class StoreError(DilocoError):
     """State could not be made durable or read back."""
+
+
+class MissingObjectError(StoreError):
+    """A store has no object of this name."""
+
+
+class SwapRefusedError(StoreError):
+    """Another manifest is in the store than the one to be replaced."""
 
 
 class NoRoomError(StoreError):

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from diloco.errors import PayloadError
-from diloco.protocol.contribution import KEPT, UNMERGED, Contribution, Verdict
+from diloco.protocol.contribution import KEPT, UNMERGED, Contribution, Decided, Verdict
 from diloco.protocol.in_flight import Ledger
 
 MAX_COUNTED_TOKENS = 2**53
@@ -293,27 +293,22 @@ class Accounting:
 
     # --- saving -------------------------------------------------------------------------------------------------------
 
-    def saved(
-        self, serial: int, merged: Sequence[Contribution] = (), rejected: Sequence[tuple[Contribution, str]] = (),
-        version: int = 0
-    ) -> dict[str, Any]:  # fmt: skip
+    def saved(self, serial: int, decided: Sequence[Decided] = ()) -> dict[str, Any]:
         """Plain values (JSON) of the record with this serial number, after these verdicts."""
         self._unsent = {key: serial if since is None else since for key, since in self._unsent.items()}
-        decided_of = {c.learner for c in merged} | {c.learner for c, _ in rejected}
+        decided_of = {c.learner for c, _, _ in decided}
         accounts = {
             learner: account.copied() if learner in decided_of else account
             for learner, account in self.accounts.items()
         }
-        for c in merged:
-            accounts[c.learner].count(c, None, version)
-        for c, reason in rejected:
+        for c, reason, version in decided:
             accounts[c.learner].count(c, reason, version)
-            if c.incarnation == accounts[c.learner].incarnation:
+            if reason is not None and c.incarnation == accounts[c.learner].incarnation:
                 self._unsent[key_of(c)] = serial
-        decided = {key_of(c) for c in merged} | {key_of(c) for c, _ in rejected}
+        keys = {key_of(c) for c, _, _ in decided}
         void = {learner: [0] * self._num_fragments for learner in accounts}
         for key, c in self.open.items():
-            if c.incarnation < accounts[c.learner].incarnation and key not in decided:
+            if c.incarnation < accounts[c.learner].incarnation and key not in keys:
                 void[c.learner][c.fragment] += c.accounted
         return {
             learner: {**account.as_dict(), "void_on_restart": void[learner]} for learner, account in accounts.items()

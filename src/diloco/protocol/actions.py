@@ -29,7 +29,7 @@ class Reject:
 @dataclass(frozen=True)
 class MergeRound:
     """Close the round: merge these contributions and take the outer step; then call `merged`, or `abandoned`. After
-    `merged`, make the new version durable together with the record `saved(storing=fragment)`, and call `stored`.
+    `merged`, make the new version durable together with the record `saved(storing=[fragment])`, and call `stored`.
 
     Contributions are in learner-id order. Several contributions of one learner, the late ones first, are added up.
 

@@ -94,6 +94,11 @@ class Contribution:
         return self.tokens + sum(tokens for _, tokens in self.discarded)
 
 
+Decided = tuple[Contribution, str | None, int]
+"""A contribution, the reason for which it is rejected (None: it is merged), and the version with which that is decided.
+"""
+
+
 @dataclass(frozen=True)
 class Verdict:
     """Whether a contribution was merged or rejected.

@@ -41,7 +41,7 @@ from dataclasses import astuple, dataclass, field
 from typing import Any
 
 from diloco.errors import ConfigError, PayloadError
-from diloco.protocol.contribution import KEPT, OVERLAP, Contribution
+from diloco.protocol.contribution import KEPT, OVERLAP, Contribution, Decided
 from diloco.protocol.units import (
     MERGED,
     Ranges,
@@ -407,16 +407,14 @@ class Leases:
 
     # --- saving -------------------------------------------------------------------------------------------------------
 
-    def saved(
-        self, decided: Sequence[tuple[Contribution, str | None]], open_: Sequence[Contribution], *, version: int = 0
-    ) -> dict[str, Any] | None:  # fmt: skip
-        """Plain values (JSON) of the state after the verdicts `decided` with this `version`, while `open_` have none.
-        None: no learner has requested a lease."""
+    def saved(self, decided: Sequence[Decided], open_: Sequence[Contribution]) -> dict[str, Any] | None:
+        """Plain values (JSON) of the state after the verdicts `decided`, while `open_` have none. None: no learner has
+        requested a lease."""
         if self.data is None:
             return None
         then = deepcopy(self) if decided else self
-        for index, (c, reason) in enumerate(decided):
-            then.decided(c, reason, [*open_, *(later for later, _ in decided[index + 1 :])], version=version)
+        for index, (c, reason, version) in enumerate(decided):
+            then.decided(c, reason, [*open_, *(later for later, *_ in decided[index + 1 :])], version=version)
         return {
             "data": astuple(self.data),
             "before": then.before,

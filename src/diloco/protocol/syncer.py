@@ -16,7 +16,7 @@ This module uses no tensor, clock, socket or thread.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from diloco.core.weights import weights_of
 from diloco.errors import StaleIncarnationError, VersionError
 from diloco.protocol.accounting import Accounting, key_of
 from diloco.protocol.actions import Acknowledge, Action, Evict, MergeRound, PersistRecord, Publish, Reject, Tell, WakeAt
-from diloco.protocol.contribution import OUTLIER, Contribution, Standing, Verdict
+from diloco.protocol.contribution import OUTLIER, Contribution, Decided, Standing, Verdict
 from diloco.protocol.leases import Ask, Grant, Leases
 from diloco.protocol.members import Deadlines, Member, Report
 from diloco.protocol.records import Record
@@ -75,28 +75,25 @@ class SyncerCore:
 
     # --- saving -------------------------------------------------------------------------------------------------------
 
-    def saved(self, storing: int | None = None) -> Record:
+    def saved(self, storing: Collection[int] = ()) -> Record:
         """The state that must be durable besides the tensors.
 
-        `storing`: the fragment whose new version is stored with the record, which counts that version as published.
+        `storing`: fragments whose new versions are stored with the record, which counts those versions as published.
 
         A record has no open rounds: their contributions are sent again, and rounds wait for the contributions of
-        learners that have finished. Take a record only when the one before is durable, or was refused by the disk:
-        records are stored in order.
+        learners that have finished. Take a record only when the one before is durable: records are stored in order.
         """
         self._serial += 1
         self._wants_record = False
         steps = [state.step for state in self.fragments]
-        closing = self.fragments[storing].closing if storing is not None else None
-        merged: Sequence[Contribution] = ()
-        rejected: Sequence[tuple[Contribution, str]] = ()
-        version = 0
-        if storing is not None and closing is not None:
-            steps[storing], version = closing.step, self.fragments[storing].version + 1
-            merged, rejected = closing.contributions, self._rejected_with(storing, closing)
-        accounts = self.accounting.saved(self._serial, merged, rejected, version)
-        decided = [*((c, None) for c in merged), *rejected]
-        confirmed = {key_of(c) for c, _ in decided}
+        decided: list[Decided] = []
+        for fragment in storing:
+            closing, version = self.fragments[fragment].closing, self.fragments[fragment].version + 1
+            assert closing is not None
+            steps[fragment] = closing.step
+            decided += [(c, None, version) for c in closing.contributions]
+            decided += [(c, reason, version) for c, reason in self._rejected_with(fragment, closing)]
+        confirmed = {key_of(c) for c, _, _ in decided}
         left_open = [c for key, c in self.accounting.open.items() if key not in confirmed]
         sends_again = {key_of(c)[:2] for c in left_open}
         members = {
@@ -108,8 +105,8 @@ class SyncerCore:
             "step": self.step,
             "fragment_steps": steps,
             "members": members,
-            "accounts": accounts,
-            "leases": self.leases.saved(decided, left_open, version=version),
+            "accounts": self.accounting.saved(self._serial, decided),
+            "leases": self.leases.saved(decided, left_open),
             "rounds": self.rounds.saved(storing),
             "steering": self.steering.saved(),
         }
@@ -134,7 +131,7 @@ class SyncerCore:
         return {
             "step": self.members[learner].step,
             "fragment_steps": [state.step for state in self.fragments],
-            "rounds": self.rounds.saved(None),
+            "rounds": self.rounds.saved(()),
             "own_rounds": self.rounds.saved_of(learner),
             "has_leases": self.leases.data is not None,
             "ledgers": self.accounting.accounts[learner].as_dict()["ledgers"],
@@ -330,8 +327,8 @@ class SyncerCore:
         failed = [*((c, reason) for c in closed.contributions), *self.rounds.abandoned(fragment, closed)]
         return [*(self._reject(c, why) for c, why in failed), *self._look_again(now)]
 
-    def stored(self, now: float, fragment: int, serial: int) -> list[Action]:
-        """The new version and its record are durable: publish it, and open the next round."""
+    def stored(self, now: float, fragment: int) -> list[Action]:
+        """The new version is durable, with the last record: publish it, and open the next round."""
         state = self.fragments[fragment]
         assert state.closing is not None
         rejected = self._rejected_with(fragment, state.closing)
@@ -345,7 +342,6 @@ class SyncerCore:
         contributors = tuple(dict.fromkeys(c.learner for c in closed.contributions))
         for member in self.members.values():
             member.waiting = member.waiting and member.learner not in contributors
-        self.accounting.recorded(serial)  # `Publish` sends every learner its standing
         return [*rejects, Publish(fragment, state.version, contributors), *self._look_again(now)]
 
     def recorded(self, now: float, serial: int) -> list[Action]:

@@ -5,13 +5,13 @@ actions.
                          begin_push, then complete_push or cut_push
     from an operator     steer
     from the clock       tick
-    from the host        begin_epoch · stop, end
+    from the host        stop, end
     from the worker      a payload is checked, a round is closed
-    from the disk        a write is durable, or refused
+    from the store       a version is stored, a commit is durable
 
 Each call is an event, and none blocks: tensor and disk work is done by a worker, and its result is an event of its own.
 So a driver can be stopped between any two effects, and another driver, made from the durable state (`saved`),
-continues. The caller must ensure that one event is over before the next begins. Events that wait for the disk
+continues. The caller must ensure that one event is over before the next begins. Events that wait for the store
 (initialisation, join, lease, leave, steer) are answered by a call of `done`.
 
 The life of a contribution: `begin_push` makes room for it, and `complete_push` has its content checked; `SyncerCore`
@@ -59,7 +59,6 @@ from diloco.run.ports import (
     S,
     SavedRun,
     event,
-    refusal_of,
 )
 from diloco.run.run_state import RunState
 from diloco.run.uploads import Upload
@@ -85,6 +84,8 @@ class Driver(Generic[H, S, P]):
         saved: the durable state of the run; None: it has no model yet.
         pool: how many learners may train; None: as many as join.
         budget: when the run ends; learners are told, and end by themselves.
+        epoch: that this driver's syncer has claimed, in which a new run begins.
+        commit_every_s: the shortest time between two commits to the store.
 
     Attributes:
         state: the run.
@@ -96,14 +97,16 @@ class Driver(Generic[H, S, P]):
     @event
     def __init__(
         self, run: str, method: RunMethod, ports: Ports[H, S, P], *, boot: int, deadlines: Deadlines | None = None,
-        saved: SavedRun[H] | None = None, pool: Pool | None = None, budget: Budget | None = None,
+        saved: SavedRun[H] | None = None, pool: Pool | None = None, budget: Budget | None = None, epoch: int = 1,
+        commit_every_s: float = 0.0,
     ) -> None:  # fmt: skip
         self._recorder = ports.recorder
         self.boot = boot
         self.state: RunState[H, P] = RunState(run, method, deadlines or Deadlines(), pool, budget or Budget())
         self._ports = ports
         self._clock, self._observer = ports.clock, only_watching(ports.observer)
-        self._executor = ActionExecutor(self.state, ports, self._observer)
+        self._epoch = epoch
+        self._executor = ActionExecutor(self.state, ports, self._observer, commit_every_s)
         self._uploads, self._writes = self._executor.uploads, self._executor.writes
         self._connections, self._status = self._executor.connections, self._executor.status
         self._checked_parts = set[Contribution]()  # contributions of several parts whose content is being checked
@@ -127,7 +130,7 @@ class Driver(Generic[H, S, P]):
 
     @property
     def is_busy(self) -> bool:
-        """Whether tensor work is under way, or a write that does not wait for a disk that refused it."""
+        """Whether tensor work is under way, or a commit to a store that does not refuse it."""
         return self._executor.is_busy or bool(self._beginnings)
 
     def fetch(self, fragment: int, base: int, claim: Claim | None = None) -> FragmentAnswer[H, P]:
@@ -191,13 +194,12 @@ class Driver(Generic[H, S, P]):
 
     def _write_beginning(self) -> None:
         state, (model, _) = self.state, self._beginnings[0]
-        persist = partial(self._ports.store.initialise, state.run, state.method, model)
-        self._ports.worker.submit("write", None, partial(refusal_of, persist), self._initialised)
+        self._ports.store.initialise(state.run, state.method, model, self._initialised)
 
     def _initialised(self, error: StoreError | None) -> None:
         model, done = self._beginnings.popleft()
         if error is None:
-            self.state.begin(model)
+            self.state.begin(model, self._epoch)
             self._observer.initialised(model, self.state.cut)
         done(error)
         if error is None:
@@ -212,11 +214,6 @@ class Driver(Generic[H, S, P]):
     def lineage(self) -> Lineage:
         """The run and the state of it that this driver serves."""
         return self.state.lineage(self.boot)
-
-    @event
-    def begin_epoch(self, number: int) -> None:
-        """This epoch is durable, and is served from now on: learners that follow this driver have agreed to it."""
-        self.state.begin_epoch(number)
 
     @event
     def join(
@@ -251,7 +248,7 @@ class Driver(Generic[H, S, P]):
             overlap=overlap, tokens_per_step=tokens_per_step,
         )  # fmt: skip
         self._observer.joined(learner, incarnation, core.step)
-        self._writes.record(self._clock.now_s(), partial(done, incarnation))
+        self._writes.record(partial(done, incarnation))
         self._executor.execute(actions)
 
     def _require_followed(self, claim: Claim) -> None:
@@ -335,7 +332,7 @@ class Driver(Generic[H, S, P]):
         if member is not None:
             self._observer.left(learner, member.incarnation, report.tokens)
             self._executor.end(learner, member.incarnation)
-        self._writes.record(now_s, done)
+        self._writes.record(done)
         self._executor.execute(actions)
 
     @event
@@ -350,7 +347,7 @@ class Driver(Generic[H, S, P]):
         validation.check_ask(claim.learner, ask)
         now_s, tokens_before = self._clock.now_s(), self.state.initial_tokens
         grant, actions = self.core.lease(now_s, claim.learner, claim.incarnation, ask, tokens_before=tokens_before)
-        self._writes.record(now_s, partial(done, grant))
+        self._writes.record(partial(done, grant))
         self._executor.execute(actions)
 
     @event
@@ -508,7 +505,7 @@ class Driver(Generic[H, S, P]):
         now_s = self._clock.now_s()
         said, actions = self.core.steer(now_s, order, by)
         self._observer.steered(order, by, said)
-        self._writes.record(now_s, partial(done, said))
+        self._writes.record(partial(done, said))
         self._executor.execute(actions)
 
     # --- time ---------------------------------------------------------------------------------------------------------

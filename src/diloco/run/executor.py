@@ -1,8 +1,6 @@
 """`ActionExecutor`: executes the actions of `SyncerCore`. A closed round is merged (`JobsPort.close`), its version is
-made durable with the run's record (`StorePort.publish`), and only then it is visible and learners are notified.
-
-A refused write is tried again after `writes.RETRY_S`. Until it succeeds the version is not visible, and contributions
-wait in the spool.
+made durable with the run's record (`StorePort.put`, then `commit`), and only then it is visible and learners are
+notified. While the store refuses, the version is not visible, and contributions wait in the spool.
 """
 
 from __future__ import annotations
@@ -13,14 +11,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Generic
 
-from diloco.errors import PayloadError, StoreError
+from diloco.errors import PayloadError
 from diloco.protocol.actions import Action, Evict, MergeRound, PersistRecord, Publish, Reject, Tell, WakeAt
 from diloco.protocol.contribution import NOT_FINITE, Standing
-from diloco.run.ports import ConnectionPort, H, MergedRound, Observer, P, Ports, S, refusal_of
+from diloco.run.ports import ConnectionPort, H, MergedRound, Observer, P, Ports, S
 from diloco.run.run_state import RunState
 from diloco.run.status import RunStatus
 from diloco.run.uploads import Uploads
-from diloco.run.writes import Write, Writes
+from diloco.run.writes import Commit, Writes
 
 
 class Connections:
@@ -68,18 +66,19 @@ class ActionExecutor(Generic[H, S, P]):
         state: the run; actions are executed once it has a model.
         ports: its world.
         observer: that of the ports, with its errors contained.
+        commit_every_s: the shortest time between two commits.
 
     Attributes:
         uploads: the payloads of contributions, until their rounds are closed.
-        writes: the queue of writes.
+        writes: the queue of what is to be made durable.
         connections: of learners.
         status: facts for `diloco status`.
         wake_at_s: the time at which `SyncerCore` asked to be woken.
     """
 
-    def __init__(self, state: RunState[H, P], ports: Ports[H, S, P], observer: Observer) -> None:
+    def __init__(self, state: RunState[H, P], ports: Ports[H, S, P], observer: Observer, commit_every_s: float) -> None:
         self.uploads: Uploads[S] = Uploads(ports.spool)
-        self.writes: Writes[H, P] = Writes()
+        self.writes: Writes[H, P] = Writes(commit_every_s)
         self.connections = Connections()
         self.status = RunStatus()
         self.wake_at_s = math.inf
@@ -90,7 +89,7 @@ class ActionExecutor(Generic[H, S, P]):
         self._is_stopping = False
 
     def execute(self, actions: Sequence[Action]) -> None:
-        """Execute the actions of an event, and begin the next write that is due."""
+        """Execute the actions of an event, and begin the next commit that is due."""
         told: set[str] = set()
         self.decided(actions)
         for action in actions:
@@ -101,7 +100,7 @@ class ActionExecutor(Generic[H, S, P]):
                     self._observer.rejected(action)
                     self.uploads.drop(c)
                 case PersistRecord():
-                    self.writes.record(self._clock.now_s())
+                    self.writes.record()
                 case Publish():
                     told.update(self._state.core.members)
                 case Tell(learners=learners):
@@ -110,7 +109,7 @@ class ActionExecutor(Generic[H, S, P]):
                     self._evict(action)
                 case WakeAt(at=at):
                     self.wake_at_s = at
-        self._write()
+        self._commit()
         self.tell(told)
         self._look_at_data()
         self._clock.wake_at(min(self.wake_at_s, self.writes.next_s))
@@ -126,8 +125,8 @@ class ActionExecutor(Generic[H, S, P]):
 
     @property
     def is_busy(self) -> bool:
-        """Whether a round is being closed, or a write is under way that does not wait for a disk that refused it."""
-        return self._num_closing > 0 or self.writes.are_moving
+        """Whether a round is being closed, or something is being made durable by a store that does not refuse it."""
+        return self._num_closing > 0 or (self.writes.are_open and not self._ports.store.is_refusing)
 
     # --- rounds -------------------------------------------------------------------------------------------------------
 
@@ -154,40 +153,35 @@ class ActionExecutor(Generic[H, S, P]):
             return
         self._observer.merged(merged, self._state.experts.merged(merged))
         self.status.merged(action, core)
-        self.writes.version(now_s, merged)
         core.merged(action.fragment, merged.refused)
+        self.writes.putting()
+        self._ports.store.put(merged, partial(self._put, merged, now_s))
         self.execute([])
 
-    # --- writes -------------------------------------------------------------------------------------------------------
+    def _put(self, merged: MergedRound[H, P], merged_at_s: float) -> None:
+        self.writes.put(merged, merged_at_s)
+        self.execute([])
 
-    def _write(self) -> None:
-        """Begin the next write that is due."""
-        if (write := self.writes.begin(self._clock.now_s())) is None:
+    # --- commits ------------------------------------------------------------------------------------------------------
+
+    def _commit(self) -> None:
+        """Begin the next commit that is due."""
+        if (commit := self.writes.begin(self._clock.now_s())) is None:
             return
-        store, merged = self._ports.store, write.merged
-        fragment = None if merged is None else merged.update.fragment
-        record = self._state.core.saved(storing=fragment)
-        persist = partial(store.save_record if merged is None else partial(store.publish, merged), record.values)
-        done = partial(self._written, write, record.serial)
-        self._ports.worker.submit("write", fragment, partial(refusal_of, persist), done)
+        versions = [merged for merged, _ in commit.versions]
+        record = self._state.core.saved(storing=[merged.update.fragment for merged in versions])
+        self._ports.store.commit(versions, record.values, partial(self._committed, commit, record.serial))
 
-    def _written(self, write: Write[H, P], serial: int, error: StoreError | None) -> None:
+    def _committed(self, commit: Commit[H, P], serial: int) -> None:
         now_s, core = self._clock.now_s(), self._state.core
-        if error is not None:
-            if not write.is_refused:
-                self._observer.waits_for_disk(str(write), error)
-            self.writes.refused(now_s, write)
-            self.execute([])
-            return
-        then = self.writes.ended(write)
-        if write.merged is None:
-            actions = core.recorded(now_s, serial)
-        else:
-            self._state.model.take(write.merged, core.intervals_in_flight)
-            self._observer.published(write.merged, len(core.members), now_s - write.wanted_at_s)
-            actions = core.stored(now_s, write.merged.update.fragment, serial)
-        self.execute(actions)
-        for each in then:
+        self.writes.ended()
+        actions: list[Action] = []
+        for merged, merged_at_s in commit.versions:
+            self._state.model.take(merged, core.intervals_in_flight)
+            self._observer.published(merged, len(core.members), now_s - merged_at_s)
+            actions += core.stored(now_s, merged.update.fragment)
+        self.execute([*actions, *core.recorded(now_s, serial)])
+        for each in commit.then:
             each()
 
     # --- learners -----------------------------------------------------------------------------------------------------

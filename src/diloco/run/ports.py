@@ -1,8 +1,8 @@
 """The ports of a driver: clock, connections, spool, jobs, store, worker, observer. Tensors are opaque values to the
 driver.
 
-Jobs and the store block. The worker runs their jobs asynchronously, and ends each with one call of `done`, which is an
-event of the driver like any other. No port may call the driver from within a call of the driver.
+Jobs block. The worker runs them asynchronously, and ends each with one call of `done`, which is an event of the driver
+like any other; the store answers in the same way. No port may call the driver from within a call of the driver.
 """
 
 from __future__ import annotations
@@ -100,9 +100,9 @@ class InitialModel(Generic[H]):
     epoch: int = 1
 
 
-def first_epoch(model: InitialModel[Any]) -> Epoch:
-    """The epoch in which a run is initialised."""
-    return Epoch(model.epoch, (0,) * len(model.fragments))
+def first_epoch(model: InitialModel[Any], claimed: int = 1) -> Epoch:
+    """The epoch in which a run is initialised. `claimed`: the one that its syncer has claimed."""
+    return Epoch(max(model.epoch, claimed), (0,) * len(model.fragments))
 
 
 @dataclass(frozen=True)
@@ -154,10 +154,10 @@ class SavedRun(Generic[H]):
     epochs: tuple[Epoch, ...]
     record: Json | None
 
-    def begun(self) -> SavedRun[H]:
-        """The run as the next driver serves it: its epoch is to be made durable first (`begin` of the store)."""
+    def begun(self, number: int | None = None) -> SavedRun[H]:
+        """The run as the next driver serves it: in this epoch, which was claimed; None: in the next one."""
         versions = tuple(fragment.version for fragment in self.fragments)
-        return replace(self, epochs=(*self.epochs, Epoch(self.epochs[-1].number + 1, versions)))
+        return replace(self, epochs=(*self.epochs, Epoch(number or self.epochs[-1].number + 1, versions)))
 
 
 # --- ports ------------------------------------------------------------------------------------------------------------
@@ -229,33 +229,32 @@ class JobsPort(Protocol[H, S_contra, P]):
 
 
 class StorePort(Protocol[H, P]):
-    """Makes a run durable, by one write at a time; each raises StoreError if the disk refused it as a whole."""
+    """Makes a run durable. No call blocks: each is answered by one call of `done`, an event of the driver. What the
+    store refuses is tried again until it succeeds."""
 
-    def initialise(self, run: str, method: RunMethod, model: InitialModel[H]) -> None:
-        """Version 0 of every fragment."""
+    @property
+    def is_refusing(self) -> bool:
+        """Whether the store has refused the last request, which is tried again."""
 
-    def publish(self, merged: MergedRound[H, P], record: Json) -> None:
-        """A version together with the record that belongs to it."""
+    def initialise(
+        self, run: str, method: RunMethod, model: InitialModel[H], done: Callable[[StoreError | None], None]
+    ) -> None:
+        """Version 0 of every fragment. It is not tried again if the store refused it as a whole: `done` gets the
+        error."""
 
-    def save_record(self, record: Json) -> None:
-        """A record alone; the versions stay."""
+    def put(self, merged: MergedRound[H, P], done: Callable[[], None]) -> None:
+        """Store a version, which `commit` will name."""
 
-
-def refusal_of(write: Callable[[], None]) -> StoreError | None:
-    """Write to a store. Returns the error if the disk has refused."""
-    try:
-        write()
-    except StoreError as error:
-        return error
-    return None
+    def commit(self, versions: Sequence[MergedRound[H, P]], record: Json, done: Callable[[], None]) -> None:
+        """Publish versions that were `put`, together with the record that belongs to them. One commit at a time."""
 
 
-Work = Literal["check", "close", "write"]
+Work = Literal["check", "close", "put", "swap", "delete"]
 T = TypeVar("T")
 
 
 class WorkerPort(Protocol):
-    """Runs jobs outside of the driver. Writes are run one after the other, and so are the jobs that close rounds."""
+    """Runs jobs outside of the driver. Jobs that close rounds are run one after the other, and so are swaps."""
 
     def submit(self, what: Work, fragment: int | None, job: Callable[[], T], done: Callable[[T], None]) -> None:
         """Run a job, and call `done` with its result. `fragment`: the job's fragment; None: not a single one."""

@@ -95,17 +95,13 @@ class RunState(Generic[H, P]):
 
     # --- beginnings ---------------------------------------------------------------------------------------------------
 
-    def begin(self, initial: InitialModel[H]) -> None:
-        """The run begins with this model."""
+    def begin(self, initial: InitialModel[H], epoch: int) -> None:
+        """The run begins with this model. `epoch`: that its syncer has claimed."""
         self._core = self.first_core(initial)
         self._model = GlobalModel(initial.layout, initial.static, initial.fragments, [()] * len(initial.fragments))
         self._describe(initial.layout)
         self.initial_tokens = initial.tokens
-        self.run_id, self.epochs = initial.run_id, (first_epoch(initial),)
-
-    def begin_epoch(self, number: int) -> None:
-        """A later epoch of the run begins, at the published versions."""
-        self.epochs = (*self.epochs, Epoch(number, self.versions))
+        self.run_id, self.epochs = initial.run_id, (first_epoch(initial, epoch),)
 
     def first_core(self, initial: InitialModel[Any]) -> SyncerCore:
         """The state machine of a run that begins with this model.

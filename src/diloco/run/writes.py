@@ -1,112 +1,85 @@
-"""The queue of writes that make a run durable: one at a time, repeated where the disk refuses.
+"""The queue of what is to be made durable: versions and the run's record, by one commit at a time.
 
-A record is taken when its write begins, so the disk never holds an older state after a newer one, and one record serves
-all earlier requests.
+A record is taken when its commit begins, so the store never holds an older state after a newer one, and one record
+serves all earlier requests.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Generic
 
 from diloco.run.ports import H, MergedRound, P
-
-RETRY_S = 2.0
-"""Between two tries of a write that the disk refuses."""
 
 Then = Callable[[], None]
 
 
 @dataclass(eq=False)
-class Write(Generic[H, P]):
-    """A version with its record, or a record alone.
+class Commit(Generic[H, P]):
+    """Versions with a record, or a record alone.
 
     Attributes:
-        merged: the version; None: a record alone.
-        wanted_at_s: when it was first wanted.
-        not_before_s: when it may be tried.
-        is_refused: whether the disk has refused it before.
-        has_record: whether a record was asked for, besides the version's own.
-        then: called once it is durable.
+        versions: in merge order, each with the time at which it was merged.
+        then: called once they are durable.
     """
 
-    merged: MergedRound[H, P] | None
-    wanted_at_s: float
-    not_before_s: float = -math.inf
-    is_refused: bool = False
-    has_record: bool = False
-    then: list[Then] = field(default_factory=list)
-
-    def __str__(self) -> str:
-        if self.merged is None:
-            return "the run's record"
-        return f"version {self.merged.update.version} of fragment {self.merged.update.fragment}"
+    versions: list[tuple[MergedRound[H, P], float]]
+    then: list[Then]
 
 
 class Writes(Generic[H, P]):
-    """The queue of writes. Versions come first, in merge order; each brings the record with it."""
+    """The queue of one driver.
 
-    def __init__(self) -> None:
-        self._versions: list[Write[H, P]] = []
-        self._record: Write[H, P] | None = None
+    Arguments:
+        every_s: the shortest time between the beginnings of two commits.
+    """
+
+    def __init__(self, every_s: float) -> None:
+        self._every_s = every_s
+        self._not_before_s = -math.inf
+        self._num_putting = 0
+        self._versions: list[tuple[MergedRound[H, P], float]] = []
+        self._wants_record = False
         self._then: list[Then] = []
-        self._under_way: Write[H, P] | None = None
+        self._is_under_way = False
 
-    def version(self, now_s: float, merged: MergedRound[H, P]) -> None:
-        """Request that a version is made durable."""
-        self._versions.append(Write(merged, now_s))
+    def putting(self) -> None:
+        """A version is being stored."""
+        self._num_putting += 1
 
-    def record(self, now_s: float, then: Then | None = None) -> None:
-        """Request that the run's record is made durable. `then`: called once it is."""
-        self._record = self._record or Write(None, now_s)
+    def put(self, merged: MergedRound[H, P], merged_at_s: float) -> None:
+        """A version is stored: the next commit publishes it."""
+        self._num_putting -= 1
+        self._versions.append((merged, merged_at_s))
+
+    def record(self, then: Then | None = None) -> None:
+        """The run's record is to be made durable. `then`: called once it is."""
+        self._wants_record = True
         if then is not None:
             self._then.append(then)
 
-    def begin(self, now_s: float) -> Write[H, P] | None:
-        """The write to begin now; None: one is under way, or none is due."""
-        if self._under_way is not None:
+    def begin(self, now_s: float) -> Commit[H, P] | None:
+        """The commit to begin now; None: one is under way, or none is due."""
+        if self._is_under_way or now_s < self.next_s:
             return None
-        due = [write for write in self._waiting if write.not_before_s <= now_s]
-        if not due:
-            return None
-        write = self._under_way = due[0]
-        if write.merged is not None:
-            self._versions.remove(write)
-        write.has_record, write.then = self._record is not None, self._then
-        self._record, self._then = None, []
-        return write
+        commit = Commit(self._versions, self._then)
+        self._versions, self._then, self._wants_record = [], [], False
+        self._is_under_way, self._not_before_s = True, now_s + self._every_s
+        return commit
 
-    def ended(self, write: Write[H, P]) -> list[Then]:
-        """A write is durable; returns the callbacks that waited for it."""
-        self._under_way = None
-        return write.then
-
-    def refused(self, now_s: float, write: Write[H, P]) -> None:
-        """The disk has refused a write: it is repeated later, with a record taken then."""
-        self._under_way = None
-        write.is_refused, write.not_before_s = True, now_s + RETRY_S
-        self._then, write.then = [*write.then, *self._then], []
-        if write.merged is None:
-            self._record = write
-        else:
-            self._versions.append(write)
-            if write.has_record:
-                self._record = self._record or Write(None, now_s)
+    def ended(self) -> None:
+        """The commit under way is durable."""
+        self._is_under_way = False
 
     @property
     def next_s(self) -> float:
-        """When the next write is due; infinite while one is under way, whose end is an event."""
-        if self._under_way is not None:
-            return math.inf
-        return min((write.not_before_s for write in self._waiting), default=math.inf)
+        """When the next commit is due; infinite while one is under way, whose end is an event."""
+        is_wanted = self._wants_record or bool(self._versions)
+        return self._not_before_s if is_wanted and not self._is_under_way else math.inf
 
     @property
-    def are_moving(self) -> bool:
-        """Whether a write is under way or due that does not wait for a disk that refused it."""
-        return self._under_way is not None or not all(write.is_refused for write in self._waiting)
-
-    @property
-    def _waiting(self) -> list[Write[H, P]]:
-        return [*self._versions, *([] if self._record is None else [self._record])]
+    def are_open(self) -> bool:
+        """Whether anything is to be made durable."""
+        return self._is_under_way or self._wants_record or bool(self._versions) or self._num_putting > 0

@@ -84,8 +84,8 @@ class VirtualSyncer:
         self.jobs = TensorJobs(method, seconds=None)
         self._delivery, self._observer, self._deadlines = delivery, observer, deadlines
         self._pool, self._budget = pool, budget
-        self.store = MemoryStore[GlobalFragment, Tensor]()
         self._boot = 0
+        self.store = self._new_store(None)
         self._alarm = Alarm(delivery, lambda: None)
         self.driver = self._start(None)
 
@@ -93,9 +93,16 @@ class VirtualSyncer:
         """Replace the driver by one that continues from `saved`; learners connect to the new one."""
         before = self.driver
         self._alarm.stop()
-        self.store = MemoryStore(saved=saved)
+        self.store = self._new_store(saved)
         self.driver = self._start(self.store.begin(saved))
         before.end()
+
+    def _new_store(self, saved: SavedRun[GlobalFragment] | None) -> MemoryStore[GlobalFragment, Tensor]:
+        def later(done: Callable[[], None]) -> None:
+            boot = self._boot
+            self._delivery.at(self._delivery.now_s(), lambda: done() if boot == self._boot else None)
+
+        return MemoryStore(later, saved)
 
     def _start(self, saved: SavedRun[GlobalFragment] | None) -> SimulatedDriver:
         self._boot += 1

@@ -11,7 +11,7 @@ classes, and one line in `protocol.rounds`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, Self
 
@@ -252,9 +252,9 @@ class SyncerRounds(ABC):
     def was_suspended(self, seconds: float) -> None:  # noqa: B027
         """The syncer process was suspended for this long: move the times from which durations are measured."""
 
-    def saved(self, storing: int | None) -> dict[str, Any]:
+    def saved(self, storing: Collection[int]) -> dict[str, Any]:
         """State as plain values (JSON), without members (`saved_of`) and open rounds (their contributions are sent
-        again). `storing`: the fragment whose closed round counts as published."""
+        again). `storing`: fragments whose closed rounds count as published."""
         return {}
 
     def restore(self, values: Mapping[str, Any]) -> None:  # noqa: B027

@@ -10,7 +10,7 @@ with all its work since it adopted the fragment. A late answer joins the next ro
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
@@ -217,9 +217,9 @@ class CalledSyncer(LateRounds):
                 call.opened_at += seconds
                 call.enough_at = None if call.enough_at is None else call.enough_at + seconds
 
-    def saved(self, storing: int | None) -> dict[str, Any]:
+    def saved(self, storing: Collection[int]) -> dict[str, Any]:
         turns = [
-            each.turn if each.begun is None or fragment == storing else each.begun
+            each.turn if each.begun is None or fragment in storing else each.begun
             for fragment, each in enumerate(self._fragments)
         ]
         return {"clock": self.clock, "turns": turns, "pace": asdict(self.pace)}

@@ -1,0 +1,175 @@
+"""The manifest of a run: the one object of a store that is replaced. It names all others.
+
+`Publisher` (protocol/publishing.py) decides who may replace it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Self
+
+from diloco.errors import StoreError
+
+FORMAT = 11
+"""Of a store. Formats up to 10 were those of a database, before the first release."""
+
+MOST_BYTES = 64 << 10
+"""Of a manifest."""
+
+_MALFORMED = ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError
+"""Errors that other JSON than a manifest's can raise."""
+
+KEPT_VERSIONS = 2
+"""Versions of each fragment that a manifest names: the newest ones."""
+
+
+@dataclass(frozen=True)
+class NamedVersion:
+    """A version of a fragment.
+
+    Attributes:
+        held: the object that holds Θ, the outer state and the residual.
+        update: the object that holds the encoded update to this version; None: the whole fragment is the update.
+    """
+
+    version: int
+    held: str
+    update: str | None = None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The contents of a store at one moment.
+
+    Attributes:
+        run: the run's name.
+        run_id: as in `protocol.lineage`; "": the run has no model yet.
+        epoch: of the newest claim.
+        boot: of the process that claimed it; 0: it has released the store.
+        serial: ascending with every swap, so that no manifest's bytes come twice.
+        address: of the syncer that claimed it, for people.
+        frozen: the object with the layout, the method, and what training does not change; None: there is no model.
+        record: the object with the record and the epochs of the run; None: as `frozen`.
+        fragments: of each fragment the newest versions, newest first.
+        origin: of a copy: epoch and serial of the manifest that was copied.
+        copied_at: of a copy: Unix time in seconds.
+    """
+
+    run: str
+    run_id: str = ""
+    epoch: int = 0
+    boot: int = 0
+    serial: int = 0
+    address: str = ""
+    frozen: str | None = None
+    record: str | None = None
+    fragments: tuple[tuple[NamedVersion, ...], ...] = ()
+    origin: tuple[int, int] | None = None
+    copied_at: float | None = None
+
+    @property
+    def names(self) -> frozenset[str]:
+        """All objects that it names."""
+        return frozenset(self._names())
+
+    def _names(self) -> Iterator[str]:
+        yield from (each for each in (self.frozen, self.record) if each is not None)
+        for version in (version for versions in self.fragments for version in versions):
+            yield version.held
+            if version.update is not None:
+                yield version.update
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """The newest version of each fragment."""
+        return tuple(versions[0].version for versions in self.fragments)
+
+    def with_versions(self, published: Mapping[int, NamedVersion]) -> Self:
+        """The manifest after these versions of fragments, by index, were published."""
+        fragments = tuple(
+            versions if index not in published else (published[index], *versions)[:KEPT_VERSIONS]
+            for index, versions in enumerate(self.fragments)
+        )
+        return replace(self, fragments=fragments)
+
+    def to_bytes(self) -> bytes:
+        """As JSON.
+
+        Raises:
+            StoreError: the run has too many fragments to be named in one manifest.
+        """
+        plain = {**asdict(self), "format": FORMAT}
+        plain["fragments"] = [[[it.version, it.held, it.update] for it in versions] for versions in self.fragments]
+        data = json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()
+        if len(data) > MOST_BYTES:
+            raise StoreError(
+                f"the versions of {len(self.fragments)} fragments do not fit in a manifest of {MOST_BYTES} bytes; cut "
+                "the model into fewer fragments."
+            )
+        return data
+
+    @classmethod
+    def from_bytes(cls, data: bytes, place: str) -> Self:
+        """The manifest that `to_bytes` has written.
+
+        Arguments:
+            place: of the store, for the error.
+
+        Raises:
+            StoreError: it is damaged, or of another format.
+        """
+        try:
+            plain = json.loads(data)
+            found = plain.pop("format")
+            if type(found) is int and found > FORMAT:
+                raise StoreError(
+                    f"{place} has format {found} and this version reads up to {FORMAT}; upgrade diloco to open it."
+                )
+            fragments = tuple(
+                tuple(NamedVersion(int(version), held, update) for version, held, update in versions)
+                for versions in plain["fragments"]
+            )
+            origin = plain["origin"] if plain["origin"] is None else tuple(map(int, plain["origin"]))
+            manifest = cls(**{**plain, "fragments": fragments, "origin": origin})
+            if found != FORMAT or not manifest._is_plausible:
+                raise ValueError("a field has an invalid value")
+        except _MALFORMED as error:
+            raise StoreError(
+                f"the manifest of {place} is damaged ({error!r}); `diloco syncer check {place}` says what can still be "
+                "served."
+            ) from error
+        return manifest
+
+    @property
+    def _is_plausible(self) -> bool:
+        numbers = (self.epoch, self.boot, self.serial, *(it.version for each in self.fragments for it in each))
+        has_model = (self.run_id != "", self.frozen is not None, self.record is not None, bool(self.fragments))
+        return (
+            all(type(each) is int and 0 <= each < 2**63 for each in numbers)
+            and all(type(each) is str for each in (self.run, self.run_id, self.address))
+            and all(is_object_name(each) for each in self.names)
+            and len(set(has_model)) == 1
+            and all(versions and _descends(versions) for versions in self.fragments)
+        )
+
+
+def _descends(versions: tuple[NamedVersion, ...]) -> bool:
+    numbers = [each.version for each in versions]
+    return len(numbers) <= KEPT_VERSIONS and numbers == sorted(set(numbers), reverse=True)
+
+
+def is_object_name(name: Any) -> bool:
+    """Whether this is the name of an object, `<epoch>/<counter>-<hash>`: two numbers, and 64 hexadecimal digits."""
+    if type(name) is not str or len(name) > 120:
+        return False
+    epoch, _, rest = name.partition("/")
+    counter, _, digest = rest.partition("-")
+    is_number = epoch.isascii() and epoch.isdigit() and counter.isascii() and counter.isdigit()
+    return is_number and len(digest) == 64 and set(digest) <= set("0123456789abcdef")
+
+
+def epoch_of(name: str) -> int:
+    """The epoch in which an object was written."""
+    return int(name.partition("/")[0])
