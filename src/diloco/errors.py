@@ -15,6 +15,7 @@ errors propagate.
     ├── RunError               the state of the run does not allow the request
     │   ├── UnknownRunError    no such run at this address
     │   ├── LineageError       an older or a second state of the run
+    │   ├── FencedError        another syncer serves the run now
     │   ├── NotInitialisedError      the run has no model yet
     │   ├── AlreadyInitialisedError  the run already has a model
     │   ├── StaleIncarnationError    this incarnation of the learner was replaced or evicted
@@ -98,6 +99,10 @@ class LineageError(RunError):
     """The syncer serves an older state of the run than the learner has seen, or a second copy of that state."""
 
 
+class FencedError(RunError):
+    """Another syncer has claimed the run, so this one must not serve it any more."""
+
+
 class NotInitialisedError(RunError):
     """The run has no model yet."""
 
@@ -144,6 +149,10 @@ class StoreError(DilocoError):
 
 class MissingObjectError(StoreError):
     """A store has no object of this name."""
+
+
+class DamagedObjectError(StoreError):
+    """An object of a store does not have the content that its name says."""
 
 
 class SwapRefusedError(StoreError):

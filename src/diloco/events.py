@@ -373,11 +373,11 @@ class Traffic(Event):
 
 
 class StandingChanged(Event):
-    """One of two syncers changed its role (docs/standby.md)."""
+    """A syncer of a run in a bucket changed its standing (docs/standby.md)."""
 
     kind: Literal["standing_changed"] = "standing_changed"
-    standing: str
-    epoch: int  # the highest durable epoch of this syncer
+    standing: str  # waiting, claiming, serving, suspended, fenced, released
+    epoch: int  # of the manifest that this syncer has read or written last
     why: str
 
 

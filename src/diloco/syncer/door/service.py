@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import threading
 import zlib
-from collections.abc import Callable, Generator, Iterator
-from typing import Any
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any, Protocol
 
 import grpc
 import torch
@@ -55,7 +55,12 @@ from diloco.syncer.door.receiving import IncomingModel, resumed_at
 from diloco.syncer.hosting import HostedDriver, SyncerDriver
 from diloco.syncer.keys.certificates import Caller
 from diloco.syncer.spool import Slot
-from diloco.syncer.standby.pair_calls import PairCalls
+
+
+class HostCall(Protocol):
+    """Gives the driver."""
+
+    def __call__(self, *, suspended_too: bool = False) -> HostedDriver: ...
 
 
 class Service:
@@ -63,9 +68,9 @@ class Service:
 
     Arguments:
         run, method: its id and method.
-        host: gives the driver; raises StandbyError while this syncer does not serve the run.
+        host: gives the driver; raises StandbyError while this syncer does not serve the run, or, unless
+            `suspended_too`, is suspended.
         guard: wraps the handlers.
-        pair: answers calls about the pair of syncers.
         calls, deadlines: as in `CallGuard`.
         transfers: the open transfers of learners.
         incoming: keeps the received part of the run's initial model.
@@ -74,6 +79,7 @@ class Service:
         resumed: called with the learner, the kind and the bytes that a resumed transfer did not repeat.
         status_extra: more values for `Status`.
         reported: called with each accepted heartbeat and Leave.
+        promote: claims the run by an operator's order; returns the epoch and the versions.
         page_url: gives a caller a link to the live page.
     """
 
@@ -81,10 +87,9 @@ class Service:
         self,
         run: str,
         method: Method,
-        host: Callable[[], HostedDriver],
+        host: HostCall,
         *,
         guard: CallGuard,
-        pair: PairCalls,
         calls: OpenCalls,
         deadlines: CallDeadlines,
         transfers: OpenTransfers,
@@ -94,9 +99,10 @@ class Service:
         resumed: Callable[[str, str, int], None],
         status_extra: Callable[[], dict[str, Any]],
         reported: Callable[[Claim, Report], None],
+        promote: Callable[[], tuple[int, Sequence[int]]],
         page_url: Callable[[Caller], str],
     ) -> None:
-        self._run, self._method, self._host, self._pair = run, method, host, pair
+        self._run, self._method, self._host, self._promote = run, method, host, promote
         self._guard, self._admit = guard, guard.admit
         self._calls, self._deadlines, self._audit = calls, deadlines, audit
         self._transfers, self._lost_floor_s, self._resumed = transfers, lost_floor_s, resumed
@@ -113,7 +119,6 @@ class Service:
                 "Join": guard.unary("Join", self.join, pb.JoinRequest, "writes", MAX_MESSAGE_BYTES),
                 "Heartbeat": guard.unary("Heartbeat", self.heartbeat, pb.HeartbeatRequest),
                 "Lease": guard.unary("Lease", self.lease, pb.LeaseRequest, "writes", MAX_MESSAGE_BYTES),
-                "Vote": guard.unary("Vote", self.vote, pb.VoteRequest),
                 "Promote": guard.unary("Promote", self.promote, pb.PromoteRequest),
                 "Steer": guard.unary("Steer", self.steer, pb.SteerRequest, "writes"),
                 "OpenPage": guard.unary("OpenPage", self.open_page, pb.OpenPageRequest),
@@ -124,7 +129,6 @@ class Service:
                 "Initialise": guard.streamed("Initialise", self.initialise, pb.InitialiseHeader),
                 "Push": guard.streamed("Push", self.push, pb.PushHeader),
                 "Probe": guard.streamed("Probe", self.probe, pb.ProbeHeader),
-                "Follow": guard.streamed("Follow", self.follow, pb.FollowHello, "standby"),
             }
         )
 
@@ -170,14 +174,16 @@ class Service:
     ) -> pb.HeartbeatReply:
         self._admit(context, caller, request, "learner")
         claim, report = claim_of(request), report_of(request)
-        proposal = self._pair.heartbeat(request)
+        hosted = self._host(suspended_too=True)
 
         def reply(driver: SyncerDriver) -> pb.HeartbeatReply:
             standing = driver.heartbeat(claim, report)
             lineage = lineage_message(driver.lineage)
-            return pb.HeartbeatReply(lineage=lineage, standing=standing_message(standing), proposal=proposal)
+            return pb.HeartbeatReply(
+                lineage=lineage, standing=standing_message(standing), is_suspended=hosted.is_suspended
+            )
 
-        answer = self._driver.ask(reply)
+        answer = hosted.ask(reply)
         self._reported(claim, report)
         return answer
 
@@ -204,20 +210,16 @@ class Service:
     def status(self, caller: Caller, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.StatusReply:
         self._admit(context, caller, request, "viewer")
         try:
-            status = self._driver.ask(lambda driver: driver.status())
+            status = self._host(suspended_too=True).ask(lambda driver: driver.status())
         except StandbyError:
-            status = self._pair.idle_status(self._run, self._method)
-        return pb.StatusReply(status=json.dumps({**status, "standby": self._pair.status(), **self._status_extra()}))
-
-    def vote(self, caller: Caller, request: pb.VoteRequest, context: grpc.ServicerContext) -> pb.VoteReply:
-        self._admit(context, caller, request, "learner")
-        return self._pair.vote(request)
+            status = _idle_status(self._run, self._method)
+        return pb.StatusReply(status=json.dumps({**status, **self._status_extra()}))
 
     def promote(self, caller: Caller, request: pb.PromoteRequest, context: grpc.ServicerContext) -> pb.PromoteReply:
         self._admit(context, caller, request, "admin")
-        reply = self._pair.promote(request)
+        epoch, versions = self._promote()
         self._audit.admitted("Promote", caller, "", context.peer())
-        return reply
+        return pb.PromoteReply(epoch=epoch, versions=versions)
 
     def steer(self, caller: Caller, request: pb.SteerRequest, context: grpc.ServicerContext) -> pb.SteerReply:
         self._admit(context, caller, request, "admin")
@@ -243,14 +245,15 @@ class Service:
     ) -> Iterator[pb.Notice]:
         self._admit(context, caller, request, "learner")
         claim = claim_of(request)
-        stream = WatchStream(self._driver.ask(lambda driver: driver.lineage))
-        self._driver.ask(lambda driver: driver.connected(claim, stream))
+        hosted = self._host(suspended_too=True)
+        stream = WatchStream(hosted.ask(lambda driver: driver.lineage))
+        hosted.ask(lambda driver: driver.connected(claim, stream))
         if not context.add_callback(stream.end):  # the connection has ended already
             stream.end()
         try:
             yield from stream.notices()
         finally:
-            self._driver.ask(lambda driver: driver.disconnected(claim, stream))
+            hosted.ask(lambda driver: driver.disconnected(claim, stream))
 
     # --- bulk ---------------------------------------------------------------------------------------------------------
 
@@ -372,18 +375,6 @@ class Service:
         with self._transfers.open(request.learner, request.incarnation, what, context):
             yield from frames
 
-    def follow(
-        self, caller: Caller, hello: pb.FollowHello, stream: Iterator[bytes], context: grpc.ServicerContext
-    ) -> Iterator[bytes]:
-        self._admit(context, caller, hello, "standby", "standby")
-        parts = self._pair.follow(hello, stream, context)
-        with self._deadlines.member(context):  # the pair has its own deadline
-            first = next(parts)
-            self._calls.admitted(context)
-            self._audit.admitted("Follow", caller, "", context.peer())
-            yield first
-            yield from parts
-
     def probe(
         self, caller: Caller, header: pb.ProbeHeader, stream: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[bytes]:
@@ -409,3 +400,12 @@ def _segments(request: pb.PullRequest, num_elements: int) -> Segments:
             "use the run's layout."
         )
     return asked
+
+
+def _idle_status(run: str, method: Method) -> dict[str, Any]:
+    """The driver's part of the status of a syncer that does not serve the run."""
+    return {
+        "run": run, "run_id": "", "epoch": 0, "method": method.to_dict(), "initialised": False, "cut": "", "step": 0,
+        "tokens": 0, "initial_tokens": 0, "spooled_bytes": 0, "waits_for": None, "steering": None, "learners": {},
+        "fragments": [], "newest_merge": None, "data": None, "experts": None,
+    }  # fmt: skip
