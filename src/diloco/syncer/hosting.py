@@ -4,11 +4,14 @@ both, the clocks and threads behind their ports, and calls that wait for answers
 from __future__ import annotations
 
 import logging
+import math
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -63,23 +66,40 @@ def since_boot_s() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
+@dataclass(frozen=True)
+class Sharing:
+    """How a run in a bucket is shared with other syncers.
+
+    Attributes:
+        address: of this syncer, for people.
+        former: the boot of this syncer's last process, which has ended; None: not known.
+        lease_s: a standby claims the run when the manifest has not moved for this long.
+        is_standby: wait while another syncer serves the run; otherwise that is an error.
+        holds: a standby keeps the newest model in memory.
+    """
+
+    address: str = ""
+    former: int | None = None
+    lease_s: float = 10.0
+    is_standby: bool = False
+    holds: bool = False
+
+
 class HostedDriver:
     """One run in this process, from `start` until it is stopped, refused or fenced. Any thread may call any method.
 
     Arguments:
         run: the run's id.
         method: the run's method; a stored run must have the same.
-        objects, format_: the place of the run's objects, and what they hold.
-        publisher: decides whether this process may serve the run.
-        boot: of this process.
+        objects: the place of the run's objects.
         spool: holds contributions.
         deadlines: of silent learners.
         journal: observes the run.
+        sharing: with other syncers; None: no other process can have the place.
+        keep_s: how long objects stay that were superseded.
         stands: called with each standing, its epoch and the reason.
-        is_shared: other processes may claim the run.
         claimed: called with the manifest that this process has claimed, before the run is loaded from it.
         recorder: journals the driver's events; None: they are not kept.
-        holds: a process that waits keeps the newest model in memory.
 
     Attributes:
         jobs: the run's tensor jobs.
@@ -88,21 +108,30 @@ class HostedDriver:
     """
 
     def __init__(
-        self, run: str, method: Method, objects: Objects, format_: TensorFormat, publisher: Publisher, spool: Spool, *, boot: int, deadlines: Deadlines, journal: Journal,
+        self, run: str, method: Method, objects: Objects, spool: Spool, *, deadlines: Deadlines, journal: Journal,
+        sharing: Sharing | None = None, keep_s: float = 600.0,
         stands: Callable[[Standing, int, str], None] = lambda *_: None,
         claimed: Callable[[Manifest], None] = lambda _: None, pool: Pool | None = None, budget: Budget | None = None,
-        recorder: Recorder[Slot] | None = None, is_shared: bool = False, holds: bool = False,
+        recorder: Recorder[Slot] | None = None,
     ) -> None:  # fmt: skip
         self.run, self.method = run, method
-        self._objects, self._format, self._publisher, self._spool = objects, format_, publisher, spool
-        self._boot, self._deadlines, self._pool, self._budget = boot, deadlines, pool, budget or Budget()
+        self._objects, self._spool = objects, spool
+        self._is_shared, mine = sharing is not None, sharing or Sharing()
+        self._is_standby, self._holds = mine.is_standby, mine.holds
+        self._boot, self._format = secrets.randbits(63) + 1, TensorFormat(keeps=mine.holds)
+        self._publisher = Publisher(
+            run, boot=self._boot, former=mine.former, address=mine.address, is_standby=mine.is_standby,
+            lease_s=mine.lease_s if self._is_shared else math.inf, keep_s=keep_s,
+            shortest_swap_s=objects.shortest_swap_s,
+        )  # fmt: skip
+        self._deadlines, self._pool, self._budget = deadlines, pool, budget or Budget()
         self._journal, self._stands, self._claimed, self._recorder = journal, stands, claimed, recorder
         self._changed = threading.Condition(threading.RLock())
         self._asking: set[Future[Any]] = set()
         self._is_stopped = False
         self._failure: BaseException | None = None
         self.refusal: DilocoError | None = None
-        self._is_shared, self._holds, self._is_loading = is_shared, holds, False
+        self._is_loading = False
         self._held: tuple[Manifest, Saved] | None = None  # loaded before the run is this process's
         self._driver: SyncerDriver | None = None
         self.jobs = TensorJobs(method, in_place=True)
@@ -111,18 +140,32 @@ class HostedDriver:
         self._leases = Ticker(lambda _: self._event(self.store.tick), since_boot_s)
         before_commit = (lambda: None) if recorder is None else recorder.sync
         self.store: PublishedStore[GlobalFragment, Tensor] = PublishedStore(
-            objects, format_, publisher, self._threads, self._leases, self, before_commit
+            objects, self._format, self._publisher, self._threads, self._leases, self, before_commit
         )
 
     # --- the start ----------------------------------------------------------------------------------------------------
 
-    def preload(self) -> None:
-        """Load the run before it is claimed, so that a start that fails changes nothing.
+    def start(self) -> None:
+        """Claim the run, as soon as no other process has it.
 
         Raises:
             UnknownRunError, AlreadyInitialisedError: the store holds another run, or one with another method.
-            StoreError: it is damaged, or does not answer.
+            StoreError: it is damaged, or refuses. Nothing was changed.
         """
+        if not self._is_standby:
+            self._preload()
+        with self._changed:
+            self._leases.start()
+            self.store.start()
+            if self._is_shared:
+                return
+            self._changed.wait_for(lambda: self._driver is not None or self.refusal or self.failure)
+            if self.refusal is not None:
+                raise self.refusal
+        self.raise_failure()
+
+    def _preload(self) -> None:
+        """Load the run before it is claimed, so that a start that fails changes nothing."""
         if (found := self._objects.manifest()) is None:
             return
         manifest = Manifest.from_bytes(found.data, self._objects.name)
@@ -134,24 +177,6 @@ class HostedDriver:
                 )
                 state.restore(saved, 0.0)
             self._held = manifest, saved
-
-    def start(self) -> None:
-        """Claim the run, as soon as no other process has it."""
-        with self._changed:
-            self._leases.start()
-            self.store.start()
-
-    def until_decided(self) -> None:
-        """Wait until this process serves the run.
-
-        Raises:
-            DilocoError: it may not, or the store refuses.
-        """
-        with self._changed:
-            self._changed.wait_for(lambda: self._driver is not None or self.refusal or self.failure)
-            if self.refusal is not None:
-                raise self.refusal
-        self.raise_failure()
 
     def promote(self) -> tuple[int, tuple[int, ...]]:
         """Claim the run at once, by an operator's decision; returns the epoch and the newest versions.

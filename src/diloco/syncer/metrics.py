@@ -102,7 +102,9 @@ class SyncerMetrics:
             "Units of leased data, over all passes that were begun: done, leased, and returned by a learner.",
             "state",
         )
-        self._standing = self._gauge("standing", "1 for what this syncer may do with the run in its bucket.", "standing")
+        self._standing = self._gauge(
+            "standing", "1 for what this syncer may do with the run in its bucket.", "standing"
+        )
         self._claims = self._counter("claims", "Times that this syncer has claimed the run from its bucket.")
         self._snapshots = _Snapshots()
         self.registry.register(self._snapshots)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
-import secrets
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -19,21 +17,20 @@ import grpc
 
 from diloco import events
 from diloco.core.method import Method
-from diloco.errors import ConfigError, FencedError, StandbyError, UnreachableError
+from diloco.errors import ConfigError, DilocoError, FencedError, StandbyError, UnreachableError
 from diloco.event_log import EventLog
 from diloco.exchange.wire.address import socket_path, split_address
 from diloco.exchange.wire.rpc import SERVER_OPTIONS
 from diloco.protocol.contribution import Budget
 from diloco.protocol.manifest import Manifest
 from diloco.protocol.members import Deadlines
-from diloco.protocol.publishing import Publisher, Standing
+from diloco.protocol.publishing import Standing
 from diloco.protocol.session.heartbeat import HEARTBEAT_S
 from diloco.protocol.steering import Pool
 from diloco.run.journal.payloads import TensorPayloads
 from diloco.run.journal.recorder import Recorder
 from diloco.run.objects import Objects
 from diloco.store.directory import lock_directory
-from diloco.store.format import TensorFormat
 from diloco.store.journal_files import JournalFiles, PayloadFiles
 from diloco.store.objects import is_url, open_store
 from diloco.syncer.claims import FormerClaim
@@ -41,7 +38,7 @@ from diloco.syncer.door.audit import Audit
 from diloco.syncer.door.open_calls import CallDeadlines, CallGuard, OpenCalls, OpenTransfers
 from diloco.syncer.door.receiving import IncomingModel
 from diloco.syncer.door.service import Service
-from diloco.syncer.hosting import HostedDriver
+from diloco.syncer.hosting import HostedDriver, Sharing
 from diloco.syncer.journal import Journal
 from diloco.syncer.keys.auth import Authenticator, check_binding
 from diloco.syncer.keys.certificates import Caller
@@ -189,26 +186,19 @@ class Syncer:
         Raises:
             DilocoError: the run cannot be served.
         """
-        options, boot = self._options, secrets.randbits(63) + 1
+        options = self._options
         is_shared = is_url(options.place)
-        publisher = Publisher(
-            self.run, boot=boot, former=self._former.boot, address=self.address, is_standby=is_standby,
-            lease_s=options.lease_s if is_shared else math.inf, keep_s=options.keep_s,
-            shortest_swap_s=self._objects.shortest_swap_s,
-        )  # fmt: skip
+        sharing = Sharing(
+            self.address, self._former.boot, options.lease_s, is_standby, holds=is_standby and options.hold
+        )
         hosted = HostedDriver(
-            self.run, self._method, self._objects, TensorFormat(keeps=is_standby and options.hold), publisher,
-            Spool(options.state_dir, options.spool_bytes), boot=boot, deadlines=options.deadlines,
-            journal=self._observer, stands=self._stands if is_shared else lambda *_: None, claimed=self._claimed,
-            pool=options.pool, budget=options.budget, recorder=self._recorder(options), is_shared=is_shared,
-            holds=is_standby and options.hold,
+            self.run, self._method, self._objects, Spool(options.state_dir, options.spool_bytes),
+            deadlines=options.deadlines, journal=self._observer, sharing=sharing if is_shared else None,
+            keep_s=options.keep_s, stands=self._stands if is_shared else lambda *_: None, claimed=self._claimed,
+            pool=options.pool, budget=options.budget, recorder=self._recorder(options),
         )  # fmt: skip
         try:
-            if not is_standby:
-                hosted.preload()
             hosted.start()
-            if not is_shared:
-                hosted.until_decided()
         except BaseException:
             hosted.stop()
             raise
@@ -308,11 +298,15 @@ class Syncer:
                     raise hosted.refusal
                 if not self._options.standby:
                     raise FencedError(
-                        f"another syncer serves run {self.run!r} from {self._objects.name} now, so this one ends; start "
-                        "it with --standby to wait for its turn."
+                        f"another syncer serves run {self.run!r} from {self._objects.name} now, so this one ends; "
+                        "start it with --standby to wait for its turn."
                     )
                 self._hosted = self._begin(is_standby=True)
+            except DilocoError as error:
+                self._failed(error)
+                return
             except BaseException as error:
+                log.critical("this syncer cannot begin again", exc_info=error)
                 self._failed(error)
                 return
 
