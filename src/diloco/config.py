@@ -383,6 +383,11 @@ class RunConfig(Table):
         return self.syncer.state_dir if self.syncer.state_dir is not None else self.dir / "syncer"
 
     @property
+    def store(self) -> str:
+        """Where the objects of the run are: a directory, or the URL of a bucket."""
+        return self.syncer.store or str(self.state_dir)
+
+    @property
     def inner_optimizer(self) -> Literal["adamw", "muon"]:
         """The inner optimizer of the run file, or the default of its method."""
         if self.inner.optimizer is not None:

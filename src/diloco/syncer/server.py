@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -29,11 +28,10 @@ from diloco.protocol.session.heartbeat import HEARTBEAT_S
 from diloco.protocol.steering import Pool
 from diloco.run.journal.payloads import TensorPayloads
 from diloco.run.journal.recorder import Recorder
-from diloco.run.objects import Objects
-from diloco.store.directory import lock_directory
+from diloco.store.copying import Copies, CopyPlan
+from diloco.store.directory import Directory, lock_directory
 from diloco.store.journal_files import JournalFiles, PayloadFiles
 from diloco.store.objects import is_url, open_store
-from diloco.syncer.claims import FormerClaim
 from diloco.syncer.door.audit import Audit
 from diloco.syncer.door.open_calls import CallDeadlines, CallGuard, OpenCalls, OpenTransfers
 from diloco.syncer.door.receiving import IncomingModel
@@ -49,11 +47,16 @@ from diloco.syncer.ports import connections_for, port_refusal, raise_file_limit,
 from diloco.syncer.progress import EVERY_S, ProgressLog
 from diloco.syncer.spool import Slot, Spool
 from diloco.syncer.wire_bytes import WireBytes
+from diloco.whole_files import write_whole
 
 log = logging.getLogger("diloco.syncer")
 
 EVENTS = "events.jsonl"
 """The event log in the state directory."""
+
+BOOT = "boot"
+"""In the state directory, which one process has locked: the boot of its last claim. A manifest with this boot is that of
+a process that has ended."""
 
 TRAFFIC_EVERY_S = 2.0
 
@@ -83,6 +86,7 @@ class Options:
         keep_s: how long objects stay that the manifest does not name any more.
         standby: wait while another syncer serves the run, and take over.
         hold: a standby keeps the newest model in memory.
+        copies: the plan of copies of the store; None: none are made.
     """
 
     address: str
@@ -103,6 +107,7 @@ class Options:
     keep_s: float = 600.0
     standby: bool = False
     hold: bool = False
+    copies: CopyPlan | None = None
 
     @property
     def place(self) -> str:
@@ -156,6 +161,8 @@ class Syncer:
             if self._journal is not None:
                 opened.callback(self._journal.close)
             self._observer = Journal(self._events, self._metrics)
+            plan = options.copies
+            self._copies = None if plan is None else Copies(plan, self._objects, self._events)
             self._hosted = self._begin(is_standby=options.standby)
             self._opened = opened.pop_all()
         self._open_door(auth)
@@ -165,6 +172,8 @@ class Syncer:
                 learners=options.num_learners, budget_tokens=options.budget.tokens,
             )
         )  # fmt: skip
+        if self._copies is not None:
+            self._copies.start()
         self._standing = threading.Thread(target=self._follow_standing, name="syncer-standing", daemon=True)
         self._standing.start()
 
@@ -173,12 +182,14 @@ class Syncer:
         options = self._options
         if options.store is not None and Path(options.store) != options.state_dir:
             opened.enter_context(lock_directory(options.state_dir))
-        self._objects: Objects = open_store(options.place, lock=True)
-        if (close := getattr(self._objects, "close", None)) is not None:
-            opened.callback(close)
-        if (require := getattr(self._objects, "require_conditions", None)) is not None:
-            require()
-        self._former = FormerClaim(options.state_dir)
+        self._objects = open_store(options.place, lock=True)
+        if isinstance(self._objects, Directory):
+            opened.callback(self._objects.close)
+        else:
+            self._objects.require_conditions()
+        self._former: int | None = None
+        with suppress(OSError, ValueError):  # absent, or lost by its disk
+            self._former = int((options.state_dir / BOOT).read_text())
 
     def _begin(self, *, is_standby: bool) -> HostedDriver:
         """Claim the run, now or once no other syncer has it.
@@ -189,7 +200,7 @@ class Syncer:
         options = self._options
         is_shared = is_url(options.place)
         sharing = Sharing(
-            self.address, self._former.boot, options.lease_s, is_standby, holds=is_standby and options.hold
+            self.address, self._former, options.lease_s, is_standby, holds=is_standby and options.hold
         )
         hosted = HostedDriver(
             self.run, self._method, self._objects, Spool(options.state_dir, options.spool_bytes),
@@ -272,11 +283,12 @@ class Syncer:
         return self._hosted.versions
 
     def _claimed(self, manifest: Manifest) -> None:
-        """Remember a claim, and note in the journal where another syncer may have served the run before."""
-        if self._journal is not None and self._former.epoch not in (0, manifest.epoch - 1):
-            why = "another syncer has served the run before this start"
-            self._journal.append(json.dumps({"e": "#gap", "t": time.monotonic(), "missing": 0, "why": why}))
-        self._former.write(manifest)
+        """Remember a claim. A disk that refuses costs the next start a lease."""
+        self._former = manifest.boot
+        try:
+            write_whole(self._options.state_dir / BOOT, str(manifest.boot))
+        except OSError as error:
+            log.warning("%s cannot be written (%s)", self._options.state_dir / BOOT, error)
 
     def _stands(self, standing: Standing, epoch: int, why: str) -> None:
         """Log how this syncer stands beside others."""
@@ -342,6 +354,8 @@ class Syncer:
         self._calls.close()
         self._audit.close()
         self._traffic.join()
+        if self._copies is not None:
+            self._copies.close()
         self._append_traffic()
         self._observer.merges.say(is_last=True)
         if hosted.has_driver and hosted.failure is None:

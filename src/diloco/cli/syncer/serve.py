@@ -83,6 +83,7 @@ def command(
     from diloco.protocol.contribution import Budget
     from diloco.protocol.members import Deadlines
     from diloco.protocol.steering import Pool
+    from diloco.store.copying import CopyPlan
     from diloco.syncer.server import EVENTS, Options, Syncer
     from diloco.tracking.feed import SyncerFeed, open_feed
     from diloco.tracking.trackers import require_packages
@@ -116,6 +117,7 @@ def command(
         keep_s=table.keep_s,
         standby=table.standby,
         hold=table.hold,
+        copies=None if table.copy_to is None else CopyPlan(table.copy_to, table.copy_every_s),
         deadlines=Deadlines(**{field.name: getattr(table, field.name) for field in fields(Deadlines)}),
     )
     stop = threading.Event()

@@ -455,14 +455,16 @@ class Evaluation(_message.Message):
     def __init__(self, loss: _Optional[float] = ..., run_tokens: _Optional[int] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
-    __slots__ = ("lineage", "standing", "proposal")
+    __slots__ = ("lineage", "standing", "proposal", "is_suspended")
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
     STANDING_FIELD_NUMBER: _ClassVar[int]
     PROPOSAL_FIELD_NUMBER: _ClassVar[int]
+    IS_SUSPENDED_FIELD_NUMBER: _ClassVar[int]
     lineage: Lineage
     standing: Standing
     proposal: Proposal
-    def __init__(self, lineage: _Optional[_Union[Lineage, _Mapping]] = ..., standing: _Optional[_Union[Standing, _Mapping]] = ..., proposal: _Optional[_Union[Proposal, _Mapping]] = ...) -> None: ...
+    is_suspended: bool
+    def __init__(self, lineage: _Optional[_Union[Lineage, _Mapping]] = ..., standing: _Optional[_Union[Standing, _Mapping]] = ..., proposal: _Optional[_Union[Proposal, _Mapping]] = ..., is_suspended: _Optional[bool] = ...) -> None: ...
 
 class Ballot(_message.Message):
     __slots__ = ("epoch", "boot")
