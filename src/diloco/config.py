@@ -238,8 +238,6 @@ class SyncerTable(Table):
     backup: str | None = Field(default=None, min_length=1)  # a directory or an fsspec URL for snapshots of the run
     backup_every_s: float = Field(default=3600.0, gt=0)
     backup_keep: int = Field(default=3, ge=1)  # number of snapshots
-    follow: str | None = Field(default=None, min_length=1)  # for a standby: the address of the run's other syncer
-    durable: Literal["both", "one"] = "both"  # "one": publish before the standby has the version (docs/standby.md)
     lost_steps: float = Field(default=20.0, gt=0)  # silence in own steps of the learner, between floor and cap
     lost_floor_s: float = Field(default=6.0, gt=0)
     lost_cap_s: float = Field(default=120.0, gt=0)

@@ -32,7 +32,6 @@ def command(
     from diloco.run.journal.replay import Replay
     from diloco.store.journal_reader import JournalReader
     from diloco.store.records import durable_versions
-    from diloco.syncer.standby.replica import FILE
 
     state_dir = _state_dir(run)
     stored = durable_versions(state_dir)  # before the journal, to which a syncer may write
@@ -40,7 +39,7 @@ def command(
     replay = Replay(tensor_formats(ReadPayloads(reader.payload)), fragment=fragment)
     span_s = _replay(reader, replay, until)
     if until is None and stored is not None:
-        replay.finish(stored, is_of_pair=(state_dir / FILE).exists())
+        replay.finish(stored)
     elif until is None:
         typer.echo(f"the end of the journal is not compared: the versions in {state_dir} cannot be read", err=True)
     if not replay.findings.num_boots and replay.findings.difference is None:

@@ -5,7 +5,7 @@ actions.
                          begin_push, then complete_push or cut_push
     from an operator     steer
     from the clock       tick
-    from the host        begin_epoch · stop, end
+    from the host        stop, end
     from the worker      a payload is checked, a round is closed
     from the disk        a write is durable, or refused
 
@@ -212,11 +212,6 @@ class Driver(Generic[H, S, P]):
     def lineage(self) -> Lineage:
         """The run and the state of it that this driver serves."""
         return self.state.lineage(self.boot)
-
-    @event
-    def begin_epoch(self, number: int) -> None:
-        """This epoch is durable, and is served from now on: learners that follow this driver have agreed to it."""
-        self.state.begin_epoch(number)
 
     @event
     def join(

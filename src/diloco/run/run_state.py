@@ -103,10 +103,6 @@ class RunState(Generic[H, P]):
         self.initial_tokens = initial.tokens
         self.run_id, self.epochs = initial.run_id, (first_epoch(initial),)
 
-    def begin_epoch(self, number: int) -> None:
-        """A later epoch of the run begins, at the published versions."""
-        self.epochs = (*self.epochs, Epoch(number, self.versions))
-
     def first_core(self, initial: InitialModel[Any]) -> SyncerCore:
         """The state machine of a run that begins with this model.
 

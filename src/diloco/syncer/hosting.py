@@ -26,7 +26,7 @@ from diloco.protocol.members import Deadlines
 from diloco.protocol.steering import Pool
 from diloco.run.driver import Driver
 from diloco.run.journal.recorder import Recorder
-from diloco.run.ports import Ports, StorePort, Work
+from diloco.run.ports import Ports, Work
 from diloco.run.tensor_jobs import TensorJobs
 from diloco.store.store import Store, checked_values
 from diloco.syncer.journal import Journal
@@ -179,9 +179,6 @@ class HostedDriver:
         deadlines: of silent learners.
         journal: observes the run.
         recorder: journals the driver's events; None: they are not kept.
-        writes: the store port; None: `store`.
-        boot: as `Driver`; None: a new one.
-        is_begun: serve the store's newest epoch; otherwise begin the next one.
 
     Attributes:
         jobs: the run's tensor jobs.
@@ -203,9 +200,6 @@ class HostedDriver:
         pool: Pool | None = None,
         budget: Budget | None = None,
         recorder: Recorder[Slot] | None = None,
-        writes: StorePort[GlobalFragment, Tensor] | None = None,
-        boot: int | None = None,
-        is_begun: bool = False,
     ) -> None:
         self.method = method
         self._changed = threading.Condition(threading.RLock())
@@ -215,19 +209,18 @@ class HostedDriver:
         self.jobs = TensorJobs(method, in_place=True)
         self._threads = JobThreads(self._event, self._failed)
         self._ticker = Ticker(lambda late_s: self._event(lambda: self._driver.tick(late_s)))
-        ports = Ports(self._ticker, spool, self.jobs, writes or store, self._threads, journal)
+        ports = Ports(self._ticker, spool, self.jobs, store, self._threads, journal)
         if recorder is not None:
             ports = recorder.around(ports)
         saved = store.load()
         with checked_values(store.path):
-            begun = saved if saved is None or is_begun else saved.begun()
             self._driver = SyncerDriver(
-                run, method, ports, boot=boot or secrets.randbits(63) + 1, deadlines=deadlines, saved=begun, pool=pool,
-                budget=budget,
+                run, method, ports, boot=secrets.randbits(63) + 1, deadlines=deadlines,
+                saved=None if saved is None else saved.begun(), pool=pool, budget=budget,
             )  # fmt: skip
         if recorder is not None:
             recorder.sync()
-        if saved is not None and not is_begun:  # only now: a start that fails begins no epoch
+        if saved is not None:  # only now: a start that fails begins no epoch
             store.begin(saved)
         journal.set_aside(store.tidy(saved))
         self._ticker.start()

@@ -1,8 +1,7 @@
-"""A syncer: the driver behind a port, with its state directory, metrics, live page, backups and standby."""
+"""A syncer: the driver behind a port, with its state directory, metrics, live page and backups."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import threading
@@ -11,13 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import grpc
 
 from diloco import events
 from diloco.core.method import Method
-from diloco.errors import ConfigError, StandbyError, StoreError, UnreachableError
+from diloco.errors import ConfigError, UnreachableError
 from diloco.event_log import EventLog
 from diloco.exchange.wire.address import socket_path, split_address
 from diloco.exchange.wire.rpc import SERVER_OPTIONS
@@ -29,6 +28,7 @@ from diloco.run.journal.payloads import TensorPayloads
 from diloco.run.journal.recorder import Recorder
 from diloco.store.backup import BackupPlan, Backups
 from diloco.store.journal_files import JournalFiles, PayloadFiles
+from diloco.store.store import Store
 from diloco.syncer.door.audit import Audit
 from diloco.syncer.door.open_calls import CallDeadlines, CallGuard, OpenCalls, OpenTransfers
 from diloco.syncer.door.receiving import IncomingModel
@@ -43,11 +43,6 @@ from diloco.syncer.page.live_page import LivePage
 from diloco.syncer.ports import connections_for, port_refusal, raise_file_limit, why_unbound
 from diloco.syncer.progress import EVERY_S, ProgressLog
 from diloco.syncer.spool import Slot, Spool
-from diloco.syncer.standby.following import Following, StandbyCredentials
-from diloco.syncer.standby.leading import Leading
-from diloco.syncer.standby.pair_calls import PairCalls, StandingJournal
-from diloco.syncer.standby.pairing import TICK_S, Pairing, ReplicatedStore
-from diloco.syncer.standby.replica import Replica
 from diloco.syncer.wire_bytes import WireBytes
 
 log = logging.getLogger("diloco.syncer")
@@ -76,10 +71,6 @@ class Options:
         journal: keep a journal, from which `diloco replay` repeats all decisions.
         record_contributions: keep the payloads too, from which it repeats all merges.
         backup: the plan of snapshots; None: none are taken.
-        follow: the address of the run's other syncer, of which this one is the standby, or was before a takeover.
-        follow_with: the credentials for the other syncer.
-        durable: "both": a version is published once it is durable at the standby too, if there is one; "one": once it
-            is durable here.
     """
 
     address: str
@@ -96,13 +87,13 @@ class Options:
     journal: bool = True
     record_contributions: bool = False
     backup: BackupPlan | None = None
-    follow: str | None = None
-    follow_with: StandbyCredentials = field(default_factory=StandbyCredentials)
-    durable: Literal["both", "one"] = "both"
 
 
 class Syncer:
     """A running syncer; a context manager that stops it.
+
+    Attributes:
+        driver: the run's.
 
     Raises:
         ConfigError: an unsafe binding, an unreadable certificate. RunError: a port that is in use.
@@ -126,24 +117,22 @@ class Syncer:
         if options.pool is not None:
             options.pool.require(method.quorum.at_least)
         self.run = run
-        self._method, self._options = method, options
+        self._options = options
         self._started_at = time.time()
         self._metrics = SyncerMetrics(run)
+        self._metrics.standing_changed("serving")
         self._journal = JournalFiles(options.state_dir) if options.journal else None
-        self._hosting, self._hosted = threading.RLock(), None
         self._failure: BaseException | None = None
         with ExitStack() as refused:  # a failed start releases the directory
-            self._store = refused.enter_context(Replica(options.state_dir))
+            self._store = refused.enter_context(Store(options.state_dir))
             self._events = refused.enter_context(EventLog(options.state_dir / EVENTS, who="syncer"))
             backup = options.backup
             self._backups = None if backup is None else Backups(backup, options.state_dir, self._events)
             self._observer = Journal(self._events, self._metrics)
-            self.pairing = Pairing(
-                self._store, other=options.follow, waits_for_both=options.durable == "both",
-                silence_s=options.deadlines.lost_floor_s, observer=StandingJournal(self._events, self._metrics),
+            self.driver = HostedDriver(
+                run, method, self._store, Spool(options.state_dir, options.spool_bytes), deadlines=options.deadlines,
+                journal=self._observer, pool=options.pool, budget=options.budget, recorder=self._recorder(options),
             )  # fmt: skip
-            if self.pairing.standing == "alone":
-                self._hosted = self._new_driver(is_begun=False)
             refused.pop_all()
         num_connections = connections_for(raise_file_limit())
         self._server = grpc.server(
@@ -160,27 +149,13 @@ class Syncer:
         self.progress = ProgressLog(self._events, self._metrics, self._run_status, options.budget.tokens)
         self._deadlines = CallDeadlines(options.deadlines.lost_floor_s)
         self.transfers = OpenTransfers(lambda: self.driver, self._deadlines)
-        self._following = None
-        if options.follow is not None:
-            self._following = Following(
-                run,
-                self._store,
-                self.pairing,
-                options.follow_with,
-                end_driver=self._update_hosting,
-                failed=self._failed,
-            )
         self._incoming = IncomingModel()
-        pair = PairCalls(
-            self.pairing, Leading(self._store, self.pairing), self._following, lambda: self._hosted is not None
-        )
         guard = CallGuard(run, auth, self._calls, self._deadlines, audit, self._wire_bytes)
         service = Service(
-            run, method, lambda: self.driver, guard=guard, pair=pair, calls=self._calls, deadlines=self._deadlines,
-            transfers=self.transfers, incoming=self._incoming, audit=audit,
-            lost_floor_s=options.deadlines.lost_floor_s, resumed=self._observer.resumed,
+            run, method, lambda: self.driver, guard=guard, transfers=self.transfers, incoming=self._incoming,
+            audit=audit, lost_floor_s=options.deadlines.lost_floor_s, resumed=self._observer.resumed,
             status_extra=self._status_extra, reported=self.progress.record,
-            page_url=self._page_url,
+            page_url=self._page_url, promote=_serves_already,
         )  # fmt: skip
         self._server.add_generic_rpc_handlers((service.handlers(),))
         self.metrics_port = None if options.metrics_address is None else self._metrics.serve(options.metrics_address)
@@ -206,21 +181,6 @@ class Syncer:
                 learners=options.num_learners, budget_tokens=options.budget.tokens,
             )
         )  # fmt: skip
-        self._standing = threading.Thread(target=self._follow_standing, name="syncer-standing", daemon=True)
-        self._standing.start()
-        if self._following is not None:
-            self._following.start()
-
-    @property
-    def driver(self) -> HostedDriver:
-        """The run's driver.
-
-        Raises:
-            StandbyError: this syncer does not serve the run now.
-        """
-        if (hosted := self._hosted) is None or not self.pairing.succession.serves:
-            raise self.pairing.core.refusal()
-        return hosted
 
     def _page_url(self, caller: Caller) -> str:
         if self.page is None:
@@ -228,50 +188,8 @@ class Syncer:
         return self.page.url_for(caller)
 
     def versions(self) -> tuple[int, ...]:
-        """The newest durable version of each fragment."""
-        return self._store.versions()
-
-    def _new_driver(self, *, is_begun: bool) -> HostedDriver:
-        options = self._options
-        if self._journal is not None and self.pairing.core.had_position:
-            why = "another syncer may have served the run before this start"
-            self._journal.append(json.dumps({"e": "#gap", "t": time.monotonic(), "missing": 0, "why": why}))
-        return HostedDriver(
-            self.run, self._method, self._store, Spool(options.state_dir, options.spool_bytes),
-            deadlines=options.deadlines, journal=self._observer, pool=options.pool, budget=options.budget,
-            recorder=self._recorder(options), writes=ReplicatedStore(self._store, self.pairing),
-            boot=self.pairing.succession.boot, is_begun=is_begun,
-        )  # fmt: skip
-
-    def _update_hosting(self) -> None:
-        """Start or stop the driver, or begin its next epoch, as this syncer's standing requires."""
-        with self._hosting:
-            succession, hosted = self.pairing.succession, self._hosted
-            if not succession.serves:
-                self._hosted = None
-                if hosted is not None:
-                    hosted.stop()
-            elif hosted is None:
-                self._hosted = self._new_driver(is_begun=True)
-            else:
-                epoch = succession.epoch
-                if hosted.ask(lambda driver: driver.lineage.epoch) < epoch:
-                    hosted.ask(lambda driver: driver.begin_epoch(epoch))
-
-    def _follow_standing(self) -> None:
-        """Execute the pair's decisions on a thread, once there are two syncers."""
-        while not self._stopping.is_set():
-            if not self.pairing.engaged.wait(TICK_S) or self._stopping.wait(TICK_S):
-                continue
-            try:
-                self.pairing.tick()
-                self._update_hosting()
-            except StoreError as error:
-                log.error("the standing of this syncer waits for the disk: %s", error)
-            except BaseException as error:
-                log.critical("the standing of this syncer failed", exc_info=error)
-                self._failed(error)
-                return
+        """The published version of each fragment."""
+        return self.driver.ask(lambda driver: driver.state.versions)
 
     def _failed(self, error: BaseException) -> None:
         """Keep the first error of a thread, which `wait` raises."""
@@ -288,23 +206,15 @@ class Syncer:
         while not stop.wait(0.5):
             if self._failure is not None:
                 raise self._failure
-            if (hosted := self._hosted) is not None:
-                hosted.raise_failure()
+            self.driver.raise_failure()
 
     def close(self) -> None:
         """Finish merges in progress, notify the learners, and stop."""
         if self._stopping.is_set():
             return
         self._stopping.set()
-        self.pairing.core.hurry()
-        self._standing.join()
         self.progress.write()
-        hosted = self._hosted
-        if hosted is not None:
-            hosted.stop()
-        self.pairing.close()
-        if self._following is not None:
-            self._following.close()
+        self.driver.stop()
         self._server.stop(grace=1.0).wait()
         self._deadlines.close()
         self.transfers.close()
@@ -315,8 +225,8 @@ class Syncer:
             self._backups.close()
         self._append_traffic()
         self._observer.merges.say(is_last=True)
-        if hosted is not None and hosted.failure is None:
-            step, tokens = hosted.ask(lambda driver: (driver.state.step, driver.state.run_tokens))
+        if self.driver.failure is None:
+            step, tokens = self.driver.ask(lambda driver: (driver.state.step, driver.state.run_tokens))
             versions = self.versions()
             saved = f"versions {list(versions)}, step {step:,}, {tokens:,} tokens" if versions else "no model yet"
             log.info("stopped; saved in %s: %s", self._options.state_dir, saved)
@@ -337,10 +247,10 @@ class Syncer:
         self.close()
 
     def _run_status(self) -> dict[str, Any] | None:
-        """`Driver.status`; None: this syncer does not serve the run now."""
+        """`Driver.status`; None: the driver has failed."""
         try:
             return self.driver.ask(lambda driver: driver.status())
-        except (StandbyError, UnreachableError):
+        except UnreachableError:
             return None
 
     def _status_extra(self) -> dict[str, Any]:
@@ -373,6 +283,10 @@ class Syncer:
             self._events.append(
                 events.Traffic(learner=learner, sent_bytes=counts["sent"], received_bytes=counts["received"])
             )
+
+
+def _serves_already() -> tuple[int, tuple[int, ...]]:
+    raise ConfigError("this syncer already serves the run; promote the one that is to take over from it.")
 
 
 def _bind(server: grpc.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:

@@ -59,13 +59,6 @@ def command(
             "and changed in transit, and every host that reaches the port has all rights.",
         ),
     ] = False,
-    follow: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="Be the standby of the run's other syncer: replicate what it publishes, and take over if it fails.",
-        ),
-    ] = None,
     record_contributions: Annotated[
         bool,
         typer.Option("--record-contributions", help="Keep all contributions, so that `diloco replay` can merge again."),
@@ -81,7 +74,6 @@ def command(
     from diloco.protocol.steering import Pool
     from diloco.store.backup import BackupPlan
     from diloco.syncer.server import EVENTS, Options, Syncer
-    from diloco.syncer.standby.following import StandbyCredentials
     from diloco.tracking.feed import SyncerFeed, open_feed
     from diloco.tracking.trackers import require_packages
 
@@ -90,7 +82,7 @@ def command(
     config = load_config(run_file, overrides or ())
     given = {
         "address": address or None, "state_dir": state_dir, "metrics_port": metrics_port, "page": page,
-        "page_port": page_port, "keys": keys or None, "insecure": insecure or None, "follow": follow or None,
+        "page_port": page_port, "keys": keys or None, "insecure": insecure or None,
         "record_contributions": record_contributions or None,
     }  # fmt: skip
     table = config.syncer.model_copy(update={key: value for key, value in given.items() if value is not None})
@@ -110,9 +102,6 @@ def command(
         journal=table.journal or table.record_contributions,
         record_contributions=table.record_contributions,
         backup=None if table.backup is None else BackupPlan(table.backup, table.backup_every_s, table.backup_keep),
-        follow=table.follow,
-        follow_with=StandbyCredentials(own, table.insecure),
-        durable=table.durable,
         deadlines=Deadlines(**{field.name: getattr(table, field.name) for field in fields(Deadlines)}),
     )
     stop = threading.Event()
@@ -121,7 +110,8 @@ def command(
     tracked = SyncerFeed(options.state_dir / EVENTS, opened) if config.track.trackers else nullcontext()
     with tracked, ending_by_signals(stop.set, None), Syncer(config.run.name, method, options) as it:
         metrics = "" if it.metrics_port is None else f", metrics at http://127.0.0.1:{it.metrics_port}/metrics"
-        state = _state(it.pairing.standing, list(it.versions()), options.follow)
+        versions = list(it.versions())
+        state = f"at versions {versions}" if versions else "waiting for a learner that initialises it"
         log.info("syncer for run %r at %s (%s)%s", config.run.name, it.address, state, metrics)
         if it.page is not None:
             log.info("watch the run at %s", it.page.url)
@@ -139,15 +129,6 @@ def _page_address(table: SyncerTable) -> str | None:
 
     by_default = table.page is None and is_local(table.address) and not missing_packages()
     return f"127.0.0.1:{table.page_port}" if table.page or by_default else None
-
-
-def _state(standing: str, versions: list[int], other: str | None) -> str:
-    """The state of the syncer, for its first log message."""
-    if standing == "alone":
-        return f"at versions {versions}" if versions else "waiting for a learner that initialises it"
-    if standing == "following":
-        return f"following the one at {other}"
-    return f"at versions {versions}, waiting for its standby, or for most learners, to agree that it serves the run"
 
 
 def _share_arenas() -> None:
