@@ -24,7 +24,7 @@ errors propagate.
     ├── AuthError              missing, invalid or insufficient certificate
     ├── ExchangeError          the peer failed, or did not answer in time
     │   └── UnreachableError   the call failed in transit; the peer may be restarting
-    │       └── StandbyError   this syncer is a standby and does not serve the run now
+    │       └── StandbyError   this syncer does not serve the run now
     ├── StoreError             state could not be made durable or read back (a full disk, a damaged file)
     │   ├── MissingObjectError a store has no object of this name
     │   ├── DamagedObjectError an object of a store does not have the content that its name says
@@ -141,7 +141,7 @@ class UnreachableError(ExchangeError):
 
 
 class StandbyError(UnreachableError):
-    """This syncer is a standby and does not serve the run now; it may take over later."""
+    """This syncer does not serve the run now: it is a standby, or does not reach its store. It may serve it later."""
 
 
 class StoreError(DilocoError):
