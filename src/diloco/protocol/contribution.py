@@ -95,7 +95,8 @@ class Contribution:
 
 
 Decided = tuple[Contribution, str | None, int]
-"""A contribution, the reason for which it is rejected (None: it is merged), and the version at which that is decided."""
+"""A contribution, the reason for which it is rejected (None: it is merged), and the version with which that is decided.
+"""
 
 
 @dataclass(frozen=True)

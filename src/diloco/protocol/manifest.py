@@ -12,13 +12,15 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 from diloco.errors import DamagedObjectError, StoreError
-from diloco.escaping import MALFORMED
 
 FORMAT = 11
 """Of a store. Formats up to 10 were those of a database, before the first release."""
 
 MOST_BYTES = 64 << 10
 """Of a manifest."""
+
+_MALFORMED = ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError
+"""Errors that other JSON than a manifest's can raise."""
 
 KEPT_VERSIONS = 2
 """Versions of each fragment that a manifest names: the newest ones."""
@@ -136,7 +138,7 @@ class Manifest:
             manifest = cls(**{**plain, "fragments": fragments, "origin": origin})
             if found != FORMAT or not manifest._is_plausible:
                 raise ValueError("a field has an invalid value")
-        except MALFORMED as error:
+        except _MALFORMED as error:
             raise DamagedObjectError(
                 f"the manifest of {place} is damaged ({error!r}); `diloco syncer check {place}` says what can still be "
                 "served."

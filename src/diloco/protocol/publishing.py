@@ -131,7 +131,7 @@ class Change:
 
 @dataclass
 class _InFlight:
-    """A swap. `began_at`: when it was first sent; `retry_at`: when it is sent again; infinite: an answer is expected."""
+    """A swap. `began_at`: when it was first sent; `retry_at`: when it is sent again (infinite: it may be answered)."""
 
     manifest: Manifest
     token: str | None
