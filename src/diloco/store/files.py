@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -15,7 +16,7 @@ from torch import Tensor
 from diloco.core.global_fragment import GlobalFragment
 from diloco.core.layout import Digest
 from diloco.core.update import Update
-from diloco.errors import StoreError
+from diloco.errors import CorruptPayloadError, StoreError
 from diloco.escaping import MALFORMED
 from diloco.run.ports import Json
 from diloco.store.durable import (
@@ -37,6 +38,8 @@ _OUTER = "outer."
 _DESCRIBED = "diloco"
 
 _VERSION = re.compile(r"f(?P<fragment>\d+)-v(?P<version>\d+)-(?P<hash>[0-9a-f]+)\.safetensors")
+
+_STATIC = re.compile(rf"{STATIC}-[0-9a-f]+\.safetensors")
 
 _PUBLISHED = re.compile(r"f\d+-v(?!0+-)\d+-")
 """The beginning of the name of any version but version 0."""
@@ -153,7 +156,9 @@ class TensorFiles:
         Raises:
             OSError: the file cannot be read.
         """
-        path = self.directory / name
+        return self._recognised(self.directory / name, name)
+
+    def _recognised(self, path: Path, name: str) -> Recognised | None:
         match = _VERSION.fullmatch(name)
         if match is None or not path.is_file() or (found := read_tensors(path, _hasher_of)) is None:
             return None
@@ -168,6 +173,42 @@ class TensorFiles:
             return None
         num_elements = found.tensors["theta"].numel()
         return Recognised(name, found.sha256, described, path.stat().st_mtime, num_elements)
+
+    def receive(self, name: str, sha256: str, chunks: Iterable[bytes | memoryview]) -> str:
+        """Write a file of another store; returns the digest of its version, or "" for the frozen state.
+
+        Raises:
+            CorruptPayloadError: the content does not match `name` and `sha256`; no file is left. OSError: the disk
+                refuses.
+        """
+        if not (_VERSION.fullmatch(name) or is_static(name)):
+            raise CorruptPayloadError(f"{name[:80]!r} is not the name of a tensor file.")
+        temporary = self.directory / f"{TEMPORARY_PREFIX}{name}"
+        try:
+            with temporary.open("wb") as file:
+                for chunk in chunks:
+                    file.write(chunk)
+                self._at("received")
+                file.flush()
+                os.fsync(file.fileno())
+            published = self._digest_of_content(temporary, name, sha256)
+            temporary.replace(self.directory / name)
+        finally:
+            temporary.unlink(missing_ok=True)
+        sync_directory(self.directory)
+        return published
+
+    def _digest_of_content(self, path: Path, name: str, sha256: str) -> str:
+        published = ""
+        if name.startswith(STATIC):
+            is_right = file_sha256(path) == sha256 and name == f"{STATIC}-{sha256[:NAMED_DIGITS]}.safetensors"
+        else:
+            found = self._recognised(path, name)
+            is_right = found is not None and found.sha256 == sha256
+            published = "" if found is None else found.update.digest
+        if not is_right:
+            raise CorruptPayloadError(f"the content of {name[:80]!r} does not match its digest.")
+        return published
 
     def read_static(self, file: str, sha256: str) -> bytes:
         """Read the frozen parameters and buffers; raises as `read`."""
@@ -246,6 +287,11 @@ def _place_aside(state_dir: Path, path: Path) -> Path:
         number += 1
         target = directory / f"{path.name}.{number}"
     return target
+
+
+def is_static(name: str) -> bool:
+    """Whether this is the name of a file of frozen parameters and buffers."""
+    return _STATIC.fullmatch(name) is not None
 
 
 def version_of(name: str) -> tuple[int, int]:

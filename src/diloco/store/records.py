@@ -230,6 +230,13 @@ def newest_versions(db: sqlite3.Connection) -> list[StoredVersion]:
     return [_stored(row, _pairs(db, *row[:2])) for row in rows]
 
 
+def versions_after(db: sqlite3.Connection, fragment: int, version: int) -> list[StoredVersion]:
+    """The versions of a fragment after one of them, ascending."""
+    later = "WHERE fragment = ? AND version > ? ORDER BY version"
+    rows = db.execute(f"{_STORED} {later}", (fragment, version)).fetchall()
+    return [_stored(row, _pairs(db, *row[:2])) for row in rows]
+
+
 def _pairs(db: sqlite3.Connection, fragment: int, version: int) -> list[tuple[str, float]]:
     rows = "SELECT learner, weight FROM contributors WHERE fragment = ? AND version = ? ORDER BY position"
     return db.execute(rows, (fragment, version)).fetchall()

@@ -86,6 +86,9 @@ class Store:
     Any thread may call any method. Writers wait for each other; readers wait only for the short SQLite transaction, not
     for tensors being written. `at` is called with the name of each durable step, so that tests can stop there.
 
+    Attributes:
+        serial: grows with every durable change of the run.
+
     Raises:
         StoreError: the directory is in use, was written by a newer format, is damaged, or cannot be used.
     """
@@ -96,6 +99,7 @@ class Store:
             raise StoreError(f"{self.path} is a file; name a directory for the state.")
         self._files = TensorFiles(self.path, at)
         self._at = at
+        self.serial = 0
         self._writing = threading.Lock()  # one writer at a time, tensors included
         self._using = threading.Lock()  # one user of the SQLite connection at a time
         with self._mapped("opened"):
@@ -105,13 +109,17 @@ class Store:
             with self._mapped("opened"):
                 found, has_run = read_format(self.path)
                 if not has_run:
-                    self._files.require_no_run(is_new=found == 0)
+                    self._require_no_run(is_new=found == 0)
                 # Read-only at first: a start that is refused must neither merge nor truncate the write-ahead log.
                 self._db = connect_read_only(self.path) if has_run else connect(self.path)
                 self._may_write = not has_run
         except BaseException:
             self._lock.close()
             raise
+
+    def _require_no_run(self, *, is_new: bool) -> None:
+        """`TensorFiles.require_no_run`; a copy of another store overrides it."""
+        self._files.require_no_run(is_new=is_new)
 
     def close(self) -> None:
         """Release the directory. Nothing is lost by not calling it."""
@@ -326,6 +334,7 @@ class Store:
             self._open_to_write()
             with transaction(self._db):
                 yield self._db
+            self.serial += 1
 
     def _open_to_write(self) -> None:
         """Reopen the database for writing before its first write, and keep a copy of frames that SQLite would drop."""

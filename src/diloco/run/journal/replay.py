@@ -170,12 +170,13 @@ class Replay:
         self._is_whole = True
         self.driver = Driver(**arguments, ports=self._recorder.around(ports))
 
-    def finish(self, stored: Sequence[tuple[int, str]]) -> None:
+    def finish(self, stored: Sequence[tuple[int, str]], *, is_of_pair: bool = False) -> None:
         """Compare the end of the journal with the newest durable version of each fragment.
 
         Arguments:
             stored: (version, digest) of each, read before the journal: entries are durable before the versions that
                 they explain.
+            is_of_pair: the run has two syncers, and this one may have received versions of the other.
         """
         if self.driver is None or self.findings.difference is not None:
             return
@@ -184,11 +185,14 @@ class Replay:
         if len(ends) < len(stored) or any(
             new[0] > end[0] or (new[0] == end[0] and new != end) for end, new in zip(ends, stored, strict=False)
         ):
-            self._note(
+            said = (
                 f"the journal ends with {_versions([version for version, _ in ends])}, and the state directory has "
-                f"{_versions([version for version, _ in stored])}: its end is missing, or the syncer kept no journal "
-                "later"
+                f"{_versions([version for version, _ in stored])}"
             )
+            if is_of_pair:
+                self.findings.gaps.append(f"{said}: another syncer may have served the run since")
+            else:
+                self._note(f"{said}: its end is missing, or the syncer kept no journal later")
 
     def _write_pending(self) -> None:
         """Finish the write in progress, of which the journal may lack the end."""
