@@ -198,9 +198,7 @@ class Syncer:
         """
         options = self._options
         is_shared = is_url(options.place)
-        sharing = Sharing(
-            self.address, self._former, options.lease_s, is_standby, holds=is_standby and options.hold
-        )
+        sharing = Sharing(self.address, self._former, options.lease_s, is_standby, holds=is_standby and options.hold)
         hosted = HostedDriver(
             self.run, self._method, self._objects, Spool(options.state_dir, options.spool_bytes),
             deadlines=options.deadlines, journal=self._observer, sharing=sharing if is_shared else None,
