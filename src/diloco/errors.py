@@ -24,10 +24,10 @@ errors propagate.
     ├── AuthError              missing, invalid or insufficient certificate
     ├── ExchangeError          the peer failed, or did not answer in time
     │   └── UnreachableError   the call failed in transit; the peer may be restarting
-    │       └── StandbyError   this syncer is a standby and does not serve the run now
+    │       └── StandbyError   this syncer does not serve the run now
     ├── StoreError             state could not be made durable or read back (a full disk, a damaged file)
     │   ├── MissingObjectError a store has no object of this name
-    │   ├── DamagedObjectError an object of a store does not have the content that its name says
+    │   ├── DamagedObjectError an object of a store, or its manifest, is not what was written
     │   ├── SwapRefusedError   another manifest is in the store than the one to be replaced
     │   └── NoRoomError        no space now; the call may be repeated
     │       └── BusyError      an earlier connection occupies the space; the call may be repeated
@@ -141,7 +141,7 @@ class UnreachableError(ExchangeError):
 
 
 class StandbyError(UnreachableError):
-    """This syncer is a standby and does not serve the run now; it may take over later."""
+    """This syncer does not serve the run now: it is a standby, or does not reach its store. It may serve it later."""
 
 
 class StoreError(DilocoError):
@@ -153,7 +153,7 @@ class MissingObjectError(StoreError):
 
 
 class DamagedObjectError(StoreError):
-    """An object of a store does not have the content that its name says."""
+    """An object of a store, or its manifest, is not what was written."""
 
 
 class SwapRefusedError(StoreError):

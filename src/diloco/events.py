@@ -175,11 +175,10 @@ class Initialised(Event):
 
 
 class Admitted(Event):
-    """A caller was authorised to change the run: to join or initialise it, to follow it, to promote a syncer, or to
-    steer it."""
+    """A caller was authorised to change the run: to join or initialise it, to promote a syncer, or to steer it."""
 
     kind: Literal["admitted"] = "admitted"
-    call: str  # "Join", "Initialise", "Follow", "Promote" or "Steer"
+    call: str  # "Join", "Initialise", "Promote" or "Steer"
     learner: str
     name: str  # of the certificate; "anyone" if the syncer has no keys
     role: str

@@ -6,7 +6,6 @@ other objects of the run are tried, newest first: by the epoch and counter in th
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from diloco.core.update import Update
 from diloco.errors import ConfigError, DamagedObjectError, DilocoError, MissingObjectError, StoreError
 from diloco.escaping import MALFORMED
 from diloco.protocol.lineage import Epoch
-from diloco.protocol.manifest import FORMAT, KEPT_VERSIONS, Manifest, NamedVersion, epoch_of
+from diloco.protocol.manifest import KEPT_VERSIONS, Manifest, NamedVersion, epoch_of
 from diloco.protocol.rounds.base import Rules
 from diloco.protocol.syncer import SyncerCore
 from diloco.run.objects import Found, Objects
@@ -182,10 +181,7 @@ class _Inspection:
             return
         try:
             self.found.manifest = Manifest.from_bytes(self.found.read.data, self._objects.name)
-        except StoreError:
-            with suppress(*MALFORMED):
-                if json.loads(self.found.read.data)["format"] > FORMAT:  # it is whole, for a later version
-                    raise
+        except DamagedObjectError:
             self._problem(MANIFEST, "is damaged")
 
     def _look_at_frozen(self) -> None:

@@ -289,11 +289,8 @@ class HostedDriver:
 
     # --- events -------------------------------------------------------------------------------------------------------
 
-    def require(self, *, suspended_too: bool = False) -> None:
-        """Check that this process serves the run.
-
-        Arguments:
-            suspended_too: also where it is suspended.
+    def require(self) -> None:
+        """Check that this process serves the run, or is suspended.
 
         Raises:
             StandbyError: it does not now.
@@ -301,24 +298,24 @@ class HostedDriver:
         with self._changed:
             self._look_at_leases()
             standing, manifest = self._publisher.standing, self._publisher.manifest
-            if self._driver is not None and (standing == "serving" or (suspended_too and standing == "suspended")):
+            if self._driver is not None and self._publisher.is_serving:
                 return
             at = f" at {manifest.address}" if manifest is not None and manifest.address else ""
         said = {
             "waiting": f"a standby of the syncer{at}, which serves run {self.run!r}; call that one",
-            "claiming": f"about to serve run {self.run!r}; repeat the call",
-            "serving": f"about to serve run {self.run!r}; repeat the call",
-            "suspended": f"cut off from its store {self._objects.name}, and another one may serve run {self.run!r}; "
-            "call that one, or repeat the call",
             "fenced": f"fenced: the syncer{at} serves run {self.run!r}; call that one",
             "released": "about to stop; repeat the call, which the run's next syncer answers",
         }
-        raise StandbyError(f"this syncer is {said[standing]}.")
+        raise StandbyError(
+            f"this syncer is {said.get(standing, f'about to serve run {self.run!r}; repeat the call')}."
+        )
 
     @property
     def is_suspended(self) -> bool:
-        """Whether this process cannot know whether another one serves the run."""
-        return self._publisher.standing == "suspended"
+        """Whether this process does not know whether another one serves the run."""
+        with self._changed:
+            self._look_at_leases()
+            return self._publisher.standing == "suspended"
 
     @property
     def standing(self) -> Standing:

@@ -55,8 +55,7 @@ EVENTS = "events.jsonl"
 """The event log in the state directory."""
 
 BOOT = "boot"
-"""In the state directory, which one process has locked: the boot of its last claim. A manifest with this boot is that of
-a process that has ended."""
+"""In the state directory, which one process has locked: the boot of its last claim, that of a process that has ended."""
 
 TRAFFIC_EVERY_S = 2.0
 
@@ -228,11 +227,10 @@ class Syncer:
         self._incoming = IncomingModel()
         guard = CallGuard(self.run, auth, self._calls, self._deadlines, audit, self._wire_bytes)
         service = Service(
-            self.run, self._method, self._host, guard=guard, calls=self._calls, deadlines=self._deadlines,
-            transfers=self.transfers, incoming=self._incoming, audit=audit,
-            lost_floor_s=options.deadlines.lost_floor_s, resumed=self._observer.resumed,
-            status_extra=self._status_extra, reported=self.progress.record, promote=self.promote,
-            page_url=self._page_url,
+            self.run, self._method, lambda: self.driver, guard=guard, transfers=self.transfers,
+            incoming=self._incoming, audit=audit, lost_floor_s=options.deadlines.lost_floor_s,
+            resumed=self._observer.resumed, status_extra=self._status_extra, reported=self.progress.record,
+            page_url=self._page_url, promote=self.promote, is_suspended=lambda: self._hosted.is_suspended,
         )  # fmt: skip
         self._server.add_generic_rpc_handlers((service.handlers(),))
         self.metrics_port = None if options.metrics_address is None else self._metrics.serve(options.metrics_address)
@@ -251,17 +249,13 @@ class Syncer:
 
     @property
     def driver(self) -> HostedDriver:
-        """The run's driver.
+        """The run's driver, also while this syncer is suspended.
 
         Raises:
             StandbyError: this syncer does not serve the run now.
         """
-        return self._host()
-
-    def _host(self, *, suspended_too: bool = False) -> HostedDriver:
-        """As `driver`. `suspended_too`: also where this syncer is suspended."""
         hosted = self._hosted
-        hosted.require(suspended_too=suspended_too)
+        hosted.require()
         return hosted
 
     @property
@@ -379,7 +373,7 @@ class Syncer:
     def _run_status(self) -> dict[str, Any] | None:
         """`Driver.status`; None: this syncer does not serve the run now."""
         try:
-            return self._host(suspended_too=True).ask(lambda driver: driver.status())
+            return self.driver.ask(lambda driver: driver.status())
         except (StandbyError, UnreachableError):
             return None
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import threading
 import zlib
-from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
 
 import grpc
 import torch
@@ -50,17 +50,11 @@ from diloco.syncer.door.messages import (
     standing_message,
     verdict_message,
 )
-from diloco.syncer.door.open_calls import CallDeadlines, CallGuard, OpenCalls, OpenTransfers
+from diloco.syncer.door.open_calls import CallGuard, OpenTransfers
 from diloco.syncer.door.receiving import IncomingModel, resumed_at
 from diloco.syncer.hosting import HostedDriver, SyncerDriver
 from diloco.syncer.keys.certificates import Caller
 from diloco.syncer.spool import Slot
-
-
-class HostCall(Protocol):
-    """Gives the driver."""
-
-    def __call__(self, *, suspended_too: bool = False) -> HostedDriver: ...
 
 
 class Service:
@@ -68,10 +62,8 @@ class Service:
 
     Arguments:
         run, method: its id and method.
-        host: gives the driver; raises StandbyError while this syncer does not serve the run, or, unless
-            `suspended_too`, is suspended.
+        host: gives the driver, also while the syncer is suspended; raises StandbyError while it does not serve the run.
         guard: wraps the handlers.
-        calls, deadlines: as in `CallGuard`.
         transfers: the open transfers of learners.
         incoming: keeps the received part of the run's initial model.
         audit: records admissions.
@@ -79,19 +71,18 @@ class Service:
         resumed: called with the learner, the kind and the bytes that a resumed transfer did not repeat.
         status_extra: more values for `Status`.
         reported: called with each accepted heartbeat and Leave.
-        promote: claims the run by an operator's order; returns the epoch and the versions.
         page_url: gives a caller a link to the live page.
+        promote: lets this syncer serve the run by an admin's order; returns the epoch and the versions that it serves.
+        is_suspended: whether the syncer does not reach its store: then it answers Heartbeat, Watch and Status only.
     """
 
     def __init__(
         self,
         run: str,
         method: Method,
-        host: HostCall,
+        host: Callable[[], HostedDriver],
         *,
         guard: CallGuard,
-        calls: OpenCalls,
-        deadlines: CallDeadlines,
         transfers: OpenTransfers,
         incoming: IncomingModel,
         audit: Audit,
@@ -99,16 +90,19 @@ class Service:
         resumed: Callable[[str, str, int], None],
         status_extra: Callable[[], dict[str, Any]],
         reported: Callable[[Claim, Report], None],
-        promote: Callable[[], tuple[int, Sequence[int]]],
         page_url: Callable[[Caller], str],
+        promote: Callable[[], tuple[int, tuple[int, ...]]],
+        is_suspended: Callable[[], bool],
     ) -> None:
-        self._run, self._method, self._host, self._promote = run, method, host, promote
+        self._run, self._method, self._host = run, method, host
         self._guard, self._admit = guard, guard.admit
-        self._calls, self._deadlines, self._audit = calls, deadlines, audit
-        self._transfers, self._lost_floor_s, self._resumed = transfers, lost_floor_s, resumed
+        self._audit, self._transfers, self._lost_floor_s, self._resumed = audit, transfers, lost_floor_s, resumed
         self._status_extra, self._reported, self._page_url = status_extra, reported, page_url
+        self._promote, self._is_suspended = promote, is_suspended
         self._probing = threading.Lock()
-        self._initialising = Initialising(host, transfers=transfers, audit=audit, incoming=incoming, resumed=resumed)
+        self._initialising = Initialising(
+            lambda: self._driver, transfers=transfers, audit=audit, incoming=incoming, resumed=resumed
+        )
 
     def handlers(self) -> Admission:
         """The argument of `grpc.Server.add_generic_rpc_handlers`."""
@@ -134,6 +128,12 @@ class Service:
 
     @property
     def _driver(self) -> HostedDriver:
+        """The driver. Raises StandbyError: this syncer does not serve the run, or does not reach its store."""
+        if self._is_suspended():
+            raise StandbyError(
+                "this syncer does not reach its store now, so that it can make nothing durable; repeat the call, which "
+                "it or the run's next syncer answers."
+            )
         return self._host()
 
     # --- control ------------------------------------------------------------------------------------------------------
@@ -174,16 +174,15 @@ class Service:
     ) -> pb.HeartbeatReply:
         self._admit(context, caller, request, "learner")
         claim, report = claim_of(request), report_of(request)
-        hosted = self._host(suspended_too=True)
 
         def reply(driver: SyncerDriver) -> pb.HeartbeatReply:
             standing = driver.heartbeat(claim, report)
             lineage = lineage_message(driver.lineage)
             return pb.HeartbeatReply(
-                lineage=lineage, standing=standing_message(standing), is_suspended=hosted.is_suspended
+                lineage=lineage, standing=standing_message(standing), is_suspended=self._is_suspended()
             )
 
-        answer = hosted.ask(reply)
+        answer = self._host().ask(reply)
         self._reported(claim, report)
         return answer
 
@@ -210,9 +209,9 @@ class Service:
     def status(self, caller: Caller, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.StatusReply:
         self._admit(context, caller, request, "viewer")
         try:
-            status = self._host(suspended_too=True).ask(lambda driver: driver.status())
+            status = self._host().ask(lambda driver: driver.status())
         except StandbyError:
-            status = _idle_status(self._run, self._method)
+            status = idle_status(self._run, self._method)
         return pb.StatusReply(status=json.dumps({**status, **self._status_extra()}))
 
     def promote(self, caller: Caller, request: pb.PromoteRequest, context: grpc.ServicerContext) -> pb.PromoteReply:
@@ -244,8 +243,7 @@ class Service:
         self, caller: Caller, request: pb.WatchRequest, _: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[pb.Notice]:
         self._admit(context, caller, request, "learner")
-        claim = claim_of(request)
-        hosted = self._host(suspended_too=True)
+        claim, hosted = claim_of(request), self._host()
         stream = WatchStream(hosted.ask(lambda driver: driver.lineage))
         hosted.ask(lambda driver: driver.connected(claim, stream))
         if not context.add_callback(stream.end):  # the connection has ended already
@@ -267,22 +265,22 @@ class Service:
         self, caller: Caller, header: pb.PushHeader, stream: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[pb.PushReply]:
         self._admit(context, caller, header, "learner", "contributions")
-        contribution = contribution_of(header)
+        contribution, hosted = contribution_of(header), self._driver
         what = "Push", header.fragment, header.number, header.start, header.stop
         with self._transfers.open(header.learner, header.incarnation, what, context):
-            push = yield from self._receive(contribution, header, stream)
+            push = yield from self._receive(hosted, contribution, header, stream)
         start, stop = push.room
         whole = pb.Received(num_bytes=stop - start, all=True)
-        waiting = self._driver.until_done(lambda driver, done: driver.complete_push(push, done))
+        waiting = hosted.until_done(lambda driver, done: driver.complete_push(push, done))
         yield from (pb.PushReply(received=whole) for _ in waiting)
         yield pb.PushReply()
 
     def _receive(
-        self, contribution: Contribution, header: pb.PushHeader, stream: Iterator[bytes]
+        self, hosted: HostedDriver, contribution: Contribution, header: pb.PushHeader, stream: Iterator[bytes]
     ) -> Generator[pb.PushReply, None, Upload[Slot]]:
         """Receive the payload of a contribution, without the part that is kept."""
         span = (header.start, header.stop) if header.stop else None
-        push = self._driver.ask(
+        push = hosted.ask(
             lambda driver: driver.begin_push(
                 contribution, header.num_bytes, boot=header.boot, span=span, process=header.process
             )
@@ -313,7 +311,7 @@ class Service:
         finally:
             if not is_complete:
                 received = filled
-                self._driver.ask(lambda driver: driver.cut_push(push, no_room, received=received))
+                hosted.ask(lambda driver: driver.cut_push(push, no_room, received=received))
         return push
 
     def pull(
@@ -388,6 +386,15 @@ class Service:
             self._probing.release()
 
 
+def idle_status(run: str, method: Method) -> dict[str, Any]:
+    """The status of a syncer that does not serve the run, as `Driver.status`."""
+    return {
+        "run": run, "run_id": "", "epoch": 0, "method": method.to_dict(), "initialised": False, "cut": "", "step": 0,
+        "tokens": 0, "initial_tokens": 0, "spooled_bytes": 0, "waits_for": None, "steering": None, "learners": {},
+        "fragments": [], "newest_merge": None, "data": None, "experts": None,
+    }  # fmt: skip
+
+
 def _segments(request: pb.PullRequest, num_elements: int) -> Segments:
     """The requested segments of a fragment."""
     num_segments = num_segments_of(num_elements)
@@ -400,12 +407,3 @@ def _segments(request: pb.PullRequest, num_elements: int) -> Segments:
             "use the run's layout."
         )
     return asked
-
-
-def _idle_status(run: str, method: Method) -> dict[str, Any]:
-    """The driver's part of the status of a syncer that does not serve the run."""
-    return {
-        "run": run, "run_id": "", "epoch": 0, "method": method.to_dict(), "initialised": False, "cut": "", "step": 0,
-        "tokens": 0, "initial_tokens": 0, "spooled_bytes": 0, "waits_for": None, "steering": None, "learners": {},
-        "fragments": [], "newest_merge": None, "data": None, "experts": None,
-    }  # fmt: skip
