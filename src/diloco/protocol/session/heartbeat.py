@@ -22,7 +22,7 @@ ANSWER_FLOOR_S, ANSWER_CAP_S = 1.2, 30.0
 heartbeats it is well within the syncer's deadline for a broken connection (`Deadlines.reconnect_floor_s`), which may be
 broken at the syncer's end only. On a link with slow answers the timeout grows, and a failure is noticed later."""
 
-ANSWER_OF_SEVERAL_CAP_S = 4.0
+ANSWER_OF_SEVERAL_CAP_S = 3.0
 """The same cap for a run with several syncers. A learner asks them in turn, and one of them may have taken over and
 count the learner as lost after `Deadlines.lost_floor_s`."""
 
