@@ -26,6 +26,7 @@ errors propagate.
     │       └── StandbyError   this syncer is a standby and does not serve the run now
     ├── StoreError             state could not be made durable or read back (a full disk, a damaged file)
     │   ├── MissingObjectError a store has no object of this name
+    │   ├── DamagedObjectError an object of a store, or its manifest, is not what was written
     │   ├── SwapRefusedError   another manifest is in the store than the one to be replaced
     │   └── NoRoomError        no space now; the call may be repeated
     │       └── BusyError      an earlier connection occupies the space; the call may be repeated
@@ -144,6 +145,10 @@ class StoreError(DilocoError):
 
 class MissingObjectError(StoreError):
     """A store has no object of this name."""
+
+
+class DamagedObjectError(StoreError):
+    """An object of a store, or its manifest, is not what was written."""
 
 
 class SwapRefusedError(StoreError):

@@ -381,20 +381,20 @@ class StandingChanged(Event):
     why: str
 
 
-class BackedUp(Event):
-    """A snapshot of the run was written and read back."""
+class Copied(Event):
+    """The run was copied to another store."""
 
-    kind: Literal["backed_up"] = "backed_up"
+    kind: Literal["copied"] = "copied"
     place: str
-    snapshot: str
     versions: tuple[int, ...]
+    num_bytes: int  # that the place lacked
     seconds: float
 
 
-class BackupRefused(Event):
-    """No snapshot could be taken. The run continues, and the backup is retried."""
+class CopyRefused(Event):
+    """The run could not be copied. It continues, and the copy is made at its next time."""
 
-    kind: Literal["backup_refused"] = "backup_refused"
+    kind: Literal["copy_refused"] = "copy_refused"
     place: str
     error: str
 

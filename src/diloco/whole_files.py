@@ -46,6 +46,15 @@ def whole_file(path: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
+def sync_directory(directory: Path) -> None:
+    """Make renames and new names in a directory durable."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def hidden_name(what: str) -> str:
     """A hidden name for a file of this process that is incomplete or being removed."""
     return f".{what}.{socket.gethostname()}.{os.getpid()}"

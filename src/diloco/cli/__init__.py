@@ -39,6 +39,7 @@ COMMANDS = {
     "page": "Ask a live run's syncer for a single-use link to its page.",
     "report": "Report on a run, finished or live, real or simulated: presence of learners, merges, losses, bytes.",
     "replay": "Repeat all decisions of a syncer from its journal, and all merges, and compare every digest.",
+    "copy": "Copy a run, served or not, to another store: each object verified, in one consistent state.",
     "export": "Write the global model: a directory that transformers can load, or one safetensors file (--raw).",
     "evaluate": "Evaluate exports: held-out loss and task scores, with confidence intervals and paired differences.",
     "keys": "Make and manage the keys of a run: certificates, as directories and as lines.",

@@ -7,7 +7,7 @@ import typer
 
 from diloco.cli._options import Json, Keys, Overrides, RunFile, with_keys
 from diloco.cli._output import print_result
-from diloco.errors import ConfigError, NotInitialisedError, StoreError, UnreachableError, translated
+from diloco.errors import ConfigError, StoreError, UnreachableError, translated
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,7 +22,9 @@ def command(
         bool, typer.Option("--raw", help="Write one safetensors file, under the names of the loop's state dict.")
     ] = False,
     address: Annotated[str | None, typer.Option(help="host:port of the syncer, instead of syncer.address.")] = None,
-    state_dir: Annotated[Path | None, typer.Option(help="Read the state directory of a stopped syncer.")] = None,
+    store: Annotated[
+        str | None, typer.Option(help="Read the run's store: a state directory, or the URL of a bucket.")
+    ] = None,
     checkpoint: Annotated[Path | None, typer.Option(help="Read this checkpoint directory of a learner.")] = None,
     keys: Keys = None,
     overrides: Overrides = None,
@@ -33,8 +35,8 @@ def command(
     from diloco.config import load_config
 
     config = load_config(run_file, with_keys(overrides, keys))
-    if sum(source is not None for source in (address, state_dir, checkpoint)) > 1:
-        raise ConfigError("--address, --state-dir and --checkpoint exclude each other; choose one")
+    if sum(source is not None for source in (address, store, checkpoint)) > 1:
+        raise ConfigError("--address, --store and --checkpoint exclude each other; choose one")
     if raw and out.is_dir():
         raise ConfigError(f"--raw writes one file, and {out} is a directory; name the file, as {out}/model.safetensors")
     if raw and out.exists() and not force:
@@ -46,8 +48,8 @@ def command(
         from diloco.training.pretrained import checkpoint_state
 
         state = checkpoint_state(checkpoint, config.run.name)
-    elif state_dir is not None:
-        state = _stored(state_dir, config)
+    elif store is not None:
+        state = _stored(store, config)
     else:
         state = _fetched(address or config.syncer.address, config)
     if raw:
@@ -87,23 +89,19 @@ def _fetched(address: str, config: "RunConfig") -> "dict[str, Tensor]":
     try:
         return fetch_model(address, run=config.run.name, keys=syncer.keys, insecure=syncer.insecure)
     except UnreachableError as error:
-        raise UnreachableError(f"{error} Without a running syncer, export from its files: --state-dir DIR.") from error
+        raise UnreachableError(f"{error} Without a running syncer, export from its store: --store STORE.") from error
 
 
-def _stored(state_dir: Path, config: "RunConfig") -> "dict[str, Tensor]":
-    """Read the model from the state directory of a stopped syncer."""
+def _stored(store: str, config: "RunConfig") -> "dict[str, Tensor]":
+    """Read the model from the store of a run, served or not."""
     from safetensors.torch import load
 
     from diloco.core.layout import Layout, named_tensors
-    from diloco.store.store import Store
+    from diloco.store.format import read_newest
+    from diloco.store.objects import open_store
 
-    if not (state_dir / "store.sqlite").exists():
-        raise ConfigError(f"{state_dir} is not the state directory of a syncer; check --state-dir")
-    with Store(state_dir) as store:
-        saved = store.load()
-    if saved is None:
-        raise NotInitialisedError(f"the run in {state_dir} has no model yet; start a learner that initialises it.")
+    saved = read_newest(open_store(store))
     if saved.run != config.run.name:
-        raise ConfigError(f"{state_dir} holds the run {saved.run}, not {config.run.name}; check --state-dir")
+        raise ConfigError(f"{store} holds the run {saved.run}, not {config.run.name}; check --store")
     layout = Layout.from_dict(saved.layout.to_dict())
     return named_tensors(layout, [saved.fragments[f.index].theta for f in layout.fragments]) | load(saved.static)

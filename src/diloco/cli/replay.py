@@ -31,11 +31,12 @@ def command(
     from diloco.run.journal.payloads import ReadPayloads, tensor_formats
     from diloco.run.journal.replay import Replay
     from diloco.store.journal_reader import JournalReader
-    from diloco.store.records import durable_versions
+    from diloco.store.objects import open_store
+    from diloco.store.reading import newest_digests
     from diloco.syncer.standby.replica import FILE
 
     state_dir = _state_dir(run)
-    stored = durable_versions(state_dir)  # before the journal, to which a syncer may write
+    stored = newest_digests(open_store(state_dir))  # before the journal, to which a syncer may write
     reader = JournalReader(state_dir)
     replay = Replay(tensor_formats(ReadPayloads(reader.payload)), fragment=fragment)
     span_s = _replay(reader, replay, until)

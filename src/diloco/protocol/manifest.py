@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
-from diloco.errors import StoreError
+from diloco.errors import DamagedObjectError, StoreError
 
 FORMAT = 11
 """Of a store. Formats up to 10 were those of a database, before the first release."""
@@ -95,14 +96,14 @@ class Manifest:
         return replace(self, fragments=fragments)
 
     def to_bytes(self) -> bytes:
-        """As JSON.
+        """As JSON, with a hash of all fields.
 
         Raises:
             StoreError: the run has too many fragments to be named in one manifest.
         """
         plain = {**asdict(self), "format": FORMAT}
         plain["fragments"] = [[[it.version, it.held, it.update] for it in versions] for versions in self.fragments]
-        data = json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()
+        data = _text({**plain, "sha256": _hash_of(plain)})
         if len(data) > MOST_BYTES:
             raise StoreError(
                 f"the versions of {len(self.fragments)} fragments do not fit in a manifest of {MOST_BYTES} bytes; cut "
@@ -118,10 +119,12 @@ class Manifest:
             place: of the store, for the error.
 
         Raises:
-            StoreError: it is damaged, or of another format.
+            DamagedObjectError: it is damaged. StoreError: it has a later format.
         """
         try:
             plain = json.loads(data)
+            if plain.pop("sha256") != _hash_of(plain):
+                raise ValueError("its hash is another one")
             found = plain.pop("format")
             if type(found) is int and found > FORMAT:
                 raise StoreError(
@@ -136,7 +139,7 @@ class Manifest:
             if found != FORMAT or not manifest._is_plausible:
                 raise ValueError("a field has an invalid value")
         except _MALFORMED as error:
-            raise StoreError(
+            raise DamagedObjectError(
                 f"the manifest of {place} is damaged ({error!r}); `diloco syncer check {place}` says what can still be "
                 "served."
             ) from error
@@ -153,6 +156,14 @@ class Manifest:
             and len(set(has_model)) == 1
             and all(versions and _descends(versions) for versions in self.fragments)
         )
+
+
+def _text(plain: Mapping[str, Any]) -> bytes:
+    return json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _hash_of(plain: Mapping[str, Any]) -> str:
+    return hashlib.sha256(_text(plain)).hexdigest()
 
 
 def _descends(versions: tuple[NamedVersion, ...]) -> bool:

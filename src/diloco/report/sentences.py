@@ -41,10 +41,10 @@ def sentence(event: ev.Event) -> tuple[Tone, str] | None:
             return "plain", f"{learner} evaluated the global model: held-out loss {loss:.4f}"
         case ev.StandingChanged(standing=standing, why=why):
             return "plain", f"this syncer is {standing}: {why}"
-        case ev.BackedUp(place=place, snapshot=snapshot):
-            return "plain", f"the snapshot {snapshot} was written to {place}"
-        case ev.BackupRefused(place=place, error=error):
-            return "bad", f"no snapshot could be written to {place}: {error}"
+        case ev.Copied(place=place, versions=versions):
+            return "plain", f"versions {list(versions)} were copied to {place}"
+        case ev.CopyRefused(place=place, error=error):
+            return "bad", f"the run could not be copied to {place}: {error}"
         case ev.Gap(missing=missing):
             return "bad", f"{missing:,} events could not be written"
         case ev.Finished(who="syncer", reason=reason):

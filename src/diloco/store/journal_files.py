@@ -27,7 +27,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from diloco.store.durable import TEMPORARY_PREFIX, sync_directory
+from diloco.store.directory import TEMPORARY_PREFIX
+from diloco.whole_files import sync_directory
 
 log = logging.getLogger("diloco.syncer")
 

@@ -1,133 +1,95 @@
-"""Repair a damaged state directory so that a syncer can serve it: each fragment goes back to its newest intact version.
+"""Repair of a damaged store so that a syncer can serve it: each fragment goes back to its newest whole version.
 
-Nothing is deleted: damaged files move to `set-aside/`. An intact database is changed in one transaction; a damaged one
-is replaced by a new one, made from `run.json` and the version files. All learners join again.
+Nothing is deleted: the manifest is replaced by one that names whole objects only. In a directory, what is not whole
+moves to `set-aside/`. All learners join again.
 """
 
 from __future__ import annotations
 
-import json
-import shutil
-import sqlite3
 import time
-from collections.abc import Iterable
-from contextlib import closing
-from pathlib import Path
+from dataclasses import replace
 
 from diloco.errors import StoreError
 from diloco.protocol.lineage import Epoch
+from diloco.protocol.manifest import Manifest
 from diloco.protocol.records import rolled_back
-from diloco.store.durable import ignore_point, lock_directory, sync_directory
-from diloco.store.files import TensorFiles, set_aside
-from diloco.store.inspection import NO_STATIC, DirectoryState, inspect, inspected
-from diloco.store.records import (
-    DATABASE,
-    INDEX,
-    LOG,
-    connect,
-    insert_run,
-    put_epoch,
-    put_version,
-    transaction,
-    write_description,
-)
+from diloco.run.objects import Objects
+from diloco.store.directory import MANIFEST, OBJECTS, Directory
+from diloco.store.format import TensorFormat
+from diloco.store.inspection import StoreState, check
 
-_NEW = ".tmp-repair"
+LEASE_S = 10.0
+"""A bucket whose manifest does not change for so long is not served; as `syncer.lease_s`."""
 
 
-def repair(path: Path) -> tuple[DirectoryState, list[Path]]:
-    """Repair a state directory. Returns its state before the repair, and the files that were set aside (none if the
-    directory was intact).
+def repair(objects: Objects, *, lease_s: float = LEASE_S) -> tuple[StoreState, tuple[str, ...]]:
+    """Repair a store, a directory under its lock. Returns its state before, and the files that were set aside.
 
     Raises:
-        StoreError: a syncer runs on it; too little of the run is left, and nothing was changed; or the disk refused,
-            and the repair can be repeated.
+        ConfigError: as `check`. StoreError: a syncer serves it; too little of the run is left, and nothing was changed;
+            or the place refused, and the repair can be repeated.
     """
+    found = check(objects)
+    if not found.problems:
+        return found, ()
+    require_repairable(found)
+    require_unserved(objects, lease_s)
+    token, aside = None if found.read is None else found.read.token, tuple[str, ...]()
+    if isinstance(objects, Directory) and found.manifest is None:
+        token, aside = None, objects.set_aside([MANIFEST])
+    objects.swap(_mended(objects, found).to_bytes(), token)
+    if isinstance(objects, Directory):
+        unknown = (each.name for each in (*found.problems, *found.notes) if each.name != MANIFEST)
+        aside += objects.set_aside([f"{OBJECTS}/{name}" for name in unknown])
+    return found, aside
+
+
+def _mended(objects: Objects, found: StoreState) -> Manifest:
+    """The manifest after the repair; the record that it names is put."""
+    fragments = tuple(each.whole for each in found.fragments)
+    before = found.manifest
+    if found.starts and before is not None:  # earlier versions or updates are not whole
+        return replace(before, serial=before.serial + 1, fragments=fragments)
+    assert found.frozen is not None
+    versions = tuple(each[0].version for each in fragments)
+    epoch = fresh_epoch(found.newest_epoch)
+    record = None if found.record is None else rolled_back(found.record, versions)
+    blob = TensorFormat().record(record, found.epochs or (Epoch(epoch, versions),))
+    objects.put(name := f"{epoch}/1-{blob.hash}", blob.parts)
+    return Manifest(
+        found.frozen.run, found.frozen.run_id, epoch, serial=1 if before is None else before.serial + 1,
+        frozen=found.frozen_name, record=name, fragments=fragments,
+    )  # fmt: skip
+
+
+def require_repairable(found: StoreState) -> None:
+    """Raise StoreError if too little is whole to continue the run."""
+    if found.can_be_repaired:
+        return
+    missing = "no object with the layout and the frozen parameters is whole"
+    if found.frozen is not None:
+        lost = ", ".join(str(each.fragment) for each in found.fragments if not each.whole)
+        missing = f"no version of fragment {lost} is whole"
+    raise StoreError(f"{found.place} cannot be repaired ({missing}); `diloco copy` brings a copy of the run back.")
+
+
+def require_unserved(objects: Objects, lease_s: float = LEASE_S) -> None:
+    """Raise StoreError if a syncer serves a bucket: its manifest changes within a lease. A directory is locked."""
+    found = objects.manifest()
+    if isinstance(objects, Directory) or found is None:
+        return
     try:
-        found = inspect(path)
-        if found.starts:
-            return found, []
-        _require_repairable(found)  # before the lock, which creates a file
-        with closing(lock_directory(path)):
-            found = inspected(path)  # a syncer may have run on it in between
-            if found.starts:
-                return found, []
-            _require_repairable(found)
-            aside = _make_database(found)
-            aside += [set_aside(path, path / file) for file in _damaged(found) if (path / file).exists()]
-            if not found.has_static:
-                TensorFiles(path, ignore_point).write_static(NO_STATIC)
-            assert found.row is not None
-            write_description(path, found.row)
-            return found, aside
-    except (OSError, sqlite3.DatabaseError) as error:
-        raise StoreError(
-            f"{path} could not be repaired ({error}); free disk space or repair the disk first."
-        ) from error
+        if Manifest.from_bytes(found.data, objects.name).boot == 0:
+            return
+    except StoreError:  # it is damaged
+        pass
+    until = time.monotonic() + lease_s
+    while (left_s := until - time.monotonic()) > 0:
+        time.sleep(min(left_s, 1.0))
+        if objects.manifest() != found:
+            raise StoreError(f"a syncer serves the run in {objects.name}; stop it first.")
 
 
-def _require_repairable(found: DirectoryState) -> None:
-    if not found.can_be_repaired:
-        raise StoreError(
-            f"{found.path} cannot be repaired ({_missing(found)}); `diloco syncer restore` restores a backup."
-        )
-
-
-def _missing(found: DirectoryState) -> str:
-    if found.row is None:
-        return "neither the database nor run.json identifies the run"
-    if not found.has_static and not found.can_make_static:
-        return f"tensors/{found.row['static_file']} is not whole, and there is no other copy of it"
-    lost = [str(each.fragment) for each in found.fragments if each.chosen is None]
-    return f"no version of fragment {', '.join(lost)} is whole"
-
-
-def _damaged(found: DirectoryState) -> list[str]:
-    """The damaged tensor files, by their path in the directory."""
-    return [each.file for each in found.problems if each.file.startswith("tensors/")]
-
-
-def _make_database(found: DirectoryState) -> list[Path]:
-    """Record the chosen versions in the database, a new one if the old one is damaged. Returns the files set aside."""
-    if found.has_database:
-        with closing(connect(found.path)) as db, transaction(db):
-            _choose(db, found)
-        return []
-    new = found.path / _NEW
-    shutil.rmtree(new, ignore_errors=True)  # left by an interrupted repair
-    new.mkdir()
-    with closing(connect(new)) as db, transaction(db):
-        assert found.row is not None
-        insert_run(db, found.row)
-        put_epoch(db, fresh_epoch(each.serves or 0 for each in found.fragments), time.time())
-        _choose(db, found)
-    old = [found.path / name for name in (LOG, INDEX, DATABASE)]
-    aside = [set_aside(found.path, each) for each in old if each.exists()]
-    (new / DATABASE).rename(found.path / DATABASE)
-    sync_directory(found.path)
-    new.rmdir()
-    return aside
-
-
-def _choose(db: sqlite3.Connection, found: DirectoryState) -> None:
-    for fragment in found.fragments:
-        assert fragment.chosen is not None
-        version, index = fragment.chosen.update.version, fragment.fragment
-        named = {row[0] for row in db.execute("SELECT file FROM versions WHERE fragment = ?", (index,))}
-        first = version if fragment.chosen.file not in named else version + 1
-        for table in ("contributors", "versions"):
-            db.execute(f"DELETE FROM {table} WHERE fragment = ? AND version >= ?", (index, first))  # noqa: S608
-        present = {row[0] for row in db.execute("SELECT version FROM versions WHERE fragment = ?", (index,))}
-        for each in (*fragment.earlier, fragment.chosen):
-            if each.update.version not in present:
-                put_version(db, each.update, each.file, each.sha256, each.tokens, each.published_at)
-                present.add(each.update.version)
-    versions = [each.serves or 0 for each in found.fragments]
-    record = None if found.record is None else json.dumps(rolled_back(found.record, versions))
-    db.execute("UPDATE run SET record = ?", (record,))
-
-
-def fresh_epoch(versions: Iterable[int]) -> Epoch:
-    """An epoch that begins at these versions when the last epoch's number is unknown: Unix time exceeds every earlier
-    number."""
-    return Epoch(int(time.time()), tuple(versions))
+def fresh_epoch(newest: int) -> int:
+    """An epoch that is later than `newest` and, as Unix time, than all that learners may have seen."""
+    return max(newest + 1, int(time.time()))

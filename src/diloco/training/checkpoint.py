@@ -31,8 +31,7 @@ from torch import Tensor
 
 from diloco.errors import CheckpointError, StoreError, first_line, translated
 from diloco.escaping import MALFORMED
-from diloco.store.durable import sync_directory
-from diloco.whole_files import hidden_name, remove_leftovers
+from diloco.whole_files import hidden_name, remove_leftovers, sync_directory
 
 log = logging.getLogger("diloco")
 

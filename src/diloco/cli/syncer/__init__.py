@@ -11,7 +11,7 @@ from diloco.errors import ConfigError
 
 
 class _CommandWithSubcommands(TyperGroup):
-    """A command (the callback) that also has subcommands: `diloco syncer RUN_FILE`, `diloco syncer check DIR`.
+    """A command (the callback) that also has subcommands: `diloco syncer RUN_FILE`, `diloco syncer check STORE`.
 
     If the first argument names a subcommand, the subcommand runs; otherwise all arguments are the command's own.
     """
@@ -25,7 +25,7 @@ class _CommandWithSubcommands(TyperGroup):
         if not args or args[0] not in self.commands:
             if unexpected := super(TyperGroup, self).parse_args(ctx, args):  # a group keeps them for a subcommand
                 raise ConfigError(
-                    f"unexpected argument {unexpected[0]!r}; subcommands come first: diloco syncer check DIR"
+                    f"unexpected argument {unexpected[0]!r}; subcommands come first: diloco syncer check STORE"
                 )
             return []
         ctx._protected_args, ctx.args = args[:1], args[1:]
@@ -46,6 +46,5 @@ class _CommandWithSubcommands(TyperGroup):
 
 app = typer.Typer(cls=_CommandWithSubcommands, add_completion=False, pretty_exceptions_enable=False)
 app.callback()(serve.command)
-for _command in (state.check, state.backup, state.restore):
-    app.command()(_command)
+app.command()(state.check)
 app.command("promote")(promote.command)

@@ -1,6 +1,5 @@
-"""`diloco syncer check`, `backup` and `restore`: commands on state directories."""
+"""`diloco syncer check`: verify and repair the store of a run."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,45 +9,48 @@ from diloco.cli._output import print_result
 from diloco.errors import StoreError
 
 if TYPE_CHECKING:
-    from diloco.store.inspection import DirectoryState, Problem
+    from diloco.store.inspection import Problem, StoreState
 
 
 def check(
-    state_dir: Annotated[Path, typer.Argument(help="The state directory of a stopped syncer.")],
-    repair: Annotated[bool, typer.Option("--repair", help="Go back to each fragment's newest intact version.")] = False,
+    store: Annotated[str, typer.Argument(metavar="STORE", help="A state directory, or the URL of a bucket.")],
+    repair: Annotated[bool, typer.Option("--repair", help="Go back to each fragment's newest whole version.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Verify every digest of a state directory, and list lost and usable versions.
+    """Verify every object that a store's manifest names, and list lost and usable versions. Changes nothing.
 
-    Exit code 0: a syncer can serve the newest versions; 1: it cannot, or a syncer is running there. --repair deletes
-    nothing: it moves damaged files to the subdirectory set-aside.
+    Exit code 0: a syncer can serve the newest versions; 1: it cannot. --repair needs a stopped syncer. It deletes
+    nothing: in a directory, what is not whole moves to the subdirectory set-aside.
     """
-    from diloco.store.inspection import inspect
-    from diloco.store.repair import repair as repair_directory
+    from diloco.store.inspection import check as inspect
+    from diloco.store.objects import open_store, opened
+    from diloco.store.repair import repair as repair_store
+    from diloco.store.repair import require_repairable
 
-    aside, mended = list[Path](), list["Problem"]()
-    if not repair:
-        found = inspect(state_dir)
-    else:
-        found, aside = repair_directory(state_dir)
-        if not found.starts:
-            mended, found = found.problems, inspect(state_dir)
-    repaired = [f"repaired: {each.file}: {each.what}" for each in mended]
+    found, aside, mended = inspect(open_store(store)), tuple[str, ...](), list["Problem"]()
+    if repair and found.problems:
+        require_repairable(found)  # before the lock, which creates a file
+        with opened(store, lock=True) as objects:
+            before, aside = repair_store(objects)
+        mended, found = before.problems, inspect(open_store(store))
+    repaired = [f"repaired: {each.name}: {each.what}" for each in mended]
     text = "\n".join([*_lines(found), *repaired, *(f"set aside: {each}" for each in aside)])
-    print_result(as_json, {**found.to_dict(), "set_aside": [str(each) for each in aside]}, text)
+    print_result(as_json, {**found.to_dict(), "set_aside": list(aside)}, text)
     if not found.starts:
-        advice = "`diloco syncer restore` makes it anew from a backup"
+        advice = "`diloco copy` brings a copy of the run back"
         if found.can_be_repaired:
             targets = (f"version {each.serves} of fragment {each.fragment}" for each in found.fragments)
             advice = f"--repair goes back to {', '.join(targets)}"
-        raise StoreError(f"no syncer can start on {state_dir} as it is; {advice}.")
+        raise StoreError(f"no syncer can start on {store} as it is; {advice}.")
 
 
-def _lines(found: "DirectoryState") -> list[str]:
-    lines = [f"run: {'not known' if found.row is None else found.row['run']}"]
+def _lines(found: "StoreState") -> list[str]:
+    lines = [f"run: {'not known' if found.run is None else found.run}"]
+    if found.manifest is not None and not found.manifest.fragments:
+        return [*lines, "no model yet"]
     parts = {
-        "database": found.has_database,
-        "frozen parameters and buffers": found.has_static,
+        "manifest": found.manifest is not None,
+        "layout and frozen parameters": found.frozen is not None,
         "members and ledgers": found.has_record,
     }
     lines += [f"{name}: {'whole' if is_whole else 'not whole'}" for name, is_whole in parts.items()]
@@ -57,36 +59,4 @@ def _lines(found: "DirectoryState") -> list[str]:
         lost = ", ".join(map(str, each.lost))
         tokens = f" ({each.lost_tokens} tokens)" if each.lost_tokens else ""
         lines.append(f"fragment {each.fragment}: {serves}" + (f"; lost: {lost}{tokens}" if lost else ""))
-    return lines + [f"{each.file}: {each.what}" for each in (*found.problems, *found.notes)]
-
-
-def backup(
-    state_dir: Annotated[Path, typer.Argument(help="The state directory of a syncer, running or not.")],
-    place: Annotated[str, typer.Argument(help="A directory, or an fsspec URL such as s3://bucket/run.")],
-    keep: Annotated[int, typer.Option(min=1, help="Snapshots to keep there, this one included.")] = 3,
-    as_json: Json = False,
-) -> None:
-    """Take a snapshot of a run: one record with its versions, verified and read back."""
-    from diloco.store.backup import back_up
-    from diloco.store.targets import open_target
-
-    snapshot = back_up(state_dir, open_target(place), keep)
-    versions = [each.update.version for each in snapshot.versions]
-    text = f"{place} has the snapshot {snapshot.name}: versions {versions} of run {snapshot.row['run']!r}"
-    print_result(as_json, {"place": place, "snapshot": snapshot.name, "versions": versions}, text)
-
-
-def restore(
-    place: Annotated[str, typer.Argument(help="A place with snapshots, of `diloco syncer backup` or syncer.backup.")],
-    state_dir: Annotated[Path, typer.Argument(help="The state directory to make; it must be absent or empty.")],
-    snapshot: Annotated[str | None, typer.Option(help="The name of a snapshot; default: the newest.")] = None,
-    as_json: Json = False,
-) -> None:
-    """Make a state directory from a snapshot. Learners continue with it, also those with newer versions."""
-    from diloco.store.backup import restore as restore_snapshot
-    from diloco.store.targets import open_target
-
-    restored = restore_snapshot(open_target(place), state_dir, snapshot)
-    versions = [each.update.version for each in restored.versions]
-    text = f"{state_dir} is the snapshot {restored.name}: versions {versions} of run {restored.row['run']!r}"
-    print_result(as_json, {"state_dir": str(state_dir), "snapshot": restored.name, "versions": versions}, text)
+    return lines + [f"{each.name} {each.what}" for each in (*found.problems, *found.notes)]

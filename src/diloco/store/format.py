@@ -1,0 +1,85 @@
+"""What the objects of a run hold.
+
+version   `theta`, `residual`, `outer.<name>` of one version of one fragment; its update, run id and trained tokens
+update    `payload`, as sent over the wire; its update and run id
+frozen    `static`, a safetensors file of what training does not change; run, run id, method, layout, source, …
+record    JSON: `SyncerCore.saved`, and the epochs of the run; its hash is SHA-256 of its bytes
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from diloco.core.global_fragment import GlobalFragment
+from diloco.core.update import Update
+from diloco.errors import StoreError
+from diloco.protocol.lineage import Epoch
+from diloco.protocol.manifest import Manifest
+from diloco.run.objects import Blob, Objects
+from diloco.run.ports import InitialModel, Json, RunMethod, SavedRun
+from diloco.store.blobs import new_blob
+from diloco.store.objects import read_manifest, repeated
+from diloco.store.reading import OUTER, READERS, ObjectReader, advice
+
+
+class TensorFormat:
+    """`run.objects.ObjectFormat` of a run with tensors. Blobs are views of the tensors' memory, without copies."""
+
+    def version(self, run_id: str, held: GlobalFragment, update: Update, tokens: int) -> Blob:
+        """As `ObjectFormat.version`."""
+        tensors = {"theta": held.theta, **{OUTER + name: value for name, value in held.outer_state.items()}}
+        if held.residual is not None:
+            tensors["residual"] = held.residual
+        described = {"run_id": run_id, "update": update.as_dict(), "tokens": tokens}
+        return new_blob(tensors, described, {"theta": held.digest})
+
+    def update(self, run_id: str, update: Update, payload: Tensor) -> Blob | None:
+        """As `ObjectFormat.update`."""
+        if update.lossless:
+            return None
+        return new_blob({"payload": payload}, {"run_id": run_id, "update": update.as_dict()}, {})
+
+    def frozen(self, run: str, method: RunMethod, model: InitialModel[GlobalFragment]) -> Blob:
+        """As `ObjectFormat.frozen`."""
+        described = {
+            "run": run, "run_id": model.run_id, "method": method.to_dict(), "layout": model.layout.to_dict(),
+            "source": model.source, "step": model.step, "tokens": model.tokens,
+        }  # fmt: skip
+        static = torch.frombuffer(bytearray(model.static), dtype=torch.uint8) if model.static else torch.empty(0).byte()
+        return new_blob({"static": static}, described, {})
+
+    def record(self, record: Json | None, epochs: Sequence[Epoch]) -> Blob:
+        """As `ObjectFormat.record`."""
+        plain = {"record": record, "epochs": [[each.number, list(each.versions)] for each in epochs]}
+        data = json.dumps(plain, separators=(",", ":")).encode()
+        return Blob(hashlib.sha256(data).hexdigest(), (data,))
+
+    def read(self, objects: Objects, manifest: Manifest) -> SavedRun[GlobalFragment]:
+        """As `ObjectFormat.read`, at the newest versions. No older version takes the place of one that is not whole."""
+        assert manifest.frozen is not None
+        assert manifest.record is not None
+        with ObjectReader(objects) as reader, ThreadPoolExecutor(READERS) as readers:
+            frozen = reader.frozen(manifest.frozen)
+            if (frozen.run_id, len(frozen.layout.fragments)) != (manifest.run_id, len(manifest.fragments)):
+                raise StoreError(f"the manifest of {objects.name} names objects of two runs; {advice(objects.name)}")
+            record, epochs = reader.record(manifest.record)
+            named = [versions[0] for versions in manifest.fragments]
+            read = partial(reader.version, frozen=frozen)
+            versions = list(readers.map(read, named, range(len(named))))
+        return SavedRun(
+            frozen.run, frozen.method, frozen.layout, tuple(held for held, _ in versions),
+            tuple(update.contributors for _, update in versions), frozen.static, frozen.source, frozen.step,
+            frozen.tokens, frozen.run_id, epochs, record,
+        )  # fmt: skip
+
+
+def read_newest(objects: Objects) -> SavedRun[GlobalFragment]:
+    """The run in a store, which a syncer may serve meanwhile. Raises as `read_manifest` and `TensorFormat.read`."""
+    return repeated(lambda: TensorFormat().read(objects, read_manifest(objects)))

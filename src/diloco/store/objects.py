@@ -1,0 +1,74 @@
+"""The store of a run by its place: a directory, or the URL of a bucket."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TypeVar
+
+from diloco.errors import ConfigError, MissingObjectError, NotInitialisedError
+from diloco.protocol.manifest import Manifest
+from diloco.run.objects import Objects
+from diloco.store.directory import Directory
+
+T = TypeVar("T")
+
+_TRIES = 10
+
+
+def open_store(place: str | os.PathLike[str], *, lock: bool = False) -> Objects:
+    """Open a store.
+
+    Arguments:
+        place: a path, or a URL such as "s3://bucket/run" (extra `bucket`).
+        lock: make the directory if there is none, and lock it for this process; otherwise it can only be read, also
+            while another process has locked it, and is not changed. A bucket has no lock.
+
+    Raises:
+        ConfigError: the URL is of no bucket, or its package is not installed. StoreError: as `Directory`.
+    """
+    if not is_url(place):
+        return Directory(place, lock=lock)
+    from diloco.store.bucket import Bucket
+
+    return Bucket(str(place))
+
+
+@contextmanager
+def opened(place: str | os.PathLike[str], *, lock: bool = False) -> Iterator[Objects]:
+    """As `open_store`, and release the directory at the end."""
+    objects = open_store(place, lock=lock)
+    try:
+        yield objects
+    finally:
+        if isinstance(objects, Directory):
+            objects.close()
+
+
+def is_url(place: str | os.PathLike[str]) -> bool:
+    """Whether this is the place of a bucket, and not of a directory."""
+    return "://" in str(place)
+
+
+def read_manifest(objects: Objects) -> Manifest:
+    """The manifest of a run that has a model.
+
+    Raises:
+        ConfigError: there is none. NotInitialisedError: the run has no model yet. StoreError: it is damaged, or of
+            another format.
+    """
+    if (found := objects.manifest()) is None:
+        raise ConfigError(f"there is no run in {objects.name}; check the path or URL.")
+    manifest = Manifest.from_bytes(found.data, objects.name)
+    if not manifest.fragments:
+        raise NotInitialisedError(f"the run in {objects.name} has no model yet; start a learner that initialises it.")
+    return manifest
+
+
+def repeated(read: Callable[[], T]) -> T:
+    """Read a store; again where an object was superseded, and deleted, before it was read."""
+    for _ in range(_TRIES - 1):
+        with suppress(MissingObjectError):
+            return read()
+    return read()

@@ -1,0 +1,242 @@
+"""Reads the objects of a run. Nothing in a store is trusted: every byte is hashed, and no memory is reserved for a size
+that the object does not have.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Self
+
+from torch import Tensor
+
+from diloco.core.global_fragment import GlobalFragment
+from diloco.core.layout import Layout
+from diloco.core.memory import new_vector
+from diloco.core.method import Method
+from diloco.core.update import Update
+from diloco.errors import (
+    ConfigError,
+    DamagedObjectError,
+    LayoutError,
+    MissingObjectError,
+    NotInitialisedError,
+    StoreError,
+)
+from diloco.escaping import MALFORMED
+from diloco.exchange.wire.tensors import bytes_of
+from diloco.protocol.lineage import Epoch
+from diloco.protocol.manifest import NamedVersion
+from diloco.run.objects import Blob, Objects
+from diloco.store.blobs import ObjectHead, TensorEntry, hash_of, hasher_of
+from diloco.store.objects import read_manifest, repeated
+
+OUTER = "outer."
+"""Prefix of the outer state's tensors."""
+
+READERS = 4
+"""Fragments that a start reads and hashes in parallel, each by `READERS_OF_AN_OBJECT` threads."""
+READERS_OF_AN_OBJECT = 2
+
+PIECE_BYTES = 4 << 20
+"""Of a request for a part of a tensor; it fits the processor's cache. A multiple of any element size."""
+PIECES_AHEAD = 4
+
+HEAD_BYTES = 64 << 10
+"""Of the first request for an object."""
+MOST_HEADER_BYTES = 64 << 20
+MOST_RECORD_BYTES = 1 << 30
+
+REQUESTS = 16
+"""At once."""
+
+
+def advice(place: str) -> str:
+    """What to do about a damaged store: the end of an error message."""
+    return f"`diloco syncer check {place}` says what can still be served."
+
+
+@dataclass(frozen=True)
+class ReadObject:
+    """A whole object.
+
+    Attributes:
+        digests: the hash of each tensor.
+    """
+
+    name: str
+    head: ObjectHead
+    tensors: Mapping[str, Tensor]
+    digests: Mapping[str, str]
+
+    @property
+    def blob(self) -> Blob:
+        """Its content."""
+        parts = (bytes_of(self.tensors[name]) for name in self.head.entries)
+        return Blob(self.name.rpartition("-")[2], (self.head.data, *parts))
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """What training does not change: as in `SavedRun`."""
+
+    run: str
+    run_id: str
+    method: Method
+    layout: Layout
+    source: str
+    step: int
+    tokens: int
+    static: bytes
+
+
+class ObjectReader:
+    """Reads objects of a store; a context manager. Any thread may call any method.
+
+    All methods take the name of an object, and its role for errors (`holds`: "fragment 1, version 3"). They raise
+    MissingObjectError or DamagedObjectError, or StoreError where the place does not answer.
+    """
+
+    def __init__(self, objects: Objects) -> None:
+        self.objects = objects
+        self._requests = ThreadPoolExecutor(REQUESTS)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._requests.shutdown(cancel_futures=True)
+
+    def head(self, name: str, holds: str) -> ObjectHead:
+        """The beginning of a safetensors file, not verified."""
+        with self._checked(name, holds):
+            data = bytes(self.objects.get(name, 0, HEAD_BYTES))
+            num_bytes = 8 + int.from_bytes(data[:8], "little")
+            if len(data) < 8 or num_bytes > MOST_HEADER_BYTES:
+                raise ValueError("it has no header")
+            if num_bytes > len(data):
+                data += bytes(self.objects.get(name, len(data), num_bytes))
+            return ObjectHead.from_bytes(data[:num_bytes])
+
+    def read(self, name: str, head: ObjectHead, holds: str) -> ReadObject:
+        """A whole safetensors file, with tensors in memory of their own."""
+        with self._checked(name, holds), ThreadPoolExecutor(READERS_OF_AN_OBJECT) as readers:
+            last = head.num_bytes - 1
+            if len(self.objects.get(name, last, last + 2)) != 1:  # before memory is reserved
+                raise ValueError(f"it has not the {last + 1} bytes of its header")
+            found = list(readers.map(partial(self._tensor, name, head), head.entries))
+            digests = {key: digest for key, (_, digest) in zip(head.entries, found, strict=True)}
+            if hash_of(head.data, digests.values()) != name.rpartition("-")[2]:
+                raise ValueError("its content is not the one in its name")
+        tensors = {key: tensor for key, (tensor, _) in zip(head.entries, found, strict=True)}
+        return ReadObject(name, head, tensors, digests)
+
+    def _tensor(self, name: str, head: ObjectHead, key: str) -> tuple[Tensor, str]:
+        entry, hasher = head.entries[key], hasher_of(key)
+        tensor = new_vector((entry.last - entry.first) // entry.dtype.itemsize, entry.dtype)
+        pieces = self._pieces(name, len(head.data), entry)
+        for part in tensor.split(PIECE_BYTES // entry.dtype.itemsize) if tensor.numel() else ():
+            view, data = bytes_of(part), next(pieces).result()
+            if len(data) != len(view):
+                raise ValueError("it is too short")
+            view[:] = data
+            hasher.update(part)
+        return tensor.view(entry.shape), hasher.hex()
+
+    def _pieces(self, name: str, begin: int, entry: TensorEntry) -> Iterator[Future[bytes | memoryview]]:
+        """The bytes of a tensor in order; several requests are under way."""
+        waiting = deque[Future[bytes | memoryview]]()
+        for first in range(entry.first, entry.last, PIECE_BYTES):
+            last = min(first + PIECE_BYTES, entry.last)
+            waiting.append(self._requests.submit(self.objects.get, name, begin + first, begin + last))
+            if len(waiting) == PIECES_AHEAD:
+                yield waiting.popleft()
+        yield from waiting
+
+    # --- by what they hold --------------------------------------------------------------------------------------------
+
+    def frozen(self, name: str) -> Frozen:
+        """What training does not change."""
+        holds = "the layout and the frozen parameters"
+        found = self.read(name, self.head(name, holds), holds)
+        with self._checked(name, holds):
+            plain = dict(found.head.described)
+            plain |= {"method": Method.from_dict(plain["method"]), "layout": Layout.from_dict(plain["layout"])}
+            numbers, texts = [plain[key] for key in ("step", "tokens")], [plain[key] for key in ("run", "source")]
+            if not all(type(each) is int and each >= 0 for each in numbers) or not all(type(it) is str for it in texts):
+                raise TypeError("a value has another type")
+            return Frozen(**plain, static=bytes(bytes_of(found.tensors["static"])))
+
+    def version(self, named: NamedVersion, fragment: int, frozen: Frozen) -> tuple[GlobalFragment, Update]:
+        """A version of a fragment, and the update that led to it."""
+        holds = f"fragment {fragment}, version {named.version}"
+        head = self.head(named.held, holds)
+        with self._checked(named.held, holds):
+            update, num_elements = Update.from_dict(head.described["update"]), frozen.layout.fragments[fragment].numel
+            found = (head.described["run_id"], update.fragment, update.version, head.entries["theta"].shape)
+            if found != (frozen.run_id, fragment, named.version, (num_elements,)):
+                raise ValueError("it is another object")
+        it = self.read(named.held, head, holds)
+        with self._checked(named.held, holds):
+            if it.digests["theta"] != update.digest:
+                raise ValueError("its digest is not the published one")
+        outer = {key.removeprefix(OUTER): value for key, value in it.tensors.items() if key.startswith(OUTER)}
+        theta, residual = it.tensors["theta"], it.tensors.get("residual")
+        return GlobalFragment(fragment, named.version, theta, outer, residual, update.digest), update
+
+    def update(self, name: str, fragment: int, version: int) -> tuple[Update, Tensor]:
+        """An encoded update and its payload, uint8."""
+        holds = f"the update of fragment {fragment} to version {version}"
+        head = self.head(name, holds)
+        with self._checked(name, holds):
+            update = Update.from_dict(head.described["update"])
+            if (update.fragment, update.version) != (fragment, version) or set(head.entries) != {"payload"}:
+                raise ValueError("it is another object")
+        return update, self.read(name, head, holds).tensors["payload"]
+
+    def record(self, name: str) -> tuple[dict[str, Any] | None, tuple[Epoch, ...]]:
+        """The record of a run, and its epochs."""
+        with self._checked(name, "the record of members and tokens"):
+            data = self.objects.get(name, 0, MOST_RECORD_BYTES)
+            if hashlib.sha256(data).hexdigest() != name.rpartition("-")[2]:
+                raise ValueError("its content is not the one in its name")
+            plain = json.loads(bytes(data))
+            epochs = tuple(Epoch(int(number), tuple(map(int, versions))) for number, versions in plain["epochs"])
+            return plain["record"], epochs
+
+    @contextmanager
+    def _checked(self, name: str, holds: str) -> Iterator[None]:
+        what = f"object {name} of {self.objects.name} ({holds})"
+        try:
+            yield
+        except MissingObjectError as error:
+            raise MissingObjectError(f"{what} is missing; {advice(self.objects.name)}") from error
+        except (LayoutError, *MALFORMED) as error:
+            why = str(error) if type(error) is ValueError else repr(error)
+            raise DamagedObjectError(f"{what} is damaged ({why}); {advice(self.objects.name)}") from error
+
+
+def newest_digests(objects: Objects) -> list[tuple[int, str]] | None:
+    """Version and digest of each fragment's newest version, not verified, of a run that may be served; empty: there is
+    no model; None: they cannot be read."""
+
+    def read() -> list[tuple[int, str]]:
+        with ObjectReader(objects) as reader:
+            newest = [versions[0] for versions in read_manifest(objects).fragments]
+            heads = [reader.head(each.held, f"version {each.version}") for each in newest]
+        return [
+            (each.version, str(head.described["update"]["digest"])) for each, head in zip(newest, heads, strict=True)
+        ]
+
+    try:
+        return repeated(read)
+    except (ConfigError, NotInitialisedError):
+        return []
+    except (StoreError, *MALFORMED):
+        return None
