@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -204,7 +205,8 @@ def test_a_plain_start_on_a_store_that_is_served_is_refused() -> None:
     second.wait(LEASE_S / 2)
     assert isinstance(second.error, StoreError)
     assert str(second.error) == (
-        "the store is served by another syncer at syncer-1, in epoch 1; stop that one, or start this one with --standby."
+        "the store is served by another syncer at syncer-1, in epoch 1; stop that one, or start this one with "
+        "--standby."
     )
     assert (second.swaps, second.standing, second.publisher.wake_at) == ([], "fenced", math.inf)
     assert manifest_of(place).boot == 1
@@ -438,7 +440,7 @@ def test_swaps_keep_their_distance_also_after_one_that_was_repeated() -> None:
                 it.now = it.publisher.wake_at
                 it.do(it.publisher.tick(it.now))
     assert len(sent_s) == 5
-    assert min(after - before for before, after in zip(sent_s, sent_s[1:], strict=False)) >= 1.0
+    assert min(after - before for before, after in pairwise(sent_s)) >= 1.0
 
 
 def test_a_swap_whose_fate_is_unknown_is_repeated_with_the_same_bytes_and_condition() -> None:

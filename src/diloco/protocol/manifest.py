@@ -138,7 +138,7 @@ class Manifest:
                 for versions in plain["fragments"]
             )
             epoch, serial = plain["origin"] or (0, 0)
-            origin = plain["origin"] and (int(epoch), int(serial))
+            origin = (int(epoch), int(serial)) if plain["origin"] else None
             manifest = cls(**{**plain, "fragments": fragments, "origin": origin})
             if found != FORMAT or not manifest._is_plausible:
                 raise ValueError("a field has an invalid value")
