@@ -70,7 +70,7 @@ def refused(it: Raw, kind: type[errors.DilocoError], words: str) -> None:
 
 
 def audit(syncer: Syncer, kind: type[events.Event]) -> list[Any]:
-    return [it for it in read_events(syncer._store.path / "events.jsonl") if isinstance(it, kind)]
+    return [it for it in read_events(syncer._options.state_dir / "events.jsonl") if isinstance(it, kind)]
 
 
 # --- let in
@@ -444,7 +444,7 @@ def test_a_syncer_opens_no_port_to_strangers_unless_it_is_told(
 
 
 @pytest.mark.parametrize(("arguments", "code", "words"), [
-    (["more"], 2, "unexpected argument 'more'; subcommands come first: diloco syncer check DIR"),
+    (["more"], 2, "unexpected argument 'more'; subcommands come first: diloco syncer check STORE"),
     (["--no-page", "check", "state"], 2, "unexpected argument 'check'"),
     (["--page-port", "70000"], 2, "less than or equal to"), (["--metrics-port", "-1"], 2, "greater than or equal to"),
     (["--address", "unix:/none/s"], 2, "cannot be served at unix:/none/s (there is no directory /none); choose"),
