@@ -33,7 +33,7 @@ from diloco.escaping import MALFORMED
 from diloco.exchange.wire.tensors import bytes_of
 from diloco.protocol.lineage import Epoch
 from diloco.protocol.manifest import NamedVersion
-from diloco.run.objects import Blob, Objects
+from diloco.run.objects import Blob, Readable
 from diloco.store.blobs import ObjectHead, TensorEntry, hash_of, hasher_of
 from diloco.store.objects import read_manifest, repeated
 
@@ -103,7 +103,7 @@ class ObjectReader:
     MissingObjectError or DamagedObjectError, or StoreError where the place does not answer.
     """
 
-    def __init__(self, objects: Objects) -> None:
+    def __init__(self, objects: Readable) -> None:
         self.objects = objects
         self._requests = ThreadPoolExecutor(REQUESTS)
 
@@ -222,7 +222,7 @@ class ObjectReader:
             raise DamagedObjectError(f"{what} is damaged ({why}); {advice(self.objects.name)}") from error
 
 
-def newest_digests(objects: Objects) -> list[tuple[int, str]] | None:
+def newest_digests(objects: Readable) -> list[tuple[int, str]] | None:
     """Version and digest of each fragment's newest version, not verified, of a run that may be served; empty: there is
     no model; None: they cannot be read."""
 
