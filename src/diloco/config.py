@@ -235,11 +235,13 @@ class SyncerTable(Table):
     spool_bytes: int = Field(default=1 << 30, ge=0)  # memory for contributions; beyond it they are spooled to disk
     journal: bool = True  # record the events with which `diloco replay` repeats all decisions
     record_contributions: bool = False  # also record every contribution, to repeat all merges
-    backup: str | None = Field(default=None, min_length=1)  # a directory or an fsspec URL for snapshots of the run
-    backup_every_s: float = Field(default=3600.0, gt=0)
-    backup_keep: int = Field(default=3, ge=1)  # number of snapshots
-    follow: str | None = Field(default=None, min_length=1)  # for a standby: the address of the run's other syncer
-    durable: Literal["both", "one"] = "both"  # "one": publish before the standby has the version (docs/standby.md)
+    store: str | None = Field(default=None, min_length=1)  # a directory, or a bucket's URL; default: state_dir
+    keep_s: float = Field(default=600.0, ge=60)  # objects stay for this long after they were superseded
+    standby: bool = False  # wait while another syncer serves the run from this bucket, and take over
+    lease_s: float = Field(default=10.0, ge=3)  # a standby takes over after this long without a sign of the other one
+    hold: bool = False  # keep the newest model in memory as a standby, to take over sooner
+    copy_to: str | None = Field(default=None, min_length=1)  # a directory or a bucket that gets copies of the store
+    copy_every_s: float = Field(default=3600.0, gt=0)
     lost_steps: float = Field(default=20.0, gt=0)  # silence in own steps of the learner, between floor and cap
     lost_floor_s: float = Field(default=6.0, gt=0)
     lost_cap_s: float = Field(default=120.0, gt=0)
@@ -259,6 +261,10 @@ class SyncerTable(Table):
             raise ValueError("insecure and keys contradict each other; drop one of them")
         if self.record_contributions and not self.journal:
             raise ValueError("record_contributions has no effect with journal = false; drop one of them")
+        if self.hold and not self.standby:
+            raise ValueError("hold has no effect without standby = true; drop it")
+        if self.copy_to is None and "copy_every_s" in self.model_fields_set:
+            raise ValueError("copy_every_s has no effect without copy_to; drop it")
         return self
 
     @field_serializer("keys")
@@ -375,6 +381,11 @@ class RunConfig(Table):
     def state_dir(self) -> Path:
         """Directory of the syncer's state."""
         return self.syncer.state_dir if self.syncer.state_dir is not None else self.dir / "syncer"
+
+    @property
+    def store(self) -> str:
+        """Where the objects of the run are: a directory, or the URL of a bucket."""
+        return self.syncer.store or str(self.state_dir)
 
     @property
     def inner_optimizer(self) -> Literal["adamw", "muon"]:

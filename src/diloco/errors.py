@@ -15,6 +15,7 @@ errors propagate.
     ├── RunError               the state of the run does not allow the request
     │   ├── UnknownRunError    no such run at this address
     │   ├── LineageError       an older or a second state of the run
+    │   ├── FencedError        another syncer serves the run now
     │   ├── NotInitialisedError      the run has no model yet
     │   ├── AlreadyInitialisedError  the run already has a model
     │   ├── StaleIncarnationError    this incarnation of the learner was replaced or evicted
@@ -23,7 +24,7 @@ errors propagate.
     ├── AuthError              missing, invalid or insufficient certificate
     ├── ExchangeError          the peer failed, or did not answer in time
     │   └── UnreachableError   the call failed in transit; the peer may be restarting
-    │       └── StandbyError   this syncer is a standby and does not serve the run now
+    │       └── StandbyError   this syncer does not serve the run now
     ├── StoreError             state could not be made durable or read back (a full disk, a damaged file)
     │   ├── MissingObjectError a store has no object of this name
     │   ├── DamagedObjectError an object of a store, or its manifest, is not what was written
@@ -99,6 +100,10 @@ class LineageError(RunError):
     """The syncer serves an older state of the run than the learner has seen, or a second copy of that state."""
 
 
+class FencedError(RunError):
+    """Another syncer has claimed the run, so this one must not serve it any more."""
+
+
 class NotInitialisedError(RunError):
     """The run has no model yet."""
 
@@ -136,7 +141,7 @@ class UnreachableError(ExchangeError):
 
 
 class StandbyError(UnreachableError):
-    """This syncer is a standby and does not serve the run now; it may take over later."""
+    """This syncer does not serve the run now: it is a standby, or does not reach its store. It may serve it later."""
 
 
 class StoreError(DilocoError):

@@ -175,11 +175,10 @@ class Initialised(Event):
 
 
 class Admitted(Event):
-    """A caller was authorised to change the run: to join or initialise it, to follow it, to promote a syncer, or to
-    steer it."""
+    """A caller was authorised to change the run: to join or initialise it, to promote a syncer, or to steer it."""
 
     kind: Literal["admitted"] = "admitted"
-    call: str  # "Join", "Initialise", "Follow", "Promote" or "Steer"
+    call: str  # "Join", "Initialise", "Promote" or "Steer"
     learner: str
     name: str  # of the certificate; "anyone" if the syncer has no keys
     role: str
@@ -373,11 +372,11 @@ class Traffic(Event):
 
 
 class StandingChanged(Event):
-    """One of two syncers changed its role (docs/standby.md)."""
+    """A syncer of a run in a bucket changed its standing (docs/standby.md)."""
 
     kind: Literal["standing_changed"] = "standing_changed"
-    standing: str
-    epoch: int  # the highest durable epoch of this syncer
+    standing: str  # waiting, claiming, serving, suspended, fenced, released
+    epoch: int  # of the manifest that this syncer has read or written last
     why: str
 
 

@@ -30,7 +30,6 @@ from diloco.protocol.session.heartbeat import ANSWER_FLOOR_S, HEARTBEAT_S, SHORT
 from diloco.protocol.session.joining import AWAY_AFTER_S, GONE_TIMEOUT_S, LEAVE_TIMEOUT_S
 from diloco.protocol.session.lanes import FIRST_RETRY_S
 from diloco.protocol.session.session_core import SessionCore
-from diloco.protocol.succession import Ballot, Proposal
 
 WHO = Claim("a", process=7)
 STANDING = Standing(step=0, start_step=0, run_tokens=0, num_live=1, sync_every=None, versions=(0, 0))
@@ -151,7 +150,7 @@ class Script:
 
 CALLS = (
     requests.Describe, requests.Initialise, requests.Join, requests.Fetch, requests.Watch, requests.Beat,
-    requests.Vote, requests.Push, requests.Lease, requests.Leave,
+    requests.Push, requests.Lease, requests.Leave,
 )  # fmt: skip
 
 
@@ -776,7 +775,6 @@ def test_an_evicted_learner_joins_again_and_what_it_said_is_void(told_by: str) -
     for kind in (
         requests.Watch,
         requests.Beat,
-        requests.Vote,
         requests.Push,
         requests.Fetch,
     ):  # all that was under way fails too
@@ -1286,105 +1284,174 @@ def test_requests_say_which_syncer_was_followed_and_what_is_held() -> None:
 
 # --- two syncers ------------------------------------------------------------------------------------------------------
 
-FOLLOWS = errors.StandbyError("this syncer follows another one.")
+STANDBY = errors.StandbyError("this syncer waits; another one serves the run.")
+SUSPENDED = errors.StandbyError("this syncer does not reach its store now.")
 
 
-def at_the_standby(it: Script) -> requests.Vote:
-    """The syncer is gone, and the other address is one that follows it."""
-    it.until(requests.Beat)
-    first = it.fail(requests.Beat)
-    assert it.until(requests.Beat).connection == first.connection + 1
-    it.fail(requests.Beat, FOLLOWS)
-    return it.until(requests.Vote)  # type: ignore[no-any-return]
+def suspended(it: Script) -> requests.Beat:
+    return it.answer(  # type: ignore[no-any-return]
+        requests.Beat, it.core.beaten, it.lineage, it.standing, is_suspended=True
+    )
 
 
-def vote(it: Script, *, serves: bool = False, proposal: Proposal | None = None) -> requests.Vote:
-    return it.answer(requests.Vote, it.core.voted, serves=serves, proposal=proposal)  # type: ignore[no-any-return]
+def is_at_first(call: Any) -> bool:
+    """Whether a call goes to the first of two addresses."""
+    return bool(call.connection % 2)
 
 
-def test_a_learner_says_at_once_what_it_follows_and_goes_back_while_its_syncer_may_be_starting_again() -> None:
+def test_a_learner_whose_syncer_is_silent_asks_both_in_turn_and_follows_the_one_that_comes_to_serve() -> None:
+    """A standby counts learners as lost some seconds after it has taken over."""
     it = Script(num_addresses=2).start()
-    word = at_the_standby(it).word
-    assert (word.seen, word.promised, word.elector) == (it.lineage, None, "a/7")
-    assert word.silent_s < 2.0
-    number = vote(it).connection
-    assert it.until(requests.Beat).connection == number + 1
-    it.beat()
-    assert it.core.seen == it.lineage
-    assert requests.Dial(1) not in it.told, "it is the same address as before"
-
-
-def until_silent(it: Script, seconds: float) -> int:
-    """The learner goes to and fro between its syncer, which is gone, and the standby; returns the number of votes."""
-    began, num_votes = it.now, 0
-    while it.now < began + seconds or requests.Vote not in it.open:
-        if requests.Vote in it.open:
-            vote(it)
-            num_votes += 1
-        elif requests.Beat in it.open:
-            it.fail(requests.Beat, GONE if it.open[requests.Beat].connection % 2 else FOLLOWS)
-        else:
-            it.now = max(it.now, it.core.wake_at)
-            it.do(it.core.tick)
-    return num_votes
-
-
-def test_a_learner_promises_and_follows_the_standby_once_that_serves() -> None:
-    it = Script(num_addresses=2).start()
-    assert 8 <= until_silent(it, seconds=6.5) <= 14
-    assert it.open[requests.Vote].word.silent_s > 6.0
-    proposal = Proposal(Ballot(2, boot=2), base=1)
-    vote(it, proposal=proposal)
-    assert it.until(requests.Vote).word.promised == proposal.ballot
+    c = it.offer(1)
+    it.push()
+    began, last = it.now, {True: it.now, False: it.now}
+    while it.now < began + 30.0:
+        it.until(requests.Beat)
+        address = is_at_first(it.open[requests.Beat])
+        assert it.now - last[address] < Deadlines().lost_floor_s
+        last[address] = it.now
+        if address:  # a machine that is gone: no answer, also no refusal
+            it.sleep(it.open[requests.Beat].timeout_s)
+        it.fail(requests.Beat, GONE if address else STANDBY)
+    assert len(it.take(requests.Warn)) == 2, "one for each kind of failure"
+    while is_at_first(it.until(requests.Beat)):
+        it.fail(requests.Beat)
     it.boot = 2
-    vote(it, serves=True)
-    assert it.until(requests.Beat).promised == proposal.ballot
-    it.told.clear()
     it.beat()
     assert it.core.seen == it.lineage
     assert requests.Dial(1) in it.told
+    assert it.push() == c, "the one before may have been the only one to have it"
 
 
-def test_a_promise_is_kept_and_the_syncer_that_is_followed_is_heard_on() -> None:
+def test_a_restarted_syncer_is_followed_at_its_address() -> None:
     it = Script(num_addresses=2).start()
-    at_the_standby(it)
-    vote(it, proposal=Proposal(Ballot(9, boot=2), base=1))
-    for _ in range(4):
-        assert it.until(requests.Vote).word.promised == Ballot(9, boot=2)
-        vote(it)
     it.until(requests.Beat)
-    assert it.beat().promised == Ballot(9, boot=2)
+    it.fail(requests.Beat)
+    it.until(requests.Beat)
+    it.fail(requests.Beat, STANDBY)
+    assert is_at_first(it.until(requests.Beat))
+    it.boot = 2
+    it.beat()
     assert it.core.seen == it.lineage
-    it.boot = 3
+    assert requests.Dial(1) not in it.told
+
+
+def test_a_learner_of_several_addresses_leaves_an_older_state_for_the_next() -> None:
+    it = Script(num_addresses=2)
+    it.boot = 5
+    it.start()
+    it.boot = 4
     it.until(requests.Beat)
+    it.beat()
+    assert not is_at_first(it.until(requests.Beat))
+    it.boot = 6
+    it.beat()
+    assert it.core.seen == it.lineage
+    assert [each.text for each in it.take(requests.Warn)] == [
+        "the syncer is not the one to follow, trying again: the syncer serves epoch 4 of the run, which has been at "
+        "epoch 5: an older copy of its state; stop that syncer and start the newest one, or restore the copy with "
+        "`diloco syncer restore`."
+    ]
+
+
+def test_a_suspended_syncer_is_left_at_the_next_heartbeat_and_asked_again_in_turn() -> None:
+    it = Script(num_addresses=2).start()
+    c = it.offer(1)
+    it.until(requests.Beat)
+    asked = [suspended(it)]
+    assert requests.CloseConnection(asked[0].connection) not in it.told, "its stream of notices goes on"
+    it.fail(requests.Push, SUSPENDED)
+    for _ in range(8):
+        asked.append(it.until(requests.Beat))
+        if is_at_first(asked[-1]):
+            suspended(it)
+        else:
+            it.fail(requests.Beat, STANDBY)
+        if requests.Push in it.open:
+            it.fail(requests.Push, SUSPENDED)
+    assert [is_at_first(each) for each in asked] == [True, False] * 4 + [True]
+    assert len([each for each in it.told if isinstance(each, requests.Warn)]) == 2
+    assert not [each for each in it.told if isinstance(each, requests.Drop | requests.Fail | requests.Dial)]
+    while not is_at_first(it.until(requests.Beat)):
+        it.fail(requests.Beat, STANDBY)
     it.told.clear()
     it.beat()
-    assert "has promised epoch 9" in it.take(requests.Warn)[0].text
+    it.until(requests.Push)
+    assert it.push() == c
+    assert is_at_first(it.until(requests.Beat))
+    suspended(it)
+    assert "does not reach its store" in it.take(requests.Warn)[0].text, "it is said again"
 
 
-def test_a_syncer_that_is_followed_is_promised_its_next_epoch() -> None:
-    it = Script().start()
-    it.until(requests.Beat)
-    proposal = Proposal(Ballot(4, boot=it.boot), base=1)
-    it.answer(requests.Beat, it.core.beaten, it.lineage, it.standing, proposal)
-    assert it.until(requests.Beat).promised == proposal.ballot
-
-
-def test_a_syncer_that_cannot_be_followed_is_promised_an_epoch_in_which_it_can_be() -> None:
-    """The other one has been promised an epoch, and does not come to serve it."""
+def test_the_syncer_that_took_over_from_a_suspended_one_gets_all_without_a_verdict() -> None:
     it = Script(num_addresses=2).start()
-    at_the_standby(it)
-    vote(it, proposal=Proposal(Ballot(9, boot=2), base=1))
-    for _ in range(4):
-        it.until(requests.Vote)
-        vote(it)
+    first = it.offer(1)
+    it.push()
+    second = it.offer(2)
     it.until(requests.Beat)
-    it.boot = 3
+    suspended(it)
+    it.fail(requests.Push, SUSPENDED)
+    it.boot = 2
+    assert not is_at_first(it.until(requests.Beat))
+    it.beat()
+    if requests.Push in it.open:
+        it.fail(requests.Push, errors.RestartedError("meant for another process."))
+    it.until(requests.Push)
+    assert [it.push(), it.push()] == [first, second]
+
+
+def test_a_learner_of_one_address_stays_with_its_suspended_syncer() -> None:
+    it = Script().start()
+    c = it.offer(1)
+    for _ in range(5):
+        beat = it.until(requests.Beat)
+        it.fail(requests.Push, SUSPENDED)
+        suspended(it)
+        it.until(requests.Push)
+        assert (beat.connection, it.core.is_away) == (1, False)
+    (warned,) = it.told
+    assert warned == requests.Warn(
+        "the syncer does not reach its store; training goes on, and contributions wait for it"
+    )
+    assert it.push() == c
+
+
+@pytest.mark.parametrize("num_addresses", [1, 2])
+def test_no_request_that_a_syncer_refuses_because_it_does_not_serve_is_given_up(num_addresses: int) -> None:
+    """Neither is the learner taken for evicted, nor is a stream that is refused a connection that has failed."""
+    it = Script(num_addresses=num_addresses).start()
+    it.do(it.core.asked, 1, ASK)
+    it.offer(1)
+    it.notice(versions=(1, 0))
+    it.do(it.core.ended, it.open.pop(requests.Watch))
     it.told.clear()
-    for epoch, promised in ((9, Ballot(9, boot=2)), (10, Ballot(10, boot=3))):
-        it.answer(requests.Beat, it.core.beaten, it.lineage, it.standing, Proposal(Ballot(epoch, boot=3), base=1))
-        assert it.until(requests.Beat).promised == promised
-    assert it.core.seen != it.lineage
+    for kind in (requests.Push, requests.Fetch, requests.Lease, requests.Watch):
+        for _ in range(4):
+            it.until(kind)
+            it.fail(kind, SUSPENDED)
+            if requests.Beat in it.open:
+                it.beat()
+    assert it.core.phase == "running"
+    assert it.told == []
+    assert it.until(requests.Beat).connection == 1
+    for kind in (requests.Push, requests.Fetch, requests.Lease, requests.Watch):
+        it.until(kind)
+
+
+def test_a_learner_that_leaves_waits_for_a_suspended_syncer_as_for_one_that_answers() -> None:
+    it = Script().start()
+    it.offer(1)
+    it.do(it.core.leave)
+    began = it.now
+    while requests.Leave not in it.open:
+        if requests.Push in it.open:
+            it.fail(requests.Push, SUSPENDED)
+        elif requests.Beat in it.open:
+            suspended(it)
+        else:
+            it.now = max(it.now, it.core.wake_at)
+            it.do(it.core.tick)
+    assert it.now - began == pytest.approx(LEAVE_TIMEOUT_S)
 
 
 def test_a_learner_that_cannot_join_asks_around_who_serves_the_run() -> None:
@@ -1408,64 +1475,40 @@ def test_a_learner_that_cannot_join_asks_around_who_serves_the_run() -> None:
     assert it.core.phase == "fetching"
 
 
-def evicted(it: Script) -> None:
-    """The learner was given up, and its syncer is gone before it has joined again."""
-    it.do(it.core.evicted, it.open[requests.Watch], "lost", replaced=False)
-    for kind in (requests.Join, requests.Watch, requests.Beat):
-        if kind in it.open:
-            it.fail(kind)
-
-
-def test_a_learner_that_is_to_join_again_votes_at_the_standby() -> None:
+@pytest.mark.parametrize("error", [
+    GONE, STANDBY, errors.LineageError("this syncer serves an older state."),
+])  # fmt: skip
+def test_an_evicted_learner_joins_again_at_the_syncer_that_serves(error: errors.DilocoError) -> None:
     it = Script(num_addresses=2).start()
-    evicted(it)
-    it.fail(requests.Describe)
-    assert it.until(requests.Describe).connection == 2
-    it.fail(requests.Describe, FOLLOWS)
-    assert it.until(requests.Vote).word.seen == it.lineage
-
-
-def test_a_learner_that_is_to_join_again_follows_the_syncer_that_needs_its_vote_first() -> None:
-    """That one makes nothing durable before it has most votes, so that it lets none join."""
-    it = Script(num_addresses=2).start()
-    evicted(it)
-    it.fail(requests.Describe)
+    it.do(it.core.evicted, it.open.pop(requests.Watch), "lost", replaced=False)
+    it.fail(requests.Join, error)
+    if requests.Beat in it.open:
+        it.fail(requests.Beat)
+    assert is_at_first(it.until(requests.Describe))
+    it.fail(requests.Describe, error)
+    assert not is_at_first(it.until(requests.Describe))
     it.boot = 2
-    it.until(requests.Describe)
     it.answer(requests.Describe, it.core.described, it.lineage, initialised=True)
+    assert requests.Dial(1) in it.told
     it.until(requests.Join)
-    assert it.core.seen == it.lineage, "it holds nothing that this one may lack"
-    proposal = Proposal(Ballot(3, boot=2), base=2)
-    assert it.until(requests.Vote).word.seen == it.lineage
-    vote(it, serves=True, proposal=proposal)
-    it.until(requests.Describe)
-    it.answer(requests.Describe, it.core.described, it.lineage, initialised=True)
-    assert it.until(requests.Vote).word.promised == proposal.ballot
-    now = it.now
-    vote(it, serves=True)
-    it.until(requests.Describe)
-    assert it.now - now == pytest.approx(0.5), "not more often than otherwise"
-    assert requests.Join in it.open
-
-
-def test_a_learner_that_is_to_join_again_says_why_it_cannot_follow() -> None:
-    """It has promised this epoch to the other syncer; the one that serves begins a later one for it."""
-    it = Script(num_addresses=2).start()
-    until_silent(it, seconds=6.5)
-    vote(it, proposal=Proposal(Ballot(2, boot=9), base=1))
-    evicted(it)
-    it.boot = 2
-    for _ in range(9):
-        if requests.Vote in it.open and it.open[requests.Vote].word.promised == Ballot(2, boot=9):
-            break
-        it.until(requests.Describe)
-        it.answer(requests.Describe, it.core.described, it.lineage, initialised=True)
-    vote(it, serves=True)
-    assert it.core.seen == Lineage("run", 1, 1)
-    it.boot = 3
-    it.until(requests.Describe)
-    it.answer(requests.Describe, it.core.described, it.lineage, initialised=True)
+    it.join(incarnation=2)
+    it.fetch(0, 0)
     assert it.core.seen == it.lineage
+
+
+def test_a_learner_that_begins_waits_for_a_syncer_that_serves() -> None:
+    it = Script(num_addresses=2, initialises=True)
+    it.do(it.core.begin)
+    for _ in range(4):
+        it.until(requests.Describe)
+        it.fail(requests.Describe, STANDBY)
+    it.until(requests.Describe)
+    it.answer(requests.Describe, it.core.described, it.lineage, initialised=False)
+    it.fail(requests.Initialise, SUSPENDED)
+    it.until(requests.Describe)
+    it.answer(requests.Describe, it.core.described, it.lineage, initialised=False)
+    it.until(requests.Initialise)
+    assert not it.take(requests.Fail)
 
 
 def test_with_one_address_a_join_is_tried_again_and_nothing_else() -> None:
@@ -1494,12 +1537,3 @@ def test_a_refusal_by_the_syncer_that_is_followed_ends_a_learner_and_one_by_anot
     it.until(requests.Beat)
     it.fail(requests.Beat, REFUSED)
     assert [fail.error for fail in it.take(requests.Fail)] == [REFUSED]
-
-
-def test_a_standby_that_does_not_let_a_learner_vote_does_not_end_it() -> None:
-    it = Script(num_addresses=2).start()
-    at_the_standby(it)
-    it.fail(requests.Vote, REFUSED)
-    assert not it.take(requests.Fail)
-    it.until(requests.Beat)
-    it.beat()

@@ -9,27 +9,27 @@ from diloco.run.memory import MemorySlot, MemorySpool
 from diloco.run.ports import T, Work
 
 Later = Callable[[str, int | None, Callable[[], None]], None]
-"""Does something later, as an event of its own: what it is ("check", "close", "write" or "written"), of which fragment,
-and the call."""
+"""Does something later, as an event of its own: what it is (a kind of work, or "answer"), of which fragment, and the
+call."""
 
 
 class LaterWorker:
-    """Does jobs when `later` says so. Of a write, "write" is the write itself, and "written" tells the driver."""
+    """Does jobs when `later` says so. Requests to the store are answered later than they take effect."""
 
     def __init__(self, later: Later) -> None:
         self._later = later
 
     def submit(self, what: Work, fragment: int | None, job: Callable[[], T], done: Callable[[T], None]) -> None:
         """As `ports.WorkerPort`."""
-        if what != "write":
+        if what in ("check", "close"):
             self._later(what, fragment, lambda: done(job()))
             return
 
-        def write() -> None:
+        def request() -> None:
             found = job()
-            self._later("written", fragment, lambda: done(found))
+            self._later("answer", None, lambda: done(found))
 
-        self._later("write", fragment, write)
+        self._later(what, fragment, request)
 
 
 class LimitedSpool(MemorySpool):

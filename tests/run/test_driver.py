@@ -1,4 +1,4 @@
-"""The driver, one effect after the other: what is visible when, what a kill between any two effects leaves, and a disk
+"""The driver, one effect after the other: what is visible when, what a kill between any two effects leaves, and a store
 that refuses."""
 
 from __future__ import annotations
@@ -42,10 +42,9 @@ from diloco.errors import (
 from diloco.protocol.contribution import MISSED, NOT_FINITE, OUT_OF_STEP, UNMERGED
 from diloco.protocol.leases import Ask, DataSet
 from diloco.protocol.members import Claim, Deadlines, Report
-from diloco.run.memory import POINTS
+from diloco.protocol.publishing import RETRY_S
 from diloco.run.ports import InitialModel, NullObserver
 from diloco.run.validation import MAX_TOKENS
-from diloco.run.writes import RETRY_S
 
 # --- effects, one at a time -------------------------------------------------------------------------------------------
 
@@ -55,7 +54,7 @@ def test_a_version_is_visible_once_it_is_durable() -> None:
     line = scene.listen("a")
     assert scene.push(contribution("a")) is None
     assert scene.push(contribution("b"), payload=5) is None
-    for effect in ("close", "write", "written"):
+    for effect in ("close", "put", "answer", "put", "answer", "swap", "answer"):
         assert scene.driver.state.versions == (0, 0)
         assert [standing.versions for standing in line.heard] == [(0, 0)]
         scene.next(effect)
@@ -71,14 +70,14 @@ def test_a_version_is_visible_once_it_is_durable() -> None:
 def test_a_join_and_a_goodbye_are_answered_once_they_are_durable() -> None:
     scene, answers = started(), list[Any]()
     scene.driver.join(Claim("a"), LAYOUT, answers.append)
-    scene.next("write")
-    assert answers == []
-    scene.next("written")
+    for effect in ("put", "answer", "swap", "answer"):
+        assert answers == []
+        scene.next(effect)
     assert answers == [1]
     scene.driver.leave(Claim("a", 1), Report(tokens=0), lambda: answers.append("gone"))
-    scene.next("write")
-    assert answers == [1]
-    scene.next("written")
+    for effect in ("put", "answer", "swap", "answer"):
+        assert answers == [1]
+        scene.next(effect)
     assert answers == [1, "gone"]
     with pytest.raises(StaleIncarnationError):
         scene.beat("a", 1)
@@ -95,7 +94,7 @@ def test_a_rejection_is_told_once_it_is_durable() -> None:
     behind = contribution("c", 1, round_=1, step=2)  # after the same step as the round before: sent back
     assert scene.push(behind) is None
     assert scene.spool.held_bytes == 0
-    for effect in ("write", "written"):
+    for effect in ("put", "answer", "swap", "answer"):
         assert scene.driver.core.standing("c").verdicts == ()
         scene.next(effect)
     assert [(it.number, it.reason) for it in line.heard[-1].verdicts] == [(1, OUT_OF_STEP)]
@@ -126,26 +125,27 @@ def test_a_new_connection_ends_the_one_before_and_survives_its_end() -> None:
     assert not scene.driver.status()["learners"]["a"]["live"]
 
 
-def test_one_write_at_a_time_and_records_that_wait_become_one() -> None:
+def test_one_commit_at_a_time_has_all_that_waits() -> None:
     scene = started("a", "b")
+    answers: list[int] = []
+    scene.driver.join(Claim("c"), LAYOUT, answers.append)  # its commit is under way
     for fragment in (0, 1):
         for learner in ("a", "b"):
             scene.push(contribution(learner, fragment=fragment))
-    answers: list[int] = []
-    scene.next("close")
-    for learner in ("c", "d", "e"):  # while the first version is written
+    for learner in ("d", "e"):
         scene.driver.join(Claim(learner), LAYOUT, answers.append)
-    scene.next("close")
-    assert [each[:2] for each in scene.todo] == [("write", 0)]
-    assert scene.wake_at_s > scene.now  # for what waits, the end of the write is the event
-    for effect in ("write", "written"):
+    for effect in ("put", "close", "close", "answer", "put", "put", "swap", "answer", "answer"):
         scene.next(effect)
-    assert (scene.driver.state.versions, answers) == ((1, 0), [])
-    for effect in ("write", "written"):
-        scene.next(effect)
-    assert (scene.driver.state.versions, answers) == ((1, 1), [1, 1, 1])  # the second version's record has the joins
+    assert [each[0] for each in scene.todo] == ["answer"]
+    assert scene.alarm.at_s > scene.now  # for what waits, the end of the commit is the event
+    assert (scene.driver.state.versions, answers) == ((0, 0), [])
+    scene.next()
+    assert answers == [1]
+    num_swaps = len(scene.place.history)
     scene.settle()
-    saved = scene.store.load()
+    assert (scene.driver.state.versions, answers) == ((1, 1), [1, 1, 1])
+    assert len(scene.place.history) == num_swaps + 1
+    saved = scene.saved()
     assert saved is not None
     assert saved.record is not None
     assert set(saved.record["members"]) == {"a", "b", "c", "d", "e"}
@@ -326,22 +326,13 @@ def test_a_learner_that_had_finished_before_a_restart_may_still_send_what_the_dr
     assert [(it.number, it.reason) for it in scene.driver.core.standing("a").verdicts] == [(1, None)]
 
 
-# --- a disk that refuses ----------------------------------------------------------------------------------------------
+# --- a store that refuses ---------------------------------------------------------------------------------------------
 
 
-class Complaints(NullObserver):
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def waits_for_disk(self, what: str, error: StoreError) -> None:
-        self.said.append(what)
-
-
-@pytest.mark.parametrize("point", POINTS[:-1])
-def test_a_version_waits_for_a_disk_that_refuses_and_nothing_is_lost(point: str) -> None:
-    complaints = Complaints()
-    scene = started("a", "b", observer=complaints)
-    scene.refuse = lambda at: at == point
+@pytest.mark.parametrize("what", ["put", "swap"])
+def test_a_version_waits_for_a_store_that_refuses_and_nothing_is_lost(what: str) -> None:
+    scene = started("a", "b")
+    scene.refuse = lambda at: at == what
     for learner in ("a", "b"):
         scene.push(contribution(learner))
     scene.settle()
@@ -355,11 +346,11 @@ def test_a_version_waits_for_a_disk_that_refuses_and_nothing_is_lost(point: str)
     scene.refuse = lambda _: False
     scene.wait(RETRY_S)
     assert scene.driver.state.versions == (1, 1)
-    assert complaints.said == ["version 1 of fragment 0", "version 1 of fragment 1"]
+    assert scene.said == (["the manifest"] if what == "swap" else ["version 1 of fragment 0", "version 1 of fragment 1"])
     assert [ledger["merged"] for ledger in _ledgers(scene)] == [40, 80]
 
 
-def test_a_join_waits_for_a_disk_that_refuses() -> None:
+def test_a_join_waits_for_a_store_that_refuses() -> None:
     scene, answers = started("a"), list[int]()
     scene.refuse = lambda _: True
     scene.driver.join(Claim("b"), LAYOUT, answers.append)
@@ -374,33 +365,20 @@ def test_a_join_waits_for_a_disk_that_refuses() -> None:
 def test_a_full_disk_that_takes_a_record_lets_a_learner_join() -> None:
     """A version does not fit; what is small is not held up by it."""
     scene, answers = started("a", "b"), list[int]()
-    scene.refuse = lambda at: at == "written"
     for learner in ("a", "b"):
         scene.push(contribution(learner))
+    scene.next("close")
+    scene.refuse = lambda at: at == "put"
+    scene.next("put")
+    scene.refuse = lambda _: False
+    scene.next("answer")
     scene.driver.join(Claim("c"), LAYOUT, answers.append)
     scene.settle()
     assert (answers, scene.driver.state.versions) == ([1], (0, 0))
-    scene.restart()
-    assert "c" in scene.driver.core.members
-
-
-def test_a_join_that_was_to_be_durable_with_a_version_does_not_wait_for_it() -> None:
-    """The version's record would have brought it, but the version does not fit."""
-    scene, answers = started("a", "b"), list[int]()
-    scene.driver.join(Claim("c"), LAYOUT, answers.append)  # its write is under way
-    for learner in ("a", "b"):
-        scene.push(contribution(learner))
-    assert scene.next() == "write"
-    scene.next("close")
-    scene.driver.join(Claim("d"), LAYOUT, answers.append)
-    scene.refuse = lambda at: at == "written"
-    scene.next("written")
-    assert [each[:2] for each in scene.todo] == [("write", 0)]
-    scene.settle()
-    assert (answers, scene.driver.state.versions) == ([1, 1], (0, 0))
-    scene.refuse = lambda _: False
     scene.wait(RETRY_S)
     assert scene.driver.state.versions == (1, 0)
+    scene.restart()
+    assert "c" in scene.driver.core.members
 
 
 def test_a_run_that_could_not_begin_begins_later() -> None:
@@ -418,7 +396,7 @@ def test_of_two_that_initialise_at_once_one_does() -> None:
     for is_refused in (False, True):
         scene, answers = Scene(), list[Any]()
         tries = iter([is_refused])
-        scene.refuse = lambda _, tries=tries: next(tries, False)  # type: ignore[misc]
+        scene.refuse = lambda what, tries=tries: what == "put" and next(tries, False)  # type: ignore[misc]
         for value in (1, 2):
             model = InitialModel(LAYOUT, (Number(0, value), Number(0, value)), b"", "a", "test", RUN_ID)
             scene.driver.initialise(model, answers.append)
@@ -488,7 +466,8 @@ def test_a_join_that_was_answered_survives_a_kill() -> None:
     scene.restart()
     assert scene.beat("a", 2).versions == (0, 0)
     scene.driver.join(Claim("b"), LAYOUT, lambda _: None)
-    scene.next("write")  # durable, and killed before it could be said
+    for effect in ("put", "answer", "swap"):  # durable, and killed before it could be said
+        scene.next(effect)
     scene.restart()
     assert scene.driver.core.members.keys() == {"a", "b"}
     assert scene.join("b") == 2  # its number is never given again
@@ -517,8 +496,8 @@ def test_what_is_stored_and_not_published_is_said_after_a_kill() -> None:
     scene = started("a", "b")
     for learner in ("a", "b"):
         scene.push(contribution(learner))
-    scene.next("close")
-    scene.next("write")
+    for effect in ("close", "put", "answer", "put", "answer", "swap"):
+        scene.next(effect)
     scene.restart()
     line = scene.listen("a")
     assert line.heard[0].versions == (1, 0)
@@ -533,10 +512,9 @@ def test_another_run_or_method_is_not_continued() -> None:
     scene.method = scheduled(at_least=1)
     with pytest.raises(AlreadyInitialisedError, match="another method"):
         scene.restart()
-    saved = scene.store.load()
-    assert saved is not None
     scene.method = scheduled()
-    scene.store._saved = replace(saved, run="other")
+    assert scene.place.found is not None
+    scene.place.found = replace(scene.place.found, data=scene.place.found.data.replace(b'"toy"', b'"other"'))
     with pytest.raises(UnknownRunError, match="'other'"):
         scene.restart()
 

@@ -1,27 +1,30 @@
-"""A run with numbers for tensors, whose effects happen one at a time: a driver, the disk that outlives it, and two
+"""A run with numbers for tensors, whose effects happen one at a time: a driver, the store that outlives it, and two
 learners."""
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tests.run.memory import LaterWorker, LimitedSpool
+from tests.run.simulated import CopyFormat, Place, SimulatedObjects
 
 import diloco
 from diloco.core.layout import Layout, TensorSpec, place
 from diloco.core.method import Method
 from diloco.core.update import Update
-from diloco.errors import DilocoError, NonFiniteError, PayloadError
+from diloco.errors import DilocoError, NonFiniteError, PayloadError, StoreError
 from diloco.protocol.actions import MergeRound
 from diloco.protocol.contribution import Contribution, Standing
+from diloco.protocol.manifest import Manifest
 from diloco.protocol.members import Claim, Deadlines, Report
+from diloco.protocol.publishing import Publisher, Standing as StoreStanding
 from diloco.protocol.steering import Pool
 from diloco.run.driver import Driver
-from diloco.run.memory import MemorySlot, MemoryStore
-from diloco.run.ports import InitialModel, MergedRound, NullObserver, Observer, Ports
+from diloco.run.memory import MemorySlot
+from diloco.run.ports import InitialModel, MergedRound, NullObserver, Observer, Ports, SavedRun
+from diloco.run.published import PublishedStore
 from diloco.run.uploads import Upload
 
 RUN = "toy"
@@ -104,13 +107,31 @@ class Line:
         self.has_ended = True
 
 
+class Alarm:
+    """A clock of a scene (`ports.ClockPort`). `at_s`: when it rings."""
+
+    def __init__(self, scene: Scene) -> None:
+        self._scene = scene
+        self.at_s = 0.0
+
+    def now_s(self) -> float:
+        return self._scene.now
+
+    def wake_at(self, at_s: float) -> None:
+        self.at_s = at_s
+
+
 class Scene:
-    """One driver after the other, over one disk. Effects wait in `todo` until they are let happen.
+    """One driver after the other, over one store. Effects wait in `todo` until they are let happen.
 
     Attributes:
-        todo: (what, fragment, call), oldest first.
+        place: outlives the drivers.
+        store: of the driver that is there.
+        alarm: of that driver.
+        todo: (what, fragment, call), oldest first. "answer": of the request to the store before.
         done: what has happened.
-        refuse: whether the disk refuses at a durable step.
+        refuse: whether the place refuses a request of this kind.
+        said: what the store waited for.
     """
 
     def __init__(
@@ -122,42 +143,69 @@ class Scene:
         self.deadlines = deadlines
         self.observer = observer or NullObserver()
         self.now = 0.0
-        self.wake_at_s = 0.0
         self.todo: list[tuple[str, int | None, Callable[[], None]]] = []
         self.done: list[tuple[str, int | None]] = []
         self.refuse: Callable[[str], bool] = lambda _: False
-        self.store = MemoryStore[Number, int](self._at)
-        self.spool = LimitedSpool()
+        self.place = Place()
+        self.said: list[str] = []
         self.boot = 0
         self.driver = self.restart()
 
-    def _at(self, point: str) -> None:
-        if self.refuse(point):
-            raise OSError(errno.ENOSPC, f"no space left at {point!r}")
+    def _reach(self, what: str, request: Callable[[], Any]) -> Any:
+        if self.refuse(what):
+            raise StoreError(f"the place refuses to {what}.")
+        return request()
 
-    # the clock, as the driver sees it
+    def saved(self) -> SavedRun[Number] | None:
+        """What is durable; None: there is no model."""
+        manifest = self.place.manifest
+        has_model = manifest is not None and manifest.record is not None
+        return CopyFormat().read(SimulatedObjects(self.place), manifest) if manifest and has_model else None
 
-    def now_s(self) -> float:
-        return self.now
+    # as `run.published.StoreHost`
 
-    def wake_at(self, at_s: float) -> None:
-        self.wake_at_s = at_s
+    def stands(self, standing: StoreStanding, why: str) -> None:
+        """As `run.published.StoreHost`."""
+
+    def saw(self, manifest: Manifest | None) -> None:
+        """As `run.published.StoreHost`."""
+
+    def refused(self, error: DilocoError) -> None:
+        raise error
+
+    def waits(self, what: str, error: StoreError) -> None:
+        self.said.append(what)
+
+    def serve(self, manifest: Manifest) -> None:
+        saved = self.saved()
+        if saved is not None:
+            saved = saved.begun(manifest.epoch)
+            self.store.begun(saved.run_id, saved.epochs)
+        ports = Ports[Number, MemorySlot, int](
+            self.alarm, self.spool, Sums(), self.store, LaterWorker(self._later), self.observer
+        )
+        self.driver = Driver(
+            RUN, self.method, ports, boot=self.boot, deadlines=self.deadlines, pool=self.pool, saved=saved,
+            epoch=manifest.epoch,
+        )  # fmt: skip
 
     # what happens
 
     def restart(self) -> Driver[Number, MemorySlot, int]:
-        """The driver is gone with all that was under way; the next one continues from the disk."""
+        """The driver is gone with all that was under way; the next one continues from the store."""
         self.todo.clear()
         self.boot += 1
         self.spool = LimitedSpool()
-        ports = Ports[Number, MemorySlot, int](
-            self, self.spool, Sums(), self.store, LaterWorker(self._later), self.observer
-        )
-        saved = self.store.load()
-        self.driver = Driver(
-            RUN, self.method, ports, boot=self.boot, deadlines=self.deadlines, pool=self.pool,
-            saved=None if saved is None else self.store.begin(saved),
+        self.alarm, self._store_alarm = Alarm(self), Alarm(self)
+        before, self.refuse = self.refuse, lambda _: False
+        self.store = PublishedStore[Number, int](
+            SimulatedObjects(self.place, self._reach), CopyFormat(), Publisher(RUN, boot=self.boot),
+            LaterWorker(self._later), self._store_alarm, self,
         )  # fmt: skip
+        self.store.start()
+        for _ in range(4):  # the manifest is read, and claimed
+            self.todo.pop(0)[2]()
+        self.refuse = before
         return self.driver
 
     def _later(self, what: str, fragment: int | None, do: Callable[[], None]) -> None:
@@ -179,9 +227,12 @@ class Scene:
     def wait(self, seconds: float) -> None:
         """Let time pass; the driver is woken when it asked for that."""
         until = self.now + seconds
-        while self.wake_at_s <= until:
-            self.now = max(self.now, self.wake_at_s)
-            self.driver.tick()
+        while min(self.alarm.at_s, self._store_alarm.at_s) <= until:
+            self.now = max(self.now, min(self.alarm.at_s, self._store_alarm.at_s))
+            if self._store_alarm.at_s <= self.now:
+                self.store.tick()
+            if self.alarm.at_s <= self.now:
+                self.driver.tick()
             self.settle()
         self.now = until
 

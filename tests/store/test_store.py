@@ -34,7 +34,6 @@ from tests.store.small_run import (
 from diloco.core.layout import digest
 from diloco.errors import AlreadyInitialisedError, NotInitialisedError, StoreError, VersionError
 from diloco.store.store import Store
-from diloco.syncer.standby.replica import Replica
 
 
 @pytest.fixture
@@ -138,7 +137,7 @@ def test_versions_follow_one_another(store: Store, version: int) -> None:
 
 
 def test_writers_and_readers_may_share_it(tmp_path: Path) -> None:
-    store = Replica(tmp_path)
+    store = Store(tmp_path)
     initialise(store)
     failures: list[BaseException] = []
 
@@ -146,7 +145,9 @@ def test_writers_and_readers_may_share_it(tmp_path: Path) -> None:
         try:
             for version in range(1, 11):
                 publish(store, fragment, version)
-                assert store.versions()[fragment] == version
+                saved = store.load()
+                assert saved is not None
+                assert saved.fragments[fragment].version == version
         except BaseException as error:  # noqa: BLE001 - handed to the test's own thread
             failures.append(error)
 

@@ -16,8 +16,8 @@ from diloco.protocol.members import Deadlines
 from diloco.protocol.rounds import late_contributions as late
 from diloco.protocol.rounds.called import CalledLearner, CalledSyncer
 from diloco.protocol.rounds.pushed import PushedLearner
+from diloco.protocol.session import session_core
 from diloco.protocol.session.transfers import ModelCache, Outbox
-from diloco.protocol.succession import Elector
 from diloco.protocol.syncer import SyncerCore
 from diloco.run import driver, tensor_jobs
 from diloco.run.driver import Driver
@@ -192,8 +192,8 @@ def keeps_too_few_updates(patch: pytest.MonkeyPatch) -> None:
 
 
 def follows_an_older_copy(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Elector, "refusal", lambda self, lineage: None)
-    patch.setattr(driver, "refusal", lambda seen, offered: None)
+    for each in (session_core, driver):
+        patch.setattr(each, "refusal", lambda seen, offered: None)
 
 
 def counts_nothing_of_evicted_incarnations(patch: pytest.MonkeyPatch) -> None:

@@ -39,20 +39,6 @@ OLDER_COPY = "older copy"
     older copy      the syncer dies, and for some seconds one is started on an older copy of its state; drawn apart
 """
 
-PairKind = Literal[
-    "kill first", "kill standby", "kill both", "standby refuses", "split", "cut off", "isolate", "promote",
-]  # fmt: skip
-"""Where there are two syncers; "first" is the one that serves the run then.
-
-    kill first, kill standby, kill both   as "kill syncer"
-    standby refuses   the standby's disk refuses for some seconds
-    split             the two do not reach each other for some seconds
-    cut off           one of the two does not reach half of the learners, or more
-    isolate           the first reaches neither the standby nor those learners
-    promote           a person promotes the one that is there, if it has all that was published
-"""
-
-
 Going = Literal["restore", "repair", "repair without database"]
 """Where a run goes back; the syncer is back after some seconds, on the versions that are left.
 
@@ -76,12 +62,11 @@ class Fault:
         learner: which one; the syncer's faults leave it out.
         seconds: how long.
         choice: "kill learner": 0 no checkpoint, 1 an old one, 2 the newest. "tear write": the index of the step. "older
-            copy": 0 the oldest, 1 one from the middle, 2 the newest. "cut off", "isolate": 0 half of the learners, 1
-            more; 2 the standby from half. "restore": the backup after so many thirds of all.
+            copy": 0 the oldest, 1 one from the middle, 2 the newest. "restore": the backup after so many thirds of all.
     """
 
     at_s: float
-    kind: Kind | Literal["older copy"] | PairKind | Going | OrderKind
+    kind: Kind | Literal["older copy"] | Going | OrderKind
     learner: int = 0
     seconds: float = 0.0
     choice: int = 0
@@ -103,7 +88,6 @@ class Plan:
         spool_fits: how many contributions the spool takes until `room_at_s`; None: all.
         repeats: how often a push, heartbeat or notice arrives twice.
         num_units: of leased data that each learner trains in a step; 0: data is not leased.
-        silence_s: of two syncers with each other (`Succession`); 0: there is one.
         goes_back: the run does, on purpose (`Going`).
         steered: an operator gives orders (`OrderKind`).
         num_experts: of the mixture that the model is; 0: it is none.
@@ -123,7 +107,6 @@ class Plan:
     room_at_s: float
     repeats: float
     num_units: int = 0
-    silence_s: float = 0.0
     goes_back: bool = False
     steered: bool = False
     num_experts: int = 0
@@ -166,17 +149,14 @@ def _mixture(num_experts: int) -> list[TensorSpec]:
 
 
 def plan_of(
-    seed: int, *, leased: bool = False, standby: bool = False, goes_back: bool = False, steered: bool = False,
-    parts: bool = False,
+    seed: int, *, leased: bool = False, goes_back: bool = False, steered: bool = False, parts: bool = False
 ) -> Plan:  # fmt: skip
-    """The storm of a seed. `leased`: with leased data. `standby`: with two syncers. `goes_back`: the run does.
-    `steered`: an operator gives it orders. `parts`: learners train parts of a mixture."""
+    """The storm of a seed. `leased`: with leased data. `goes_back`: the run does. `steered`: an operator gives it
+    orders. `parts`: learners train parts of a mixture."""
     draws = Draws(seed)
     plan = _plan(draws, leased=leased)
     if parts:
         plan = _with_parts(draws, plan)
-    if standby:
-        return _with_standby(draws, plan)
     if steered:
         return _with_orders(draws, plan)
     return _that_goes_back(draws, plan) if goes_back else plan
@@ -253,24 +233,6 @@ def _of_mixture(draws: Draws, method: Method, num_experts: int) -> Method | None
         return replace(method, fragments=fragments, **plain)
     except ConfigError:
         return None
-
-
-def _with_standby(draws: Draws, plan: Plan) -> Plan:
-    """Longer, since a takeover takes its time, and with faults of both syncers and of what is between them."""
-    faults = [each for each in plan.faults if each.kind != OLDER_COPY]
-    for _ in range(draws.whole("pair faults", 1, 5)):
-        kind, choice = draws.of("pair fault", get_args(PairKind)), draws.whole("pair fault's choice", 0, 2)
-        at_s, seconds = draws.between("pair fault at", 1.0, 45.0), draws.between("pair fault for", 0.3, 25.0)
-        learner = draws.whole("pair fault's learner", 0, len(plan.step_s) - 1)
-        faults.append(Fault(round(at_s, 3), kind, learner, round(seconds, 3), choice))
-        if kind == "kill first" and draws.unit("and promote") < 0.3:
-            faults.append(Fault(round(at_s + 0.9 * seconds, 3), "promote"))
-    return replace(
-        plan,
-        steps=plan.steps + draws.whole("more steps", 20, 70),
-        faults=tuple(sorted(faults, key=lambda it: it.at_s)),
-        silence_s=draws.of("patience_s", (2.0, 6.0)),
-    )
 
 
 def _with_orders(draws: Draws, plan: Plan) -> Plan:

@@ -15,7 +15,6 @@ import pytest
 import torch
 from tests.chaos.versions import BrokenInvariantError
 from tests.storms.going_back import GoingBackStorm
-from tests.storms.pair_world import PairStorm
 from tests.storms.plans import Fault, Plan, plan_of, told
 from tests.storms.steered import SteeredStorm
 from tests.storms.world import Storm
@@ -37,8 +36,8 @@ class Failure:
         kind = "" if isinstance(self.error, BrokenInvariantError) else f"{type(self.error).__name__}: "
         kept = ",".join(str(self.plan.faults.index(fault)) for fault in self.faults)
         options = {
-            " --leased": self.plan.num_units, " --standby": self.plan.silence_s, " --goes-back": self.plan.goes_back,
-            " --steered": self.plan.steered, " --parts": self.plan.num_experts,
+            " --leased": self.plan.num_units, " --goes-back": self.plan.goes_back, " --steered": self.plan.steered,
+            " --parts": self.plan.num_experts,
         }  # fmt: skip
         chosen = "".join(option for option, is_chosen in options.items() if is_chosen)
         return (
@@ -48,9 +47,7 @@ class Failure:
 
 
 def storm_of(plan: Plan, faults: Sequence[Fault] | None = None) -> Storm:
-    """With one syncer, or with two, or of a run that goes back or is steered."""
-    if plan.silence_s:
-        return PairStorm(plan, faults)
+    """Of a run that may go back or be steered."""
     kind = GoingBackStorm if plan.goes_back else SteeredStorm if plan.steered else Storm
     return kind(plan, faults)
 
@@ -69,11 +66,11 @@ def run(plan: Plan, faults: Sequence[Fault], struck: Counter[str] | None = None)
 
 
 def run_seed(
-    seed: int, *, leased: bool = False, standby: bool = False, goes_back: bool = False, steered: bool = False,
-    parts: bool = False, struck: Counter[str] | None = None,
+    seed: int, *, leased: bool = False, goes_back: bool = False, steered: bool = False, parts: bool = False,
+    struck: Counter[str] | None = None,
 ) -> Failure | None:  # fmt: skip
     """The storm of a seed; a failure comes with the shortest list of faults that was found."""
-    plan = plan_of(seed, leased=leased, standby=standby, goes_back=goes_back, steered=steered, parts=parts)
+    plan = plan_of(seed, leased=leased, goes_back=goes_back, steered=steered, parts=parts)
     failure = run(plan, plan.faults, struck)
     return None if failure is None else shortest(failure)
 
@@ -98,15 +95,13 @@ def shortest(failure: Failure) -> Failure:
 
 
 def failures(
-    seeds: Sequence[int], *, leased: bool = False, standby: bool = False, goes_back: bool = False,
-    steered: bool = False, parts: bool = False, struck: Counter[str] | None = None,
+    seeds: Sequence[int], *, leased: bool = False, goes_back: bool = False, steered: bool = False,
+    parts: bool = False, struck: Counter[str] | None = None,
 ) -> Iterator[Failure | None]:  # fmt: skip
     """Of each seed, in order."""
     with quiet():
         for seed in seeds:
-            kind = {
-                "leased": leased, "standby": standby, "goes_back": goes_back, "steered": steered, "parts": parts,
-            }  # fmt: skip
+            kind = {"leased": leased, "goes_back": goes_back, "steered": steered, "parts": parts}
             yield run_seed(seed, **kind, struck=struck)
 
 

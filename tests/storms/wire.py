@@ -227,7 +227,7 @@ def gone() -> UnreachableError:
 
 def _channel(call: requests.Request) -> str:
     match call:
-        case requests.Describe() | requests.Watch() | requests.Beat() | requests.Vote() | requests.Leave():
+        case requests.Describe() | requests.Watch() | requests.Beat() | requests.Leave():
             return f"control {call.connection}"
         case requests.Push():
             return "contributions"

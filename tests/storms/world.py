@@ -65,7 +65,7 @@ class ProcessKilled(BaseException):
 
 
 class Storm:
-    """A plan as it happens, with some of its faults. A run with two syncers is a `pair_world.PairStorm`.
+    """A plan as it happens, with some of its faults.
 
     Arguments:
         journal: keeps all events of the syncer; None: they are not kept.

@@ -17,7 +17,7 @@ THERE = "run/keys/"
 
 USES = {
     SYNCER: 'the syncer: diloco syncer run.toml --keys {keys}, or keys = "{keys}" below [syncer] of its run file',
-    "standby": "a second syncer: diloco syncer run.toml --keys {keys} --follow ADDRESS",
+    "standby": "a second syncer: diloco syncer run.toml --keys {keys}",
     "learner": (
         'the learner {name}: diloco.connect(…, keys="{keys}"), or diloco train run.toml --shard N --name {name} '
         "--keys {keys}"

@@ -58,11 +58,12 @@ def view(status: dict[str, Any], *, wide: bool = False, whole_names: bool = Fals
         lines.append(_headed("contributions wait with their learners", reason))
     if missing := status.get("missing_events"):
         lines.append(_headed(f"{missing} events could not be written", "free disk space on the syncer's machine"))
-    if (pair := status.get("standby")) is not None:
-        lines.append(_headed("one of two syncers", _pair(pair)))
+    store = status["store"]
+    if store["is_shared"]:
+        lines.append(_headed("this syncer is", _standing(store)))
     lines += [_headed(*order) for order in _orders(status["steering"] or {})]
     if not status["initialised"]:
-        if pair is None or pair["standing"] == "alone":
+        if store["standing"] == "serving":
             lines.append("no model yet: the run waits for a learner that initialises it")
         return Group(*lines)
     lines.append(shortened(printable(f"cut into {status['cut']}"), LONG_CUT))
@@ -96,12 +97,11 @@ def _headed(head: str, text: str) -> Text:
     return Text.assemble((printable(head), "bold"), ": ", printable(text))
 
 
-def _pair(pair: dict[str, Any]) -> str:
-    """The role of this syncer, and its link to the other one."""
-    other = "" if pair["follows"] is None else f", the other syncer is {pair['follows']}"
-    behind = f"the standby is {pair['versions_behind']} versions and {pair['seconds_behind']:.1f} s behind"
-    link = behind if pair["connected"] else "not connected to the other syncer"
-    return f"{pair['standing']} in epoch {pair['epoch']}{other}; {link}; {len(pair['electorate'])} learners vote"
+def _standing(store: dict[str, Any]) -> str:
+    """What this syncer may do with the run in its bucket."""
+    at = f" by {store['address']}" if store["address"] else ""
+    answers = ", which does not answer" if store["is_refusing"] else ""
+    return f"{store['standing']}; {store['place']}{answers}, was claimed{at} in epoch {store['epoch']}"
 
 
 def _orders(steering: dict[str, Any]) -> list[tuple[str, str]]:

@@ -33,17 +33,16 @@ def command(
     from diloco.store.journal_reader import JournalReader
     from diloco.store.objects import open_store
     from diloco.store.reading import newest_digests
-    from diloco.syncer.standby.replica import FILE
 
-    state_dir = _state_dir(run)
-    stored = newest_digests(open_store(state_dir))  # before the journal, to which a syncer may write
+    state_dir, store = _places(run)
+    stored = newest_digests(open_store(store))  # before the journal, to which a syncer may write
     reader = JournalReader(state_dir)
     replay = Replay(tensor_formats(ReadPayloads(reader.payload)), fragment=fragment)
     span_s = _replay(reader, replay, until)
     if until is None and stored is not None:
-        replay.finish(stored, is_of_pair=(state_dir / FILE).exists())
+        replay.finish(*stored)
     elif until is None:
-        typer.echo(f"the end of the journal is not compared: the versions in {state_dir} cannot be read", err=True)
+        typer.echo(f"the end of the journal is not compared: the versions in {store} cannot be read", err=True)
     if not replay.findings.num_boots and replay.findings.difference is None:
         raise StoreError(f"the journal of {run} has no start of a syncer to replay from; check the path.")
     found = _numbers(replay, span_s)
@@ -52,14 +51,16 @@ def command(
         raise typer.Exit(1)
 
 
-def _state_dir(run: Path) -> Path:
+def _places(run: Path) -> tuple[Path, str]:
+    """The state directory, and the place of the run's objects."""
     if run.is_dir():
-        return run
+        return run, str(run)
     if not run.exists():
         raise ConfigError(f"there is no {run}; give the run file, or the syncer's state directory")
     from diloco.config import load_config
 
-    return load_config(run).state_dir
+    config = load_config(run)
+    return config.state_dir, config.store
 
 
 def _replay(reader: "JournalReader", replay: "Replay", until: float | None) -> float:

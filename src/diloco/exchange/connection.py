@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Self, TypeVar
 
@@ -237,13 +237,6 @@ class Connection:
         with self._mapping():
             stub = self._channel(channel).unary_stream(path("Watch"), _serialize, pb.Notice.FromString)
             yield from stub(request)
-
-    def follow(self, channel: str, messages: Iterator[bytes]) -> Generator[bytes, None, None]:
-        """The messages of the serving syncer to this standby, which sends `messages`. Raises as `call`."""
-        with self.stream(channel, "Follow", messages) as (replies, moved):
-            for message in replies:
-                moved()
-                yield message
 
     @contextmanager
     def _watching(self, call: Any, channel: str) -> Iterator[Watchdog]:

@@ -157,7 +157,7 @@ class PublishedStore(Generic[H, P]):
                 names = iter(prefixes)
                 frozen = self._put_blob(next(names), self._format.frozen(run, method, model))
                 record = self._put_blob(next(names), self._format.record(None, epochs))
-                versions = (self._first(model.run_id, held) for held in model.fragments)
+                versions = (self._first(model.run_id, *each) for each in enumerate(model.fragments))
                 return [frozen, record, *(self._put_blob(next(names), each) for each in versions)]
             except StoreError as error:
                 return error
@@ -183,8 +183,8 @@ class PublishedStore(Generic[H, P]):
 
         self._worker.submit("put", None, put_all, put)
 
-    def _first(self, run_id: str, held: Any) -> Blob:
-        update = Update(held.fragment, 0, 0, (), (), 1.0, held.digest, lossless=True)
+    def _first(self, run_id: str, fragment: int, held: H) -> Blob:
+        update = Update(fragment, 0, 0, (), (), 1.0, held.digest, lossless=True)
         return self._format.version(run_id, held, update, 0)
 
     def _initialised(self, run_id: str, epochs: tuple[Epoch, ...], done: Callable[[StoreError | None], None]) -> None:

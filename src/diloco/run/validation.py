@@ -17,7 +17,6 @@ from diloco.protocol.contribution import OVERLAP, Contribution
 from diloco.protocol.leases import Ask
 from diloco.protocol.members import Report
 from diloco.protocol.steering import OF_A_LEARNER, Order, What
-from diloco.protocol.succession import ElectorVote
 from diloco.protocol.units import Ranges, is_set
 from diloco.run.ports import InitialModel
 
@@ -261,7 +260,7 @@ def check_initial(model: InitialModel[Any]) -> None:
     """Check the description of an initial model."""
     _within(model.learner, "inner steps before the run", model.step, MAX_INITIAL_STEP)
     _within(model.learner, "tokens before the run", model.tokens, MAX_TOKENS)
-    check_epoch(model.learner, model.epoch, MAX_EPOCH)
+    _within(model.learner, "as an epoch of the run", model.epoch, MAX_EPOCH)
     if len(model.source) > MAX_SOURCE or not model.source.isprintable():
         raise PayloadError(
             f"a model cannot come from {model.source[:MAX_SOURCE]!r}; describe its source in at most {MAX_SOURCE} "
@@ -273,20 +272,6 @@ def check_run_id(run_id: str) -> None:
     """Check a run's id that a learner names."""
     if not RUN_ID.fullmatch(run_id):
         raise PayloadError(f"a run cannot have the id {run_id[:64]!r}; it is 32 hexadecimal digits.")
-
-
-def check_word(learner: str, word: ElectorVote, most_epoch: int) -> None:
-    """Check a learner's statement about the syncer that it follows. `most_epoch`: the highest plausible epoch."""
-    check_epoch(learner, word.seen.epoch, most_epoch)
-    if word.promised is not None:
-        check_epoch(learner, word.promised.epoch, most_epoch)
-    if not (math.isfinite(word.silent_s) and word.silent_s >= 0):
-        raise PayloadError(f"{learner!r} has not heard of its syncer for {word.silent_s} s, which is no duration.")
-
-
-def check_epoch(who: str, epoch: int, most_epoch: int) -> None:
-    """Check an epoch that a learner or a second syncer names."""
-    _within(who, "as an epoch of the run", epoch, most_epoch)
 
 
 def _within_steps(learner: str, tokens: int, steps: int, tokens_per_step: int | None) -> None:

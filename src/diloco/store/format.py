@@ -13,6 +13,7 @@ import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +31,19 @@ from diloco.store.reading import OUTER, READERS, ObjectReader, advice
 
 
 class TensorFormat:
-    """`run.objects.ObjectFormat` of a run with tensors. Blobs are views of the tensors' memory, without copies."""
+    """`run.objects.ObjectFormat` of a run with tensors. Blobs are views of the tensors' memory, without copies.
+
+    Arguments:
+        keeps: keep what was read, so that the next `read` reads only objects that are new.
+    """
+
+    def __init__(self, *, keeps: bool = False) -> None:
+        self._keeps = keeps
+        self._kept: dict[str, Any] = {}
+
+    def forget(self) -> None:
+        """Keep nothing any more."""
+        self._keeps, self._kept = False, {}
 
     def version(self, run_id: str, held: GlobalFragment, update: Update, tokens: int) -> Blob:
         """As `ObjectFormat.version`."""
@@ -66,13 +79,16 @@ class TensorFormat:
         assert manifest.frozen is not None
         assert manifest.record is not None
         with ObjectReader(objects) as reader, ThreadPoolExecutor(READERS) as readers:
-            frozen = reader.frozen(manifest.frozen)
+            frozen = self._kept.get(manifest.frozen) or reader.frozen(manifest.frozen)
             if (frozen.run_id, len(frozen.layout.fragments)) != (manifest.run_id, len(manifest.fragments)):
                 raise StoreError(f"the manifest of {objects.name} names objects of two runs; {advice(objects.name)}")
             record, epochs = reader.record(manifest.record)
             named = [versions[0] for versions in manifest.fragments]
+            kept = [self._kept.get(each.held) for each in named]
             read = partial(reader.version, frozen=frozen)
-            versions = list(readers.map(read, named, range(len(named))))
+            versions = list(readers.map(lambda it, each, i: it or read(each, i), kept, named, range(len(named))))
+        if self._keeps:
+            self._kept = dict(zip((each.held for each in named), versions, strict=True)) | {manifest.frozen: frozen}
         return SavedRun(
             frozen.run, frozen.method, frozen.layout, tuple(held for held, _ in versions),
             tuple(update.contributors for _, update in versions), frozen.static, frozen.source, frozen.step,

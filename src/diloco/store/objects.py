@@ -10,6 +10,7 @@ from typing import TypeVar
 from diloco.errors import ConfigError, MissingObjectError, NotInitialisedError
 from diloco.protocol.manifest import Manifest
 from diloco.run.objects import Objects, Readable
+from diloco.store.bucket import Bucket
 from diloco.store.directory import Directory
 
 T = TypeVar("T")
@@ -17,7 +18,7 @@ T = TypeVar("T")
 _TRIES = 10
 
 
-def open_store(place: str | os.PathLike[str], *, lock: bool = False) -> Objects:
+def open_store(place: str | os.PathLike[str], *, lock: bool = False) -> Directory | Bucket:
     """Open a store.
 
     Arguments:
@@ -30,8 +31,6 @@ def open_store(place: str | os.PathLike[str], *, lock: bool = False) -> Objects:
     """
     if not is_url(place):
         return Directory(place, lock=lock)
-    from diloco.store.bucket import Bucket
-
     return Bucket(str(place))
 
 

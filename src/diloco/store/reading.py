@@ -222,21 +222,21 @@ class ObjectReader:
             raise DamagedObjectError(f"{what} is damaged ({why}); {advice(self.objects.name)}") from error
 
 
-def newest_digests(objects: Readable) -> list[tuple[int, str]] | None:
-    """Version and digest of each fragment's newest version, not verified, of a run that may be served; empty: there is
-    no model; None: they cannot be read."""
+def newest_digests(objects: Readable) -> tuple[list[tuple[int, str]], int] | None:
+    """Version and digest of each fragment's newest version, not verified, of a run that may be served (empty: there is
+    no model), and the epoch of the newest claim; None: they cannot be read."""
 
-    def read() -> list[tuple[int, str]]:
+    def read() -> tuple[list[tuple[int, str]], int]:
+        manifest = read_manifest(objects)
         with ObjectReader(objects) as reader:
-            newest = [versions[0] for versions in read_manifest(objects).fragments]
+            newest = [versions[0] for versions in manifest.fragments]
             heads = [reader.head(each.held, f"version {each.version}") for each in newest]
-        return [
-            (each.version, str(head.described["update"]["digest"])) for each, head in zip(newest, heads, strict=True)
-        ]
+        digests = [str(head.described["update"]["digest"]) for head in heads]
+        return [(each.version, digest) for each, digest in zip(newest, digests, strict=True)], manifest.epoch
 
     try:
         return repeated(read)
     except (ConfigError, NotInitialisedError):
-        return []
+        return [], 0
     except (StoreError, *MALFORMED):
         return None

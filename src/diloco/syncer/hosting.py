@@ -1,161 +1,54 @@
-"""The driver in a syncer's process: its lock, the clock and threads behind its ports, and calls that wait for
-answers."""
+"""The run in a syncer's process: its store, and its driver while the run is this syncer's. One lock for the events of
+both, the clocks and threads behind their ports, and calls that wait for answers."""
 
 from __future__ import annotations
 
 import logging
 import math
-import os
 import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, wait
+from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import grpc
 from torch import Tensor
 
 from diloco.core.global_fragment import GlobalFragment
 from diloco.core.method import Method
-from diloco.errors import DilocoError, UnreachableError
+from diloco.errors import ConfigError, DilocoError, MissingObjectError, StandbyError, StoreError, UnreachableError
+from diloco.escaping import MALFORMED
 from diloco.protocol.contribution import Budget
+from diloco.protocol.manifest import Manifest
 from diloco.protocol.members import Deadlines
+from diloco.protocol.publishing import RETRY_S, Publisher, Standing
 from diloco.protocol.steering import Pool
 from diloco.run.driver import Driver
 from diloco.run.journal.recorder import Recorder
-from diloco.run.ports import Ports, StorePort, Work
+from diloco.run.objects import Objects
+from diloco.run.ports import Ports, SavedRun
+from diloco.run.published import PublishedStore
+from diloco.run.run_state import RunState
 from diloco.run.tensor_jobs import TensorJobs
-from diloco.store.store import Store, checked_values
+from diloco.store.format import TensorFormat
 from diloco.syncer.journal import Journal
 from diloco.syncer.spool import Slot, Spool
+from diloco.syncer.threads import JobThreads, Ticker
 
 log = logging.getLogger("diloco.syncer")
 
-IDLE_S = 1.0
-"""The time between two ticks unless an earlier one is requested."""
-
-SHORTEST_S = 0.01
-"""The shortest time between two ticks."""
-
-
-class Ticker:
-    """The driver's clock: calls `tick(late_s)` at the last time given to `wake_at`, and at least once a second.
-
-    Arguments:
-        tick: gets the delay of the call; it is long if the whole process was suspended.
-        clock: monotonic seconds.
-    """
-
-    def __init__(self, tick: Callable[[float], None], clock: Callable[[], float] = time.monotonic) -> None:
-        self._tick, self._clock = tick, clock
-        self._wake_at = math.inf
-        self._planned = math.inf
-        self._changed = threading.Condition()
-        self._began_at = math.inf
-        self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="syncer-tick", daemon=True)
-        self.failure: BaseException | None = None
-        """The error that ended the ticks."""
-
-    def start(self) -> None:
-        """Start; the first tick comes within a second."""
-        self._began_at = self._clock()
-        self._thread.start()
-
-    def now_s(self) -> float:
-        """As `ports.ClockPort`."""
-        return self._clock()
-
-    def wake_at(self, at_s: float) -> None:
-        """Tick at this time of the clock at the latest; replaces the earlier request."""
-        with self._changed:
-            self._wake_at = at_s
-            if at_s < self._planned:
-                self._changed.notify_all()
-
-    def stop(self) -> None:
-        """No tick begins after this returns."""
-        with self._changed:
-            self._stopping = True
-            self._changed.notify_all()
-        self._thread.join()
-
-    def _run(self) -> None:
-        began_at = self._began_at
-        while True:
-            ended_at = self._clock()
-            with self._changed:
-                while not self._stopping and (left_s := self._plan(began_at, ended_at) - self._clock()) > 0:
-                    self._changed.wait(left_s)
-                if self._stopping:
-                    return
-                late_s = self._clock() - self._planned
-                self._wake_at = math.inf
-            began_at = self._clock()
-            try:
-                self._tick(late_s)
-            except BaseException as error:
-                log.critical("the tick thread failed", exc_info=error)
-                self.failure = error
-                return
-
-    def _plan(self, began_at: float, ended_at: float) -> float:
-        """Plan the tick after one from `began_at` to `ended_at`. A long tick delays the next."""
-        self._planned = min(began_at + IDLE_S, max(ended_at + SHORTEST_S, self._wake_at))
-        return self._planned
-
+PROMOTED_S = 20.0
+"""A promotion is answered within this time, also where the store does not answer."""
 
 T = TypeVar("T")
 
 SyncerDriver = Driver[GlobalFragment, Slot, Tensor]
 
-NUM_CHECKERS = 4
-"""Most threads that check payloads; each reads a contribution once."""
-
-
-class JobThreads:
-    """Executes jobs on threads; each result becomes an event of the driver.
-
-    Arguments:
-        event: executes an event of the driver, one at a time.
-        failed: called with an unexpected error of a job.
-
-    Attributes:
-        is_stopping: no job is started any more.
-    """
-
-    def __init__(self, event: Callable[[Callable[[], None]], None], failed: Callable[[BaseException], None]) -> None:
-        num_threads: dict[Work, int] = {"check": min(NUM_CHECKERS, os.cpu_count() or 1), "close": 1, "write": 1}
-        self._pools = {
-            what: ThreadPoolExecutor(number, thread_name_prefix=f"syncer-{what}")
-            for what, number in num_threads.items()
-        }
-        self._event = event
-        self._failed = failed
-        self.is_stopping = False
-
-    def submit(self, what: Work, fragment: int | None, job: Callable[[], T], done: Callable[[T], None]) -> None:
-        """As `ports.WorkerPort`."""
-
-        def run() -> None:
-            try:
-                found = job()
-                self._event(lambda: done(found))
-            except BaseException as error:
-                log.critical("a job of the syncer failed", exc_info=error)
-                self._failed(error)
-
-        if not self.is_stopping:
-            self._pools[what].submit(run)
-
-    def stop(self) -> None:
-        """Finish the started jobs."""
-        for pool in self._pools.values():
-            pool.shutdown(wait=True)
-
+Saved = SavedRun[GlobalFragment]
 
 KEEPALIVE_S = 0.5
 """Between two keepalives to the sender of a complete upload that waits for its answer."""
@@ -168,82 +61,312 @@ def while_waiting(answer: Future[Any]) -> Iterator[None]:
         yield
 
 
+def since_boot_s() -> float:
+    """Seconds, including those of a suspension of the machine: the clock of leases."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How a run in a bucket is shared with other syncers.
+
+    Attributes:
+        address: of this syncer, for people.
+        former: the boot of this syncer's last process, which has ended; None: not known.
+        lease_s: a standby claims the run when the manifest has not moved for this long.
+        is_standby: wait while another syncer serves the run; otherwise that is an error.
+        holds: a standby keeps the newest model in memory.
+    """
+
+    address: str = ""
+    former: int | None = None
+    lease_s: float = 10.0
+    is_standby: bool = False
+    holds: bool = False
+
+
 class HostedDriver:
-    """The driver of one run, in this process. Any thread may call any method.
+    """One run in this process, from `start` until it is stopped, refused or fenced. Any thread may call any method.
 
     Arguments:
         run: the run's id.
         method: the run's method; a stored run must have the same.
-        store: makes the run durable.
+        objects: the place of the run's objects.
         spool: holds contributions.
         deadlines: of silent learners.
         journal: observes the run.
+        sharing: with other syncers; None: no other process can have the place.
+        keep_s: how long objects stay that were superseded.
+        stands: called with each standing, its epoch and the reason.
+        claimed: called with the manifest that this process has claimed, before the run is loaded from it.
         recorder: journals the driver's events; None: they are not kept.
-        writes: the store port; None: `store`.
-        boot: as `Driver`; None: a new one.
-        is_begun: serve the store's newest epoch; otherwise begin the next one.
 
     Attributes:
         jobs: the run's tensor jobs.
-
-    Raises:
-        UnknownRunError, AlreadyInitialisedError: the store holds another run, or one with another method. StoreError:
-            the store is damaged.
+        store: the run's.
+        refusal: the error that ended the start, or a later load; None: there is none.
     """
 
     def __init__(
-        self,
-        run: str,
-        method: Method,
-        store: Store,
-        spool: Spool,
-        *,
-        deadlines: Deadlines,
-        journal: Journal,
-        pool: Pool | None = None,
-        budget: Budget | None = None,
+        self, run: str, method: Method, objects: Objects, spool: Spool, *, deadlines: Deadlines, journal: Journal,
+        sharing: Sharing | None = None, keep_s: float = 600.0,
+        stands: Callable[[Standing, int, str], None] = lambda *_: None,
+        claimed: Callable[[Manifest], None] = lambda _: None, pool: Pool | None = None, budget: Budget | None = None,
         recorder: Recorder[Slot] | None = None,
-        writes: StorePort[GlobalFragment, Tensor] | None = None,
-        boot: int | None = None,
-        is_begun: bool = False,
-    ) -> None:
-        self.method = method
+    ) -> None:  # fmt: skip
+        self.run, self.method = run, method
+        self._objects, self._spool = objects, spool
+        self._is_shared, mine = sharing is not None, sharing or Sharing()
+        self._is_standby, self._holds = mine.is_standby, mine.holds
+        self._boot, self._format = secrets.randbits(63) + 1, TensorFormat(keeps=mine.holds)
+        self._publisher = Publisher(
+            run, boot=self._boot, former=mine.former, address=mine.address, is_standby=mine.is_standby,
+            lease_s=mine.lease_s if self._is_shared else math.inf, keep_s=keep_s,
+            shortest_swap_s=objects.shortest_swap_s,
+        )  # fmt: skip
+        self._deadlines, self._pool, self._budget = deadlines, pool, budget or Budget()
+        self._journal, self._stands, self._claimed, self._recorder = journal, stands, claimed, recorder
         self._changed = threading.Condition(threading.RLock())
         self._asking: set[Future[Any]] = set()
         self._is_stopped = False
         self._failure: BaseException | None = None
+        self.refusal: DilocoError | None = None
+        self._is_loading = False
+        self._held: tuple[Manifest, Saved] | None = None  # loaded before the run is this process's
+        self._driver: SyncerDriver | None = None
         self.jobs = TensorJobs(method, in_place=True)
         self._threads = JobThreads(self._event, self._failed)
-        self._ticker = Ticker(lambda late_s: self._event(lambda: self._driver.tick(late_s)))
-        ports = Ports(self._ticker, spool, self.jobs, writes or store, self._threads, journal)
-        if recorder is not None:
-            ports = recorder.around(ports)
-        saved = store.load()
-        with checked_values(store.path):
-            begun = saved if saved is None or is_begun else saved.begun()
-            self._driver = SyncerDriver(
-                run, method, ports, boot=boot or secrets.randbits(63) + 1, deadlines=deadlines, saved=begun, pool=pool,
-                budget=budget,
-            )  # fmt: skip
-        if recorder is not None:
-            recorder.sync()
-        if saved is not None and not is_begun:  # only now: a start that fails begins no epoch
-            store.begin(saved)
-        journal.set_aside(store.tidy(saved))
+        self._ticker = Ticker(lambda late_s: self._event(lambda: self._tick(late_s)))
+        self._leases = Ticker(lambda _: self._event(self.store.tick), since_boot_s)
+        before_commit = (lambda: None) if recorder is None else recorder.sync
+        self.store: PublishedStore[GlobalFragment, Tensor] = PublishedStore(
+            objects, self._format, self._publisher, self._threads, self._leases, self, before_commit
+        )
+
+    # --- the start ----------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Claim the run, as soon as no other process has it.
+
+        Raises:
+            UnknownRunError, AlreadyInitialisedError: the store holds another run, or one with another method.
+            StoreError: it is damaged, or refuses. Nothing was changed.
+        """
+        if not self._is_standby:
+            self._preload()
+        with self._changed:
+            self._leases.start()
+            self.store.start()
+            if self._is_shared:
+                return
+            self._changed.wait_for(lambda: self._driver is not None or self.refusal or self.failure)
+            if self.refusal is not None:
+                raise self.refusal
+        self.raise_failure()
+
+    def _preload(self) -> None:
+        """Load the run before it is claimed, so that a start that fails changes nothing."""
+        if (found := self._objects.manifest()) is None:
+            return
+        manifest = Manifest.from_bytes(found.data, self._objects.name)
+        if manifest.run == self.run and manifest.run_id:
+            saved = self._format.read(self._objects, manifest)
+            with self._checked():
+                state = RunState[GlobalFragment, Tensor](
+                    self.run, self.method, self._deadlines, self._pool, self._budget
+                )
+                state.restore(saved, 0.0)
+            self._held = manifest, saved
+
+    def promote(self) -> tuple[int, tuple[int, ...]]:
+        """Claim the run at once, by an operator's decision; returns the epoch and the newest versions.
+
+        Raises:
+            ConfigError: this process serves the run. UnreachableError: the store does not answer.
+        """
+        with self._changed:
+            if self._publisher.standing != "waiting":
+                raise ConfigError(
+                    f"this syncer is {self._publisher.standing}, so it cannot be promoted; promote one that waits as a "
+                    "standby."
+                )
+            self.store.promote()
+            ends = lambda: self._driver is not None or self.refusal or self.failure or self._is_stopped  # noqa: E731
+            self._changed.wait_for(ends, PROMOTED_S)
+            if self._driver is None:
+                raise self.refusal or UnreachableError(
+                    f"{self._objects.name} has not answered for {PROMOTED_S:g} s; this syncer takes over once it does."
+                )
+            return self._driver.lineage.epoch, self._driver.state.versions
+
+    # --- the store's host: called within its events -------------------------------------------------------------------
+
+    def stands(self, standing: Standing, why: str) -> None:
+        """As `StoreHost`."""
+        manifest = self._publisher.manifest
+        self._stands(standing, 0 if manifest is None else manifest.epoch, why)
+
+    def serve(self, manifest: Manifest) -> None:
+        """As `StoreHost`."""
+        self._threads.submit("close", None, partial(self._load, manifest, True), partial(self._begin, manifest))
+
+    def saw(self, manifest: Manifest | None) -> None:
+        """As `StoreHost`."""
+        if not self._holds or self._is_loading or manifest is None or not manifest.run_id:
+            return
+        if self._publisher.standing == "waiting" and (self._held is None or self._held[0].names != manifest.names):
+            self._is_loading = True
+            self._threads.submit("check", None, partial(self._load, manifest, False), partial(self._hold, manifest))
+
+    def refused(self, error: DilocoError) -> None:
+        """As `StoreHost`."""
+        self.refusal = self.refusal or error
+
+    def waits(self, what: str, error: StoreError) -> None:
+        """As `StoreHost`."""
+        self._journal.waits_for_disk(what, error)
+        if self._driver is None and not self._is_shared:
+            self.refused(error)
+
+    def _load(self, manifest: Manifest, is_claimed: bool) -> Saved | DilocoError | None:
+        """Load the run; None: it has no model."""
+        try:
+            if is_claimed:
+                self._claimed(manifest)
+            if not manifest.run_id:
+                return None
+            if self._held is not None and self._held[0].names == manifest.names:
+                return self._held[1]
+            objects: Any = self._objects
+            if is_claimed:
+                objects = _PatientReader(self._objects, lambda: not self._publisher.is_serving or self._is_stopped)
+            return self._format.read(cast("Objects", objects), manifest)
+        except DilocoError as error:
+            return error
+
+    def _hold(self, manifest: Manifest, found: Saved | DilocoError | None) -> None:
+        self._is_loading = False
+        if isinstance(found, SavedRun):
+            self._held = manifest, found
+
+    def _begin(self, manifest: Manifest, saved: Saved | DilocoError | None) -> None:
+        """The run was loaded: serve it."""
+        self._held = None
+        self._format.forget()
+        if isinstance(saved, DilocoError):
+            self.refused(saved)
+            return
+        ports = Ports(self._ticker, self._spool, self.jobs, self.store, self._threads, self._journal)
+        if self._recorder is not None:
+            ports = self._recorder.around(ports)
+        begun = None if saved is None else saved.begun(manifest.epoch)
+        try:
+            with self._checked():
+                self._driver = SyncerDriver(
+                    self.run, self.method, ports, boot=self._boot, deadlines=self._deadlines, saved=begun,
+                    pool=self._pool, budget=self._budget, epoch=manifest.epoch,
+                    commit_every_s=self._objects.shortest_swap_s,
+                )  # fmt: skip
+        except DilocoError as error:
+            self.refused(error)
+            return
+        self.store.begun(manifest.run_id, () if begun is None else begun.epochs)
         self._ticker.start()
 
+    @contextmanager
+    def _checked(self) -> Iterator[None]:
+        """Raise StoreError for a record with invalid values: its digest covers only its bytes."""
+        try:
+            yield
+        except DilocoError:
+            raise
+        except MALFORMED as error:
+            place = self._objects.name
+            raise StoreError(
+                f"the record in {place} is damaged ({error!r}); nothing was changed, and `diloco syncer check {place}` "
+                "says what can still be served."
+            ) from error
+
     # --- events -------------------------------------------------------------------------------------------------------
+
+    def require(self) -> None:
+        """Check that this process serves the run, or is suspended.
+
+        Raises:
+            StandbyError: it does not now.
+        """
+        with self._changed:
+            self._look_at_leases()
+            standing, manifest = self._publisher.standing, self._publisher.manifest
+            if self._driver is not None and self._publisher.is_serving:
+                return
+            at = f" at {manifest.address}" if manifest is not None and manifest.address else ""
+        said = {
+            "waiting": f"a standby of the syncer{at}, which serves run {self.run!r}; call that one",
+            "fenced": f"fenced: the syncer{at} serves run {self.run!r}; call that one",
+            "released": "about to stop; repeat the call, which the run's next syncer answers",
+        }
+        raise StandbyError(
+            f"this syncer is {said.get(standing, f'about to serve run {self.run!r}; repeat the call')}."
+        )
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether this process does not know whether another one serves the run."""
+        with self._changed:
+            self._look_at_leases()
+            return self._publisher.standing == "suspended"
+
+    @property
+    def standing(self) -> Standing:
+        """As in `Publisher`."""
+        return self._publisher.standing
+
+    @property
+    def has_driver(self) -> bool:
+        """Whether this process has begun to serve the run."""
+        return self._driver is not None
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """The newest versions in the store, as far as this process knows."""
+        manifest = self._publisher.manifest
+        return () if manifest is None else manifest.versions
+
+    def store_status(self) -> dict[str, Any]:
+        """Plain values for `diloco status`."""
+        with self._changed:
+            manifest = self._publisher.manifest or Manifest(self.run)
+            return {
+                "standing": self._publisher.standing, "is_shared": self._is_shared, "epoch": manifest.epoch,
+                "serial": manifest.serial, "address": manifest.address, "versions": list(manifest.versions),
+                "is_refusing": self.store.is_refusing, "holds": self._held is not None,
+            }  # fmt: skip
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it will not serve the run any more."""
+        return self.refusal is not None or self._is_stopped or self.standing in ("fenced", "released")
+
+    def until_ended(self) -> None:
+        """Wait until it will not serve the run any more, or has failed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.has_ended or self.failure is not None)
 
     def ask(self, event: Callable[[SyncerDriver], T]) -> T:
         """Execute one event of the driver; returns its result.
 
         Raises:
-            DilocoError: the driver refuses. UnreachableError: the driver has failed, in this event or before. After an
-                unexpected error an event may be half executed, so that no other may follow.
+            DilocoError: the driver refuses. StandbyError: there is no driver. UnreachableError: the driver has failed,
+                in this event or before. After an unexpected error an event may be half executed, so that no other may
+                follow.
         """
         with self._changed:
             if self.failure is not None:
                 raise _stopped()
+            if self._driver is None:
+                self.require()
+            assert self._driver is not None
             try:
                 answer = event(self._driver)
             except DilocoError:
@@ -261,7 +384,7 @@ class HostedDriver:
         """Execute an event that is answered later, by a call of its second argument; waits for the answer.
 
         Raises:
-            UnreachableError: the driver stops, or the call ends, before the answer. A disk may refuse for long; a
+            UnreachableError: the driver stops, or the call ends, before the answer. A store may refuse for long; a
                 caller that has given up must not hold a thread.
         """
         with self.asking(event) as future:
@@ -304,28 +427,51 @@ class HostedDriver:
                 event()
             self._changed.notify_all()
 
+    def _tick(self, late_s: float) -> None:
+        assert self._driver is not None
+        self._driver.tick(late_s)
+
+    def _look_at_leases(self) -> None:
+        """Tick the store if that is due: after a suspension, a call may come before the clock's thread."""
+        if not self._is_stopped and self.failure is None and since_boot_s() >= self._publisher.wake_at:
+            self.store.tick()
+
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Wait until no work is in progress, except writes that the disk refuses."""
+        """Wait until no work is in progress, except what the store refuses."""
         with self._changed:
-            self._changed.wait_for(lambda: self.failure is not None or not self._driver.is_busy)
+            self._changed.wait_for(
+                lambda: self.failure is not None or self._driver is None or not self._publisher.is_serving
+                or not self._driver.is_busy
+            )  # fmt: skip
 
     def stop(self) -> None:
-        """Finish merges and writes in progress, without waiting for a disk that refuses; then end connections and
-        threads."""
+        """Finish merges and commits in progress, without waiting for a store that refuses, and release the run; then
+        end connections and threads."""
         with self._changed:
-            self._driver.stop()
+            if self._driver is not None:
+                self._driver.stop()
         self.drain()
-        self._ticker.stop()
+        with self._changed:
+            if self.failure is None:
+                self.store.release()
+            self._changed.wait_for(
+                lambda: self.failure is not None or self._publisher.standing in ("fenced", "released")
+                or self._publisher.is_retrying
+            )  # fmt: skip
+        for ticker in (self._ticker, self._leases):
+            ticker.stop()
         with self._changed:
             self._is_stopped = True
             self._threads.is_stopping = True
-            self._driver.end()
+            if self._driver is not None:
+                self._driver.end()
             for future in self._asking:
                 if not future.done():  # a future whose caller has not read the answer yet is done
                     future.set_exception(_stopped())
             self._asking.clear()
+            self._changed.notify_all()
         self._threads.stop()
 
     def raise_failure(self) -> None:
@@ -336,12 +482,33 @@ class HostedDriver:
     @property
     def failure(self) -> BaseException | None:
         """The error that ended the driver, after which no round is merged and no learner evicted; None: it runs."""
-        return self._failure or self._ticker.failure
+        return self._failure or self._ticker.failure or self._leases.failure
 
     def _failed(self, error: BaseException) -> None:
         with self._changed:
             self._failure = self._failure or error
             self._changed.notify_all()
+
+
+class _PatientReader:
+    """Objects of a run that was claimed: a read is repeated while their place does not answer."""
+
+    def __init__(self, objects: Objects, gives_up: Callable[[], bool]) -> None:
+        self.name = objects.name
+        self._objects, self._gives_up = objects, gives_up
+
+    def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes | memoryview:
+        """As `Objects.get`."""
+        while True:
+            try:
+                return self._objects.get(name, start, stop)
+            except MissingObjectError:
+                raise
+            except StoreError as error:
+                if self._gives_up():
+                    raise
+                log.warning("the run cannot be loaded yet: %s", error)
+                time.sleep(RETRY_S)
 
 
 def _stopped() -> UnreachableError:

@@ -102,9 +102,10 @@ class SyncerMetrics:
             "Units of leased data, over all passes that were begun: done, leased, and returned by a learner.",
             "state",
         )
-        self._standing = self._gauge("standing", "1 for the role of this syncer, beside another one.", "standing")
-        self._takeovers = self._counter("takeovers", "Times that this syncer has begun an epoch without the other one.")
-        self._standby_lag = self._gauge("standby_lag", "Replication lag of the standby.", "unit")
+        self._standing = self._gauge(
+            "standing", "1 for what this syncer may do with the run in its bucket.", "standing"
+        )
+        self._claims = self._counter("claims", "Times that this syncer has claimed the run from its bucket.")
         self._snapshots = _Snapshots()
         self.registry.register(self._snapshots)
         self._server: tuple[WSGIServer, threading.Thread] | None = None
@@ -181,16 +182,11 @@ class SyncerMetrics:
         """Set the number of events that could not be written since this syncer started."""
         self._missing_events.set(number)
 
-    def standing_changed(self, standing: str, *, takes_over: bool) -> None:
-        """Set the standing of this syncer, and count a takeover."""
+    def standing_changed(self, standing: str) -> None:
+        """Set the standing of this syncer, and count a claim."""
         self._standing.clear()
         self._standing.labels(standing).set(1)
-        self._takeovers.inc(takes_over)
-
-    def set_standby_lag(self, *, versions: int, num_bytes: int, seconds: float) -> None:
-        """Set the lag of the standby."""
-        for unit, number in (("versions", versions), ("bytes", num_bytes), ("seconds", seconds)):
-            self._standby_lag.labels(unit).set(number)
+        self._claims.inc(standing == "claiming")
 
     def set_data(self, *, done: int, leased: int, returned: int) -> None:
         """Set the units of leased data by state."""

@@ -1,39 +1,42 @@
-"""A syncer: the driver behind a port, with its state directory, metrics, live page, backups and standby."""
+"""A syncer: the run behind a port, with its store, state directory, metrics and live page."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import grpc
 
 from diloco import events
 from diloco.core.method import Method
-from diloco.errors import ConfigError, StandbyError, StoreError, UnreachableError
+from diloco.errors import ConfigError, DilocoError, FencedError, StandbyError, UnreachableError
 from diloco.event_log import EventLog
 from diloco.exchange.wire.address import socket_path, split_address
 from diloco.exchange.wire.rpc import SERVER_OPTIONS
 from diloco.protocol.contribution import Budget
+from diloco.protocol.manifest import Manifest
 from diloco.protocol.members import Deadlines
+from diloco.protocol.publishing import Standing
 from diloco.protocol.session.heartbeat import HEARTBEAT_S
 from diloco.protocol.steering import Pool
 from diloco.run.journal.payloads import TensorPayloads
 from diloco.run.journal.recorder import Recorder
-from diloco.store.backup import BackupPlan, Backups
+from diloco.store.copying import Copies, CopyPlan
+from diloco.store.directory import Directory, lock_directory
 from diloco.store.journal_files import JournalFiles, PayloadFiles
+from diloco.store.objects import is_url, open_store
 from diloco.syncer.door.audit import Audit
 from diloco.syncer.door.open_calls import CallDeadlines, CallGuard, OpenCalls, OpenTransfers
 from diloco.syncer.door.receiving import IncomingModel
 from diloco.syncer.door.service import Service
-from diloco.syncer.hosting import HostedDriver
+from diloco.syncer.hosting import HostedDriver, Sharing
 from diloco.syncer.journal import Journal
 from diloco.syncer.keys.auth import Authenticator, check_binding
 from diloco.syncer.keys.certificates import Caller
@@ -43,19 +46,21 @@ from diloco.syncer.page.live_page import LivePage
 from diloco.syncer.ports import connections_for, port_refusal, raise_file_limit, why_unbound
 from diloco.syncer.progress import EVERY_S, ProgressLog
 from diloco.syncer.spool import Slot, Spool
-from diloco.syncer.standby.following import Following, StandbyCredentials
-from diloco.syncer.standby.leading import Leading
-from diloco.syncer.standby.pair_calls import PairCalls, StandingJournal
-from diloco.syncer.standby.pairing import TICK_S, Pairing, ReplicatedStore
-from diloco.syncer.standby.replica import Replica
 from diloco.syncer.wire_bytes import WireBytes
+from diloco.whole_files import write_whole
 
 log = logging.getLogger("diloco.syncer")
 
 EVENTS = "events.jsonl"
 """The event log in the state directory."""
 
+BOOT = "boot"
+"""In the state directory, which one process has locked: the boot of its last claim, that of a process that has ended."""
+
 TRAFFIC_EVERY_S = 2.0
+
+FEW_STEPS = 10
+"""A method that waits for answers more often may be slowed down by a bucket."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +80,12 @@ class Options:
         pool: limits the number of learners that train; None: no limit.
         journal: keep a journal, from which `diloco replay` repeats all decisions.
         record_contributions: keep the payloads too, from which it repeats all merges.
-        backup: the plan of snapshots; None: none are taken.
-        follow: the address of the run's other syncer, of which this one is the standby, or was before a takeover.
-        follow_with: the credentials for the other syncer.
-        durable: "both": a version is published once it is durable at the standby too, if there is one; "one": once it
-            is durable here.
+        store: where the run's objects are: a directory, or the URL of a bucket; None: the state directory.
+        lease_s: a standby takes over when the manifest of a bucket has not moved for this long.
+        keep_s: how long objects stay that the manifest does not name any more.
+        standby: wait while another syncer serves the run, and take over.
+        hold: a standby keeps the newest model in memory.
+        copies: the plan of copies of the store; None: none are made.
     """
 
     address: str
@@ -95,10 +101,17 @@ class Options:
     pool: Pool | None = None
     journal: bool = True
     record_contributions: bool = False
-    backup: BackupPlan | None = None
-    follow: str | None = None
-    follow_with: StandbyCredentials = field(default_factory=StandbyCredentials)
-    durable: Literal["both", "one"] = "both"
+    store: str | None = None
+    lease_s: float = 10.0
+    keep_s: float = 600.0
+    standby: bool = False
+    hold: bool = False
+    copies: CopyPlan | None = None
+
+    @property
+    def place(self) -> str:
+        """Of the run's objects."""
+        return self.store or str(self.state_dir)
 
 
 class Syncer:
@@ -125,26 +138,13 @@ class Syncer:
             )
         if options.pool is not None:
             options.pool.require(method.quorum.at_least)
+        _check_store(method, options)
         self.run = run
         self._method, self._options = method, options
         self._started_at = time.time()
         self._metrics = SyncerMetrics(run)
-        self._journal = JournalFiles(options.state_dir) if options.journal else None
-        self._hosting, self._hosted = threading.RLock(), None
         self._failure: BaseException | None = None
-        with ExitStack() as refused:  # a failed start releases the directory
-            self._store = refused.enter_context(Replica(options.state_dir))
-            self._events = refused.enter_context(EventLog(options.state_dir / EVENTS, who="syncer"))
-            backup = options.backup
-            self._backups = None if backup is None else Backups(backup, options.state_dir, self._events)
-            self._observer = Journal(self._events, self._metrics)
-            self.pairing = Pairing(
-                self._store, other=options.follow, waits_for_both=options.durable == "both",
-                silence_s=options.deadlines.lost_floor_s, observer=StandingJournal(self._events, self._metrics),
-            )  # fmt: skip
-            if self.pairing.standing == "alone":
-                self._hosted = self._new_driver(is_begun=False)
-            refused.pop_all()
+        self._stopping = threading.Event()
         num_connections = connections_for(raise_file_limit())
         self._server = grpc.server(
             ThreadPoolExecutor(1),  # unused: `Admission` gives each call its threads
@@ -153,6 +153,70 @@ class Syncer:
         self.port = _bind(self._server, options.address, credentials)
         path = socket_path(options.address)
         self.address = options.address if path else f"{split_address(options.address)[0]}:{self.port}"
+        with ExitStack() as opened:  # closed in reverse order, also by a start that fails
+            self._open_store(opened)
+            self._events = opened.enter_context(EventLog(options.state_dir / EVENTS, who="syncer"))
+            self._journal = JournalFiles(options.state_dir) if options.journal else None
+            if self._journal is not None:
+                opened.callback(self._journal.close)
+            self._observer = Journal(self._events, self._metrics)
+            plan = options.copies
+            self._copies = None if plan is None else Copies(plan, self._objects, self._events)
+            self._hosted = self._begin(is_standby=options.standby)
+            self._opened = opened.pop_all()
+        self._open_door(auth)
+        self._events.append(
+            events.SyncerStarted(
+                run=run, address=self.address, versions=self.versions(), method=method.to_dict(),
+                learners=options.num_learners, budget_tokens=options.budget.tokens,
+            )
+        )  # fmt: skip
+        if self._copies is not None:
+            self._copies.start()
+        self._standing = threading.Thread(target=self._follow_standing, name="syncer-standing", daemon=True)
+        self._standing.start()
+
+    def _open_store(self, opened: ExitStack) -> None:
+        """Open the place of the run's objects, and lock the state directory."""
+        options = self._options
+        if options.store is not None and Path(options.store) != options.state_dir:
+            opened.enter_context(lock_directory(options.state_dir))
+        self._objects = open_store(options.place, lock=True)
+        if isinstance(self._objects, Directory):
+            opened.callback(self._objects.close)
+        else:
+            self._objects.require_conditions()
+        self._former: int | None = None
+        with suppress(OSError, ValueError):  # absent, or lost by its disk
+            self._former = int((options.state_dir / BOOT).read_text())
+
+    def _begin(self, *, is_standby: bool) -> HostedDriver:
+        """Claim the run, now or once no other syncer has it.
+
+        Raises:
+            DilocoError: the run cannot be served.
+        """
+        options = self._options
+        is_shared = is_url(options.place)
+        sharing = Sharing(
+            self.address, self._former, options.lease_s, is_standby, holds=is_standby and options.hold
+        )
+        hosted = HostedDriver(
+            self.run, self._method, self._objects, Spool(options.state_dir, options.spool_bytes),
+            deadlines=options.deadlines, journal=self._observer, sharing=sharing if is_shared else None,
+            keep_s=options.keep_s, stands=self._stands if is_shared else lambda *_: None, claimed=self._claimed,
+            pool=options.pool, budget=options.budget, recorder=self._recorder(options),
+        )  # fmt: skip
+        try:
+            hosted.start()
+        except BaseException:
+            hosted.stop()
+            raise
+        return hosted
+
+    def _open_door(self, auth: Authenticator) -> None:
+        """Answer calls."""
+        options = self._options
         self._wire_bytes = WireBytes()
         self.page: LivePage | None = None
         self._audit = audit = Audit(self._events, self._metrics)
@@ -160,27 +224,13 @@ class Syncer:
         self.progress = ProgressLog(self._events, self._metrics, self._run_status, options.budget.tokens)
         self._deadlines = CallDeadlines(options.deadlines.lost_floor_s)
         self.transfers = OpenTransfers(lambda: self.driver, self._deadlines)
-        self._following = None
-        if options.follow is not None:
-            self._following = Following(
-                run,
-                self._store,
-                self.pairing,
-                options.follow_with,
-                end_driver=self._update_hosting,
-                failed=self._failed,
-            )
         self._incoming = IncomingModel()
-        pair = PairCalls(
-            self.pairing, Leading(self._store, self.pairing), self._following, lambda: self._hosted is not None
-        )
-        guard = CallGuard(run, auth, self._calls, self._deadlines, audit, self._wire_bytes)
+        guard = CallGuard(self.run, auth, self._calls, self._deadlines, audit, self._wire_bytes)
         service = Service(
-            run, method, lambda: self.driver, guard=guard, pair=pair, calls=self._calls, deadlines=self._deadlines,
-            transfers=self.transfers, incoming=self._incoming, audit=audit,
-            lost_floor_s=options.deadlines.lost_floor_s, resumed=self._observer.resumed,
-            status_extra=self._status_extra, reported=self.progress.record,
-            page_url=self._page_url,
+            self.run, self._method, lambda: self.driver, guard=guard, transfers=self.transfers,
+            incoming=self._incoming, audit=audit, lost_floor_s=options.deadlines.lost_floor_s,
+            resumed=self._observer.resumed, status_extra=self._status_extra, reported=self.progress.record,
+            page_url=self._page_url, promote=self.promote, is_suspended=lambda: self._hosted.is_suspended,
         )  # fmt: skip
         self._server.add_generic_rpc_handlers((service.handlers(),))
         self.metrics_port = None if options.metrics_address is None else self._metrics.serve(options.metrics_address)
@@ -191,36 +241,31 @@ class Syncer:
                 steer=lambda order, caller: service.execute(order, caller, "page"),
                 check=auth.check,
             )  # fmt: skip
-        self._stopping = threading.Event()
         self._traffic = threading.Thread(target=self._report_traffic, name="syncer-traffic", daemon=True)
         for check in (self._calls, self._deadlines, self.transfers):
             check.start(self._failed)
         self._server.start()
         self._traffic.start()
-        if self._backups is not None:
-            self._backups.start()
-        versions = self.versions()
-        self._events.append(
-            events.SyncerStarted(
-                run=run, address=self.address, versions=versions, method=method.to_dict(),
-                learners=options.num_learners, budget_tokens=options.budget.tokens,
-            )
-        )  # fmt: skip
-        self._standing = threading.Thread(target=self._follow_standing, name="syncer-standing", daemon=True)
-        self._standing.start()
-        if self._following is not None:
-            self._following.start()
 
     @property
     def driver(self) -> HostedDriver:
-        """The run's driver.
+        """The run's driver, also while this syncer is suspended.
 
         Raises:
             StandbyError: this syncer does not serve the run now.
         """
-        if (hosted := self._hosted) is None or not self.pairing.succession.serves:
-            raise self.pairing.core.refusal()
+        hosted = self._hosted
+        hosted.require()
         return hosted
+
+    @property
+    def standing(self) -> Standing:
+        """As in `Publisher`."""
+        return self._hosted.standing
+
+    def promote(self) -> tuple[int, tuple[int, ...]]:
+        """As `HostedDriver.promote`."""
+        return self._hosted.promote()
 
     def _page_url(self, caller: Caller) -> str:
         if self.page is None:
@@ -228,48 +273,46 @@ class Syncer:
         return self.page.url_for(caller)
 
     def versions(self) -> tuple[int, ...]:
-        """The newest durable version of each fragment."""
-        return self._store.versions()
+        """The newest durable version of each fragment, as far as this syncer knows."""
+        return self._hosted.versions
 
-    def _new_driver(self, *, is_begun: bool) -> HostedDriver:
-        options = self._options
-        if self._journal is not None and self.pairing.core.had_position:
-            why = "another syncer may have served the run before this start"
-            self._journal.append(json.dumps({"e": "#gap", "t": time.monotonic(), "missing": 0, "why": why}))
-        return HostedDriver(
-            self.run, self._method, self._store, Spool(options.state_dir, options.spool_bytes),
-            deadlines=options.deadlines, journal=self._observer, pool=options.pool, budget=options.budget,
-            recorder=self._recorder(options), writes=ReplicatedStore(self._store, self.pairing),
-            boot=self.pairing.succession.boot, is_begun=is_begun,
-        )  # fmt: skip
+    def _claimed(self, manifest: Manifest) -> None:
+        """Remember a claim. A disk that refuses costs the next start a lease."""
+        self._former = manifest.boot
+        try:
+            write_whole(self._options.state_dir / BOOT, str(manifest.boot))
+        except OSError as error:
+            log.warning("%s cannot be written (%s)", self._options.state_dir / BOOT, error)
 
-    def _update_hosting(self) -> None:
-        """Start or stop the driver, or begin its next epoch, as this syncer's standing requires."""
-        with self._hosting:
-            succession, hosted = self.pairing.succession, self._hosted
-            if not succession.serves:
-                self._hosted = None
-                if hosted is not None:
-                    hosted.stop()
-            elif hosted is None:
-                self._hosted = self._new_driver(is_begun=True)
-            else:
-                epoch = succession.epoch
-                if hosted.ask(lambda driver: driver.lineage.epoch) < epoch:
-                    hosted.ask(lambda driver: driver.begin_epoch(epoch))
+    def _stands(self, standing: Standing, epoch: int, why: str) -> None:
+        """Log how this syncer stands beside others."""
+        log.log(logging.INFO if standing in ("claiming", "serving") else logging.WARNING,
+                "this syncer is %s, epoch %d: %s", standing, epoch, why)  # fmt: skip
+        self._events.append(events.StandingChanged(standing=standing, epoch=epoch, why=why))
+        self._metrics.standing_changed(standing)
 
     def _follow_standing(self) -> None:
-        """Execute the pair's decisions on a thread, once there are two syncers."""
-        while not self._stopping.is_set():
-            if not self.pairing.engaged.wait(TICK_S) or self._stopping.wait(TICK_S):
-                continue
+        """Begin again as a standby after another syncer has claimed the run, or fail."""
+        while True:
+            hosted = self._hosted
+            hosted.until_ended()
+            if self._stopping.is_set() or hosted.failure is not None:
+                return
             try:
-                self.pairing.tick()
-                self._update_hosting()
-            except StoreError as error:
-                log.error("the standing of this syncer waits for the disk: %s", error)
+                hosted.stop()
+                if hosted.refusal is not None:
+                    raise hosted.refusal
+                if not self._options.standby:
+                    raise FencedError(
+                        f"another syncer serves run {self.run!r} from {self._objects.name} now, so this one ends; "
+                        "start it with --standby to wait for its turn."
+                    )
+                self._hosted = self._begin(is_standby=True)
+            except DilocoError as error:
+                self._failed(error)
+                return
             except BaseException as error:
-                log.critical("the standing of this syncer failed", exc_info=error)
+                log.critical("this syncer cannot begin again", exc_info=error)
                 self._failed(error)
                 return
 
@@ -288,47 +331,38 @@ class Syncer:
         while not stop.wait(0.5):
             if self._failure is not None:
                 raise self._failure
-            if (hosted := self._hosted) is not None:
-                hosted.raise_failure()
+            self._hosted.raise_failure()
 
     def close(self) -> None:
         """Finish merges in progress, notify the learners, and stop."""
         if self._stopping.is_set():
             return
         self._stopping.set()
-        self.pairing.core.hurry()
-        self._standing.join()
         self.progress.write()
+        self._hosted.stop()
+        self._standing.join()
         hosted = self._hosted
-        if hosted is not None:
-            hosted.stop()
-        self.pairing.close()
-        if self._following is not None:
-            self._following.close()
         self._server.stop(grace=1.0).wait()
         self._deadlines.close()
         self.transfers.close()
         self._calls.close()
         self._audit.close()
         self._traffic.join()
-        if self._backups is not None:
-            self._backups.close()
+        if self._copies is not None:
+            self._copies.close()
         self._append_traffic()
         self._observer.merges.say(is_last=True)
-        if hosted is not None and hosted.failure is None:
+        if hosted.has_driver and hosted.failure is None:
             step, tokens = hosted.ask(lambda driver: (driver.state.step, driver.state.run_tokens))
             versions = self.versions()
             saved = f"versions {list(versions)}, step {step:,}, {tokens:,} tokens" if versions else "no model yet"
-            log.info("stopped; saved in %s: %s", self._options.state_dir, saved)
+            log.info("stopped; saved in %s: %s", self._objects.name, saved)
             seconds = time.time() - self._started_at
             self._events.append(events.Finished(steps=step, tokens=tokens, seconds=seconds, reason="stopped"))
         if self.page is not None:
             self.page.close()
         self._metrics.close()
-        if self._journal is not None:
-            self._journal.close()
-        self._events.close()
-        self._store.close()
+        self._opened.close()
 
     def __enter__(self) -> Self:
         return self
@@ -352,6 +386,7 @@ class Syncer:
         return {
             "time_s": now, "uptime_s": now - self._started_at, "missing_events": self._events.num_missing,
             "budget_tokens": self._options.budget.tokens, "num_bytes": num_bytes,
+            "store": {"place": self._objects.name, **self._hosted.store_status()},
         }  # fmt: skip
 
     def _report_traffic(self) -> None:
@@ -373,6 +408,23 @@ class Syncer:
             self._events.append(
                 events.Traffic(learner=learner, sent_bytes=counts["sent"], received_bytes=counts["received"])
             )
+
+
+def _check_store(method: Method, options: Options) -> None:
+    """Raise ConfigError for a standby without a bucket; warn of a method that a bucket slows down."""
+    if not is_url(options.place):
+        if options.standby:
+            raise ConfigError(
+                f"a standby needs a store that both syncers reach, and {options.place} is a directory of this machine; "
+                'set store in [syncer] to the URL of a bucket, such as "s3://bucket/run".'
+            )
+        return
+    steps = min(each[1] for each in method.sync_every) if isinstance(method.sync_every, tuple) else method.sync_every
+    if method.wait and steps < FEW_STEPS:
+        log.warning(
+            "learners wait for an answer every %d steps, and a bucket publishes at most once a second, so no learner "
+            "takes more than %d steps a second; keep the run in a directory, or raise sync_every", steps, steps,
+        )  # fmt: skip
 
 
 def _bind(server: grpc.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:

@@ -54,8 +54,8 @@ class WireBytes:
                 del self._calls[context]
 
     def label(self, context: grpc.ServicerContext, learner: str, kind: str) -> None:
-        """Name the learner and the kind of an open call: "control", "contributions", "updates", "joins", "probes" or
-        "standby"."""
+        """Name the learner and the kind of an open call: "control", "contributions", "updates", "joins" or
+        "probes"."""
         with self._lock:
             call = self._calls[context]
             call.label = learner, kind

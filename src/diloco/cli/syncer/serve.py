@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,6 +17,10 @@ from diloco.config import SyncerTable, load_config
 from diloco.errors import ConfigError, translated
 from diloco.escaping import log_plainly
 from diloco.whole_files import write_whole
+
+if TYPE_CHECKING:
+    from diloco.protocol.publishing import Standing
+    from diloco.syncer.server import Options
 
 log = logging.getLogger("diloco.syncer")
 
@@ -59,13 +63,13 @@ def command(
             "and changed in transit, and every host that reaches the port has all rights.",
         ),
     ] = False,
-    follow: Annotated[
-        str | None,
+    standby: Annotated[
+        bool,
         typer.Option(
-            metavar="HOST:PORT",
-            help="Be the standby of the run's other syncer: replicate what it publishes, and take over if it fails.",
+            "--standby",
+            help="Wait while another syncer serves the run from the same bucket, and take over if it fails.",
         ),
-    ] = None,
+    ] = False,
     record_contributions: Annotated[
         bool,
         typer.Option("--record-contributions", help="Keep all contributions, so that `diloco replay` can merge again."),
@@ -79,9 +83,8 @@ def command(
     from diloco.protocol.contribution import Budget
     from diloco.protocol.members import Deadlines
     from diloco.protocol.steering import Pool
-    from diloco.store.backup import BackupPlan
+    from diloco.store.copying import CopyPlan
     from diloco.syncer.server import EVENTS, Options, Syncer
-    from diloco.syncer.standby.following import StandbyCredentials
     from diloco.tracking.feed import SyncerFeed, open_feed
     from diloco.tracking.trackers import require_packages
 
@@ -90,7 +93,7 @@ def command(
     config = load_config(run_file, overrides or ())
     given = {
         "address": address or None, "state_dir": state_dir, "metrics_port": metrics_port, "page": page,
-        "page_port": page_port, "keys": keys or None, "insecure": insecure or None, "follow": follow or None,
+        "page_port": page_port, "keys": keys or None, "insecure": insecure or None, "standby": standby or None,
         "record_contributions": record_contributions or None,
     }  # fmt: skip
     table = config.syncer.model_copy(update={key: value for key, value in given.items() if value is not None})
@@ -109,10 +112,12 @@ def command(
         pool=Pool.of(config.pool_values),
         journal=table.journal or table.record_contributions,
         record_contributions=table.record_contributions,
-        backup=None if table.backup is None else BackupPlan(table.backup, table.backup_every_s, table.backup_keep),
-        follow=table.follow,
-        follow_with=StandbyCredentials(own, table.insecure),
-        durable=table.durable,
+        store=table.store,
+        lease_s=table.lease_s,
+        keep_s=table.keep_s,
+        standby=table.standby,
+        hold=table.hold,
+        copies=None if table.copy_to is None else CopyPlan(table.copy_to, table.copy_every_s),
         deadlines=Deadlines(**{field.name: getattr(table, field.name) for field in fields(Deadlines)}),
     )
     stop = threading.Event()
@@ -121,7 +126,7 @@ def command(
     tracked = SyncerFeed(options.state_dir / EVENTS, opened) if config.track.trackers else nullcontext()
     with tracked, ending_by_signals(stop.set, None), Syncer(config.run.name, method, options) as it:
         metrics = "" if it.metrics_port is None else f", metrics at http://127.0.0.1:{it.metrics_port}/metrics"
-        state = _state(it.pairing.standing, list(it.versions()), options.follow)
+        state = _state(it.standing, list(it.versions()), options)
         log.info("syncer for run %r at %s (%s)%s", config.run.name, it.address, state, metrics)
         if it.page is not None:
             log.info("watch the run at %s", it.page.url)
@@ -141,13 +146,13 @@ def _page_address(table: SyncerTable) -> str | None:
     return f"127.0.0.1:{table.page_port}" if table.page or by_default else None
 
 
-def _state(standing: str, versions: list[int], other: str | None) -> str:
+def _state(standing: "Standing", versions: list[int], options: "Options") -> str:
     """The state of the syncer, for its first log message."""
-    if standing == "alone":
+    if standing == "serving":
         return f"at versions {versions}" if versions else "waiting for a learner that initialises it"
-    if standing == "following":
-        return f"following the one at {other}"
-    return f"at versions {versions}, waiting for its standby, or for most learners, to agree that it serves the run"
+    if options.standby:
+        return f"a standby: it takes over once {options.place} has not been written for {options.lease_s:g} s"
+    return f"it serves the run once {options.place} has not been written for {options.lease_s:g} s"
 
 
 def _share_arenas() -> None:

@@ -18,7 +18,6 @@ from diloco.protocol.leases import Grant
 from diloco.protocol.lineage import Lineage
 from diloco.protocol.members import Claim, Report
 from diloco.protocol.session import requests
-from diloco.protocol.succession import Ballot, Proposal
 from diloco.protocol.units import Ranges
 
 
@@ -73,7 +72,6 @@ def heartbeat_request(run: str, beat: requests.Beat) -> pb.HeartbeatRequest:
         blocked_with=report.blocked_with,
         versions=_versions(beat.claim),
         confirmed=report.confirmed,
-        promised=_ballot_message(beat.promised),
     )
 
 
@@ -96,31 +94,6 @@ def _progress(report: Report) -> dict[str, Any]:
         "step": report.step, "tokens": report.tokens, "earlier_tokens": report.earlier_tokens,
         "blocked_s": report.blocked_s, "training_loss": report.training_loss, "evaluation": evaluation,
     }  # fmt: skip
-
-
-def vote_request(run: str, vote: requests.Vote) -> pb.VoteRequest:
-    """The word of a learner to a syncer that does not serve the run."""
-    word = vote.word
-    return pb.VoteRequest(
-        run=run,
-        learner=vote.claim.learner,
-        process=vote.claim.process,
-        seen=lineage_message(word.seen),
-        promised=_ballot_message(word.promised),
-        silent_s=word.silent_s,
-    )
-
-
-def proposal_of(reply: pb.HeartbeatReply | pb.VoteReply) -> Proposal | None:
-    """The ballot that the syncer proposes, if any."""
-    if not reply.HasField("proposal"):
-        return None
-    asked = reply.proposal
-    return Proposal(Ballot(asked.ballot.epoch, asked.ballot.boot), asked.base)
-
-
-def _ballot_message(ballot: Ballot | None) -> pb.Ballot | None:
-    return None if ballot is None else pb.Ballot(epoch=ballot.epoch, boot=ballot.boot)
 
 
 def lease_request(run: str, lease: requests.Lease) -> pb.LeaseRequest:

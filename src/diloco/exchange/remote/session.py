@@ -36,7 +36,7 @@ Input = Callable[[float], Sequence[SessionAction]]
 """An event of `SessionCore` as a function of the time."""
 
 R = TypeVar("R", bound=Message)
-UnaryCall = requests.Describe | requests.Beat | requests.Vote | requests.Lease | requests.Leave
+UnaryCall = requests.Describe | requests.Beat | requests.Lease | requests.Leave
 """A request with one answer on a control connection."""
 
 RequestQueue = queue.SimpleQueue[requests.Request | None]
@@ -199,11 +199,9 @@ class Session:
             case requests.Beat():
                 beaten = self._ask(call, "Heartbeat", messages.heartbeat_request(core.run, call), pb.HeartbeatReply)
                 lineage, standing = messages.lineage_of(beaten.lineage), messages.standing_of(beaten.standing)
-                proposal = messages.proposal_of(beaten)
-                return partial(core.beaten, beat=call, lineage=lineage, standing=standing, proposal=proposal)
-            case requests.Vote():
-                voted = self._ask(call, "Vote", messages.vote_request(core.run, call), pb.VoteReply)
-                return partial(core.voted, vote=call, serves=voted.serves, proposal=messages.proposal_of(voted))
+                return partial(
+                    core.beaten, beat=call, lineage=lineage, standing=standing, is_suspended=beaten.is_suspended
+                )
             case requests.Lease():
                 leased = self._ask(call, "Lease", messages.lease_request(core.run, call), pb.LeaseReply)
                 return partial(core.leased, lease=call, grant=messages.grant_of(call.ask.number, leased))

@@ -23,7 +23,6 @@ from diloco.protocol.lineage import Lineage
 from diloco.protocol.members import Report
 from diloco.protocol.session import requests
 from diloco.protocol.session.session_core import SessionCore
-from diloco.protocol.succession import ElectorVote, elector
 from diloco.run.global_model import FragmentAnswer
 from diloco.run.memory import MemorySlot
 from diloco.run.ports import ClockPort, InitialModel
@@ -41,7 +40,7 @@ Reply = Callable[..., None]
 
 
 class Wire(Protocol):
-    """The connections of one learner to its syncer, or to two. All messages of one call are lost together."""
+    """The connections of one learner to its syncer, or to several. All messages of one call are lost together."""
 
     def up(self, call: requests.Request, num_bytes: int, arrive: Callable[[SyncerProcess], None]) -> None:
         """Send this many bytes to the syncer; `arrive` is called with the process that receives them."""
@@ -196,8 +195,6 @@ class SessionClient:
                 num_bytes = len(model.static) + sum(4 * each.theta.numel() for each in model.fragments)
                 self.num_bytes["joins"] += num_bytes
                 self._ask(open_, lambda door, reply: door.driver.initialise(model, reply), num_bytes)
-            case requests.Vote(word=word):
-                self._ask(open_, lambda door, reply: reply((door.heard(word), door.serves)))
             case _:
                 self._ask(open_, lambda door, reply: self._request(door, open_, call, reply))
 
@@ -217,9 +214,6 @@ class SessionClient:
 
     def _request(self, door: SyncerProcess, open_: _Open, call: requests.Request, reply: Reply) -> None:
         """Handle a request that has arrived at the syncer."""
-        proposal = (
-            door.heard(_word(call, call.claim.seen)) if isinstance(call, requests.Beat) and call.claim.seen else None
-        )
         driver = door.driver
         match call:
             case requests.Describe():
@@ -245,7 +239,7 @@ class SessionClient:
                 self._wire.on_break(call, lambda: driver.disconnected(claim, stream))
             case requests.Beat(claim=claim, report=report):
                 standing = driver.heartbeat(claim, report)
-                reply((driver.lineage, standing, proposal))
+                reply((driver.lineage, standing, door.is_suspended))
             case requests.Lease(claim=claim, ask=ask):
                 driver.lease(claim, ask, reply)
             case requests.Leave(claim=claim, report=report):
@@ -311,10 +305,8 @@ class SessionClient:
             case requests.Fetch():
                 return self._take(call, *answer)
             case requests.Beat():
-                return self.core.beaten(self._now, call, *answer)
-            case requests.Vote():
-                proposal, serves = answer
-                return self.core.voted(self._now, call, serves=serves, proposal=proposal)
+                lineage, standing, is_suspended = answer
+                return self.core.beaten(self._now, call, lineage, standing, is_suspended=is_suspended)
             case requests.Push():
                 return self.core.pushed(self._now, call)
             case requests.Lease():
@@ -381,11 +373,6 @@ class _Stream:
 
     def _send(self, arrive: Callable[[], None]) -> None:
         self._wire.down(self._open.call, 0, arrive)
-
-
-def _word(beat: requests.Beat, seen: Lineage) -> ElectorVote:
-    """The word in a heartbeat, whose learner has just received an answer."""
-    return ElectorVote(elector(beat.claim.learner, beat.claim.process), seen, beat.promised, 0.0)
 
 
 def _connection_of(call: requests.Request) -> int | None:

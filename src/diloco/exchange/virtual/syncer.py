@@ -16,7 +16,6 @@ from diloco.exchange.virtual.delivery import Alarm, Delivery
 from diloco.protocol.contribution import Budget
 from diloco.protocol.members import Deadlines
 from diloco.protocol.steering import Pool
-from diloco.protocol.succession import ElectorVote, Proposal
 from diloco.run.driver import Driver
 from diloco.run.global_model import FragmentAnswer
 from diloco.run.memory import MemorySlot, MemorySpool, MemoryStore
@@ -34,11 +33,12 @@ class SyncerProcess(Protocol):
         """Whether it serves the run."""
 
     @property
+    def is_suspended(self) -> bool:
+        """Whether it serves the run, but does not reach its store: it only answers heartbeats."""
+
+    @property
     def driver(self) -> SimulatedDriver:
         """The driver of the run. Raises StandbyError: this syncer does not serve the run."""
-
-    def heard(self, word: ElectorVote) -> Proposal | None:
-        """Receive a learner's word; returns the proposal that the learner is to vote on."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,10 @@ class OneSyncer:
         """Always: there is no other syncer."""
         return True
 
-    def heard(self, word: ElectorVote) -> None:
-        """Ignore the word: there is no succession."""
+    @property
+    def is_suspended(self) -> bool:
+        """Never: its store is in memory."""
+        return False
 
 
 class InstantWorker:

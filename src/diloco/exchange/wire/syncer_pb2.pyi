@@ -405,7 +405,7 @@ class Notice(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., standing: _Optional[_Union[Standing, _Mapping]] = ..., evicted: _Optional[_Union[Evicted, _Mapping]] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("run", "learner", "incarnation", "step", "tokens", "step_s", "waiting", "versions", "finished", "confirmed", "seen", "steps", "process", "promised", "earlier_tokens", "blocked_with", "training_loss", "evaluation", "blocked_s")
+    __slots__ = ("run", "learner", "incarnation", "step", "tokens", "step_s", "waiting", "versions", "finished", "confirmed", "seen", "steps", "process", "earlier_tokens", "blocked_with", "training_loss", "evaluation", "blocked_s")
     RUN_FIELD_NUMBER: _ClassVar[int]
     LEARNER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -419,7 +419,6 @@ class HeartbeatRequest(_message.Message):
     SEEN_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     PROCESS_FIELD_NUMBER: _ClassVar[int]
-    PROMISED_FIELD_NUMBER: _ClassVar[int]
     EARLIER_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BLOCKED_WITH_FIELD_NUMBER: _ClassVar[int]
     TRAINING_LOSS_FIELD_NUMBER: _ClassVar[int]
@@ -438,13 +437,12 @@ class HeartbeatRequest(_message.Message):
     seen: Lineage
     steps: int
     process: int
-    promised: Ballot
     earlier_tokens: int
     blocked_with: _containers.RepeatedScalarFieldContainer[int]
     training_loss: float
     evaluation: Evaluation
     blocked_s: float
-    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., tokens: _Optional[int] = ..., step_s: _Optional[float] = ..., waiting: _Optional[bool] = ..., versions: _Optional[_Iterable[int]] = ..., finished: _Optional[bool] = ..., confirmed: _Optional[_Iterable[int]] = ..., seen: _Optional[_Union[Lineage, _Mapping]] = ..., steps: _Optional[int] = ..., process: _Optional[int] = ..., promised: _Optional[_Union[Ballot, _Mapping]] = ..., earlier_tokens: _Optional[int] = ..., blocked_with: _Optional[_Iterable[int]] = ..., training_loss: _Optional[float] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., blocked_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., tokens: _Optional[int] = ..., step_s: _Optional[float] = ..., waiting: _Optional[bool] = ..., versions: _Optional[_Iterable[int]] = ..., finished: _Optional[bool] = ..., confirmed: _Optional[_Iterable[int]] = ..., seen: _Optional[_Union[Lineage, _Mapping]] = ..., steps: _Optional[int] = ..., process: _Optional[int] = ..., earlier_tokens: _Optional[int] = ..., blocked_with: _Optional[_Iterable[int]] = ..., training_loss: _Optional[float] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., blocked_s: _Optional[float] = ...) -> None: ...
 
 class Evaluation(_message.Message):
     __slots__ = ("loss", "run_tokens")
@@ -455,136 +453,28 @@ class Evaluation(_message.Message):
     def __init__(self, loss: _Optional[float] = ..., run_tokens: _Optional[int] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
-    __slots__ = ("lineage", "standing", "proposal")
+    __slots__ = ("lineage", "standing", "is_suspended")
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
     STANDING_FIELD_NUMBER: _ClassVar[int]
-    PROPOSAL_FIELD_NUMBER: _ClassVar[int]
+    IS_SUSPENDED_FIELD_NUMBER: _ClassVar[int]
     lineage: Lineage
     standing: Standing
-    proposal: Proposal
-    def __init__(self, lineage: _Optional[_Union[Lineage, _Mapping]] = ..., standing: _Optional[_Union[Standing, _Mapping]] = ..., proposal: _Optional[_Union[Proposal, _Mapping]] = ...) -> None: ...
-
-class Ballot(_message.Message):
-    __slots__ = ("epoch", "boot")
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
-    BOOT_FIELD_NUMBER: _ClassVar[int]
-    epoch: int
-    boot: int
-    def __init__(self, epoch: _Optional[int] = ..., boot: _Optional[int] = ...) -> None: ...
-
-class Proposal(_message.Message):
-    __slots__ = ("ballot", "base")
-    BALLOT_FIELD_NUMBER: _ClassVar[int]
-    BASE_FIELD_NUMBER: _ClassVar[int]
-    ballot: Ballot
-    base: int
-    def __init__(self, ballot: _Optional[_Union[Ballot, _Mapping]] = ..., base: _Optional[int] = ...) -> None: ...
-
-class VoteRequest(_message.Message):
-    __slots__ = ("run", "learner", "process", "seen", "promised", "silent_s")
-    RUN_FIELD_NUMBER: _ClassVar[int]
-    LEARNER_FIELD_NUMBER: _ClassVar[int]
-    PROCESS_FIELD_NUMBER: _ClassVar[int]
-    SEEN_FIELD_NUMBER: _ClassVar[int]
-    PROMISED_FIELD_NUMBER: _ClassVar[int]
-    SILENT_S_FIELD_NUMBER: _ClassVar[int]
-    run: str
-    learner: str
-    process: int
-    seen: Lineage
-    promised: Ballot
-    silent_s: float
-    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., process: _Optional[int] = ..., seen: _Optional[_Union[Lineage, _Mapping]] = ..., promised: _Optional[_Union[Ballot, _Mapping]] = ..., silent_s: _Optional[float] = ...) -> None: ...
-
-class VoteReply(_message.Message):
-    __slots__ = ("serves", "proposal")
-    SERVES_FIELD_NUMBER: _ClassVar[int]
-    PROPOSAL_FIELD_NUMBER: _ClassVar[int]
-    serves: bool
-    proposal: Proposal
-    def __init__(self, serves: _Optional[bool] = ..., proposal: _Optional[_Union[Proposal, _Mapping]] = ...) -> None: ...
-
-class HeldFile(_message.Message):
-    __slots__ = ("fragment", "version", "sha256")
-    FRAGMENT_FIELD_NUMBER: _ClassVar[int]
-    VERSION_FIELD_NUMBER: _ClassVar[int]
-    SHA256_FIELD_NUMBER: _ClassVar[int]
-    fragment: int
-    version: int
-    sha256: str
-    def __init__(self, fragment: _Optional[int] = ..., version: _Optional[int] = ..., sha256: _Optional[str] = ...) -> None: ...
-
-class FollowHello(_message.Message):
-    __slots__ = ("run", "boot", "is_first", "epoch", "base", "num_published", "stays", "run_id", "held", "files", "serves")
-    RUN_FIELD_NUMBER: _ClassVar[int]
-    BOOT_FIELD_NUMBER: _ClassVar[int]
-    IS_FIRST_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
-    BASE_FIELD_NUMBER: _ClassVar[int]
-    NUM_PUBLISHED_FIELD_NUMBER: _ClassVar[int]
-    STAYS_FIELD_NUMBER: _ClassVar[int]
-    RUN_ID_FIELD_NUMBER: _ClassVar[int]
-    HELD_FIELD_NUMBER: _ClassVar[int]
-    FILES_FIELD_NUMBER: _ClassVar[int]
-    SERVES_FIELD_NUMBER: _ClassVar[int]
-    run: str
-    boot: int
-    is_first: bool
-    epoch: int
-    base: int
-    num_published: int
-    stays: bool
-    run_id: str
-    held: _containers.RepeatedCompositeFieldContainer[HeldFile]
-    files: _containers.RepeatedScalarFieldContainer[str]
-    serves: bool
-    def __init__(self, run: _Optional[str] = ..., boot: _Optional[int] = ..., is_first: _Optional[bool] = ..., epoch: _Optional[int] = ..., base: _Optional[int] = ..., num_published: _Optional[int] = ..., stays: _Optional[bool] = ..., run_id: _Optional[str] = ..., held: _Optional[_Iterable[_Union[HeldFile, _Mapping]]] = ..., files: _Optional[_Iterable[str]] = ..., serves: _Optional[bool] = ...) -> None: ...
-
-class FollowAck(_message.Message):
-    __slots__ = ("serial",)
-    SERIAL_FIELD_NUMBER: _ClassVar[int]
-    serial: int
-    def __init__(self, serial: _Optional[int] = ...) -> None: ...
-
-class FollowPart(_message.Message):
-    __slots__ = ("boot", "num_bytes", "file", "sha256", "serial", "epoch", "lag_versions", "lag_bytes", "fenced")
-    BOOT_FIELD_NUMBER: _ClassVar[int]
-    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
-    FILE_FIELD_NUMBER: _ClassVar[int]
-    SHA256_FIELD_NUMBER: _ClassVar[int]
-    SERIAL_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
-    LAG_VERSIONS_FIELD_NUMBER: _ClassVar[int]
-    LAG_BYTES_FIELD_NUMBER: _ClassVar[int]
-    FENCED_FIELD_NUMBER: _ClassVar[int]
-    boot: int
-    num_bytes: int
-    file: str
-    sha256: str
-    serial: int
-    epoch: int
-    lag_versions: int
-    lag_bytes: int
-    fenced: bool
-    def __init__(self, boot: _Optional[int] = ..., num_bytes: _Optional[int] = ..., file: _Optional[str] = ..., sha256: _Optional[str] = ..., serial: _Optional[int] = ..., epoch: _Optional[int] = ..., lag_versions: _Optional[int] = ..., lag_bytes: _Optional[int] = ..., fenced: _Optional[bool] = ...) -> None: ...
+    is_suspended: bool
+    def __init__(self, lineage: _Optional[_Union[Lineage, _Mapping]] = ..., standing: _Optional[_Union[Standing, _Mapping]] = ..., is_suspended: _Optional[bool] = ...) -> None: ...
 
 class PromoteRequest(_message.Message):
-    __slots__ = ("run", "force")
+    __slots__ = ("run",)
     RUN_FIELD_NUMBER: _ClassVar[int]
-    FORCE_FIELD_NUMBER: _ClassVar[int]
     run: str
-    force: bool
-    def __init__(self, run: _Optional[str] = ..., force: _Optional[bool] = ...) -> None: ...
+    def __init__(self, run: _Optional[str] = ...) -> None: ...
 
 class PromoteReply(_message.Message):
-    __slots__ = ("epoch", "versions", "fenced")
+    __slots__ = ("epoch", "versions")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
-    FENCED_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     versions: _containers.RepeatedScalarFieldContainer[int]
-    fenced: bool
-    def __init__(self, epoch: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., fenced: _Optional[bool] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ("run", "learner", "incarnation", "tokens", "earlier_tokens", "process", "seen", "step", "training_loss", "evaluation", "blocked_s")

@@ -22,6 +22,10 @@ ANSWER_FLOOR_S, ANSWER_CAP_S = 1.2, 30.0
 heartbeats it is well within the syncer's deadline for a broken connection (`Deadlines.reconnect_floor_s`), which may be
 broken at the syncer's end only. On a link with slow answers the timeout grows, and a failure is noticed later."""
 
+ANSWER_OF_SEVERAL_CAP_S = 3.0
+"""The same cap for a run with several syncers. A learner asks them in turn, and one of them may have taken over and
+count the learner as lost after `Deadlines.lost_floor_s`."""
+
 
 class Heartbeat:
     """The heartbeats of one learner, one at a time.
@@ -30,17 +34,19 @@ class Heartbeat:
         reports_every_step: every inner step is reported at once.
         every_s: between two heartbeats while nothing changes.
         shortest_s: between any two heartbeats.
+        answer_cap_s: the longest timeout of an answer.
 
     Attributes:
         report: the content of the next heartbeat.
     """
 
     def __init__(
-        self, *, reports_every_step: bool, every_s: float = HEARTBEAT_S, shortest_s: float = SHORTEST_S
-    ) -> None:
+        self, *, reports_every_step: bool, every_s: float = HEARTBEAT_S, shortest_s: float = SHORTEST_S,
+        answer_cap_s: float = ANSWER_CAP_S,
+    ) -> None:  # fmt: skip
         self.report = Report()
         self._reports_every_step, self._every_s, self._shortest_s = reports_every_step, every_s, shortest_s
-        self._answer_time = StallTimeout(ANSWER_FLOOR_S, ANSWER_CAP_S)
+        self._answer_time = StallTimeout(ANSWER_FLOOR_S, answer_cap_s)
         self._began_at = -math.inf
         self._due_at = math.inf
 

@@ -1,5 +1,5 @@
-"""The beginning and end of a session, and votes: wait for the run's model or upload it before joining; wait for
-acknowledgements before leaving; vote at a syncer that does not serve the run.
+"""The beginning and end of a session: wait for the run's model or upload it before joining; wait for acknowledgements
+before leaving.
 """
 
 from __future__ import annotations
@@ -123,54 +123,3 @@ class Departure:
     def next_at(self) -> float:
         """The next of these deadlines; infinite for a learner that stays."""
         return min(self._leave_by, self._heard_at + AWAY_AFTER_S) if self._leave_by < math.inf else math.inf
-
-
-VOTE_EVERY_S = 0.5
-"""Time between two votes at one syncer."""
-
-NUM_VOTES = 4
-"""Votes at one syncer before the next address is tried."""
-
-SHORTLY_S = 2.0
-"""If the followed syncer was silent for less than this, a learner returns to its address after one vote: that syncer
-may be restarting."""
-
-
-class Votes:
-    """When and where to vote.
-
-    Attributes:
-        connection: the control connection to a syncer that does not serve the run; None: there is none.
-        due_at: when the next vote is due.
-        joins_at: the same for a learner that joins again at a syncer that serves the run: it may need votes before it
-            answers requests to join.
-        has_asked: whether that syncer has told its lineage since the last vote.
-        is_refused: the syncer that receives the votes serves the run, but this learner cannot follow it now.
-    """
-
-    def __init__(self) -> None:
-        self.connection: int | None = None
-        self.due_at = math.inf
-        self.joins_at = -math.inf
-        self.has_asked = self.is_refused = False
-        self._num_left = 0
-
-    def begin(self, now: float, connection: int, silent_s: float, *, is_refused: bool = False) -> None:
-        """A syncer does not serve the run. `silent_s`: since the last message of the followed syncer."""
-        self.connection, self.due_at, self.is_refused = connection, now, is_refused
-        self._num_left = NUM_VOTES if silent_s >= SHORTLY_S and not is_refused else 1
-
-    def joining(self, now: float, *, promised: bool) -> None:
-        """A vote of a learner that joins again was answered. `promised`: it gave a promise, which must be sent."""
-        self.has_asked = False
-        self.joins_at = now if promised else now + VOTE_EVERY_S
-
-    def said(self, now: float) -> bool:
-        """A vote was answered; returns whether it was the last one at this syncer."""
-        self._num_left -= 1
-        self.due_at = now + VOTE_EVERY_S
-        return self._num_left <= 0
-
-    def end(self) -> None:
-        """End the votes at this syncer."""
-        self.connection, self.due_at = None, math.inf

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from diloco.errors import AuthError, BusyError, DilocoError, LineageError, NoRoomError, UnreachableError
+from diloco.errors import AuthError, BusyError, DilocoError, LineageError, NoRoomError, StandbyError, UnreachableError
 from diloco.protocol.session import requests
 
 FIRST_RETRY_S, LAST_RETRY_S = 0.2, 1.0
@@ -56,7 +56,7 @@ class Lane:
 
     Attributes:
         is_busy: a request is under way.
-        is_away: the last request did not reach the syncer.
+        is_away: the last request did not reach a syncer.
         is_stopped: no more requests are made.
         ready_at: the time before which no request is made.
     """
@@ -87,7 +87,7 @@ class Lane:
 
     def failed(self, now: float, error: Repeated) -> str | None:
         """The request will be repeated; returns a warning, once for each kind of error."""
-        self.is_away = not isinstance(error, NoRoomError)
+        self.is_away = not isinstance(error, NoRoomError | StandbyError)
         self.pause(now)
         if type(error) in self._said:
             return None
@@ -95,6 +95,8 @@ class Lane:
         why = "cannot be reached" if self.is_away else "has no room yet"
         if isinstance(error, BusyError):
             why = "is still busy"
+        elif isinstance(error, StandbyError):
+            why = "does not serve the run now"
         elif isinstance(error, LineageError):
             why = "is not the one to follow"
         elif isinstance(error, AuthError):
@@ -186,13 +188,16 @@ class Lanes:
     def failed(self, now: float, request: requests.Request, error: Repeated) -> list[requests.SessionAction]:
         """A request is to be repeated."""
         text = self.of(request).failed(now, error)
-        # A stream of notices fails with its connection, and heartbeats over the same one warn already.
+        # A stream of notices fails with its connection, and heartbeats over the same one warn already; they also find
+        # out whether to ask another syncer, and warn of a syncer that refuses the requests of a member.
+        is_of_stream, is_idle = isinstance(request, requests.Watch), isinstance(error, StandbyError)
+        is_known = is_of_stream or (is_idle and isinstance(request, requests.Fetch | requests.Push | requests.Lease))
         actions = list[requests.SessionAction]()
-        if text is not None and not isinstance(request, requests.Watch):
+        if text is not None and not is_known:
             actions.append(requests.Warn(text))
-        if isinstance(request, requests.Describe | requests.Beat | requests.Vote | requests.Watch) and not isinstance(
-            error, NoRoomError
-        ):
+        if isinstance(error, NoRoomError) or (is_of_stream and is_idle):
+            return actions
+        if isinstance(request, requests.Describe | requests.Beat | requests.Watch):
             actions += self.connection.failed(request.connection)
         return actions
 

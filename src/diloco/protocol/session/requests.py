@@ -13,7 +13,6 @@ from diloco.errors import DilocoError
 from diloco.protocol.contribution import CallForWork, Contribution, Drained, Hold, Rejection, Settled
 from diloco.protocol.leases import Ask, Grant
 from diloco.protocol.members import Claim, Report
-from diloco.protocol.succession import Ballot, ElectorVote
 
 # --- requests to the syncer: each ends in exactly one event, its own or `failed` --------------------------------------
 
@@ -97,27 +96,11 @@ class Beat(TimedCall):
 
     Attributes:
         claim: the syncer that it names has all contributions of a finished learner.
-        promised: as in `protocol.succession.ElectorVote`.
     """
 
     lane: ClassVar[LaneName] = "control"
 
     report: Report
-    promised: Ballot | None
-
-
-@dataclass(frozen=True)
-class Vote(TimedCall):
-    """Send a vote (which syncer was followed, and what was promised) to a syncer that does not serve the run now; then
-    call `voted`, or `failed`.
-
-    Attributes:
-        word: as in `protocol.succession`.
-    """
-
-    lane: ClassVar[LaneName] = "control"
-
-    word: ElectorVote
 
 
 @dataclass(frozen=True)
@@ -231,6 +214,6 @@ class Fail:
     error: DilocoError
 
 
-Request = Describe | Initialise | Join | Fetch | Watch | Beat | Vote | Push | Lease | Leave
+Request = Describe | Initialise | Join | Fetch | Watch | Beat | Push | Lease | Leave
 News = TellStart | TellArrival | CallForWork | Rejection | Grant | Drained | Hold | Settled | Fail
 SessionAction = Request | CloseConnection | Dial | Drop | Warn | Close | News

@@ -20,7 +20,6 @@ simulated network.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -35,20 +34,18 @@ from diloco.errors import (
     NoRoomError,
     RestartedError,
     StaleIncarnationError,
-    StandbyError,
     UnreachableError,
     VersionError,
 )
 from diloco.protocol.contribution import CallForWork, Contribution, Drained, Hold, Rejection, Settled, Standing, Verdict
 from diloco.protocol.leases import Ask, Grant
-from diloco.protocol.lineage import Lineage
+from diloco.protocol.lineage import Lineage, refusal
 from diloco.protocol.members import Claim, Report
 from diloco.protocol.session import requests
 from diloco.protocol.session.joining import LEAVE_TIMEOUT_S
 from diloco.protocol.session.lanes import Lane
 from diloco.protocol.session.session_state import Actions, SessionState
 from diloco.protocol.session.transfers import NOTHING, ModelCache, Outbox
-from diloco.protocol.succession import Elector, Proposal
 
 ASK_AGAIN_S = 0.3
 """Poll interval while waiting for the run's initial model."""
@@ -89,7 +86,7 @@ class SessionCore(SessionState):
     def restored(self, versions: Sequence[int]) -> None:
         """The run was taken back to a checkpoint, from which the learner has these versions of the fragments."""
         self._cache.restored(versions)
-        self._elector = Elector()
+        self.seen = None
 
     def leave(self, now: float, *, timeout_s: float = LEAVE_TIMEOUT_S) -> Actions:
         """The learner takes no more steps and leaves; the last action is `Close`. `timeout_s`: how long it waits
@@ -115,19 +112,12 @@ class SessionCore(SessionState):
     ) -> Actions:  # fmt: skip
         """The syncer has told whether the run has a model."""
         begins = self.phase == "entering" and not initialised and bool(self._entrance.initialises)
-        if not begins and (error := self._elector.refusal(lineage)) is not None:
-            if self._joins_again and self._votes.connection is None:
-                self._votes.begin(now, describe.connection, 0.0, is_refused=True)
-                self._lanes.control.is_busy = False
-                return self._go_on(now)
+        if not begins and (error := refusal(self.seen, lineage)) is not None:
             return self.failed(now, describe, error)
         actions: Actions = [*self._lanes.answered(describe)]
         self._looks_around = False
         self._departure.heard(now)
         if self.phase != "entering":
-            if self._joins_again:  # it has no contribution that another syncer may lack
-                self._follow(now, lineage)
-                self._votes.has_asked = True
             return actions + self._go_on(now)
         if (error := self._entrance.described(now, has_model=initialised)) is not None:
             return actions + self._fail(self._lanes.control, error)
@@ -145,12 +135,12 @@ class SessionCore(SessionState):
 
     def joined(self, now: float, join: requests.Join, lineage: Lineage, incarnation: int) -> Actions:
         """The learner has a new incarnation, which holds no model yet."""
-        if (error := self._elector.refusal(lineage)) is not None:
+        if (error := refusal(self.seen, lineage)) is not None:
             return self.failed(now, join, error)
         self._lanes.receive.ended()
         self._looks_around = False
         if self.phase == "joining":
-            self._follow(now, lineage)
+            self._follow(lineage)
             self.phase, self._claim = "fetching", replace(self._claim, incarnation=incarnation)
             self._heartbeat.plan(now)
         return self._go_on(now)
@@ -198,7 +188,7 @@ class SessionCore(SessionState):
 
     def distrusts(self, lineage: Lineage) -> DilocoError | None:
         """The error if the learner must not use a part fetched from this syncer; None: it follows that syncer."""
-        return self._elector.refusal(lineage)
+        return refusal(self.seen, lineage)
 
     def fetched(
         self, now: float, fetch: requests.Fetch, lineage: Lineage, version: int, verdicts: Iterable[Verdict] = ()
@@ -208,7 +198,7 @@ class SessionCore(SessionState):
         self._lanes.receive.ended()
         if not self._is_current(fetch.claim):
             return self._go_on(now)
-        self._follow(now, lineage)
+        self._follow(lineage)
         self._cache.fetched(fetch, version)
         actions = self._take(verdicts)
         if self.phase == "fetching" and self._cache.is_complete:
@@ -239,49 +229,30 @@ class SessionCore(SessionState):
     # --- answers and notices of the syncer ----------------------------------------------------------------------------
 
     def beaten(
-        self, now: float, beat: requests.Beat, lineage: Lineage, standing: Standing, proposal: Proposal | None = None
+        self, now: float, beat: requests.Beat, lineage: Lineage, standing: Standing, *, is_suspended: bool = False
     ) -> Actions:  # fmt: skip
-        """A heartbeat was answered by this syncer, which may ask for a promise.
-
-        A syncer that cannot be followed now may ask too: its next epoch can be followed if another syncer was promised
-        the current or a later epoch and did not begin to serve it.
-        """
-        error = self._elector.refusal(lineage)
-        if error is not None and not self._promises(proposal, is_silent=True):
+        """A heartbeat was answered by this syncer. `is_suspended`: the syncer does not reach its store, so that it
+        publishes and acknowledges nothing now. Another syncer may have taken over: the next heartbeat asks there."""
+        if (error := refusal(self.seen, lineage)) is not None:
             return self.failed(now, beat, error)
         self._heartbeat.ended(now)
-        if error is not None:
-            self._heartbeat.urge()
-            return [*self._lanes.answered(beat), *self._go_on(now)]
         self._heartbeat.plan(now, starting=self.phase == "starting")
-        if self._promises(proposal, is_silent=False):
-            self._heartbeat.urge()
-        return [*self._lanes.answered(beat), *self._hear(now, beat.claim, lineage, standing)]
-
-    def voted(self, now: float, vote: requests.Vote, *, serves: bool, proposal: Proposal | None) -> Actions:
-        """A syncer that did not serve the run has received the vote. `serves`: it serves the run now."""
-        self._lanes.control.is_busy = False
-        if serves and not self._votes.is_refused:
-            self._votes.end()
-            self._heartbeat.urge()
-            if self._joins_again:
-                self._votes.joining(now, promised=self._promises(proposal, is_silent=False))
-        elif self._promises(proposal, is_silent=True):
-            self._votes.begin(now, vote.connection, math.inf)
-        elif self._votes.said(now):
-            self._votes.end()
-            self._heartbeat.urge()
-            return [*self._lanes.connection.failed(vote.connection), *self._go_on(now)]
-        return self._go_on(now)
-
-    def _promises(self, proposal: Proposal | None, *, is_silent: bool) -> bool:
-        """Whether a new promise is given, which the syncer must be told at once."""
-        before = self._elector.promised
-        return proposal is not None and self._elector.asked(proposal, is_silent=is_silent) and before != proposal.ballot
+        if not is_suspended:
+            self._said.discard("suspended")
+        actions: Actions = []
+        if is_suspended and not self._is_alone:
+            self._lanes.control.is_busy = False
+            actions += self._lanes.connection.failed(beat.connection)
+        else:
+            actions += self._lanes.answered(beat)
+        if is_suspended:
+            text = "the syncer does not reach its store; training goes on, and contributions wait for it"
+            actions += self._warn_once("suspended", text)
+        return actions + self._hear(now, beat.claim, lineage, standing)
 
     def welcomed(self, now: float, watch: requests.Watch, lineage: Lineage, standing: Standing) -> Actions:
         """The first notice of a stream: from now on the syncer counts the learner as live."""
-        if self._elector.refusal(lineage) is not None:
+        if refusal(self.seen, lineage) is not None:
             return [*self._lanes.connection.failed(watch.connection)]
         self._lanes.watch.reset()
         if self._is_current(watch.claim):
@@ -290,7 +261,7 @@ class SessionCore(SessionState):
 
     def heard(self, now: float, watch: requests.Watch, lineage: Lineage, standing: Standing) -> Actions:
         """A later notice of a stream, from the syncer that opened it: the standing has changed."""
-        return self._hear(now, watch.claim, lineage, standing) if self._elector.refusal(lineage) is None else []
+        return self._hear(now, watch.claim, lineage, standing) if refusal(self.seen, lineage) is None else []
 
     def evicted(self, now: float, watch: requests.Watch, reason: str, *, replaced: bool) -> Actions:
         """The syncer has evicted this incarnation. `replaced`: a newer incarnation took its place.
@@ -324,7 +295,7 @@ class SessionCore(SessionState):
         self._departure.heard(now)
         if not self._is_current(claim):
             return self._go_on(now)
-        self._follow(now, lineage)
+        self._follow(lineage)
         if self.standing is None or self.standing.order <= standing.order:  # answers and notices overtake each other
             self.standing = self.last_standing = standing
             self._cache.published(standing.versions)
@@ -339,13 +310,11 @@ class SessionCore(SessionState):
             self._is_settled = standing.settled and tuple(self._cache.held) == standing.versions
         return [Settled(self._is_settled)] if self._is_settled != was_settled else []
 
-    def _follow(self, now: float, lineage: Lineage) -> None:
+    def _follow(self, lineage: Lineage) -> None:
         """Follow a syncer; one that was started later may lack contributions that an earlier one acknowledged."""
-        self._followed_at = now
         if lineage == self.seen:
             return
-        self._elector.follow(lineage)
-        self.standing = None
+        self.seen, self.standing = lineage, None
         self._lanes.send.reset()
         if self._heartbeat.report.finished:  # the last heartbeat was addressed to another process
             self._heartbeat.urge()
@@ -387,28 +356,17 @@ class SessionCore(SessionState):
         match request, error:
             case requests.Describe(), UnreachableError() | LineageError() if self._gives_up(now):
                 return self._fail(lane, error)
-            case requests.Describe() | requests.Beat(), StandbyError() if (
-                self.seen is not None and request.connection == self._lanes.connection.number
-            ):  # a learner that is about to join again votes too
-                connection = request.connection
-                self._votes.begin(now, connection, now - self._followed_at)
-                lane.is_away = True
-                return self._warn_once("standby", str(error))
-            case requests.Vote(), UnreachableError():
-                self._votes.end()
-                return self._lanes.failed(now, request, error)
-            case (
-                requests.Describe() | requests.Beat() | requests.Vote() | requests.Watch() | requests.Lease(),
-                AuthError(),
-            ) if not self._lanes.connection.is_followed(request.connection):
-                self._votes.end()  # another syncer refuses the learner; the followed one may be back
+            case requests.Describe() | requests.Beat() | requests.Watch() | requests.Lease(), AuthError() if (
+                not self._lanes.connection.is_followed(request.connection)
+            ):  # another syncer refuses the learner; the followed one may be back
                 return self._lanes.failed(now, request, error)
             case _, UnreachableError() | NoRoomError() | LineageError():
                 if isinstance(error, UnreachableError):  # the request may have reached the syncer
                     if isinstance(request, requests.Initialise):
                         self._entrance.lost()
                     self._has_lost_join |= isinstance(request, requests.Join)
-                    self._looks_around |= isinstance(request, requests.Join) and not self._is_alone
+                if isinstance(request, requests.Join) and not isinstance(error, NoRoomError):
+                    self._looks_around = not self._is_alone
                 return self._lanes.failed(now, request, error)
             case requests.Join(), DrainedError() if self._has_started:
                 self.phase = "drained"

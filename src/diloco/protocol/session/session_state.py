@@ -16,12 +16,17 @@ from diloco.protocol.leases import Ask
 from diloco.protocol.lineage import Lineage
 from diloco.protocol.members import Claim, Report
 from diloco.protocol.session import requests
-from diloco.protocol.session.heartbeat import HEARTBEAT_S, SHORTEST_S, Heartbeat
-from diloco.protocol.session.joining import Departure, Entrance, Initialises, Votes
+from diloco.protocol.session.heartbeat import (
+    ANSWER_CAP_S,
+    ANSWER_OF_SEVERAL_CAP_S,
+    HEARTBEAT_S,
+    SHORTEST_S,
+    Heartbeat,
+)
+from diloco.protocol.session.joining import Departure, Entrance, Initialises
 from diloco.protocol.session.lanes import Lanes
 from diloco.protocol.session.requests import SessionAction
 from diloco.protocol.session.transfers import ModelCache, Outbox
-from diloco.protocol.succession import Elector, ElectorVote, elector
 
 LEASE_TIMEOUT_S = 30.0
 """For units of data. A connection that has died is found by the heartbeats over it, which end its other calls."""
@@ -50,6 +55,7 @@ class SessionState:
     Attributes:
         run: its name.
         phase: as in `session.session_core`.
+        seen: the syncer that this learner follows; None: none has been heard yet.
         standing: the newest from the process of the syncer that is followed; None: none yet.
         last_standing: the newest from any process of it.
         wake_at: call `tick` at this time, unless another event precedes it.
@@ -72,6 +78,7 @@ class SessionState:
         self.run = run
         self._claim = claim  # of the newest incarnation, without its knowledge
         self.phase: SessionPhase = "entering"
+        self.seen = claim.seen
         self.standing: Standing | None = None
         self.last_standing: Standing | None = None
         self.wake_at = math.inf
@@ -80,7 +87,10 @@ class SessionState:
         self._is_alone = num_addresses == 1
         self._looks_around = False  # it asks the addresses which syncer serves the run, before it joins
         self._lanes, self._departure = Lanes(num_addresses), Departure()
-        self._heartbeat = Heartbeat(reports_every_step=reports_every_step, every_s=heartbeat_s, shortest_s=shortest_s)
+        self._heartbeat = Heartbeat(
+            reports_every_step=reports_every_step, every_s=heartbeat_s, shortest_s=shortest_s,
+            answer_cap_s=ANSWER_CAP_S if self._is_alone else ANSWER_OF_SEVERAL_CAP_S,
+        )  # fmt: skip
         self._outbox, self._cache = Outbox(num_fragments), ModelCache(num_fragments)
         self._ask: Ask | None = None  # a request for units that is not answered
         self._welcome: Standing | None = None  # the first notice of the open stream
@@ -90,13 +100,6 @@ class SessionState:
         self._is_held = False  # whether the learner was told to pause
         self._is_settled = False  # whether it was told that the run has ended
         self._said = set[str]()
-        self._elector, self._votes = Elector(claim.seen), Votes()
-        self._followed_at = -math.inf  # when the syncer that is followed was heard last
-
-    @property
-    def seen(self) -> Lineage | None:
-        """The syncer that this learner follows; None: none has been heard yet."""
-        return self._elector.seen
 
     @property
     def claim(self) -> Claim:
@@ -116,11 +119,6 @@ class SessionState:
     def _is_member(self) -> bool:
         """Whether the newest incarnation is a member of the run, as far as is known."""
         return self.phase in ("fetching", "starting", "running", "leaving")
-
-    @property
-    def _joins_again(self) -> bool:
-        """Whether the learner has followed one of several syncers, and is not a member now."""
-        return self.phase == "joining" and self.seen is not None and not self._is_alone
 
     @property
     def _has_voice(self) -> bool:
@@ -165,34 +163,19 @@ class SessionState:
         if self.phase == "leaving":
             actions += self._part(now)
         if self.phase != "parting":
-            is_free = not lanes.control.is_busy and not lanes.control.is_stopped
-            beats_at = self._votes.joins_at if self._joins_again else math.inf
-            votes_at, beats_at = self._votes.due_at, self._heartbeat.due_at if self._is_member else beats_at
-            due_at = beats_at if self._votes.connection is None else votes_at
-            control_at = max(due_at, lanes.control.ready_at) if is_free else math.inf
+            is_due = self._is_member and not lanes.control.is_busy and not lanes.control.is_stopped
+            control_at = max(self._heartbeat.due_at, lanes.control.ready_at) if is_due else math.inf
             self.wake_at = min(lanes.next_at(now), self._departure.next_at, control_at)
         return actions
 
     def _control_request(self, now: float) -> requests.Request | None:
         connection = self._lanes.connection.number
-        if self._votes.connection is not None and self.seen is not None:
-            return self._vote(now, self.seen) if now >= self._votes.due_at else None
         if self._looks_around or (self.phase == "entering" and self._entrance.step == "ask"):
             return requests.Describe(connection)
-        if self._joins_again and self.seen is not None and now >= self._votes.joins_at:
-            is_asked = self._votes.has_asked
-            return self._vote(now, self.seen) if is_asked else requests.Describe(connection)
         if not self._is_member or now < self._heartbeat.due_at:
             return None
         self._heartbeat.began(now)
-        return requests.Beat(
-            self._claim_with_versions, connection, self._heartbeat.timeout_s, self._report, self._elector.promised
-        )
-
-    def _vote(self, now: float, seen: Lineage) -> requests.Vote:
-        voter = elector(self._claim.learner, self._claim.process)
-        word = ElectorVote(voter, seen, self._elector.promised, now - self._followed_at)
-        return requests.Vote(self.claim, self._lanes.connection.number, self._heartbeat.timeout_s, word)
+        return requests.Beat(self._claim_with_versions, connection, self._heartbeat.timeout_s, self._report)
 
     @property
     def _report(self) -> Report:

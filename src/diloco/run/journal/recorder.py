@@ -1,35 +1,35 @@
 """`Recorder`: journals every event of a driver, with every input from its ports.
 
-A recorder wraps a driver's ports. Each event becomes one entry, written when the event ends and before its jobs are
-submitted to the worker:
+A recorder wraps a driver's ports. Each event becomes one entry, written when the event ends and before its jobs and
+requests begin:
 
-    e   the event: a method of `Driver` ("__init__" when a driver begins to serve the run), or "#check", "#close" or
-        "#write", the end of a job
+    e   the event: a method of `Driver` ("__init__" when a driver begins to serve the run), or the end of a job
+        ("#check", "#close") or of a request to the store ("#initialise", "#put", "#commit")
     t   the time; an event has a single time
     a   the arguments (`run.journal.serialization`)
     i   refusals of ports: {"no_room": error}
-    n   of a job: its number among those of its driver
-    f   of a job: the fragment
-    r   of a job: its result
-    x   of a job: digests of its input: {"payload": …, "kept": …} or {"crc32": …} of a contribution, {"record": …}
+    n   of a job or request: its number among those of its driver
+    f   of a job or request: the fragment
+    r   of a job or request: its result
+    x   of a check: digests of its input: {"payload": …, "kept": …} or {"crc32": …} of a contribution
     d   the decisions, in words
     o   the digest of all of the above, of the previous entry, and of everything that the driver did: its actions, its
-        jobs and writes, its messages to learners, its answers, and its wake-up time
+        jobs, its requests to the store with their records, its messages to learners, its answers, and its wake-up time
     w   the reasons of evictions and refusals, as sentences. The digest excludes them, as it excludes those of rounds:
         another version of diloco may word them otherwise
 
-A write to the store begins once all earlier entries are durable. So no version is published that the journal cannot
-explain, and the entries that a `kill -9` loses had no durable effect.
+The store calls `Recorder.sync` before it stores what a commit or an initialisation names. So no version is published
+that the journal cannot explain, and the entries that a `kill -9` loses had no durable effect.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
+from functools import partial
 from typing import Any, Generic, Protocol
 from weakref import WeakKeyDictionary
 
@@ -151,6 +151,7 @@ class Recorder(Generic[S]):
         self._reasons: list[str] = []
         self._inputs: dict[str, object] = {}
         self._begun: list[Callable[[], None]] = []
+        self._unkept: InitialModel[Any] | None = None
         self._num_jobs = 0
         self._numbers: WeakKeyDictionary[object, tuple[str, int]] = WeakKeyDictionary()
         self._num_numbered = 0
@@ -297,35 +298,39 @@ class Recorder(Generic[S]):
         """Return the time of the current event."""
         return clock.now_s() if self._now_s is None else self._now_s
 
-    def begin_job(
-        self, what: Work, fragment: int | None, job: Callable[[], T], done: Callable[[T], None], worker: WorkerPort
-    ) -> None:
-        """Submit a job once the event's entry is written."""
+    def begin(
+        self, what: str, fragment: int | None, submit: Callable[[Callable[..., None]], None],
+        done: Callable[..., None], notes: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        """Begin a job or a request once the event's entry is written. Its end is an event.
+
+        Arguments:
+            submit: begins it, given what is called with its result, if it has one.
+            notes: digests of its input, once it has ended.
+        """
         self._num_jobs += 1
         number = self._num_jobs
         self.did("begins", what, fragment, number)
 
-        def run() -> tuple[T, dict[str, Any]]:
-            notes: dict[str, Any] = {}
-            token = NOTES.set(notes)
-            try:
-                return job(), notes
-            finally:
-                NOTES.reset(token)
-
-        def ended(found: tuple[T, dict[str, Any]]) -> None:
-            result, notes = found
+        def ended(*found: object) -> None:
             head: dict[str, object] = {"e": f"#{what}", "n": number, "f": fragment, "x": notes}
-            self._happens(head, "r", _finding(result), lambda: done(result))
+            self._happens(head, "r", _finding(*found), lambda: done(*found))
 
-        self._begun.append(lambda: worker.submit(what, fragment, run, ended))
+        self._begun.append(partial(submit, ended))
+
+    def initialises(self, model: InitialModel[Any]) -> None:
+        """Note the model that a run begins with, to be kept with the next `sync`."""
+        self._unkept = model
 
     def sync(self) -> None:
         """Make all entries so far durable."""
+        model, self._unkept = self._unkept, None
+        if model is not None:
+            self.payloads.begin(model)
         self._journal.sync()
 
 
-def _finding(result: object) -> object:
+def _finding(result: object = None) -> object:
     """Return the journalled result of a job, without its duration, which is not an input of the driver."""
     if isinstance(result, MergedRound):
         return {"update": result.update, "num_bytes": result.num_bytes, "refused": result.refused}
@@ -444,32 +449,27 @@ class RecordedJobs(Generic[H, S, P]):
 
 
 class RecordedStore(Generic[H, P]):
-    """As `ports.StorePort`; all earlier entries are durable when a write begins."""
+    """As `ports.StorePort`."""
 
     def __init__(self, recorder: Recorder[Any], store: StorePort[H, P]) -> None:
         self._recorder, self._store = recorder, store
 
-    def initialise(self, run: str, method: RunMethod, model: InitialModel[H]) -> None:
-        self._recorder.payloads.begin(model)
-        self._recorder.sync()
-        self._store.initialise(run, method, model)
+    @property
+    def is_refusing(self) -> bool:
+        return self._store.is_refusing
 
-    def publish(self, merged: MergedRound[H, P], record: Json) -> None:
-        self._begin(record)
-        self._store.publish(merged, record)
+    def initialise(
+        self, run: str, method: RunMethod, model: InitialModel[H], done: Callable[[StoreError | None], None]
+    ) -> None:
+        self._recorder.initialises(model)
+        self._recorder.begin("initialise", None, partial(self._store.initialise, run, method, model), done, {})
 
-    def save_record(self, record: Json) -> None:
-        self._begin(record)
-        self._store.save_record(record)
+    def put(self, merged: MergedRound[H, P], done: Callable[[], None]) -> None:
+        self._recorder.begin("put", merged.update.fragment, partial(self._store.put, merged), done, {})
 
-    def _begin(self, record: Json) -> None:
-        NOTES.get()["record"] = record_digest(record)
-        self._recorder.sync()
-
-
-def record_digest(record: Json) -> str:
-    """Return the digest of a run's record."""
-    return hashlib.blake2b(json.dumps(record).encode(), digest_size=16).hexdigest()
+    def commit(self, versions: Sequence[MergedRound[H, P]], record: Json, done: Callable[[], None]) -> None:
+        self._recorder.did("commits", [(each.update.fragment, each.update.version) for each in versions], record)
+        self._recorder.begin("commit", None, partial(self._store.commit, versions, record), done, {})
 
 
 class RecordedWorker:
@@ -479,4 +479,13 @@ class RecordedWorker:
         self._recorder, self._worker = recorder, worker
 
     def submit(self, what: Work, fragment: int | None, job: Callable[[], T], done: Callable[[T], None]) -> None:
-        self._recorder.begin_job(what, fragment, job, done, self._worker)
+        notes: dict[str, Any] = {}
+
+        def run() -> T:
+            token = NOTES.set(notes)
+            try:
+                return job()
+            finally:
+                NOTES.reset(token)
+
+        self._recorder.begin(what, fragment, partial(self._worker.submit, what, fragment, run), done, notes)

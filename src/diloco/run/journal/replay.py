@@ -17,7 +17,7 @@ from typing import Any
 from diloco.errors import DilocoError, StoreError
 from diloco.escaping import MALFORMED
 from diloco.run.driver import Driver
-from diloco.run.journal.recorder import Recorder, entry_of, is_entry, record_digest
+from diloco.run.journal.recorder import Recorder, entry_of, is_entry
 from diloco.run.journal.replay_ports import (
     DeafConnection,
     Formats,
@@ -84,7 +84,7 @@ class Replay:
         reader = PlainReader(layout=formats.layout, method=formats.method, held=self._held, numbered=self._numbered)
         self._past = Past(reader)
         self._history = History()
-        self._store, self._worker = PastStore(self._past, self._history), PastWorker()
+        self._new_store()
         self._is_whole = False  # the entries so far explain the durable state
         self._objects: dict[tuple[str, int], Any] = {}
         self._began_s: float | None = None
@@ -158,7 +158,8 @@ class Replay:
         self.driver = None
         self._method = self._past.reader.read(given["method"])
         arguments = {key: self._past.reader.read(value) for key, value in given.items()}
-        self._store, self._worker, self._objects = PastStore(self._past, self._history), PastWorker(), {}
+        self._objects = {}
+        self._new_store()
         if saved is not None:
             self._store.fragments, self._store.record = list(arguments["saved"].fragments), arguments["saved"].record
         self._jobs = PastJobs(self._past, self._formats, self._method, fragment=self._fragment)
@@ -170,13 +171,17 @@ class Replay:
         self._is_whole = True
         self.driver = Driver(**arguments, ports=self._recorder.around(ports))
 
-    def finish(self, stored: Sequence[tuple[int, str]], *, is_of_pair: bool = False) -> None:
+    def _new_store(self) -> None:
+        self._worker = PastWorker()
+        self._store = PastStore(self._past, self._history, self._worker)
+
+    def finish(self, stored: Sequence[tuple[int, str]], epoch: int) -> None:
         """Compare the end of the journal with the newest durable version of each fragment.
 
         Arguments:
             stored: (version, digest) of each, read before the journal: entries are durable before the versions that
                 they explain.
-            is_of_pair: the run has two syncers, and this one may have received versions of the other.
+            epoch: of the newest claim on the store.
         """
         if self.driver is None or self.findings.difference is not None:
             return
@@ -186,23 +191,23 @@ class Replay:
             new[0] > end[0] or (new[0] == end[0] and new != end) for end, new in zip(ends, stored, strict=False)
         ):
             said = (
-                f"the journal ends with {_versions([version for version, _ in ends])}, and the state directory has "
+                f"the journal ends with {_versions([version for version, _ in ends])}, and the store has "
                 f"{_versions([version for version, _ in stored])}"
             )
-            if is_of_pair:
-                self.findings.gaps.append(f"{said}: another syncer may have served the run since")
+            if epoch > self.driver.lineage.epoch:
+                self.findings.gaps.append(f"{said}: another syncer has claimed the run since, in epoch {epoch}")
             else:
                 self._note(f"{said}: its end is missing, or the syncer kept no journal later")
 
     def _write_pending(self) -> None:
-        """Finish the write in progress, of which the journal may lack the end."""
+        """Finish the commit in progress, of which the journal may lack the end."""
         self._past.entry = {"r": None}
         for what, job, _ in self._worker.jobs.values():
-            if what == "write":
+            if what in ("initialise", "commit"):
                 job()
 
     def _finish_write(self, saved: Mapping[str, Any] | None) -> None:
-        """Check that the earlier entries explain the durable state, with or without the write in progress."""
+        """Check that the earlier entries explain the durable state, with or without the commit in progress."""
         if self._leads_to(saved):
             return
         self._write_pending()
@@ -213,8 +218,16 @@ class Replay:
         said = self._start_with(held)
         if held and all(self._history.find(index, *each) for index, each in enumerate(held)):
             self.findings.gaps.append(f"{said}: the state was rolled back from {ends}")
+        elif foreign := self._foreign(saved):
+            self.findings.gaps.append(f"{said}: another syncer has served the run, in epoch {max(foreign)}")
         else:
             self._note(f"{said}, but the journal before it ends with {ends}: a part of the journal is missing")
+
+    def _foreign(self, saved: Mapping[str, Any] | None) -> set[int]:
+        """The epochs of a driver's earlier starts that are not in this journal."""
+        assert self.driver is not None
+        known = {each.number for each in self.driver.state.epochs}
+        return set() if saved is None else {each["number"] for each in saved["epochs"][:-1]} - known
 
     def _start_with(self, held: Sequence[Any]) -> str:
         return f"start {self.findings.num_boots} of the syncer has {_versions([version for version, _ in held])}"
@@ -225,8 +238,9 @@ class Replay:
             return not fragments
         if (record is None) != (saved["record"] is None):
             return False
-        is_record = record is None or record_digest(record) == record_digest(saved["record"])
-        return is_record and saved["fragments"] == [[each.version, each.digest] for each in fragments]
+        is_record: bool = record is None or json.loads(json.dumps(record)) == saved["record"]
+        is_model: bool = saved["fragments"] == [[each.version, each.digest] for each in fragments]
+        return is_record and is_model
 
     def _held(self, index: int, version: int, digest: str) -> KnownFragment:
         found = self._history.find(index, version, digest)

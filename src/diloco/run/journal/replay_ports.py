@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from diloco.errors import NoRoomError, PayloadError, StoreError
+from diloco.errors import NoRoomError, PayloadError
 from diloco.protocol.actions import MergeRound
 from diloco.protocol.contribution import Standing
 from diloco.run.journal.serialization import TAG, PlainReader
 from diloco.run.memory import MemorySlot, MemorySpool
-from diloco.run.ports import InitialModel, JobsPort, Json, MergedRound, RunMethod, SavedRun, T, Work
+from diloco.run.ports import InitialModel, JobsPort, Json, MergedRound, RunMethod, SavedRun, T
 
 
 class KeptPayloads(Protocol):
@@ -123,17 +123,17 @@ class PastSpool(MemorySpool):
 
 
 class PastWorker:
-    """Holds jobs until their end in the journal (`ports.WorkerPort`).
+    """Holds jobs and requests until their end in the journal (`ports.WorkerPort`).
 
     Attributes:
         jobs: by number: kind, job, and callback for the result.
     """
 
     def __init__(self) -> None:
-        self.jobs: dict[int, tuple[Work, Callable[[], Any], Callable[[Any], None]]] = {}
+        self.jobs: dict[int, tuple[str, Callable[[], Any], Callable[[Any], None]]] = {}
         self._num_jobs = 0
 
-    def submit(self, what: Work, fragment: int | None, job: Callable[[], T], done: Callable[[T], None]) -> None:
+    def submit(self, what: str, fragment: int | None, job: Callable[[], T], done: Callable[[T], None]) -> None:
         self._num_jobs += 1
         self.jobs[self._num_jobs] = what, job, done
 
@@ -250,34 +250,41 @@ class History:
 
 
 class PastStore:
-    """The durable state (`ports.StorePort`). Recorded refusals of the disk are repeated.
+    """The durable state (`ports.StorePort`). A recorded refusal of the initial model is repeated.
 
     Attributes:
         fragments: the newest version of each; empty: there is no model.
         record: of these versions.
     """
 
-    def __init__(self, past: Past, history: History) -> None:
+    is_refusing = False
+
+    def __init__(self, past: Past, history: History, worker: PastWorker) -> None:
         self.fragments: list[KnownFragment] = []
         self.record: Json | None = None
-        self._past, self._history = past, history
+        self._past, self._history, self._worker = past, history, worker
 
-    def initialise(self, run: str, method: RunMethod, model: InitialModel[KnownFragment]) -> None:
-        self._refuse()
-        self.fragments, self.record = list(model.fragments), None
-        for index, held in enumerate(model.fragments):
-            self._history.take(index, held)
+    def initialise(
+        self, run: str, method: RunMethod, model: InitialModel[KnownFragment], done: Callable[[Any], None]
+    ) -> None:
+        def initialised() -> Any:
+            if self._past.found is None:
+                self._take(None, enumerate(model.fragments))
+            return self._past.found
 
-    def publish(self, merged: MergedRound[KnownFragment, None], record: Json) -> None:
-        self._refuse()
-        self.fragments[merged.update.fragment], self.record = merged.held, record
-        self._history.take(merged.update.fragment, merged.held)
+        self._worker.submit("initialise", None, initialised, done)
 
-    def save_record(self, record: Json) -> None:
-        self._refuse()
+    def put(self, merged: MergedRound[KnownFragment, None], done: Callable[[], None]) -> None:
+        self._worker.submit("put", merged.update.fragment, lambda: None, lambda _: done())
+
+    def commit(
+        self, versions: Sequence[MergedRound[KnownFragment, None]], record: Json, done: Callable[[], None]
+    ) -> None:
+        held = [(each.update.fragment, each.held) for each in versions]
+        self._worker.submit("commit", None, lambda: self._take(record, held), lambda _: done())
+
+    def _take(self, record: Json | None, held: Iterable[tuple[int, KnownFragment]]) -> None:
         self.record = record
-
-    def _refuse(self) -> None:
-        error = self._past.found
-        if isinstance(error, StoreError):
-            raise error
+        for index, each in held:
+            self.fragments[index : index + 1] = [each]
+            self._history.take(index, each)

@@ -21,7 +21,7 @@ from diloco.errors import UnreachableError
 from diloco.exchange.wire.rpc import abort, path
 from diloco.syncer.keys.certificates import UNKNOWN, Caller
 
-Kind = Literal["control", "writes", "watches", "transfers", "standby"]
+Kind = Literal["control", "writes", "watches", "transfers"]
 Call = Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[bytes]]
 
 
@@ -43,7 +43,6 @@ LIMITS: Mapping[Kind, Limits] = {
     "writes": Limits(64, 512),
     "watches": Limits(512, 512),
     "transfers": Limits(256, 256),
-    "standby": Limits(8, 16),
 }
 """Calls of "control" are short. Those of "writes" (Join, Lease, Leave) are answered once their change is durable,
 however long the disk refuses. Each learner has one "watch" while it trains."""

@@ -90,13 +90,12 @@ class _Call:
     name: str
     caller: Caller
     context: Any  # gRPC's, whose `cancel` has no types
-    is_admitted: bool = False
 
 
 class OpenCalls(PeriodicCheck):
     """The long calls of a syncer, cancelled when the caller's credentials end. Any thread may call any method.
 
-    The caller's next call is refused with the reason. Some calls a caller has only once: a newer one ends the older.
+    The caller's next call is refused with the reason.
     """
 
     def __init__(self, auth: Authenticator, audit: Audit) -> None:
@@ -106,41 +105,16 @@ class OpenCalls(PeriodicCheck):
         self._calls: set[_Call] = set()
 
     @contextmanager
-    def open(self, name: str, caller: Caller, context: grpc.ServicerContext, *, single: bool = False) -> Iterator[None]:
-        """Check the call's credentials during the block.
-
-        Arguments:
-            single: the caller may have one such call, and one that is not `admitted` yet: this call ends other ones
-                that are not admitted.
-        """
+    def open(self, name: str, caller: Caller, context: grpc.ServicerContext) -> Iterator[None]:
+        """Check the call's credentials during the block."""
         call = _Call(name, caller, context)
         with self._lock:
-            replaced = self._others(call, is_admitted=False) if single else []
             self._calls.add(call)
-        for each in replaced:
-            each.context.cancel()
         try:
             yield
         finally:
             with self._lock:
                 self._calls.remove(call)
-
-    def admitted(self, context: grpc.ServicerContext) -> None:
-        """Note that a `single` call was admitted; it ends the caller's earlier one."""
-        with self._lock:
-            (call,) = (each for each in self._calls if each.context is context)
-            replaced = self._others(call, is_admitted=True)
-            call.is_admitted = True
-        for each in replaced:
-            each.context.cancel()
-
-    def _others(self, call: _Call, *, is_admitted: bool) -> list[_Call]:
-        """Other calls of the same method and caller."""
-        key = call.name, call.caller.name
-        return [
-            each for each in self._calls
-            if each is not call and (each.name, each.caller.name) == key and each.is_admitted is is_admitted
-        ]  # fmt: skip
 
     @property
     def num_open(self) -> int:
@@ -364,11 +338,7 @@ class CallGuard:
         """A call of a header, of at most so many bytes, and a stream, answered by a stream."""
 
         def call(stream: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-            single = kind == "standby"
-            with (
-                self._authenticated(name, kind, context) as caller,
-                self._calls.open(name, caller, context, single=single),
-            ):
+            with self._authenticated(name, kind, context) as caller, self._calls.open(name, caller, context):
                 messages = self._messages(stream, caller, context)
                 found = read_header(messages, header, most_bytes)
                 replies = self._serialized(handler(caller, found, messages, context), context)
@@ -403,8 +373,6 @@ class CallGuard:
         try:
             caller = self._auth.caller(context)
             self._auth.check(caller)
-            if kind == "standby":  # other roles must not hold its few threads
-                caller.may("standby")
             with self._shares.take(kind, caller), self._wire_bytes.call(context):
                 yield caller
         except DilocoError as error:

@@ -50,12 +50,11 @@ from diloco.syncer.door.messages import (
     standing_message,
     verdict_message,
 )
-from diloco.syncer.door.open_calls import CallDeadlines, CallGuard, OpenCalls, OpenTransfers
+from diloco.syncer.door.open_calls import CallGuard, OpenTransfers
 from diloco.syncer.door.receiving import IncomingModel, resumed_at
 from diloco.syncer.hosting import HostedDriver, SyncerDriver
 from diloco.syncer.keys.certificates import Caller
 from diloco.syncer.spool import Slot
-from diloco.syncer.standby.pair_calls import PairCalls
 
 
 class Service:
@@ -63,10 +62,8 @@ class Service:
 
     Arguments:
         run, method: its id and method.
-        host: gives the driver; raises StandbyError while this syncer does not serve the run.
+        host: gives the driver, also while the syncer is suspended; raises StandbyError while it does not serve the run.
         guard: wraps the handlers.
-        pair: answers calls about the pair of syncers.
-        calls, deadlines: as in `CallGuard`.
         transfers: the open transfers of learners.
         incoming: keeps the received part of the run's initial model.
         audit: records admissions.
@@ -75,6 +72,8 @@ class Service:
         status_extra: more values for `Status`.
         reported: called with each accepted heartbeat and Leave.
         page_url: gives a caller a link to the live page.
+        promote: lets this syncer serve the run by an admin's order; returns the epoch and the versions that it serves.
+        is_suspended: whether the syncer does not reach its store: then it answers Heartbeat, Watch and Status only.
     """
 
     def __init__(
@@ -84,9 +83,6 @@ class Service:
         host: Callable[[], HostedDriver],
         *,
         guard: CallGuard,
-        pair: PairCalls,
-        calls: OpenCalls,
-        deadlines: CallDeadlines,
         transfers: OpenTransfers,
         incoming: IncomingModel,
         audit: Audit,
@@ -95,14 +91,18 @@ class Service:
         status_extra: Callable[[], dict[str, Any]],
         reported: Callable[[Claim, Report], None],
         page_url: Callable[[Caller], str],
+        promote: Callable[[], tuple[int, tuple[int, ...]]],
+        is_suspended: Callable[[], bool],
     ) -> None:
-        self._run, self._method, self._host, self._pair = run, method, host, pair
+        self._run, self._method, self._host = run, method, host
         self._guard, self._admit = guard, guard.admit
-        self._calls, self._deadlines, self._audit = calls, deadlines, audit
-        self._transfers, self._lost_floor_s, self._resumed = transfers, lost_floor_s, resumed
+        self._audit, self._transfers, self._lost_floor_s, self._resumed = audit, transfers, lost_floor_s, resumed
         self._status_extra, self._reported, self._page_url = status_extra, reported, page_url
+        self._promote, self._is_suspended = promote, is_suspended
         self._probing = threading.Lock()
-        self._initialising = Initialising(host, transfers=transfers, audit=audit, incoming=incoming, resumed=resumed)
+        self._initialising = Initialising(
+            lambda: self._driver, transfers=transfers, audit=audit, incoming=incoming, resumed=resumed
+        )
 
     def handlers(self) -> Admission:
         """The argument of `grpc.Server.add_generic_rpc_handlers`."""
@@ -113,7 +113,6 @@ class Service:
                 "Join": guard.unary("Join", self.join, pb.JoinRequest, "writes", MAX_MESSAGE_BYTES),
                 "Heartbeat": guard.unary("Heartbeat", self.heartbeat, pb.HeartbeatRequest),
                 "Lease": guard.unary("Lease", self.lease, pb.LeaseRequest, "writes", MAX_MESSAGE_BYTES),
-                "Vote": guard.unary("Vote", self.vote, pb.VoteRequest),
                 "Promote": guard.unary("Promote", self.promote, pb.PromoteRequest),
                 "Steer": guard.unary("Steer", self.steer, pb.SteerRequest, "writes"),
                 "OpenPage": guard.unary("OpenPage", self.open_page, pb.OpenPageRequest),
@@ -124,12 +123,17 @@ class Service:
                 "Initialise": guard.streamed("Initialise", self.initialise, pb.InitialiseHeader),
                 "Push": guard.streamed("Push", self.push, pb.PushHeader),
                 "Probe": guard.streamed("Probe", self.probe, pb.ProbeHeader),
-                "Follow": guard.streamed("Follow", self.follow, pb.FollowHello, "standby"),
             }
         )
 
     @property
     def _driver(self) -> HostedDriver:
+        """The driver. Raises StandbyError: this syncer does not serve the run, or does not reach its store."""
+        if self._is_suspended():
+            raise StandbyError(
+                "this syncer does not reach its store now, so that it can make nothing durable; repeat the call, which "
+                "it or the run's next syncer answers."
+            )
         return self._host()
 
     # --- control ------------------------------------------------------------------------------------------------------
@@ -170,14 +174,15 @@ class Service:
     ) -> pb.HeartbeatReply:
         self._admit(context, caller, request, "learner")
         claim, report = claim_of(request), report_of(request)
-        proposal = self._pair.heartbeat(request)
 
         def reply(driver: SyncerDriver) -> pb.HeartbeatReply:
             standing = driver.heartbeat(claim, report)
             lineage = lineage_message(driver.lineage)
-            return pb.HeartbeatReply(lineage=lineage, standing=standing_message(standing), proposal=proposal)
+            return pb.HeartbeatReply(
+                lineage=lineage, standing=standing_message(standing), is_suspended=self._is_suspended()
+            )
 
-        answer = self._driver.ask(reply)
+        answer = self._host().ask(reply)
         self._reported(claim, report)
         return answer
 
@@ -204,20 +209,16 @@ class Service:
     def status(self, caller: Caller, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.StatusReply:
         self._admit(context, caller, request, "viewer")
         try:
-            status = self._driver.ask(lambda driver: driver.status())
+            status = self._host().ask(lambda driver: driver.status())
         except StandbyError:
-            status = self._pair.idle_status(self._run, self._method)
-        return pb.StatusReply(status=json.dumps({**status, "standby": self._pair.status(), **self._status_extra()}))
-
-    def vote(self, caller: Caller, request: pb.VoteRequest, context: grpc.ServicerContext) -> pb.VoteReply:
-        self._admit(context, caller, request, "learner")
-        return self._pair.vote(request)
+            status = idle_status(self._run, self._method)
+        return pb.StatusReply(status=json.dumps({**status, **self._status_extra()}))
 
     def promote(self, caller: Caller, request: pb.PromoteRequest, context: grpc.ServicerContext) -> pb.PromoteReply:
         self._admit(context, caller, request, "admin")
-        reply = self._pair.promote(request)
+        epoch, versions = self._promote()
         self._audit.admitted("Promote", caller, "", context.peer())
-        return reply
+        return pb.PromoteReply(epoch=epoch, versions=versions)
 
     def steer(self, caller: Caller, request: pb.SteerRequest, context: grpc.ServicerContext) -> pb.SteerReply:
         self._admit(context, caller, request, "admin")
@@ -242,15 +243,15 @@ class Service:
         self, caller: Caller, request: pb.WatchRequest, _: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[pb.Notice]:
         self._admit(context, caller, request, "learner")
-        claim = claim_of(request)
-        stream = WatchStream(self._driver.ask(lambda driver: driver.lineage))
-        self._driver.ask(lambda driver: driver.connected(claim, stream))
+        claim, hosted = claim_of(request), self._host()
+        stream = WatchStream(hosted.ask(lambda driver: driver.lineage))
+        hosted.ask(lambda driver: driver.connected(claim, stream))
         if not context.add_callback(stream.end):  # the connection has ended already
             stream.end()
         try:
             yield from stream.notices()
         finally:
-            self._driver.ask(lambda driver: driver.disconnected(claim, stream))
+            hosted.ask(lambda driver: driver.disconnected(claim, stream))
 
     # --- bulk ---------------------------------------------------------------------------------------------------------
 
@@ -264,22 +265,22 @@ class Service:
         self, caller: Caller, header: pb.PushHeader, stream: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[pb.PushReply]:
         self._admit(context, caller, header, "learner", "contributions")
-        contribution = contribution_of(header)
+        contribution, hosted = contribution_of(header), self._driver
         what = "Push", header.fragment, header.number, header.start, header.stop
         with self._transfers.open(header.learner, header.incarnation, what, context):
-            push = yield from self._receive(contribution, header, stream)
+            push = yield from self._receive(hosted, contribution, header, stream)
         start, stop = push.room
         whole = pb.Received(num_bytes=stop - start, all=True)
-        waiting = self._driver.until_done(lambda driver, done: driver.complete_push(push, done))
+        waiting = hosted.until_done(lambda driver, done: driver.complete_push(push, done))
         yield from (pb.PushReply(received=whole) for _ in waiting)
         yield pb.PushReply()
 
     def _receive(
-        self, contribution: Contribution, header: pb.PushHeader, stream: Iterator[bytes]
+        self, hosted: HostedDriver, contribution: Contribution, header: pb.PushHeader, stream: Iterator[bytes]
     ) -> Generator[pb.PushReply, None, Upload[Slot]]:
         """Receive the payload of a contribution, without the part that is kept."""
         span = (header.start, header.stop) if header.stop else None
-        push = self._driver.ask(
+        push = hosted.ask(
             lambda driver: driver.begin_push(
                 contribution, header.num_bytes, boot=header.boot, span=span, process=header.process
             )
@@ -310,7 +311,7 @@ class Service:
         finally:
             if not is_complete:
                 received = filled
-                self._driver.ask(lambda driver: driver.cut_push(push, no_room, received=received))
+                hosted.ask(lambda driver: driver.cut_push(push, no_room, received=received))
         return push
 
     def pull(
@@ -372,18 +373,6 @@ class Service:
         with self._transfers.open(request.learner, request.incarnation, what, context):
             yield from frames
 
-    def follow(
-        self, caller: Caller, hello: pb.FollowHello, stream: Iterator[bytes], context: grpc.ServicerContext
-    ) -> Iterator[bytes]:
-        self._admit(context, caller, hello, "standby", "standby")
-        parts = self._pair.follow(hello, stream, context)
-        with self._deadlines.member(context):  # the pair has its own deadline
-            first = next(parts)
-            self._calls.admitted(context)
-            self._audit.admitted("Follow", caller, "", context.peer())
-            yield first
-            yield from parts
-
     def probe(
         self, caller: Caller, header: pb.ProbeHeader, stream: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[bytes]:
@@ -395,6 +384,15 @@ class Service:
             yield from answer_probe(header, stream)
         finally:
             self._probing.release()
+
+
+def idle_status(run: str, method: Method) -> dict[str, Any]:
+    """The status of a syncer that does not serve the run, as `Driver.status`."""
+    return {
+        "run": run, "run_id": "", "epoch": 0, "method": method.to_dict(), "initialised": False, "cut": "", "step": 0,
+        "tokens": 0, "initial_tokens": 0, "spooled_bytes": 0, "waits_for": None, "steering": None, "learners": {},
+        "fragments": [], "newest_merge": None, "data": None, "experts": None,
+    }  # fmt: skip
 
 
 def _segments(request: pb.PullRequest, num_elements: int) -> Segments:

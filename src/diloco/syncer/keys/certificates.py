@@ -7,7 +7,7 @@ and that of its standby, also names the hosts that learners dial, and serves as 
 role      may
 viewer    read status, history and the global model
 learner   what a viewer may, and join, push and pull as itself (it holds the global model anyway)
-standby   what a viewer may, and follow the run as a second syncer
+standby   what a viewer may, and serve the run: the role of syncers
 admin     everything, for any learner: also whatever changes a run
 """
 
@@ -48,7 +48,7 @@ ROLES: tuple[Role, ...] = get_args(Role)
 MAY: Mapping[Role, frozenset[Role]] = {
     "viewer": frozenset({"viewer"}),
     "learner": frozenset({"viewer", "learner"}),
-    "standby": frozenset({"viewer", "standby"}),
+    "standby": frozenset({"viewer"}),
     "admin": frozenset(ROLES),
 }
 """The roles in which a caller of each role may act."""

@@ -1,1 +1,0 @@
-"""A pair of syncers: the first's end, the standby's end, and replication between them."""

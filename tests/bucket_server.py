@@ -1,0 +1,194 @@
+"""A bucket that speaks S3's protocol, in a process of its own: moto's server, one request at a time, and faults.
+
+moto's own server answers requests in threads and first checks a condition, then writes: two writers have both won. Here
+a request is read by its own thread, so that a slow sender holds up no other, and executed while no other is.
+
+    python -m tests.bucket_server BUCKET    prints its port; ends with its standard input
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Self
+
+CREDENTIALS = {
+    "AWS_ACCESS_KEY_ID": "anyone", "AWS_SECRET_ACCESS_KEY": "not-checked", "AWS_REGION": "us-east-1",
+}  # fmt: skip
+
+CONTROL = "/-/faults"
+
+
+@dataclass
+class Fault:
+    """What happens to requests.
+
+    Attributes:
+        kind: "status": answered by `status` and not executed; "lost": executed, and the connection breaks without an
+            answer; "late": as lost, but executed only when `release` is called; "ignored": executed without its
+            conditions.
+        method, path: of the requests, as far as they begin and end with these.
+        num: so many requests.
+        status: for example 503.
+    """
+
+    kind: Literal["status", "lost", "late", "ignored"]
+    method: str = "PUT"
+    path: str = "manifest.json"
+    num: int = 1
+    status: int = 503
+
+
+class BucketServer:
+    """A running bucket; a context manager that ends it.
+
+    Attributes:
+        url: for `Bucket`, with its endpoint.
+        environment: variables with which a process reaches it.
+    """
+
+    def __init__(self, bucket: str = "bucket") -> None:
+        command = [sys.executable, "-m", "tests.bucket_server", bucket]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self._process.stdout is not None
+        self.port = int(self._process.stdout.readline())
+        self.endpoint = f"http://127.0.0.1:{self.port}"
+        self.environment = CREDENTIALS
+        self._bucket = bucket
+
+    def url(self, prefix: str, endpoint: str | None = None) -> str:
+        """The URL of a store in the bucket. `endpoint`: a relay's."""
+        return f"s3://{self._bucket}/{prefix}?endpoint={endpoint or self.endpoint}"
+
+    def fault(self, kind: Literal["status", "lost", "late", "ignored"], **more: Any) -> None:
+        """Do this to requests from now on."""
+        self._control("POST", json.dumps(asdict(Fault(kind, **more))).encode())
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that `late` holds, or has yet to find."""
+        return int(json.loads(self._control("GET"))["waiting"])
+
+    @property
+    def num_pending(self) -> int:
+        """Requests that faults have yet to find."""
+        return int(json.loads(self._control("GET"))["pending"])
+
+    def release(self) -> None:
+        """Execute what `late` holds."""
+        self._control("DELETE")
+
+    def pid(self) -> int:
+        """Of its process."""
+        return self._process.pid
+
+    def _control(self, method: str, data: bytes | None = None) -> bytes:
+        request = urllib.request.Request(self.endpoint + CONTROL, data, method=method)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return bytes(answer.read())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+class _Application:
+    """moto's application with faults, one request at a time."""
+
+    def __init__(self, bucket: str, application: Callable[..., Iterable[bytes]]) -> None:
+        self._application = application
+        self._one = threading.Lock()
+        self._changed = threading.Condition()
+        self._faults: list[Fault] = []
+        self._num_waiting = self._generation = 0
+        self._call("PUT", f"/{bucket}")
+
+    def _call(self, method: str, path: str) -> None:
+        from werkzeug.test import EnvironBuilder
+
+        environ = EnvironBuilder(path, "http://127.0.0.1", method=method).get_environ()
+        list(self._application(environ, lambda *_: None))
+
+    def __call__(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        data = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+        if environ["PATH_INFO"] == CONTROL:
+            return self._controlled(environ["REQUEST_METHOD"], data, start)
+        fault = self._fault_of(environ)
+        if fault is not None and fault.kind == "status":
+            start(f"{fault.status} Fault", [("Content-Length", "0")])
+            return []
+        if fault is not None and fault.kind == "late":
+            self._wait()
+        if fault is not None and fault.kind == "ignored":
+            for name in ("HTTP_IF_MATCH", "HTTP_IF_NONE_MATCH"):
+                environ.pop(name, None)
+        environ["wsgi.input"] = io.BytesIO(data)
+        with self._one:
+            answer = list(self._application(environ, start))
+        if fault is not None and fault.kind in ("lost", "late"):
+            with suppress(OSError):
+                environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
+        return answer
+
+    def _fault_of(self, environ: dict[str, Any]) -> Fault | None:
+        with self._changed:
+            for fault in self._faults:
+                if environ["REQUEST_METHOD"] == fault.method and environ["PATH_INFO"].endswith(fault.path):
+                    fault.num -= 1
+                    self._faults = [each for each in self._faults if each.num > 0]
+                    return fault
+        return None
+
+    def _wait(self) -> None:
+        with self._changed:
+            generation = self._generation
+            self._num_waiting += 1
+            self._changed.wait_for(lambda: self._generation > generation)
+            self._num_waiting -= 1
+
+    def _controlled(self, method: str, data: bytes, start: Callable[..., Any]) -> Iterable[bytes]:
+        with self._changed:
+            if method == "POST":
+                self._faults.append(Fault(**json.loads(data)))
+            elif method == "DELETE":
+                self._generation += 1
+                self._changed.notify_all()
+            pending = sum(fault.num for fault in self._faults)
+            answer = json.dumps({"waiting": self._num_waiting, "pending": pending}).encode()
+        start("200 OK", [("Content-Length", str(len(answer)))])
+        return [answer]
+
+
+def _serve(bucket: str) -> None:
+    from moto.server import DomainDispatcherApplication, create_backend_app
+    from werkzeug.serving import WSGIRequestHandler, make_server
+
+    class Quiet(WSGIRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log(self, kind: str, message: str, *args: Any) -> None:
+            if kind == "error":
+                super().log(kind, message, *args)
+
+    os.environ.update(CREDENTIALS)
+    application = _Application(bucket, DomainDispatcherApplication(create_backend_app))
+    server = make_server("127.0.0.1", 0, application, threaded=True, request_handler=Quiet)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    print(server.port, flush=True)
+    sys.stdin.read()
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1])

@@ -1,0 +1,216 @@
+"""A store in a bucket, against a server that is atomic: conditions, races, answers that are lost, requests that land
+late."""
+
+from __future__ import annotations
+
+import random
+import re
+import threading
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from benchmarks.processes import until
+from tests.bucket_server import CREDENTIALS, BucketServer
+
+from diloco.errors import ConfigError, DilocoError, MissingObjectError, StoreError, SwapRefusedError
+from diloco.store import bucket as module
+from diloco.store.bucket import PART_BYTES, Bucket
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[BucketServer]:
+    with BucketServer() as running:
+        yield running
+
+
+@pytest.fixture
+def bucket(server: BucketServer, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Bucket:
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    return Bucket(server.url(re.sub(r"\W+", "-", request.node.name)))
+
+
+def test_an_object_is_read_as_it_was_put_whole_and_in_part(bucket: Bucket) -> None:
+    large = random.Random(1).randbytes(2 * PART_BYTES + 5)
+    parts = [large[:3], memoryview(large)[3 : PART_BYTES + 1], memoryview(large)[PART_BYTES + 1 :]]
+    bucket.put("1/1-aa", parts)
+    bucket.put("2/1-bb", [b"small"])
+    bucket.put("2/2-cc", [])
+    assert bucket.get("1/1-aa") == large
+    assert bucket.get("1/1-aa", 10, 20) == large[10:20]
+    assert bucket.get("1/1-aa", PART_BYTES) == large[PART_BYTES:]
+    assert bucket.get("1/1-aa", len(large) - 2, len(large) + 5) == large[-2:]
+    assert bucket.get("2/1-bb", 5, 7) == bucket.get("2/1-bb", 9) == bucket.get("2/2-cc") == b""
+    assert bucket.list() == ["1/1-aa", "2/1-bb", "2/2-cc"]
+    assert bucket.get("2/2-cc", 0, 9) == b""
+    bucket.delete(["1/1-aa", "2/9-dd"])
+    bucket.delete([])
+    assert bucket.list() == ["2/1-bb", "2/2-cc"]
+    with pytest.raises(MissingObjectError, match="has no 1/1-aa"):
+        bucket.get("1/1-aa")
+
+
+def test_a_signed_url_reads_one_object_without_credentials(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket.put("1/1-aa", [b"content"])
+    url = bucket.sign("1/1-aa", 60)
+    for name in CREDENTIALS:
+        monkeypatch.delenv(name)
+    with urllib.request.urlopen(url, timeout=60) as answer:
+        assert answer.read() == b"content"
+    assert CREDENTIALS["AWS_SECRET_ACCESS_KEY"] not in url
+
+
+def test_a_manifest_is_swapped_only_for_the_one_that_was_read(bucket: Bucket) -> None:
+    assert bucket.manifest() is None
+    with pytest.raises(SwapRefusedError):
+        bucket.swap(b"x", '{"e_tag": "\\"abc\\""}')
+    first = bucket.swap(b"1", None)
+    with pytest.raises(SwapRefusedError):
+        bucket.swap(b"x", None)
+    found = bucket.manifest()
+    assert found is not None
+    assert (found.data, found.token) == (b"1", first)
+    second = bucket.swap(b"2", first)
+    with pytest.raises(SwapRefusedError):
+        bucket.swap(b"x", first)
+    assert bucket.swap(b"3", second)
+    found = bucket.manifest()
+    assert found is not None
+    assert found.data == b"3"
+
+
+def test_of_two_writers_one_wins(bucket: Bucket, server: BucketServer) -> None:
+    """400 races: the first swap of each prefix, and one from a common token."""
+    both = threading.Barrier(2)
+    won = 0
+
+    def swapped(name: str, writer: int, token: str | None) -> str | None:
+        both.wait(60)
+        try:
+            return Bucket(server.url(name)).swap(f"{token} by {writer}".encode(), token)
+        except SwapRefusedError:
+            return None
+
+    with ThreadPoolExecutor(2) as pool:
+        for race in range(200):
+            token: str | None = None
+            for _ in range(2):
+                names = [f"race-{race}"] * 2
+                found = [each for each in pool.map(swapped, names, range(2), [token] * 2) if each is not None]
+                assert len(found) == 1
+                token, won = found[0], won + 1
+    assert won == 400
+
+
+@pytest.mark.parametrize("status", [409, 429, 500, 503])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_swap_that_the_bucket_does_not_decide_has_an_unknown_fate(
+    bucket: Bucket, server: BucketServer, status: int, is_first: bool
+) -> None:
+    token = None if is_first else bucket.swap(b"1", None)
+    server.fault("status", status=status)
+    with pytest.raises(StoreError, match=str(status)) as refused:
+        bucket.swap(b"2", token)
+    assert not isinstance(refused.value, SwapRefusedError)
+    assert server.num_pending == 0, "nothing is repeated here"
+    bucket.swap(b"2", token)
+
+
+def test_a_swap_whose_answer_is_lost_is_refused_when_it_is_repeated(bucket: Bucket, server: BucketServer) -> None:
+    token = bucket.swap(b"1", None)
+    server.fault("lost")
+    with pytest.raises(StoreError, match="cannot write manifest.json") as unknown:
+        bucket.swap(b"2", token)
+    assert not isinstance(unknown.value, SwapRefusedError)
+    with pytest.raises(SwapRefusedError):
+        bucket.swap(b"2", token)
+    found = bucket.manifest()
+    assert found is not None
+    assert found.data == b"2"
+
+
+def test_a_swap_that_lands_late_is_refused_after_its_repetition(
+    server: BucketServer, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MANIFEST_TIMEOUT_S", 0.5)
+    impatient = Bucket(bucket.name)
+    token = bucket.swap(b"1", None)
+    server.fault("late")
+    with pytest.raises(StoreError, match="cannot write manifest.json"):
+        impatient.swap(b"2", token)
+    until(lambda: server.num_waiting == 1, "the request does not arrive")
+    again = bucket.swap(b"2", token)
+    bucket.swap(b"3", again)
+    server.release()
+    until(lambda: server.num_waiting == 0, "the request does not land")
+    found = bucket.manifest()
+    assert found is not None
+    assert found.data == b"3"
+
+
+def test_a_start_tries_the_conditions_and_leaves_nothing(bucket: Bucket, server: BucketServer) -> None:
+    bucket.require_conditions()
+    assert bucket.manifest() is None
+    server.fault("status", path="", num=1, status=429)
+    with pytest.raises(StoreError, match="429"):
+        bucket.require_conditions()
+    bucket.require_conditions()
+    assert bucket._paths("probe/") == []
+
+
+@pytest.mark.parametrize("num_obeyed", [0, 1])
+def test_a_bucket_that_ignores_a_condition_is_refused(bucket: Bucket, server: BucketServer, num_obeyed: int) -> None:
+    class Sloppy(Bucket):
+        """Whose server ignores the conditions of all writes after the first so many refusals."""
+
+        def _is_accepted(self, path: str, token: str | None, *, again: bool = False) -> bool:
+            nonlocal num_obeyed
+            if num_obeyed == 0:
+                server.fault("ignored", path=path)
+            num_obeyed -= 1
+            return super()._is_accepted(path, token, again=again)
+
+    with pytest.raises(StoreError, match="ignores the conditions"):
+        Sloppy(bucket.name).require_conditions()
+    assert bucket._paths("probe/") == []
+
+
+def test_credentials_that_may_not_write_are_refused_in_one_sentence(bucket: Bucket, server: BucketServer) -> None:
+    server.fault("status", path="", status=403)
+    with pytest.raises(StoreError, match=r"cannot write probe/\w+ in s3://.* \(403 Forbidden\); check .*\.$"):
+        bucket.require_conditions()
+    assert (bucket.manifest(), bucket.list()) == (None, [])
+
+
+@pytest.mark.parametrize(
+    ("url", "kind", "match"),
+    [
+        ("s3://missing/run?endpoint={}", StoreError, "there is no bucket for s3://missing"),
+        ("s3://bucket/run?endpoint=http://127.0.0.1:9", StoreError, "check the bucket, its endpoint"),
+        ("ftp://bucket/run", ConfigError, "not the URL of a bucket"),
+        ("memory:///run", ConfigError, "not the URL of a bucket"),
+        ("s3://", ConfigError, "not the URL of a bucket"),
+        ("s3://bucket/run?secret_access_key=x", ConfigError, "credentials are set in the environment"),
+    ],
+)
+def test_a_store_that_cannot_be_is_refused_in_one_sentence(
+    bucket: Bucket, server: BucketServer, url: str, kind: type[DilocoError], match: str
+) -> None:
+    with pytest.raises(kind, match=match) as refused:
+        Bucket(url.format(server.endpoint)).require_conditions()
+    assert str(refused.value).count("\n") == 0
+    assert str(refused.value).endswith(".")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "gs://bucket/run",
+        "https://account.blob.core.windows.net/container/run",
+        "https://account.r2.cloudflarestorage.com/bucket/run",
+    ],
+)
+def test_the_other_clouds_have_their_urls(bucket: Bucket, url: str) -> None:
+    assert Bucket(url).name == url
