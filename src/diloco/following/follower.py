@@ -16,7 +16,6 @@ from diloco.core.layout import Layout, named_tensors
 from diloco.errors import (
     ConfigError,
     LineageError,
-    MissingObjectError,
     NotInitialisedError,
     StoppedError,
     UnknownRunError,
@@ -28,7 +27,7 @@ from diloco.following.sources import PatientSource, Place, Source, open_source
 from diloco.protocol.manifest import Manifest, NamedVersion
 from diloco.protocol.records import progress_of
 from diloco.store.objects import read_manifest, repeated
-from diloco.store.reading import READERS, Frozen, ObjectReader
+from diloco.store.reading import OUTER, READERS, Frozen, ObjectReader
 
 log = logging.getLogger("diloco")
 
@@ -187,7 +186,8 @@ class Follower:
                 return held
             except VersionError as error:  # the run went back to an older version, and on from there
                 log.info("fragment %d is read whole: %s", index, error)
-        return reader.version(versions[0], index, frozen, outer=frozen.method.outer_at == "learners")[0]
+        steps = frozen.method.outer_at == "learners"  # then holders of a version take the outer step, too
+        return reader.version(versions[0], index, frozen, lambda key: steps and key.startswith(OUTER))[0]
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
