@@ -55,7 +55,8 @@ class Source(Readable, Protocol):
         is_over: no version follows the ones of the last manifest that was read.
     """
 
-    is_over: bool
+    @property
+    def is_over(self) -> bool: ...
 
     def close(self) -> None:
         """Hang up; calls that wait fail."""
@@ -116,11 +117,11 @@ class SyncerSource:
         """As `Readable`. Raises as `Connection.pull`."""
         if stop is not None and stop - start <= READ_BYTES:
             return self._read(name, start, stop)
-        whole, part = bytearray(), memoryview(b"")
-        while not whole or len(part) == READ_BYTES:
-            first = start + len(whole)
+        whole, first, num_bytes = bytearray(), start, READ_BYTES
+        while num_bytes == READ_BYTES:
             part = self._read(name, first, first + READ_BYTES if stop is None else min(first + READ_BYTES, stop))
             whole += part
+            num_bytes, first = len(part), first + len(part)
         return memoryview(whole)
 
     def _read(self, name: str, start: int, stop: int) -> memoryview:
