@@ -26,9 +26,9 @@ from diloco.config import load_config
 from diloco.errors import DilocoError
 from diloco.exchange.connection import Connection
 from diloco.exchange.dialling import fetch_status
-from diloco.following.follower import newest_model
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.incoming import Download
+from diloco.following.follower import newest_model
 
 
 class _BrokenOffError(Exception):

@@ -23,9 +23,9 @@ import diloco
 from diloco.errors import ConfigError
 from diloco.exchange.base import Exchange
 from diloco.exchange.local import Lost, run_virtual
-from diloco.following.follower import newest_model
 from diloco.exchange.virtual.delivery import Fault
 from diloco.exchange.virtual.run import VirtualRun
+from diloco.following.follower import newest_model
 from diloco.protocol.contribution import Budget
 from diloco.syncer.server import Options, Syncer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.fuzz import files, learners, pairs, states, wire
+from tests.fuzz import files, learners, states, wire
 from tests.fuzz.examining import Target
 
 TARGETS: dict[str, Callable[[], Target]] = {
@@ -21,9 +21,6 @@ TARGETS: dict[str, Callable[[], Target]] = {
     "journal": states.journal,
     "calls": wire.calls,
     "replies": wire.replies,
-    "position": pairs.position,
-    "first": pairs.first,
-    "standby": pairs.standby,
     "codecs": wire.codecs,
     "ranks": wire.ranks,
 }

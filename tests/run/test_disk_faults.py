@@ -15,12 +15,12 @@ from typing import Any, Literal, Protocol
 
 import pytest
 import torch
+from diloco.store.store import Store
 from tests.store.small_run import LAYOUT, METHOD, STATIC, held_of, merged_of, theta_of
 
 from diloco.errors import AlreadyInitialisedError, NotInitialisedError, StoreError, VersionError
 from diloco.run.memory import POINTS, MemoryStore
 from diloco.run.ports import InitialModel, SavedRun
-from diloco.store.store import Store
 
 
 class Cut(BaseException):

@@ -346,7 +346,9 @@ def test_a_version_waits_for_a_store_that_refuses_and_nothing_is_lost(what: str)
     scene.refuse = lambda _: False
     scene.wait(RETRY_S)
     assert scene.driver.state.versions == (1, 1)
-    assert scene.said == (["the manifest"] if what == "swap" else ["version 1 of fragment 0", "version 1 of fragment 1"])
+    assert scene.said == (
+        ["the manifest"] if what == "swap" else ["version 1 of fragment 0", "version 1 of fragment 1"]
+    )
     assert [ledger["merged"] for ledger in _ledgers(scene)] == [40, 80]
 
 

@@ -19,7 +19,8 @@ from diloco.protocol.actions import MergeRound
 from diloco.protocol.contribution import Contribution, Standing
 from diloco.protocol.manifest import Manifest
 from diloco.protocol.members import Claim, Deadlines, Report
-from diloco.protocol.publishing import Publisher, Standing as StoreStanding
+from diloco.protocol.publishing import Publisher
+from diloco.protocol.publishing import Standing as StoreStanding
 from diloco.protocol.steering import Pool
 from diloco.run.driver import Driver
 from diloco.run.memory import MemorySlot

@@ -26,11 +26,11 @@ from diloco.cli import main
 from diloco.event_log import read_events
 from diloco.exchange.dialling import fetch_status
 from diloco.exchange.probe import measure_link, probe
-from diloco.following.follower import newest_model
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import frames
 from diloco.exchange.wire.rpc import path
 from diloco.exchange.wire.tensors import bytes_of
+from diloco.following.follower import newest_model
 from diloco.syncer.keys.certificates import holder_of
 from diloco.syncer.keys.keyring import Keyring
 from diloco.syncer.server import Options, Syncer
@@ -70,7 +70,7 @@ def refused(it: Raw, kind: type[errors.DilocoError], words: str) -> None:
 
 
 def audit(syncer: Syncer, kind: type[events.Event]) -> list[Any]:
-    return [it for it in read_events(syncer._store.path / "events.jsonl") if isinstance(it, kind)]
+    return [it for it in read_events(syncer._options.state_dir / "events.jsonl") if isinstance(it, kind)]
 
 
 # --- let in
@@ -444,7 +444,7 @@ def test_a_syncer_opens_no_port_to_strangers_unless_it_is_told(
 
 
 @pytest.mark.parametrize(("arguments", "code", "words"), [
-    (["more"], 2, "unexpected argument 'more'; subcommands come first: diloco syncer check DIR"),
+    (["more"], 2, "unexpected argument 'more'; subcommands come first: diloco syncer check STORE"),
     (["--no-page", "check", "state"], 2, "unexpected argument 'check'"),
     (["--page-port", "70000"], 2, "less than or equal to"), (["--metrics-port", "-1"], 2, "greater than or equal to"),
     (["--address", "unix:/none/s"], 2, "cannot be served at unix:/none/s (there is no directory /none); choose"),

@@ -34,12 +34,12 @@ import diloco
 from diloco import errors
 from diloco.core.fragments import digest, gather, make_layout
 from diloco.exchange.key_pair import read_key_pair
-from diloco.following.follower import newest_model
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import frames
 from diloco.exchange.wire.rpc import from_rpc_error
 from diloco.exchange.wire.rpc import path as rpc_path
 from diloco.exchange.wire.tensors import bytes_of
+from diloco.following.follower import newest_model
 from diloco.syncer.keys.keyring import Keyring
 from diloco.syncer.server import Syncer
 

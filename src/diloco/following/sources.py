@@ -19,9 +19,7 @@ from typing import Protocol, TypeVar
 from diloco.errors import (
     ConfigError,
     DamagedObjectError,
-    DilocoError,
     MissingObjectError,
-    StandbyError,
     StoppedError,
     StoreError,
     UnreachableError,

@@ -19,6 +19,9 @@ FORMAT = 11
 MOST_BYTES = 64 << 10
 """Of a manifest."""
 
+MOST_FRAGMENTS = 150
+"""Of a run. Two versions of so many, each with its update, take fewer bytes than that."""
+
 _MALFORMED = ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError
 """Errors that other JSON than a manifest's can raise."""
 
@@ -104,10 +107,10 @@ class Manifest:
         plain = {**asdict(self), "format": FORMAT}
         plain["fragments"] = [[[it.version, it.held, it.update] for it in versions] for versions in self.fragments]
         data = _text({**plain, "sha256": _hash_of(plain)})
-        if len(data) > MOST_BYTES:
+        if len(self.fragments) > MOST_FRAGMENTS or len(data) > MOST_BYTES:
             raise StoreError(
                 f"the versions of {len(self.fragments)} fragments do not fit in a manifest of {MOST_BYTES} bytes; cut "
-                "the model into fewer fragments."
+                f"the model into at most {MOST_FRAGMENTS} fragments."
             )
         return data
 
@@ -134,7 +137,8 @@ class Manifest:
                 tuple(NamedVersion(int(version), held, update) for version, held, update in versions)
                 for versions in plain["fragments"]
             )
-            origin = plain["origin"] if plain["origin"] is None else tuple(map(int, plain["origin"]))
+            epoch, serial = plain["origin"] or (0, 0)
+            origin = (int(epoch), int(serial)) if plain["origin"] else None
             manifest = cls(**{**plain, "fragments": fragments, "origin": origin})
             if found != FORMAT or not manifest._is_plausible:
                 raise ValueError("a field has an invalid value")
@@ -153,6 +157,7 @@ class Manifest:
             all(type(each) is int and 0 <= each < 2**63 for each in numbers)
             and all(type(each) is str for each in (self.run, self.run_id, self.address))
             and all(is_object_name(each) for each in self.names)
+            and type(self.copied_at) in (float, int, type(None))
             and len(set(has_model)) == 1
             and all(versions and _descends(versions) for versions in self.fragments)
         )

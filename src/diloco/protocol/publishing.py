@@ -176,7 +176,7 @@ class Publisher:
         self._seen_at: float | None = None  # since when a manifest that is waited for has not changed
         self._in_flight: _InFlight | None = None
         self._changes: list[Change] = []
-        self._began_at = -math.inf  # the last swap
+        self._began_at = -math.inf  # when a swap was sent last
         self._held_from = -math.inf  # when the last confirmed swap was first sent
         self._num_names = 0
         self._unnamed: dict[str, float] = {}  # objects to delete, and when
@@ -196,7 +196,7 @@ class Publisher:
     def read(self, now: float, found: Manifest | None, token: str | None) -> list[Act]:
         """The manifest was read; None: there is none."""
         self._is_reading, self._read_at = False, math.inf
-        if self._in_flight is not None:
+        if self._in_flight is not None and not self._is_over:
             return self._settle(now, found, token)
         if self.standing != "waiting":
             return []
@@ -232,7 +232,7 @@ class Publisher:
         claim = replace(
             found, epoch=found.epoch + 1, boot=self._boot, address=self._address, origin=None, copied_at=None
         )
-        self.standing, self._is_promoted = "claiming", False
+        self.standing = "claiming"
         return [Stand("claiming", "the run is free"), *self._send(now, claim, ())]
 
     def _read(self, now: float) -> list[Act]:
@@ -259,6 +259,8 @@ class Publisher:
     def swapped(self, now: float, token: str) -> list[Act]:
         """The swap in flight has succeeded."""
         done, before = self._in_flight, self.manifest
+        if self._is_over:
+            return []
         assert done is not None
         self._in_flight, self.manifest, self._token = None, done.manifest, token
         self._held_from = done.began_at
@@ -276,7 +278,7 @@ class Publisher:
 
     def refused(self, now: float) -> list[Act]:
         """Another manifest is there than the swap in flight expects."""
-        return self._read(now)
+        return [] if self._is_over else self._read(now)
 
     def failed(self, now: float) -> list[Act]:
         """A read or a swap was not answered, or the store could not execute it now."""
@@ -291,17 +293,14 @@ class Publisher:
         assert self._in_flight is not None
         if found == self._in_flight.manifest and token is not None:
             return self.swapped(now, token)
-        was, self._in_flight, self._changes = self.standing, None, []
-        self.manifest, self._token, self._unnamed, self._list_at = found, token, {}, math.inf
-        if was == "claiming" and self._is_standby:
-            self.standing, self._seen_at, self._read_at = "waiting", now, now + self._lease_s / READS
-            return [Stand("waiting", "another syncer was faster")]
-        by = (
-            "nobody" if found is None else f"the syncer at {found.address or 'another address'}, in epoch {found.epoch}"
-        )
-        if was == "claiming":
-            return self._fail(StoreError(f"the store was claimed by {by}; start this syncer with --standby."))
-        self.standing = "fenced"
+        if token == self._in_flight.token:  # an answer from before
+            return self.failed(now)
+        self._in_flight = None
+        if self.standing == "claiming":
+            self.standing = "waiting"
+            return [Stand("waiting", "another syncer was faster"), *self.read(now, found, token)]
+        self.standing, self.manifest = "fenced", found
+        by = "nobody" if found is None else f"the syncer at {found.address or 'another address'} in epoch {found.epoch}"
         return [Stand("fenced", f"the run is served by {by}")]
 
     # --- time ---------------------------------------------------------------------------------------------------------
@@ -334,7 +333,7 @@ class Publisher:
     @property
     def wake_at(self) -> float:
         """When `tick` must be called at the latest."""
-        if self.standing in ("fenced", "released"):
+        if self._is_over:
             return math.inf
         in_flight = self._in_flight
         retry_at = self._read_at if in_flight is None or self._is_reading else min(in_flight.retry_at, self._read_at)
@@ -361,6 +360,10 @@ class Publisher:
         return self.standing in ("serving", "suspended")
 
     @property
+    def _is_over(self) -> bool:
+        return self.standing in ("fenced", "released")
+
+    @property
     def is_idle(self) -> bool:
         """Whether no swap is in flight or wanted."""
         return self._in_flight is None and not self._changes
@@ -375,22 +378,24 @@ class Publisher:
 
     def _go_on(self, now: float) -> list[Act]:
         """Do what is due."""
-        if self.standing in ("fenced", "released"):
+        if self._is_over:
             return []
         if self._read_at <= now:
             return self._read(now)
         acts: list[Act] = []
-        if self.standing == "serving" and now - self._held_from >= self._lease_s:
+        is_held = now < self._held_from + self._lease_s
+        if self.standing == "serving" and not is_held:
             self.standing = "suspended"
             acts.append(Stand("suspended", f"no swap has succeeded for {self._lease_s:g} s"))
-        elif self.standing == "suspended" and now - self._held_from < self._lease_s:
+        elif self.standing == "suspended" and is_held:
             self.standing = "serving"
             acts.append(Stand("serving", "the store answers again"))
         in_flight = self._in_flight
         if in_flight is not None and in_flight.retry_at <= now:
-            in_flight.retry_at = math.inf
+            in_flight.retry_at, self._began_at = math.inf, now
             acts.append(in_flight.swap)
-        if not self.is_serving:
+        is_refused = self._is_reading or self._read_at < math.inf
+        if not self.is_serving or is_refused:
             return acts
         if in_flight is None and self._due_at <= now:
             acts += self._swap(now)
