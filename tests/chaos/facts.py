@@ -11,6 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from diloco.store.records import epochs_of
 from tests.chaos.leaks import Curve
 from tests.chaos.plan import ANSWERS, ChaosPlan, Fault
 from tests.chaos.processes import End
@@ -19,7 +20,6 @@ from diloco.event_log import read_events
 from diloco.events import Adopted, Event, Gap
 from diloco.protocol.accounting import Account
 from diloco.protocol.lineage import Epoch
-from diloco.store.records import epochs_of
 
 STORE = "store.sqlite"
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from diloco.errors import ConfigError, MissingObjectError, NotInitialisedError
 from diloco.protocol.manifest import Manifest
-from diloco.run.objects import Objects
+from diloco.run.objects import Objects, Readable
 from diloco.store.bucket import Bucket
 from diloco.store.directory import Directory
 
@@ -50,7 +50,7 @@ def is_url(place: str | os.PathLike[str]) -> bool:
     return "://" in str(place)
 
 
-def read_manifest(objects: Objects) -> Manifest:
+def read_manifest(objects: Readable) -> Manifest:
     """The manifest of a run that has a model.
 
     Raises:

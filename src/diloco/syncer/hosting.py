@@ -328,15 +328,19 @@ class HostedDriver:
         return self._driver is not None
 
     @property
+    def manifest(self) -> Manifest:
+        """The newest manifest that is known: of a run that this process serves, the newest that is confirmed."""
+        return self._publisher.manifest or Manifest(self.run)
+
+    @property
     def versions(self) -> tuple[int, ...]:
         """The newest versions in the store, as far as this process knows."""
-        manifest = self._publisher.manifest
-        return () if manifest is None else manifest.versions
+        return self.manifest.versions
 
     def store_status(self) -> dict[str, Any]:
         """Plain values for `diloco status`."""
         with self._changed:
-            manifest = self._publisher.manifest or Manifest(self.run)
+            manifest = self.manifest
             return {
                 "standing": self._publisher.standing, "is_shared": self._is_shared, "epoch": manifest.epoch,
                 "serial": manifest.serial, "address": manifest.address, "versions": list(manifest.versions),

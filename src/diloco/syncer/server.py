@@ -33,6 +33,7 @@ from diloco.store.directory import Directory, lock_directory
 from diloco.store.journal_files import JournalFiles, PayloadFiles
 from diloco.store.objects import is_url, open_store
 from diloco.syncer.door.audit import Audit
+from diloco.syncer.door.followers import FollowerCalls, SignedObjects
 from diloco.syncer.door.open_calls import CallDeadlines, CallGuard, OpenCalls, OpenTransfers
 from diloco.syncer.door.receiving import IncomingModel
 from diloco.syncer.door.service import Service
@@ -223,12 +224,15 @@ class Syncer:
         self._deadlines = CallDeadlines(options.deadlines.lost_floor_s)
         self.transfers = OpenTransfers(lambda: self.driver, self._deadlines)
         self._incoming = IncomingModel()
+        signed = SignedObjects(self._objects, options.keep_s)
         guard = CallGuard(self.run, auth, self._calls, self._deadlines, audit, self._wire_bytes)
         service = Service(
             self.run, self._method, lambda: self.driver, guard=guard, transfers=self.transfers,
             incoming=self._incoming, audit=audit, lost_floor_s=options.deadlines.lost_floor_s,
             resumed=self._observer.resumed, status_extra=self._status_extra, reported=self.progress.record,
-            page_url=self._page_url, promote=self.promote, is_suspended=lambda: self._hosted.is_suspended,
+            page_url=self._page_url, promote=self.promote,
+            followers=FollowerCalls(lambda: self.driver, self._objects, signed, guard, self.progress.evaluated),
+            is_suspended=lambda: self._hosted.is_suspended,
         )  # fmt: skip
         self._server.add_generic_rpc_handlers((service.handlers(),))
         self.metrics_port = None if options.metrics_address is None else self._metrics.serve(options.metrics_address)
