@@ -98,7 +98,7 @@ class ObjectReader:
     MissingObjectError or DamagedObjectError, or StoreError where the place does not answer.
     """
 
-    def __init__(self, objects: Objects) -> None:
+    def __init__(self, objects: Readable) -> None:
         self.objects = objects
         self._requests = ThreadPoolExecutor(REQUESTS)
 
