@@ -262,7 +262,7 @@ def config(*overrides: str) -> RunConfig:
 
 
 def test_the_run_as_trackers_know_it() -> None:
-    tracked = config("track.project=islands", "syncer.backup=s3://user:secret@host/x")
+    tracked = config("track.project=islands", "syncer.copy_to=s3://user:secret@host/x")
     run = open_feed(tracked, "paris", "77aa").run
     assert (run.id, run.project, run.group, run.name) == ("77aa", "islands", "demo", "demo-paris")
     assert run.config["run"]["tokens"] == 1_000_000
