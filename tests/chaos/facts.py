@@ -11,6 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from diloco.store.records import epochs_of
 from tests.chaos.leaks import Curve
 from tests.chaos.plan import ANSWERS, ChaosPlan, Fault
 from tests.chaos.processes import End
@@ -19,7 +20,6 @@ from diloco.event_log import read_events
 from diloco.events import Adopted, Event, Gap
 from diloco.protocol.accounting import Account
 from diloco.protocol.lineage import Epoch
-from diloco.store.records import epochs_of
 
 STORE = "store.sqlite"
 
@@ -49,7 +49,7 @@ class Record:
         settled: after the last fault all learners have merged again.
         status: of the run, after its learners had left.
         exit_codes: of the processes that were ended when the run was over.
-        states: what `diloco syncer check` says of each syncer's state at the end.
+        state: what `diloco syncer check` says of the state at the end.
         replays: what `diloco replay` says of each state that was served, the oldest first.
         state_dirs: as `World.state_dirs`.
         stale_dirs: older copies that were served.
@@ -66,9 +66,9 @@ class Record:
     settled: bool
     status: dict[str, Any]
     exit_codes: dict[str, int]
-    states: dict[str, dict[str, Any]]
+    state: dict[str, Any]
     replays: tuple[dict[str, Any], ...]
-    state_dirs: tuple[tuple[str, Path], ...]
+    state_dirs: tuple[Path, ...]
     stale_dirs: tuple[Path, ...]
     failures: tuple[str, ...]
     curves: Mapping[str, Curve]
@@ -93,15 +93,13 @@ class Facts:
     """Files of a run, as values.
 
     Attributes:
-        syncer: all events of all syncers, by time.
+        syncer: all events of the syncer.
         learners: of each learner.
         stores: the versions in the database of each state, also of those that were set aside; the newest at the end.
-        syncers: the events of each syncer.
-        standby: where there are two syncers, the versions of the one that does not serve the run at the end.
         stale: the events of each older copy of the state, since it was put in the state's place.
         refusals: how often learners have said that they do not follow an older or a second copy.
         epochs: the run's, each with the versions that it began with.
-        trained: tokens that each learner has trained, as the syncer that serves the run at the end has counted them.
+        trained: tokens that each learner has trained, as the syncer has counted them.
         tracebacks: of each process, the last line of each exception that its log shows.
         answers: of a soak, how often each viewer was answered, and what it met instead.
     """
@@ -110,8 +108,6 @@ class Facts:
     learners: dict[str, Sequence[Event]]
     stores: Sequence[Sequence[StoredVersion]]
     tracebacks: dict[str, list[str]] = field(default_factory=dict)
-    syncers: Mapping[str, Sequence[Event]] = field(default_factory=dict)
-    standby: Sequence[StoredVersion] | None = None
     epochs: Sequence[Epoch] = ()
     stale: Sequence[Sequence[Event]] = ()
     refusals: int = 0
@@ -126,9 +122,7 @@ class Facts:
     @property
     def line(self) -> list[StoredVersion]:
         """The versions that led to the end: a state that was restored or repaired begins with the newest ones of its
-        source, which has those before them. Each of two syncers has all."""
-        if self.standby is not None:
-            return list(self.stores[-1])
+        source, which has those before them."""
         rows: dict[int, list[StoredVersion]] = {}
         for store in reversed(self.stores):
             first = {fragment: min(row.version for row in found) for fragment, found in rows.items()}
@@ -139,7 +133,7 @@ class Facts:
 
     @property
     def num_missing(self) -> int:
-        """Events of the syncers that a full disk has refused."""
+        """Events of the syncer that a full disk has refused."""
         return sum(event.missing for event in self.syncer if isinstance(event, Gap))
 
     @property
@@ -152,22 +146,17 @@ class Facts:
 
 def read_facts(record: Record) -> Facts:
     """Read everything. Raises StoreError: an event file cannot be read."""
-    directory, dirs = record.plan.directory, [path for _, path in record.state_dirs]
-    syncers: dict[str, list[Event]] = {}
-    for name, path in record.state_dirs:
-        syncers.setdefault(name, []).extend(_events(path))
+    directory, dirs = record.plan.directory, record.state_dirs
     own = [directory / name for name in record.plan.names]
     twins = [path.parent for path in sorted((directory / "twins").glob("*/*/events.jsonl"))]
     stores = [each for path in dirs for each in (*sorted((path / "set-aside").glob(f"*{STORE}*")), path / STORE)]
     logs = sorted((directory / "logs").glob("*.log"))
     answers = directory / ANSWERS
     return Facts(
-        sorted(chain.from_iterable(syncers.values()), key=lambda event: event.t),
+        sorted(chain.from_iterable(map(_events, dirs)), key=lambda event: event.t),
         {path.relative_to(directory).as_posix(): _events(path) for path in (*own, *twins)},
         [_history(path) for path in stores],
         {path.stem: found for path in logs if (found := _tracebacks(path))},
-        syncers,
-        _history(dirs[0] / STORE) if len(syncers) > 1 else None,
         tuple(_read(dirs[-1] / STORE, epochs_of)),
         [_events(path) for path in record.stale_dirs],
         sum(_refusals(path) for path in logs),

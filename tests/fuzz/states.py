@@ -11,6 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from diloco.store.backup import SNAPSHOTS, back_up, restore
+from diloco.store.records import DATABASE, FORMAT, SCHEMA
+from diloco.store.store import Store
+from diloco.store.targets import open_target
 from tests.fuzz.examining import Target, contents, unchanged
 from tests.fuzz.files import directory_of, fill
 from tests.fuzz.mutations import (
@@ -32,12 +36,8 @@ from diloco.event_log import EventLog
 from diloco.protocol.members import Deadlines
 from diloco.run.journal.payloads import ReadPayloads, tensor_formats
 from diloco.run.journal.replay import Replay
-from diloco.store.backup import SNAPSHOTS, back_up, restore
 from diloco.store.inspection import inspect
 from diloco.store.journal_reader import JournalReader
-from diloco.store.records import DATABASE, FORMAT, SCHEMA
-from diloco.store.store import Store
-from diloco.store.targets import open_target
 from diloco.syncer.hosting import HostedDriver
 from diloco.syncer.journal import Journal
 from diloco.syncer.metrics import SyncerMetrics

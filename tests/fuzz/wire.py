@@ -34,13 +34,13 @@ from diloco.exchange.dialling import Dialler, fetch_status
 from diloco.exchange.group import read_frame, to_tensor
 from diloco.exchange.island.rank_messages import Message, read_message, value_of
 from diloco.exchange.probe import probe
-from diloco.exchange.remote import fetch_model
 from diloco.exchange.remote.messages import grant_of, layout_of, lineage_of, method_of, standing_of
 from diloco.exchange.remote.transfers import Receiver
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import frames
 from diloco.exchange.wire.rpc import ERROR_KEY, from_rpc_error, path
 from diloco.exchange.wire.tensors import bytes_of
+from diloco.following.follower import newest_model
 from diloco.protocol.contribution import CallForWork, Drained, Rejection
 from diloco.protocol.leases import Grant
 from diloco.protocol.members import Claim
@@ -298,7 +298,7 @@ class LearnerUnderFire(grpc.GenericRpcHandler):  # type: ignore[misc]
                 method_of(described)
                 layout_of(described)
                 with suppress(DilocoError):  # there is no model behind it
-                    fetch_model(self._address, run=RUN)
+                    newest_model(self._address, run=RUN).state_dict()
             case b"Join":
                 lineage_of(connection.call("joins", "Join", pb.JoinRequest(), pb.JoinReply).lineage)
             case b"Heartbeat":

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from diloco.store.store import KEPT_VERSIONS
 from tests.storms.accounts import Accounts
 from tests.storms.drivers import RecordingStore
 from tests.storms.invariants import Ledger
@@ -22,7 +23,6 @@ from diloco.protocol.learner import LearnerCore
 from diloco.protocol.lineage import Epoch
 from diloco.protocol.records import rolled_back, without_members
 from diloco.run.ports import SavedRun
-from diloco.store.store import KEPT_VERSIONS
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks.processes import until
+from diloco.store.backup import BackupPlan, back_up, due_in_s, restore, taken_last_at
+from diloco.store.targets import open_target
 from safetensors.torch import load_file
 from tests.store.small_run import flip
 from tests.syncer.runs import RUN, LearnerThreads, Raw, layout, method, start, train
@@ -17,9 +19,7 @@ from tests.syncer.test_lineage import syncer_versions
 
 from diloco.event_log import read_events
 from diloco.events import BackedUp, BackupRefused, Event
-from diloco.store.backup import BackupPlan, back_up, due_in_s, restore, taken_last_at
 from diloco.store.repair import repair
-from diloco.store.targets import open_target
 from diloco.syncer.server import Options, Syncer
 
 

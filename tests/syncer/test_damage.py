@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from diloco.store.store import Store
 from tests.syncer.runs import Raw, layout, method, start, status_of, versions_of
 from tests.syncer.test_faults import RUN_FILE
 
 import diloco
 from diloco.cli import main
 from diloco.errors import StoreError
-from diloco.store.store import Store
 
 ONES = diloco.FP32().encode(torch.ones(layout().fragments[0].numel))
 

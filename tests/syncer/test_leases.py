@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.processes import until
+from diloco.store.files import version_of
 from tests.processes import ForkedSyncer, start_module
 from tests.syncer.leased_life import NUM_SAMPLES, trained_by
 from tests.syncer.leased_ranks_life import BATCH
@@ -29,7 +30,6 @@ from diloco.events import Data, Merged
 from diloco.exchange.dialling import fetch_status
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.protocol.units import place_of_unit
-from diloco.store.files import version_of
 from diloco.store.repair import repair
 
 RUN_FILE = """

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.processes import until
+from diloco.store.backup import back_up, restore
+from diloco.store.records import DATABASE, epochs_of
+from diloco.store.targets import open_target
 from tests.syncer.runs import RUN, LearnerThreads, Net, Raw, method, train
 
 import diloco
 from diloco.errors import LineageError, StaleIncarnationError, UnknownRunError
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.protocol.lineage import Lineage
-from diloco.store.backup import back_up, restore
-from diloco.store.records import DATABASE, epochs_of
-from diloco.store.targets import open_target
 from diloco.syncer.server import Options, Syncer
 
 pytestmark = pytest.mark.timeout(900)

@@ -137,7 +137,7 @@ class Driver(Generic[H, S, P]):
         """The update that follows version `base`, or the newest whole fragment if that update is not kept.
 
         Arguments:
-            claim: of the learner that fetches; None: a viewer fetches.
+            claim: of the learner that fetches; None: without its verdicts.
 
         Raises:
             LayoutError: no such fragment. NotInitialisedError: there is no model yet. StaleIncarnationError,

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from diloco.errors import ConfigError, MissingObjectError, NotInitialisedError
 from diloco.protocol.manifest import Manifest
-from diloco.run.objects import Readable
+from diloco.run.objects import Objects, Readable
 from diloco.store.bucket import Bucket
 from diloco.store.directory import Directory
 
@@ -35,7 +35,7 @@ def open_store(place: str | os.PathLike[str], *, lock: bool = False) -> Director
 
 
 @contextmanager
-def opened(place: str | os.PathLike[str], *, lock: bool = False) -> Iterator[Directory | Bucket]:
+def opened(place: str | os.PathLike[str], *, lock: bool = False) -> Iterator[Objects]:
     """As `open_store`, and release the directory at the end."""
     objects = open_store(place, lock=lock)
     try:
