@@ -1,5 +1,5 @@
-"""Two syncers of a run in a bucket, as processes: kills, freezes, partitions of either from the bucket, the bucket away,
-promotion, clean stops and restarts. No version is lost, and never do two publish."""
+"""Two syncers of a run in a bucket, as processes: kills, freezes, partitions of either from the bucket, the bucket
+away, promotion, clean stops and restarts. No version is lost, and never do two publish."""
 
 from __future__ import annotations
 

@@ -452,8 +452,10 @@ class HostedDriver:
 
     def stop(self) -> None:
         """Finish merges and commits in progress, without waiting for a store that refuses, and release the run; then
-        end connections and threads."""
+        end connections and threads. Does nothing after the first time."""
         with self._changed:
+            if self._is_stopped:
+                return
             if self._driver is not None:
                 self._driver.stop()
         self.drain()
