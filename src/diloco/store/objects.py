@@ -35,7 +35,7 @@ def open_store(place: str | os.PathLike[str], *, lock: bool = False) -> Director
 
 
 @contextmanager
-def opened(place: str | os.PathLike[str], *, lock: bool = False) -> Iterator[Objects]:
+def opened(place: str | os.PathLike[str], *, lock: bool = False) -> Iterator[Directory | Bucket]:
     """As `open_store`, and release the directory at the end."""
     objects = open_store(place, lock=lock)
     try:
@@ -69,8 +69,8 @@ def require_manifest(objects: Objects) -> None:
     """Raise StoreError for a store that has objects and no manifest: it has lost it."""
     if objects.manifest() is None and (names := objects.list()):
         raise StoreError(
-            f"the manifest of {objects.name} is missing, and it has {len(names)} objects of a run, such as {names[-1]}; "
-            f"`diloco syncer check {objects.name}` says what can still be served."
+            f"the manifest of {objects.name} is missing, and it has {len(names)} objects of a run, such as "
+            f"{names[-1]}; `diloco syncer check {objects.name}` says what can still be served."
         )
 
 
