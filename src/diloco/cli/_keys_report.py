@@ -22,8 +22,10 @@ USES = {
         'the learner {name}: diloco.connect(…, keys="{keys}"), or diloco train run.toml --shard N --name {name} '
         "--keys {keys}"
     ),
-    "viewer": "watching: diloco status run.toml --keys {keys}; likewise diloco page, and diloco export or diloco follow "
-    "for the model",
+    "viewer": (
+        "watching: diloco status run.toml --keys {keys}; likewise diloco page, and diloco export or diloco follow for "
+        "the model"
+    ),
     "evaluator": "evaluating: diloco evaluate --follow HOST:PORT --run run.toml --keys {keys}",
     "admin": "steering: diloco admin pause run.toml --keys {keys}; and for all that a viewer does (diloco status)",
 }

@@ -72,9 +72,7 @@ def _followed(store: str | None, address: str | None, config: "RunConfig") -> "d
     if store is not None:
         return newest_model(store, run=config.run.name).state_dict()
     try:
-        found = newest_model(
-            address or syncer.address, run=config.run.name, keys=syncer.keys, insecure=syncer.insecure
-        )
+        found = newest_model(address or syncer.address, run=config.run.name, keys=syncer.keys, insecure=syncer.insecure)
     except UnreachableError as error:
         raise UnreachableError(f"{error} Without a running syncer, export from its store: --store STORE.") from error
     return found.state_dict()

@@ -38,8 +38,8 @@ def command(
 
     def show(model: "FollowedModel") -> None:
         is_new = folder.update(model)
-        value = {**described(model), "folder": str(into), "written": is_new}
-        print_result(as_json, value, f"{sentence(model)}: {into} {'holds it' if is_new else 'held it already'}")
+        value = {**model.describe(), "folder": str(into), "written": is_new}
+        print_result(as_json, value, f"{model}: {'written to' if is_new else 'was already in'} {into}")
 
     if once:
         show(newest_model(source, run=name, keys=keys, insecure=insecure))
@@ -68,17 +68,3 @@ def _writer(name: str, config: "RunConfig | None") -> "Writer":
     from diloco.training.pretrained import export_run
 
     return lambda state, out: export_run(state, config, out)
-
-
-def described(model: "FollowedModel") -> dict[str, object]:
-    """A version as plain values."""
-    return {
-        "run": model.run, "number": model.number, "versions": list(model.versions), "step": model.step,
-        "tokens": model.tokens,
-    }  # fmt: skip
-
-
-def sentence(model: "FollowedModel") -> str:
-    """A version in words."""
-    versions = model.versions[0] if len(model.versions) == 1 else f"{model.number} of {len(model.versions)} fragments"
-    return f"version {versions}, step {model.step:,}, {model.tokens:,} tokens"

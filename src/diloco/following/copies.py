@@ -25,7 +25,7 @@ from diloco.following.follower import FollowedModel
 from diloco.whole_files import hidden_name, remove_leftovers, sync_directory, whole_file
 
 DESCRIPTION = "followed.json"
-"""In each copy: run, versions, step, tokens. It marks a directory as one that may be replaced."""
+"""In each copy: `FollowedModel.describe`. It marks a directory as one that may be replaced."""
 
 Writer = Callable[[dict[str, Tensor], Path], object]
 """Writes a model into a directory that does not exist."""
@@ -73,10 +73,7 @@ class FollowedFolder:
         Raises:
             StoreError: the disk refuses; the copy before is unchanged.
         """
-        description = {
-            "run": model.run, "run_id": model.run_id, "epoch": model.epoch, "versions": list(model.versions),
-            "digests": list(model.digests), "step": model.step, "tokens": model.tokens,
-        }  # fmt: skip
+        description = model.describe()
         if self._description.get("digests") == description["digests"]:
             return False
         parent, name = self._folder.parent, self._folder.name

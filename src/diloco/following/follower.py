@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -67,6 +67,18 @@ class FollowedModel:
         """Versions of fragments that were published until then: with one fragment, the model's version."""
         return sum(self.versions)
 
+    def describe(self) -> dict[str, Any]:
+        """Plain values, without the tensors."""
+        return {
+            "run": self.run, "run_id": self.run_id, "epoch": self.epoch, "number": self.number,
+            "versions": list(self.versions), "digests": list(self.digests), "step": self.step, "tokens": self.tokens,
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        versions, num = f"version {self.number}", len(self.versions)
+        of = "" if num == 1 else f" of {num} fragments"
+        return f"{versions}{of}, step {self.step:,}, {self.tokens:,} tokens"
+
     def state_dict(self) -> dict[str, Tensor]:
         """All tensors by name, in the parameters' dtypes, without a base that every learner loads itself. They may
         share memory with `thetas`."""
@@ -80,13 +92,16 @@ class Follower:
         source: where it reads; closed with this.
         run: its name; another run is refused.
         every, poll_s: as in `follow`.
+
+    Attributes:
+        closing: set once this is being closed.
     """
 
     def __init__(self, source: Source, run: str, *, every: int = 1, poll_s: float = 1.0) -> None:
         if every < 1:
             raise ConfigError(f"every={every} is not a number of versions; use 1 or more.")
         self._source, self._run, self._every, self._poll_s = source, run, every, poll_s
-        self._closing = threading.Event()
+        self.closing = threading.Event()
         self._frozen: Frozen | None = None
         self._held: dict[int, tuple[str, GlobalFragment]] = {}  # with the name of its object
         self._shown: Manifest | None = None
@@ -106,7 +121,7 @@ class Follower:
         """
         is_waiting = False
         try:
-            while not self._closing.is_set():
+            while not self.closing.is_set():
                 try:
                     if (model := self.newer()) is not None:
                         return model
@@ -116,9 +131,9 @@ class Follower:
                     is_waiting = True
                 if self._source.is_over and self._shown is not None:
                     break
-                self._closing.wait(self._poll_s)
+                self.closing.wait(self._poll_s)
         except StoppedError:
-            if not self._closing.is_set():
+            if not self.closing.is_set():
                 raise
         raise StopIteration
 
@@ -141,7 +156,7 @@ class Follower:
                     "start this follower again to read it."
                 )
             is_newer = (manifest.epoch, manifest.serial) > (shown.epoch, shown.serial)
-            if not is_newer or abs(sum(manifest.versions) - sum(shown.versions)) < self._every:
+            if not is_newer or _num_newer(manifest, shown) < (1 if self._source.is_over else self._every):
                 return None
         model = self._read(manifest)
         self._shown = manifest
@@ -204,16 +219,18 @@ class Follower:
         self._thread = threading.Thread(target=run, name="diloco-follower", daemon=True)
         self._thread.start()
 
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Wait for the thread of `call`. Raises the error that ended it."""
-        if self._thread is not None:
-            self._thread.join(timeout_s)
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait for the thread of `call`; returns whether it has ended. Raises the error that ended it."""
+        thread = self._thread
+        if thread is not None:
+            thread.join(timeout_s)
         if self._failure is not None:
             raise self._failure
+        return thread is None or not thread.is_alive()
 
     def close(self) -> None:
         """End the iteration, from any thread. Idempotent."""
-        self._closing.set()
+        self.closing.set()
         self._source.close()
 
     def __enter__(self) -> Self:
@@ -221,6 +238,12 @@ class Follower:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _num_newer(manifest: Manifest, than: Manifest) -> int:
+    """How many versions were published between two manifests; a fragment that went back has at least one."""
+    pairs = ((new[0], old[0]) for new, old in zip(manifest.fragments, than.fragments, strict=True))
+    return sum(max(1, new.version - old.version) for new, old in pairs if new.held != old.held)
 
 
 def follow(

@@ -1,4 +1,4 @@
-"""Where a follower reads: a syncer, or the store of a run without one. Both have the same objects and the same manifest.
+"""Where a follower reads: a syncer, or the store of a run without one. Both have the same objects and manifest.
 
 A syncer answers with its newest confirmed manifest, and with ranges of objects; where its store is a bucket, with URLs
 from which they can be read for a while.
@@ -108,7 +108,7 @@ class SyncerSource:
         except UnreachableError:
             found(self._syncers, self._run)
             reply = self._syncers.current.call("control", "Manifest", request, pb.ManifestReply)
-        self.is_over = reply.settled
+        self.is_over = reply.is_over
         return Found(reply.manifest, "")
 
     def get(self, name: str, start: int = 0, stop: int | None = None) -> memoryview | bytes:
@@ -149,13 +149,12 @@ class PatientSource:
     Arguments:
         patience_s: after so long its error is raised; None: no limit.
 
-    Attributes:
-        closing: set once it is being closed. Calls that wait raise StoppedError.
+    Once it is being closed, calls that fail raise StoppedError.
     """
 
     def __init__(self, source: Source, patience_s: float | None) -> None:
         self.name = source.name
-        self.closing = threading.Event()
+        self._closing = threading.Event()
         self._source, self._patience_s = source, patience_s
 
     @property
@@ -165,15 +164,15 @@ class PatientSource:
 
     def manifest(self) -> Found | None:
         """As `Readable`."""
-        return until_answered(self._source.manifest, self.closing, self._patience_s)
+        return until_answered(self._source.manifest, self._closing, self._patience_s)
 
     def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes | memoryview:
         """As `Readable`."""
-        return until_answered(lambda: self._source.get(name, start, stop), self.closing, self._patience_s)
+        return until_answered(lambda: self._source.get(name, start, stop), self._closing, self._patience_s)
 
     def close(self) -> None:
         """As `Source`."""
-        self.closing.set()
+        self._closing.set()
         self._source.close()
 
 
@@ -200,6 +199,12 @@ def until_answered(call: Callable[[], T], closing: threading.Event, patience_s: 
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
+def is_address(place: Place) -> bool:
+    """Whether this is a syncer's address, and not the place of a store."""
+    text = os.fspath(place)
+    return not is_url(text) and re.search(r"^unix:|:\d+(,|$)", text) is not None and not Path(text).exists()
+
+
 def open_source(place: Place, run: str, *, keys: AnyKeys | None = None, insecure: bool = False) -> Source:
     """The source with this path, URL or address.
 
@@ -207,8 +212,7 @@ def open_source(place: Place, run: str, *, keys: AnyKeys | None = None, insecure
         ConfigError: it is none of them, or `keys` were given for a store. StoreError: as `open_store`.
     """
     text = os.fspath(place)
-    is_address = not is_url(text) and re.search(r"^unix:|:\d+(,|$)", text) is not None and not Path(text).exists()
-    if is_address:
+    if is_address(place):
         return SyncerSource(text, run, keys=keys, insecure=insecure)
     if keys is not None or insecure:
         raise ConfigError(f"{text} is a store, which takes no keys of the run; drop them, or give a syncer's address.")

@@ -41,8 +41,8 @@ class Found:
 
 
 class Readable(Protocol):
-    """Objects and a manifest that can be read. All methods block, and raise StoreError (a syncer's: ExchangeError) where
-    the place does not answer; the same call can be repeated.
+    """Objects and a manifest that can be read. All methods block, and raise StoreError (those of a syncer
+    ExchangeError) where the place does not answer; the same call can be repeated.
 
     Attributes:
         name: the path, URL or address that the user gave.

@@ -31,7 +31,7 @@ from diloco.run.journal.recorder import Recorder
 from diloco.store.copying import Copies, CopyPlan
 from diloco.store.directory import Directory, lock_directory
 from diloco.store.journal_files import JournalFiles, PayloadFiles
-from diloco.store.objects import is_url, open_store
+from diloco.store.objects import is_url, open_store, require_manifest
 from diloco.syncer.door.audit import Audit
 from diloco.syncer.door.followers import FollowerCalls, SignedObjects
 from diloco.syncer.door.open_calls import CallDeadlines, CallGuard, OpenCalls, OpenTransfers
@@ -164,7 +164,7 @@ class Syncer:
             plan = options.copies
             self._copies = None if plan is None else Copies(plan, self._objects, self._events)
             self._hosted = self._begin(is_standby=options.standby)
-            opened.callback(lambda: self._hosted.stop())
+            opened.callback(lambda: self._hosted.stop())  # noqa: PLW0108 - of the newest one
             self._open_door(auth)
             self._opened = opened.pop_all()
         self._events.append(
@@ -188,6 +188,7 @@ class Syncer:
             opened.callback(self._objects.close)
         else:
             self._objects.require_conditions()
+        require_manifest(self._objects)
         self._former: int | None = None
         with suppress(OSError, ValueError):  # absent, or lost by its disk
             self._former = int((options.state_dir / BOOT).read_text())

@@ -178,7 +178,9 @@ MEANS = ("run/contributors", "run/participation", "run/merge_s")
 """Names of the means over the merges since the previous point."""
 
 
-def _evaluation(tokens: int, loss: float | None, scores: Mapping[str, float] = MappingProxyType({})) -> dict[str, float]:
+def _evaluation(
+    tokens: int, loss: float | None, scores: Mapping[str, float] = MappingProxyType({})
+) -> dict[str, float]:
     values = {} if loss is None else {"global_model/held_out_loss": loss}
     values |= {f"global_model/{name}": value for name, value in scores.items()}
     return values | {"global_model/evaluated_at_tokens": float(tokens)}
