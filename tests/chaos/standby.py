@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from benchmarks.processes import until
 from tests.syncer.runs import RUN, LearnerThreads, method, train
-from tests.syncer.standbys import LEASE_S, Pair, SharingSyncer
+from tests.syncer.standbys import LEASE_S, Pair
 
 import diloco
 from diloco.exchange.connection import Connection
