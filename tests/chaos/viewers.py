@@ -70,7 +70,7 @@ def viewers(directory: Path) -> dict[str, Callable[[], object]]:
 
     return {
         "long-lived": ask, "short-lived": lambda: fetch_status(address, run=run, keys=keys),
-        "model": lambda: newest_model(address, run=run, keys=keys).state_dict(), "broken off": break_off, "metrics": scrape,
+        "model": lambda: newest_model(address, run=run, keys=keys), "broken off": break_off, "metrics": scrape,
         "silent": say_nothing,
     }  # fmt: skip
 

@@ -81,9 +81,8 @@ def test_learners_viewers_and_admins_get_in_by_their_certificates(syncer: Syncer
     state, _ = train(0, diloco.connect(address, run=RUN, keys=keys / "site-a", initialise=True), None, 8)
     for name in ("site-a", "eye", "me", "syncer"):
         assert fetch_status(address, run=RUN, keys=keys / name)["tokens"] == 40
-    assert torch.equal(
-        newest_model(address, run=RUN, keys=keys / "eye").state_dict()["layers.0.weight"], state["layers.0.weight"]
-    )
+    newest = newest_model(address, run=RUN, keys=keys / "eye").state_dict()
+    assert torch.equal(newest["layers.0.weight"], state["layers.0.weight"])
     assert measure_link(address, run=RUN, learner="site-b", keys=keys / "site-b", seconds=0.01, repeats=1).num_bytes
     admin = Raw(address, "site-b", keys=keys / "me")
     admin.join()

@@ -115,7 +115,8 @@ def test_the_initialising_learner_gives_the_run_a_checkpoints_model_step_and_tok
         )
         summary = learner_of(config, LearnerSpec("a", initialise=True)).train()
         assert summary.steps == 11
-        assert_same(checkpoint_state(checkpoint), newest_model(syncer.address, run="tiny").state_dict())  # no round is over yet
+        newest = newest_model(syncer.address, run="tiny").state_dict()  # no round is over yet
+        assert_same(checkpoint_state(checkpoint), newest)
         joiner = learner_of(
             config.model_copy(update={"run": config.run.model_copy(update={"steps": 12})}), LearnerSpec("b", shard=1)
         )

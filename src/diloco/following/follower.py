@@ -156,7 +156,7 @@ class Follower:
                     "start this follower again to read it."
                 )
             is_newer = (manifest.epoch, manifest.serial) > (shown.epoch, shown.serial)
-            if not is_newer or abs(sum(manifest.versions) - sum(shown.versions)) < self._every:
+            if not is_newer or _num_newer(manifest, shown) < (1 if self._source.is_over else self._every):
                 return None
         model = self._read(manifest)
         self._shown = manifest
@@ -219,12 +219,14 @@ class Follower:
         self._thread = threading.Thread(target=run, name="diloco-follower", daemon=True)
         self._thread.start()
 
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Wait for the thread of `call`. Raises the error that ended it."""
-        if self._thread is not None:
-            self._thread.join(timeout_s)
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait for the thread of `call`; returns whether it has ended. Raises the error that ended it."""
+        thread = self._thread
+        if thread is not None:
+            thread.join(timeout_s)
         if self._failure is not None:
             raise self._failure
+        return thread is None or not thread.is_alive()
 
     def close(self) -> None:
         """End the iteration, from any thread. Idempotent."""
@@ -236,6 +238,12 @@ class Follower:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _num_newer(manifest: Manifest, than: Manifest) -> int:
+    """How many versions were published between two manifests; a fragment that went back has at least one."""
+    pairs = ((new[0], old[0]) for new, old in zip(manifest.fragments, than.fragments, strict=True))
+    return sum(max(1, new.version - old.version) for new, old in pairs if new.held != old.held)
 
 
 def follow(

@@ -108,7 +108,7 @@ class SyncerSource:
         except UnreachableError:
             found(self._syncers, self._run)
             reply = self._syncers.current.call("control", "Manifest", request, pb.ManifestReply)
-        self.is_over = reply.settled
+        self.is_over = reply.is_over
         return Found(reply.manifest, "")
 
     def get(self, name: str, start: int = 0, stop: int | None = None) -> memoryview | bytes:

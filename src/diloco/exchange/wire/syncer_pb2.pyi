@@ -333,12 +333,12 @@ class ManifestRequest(_message.Message):
     def __init__(self, run: _Optional[str] = ...) -> None: ...
 
 class ManifestReply(_message.Message):
-    __slots__ = ("manifest", "settled")
+    __slots__ = ("manifest", "is_over")
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
-    SETTLED_FIELD_NUMBER: _ClassVar[int]
+    IS_OVER_FIELD_NUMBER: _ClassVar[int]
     manifest: bytes
-    settled: bool
-    def __init__(self, manifest: _Optional[bytes] = ..., settled: _Optional[bool] = ...) -> None: ...
+    is_over: bool
+    def __init__(self, manifest: _Optional[bytes] = ..., is_over: _Optional[bool] = ...) -> None: ...
 
 class Score(_message.Message):
     __slots__ = ("name", "value")

@@ -85,8 +85,8 @@ class FollowerCalls:
     def manifest(self, caller: Caller, request: pb.ManifestRequest, context: grpc.ServicerContext) -> pb.ManifestReply:
         self._admit(context, caller, request, "viewer")
         hosted = self._host()
-        settled = hosted.ask(lambda driver: driver.state.is_initialised and driver.core.is_settled)
-        return pb.ManifestReply(manifest=hosted.manifest.to_bytes(), settled=settled)
+        is_over = hosted.ask(lambda driver: driver.is_over)  # before the manifest, which then has the last versions
+        return pb.ManifestReply(manifest=hosted.manifest.to_bytes(), is_over=is_over)
 
     def read(
         self, caller: Caller, request: pb.PullRequest, stream: Iterator[bytes], context: grpc.ServicerContext
