@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.chaos.facts import Facts, Injected, Record
-from tests.chaos.history import is_damaged, went_back
+from tests.chaos.history import went_back
 from tests.chaos.plan import ENDS_LEARNER, GOES_BACK, SYNCER, TWIN
 from tests.chaos.processes import End
 from tests.chaos.versions import BrokenInvariantError, check_ledger
@@ -162,7 +162,7 @@ def open_accounts(record: Record, facts: Facts) -> Iterator[str]:
         return
     line = facts.line
     is_whole = {row.fragment for row in line if row.version == 0} == set(range(len(record.status["fragments"])))
-    is_whole &= not any(each.fault == "damage state" for each in went_back(record, facts))
+    is_whole &= not facts.num_missing and not any(each.fault == "damage state" for each in went_back(record, facts))
     trained = {each["ledger"]["trained"] for each in record.status["fragments"]}
     if len(trained) > 1:
         yield f"the fragments have counted different tokens: {sorted(trained)}"
@@ -217,7 +217,7 @@ def open_units(record: Record, facts: Facts) -> Iterator[str]:
         if each["leased"]:
             yield f"pass {each['pass']}: {each['leased']} units are leased, and no learner is there"
     done = data["passes_done"] * data["num_units"] + sum(each["done"] for each in data["passes"])
-    merged = {} if is_damaged(record) else merged_units(facts)  # a repair may have lost lines of the history, or all
+    merged = {} if record.hits("damage state") else merged_units(facts)  # a repair may have lost the record
     for fragment, each in enumerate(data["fragments"]):
         if (fates := sum(each["fates"].values())) != done:
             yield f"fragment {fragment}: {fates} units have a fate, and {done} are done"

@@ -134,15 +134,12 @@ def _limit(world: World, name: str, num_bytes: int) -> bool:
 
 
 def damage(world: World, fault: Fault) -> bool:
-    """Kill the syncer and change a file of its state: the newest tensors, the database, its log, or the description."""
+    """Kill the syncer and change a file of its state: one of the newest objects, or the manifest."""
     if not world.is_running(SYNCER):
         return False
     world.family.kill(SYNCER, fault.seconds, wait=True)
-    tensors = sorted((world.state_dir / "tensors").glob("f*.safetensors"), key=lambda path: path.stat().st_mtime)
-    others = [world.state_dir / name for name in ("run.json", "store.sqlite", "store.sqlite-wal")]
-    victims = [*tensors[-1:], *tensors[-1:], *(path for path in others if path.exists() and path.stat().st_size)]
-    if not victims:
-        return False
+    objects = sorted((world.state_dir / "objects").glob("*/*"), key=lambda path: path.stat().st_mtime)
+    victims = [*objects[-3:], world.state_dir / "manifest.json"]
     _change(victims[int(fault.choice * len(victims))], fault.choice)
     return True
 
@@ -159,7 +156,7 @@ def _change(path: Path, choice: float) -> None:
 
 
 def restore(world: World, fault: Fault) -> bool:
-    """Kill the syncer, and put the newest backup in the place of its state."""
+    """Kill the syncer, and put a copy in the place of its state."""
     if not world.is_running(SYNCER):
         return False
     world.family.kill(SYNCER, fault.seconds, wait=True)

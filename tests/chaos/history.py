@@ -60,11 +60,6 @@ def repeated_versions(record: Record, facts: Facts) -> Iterator[str]:
                 shown[fragment] = version
 
 
-def is_damaged(record: Record) -> bool:
-    """Whether a database was damaged on purpose, which takes its part of the history with it."""
-    return bool(record.hits("damage state"))
-
-
 def started_from(facts: Facts) -> set[tuple[int, int]]:
     """The fragments and versions that syncers began with: those that a kill kept from being logged as published."""
     starts = [event.versions for event in facts.syncer if isinstance(event, SyncerStarted)]
@@ -73,16 +68,19 @@ def started_from(facts: Facts) -> set[tuple[int, int]]:
 
 def foreign_holdings(record: Record, facts: Facts) -> Iterator[str]:
     """The digest of each fragment that any learner has reported is one that a syncer had at that version. Of a version
-    that only a start names, since its line of the history is gone with a damaged database, all hold the same."""
-    versions, only_started = Versions(), started_from(facts) if is_damaged(record) else set()
+    whose digest no event says (the initial one; one that only a start names; where a disk was full), all hold the
+    same."""
+    versions, only_started = Versions(), started_from(facts)
     for row in facts.history:
-        versions.ever[row.fragment, row.version].add(row.digest)
+        if row.digest:
+            versions.ever[row.fragment, row.version].add(row.digest)
     for event in facts.syncer:
         if isinstance(event, Published):
             versions.ever[event.fragment, event.version].add(event.digest)
     for name, event in facts.holdings:
         known = versions.ever[event.fragment, event.version]
-        if not known and (event.fragment, event.version) in only_started:
+        is_unsaid = event.version == 0 or (event.fragment, event.version) in only_started or facts.num_missing > 0
+        if not known and is_unsaid:
             known.add(event.digest)
         try:
             versions.held(name, event.fragment, event.version, event.digest)
@@ -91,16 +89,12 @@ def foreign_holdings(record: Record, facts: Facts) -> Iterator[str]:
 
 
 def broken_chain(record: Record, facts: Facts) -> Iterator[str]:
-    """The history at the end has every version from the first on once. Where a damaged database has taken its part of
-    it along, the events say what was published."""
-    published = set[tuple[int, int]]()
-    if is_damaged(record):
-        published = {(it.fragment, it.version) for it in facts.syncer if isinstance(it, Published)}
-        published |= started_from(facts)
+    """The history at the end has every version from the first on once, but for what a full disk has kept from the
+    events."""
     for fragment in sorted({row.fragment for row in facts.line}):
         versions = sorted(row.version for row in facts.line if row.fragment == fragment)
         due = set(range(versions[0], versions[-1] + 1))
-        missing = sorted(version for version in due - {*versions} if (fragment, version) not in published)
+        missing = [] if facts.num_missing else sorted(due - {*versions})
         if missing or len(versions) > len({*versions}):
             yield f"the history of fragment {fragment} has no version {missing}, or one twice, of {len(versions)}"
 

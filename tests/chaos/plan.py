@@ -95,7 +95,7 @@ def kinds(lost_s: float) -> tuple[Kind, ...]:
         Kind("pause syncer", "syncer", 2, (0.1, 2 * lost_s), 3.0, "SIGSTOP, SIGCONT"),
         Kind("fill syncer's disk", "syncer", 2, (1.0, 4.0), 4.0, "RLIMIT_FSIZE 0: no file can grow"),
         Kind("damage state", "syncer", 1, (0.2, 0.5), 6.0, "SIGKILL; a file of the state is damaged; repair"),
-        Kind("restore", "syncer", 1, (0.2, 0.5), 6.0, "SIGKILL, the state of a backup in its place"),
+        Kind("restore", "syncer", 1, (0.2, 0.5), 6.0, "SIGKILL, a copy of its state in its place"),
         Kind("stale copy", "syncer", 1, (10.0, 14.0), 6.0, "SIGKILL, an older copy serves for a while"),
     )
 
@@ -207,7 +207,7 @@ def prepare(plan: ChaosPlan, run_file: Path | None) -> RunConfig:
     own: dict[str, str | int | float] = {
         "run.dir": str(directory), "run.tokens": ENDLESS_TOKENS, "run.learners": plan.learners,
         "train.threads": 1, "syncer.address": f"127.0.0.1:{free_port()}",
-        "syncer.backup": str(directory / "backups"), "syncer.backup_every_s": 5.0, "syncer.backup_keep": 3,
+        "syncer.copy_to": str(directory / "copies"), "syncer.copy_every_s": 5.0,
     }  # fmt: skip
     if plan.soak:
         own["syncer.metrics_port"] = free_port()

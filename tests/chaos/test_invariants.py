@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chaos.facts import Facts, Injected, Record, StoredVersion, read_facts
+from tests.chaos.facts import Facts, Injected, Record, StoredVersion, read_facts, stretches
 from tests.chaos.invariants import INVARIANTS, OF_A_SOAK, STUCK_S, check
 from tests.chaos.measures import lines, measured
 from tests.chaos.plan import VIEWER_EVERY_S, ChaosPlan, Fault
@@ -307,28 +307,34 @@ def test_an_invariant_is_broken(name: str, break_it: Any, record: Record, facts:
     assert not findings[name].holds
 
 
-def test_a_damaged_database_takes_its_part_of_the_history_with_it(record: Record, facts: Facts) -> None:
-    fault = Injected(Fault(9.0, "damage state", "syncer", 1.0, 0.5), 27.0, 27.5, True)
-    damaged = replace(record, injected=(*record.injected, fault))
-    assert broken_by(damaged, gap(record, facts)[1], "the history has no gap") == ()
+def test_a_full_disk_takes_its_part_of_the_history_with_it(record: Record, facts: Facts) -> None:
+    full = with_event(gap(record, facts)[1], ev.Gap(t=16, missing=1))
+    assert broken_by(record, full, "the history has no gap") == ()
 
 
 def test_a_version_that_only_a_start_names_is_the_same_for_all(record: Record, facts: Facts) -> None:
-    """A kill kept it from being logged as published, and a damaged database has taken its history along."""
-    fault = Injected(Fault(9.0, "damage state", "syncer", 1.0, 0.5), 27.0, 27.5, True)
-    damaged = replace(record, injected=(*record.injected, fault))
+    """A kill kept it from being logged as published."""
     logged = [it for it in facts.syncer if not (isinstance(it, ev.Published) and it.version == 2)]
-    stores = [[row for row in HISTORY if row.version != 2]]
+    stores = [row for row in stretches(logged)[0] if row.version]
+    assert [(row.version, row.digest, row.tokens) for row in stores[:3]] == [(1, "d1", 20), (2, "", 20), (3, "d3", 20)]
 
     def holding(*digests: str) -> Facts:
         held = [ev.Adopted(t=23, step=2, fragment=0, version=2, digest=digest) for digest in digests]
         learners = {name: [*facts.learners[name], each] for name, each in zip(NAMES, held, strict=True)}
-        return replace(facts, syncer=logged, stores=stores, learners=learners)
+        return replace(facts, syncer=logged, stores=[stores], learners=learners)
 
     for name in ("the history has no gap", "learners hold what was published"):
-        assert broken_by(damaged, holding("d2", "d2"), name) == ()
-        assert broken_by(record, holding("d2", "d2"), name) != ()
-    assert len(broken_by(damaged, holding("d2", "other"), "learners hold what was published")) == 1
+        assert broken_by(record, holding("d2", "d2"), name) == ()
+    assert len(broken_by(record, holding("d2", "other"), "learners hold what was published")) == 1
+
+
+def test_a_run_that_went_back_has_two_stretches() -> None:
+    events = [
+        *syncers_events()[:-2], ev.SyncerStarted(t=50, run="r", address="x", versions=(3,)), *version(55, 4, *NAMES),
+    ]  # fmt: skip
+    first, second = stretches(events)
+    assert [(row.version, row.tokens) for row in first] == [(0, 0), (1, 20), (2, 20), (3, 20), (4, 10), (5, 20)]
+    assert [(row.version, row.digest, row.tokens) for row in second] == [(3, "d3", 20), (4, "d4", 20)]
 
 
 TOKENS = "every token is accounted for"

@@ -61,7 +61,7 @@ class World:
         self._stack = ExitStack()
         self._run_file = str(plan.directory / "run.toml")
         sample_every_s = min(10.0, plan.seconds / 100)
-        self.sampler = Sampler(self.state_dir, self.backups_of(SYNCER), sample_every_s) if plan.soak else None
+        self.sampler = Sampler(self.state_dir, self.copies_of(SYNCER), sample_every_s) if plan.soak else None
         self._keys = plan.directory / "keys"
         self._follow()
 
@@ -113,10 +113,8 @@ class World:
 
     def _serve(self) -> None:
         def command() -> list[str]:
-            backups = f'syncer.backup="{self.backups_of(STALE if self.is_stale else SYNCER)}"'
-            return [
-                "diloco", "syncer", self._run_file, "--keys", str(self._keys / SYNCER), "--set", backups,
-            ]  # fmt: skip
+            copies = f'syncer.copy_to="{self.copies_of(STALE if self.is_stale else SYNCER)}"'
+            return ["diloco", "syncer", self._run_file, "--keys", str(self._keys / SYNCER), "--set", copies]
 
         self.family.start(SYNCER, command)
 
@@ -195,9 +193,9 @@ class World:
         """State directory of the syncer."""
         return self.config.state_dir
 
-    def backups_of(self, syncer: str) -> Path:
-        """Directory of its backups."""
-        return self.plan.directory.absolute() / ("backups" if syncer == SYNCER else f"backups-{syncer}")
+    def copies_of(self, syncer: str) -> Path:
+        """Directory of copies of its store."""
+        return self.plan.directory.absolute() / ("copies" if syncer == SYNCER else f"copies-{syncer}")
 
     def command(self, *arguments: str) -> dict[str, Any]:
         """Run `diloco ARGUMENTS` and read what it prints as JSON; {} where it prints none.
@@ -216,10 +214,10 @@ class World:
         return {"found": json.loads(done.stdout or b"{}"), "exit_code": done.returncode, "said": said}
 
     def restore(self) -> bool:
-        """Put the newest backup in the place of the state of a syncer that is not running; the old one is kept under
-        another name. Returns whether there is a backup."""
+        """Put a copy in the place of the state of a syncer that is not running; the old one is kept under another name.
+        Returns whether there is a copy."""
         made = self.plan.directory / "restored"
-        done = self.command("syncer", "restore", str(self.config.syncer.backup), str(made), "--json")
+        done = self.command("copy", str(self.copies_of(SYNCER)), str(made), "--json")
         if done["exit_code"] != 0:
             shutil.rmtree(made, ignore_errors=True)
             return False

@@ -17,7 +17,7 @@ TARGETS: dict[str, Callable[[], Target]] = {
     "checkpoint": files.checkpoint,
     "resume": learners.resume,
     "state": states.state,
-    "backup": states.backup,
+    "copy": states.copied,
     "journal": states.journal,
     "calls": wire.calls,
     "replies": wire.replies,

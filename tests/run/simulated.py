@@ -21,7 +21,7 @@ from diloco.run.ports import InitialModel, Json, RunMethod, SavedRun
 
 T = TypeVar("T")
 
-POINTS = ("put", "is put", "swap", "is swapped", "delete", "is deleted")
+POINTS = ("put", "after put", "swap", "after swap", "delete", "after delete")
 """The steps of requests: each before it has an effect, and after."""
 
 Reach = Callable[[str, Callable[[], Any]], Any]
@@ -153,13 +153,16 @@ class CopyFormat:
             return objects.get(name)
 
         run, method, model = get(manifest.frozen)
-        record, epochs = json.loads(get(manifest.record))
+        record, epochs = self._record_of(get(manifest.record))
         newest = [get(versions[0].held) for versions in manifest.fragments]
         return SavedRun(
             run, method, model.layout, tuple(self._copy(held) for held, _ in newest),
             tuple(update.contributors for _, update in newest), model.static, model.source, model.step, model.tokens,
             model.run_id, tuple(Epoch(number, tuple(versions)) for number, versions in epochs), record,
         )  # fmt: skip
+
+    def _record_of(self, value: Any) -> Any:
+        return json.loads(value)
 
 
 def _blob(identity: str, value: Any) -> Blob:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -27,6 +28,8 @@ from tests.store.small_run import (
 from diloco.core.layout import digest
 from diloco.errors import ConfigError, DamagedObjectError, MissingObjectError, NotInitialisedError, StoreError
 from diloco.protocol.lineage import Epoch
+from diloco.protocol.manifest import NamedVersion
+from diloco.run.objects import Blob
 from diloco.store import reading
 from diloco.store.directory import Directory
 from diloco.store.format import TensorFormat, read_newest
@@ -75,7 +78,7 @@ def test_a_run_comes_back(run: SmallRun) -> None:
     assert saved.fragments[0].outer_state == {}
     assert saved.fragments[0].residual is None
     check_versions(run.objects, {0: 0, 1: 1})
-    assert newest_digests(run.objects) == [(0, digest(theta_of(0, 0))), (1, digest(theta_of(1, 1)))]
+    assert newest_digests(run.objects) == ([(0, digest(theta_of(0, 0))), (1, digest(theta_of(1, 1)))], 1)
 
 
 def test_updates_come_back_and_lossless_ones_are_the_version(run: SmallRun) -> None:
@@ -126,7 +129,7 @@ def test_there_is_nothing_before_the_model(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no run in .*/run; check the path"):
         read_newest(open_store(tmp_path / "run"))
     with Directory(tmp_path / "run") as objects:
-        assert newest_digests(objects) == []
+        assert newest_digests(objects) == ([], 0)
         SmallRun(objects).claim()
         with pytest.raises(NotInitialisedError, match="no model yet"):
             read_newest(objects)
@@ -205,9 +208,9 @@ def test_a_flipped_bit_in_any_tensor_is_found(run: SmallRun) -> None:
     entries = json.loads(whole[8:end_of_header])
     del entries["__metadata__"]
     assert len(entries) == 4
-    for entry in entries.values():
+    for name, entry in entries.items():
         path.write_bytes(flip_at(end_of_header + entry["data_offsets"][0] + 1)(bytearray(whole)))
-        with pytest.raises(DamagedObjectError, match="its content is not the one in its name"):
+        with pytest.raises(DamagedObjectError, match=f"its {name} is not the one of its header"):
             read_newest(run.objects)
 
 
@@ -215,13 +218,16 @@ def test_no_memory_is_reserved_for_a_size_that_an_object_does_not_have(run: Smal
     """The header describes 40 GB of Θ, in a layout of as many elements."""
     num_elements = 10**10
     header = {"theta": {"dtype": "F32", "shape": [num_elements], "data_offsets": [0, 4 * num_elements]}}
-    described = {"run_id": "0" * 32, "update": update_of(held_of(1, 1)).as_dict(), "tokens": 1}
-    text = json.dumps({"__metadata__": {"diloco": json.dumps(described)}, **header}).encode()
-    path_of(run, names_of(run)["version"]).write_bytes(len(text).to_bytes(8, "little") + text + bytes(100))
+    update = update_of(held_of(1, 1))
+    described = {"run_id": "0" * 32, "update": update.as_dict(), "tokens": 1}
+    metadata = {"diloco": json.dumps(described), "hashes": json.dumps({"theta": update.digest})}
+    text = json.dumps({"__metadata__": metadata, **header}).encode()
+    head = len(text).to_bytes(8, "little") + text
+    named = NamedVersion(1, run.put(Blob(hashlib.sha256(head).hexdigest(), (head, bytes(100)))))
     with ObjectReader(run.objects) as reader:
         frozen = replace(reader.frozen(names_of(run)["frozen"]), layout=layout_of(num_elements))
         with pytest.raises(DamagedObjectError, match=r"it has not the 400000\d+ bytes of its header"):
-            reader.version(run.manifest.fragments[1][0], 1, frozen)
+            reader.version(named, 1, frozen)
 
 
 def test_another_object_under_a_name_is_found(run: SmallRun) -> None:

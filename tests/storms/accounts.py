@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from tests.chaos.versions import BrokenInvariantError, require
 from tests.storms.invariants import Ledger
@@ -55,21 +55,25 @@ def _add(discarded: dict[str, int], reason: str, tokens: int) -> None:
 
 
 class Accounts(NullObserver):
-    """Of a whole storm. A driver's events are taken in after the event of the storm in which they happened, since what
-    an observer raises is caught.
+    """Of one driver after the other. Their events are taken in after the event of the storm in which they happened,
+    since what an observer raises is caught. What learners have sent is known to all.
+
+    Arguments:
+        others: of all syncers, to which this is added.
 
     Attributes:
         decided: the verdicts of the driver that is there, and those that were durable when it began.
         open: contributions that it has acknowledged and given no verdict.
     """
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, others: list[Self]) -> None:
         self.decided: dict[Key, str | None] = {}
         self.open: dict[Key, Contribution] = {}
         self._ledger = ledger
         self._events: list[Contribution | Reject | MergedRound[GlobalFragment, Tensor]] = []
-        self._sent: dict[Key, tuple[Contribution, Tensor]] = {}
-        self._overwritten = Counter[tuple[str, int, int]]()  # reported, by learner, incarnation and fragment
+        self._others = others
+        self._sent: dict[Key, tuple[Contribution, Tensor]] = others[0]._sent if others else {}
+        self._overwritten: Counter[tuple[str, int, int]] = others[0]._overwritten if others else Counter()
         self._volatile: dict[Key, str | None] = {}  # verdicts that are not on the disk, as far as was looked
         self._of_learner: defaultdict[tuple[str, int], _Sum] = defaultdict(_Sum)
         self._of_incarnation: defaultdict[tuple[str, int, int], _Sum] = defaultdict(_Sum)
@@ -77,6 +81,7 @@ class Accounts(NullObserver):
         self._decided_s: dict[Key, float] = {}
         self._confirmed = Counter[tuple[str, int, int]]()
         self._admitted: list[Contribution] = []
+        others.append(self)
 
     # --- what happens -------------------------------------------------------------------------------------------------
 
@@ -84,7 +89,8 @@ class Accounts(NullObserver):
         """A learner offers a contribution."""
         require(key_of(c) not in self._sent, f"{c} has the number of one that was sent before")
         self._sent[key_of(c)] = c, payload
-        self._undecided[c.learner, c.incarnation, c.fragment][c.number] = c
+        for each in self._others:
+            each._undecided[c.learner, c.incarnation, c.fragment][c.number] = c
         self._overwritten[c.learner, c.incarnation, c.fragment] += sum(tokens for _, tokens in c.discarded)
 
     def payload(self, c: Contribution) -> Tensor:
@@ -165,7 +171,7 @@ class Accounts(NullObserver):
     def recorded_with(
         self, merged: Sequence[Contribution], rejected: Sequence[tuple[Contribution, str]]
     ) -> dict[Key, str | None]:
-        """The verdicts that become durable with the write that begins now; those of its version come with it."""
+        """The verdicts that become durable with the commit that begins now; those of its versions come with it."""
         self._volatile = {key: it for key, it in self._volatile.items() if key not in self._ledger.verdicts}
         of_version = {key_of(c): None for c in merged} | {key_of(c): reason for c, reason in rejected}
         return self._volatile | of_version

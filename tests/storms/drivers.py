@@ -1,17 +1,16 @@
-"""The driver of a storm, its jobs, store and worker, and the client of a learner, which tell what they do to what
-checks it."""
+"""The driver of a storm, its jobs and store, and the client of a learner, which tell what they do to what checks it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from tests.chaos.versions import require
-from tests.run.memory import Later, LaterWorker
 from tests.storms.accounts import Accounts
 from tests.storms.invariants import Ledger
-from tests.storms.units import UnitLedger
+from tests.storms.places import StormFormat
 from torch import Tensor
 
 from diloco.core.codecs import FP32
@@ -26,19 +25,27 @@ from diloco.protocol.contribution import Contribution, Standing, Verdict
 from diloco.protocol.members import Claim, Report
 from diloco.run.driver import Driver
 from diloco.run.global_model import FragmentAnswer
-from diloco.run.memory import MemorySlot, MemoryStore
-from diloco.run.ports import ConnectionPort, InitialModel, Json, MergedRound, RunMethod, SavedRun, T, Work
+from diloco.run.memory import MemorySlot
+from diloco.run.ports import ConnectionPort, Json, MergedRound
+from diloco.run.published import PublishedStore
 from diloco.run.tensor_jobs import TensorJobs, TensorSlot, encoded_of
 
 
 class StormDriver(Driver[GlobalFragment, MemorySlot, Tensor]):
-    """What learners hear and fetch, and what is closed, is looked at. `ledger` and `accounts` are set at once."""
+    """What learners hear and fetch, and what is closed, is looked at. `ledger` and `accounts` are set at once.
+
+    Attributes:
+        first: the versions that it began with.
+    """
 
     ledger: Ledger
     accounts: Accounts
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
+        self.first = defaultdict[int, int](int)
+        if self.state.is_initialised:
+            self.first.update(enumerate(self.state.versions))
         close = self._executor._close
 
         def closing(action: MergeRound) -> None:
@@ -65,7 +72,7 @@ class StormDriver(Driver[GlobalFragment, MemorySlot, Tensor]):
         fetched = super().fetch(fragment, base, claim)
         overlap, schedule = self.core.members[claim.learner].overlap, self.core.rules.schedule
         in_flight = schedule.intervals_in_flight if overlap is None else schedule.intervals_in(overlap)
-        self.ledger.fetched(fragment, base, fetched, num_due=1 + in_flight)
+        self.ledger.fetched(fragment, base, fetched, num_due=1 + in_flight, first=self.first[fragment])
         self._told(claim.learner, fetched.verdicts)
         return fetched
 
@@ -128,70 +135,24 @@ class StormJobs(TensorJobs):
             return None
 
 
-class RecordingStore(MemoryStore[GlobalFragment, Tensor]):
-    """Tells the ledger what is durable, also where the process dies at that very step.
+class StormStore(PublishedStore[GlobalFragment, Tensor]):
+    """Notes what is put, and which verdicts become durable with which record.
 
     Attributes:
-        ledger, units: what is durable, as far as storms look at it.
-        verdicts: that become durable with the write which is under way.
-        copies: of what was durable with each version, oldest first.
+        note: called with each version that is put.
+        recorded_with: returns the verdicts of a record that is taken now, with versions of these fragments.
     """
 
-    def __init__(self, ledger: Ledger, units: UnitLedger, at: Callable[[str], None]) -> None:
-        super().__init__(at)
-        self.units = units
-        self.copies: list[SavedRun[GlobalFragment]] = []
-        self.verdicts: dict[Key, str | None] = {}
-        self.ledger = ledger
+    note: Callable[[MergedRound[GlobalFragment, Tensor]], None]
+    recorded_with: Callable[[Sequence[int]], Mapping[Key, str | None]]
+    _format: StormFormat
 
-    def initialise(self, run: str, method: RunMethod, model: InitialModel[GlobalFragment]) -> None:
-        before = self._saved
-        try:
-            super().initialise(run, method, model)
-        finally:
-            if self._saved is not before:
-                self.ledger.initial(model.fragments)
+    def put(self, merged: MergedRound[GlobalFragment, Tensor], done: Callable[[], None]) -> None:
+        self.note(merged)
+        super().put(merged, done)
 
-    def publish(self, merged: MergedRound[GlobalFragment, Tensor], record: Json) -> None:
-        before = self._saved
-        try:
-            super().publish(merged, record)
-        finally:
-            if self._saved is not before and self._saved is not None:
-                self.copies.append(self._saved)
-                self.ledger.durable(merged)
-                kept = [c for c in merged.action.contributions if c.learner not in merged.refused]
-                self.units.durable(kept, record)
-                self.ledger.recorded(self.verdicts)
-                self.backed_up()
-
-    def backed_up(self) -> None:
-        """There is a new version."""
-
-    def save_record(self, record: Json) -> None:
-        before = self._saved
-        try:
-            super().save_record(record)
-        finally:
-            if self._saved is not before:
-                self.units.durable((), record)
-                self.ledger.recorded(self.verdicts)
-
-
-class RecordingWorker(LaterWorker):
-    """Knows which verdicts are in a record, which is taken when its write begins.
-
-    Arguments:
-        recorded_with: the verdicts of a write that begins now; with it comes a version of this fragment, if any.
-    """
-
-    def __init__(
-        self, store: RecordingStore, later: Later, recorded_with: Callable[[int | None], dict[Key, str | None]]
+    def commit(
+        self, versions: Sequence[MergedRound[GlobalFragment, Tensor]], record: Json, done: Callable[[], None]
     ) -> None:
-        super().__init__(later)
-        self._store, self._recorded_with = store, recorded_with
-
-    def submit(self, what: Work, fragment: int | None, job: Callable[[], T], done: Callable[[T], None]) -> None:
-        if what == "write":
-            self._store.verdicts = self._recorded_with(fragment)
-        super().submit(what, fragment, job, done)
+        self._format.verdicts = self.recorded_with([each.update.fragment for each in versions])
+        super().commit(versions, record, done)

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from diloco.store.store import KEPT_VERSIONS
 from tests.storms.accounts import Accounts
-from tests.storms.drivers import RecordingStore
 from tests.storms.invariants import Ledger
+from tests.storms.journals import StormJournal
 from tests.storms.learners import Process
-from tests.storms.plans import GOINGS, Fault
-from tests.storms.units import UnitLedger
+from tests.storms.places import Snapshot, StormFormat
+from tests.storms.plans import GOINGS, Fault, Plan
 from tests.storms.world import Storm
 
-from diloco.core.global_fragment import GlobalFragment
 from diloco.protocol.accounting import Key
 from diloco.protocol.learner import LearnerCore
 from diloco.protocol.lineage import Epoch
+from diloco.protocol.manifest import Manifest
 from diloco.protocol.records import rolled_back, without_members
-from diloco.run.ports import SavedRun
+from diloco.run.ports import Json
 
 
 @dataclass(frozen=True)
@@ -30,12 +28,12 @@ class Backup:
     """What was durable with a version.
 
     Attributes:
-        saved: the state.
+        snapshot: of the store.
         merged, verdicts: as in `Ledger`.
         merges: of each fragment's units, as in `UnitLedger`.
     """
 
-    saved: SavedRun[GlobalFragment]
+    snapshot: Snapshot
     merged: dict[Key, int]
     verdicts: dict[Key, str | None]
     merges: list[Counter[int]]
@@ -85,86 +83,88 @@ class AccountsOfLines(Accounts):
             super().check_learner(name, incarnation, learner)
 
 
-class BackedUpStore(RecordingStore):
-    """Has a backup of each version.
+class GoingBackStorm(Storm):
+    """As `Storm`, with faults after which the run goes back.
 
     Attributes:
-        backups: oldest first.
+        backups: with each version, oldest first.
     """
 
-    def __init__(self, ledger: Ledger, units: UnitLedger, at: Callable[[str], None]) -> None:
-        super().__init__(ledger, units, at)
+    ledger_type, accounts_type = LedgerOfLines, AccountsOfLines
+
+    def __init__(self, plan: Plan, faults: Sequence[Fault] | None = None, journal: StormJournal | None = None) -> None:
         self.backups: list[Backup] = []
-
-    def backed_up(self) -> None:
-        assert self._saved is not None
-        merges = [Counter(each) for each in self.units.merges]
-        self.backups.append(Backup(self._saved, dict(self.ledger.merged), dict(self.ledger.verdicts), merges))
-
-    def restore(self, backup: Backup) -> None:
-        """Become the state of a backup, as `store.backup` does."""
-        saved = backup.saved
-        assert saved.record is not None
-        self.ledger.merged, self.ledger.verdicts = dict(backup.merged), dict(backup.verdicts)
-        epoch = Epoch(self._require().epochs[-1].number + 1, _versions(saved.fragments))
-        self._become(saved, backup.merges, (saved.epochs[-1], epoch), without_members(saved.record))
-
-    def repair(self, readable: Sequence[Backup], *, has_database: bool) -> None:
-        """Go back, with each fragment, to the version of this backup, as `store.repair` does."""
-        before = self._require()
-        fragments = tuple(backup.saved.fragments[index] for index, backup in enumerate(readable))
-        contributors = tuple(backup.saved.contributors[index] for index, backup in enumerate(readable))
-        saved, versions = replace(before, fragments=fragments, contributors=contributors), _versions(fragments)
-        if has_database:
-            assert before.record is not None
-            merges = [backup.merges[index] for index, backup in enumerate(readable)]
-            self._become(saved, merges, before.epochs, rolled_back(before.record, versions))
-        else:
-            self.ledger.merged, self.ledger.verdicts = {}, {}
-            epoch = Epoch(before.epochs[-1].number + 1, versions)
-            self._become(saved, [Counter() for _ in fragments], (epoch,), None)
-
-    def _become(
-        self, saved: SavedRun[GlobalFragment], merges: Sequence[Counter[int]], epochs: tuple[Epoch, ...],
-        record: Mapping[str, Any] | None,
-    ) -> None:  # fmt: skip
-        self._saved = replace(saved, epochs=epochs, record=json.loads(json.dumps(record)))
-        self.units.merges = [Counter(each) for each in merges]
-        self.ledger.versions.went_back(_versions(saved.fragments))
-        self.backups.clear()
-
-
-def _versions(fragments: Sequence[GlobalFragment]) -> tuple[int, ...]:
-    return tuple(held.version for held in fragments)
-
-
-class GoingBackStorm(Storm):
-    """As `Storm`, with faults after which the run goes back."""
-
-    _store: BackedUpStore
-    ledger_type, accounts_type, store_type = LedgerOfLines, AccountsOfLines, BackedUpStore
+        super().__init__(plan, faults, journal)
 
     def began(self, process: Process) -> None:
         assert isinstance(self.accounts, AccountsOfLines)
-        self.accounts.began(process.name, process.incarnation)
+        for each in self.all_accounts:
+            assert isinstance(each, AccountsOfLines)
+            each.began(process.name, process.incarnation)
+
+    def has_snapshot(self) -> None:
+        merges = [Counter(each) for each in self.place.units.merges]
+        verdicts = dict(self.ledger.verdicts)
+        self.backups.append(Backup(self.place.snapshots[-1], dict(self.ledger.merged), verdicts, merges))
 
     def _strike(self, fault: Fault) -> None:
         super()._strike(fault)
-        backups = self._store.backups
-        if fault.kind not in GOINGS or not backups:
+        if fault.kind not in GOINGS or not self.backups:
             return
         assert isinstance(self.ledger, LedgerOfLines)
         self.ledger.void |= {(each.name, each.incarnation) for learner in self.learners for each in learner.processes}
-        self._kill_syncer(fault.seconds)
+        self._kill(self.nodes[0], fault.seconds)
         if fault.kind == "restore":
-            self._store.restore(backups[fault.choice * (len(backups) - 1) // 3])
+            self._restore(self.backups[fault.choice * (len(self.backups) - 1) // 3])
         else:
             readable = [self._readable(fragment) for fragment in range(len(self.plan.sizes))]
-            self._store.repair(readable, has_database=fault.kind == "repair")
+            self._repair(readable, has_record=fault.kind == "repair")
 
     def _readable(self, fragment: int) -> Backup:
-        """With one of the versions of a fragment of which a disk has the files."""
-        backups = self._store.backups
-        oldest = backups[-1].saved.fragments[fragment].version - KEPT_VERSIONS + 1
-        kept = [each for each in backups if each.saved.fragments[fragment].version >= oldest]
+        """With one of the versions of a fragment that the manifest names."""
+        named = self._manifest.fragments[fragment]
+        kept = [each for each in self.backups if each.snapshot.manifest.fragments[fragment][0] in named]
         return self.draws.of("readable", kept)
+
+    @property
+    def _manifest(self) -> Manifest:
+        assert self.place.manifest is not None
+        return self.place.manifest
+
+    def _restore(self, backup: Backup) -> None:
+        """Become the state of a backup, as `store.copying` does."""
+        it = backup.snapshot
+        self.ledger.merged, self.ledger.verdicts = dict(backup.merged), dict(backup.verdicts)
+        record, epochs = it.record
+        assert record is not None
+        self._become(it.manifest, it.objects, backup.merges, without_members(record), epochs)
+
+    def _repair(self, readable: Sequence[Backup], *, has_record: bool) -> None:
+        """Go back, with each fragment, to the version of this backup, as `store.repair` does."""
+        before = self._manifest
+        named = [each.snapshot.manifest.fragments[index][0] for index, each in enumerate(readable)]
+        objects = dict(self.place.objects)
+        for each in readable:
+            objects |= each.snapshot.objects
+        manifest = replace(before, fragments=tuple((each,) for each in named))
+        record, epochs = Snapshot(before, objects).record
+        merges = [each.merges[index] for index, each in enumerate(readable)]
+        if not has_record or record is None:
+            self.ledger.merged, self.ledger.verdicts = {}, {}
+            record, epochs, merges = None, (Epoch(before.epoch + 1, manifest.versions),), [Counter() for _ in named]
+        else:
+            record = rolled_back(record, manifest.versions)
+        self._become(manifest, objects, merges, record, epochs)
+
+    def _become(
+        self, manifest: Manifest, objects: Mapping[str, Any], merges: Sequence[Counter[int]], record: Json | None,
+        epochs: Sequence[Epoch],
+    ) -> None:  # fmt: skip
+        epoch = self._manifest.epoch + 1
+        blob = StormFormat().record(record, epochs)
+        name = f"{epoch}/1-{blob.hash}"
+        manifest = replace(manifest, epoch=epoch, boot=0, serial=self._manifest.serial + 1, record=name)
+        self.place.become(manifest, {**objects, name: blob.parts[0]})
+        self.place.units.merges = [Counter(each) for each in merges]
+        self.ledger.versions.went_back(manifest.versions)
+        self.backups.clear()

@@ -23,26 +23,27 @@ class Ledger:
         versions: of all fragments.
         merged: contributions that are in a durable version, with that version.
         verdicts: that are durable: why a contribution is rejected; None: it is merged.
+        epochs: in which versions became durable, by fragment and version.
     """
 
     versions: Versions = field(default_factory=Versions)
     merged: dict[Key, int] = field(default_factory=dict)
     verdicts: dict[Key, str | None] = field(default_factory=dict)
+    epochs: dict[tuple[int, int], int] = field(default_factory=dict)
     num_rounds: int = 0
-    _first: dict[int, int] = field(default_factory=dict)
-    """The version of each fragment that the driver which is there has begun with."""
 
     def recorded(self, verdicts: dict[Key, str | None]) -> None:
-        """These verdicts are on the disk."""
+        """These verdicts are durable."""
         for key, reason in verdicts.items():
             before = self.verdicts.setdefault(key, reason)
             require(before == reason, f"the verdict on {key} was {before}, and is {reason}")
 
-    def durable(self, merged: MergedRound[GlobalFragment, object]) -> None:
-        """A version is on the disk: it follows the one before, and no contribution is in two."""
+    def durable(self, merged: MergedRound[GlobalFragment, object], epoch: int) -> None:
+        """A version is durable: it follows the one before, and no contribution is in two."""
         held, fragment = merged.held, merged.update.fragment
-        require(held.digest == digest(held.theta), f"fragment {fragment}: a wrong digest is on the disk")
+        require(held.digest == digest(held.theta), f"fragment {fragment}: a wrong digest is durable")
         self.versions.durable(fragment, held.version, held.digest)
+        self.epochs[fragment, held.version] = epoch
         self.num_rounds += 1
         for c in merged.action.contributions:
             if c.learner in merged.refused:
@@ -52,25 +53,36 @@ class Ledger:
             self.merged[key] = held.version
 
     def initial(self, fragments: tuple[GlobalFragment, ...]) -> None:
-        """The model that the run began with is on the disk."""
+        """The model that the run began with is durable."""
         for held in fragments:
             self.versions.initial(held.fragment, held.digest)
-            self._first[held.fragment] = 0
 
-    def published(self, fragment: int, version: int) -> None:
-        """A driver shows a version: it is durable, and shown versions never go back."""
-        self.versions.published(fragment, version)
+    def shown(self, held: GlobalFragment, epoch: int, first: int) -> None:
+        """A driver of this epoch, which began with version `first`, shows a version: it is of the one line that was
+        published, and this driver has published it."""
+        one = held.fragment, held.version
+        if self.versions.digests.get(one) != held.digest:
+            raise BrokenInvariantError(
+                f"version {held.version} of fragment {held.fragment} is shown and not durable with these bits"
+            )
+        if held.version > first and self.epochs[one] != epoch:
+            raise BrokenInvariantError(
+                f"version {held.version} of fragment {held.fragment} is shown in epoch {epoch}, and was published in "
+                f"epoch {self.epochs[one]}"
+            )
 
     def restored(self, saved: SavedRun[GlobalFragment]) -> None:
         """A driver begins with what was durable: no version is lost."""
         for held in saved.fragments:
             self.versions.restored(held.fragment, held.version, held.digest)
-            self._first[held.fragment] = held.version
 
-    def fetched(self, fragment: int, base: int, fetched: FragmentAnswer[GlobalFragment, object], num_due: int) -> None:
-        """A driver answers a fetch: an update, if it has published so few after `base`."""
+    def fetched(
+        self, fragment: int, base: int, fetched: FragmentAnswer[GlobalFragment, object], num_due: int, first: int
+    ) -> None:
+        """A driver, which began with version `first`, answers a fetch: an update, if it has published so few after
+        `base`."""
         newest = fetched.held.version
-        is_kept = max(self._first[fragment], newest - num_due) <= base < newest
+        is_kept = max(first, newest - num_due) <= base < newest
         require(
             fetched.payload is not None or not is_kept,
             f"the update of fragment {fragment} from {base} to {base + 1} is not kept at {newest}",
@@ -105,7 +117,7 @@ class Ledger:
         key = learner, incarnation, fragment, number
         require(
             key in self.verdicts and self.verdicts[key] == reason,
-            f"{key} is told the verdict {reason}, and {self.verdicts.get(key, 'none')} is on the disk",
+            f"{key} is told the verdict {reason}, and {self.verdicts.get(key, 'none')} is durable",
         )
 
 

@@ -8,7 +8,6 @@ from typing import Any
 from diloco.run.journal.payloads import ReadPayloads, TensorPayloads, tensor_formats
 from diloco.run.journal.recorder import Recorder
 from diloco.run.journal.replay import Replay
-from diloco.run.ports import Ports
 
 
 class StormJournal:
@@ -25,9 +24,9 @@ class StormJournal:
         self._num_durable = 0
         self._payloads = TensorPayloads(self if with_payloads else None)
 
-    def recorded(self, ports: Ports[Any, Any, Any]) -> Ports[Any, Any, Any]:
-        """The ports of the next driver."""
-        return Recorder(self, self._payloads).around(ports)
+    def recorder(self) -> Recorder[Any]:
+        """That of the next driver."""
+        return Recorder(self, self._payloads)
 
     def append(self, entry: str) -> None:
         """As `recorder.JournalPort`."""

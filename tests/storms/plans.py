@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
 
+from tests.run.simulated import POINTS
 from tests.storms.draws import Draws
 
 import diloco
@@ -20,7 +22,6 @@ from diloco.core.outer import OUTER_OPTIMIZERS
 from diloco.core.quorum import QUORUMS
 from diloco.errors import ConfigError
 from diloco.protocol.rounds.base import Rules
-from diloco.run.memory import POINTS
 
 FAULTS_END_S = 25.0
 """Virtual time by which the last fault has happened."""
@@ -34,17 +35,27 @@ OLDER_COPY = "older copy"
     kill learner    its process dies; it is back after some seconds, from no checkpoint, an old one or the newest
     same name       another process joins by a learner's name while the first one is alive, which gives up
     kill syncer     its process dies, between any two effects; it is back after some seconds, from its disk
-    tear write      the syncer's next write ends at one of its steps, with the process
-    refuse writes   the syncer's disk refuses for some seconds
+    tear write      a request of the syncer to the store ends at one of its steps, with the process
+    refuse writes   the store refuses all requests for some seconds
     older copy      the syncer dies, and for some seconds one is started on an older copy of its state; drawn apart
 """
 
-Going = Literal["restore", "repair", "repair without database"]
+StoreKind = Literal["lose answers", "land late", "store away", "stop syncer"]
+STORE_FAULTS = get_args(StoreKind)
+"""What else happens between a syncer and its store, for some seconds.
+
+    lose answers   requests take effect, and most answers are lost
+    land late      most requests are not answered, and take effect later, perhaps after others, or without a syncer
+    store away     no request arrives; perhaps for minutes
+    stop syncer    the syncer is stopped, and gives up the run; it is back after some seconds
+"""
+
+Going = Literal["restore", "repair", "repair without record"]
 """Where a run goes back; the syncer is back after some seconds, on the versions that are left.
 
     restore   the state becomes that of a backup
     repair    the newest versions of any fragments cannot be read, and earlier ones are served
-    repair without database   so it is, and what the syncer knew besides is lost
+    repair without record   so it is, and what the syncer knew besides is lost
 """
 GOINGS = get_args(Going)
 
@@ -66,7 +77,7 @@ class Fault:
     """
 
     at_s: float
-    kind: Kind | Literal["older copy"] | Going | OrderKind
+    kind: Kind | Literal["older copy"] | StoreKind | Going | OrderKind
     learner: int = 0
     seconds: float = 0.0
     choice: int = 0
@@ -91,6 +102,9 @@ class Plan:
         goes_back: the run does, on purpose (`Going`).
         steered: an operator gives orders (`OrderKind`).
         num_experts: of the mixture that the model is; 0: it is none.
+        lease_s: of the syncer on its store; infinite: that is a directory.
+        shortest_swap_s: of the store.
+        keep_s: how long objects stay that are not named any more.
     """
 
     seed: int
@@ -110,6 +124,14 @@ class Plan:
     goes_back: bool = False
     steered: bool = False
     num_experts: int = 0
+    lease_s: float = math.inf
+    shortest_swap_s: float = 0.0
+    keep_s: float = 10.0
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether older states of the run are needed."""
+        return self.goes_back or any(each.kind == OLDER_COPY for each in self.faults)
 
     @cached_property
     def layout(self) -> Layout:
@@ -178,14 +200,19 @@ def _plan(draws: Draws, *, leased: bool) -> Plan:
         latency_s=tuple(draws.between("latency_s", 0.002, 0.2) for _ in each),
         sizes=sizes,
         starts_s=tuple(0.0 if draws.unit("is late") < 0.7 else draws.between("starts_s", 0.0, 8.0) for _ in each),
-        faults=_faults(draws, num_learners),
+        faults=tuple(sorted([*_faults(draws, num_learners), *_store_faults(draws)], key=lambda it: it.at_s)),
         overlaps=_overlaps(draws, method, num_learners),
         trains=_trains(draws, method, num_learners, sizes),
         spool_fits=None if has_room else draws.whole("spool fits", 1, 3),
         room_at_s=0.0 if has_room else draws.between("room at", 2.0, 12.0),
         repeats=0.0 if draws.unit("repeats") < 0.7 else 0.1,
         num_units=draws.whole("num_units", 1, 5) if leased else 0,
+        keep_s=draws.between("keep_s", 2.0, 30.0),
+        **(_BUCKET if draws.unit("is a bucket") < 0.4 else {}),
     )
+
+
+_BUCKET: dict[str, Any] = {"lease_s": 6.0, "shortest_swap_s": 1.0}
 
 
 def _with_parts(draws: Draws, plan: Plan) -> Plan:
@@ -303,6 +330,18 @@ def _faults(draws: Draws, num_learners: int) -> tuple[Fault, ...]:
             at_s, seconds = draws.between(f"{kind} at", earliest_s, latest_s), draws.between(f"{kind} for", 0.5, 8.0)
             faults.append(Fault(round(at_s, 3), kind, 0, round(seconds, 3), draws.whole(f"{kind} of", 0, 2)))
     return tuple(sorted(faults, key=lambda it: it.at_s))
+
+
+def _store_faults(draws: Draws) -> list[Fault]:
+    if draws.unit("has store faults") < 0.4:
+        return []
+    faults = []
+    for _ in range(draws.whole("store faults", 1, 3)):
+        kind, at_s = draws.of("store fault", STORE_FAULTS), draws.between("store fault at", 0.0, FAULTS_END_S - 5.0)
+        is_long = kind == "store away" and draws.unit("away for long") < 0.2
+        seconds = draws.between("store fault for", 0.3, 150.0 if is_long else 10.0)
+        faults.append(Fault(round(at_s, 3), kind, 0, round(seconds, 3)))
+    return faults
 
 
 def _fault(draws: Draws, num_learners: int) -> Fault:

@@ -61,8 +61,13 @@ class StormWire:
             self._storm.after(self._delay("refused", 0), lambda: self._process.client.lost(call, gone()))
             return
 
+        is_heartbeat = isinstance(call, requests.Beat | requests.Watch) or num_bytes > 0
+
         def arrives() -> None:
-            door = self._storm.door(connection.address)
+            if self._storm.now_s < (until_s := self._storm.asleep_until_s(connection.address)):
+                self._storm.at(until_s, arrives)
+                return
+            door = self._storm.door(connection.address, is_heartbeat=is_heartbeat)
             is_there = door is not None and self._storm.boot_at(connection.address) == connection.boot
             if connection.is_open and not connection.is_silent and door is not None and is_there:
                 self._storm.touched()
@@ -98,11 +103,13 @@ class StormWire:
 
     def _again(self, connection: _Connection, call: requests.Request, arrive: Callable[[SyncerProcess], None]) -> None:
         """A request arrives once more, be it from a connection that is broken by now."""
-        door = self._storm.door(connection.address)
+        door = self._storm.door(connection.address, is_heartbeat=isinstance(call, requests.Beat | requests.Watch))
         if door is None or self._storm.boot_at(connection.address) != connection.boot:
             return
+        if self._storm.now_s < self._storm.asleep_until_s(connection.address):
+            return
         self._storm.touched()
-        self._storm.progress.heard_s[self._process.name] = self._storm.now_s
+        self._storm.heard(self._name, connection.address)
         if not isinstance(call, requests.Push):
             arrive(door)
             return

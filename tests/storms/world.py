@@ -1,13 +1,11 @@
-"""One storm: the real driver, sessions and learner state machines over a simulated network, disk and clock.
+"""One storm: the real driver, sessions and learner state machines over a simulated network, store and clock.
 
 All of it is one loop over a queue of events.
 """
 
 from __future__ import annotations
 
-import errno
 import heapq
-import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,25 +15,26 @@ from tests.run.memory import LaterWorker, LimitedSpool
 from tests.storms.accounts import Accounts
 from tests.storms.counts import Counts
 from tests.storms.draws import Draws
-from tests.storms.drivers import RecordingStore, RecordingWorker, StormDriver, StormJobs
+from tests.storms.drivers import StormDriver
 from tests.storms.invariants import Ledger, check_learner
 from tests.storms.journals import StormJournal
 from tests.storms.learners import LearnerProcess, Process
-from tests.storms.plans import Fault, Plan
+from tests.storms.nodes import DURATIONS_S, RUN, TIMEOUT_S, Node, NodeDoor, ProcessKilled
+from tests.storms.places import Snapshot, StormPlace
+from tests.storms.plans import STORE_FAULTS, Fault, Plan
 from tests.storms.progress import LOOK_S, Progress
-from tests.storms.units import UnitLedger, check_leases
+from tests.storms.units import check_leases
 from tests.storms.wire import STALL_S
 from torch import Tensor
 
 from diloco.core.global_fragment import AppliedUpdate, GlobalFragment
 from diloco.core.quorum import AllLive
-from diloco.errors import DigestError
+from diloco.errors import DigestError, DilocoError, StoreError
 from diloco.exchange.virtual.syncer import OneSyncer, Replicas, SimulatedDriver, SyncerProcess
-from diloco.protocol.accounting import Key
-from diloco.protocol.contribution import OUTLIER
+from diloco.protocol.publishing import Standing
 from diloco.run.global_model import FragmentAnswer
-from diloco.run.memory import POINTS, MemoryStore
-from diloco.run.ports import NullObserver, Ports, SavedRun
+from diloco.run.memory import MemoryStore
+from diloco.run.ports import NullObserver, Ports
 from diloco.run.tensor_jobs import TensorJobs
 
 END_S = 60.0
@@ -44,10 +43,8 @@ END_S = 60.0
 MOST_AT_ONCE = 1000
 """Events without time between them."""
 
-DURATIONS_S = {"check": (0.0, 0.03), "close": (0.0, 0.3), "write": (0.0, 0.1), "written": (0.0, 0.03)}
-"""Of the syncer's jobs and writes."""
-
-RUN = "storm"
+SETTLES_S = 25.0
+"""After the last fault, and a lease, a syncer serves the run: requests are answered or given up, and tried again."""
 
 
 class StormReplicas(Replicas):
@@ -60,10 +57,6 @@ class StormReplicas(Replicas):
             raise BrokenInvariantError(f"an update leads to other bits than were published ({error})") from error
 
 
-class ProcessKilled(BaseException):
-    """Ends the syncer's process where it stands."""
-
-
 class Storm:
     """A plan as it happens, with some of its faults.
 
@@ -72,24 +65,27 @@ class Storm:
 
     Attributes:
         now_s: virtual time.
-        driver: of the syncer's process; None: it is not there.
+        place: what is durable.
+        nodes: the syncers.
         impostor: of a syncer on an older copy of the state, while there is one.
-        began_s: when that process began.
         quiet_s: when the last fault was over.
         calm_s: when the last one of all will be.
         ledger: what is durable.
-        accounts: where the tokens are.
+        all_accounts: where the tokens are, as the last drivers have it.
         progress: what goes on.
         counts: that all tokens are counted.
         num_events: that have happened.
         num_finished: learners that have taken all their steps.
         struck: faults that have happened, by kind.
+        stood: standings of syncers, as often as they had them.
+        torn: the syncer whose process has just ended within a request.
+        refuses_until_s, away_until_s, late_until_s, loses_until_s: what the store does to requests.
     """
 
     num_addresses = 1
     """Of syncers."""
 
-    ledger_type, accounts_type, store_type = Ledger, Accounts, RecordingStore
+    ledger_type, accounts_type = Ledger, Accounts
 
     def __init__(self, plan: Plan, faults: Sequence[Fault] | None = None, journal: StormJournal | None = None) -> None:
         self.plan = plan
@@ -100,13 +96,15 @@ class Storm:
         self.num_events = 0
         self.struck: Counter[str] = Counter()
         self.ledger = self.ledger_type()
-        self.accounts = self.accounts_type(self.ledger)
-        self.driver: StormDriver | None = None
+        self.all_accounts: list[Accounts] = []
         self.impostor: Impostor | None = None
         self.replicas = StormReplicas(plan.method, plan.layout)
-        self.jobs = StormJobs(plan.method, self.accounts)
+        self.jobs = TensorJobs(plan.method, seconds=None)
         self.boot = self.num_finished = 0
-        self.began_s = self.quiet_s = 0.0
+        self.quiet_s = 0.0
+        self.stood = Counter[Standing]()
+        self.torn: Node | None = None
+        self.refuses_until_s = self.away_until_s = self.late_until_s = self.loses_until_s = -math.inf
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._num_planned = 0
         self._look_s = 0.0
@@ -115,18 +113,23 @@ class Storm:
         self._touched: dict[LearnerProcess, None] = {}
         self.progress, self.counts = Progress(self), Counts(self)
         ends_s = (*(fault.at_s + fault.seconds for fault in self.faults), plan.room_at_s)
-        self.calm_s = max(ends_s) + max(plan.starts_s)
-        self._tears_at: int | None = None
-        self._refuses_until_s = -math.inf
-        self._store = self.store_type(self.ledger, UnitLedger(len(plan.sizes)), self._at_point)
-        self._spool = LimitedSpool()
+        self.calm_s = max(ends_s) + max(plan.starts_s) + (TIMEOUT_S[1] if self.faults else 0.0)
+        if plan.lease_s < math.inf:
+            self.calm_s += plan.lease_s + SETTLES_S
+        self._serves_s = 0.0
+        self._cut_until_s: dict[tuple[int, int], float] = {}
+        self.place = StormPlace(self)
+        self.nodes = [Node(self, address) for address in range(self.num_addresses)]
         self.learners = [LearnerProcess(self, index) for index in range(len(plan.step_s))]
         for learner, at_s in zip(self.learners, plan.starts_s, strict=True):
             self.at(at_s, learner.start)
         for fault in self.faults:
             self.at(fault.at_s, lambda fault=fault: self._strike(fault))  # type: ignore[misc]
         self.at(plan.room_at_s, self._make_room)
-        self._start_syncer()
+        self._start()
+
+    def _start(self) -> None:
+        self.nodes[0].start()
 
     # --- time ---------------------------------------------------------------------------------------------------------
 
@@ -158,10 +161,12 @@ class Storm:
         try:
             event()
         except ProcessKilled:
-            self._kill_syncer(1.0)
+            assert self.torn is not None
+            self._kill(self.torn, 1.0)
         self._check()
         if self.now_s >= self._look_s:
             self._look_s = self.now_s + LOOK_S
+            self._look_at_syncers()
             self.progress.look()
             self.counts.look()
 
@@ -170,6 +175,7 @@ class Storm:
         end_s = max(self.now_s, self.calm_s) + END_S
         while self._events and self._events[0][0] <= end_s:
             self._happen()
+        require(self.may_publish, "no syncer serves the run in the end")
         assert self.driver is not None
         there = {learner.name for learner in self.learners if any(each.is_alive for each in learner.processes)}
         gone = self.driver.core.members.keys() - there
@@ -182,10 +188,10 @@ class Storm:
             for c in self.accounts.open.values()
             if not c.is_empty
         )
-        require(
-            self._spool.held_bytes == num_bytes,
-            f"the spool holds {self._spool.held_bytes} bytes, and {num_bytes} are of open contributions",
-        )
+        assert self.leading is not None
+        held_bytes = self.leading.spool.held_bytes
+        is_right = held_bytes == num_bytes
+        require(is_right, f"the spool holds {held_bytes} bytes, and {num_bytes} are of open contributions")
 
     @property
     def _is_over(self) -> bool:
@@ -232,153 +238,215 @@ class Storm:
         self._touched.clear()
 
     def _check_syncer(self) -> None:
-        if self.driver is not None and self.driver.state.is_initialised:
-            self.accounts.take_events(self.now_s)
-            self.accounts.check(self.driver.core)
-            check_leases(self.driver.core.leases)
-            for fragment, version in enumerate(self.driver.state.versions):
-                self.ledger.published(fragment, version)
+        for node in self.nodes:
+            if node.driver is not None and node.driver.state.is_initialised:
+                node.accounts.take_events(self.now_s)
+                node.accounts.check(node.driver.core)
+                check_leases(node.driver.core.leases)
+                node.check_shown()
 
-    # --- the syncer's process -----------------------------------------------------------------------------------------
+    # --- the syncers --------------------------------------------------------------------------------------------------
+
+    @property
+    def leading(self) -> Node | None:
+        """The one that serves the run, and not one that has lost it and does not know it yet."""
+        serving = [node for node in self.nodes if node.driver is not None]
+        return max(serving, key=lambda node: node.epoch, default=None)
+
+    @property
+    def driver(self) -> StormDriver | None:
+        """That serves the run; None: none does."""
+        leading = self.leading
+        return None if leading is None else leading.driver
+
+    @property
+    def accounts(self) -> Accounts:
+        """Of the driver that serves the run, or of the last one."""
+        return max(self.nodes, key=lambda node: (node.driver is not None, node.epoch)).accounts
+
+    @property
+    def began_s(self) -> float:
+        """When the driver that is there began, or woke up."""
+        leading = self.leading
+        return 0.0 if leading is None else max(leading.began_s, leading.asleep_until_s)
 
     @property
     def may_publish(self) -> bool:
         """Whether versions that are merged may be published."""
-        return True
+        leading = self.leading
+        is_awake = leading is not None and leading.asleep_until_s <= self.now_s
+        return leading is not None and is_awake and leading.standing == "serving"
 
     @property
     def has_model(self) -> bool:
         """Whether the run's model is durable."""
-        return self._store.is_initialised
+        manifest = self.place.manifest
+        return manifest is not None and bool(manifest.run_id)
 
-    def _start_syncer(self) -> None:
+    def next_boot(self) -> int:
+        """A number that names a process."""
         self.boot += 1
-        boot = self.boot
+        return self.boot
 
-        def later(what: str, fragment: int | None, do: Callable[[], None]) -> None:
-            low, high = DURATIONS_S[what]
-            self.after(self.draws.between(f"{what} {fragment}", low, high), lambda: at_syncer(do))
+    def _look_at_syncers(self) -> None:
+        """Where nothing is wrong any more, a syncer serves the run."""
+        if self.may_publish:
+            self._serves_s = self.now_s
+            return
+        self.quiet_s = max(self.quiet_s, self.now_s)
+        away_s = self.now_s - max(self._serves_s, self.calm_s)
+        require(away_s <= 2 * SETTLES_S, f"no syncer serves the run: {[(it.name, it.standing) for it in self.nodes]}")
 
-        def at_syncer(do: Callable[[], None]) -> None:
-            if self.driver is not None and self.boot == boot:
-                self.touched()
-                do()
-
-        def recorded_with(fragment: int | None) -> dict[Key, str | None]:
-            assert self.driver is not None
-            self.accounts.take_events(self.now_s)
-            if fragment is None:
-                return self.accounts.recorded_with((), ())
-            core = self.driver.core
-            closing = core.fragments[fragment].closing
-            assert closing is not None
-            refused = [(c, OUTLIER) for c in closing.refused]
-            return self.accounts.recorded_with(closing.contributions, [*refused, *core.rounds.left_out(fragment)])
-
-        saved = self._store.load()
-        if saved is not None:
-            saved = self._store.begin(saved)
-            self.ledger.restored(saved)
-        self.accounts.restarted(self.ledger.verdicts)
-        worker = RecordingWorker(self._store, later, recorded_with)
-        clock = StormClock(self, lambda: at_syncer(self.driver.tick) if self.driver is not None else None)
-        is_small = self.plan.spool_fits is not None and self.now_s < self.plan.room_at_s
-        room_bytes = (self.plan.spool_fits or 0) * max(
-            itertools.starmap(self.jobs.contribution_bytes, enumerate(self.plan.sizes))
-        )
-        self._spool = LimitedSpool(room_bytes if is_small else None)
-        ports = Ports(clock, self._spool, self.jobs, self._store, worker, self.accounts)
-        if self.journal is not None:
-            ports = self.journal.recorded(ports)
-        self.began_s = self.quiet_s = max(self.now_s, self.quiet_s)
-        self.driver = StormDriver(RUN, self.plan.method, ports, boot=boot, saved=saved)
-        self.driver.ledger, self.driver.accounts = self.ledger, self.accounts
+    def began_to_serve(self, node: Node) -> None:
+        """A node's driver has begun."""
+        self.quiet_s = max(self.now_s, self.quiet_s)
         self.touched()
+
+    def stands(self, node: Node, standing: Standing, why: str) -> None:
+        """The standing of a node has changed."""
+        self.stood[standing] += 1
+        self.quiet_s = max(self.quiet_s, self.now_s + 2.0)
+        if standing == "fenced":
+            self._fenced(node)
+
+    def _fenced(self, node: Node) -> None:
+        raise BrokenInvariantError(f"syncer {node.name} is fenced, and there is no other one: {self.place.manifest}")
+
+    def start_refused(self, node: Node, error: DilocoError) -> None:
+        """A node's process has refused to start; a person tries it again."""
+        is_known = isinstance(error, StoreError) and "is served by another syncer" in str(error)
+        require(is_known and self.plan.lease_s < math.inf, f"syncer {node.name} does not start: {error}")
+        process = node.process
+        self.after(0.0, lambda: self._kill(node, 1.0) if node.process == process else None)
+
+    def has_snapshot(self) -> None:
+        """There is a new snapshot of the place."""
+
+    def _come_back(self, node: Node) -> None:
+        if node.publisher is None:
+            node.start()
 
     def began(self, process: Process) -> None:
         """A learner's process begins to train as a new incarnation."""
 
-    def door(self, address: int) -> SyncerProcess | None:
-        """What answers at a syncer's address; None: nothing does."""
-        driver = self.driver if self.impostor is None else self.impostor.driver
-        return None if driver is None else OneSyncer(driver)
+    def door(self, address: int, *, is_heartbeat: bool = False) -> SyncerProcess | None:
+        """What answers a call at a syncer's address; None: nothing does. `is_heartbeat`: as `NodeDoor`."""
+        if self.impostor is not None:
+            return OneSyncer(self.impostor.driver)
+        node = self.nodes[address]
+        is_open = node.publisher is not None and (node.driver is not None or self.plan.lease_s < math.inf)
+        return NodeDoor(node, is_heartbeat=is_heartbeat) if is_open else None
 
     def boot_at(self, address: int) -> int:
         """Names the process that answers there."""
-        return self.boot
+        return self.nodes[address].process if self.impostor is None else self.impostor.boot
+
+    def asleep_until_s(self, address: int) -> float:
+        """Until when the process there stands still."""
+        return self.nodes[address].asleep_until_s
 
     def reaches(self, learner: int, address: int) -> bool:
         """Whether a learner can connect to the syncer there."""
-        return self.door(address) is not None
+        is_cut = self._cut_until_s.get((learner, address), -math.inf) > self.now_s
+        return self.door(address) is not None and not is_cut
 
     def heard(self, learner: str, address: int) -> None:
         """Something of a learner has arrived at a syncer."""
-        self.progress.heard_s[learner] = self.now_s
+        if self.leading is self.nodes[address]:
+            self.progress.heard_s[learner] = self.now_s
 
     def _start_impostor(self, choice: int) -> None:
         """On a copy of the state that is so old that every learner has followed the epoch that it will begin, or a
         later one; if there is none, no syncer is there."""
         alive = [each for learner in self.learners for each in learner.processes if each.is_alive]
         seen = [0 if each.client.core.seen is None else each.client.core.seen.epoch for each in alive]
-        copies = [saved for saved in self._store.copies if saved.epochs[-1].number < min(seen, default=0)]
-        if not copies:
-            return
-        self.boot += 1
-        self.impostor = Impostor(self, copies[choice * (len(copies) - 1) // 2], self.boot)
+        copies = [each for each in self.place.snapshots if each.manifest.epoch < min(seen, default=0)]
+        if copies:
+            self.impostor = Impostor(self, copies[choice * (len(copies) - 1) // 2], self.next_boot())
 
     def _end_impostor(self) -> None:
         if self.impostor is None:
             return
         self.impostor.check()
         self.impostor = None
-        self._hang_up()
+        self._hang_up(0)
 
     def _make_room(self) -> None:
-        self._spool.budget_bytes = None
+        for node in self.nodes:
+            node.spool.budget_bytes = None
         self.quiet_s = max(self.quiet_s, self.now_s)
 
-    def _kill_syncer(self, back_s: float) -> None:
-        if self.driver is None:
+    def _kill(self, node: Node, back_s: float) -> None:
+        """A node's process dies, and is back after a while."""
+        if node.publisher is None:
             return
-        self.driver = None
+        node.end()
         if self.journal is not None:
             self.journal.killed(self.draws.unit("journal"))
         self.quiet_s = max(self.quiet_s, self.now_s + back_s)
-        self._hang_up()
-        self.after(back_s, self._start_syncer)
+        self._hang_up(node.address)
+        self.after(back_s, lambda: self._come_back(node))
 
-    def _hang_up(self) -> None:
-        self.boot += 1
+    def _hang_up(self, address: int) -> None:
         for learner in self.learners:
             for process in learner.processes:
-                process.wire.syncer_died(0)
+                process.wire.syncer_died(address)
 
-    def _at_point(self, point: str) -> None:
-        """The disk is at one of its steps."""
-        if self._tears_at is not None and point == POINTS[self._tears_at]:
-            self._tears_at = None
-            raise ProcessKilled
-        if self.now_s < self._refuses_until_s:
-            raise OSError(errno.ENOSPC, f"no space left at {point!r}")
+    def _stop(self, node: Node, back_s: float) -> None:
+        """A node's process ends as `syncer.hosting.HostedDriver.stop` has it."""
+        store, publisher, driver = node.store, node.publisher, node.driver
+        if store is None or publisher is None:
+            return
+
+        def release() -> None:
+            if driver is not None and driver.is_busy and publisher.is_serving:
+                node.later(0.1, release)
+                return
+            store.release()
+            end()
+
+        def end() -> None:
+            if publisher.standing in ("fenced", "released") or publisher.is_retrying:
+                self._kill(node, back_s)
+            else:
+                node.later(0.1, end)
+
+        if driver is not None:
+            driver.stop()
+        node.later(0.0, release)
 
     # --- faults -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _first(self) -> Node:
+        """The syncer that serves the run, or should."""
+        return self.leading or self.nodes[0]
 
     def _strike(self, fault: Fault) -> None:
         self.struck[fault.kind] += 1
         learner = self.learners[fault.learner]
         stall_s = STALL_S if fault.kind == "half open" else 0.0
-        self.quiet_s = max(self.quiet_s, self.now_s + fault.seconds + stall_s)
+        given_up_s = TIMEOUT_S[1] if fault.kind in STORE_FAULTS else 0.0
+        self.quiet_s = max(self.quiet_s, self.now_s + fault.seconds + stall_s + given_up_s)
         match fault.kind:
             case "kill syncer":
-                self._kill_syncer(fault.seconds)
+                self._kill(self._first, fault.seconds)
+            case "stop syncer":
+                self._stop(self._first, fault.seconds)
             case "older copy" if self.driver is not None:
                 self.at(self.now_s + fault.seconds, self._end_impostor)
-                self._kill_syncer(fault.seconds)
+                self._kill(self.nodes[0], fault.seconds)
                 self._start_impostor(fault.choice)
             case "tear write":
-                self._tears_at = fault.choice
+                self._first.tears_at = fault.choice
             case "refuse writes":
-                self._refuses_until_s = self.now_s + fault.seconds
+                self.refuses_until_s = self.now_s + fault.seconds
+            case "store away":
+                self.away_until_s = self.now_s + fault.seconds
+            case "land late":
+                self.late_until_s = self.now_s + fault.seconds
+            case "lose answers":
+                self.loses_until_s = self.now_s + fault.seconds
             case "kill learner":
                 learner.kill()
                 self.after(fault.seconds, lambda: learner.come_back(fault.choice))
@@ -396,13 +464,15 @@ class Impostor:
     """A syncer that was started on an older copy of the run's state, under learners that have followed a later one.
 
     Attributes:
+        boot: names its process.
         driver: its.
         epoch: that it has begun.
     """
 
-    def __init__(self, storm: Storm, saved: SavedRun[GlobalFragment], boot: int) -> None:
-        self._storm, self._boot = storm, boot
-        store = MemoryStore[GlobalFragment, Tensor](saved=saved)
+    def __init__(self, storm: Storm, snapshot: Snapshot, boot: int) -> None:
+        self._storm, self.boot = storm, boot
+        saved = snapshot.read()
+        store = MemoryStore[GlobalFragment, Tensor](lambda done: self._later("answer", None, done), saved)
         jobs = TensorJobs(storm.plan.method, seconds=None, in_place=True)
         clock = StormClock(storm, lambda: self._if_there(self.driver.tick))
         ports = Ports(clock, LimitedSpool(), jobs, store, LaterWorker(self._later), NullObserver())

@@ -32,7 +32,7 @@ from diloco.errors import (
 from diloco.escaping import MALFORMED
 from diloco.exchange.wire.tensors import bytes_of
 from diloco.protocol.lineage import Epoch
-from diloco.protocol.manifest import NamedVersion
+from diloco.protocol.manifest import Manifest, NamedVersion
 from diloco.run.objects import Blob, Readable
 from diloco.store.blobs import ObjectHead, hasher_of
 from diloco.store.objects import read_manifest, repeated
@@ -89,6 +89,11 @@ class Frozen:
     step: int
     tokens: int
     static: bytes
+
+    def is_of(self, manifest: Manifest) -> bool:
+        """Whether it is of the run that the manifest names."""
+        mine = self.run, self.run_id, len(self.layout.fragments)
+        return mine == (manifest.run, manifest.run_id, len(manifest.fragments))
 
 
 class ObjectReader:

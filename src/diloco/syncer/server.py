@@ -31,7 +31,7 @@ from diloco.run.journal.recorder import Recorder
 from diloco.store.copying import Copies, CopyPlan
 from diloco.store.directory import Directory, lock_directory
 from diloco.store.journal_files import JournalFiles, PayloadFiles
-from diloco.store.objects import is_url, open_store
+from diloco.store.objects import is_url, open_store, require_manifest
 from diloco.syncer.door.audit import Audit
 from diloco.syncer.door.followers import FollowerCalls, SignedObjects
 from diloco.syncer.door.open_calls import CallDeadlines, CallGuard, OpenCalls, OpenTransfers
@@ -56,7 +56,7 @@ EVENTS = "events.jsonl"
 """The event log in the state directory."""
 
 BOOT = "boot"
-"""In the state directory, which one process has locked: the boot of its last claim, that of a process that has ended."""
+"""The boot of the last claim from the state directory, which one process has locked: its process has ended."""
 
 TRAFFIC_EVERY_S = 2.0
 
@@ -164,8 +164,9 @@ class Syncer:
             plan = options.copies
             self._copies = None if plan is None else Copies(plan, self._objects, self._events)
             self._hosted = self._begin(is_standby=options.standby)
+            opened.callback(lambda: self._hosted.stop())
+            self._open_door(auth)
             self._opened = opened.pop_all()
-        self._open_door(auth)
         self._events.append(
             events.SyncerStarted(
                 run=run, address=self.address, versions=self.versions(), method=method.to_dict(),
@@ -187,6 +188,7 @@ class Syncer:
             opened.callback(self._objects.close)
         else:
             self._objects.require_conditions()
+        require_manifest(self._objects)
         self._former: int | None = None
         with suppress(OSError, ValueError):  # absent, or lost by its disk
             self._former = int((options.state_dir / BOOT).read_text())
@@ -199,9 +201,7 @@ class Syncer:
         """
         options = self._options
         is_shared = is_url(options.place)
-        sharing = Sharing(
-            self.address, self._former, options.lease_s, is_standby, holds=is_standby and options.hold
-        )
+        sharing = Sharing(self.address, self._former, options.lease_s, is_standby, holds=is_standby and options.hold)
         hosted = HostedDriver(
             self.run, self._method, self._objects, Spool(options.state_dir, options.spool_bytes),
             deadlines=options.deadlines, journal=self._observer, sharing=sharing if is_shared else None,
@@ -346,6 +346,7 @@ class Syncer:
         self._hosted.stop()
         self._standing.join()
         hosted = self._hosted
+        hosted.stop()  # where it has begun again as a standby meanwhile
         self._server.stop(grace=1.0).wait()
         self._deadlines.close()
         self.transfers.close()
