@@ -235,7 +235,7 @@ def test_bad_input_is_refused_in_one_sentence(tmp_path: Path) -> None:
         assert newest_model(address, run=RUN, keys=keys / "eva").versions == (0, 0)
         wrong: list[tuple[dict[str, object], type[DilocoError], str]] = [
             ({"source": address, "run": "other", "keys": keys / "eye"}, UnknownRunError, "serves run 'tiny'"),
-            ({"source": state, "run": "other"}, UnknownRunError, "holds run 'tiny', not 'other'"),
+            ({"source": state, "run": "other"}, ConfigError, "holds run 'tiny', not 'other'"),
             ({"source": address, "run": RUN}, AuthError, "keys"),
             ({"source": tmp_path / "none", "run": RUN}, ConfigError, "there is no store in"),
             ({"source": tmp_path / "empty", "run": RUN}, ConfigError, "there is no run in"),
