@@ -71,7 +71,5 @@ def test_a_manifest_names_no_file_outside_of_its_folder() -> None:
     manifest = MANIFEST.load(parts[0])
     manifest["fragments"][0][0][1] = "../../written"
     parts[0] = MANIFEST.dump(manifest)
-    with pytest.raises(
-        StoreError, match=r"the manifest of \S+ is damaged .*a field has an invalid value"
-    ):
+    with pytest.raises(StoreError, match=r"the manifest of \S+ is damaged .*a field has an invalid value"):
         target.read(joined(parts))

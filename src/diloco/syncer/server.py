@@ -164,7 +164,7 @@ class Syncer:
             plan = options.copies
             self._copies = None if plan is None else Copies(plan, self._objects, self._events)
             self._hosted = self._begin(is_standby=options.standby)
-            opened.callback(lambda: self._hosted.stop())
+            opened.callback(lambda: self._hosted.stop())  # noqa: PLW0108 - of the newest one
             self._open_door(auth)
             self._opened = opened.pop_all()
         self._events.append(
