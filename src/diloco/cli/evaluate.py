@@ -51,8 +51,8 @@ def command(
 ) -> None:
     """Evaluate exports, or each version of a run: held-out loss and task scores, with intervals.
 
-    Exports are compared by paired differences. With --follow, each N-th version of a live run is evaluated: the results of versions are reported to the run's syncer, with keys of the role evaluator: into its events, its page
-    and its trackers.
+    Exports are compared by paired differences. With --follow, each N-th version of a live run is evaluated, and the
+    results are reported to its syncer, with keys of the role evaluator: into its events, its page and its trackers.
     """
     if bool(exports) == (source is not None):
         raise ConfigError("give either exports, or a run with --follow SOURCE")
