@@ -18,7 +18,6 @@ from diloco.errors import (
     LineageError,
     NotInitialisedError,
     StoppedError,
-    UnknownRunError,
     VersionError,
 )
 from diloco.exchange.key_pair import AnyKeys
@@ -115,7 +114,7 @@ class Follower:
         """The next version, the newest one at this moment.
 
         Raises:
-            StopIteration: the run has ended, or this was closed. UnknownRunError: the source has another run.
+            StopIteration: the run has ended, or this was closed. ConfigError: the store has another run.
             LineageError: it has a second run of this name. DamagedObjectError, DigestError: a version is not what was
             published. AuthError: the keys do not permit reading.
         """
@@ -148,7 +147,7 @@ class Follower:
     def _newer(self) -> FollowedModel | None:
         manifest, shown = read_manifest(self._source), self._shown
         if manifest.run != self._run:
-            raise UnknownRunError(f"{self._source.name} holds run {manifest.run!r}, not {self._run!r}; name that run.")
+            raise ConfigError(f"{self._source.name} holds run {manifest.run!r}, not {self._run!r}; name that run.")
         if shown is not None:
             if manifest.run_id != shown.run_id:
                 raise LineageError(
@@ -257,7 +256,8 @@ def follow(
 
     Each is consistent (`FollowedModel`) and checked by its digests. The first one is read whole; later ones are made
     from the updates that learners receive, of 4 bits where the method has them. A follower that is slower than the run
-    gets the newest version each time. It delays no learner. Reading goes on where it was cut off.
+    gets the newest version each time. No learner waits for it; its bytes share the syncer's link. Reading goes on where
+    it was cut off.
 
     Arguments:
         source: "host:port" of the run's syncer, which needs keys of the role viewer (several addresses with commas
