@@ -133,9 +133,9 @@ def test_bad_input_is_one_sentence(own: Run, tmp_path: Path) -> None:
     out, empty = tmp_path / "model.safetensors", tmp_path / "empty"
     Syncer("own", METHOD, Options("127.0.0.1:0", empty)).close()
     for (code, error), wanted, words in [
-        (own.without_a_model, 1, "run 'own' has no model yet; start one learner that initialises it."),
+        (own.without_a_model, 1, "has no model yet; start a learner that initialises it."),
         (said(own.file, out, "--store", str(empty)), 1, "has no model yet; start a learner that initialises it."),
-        (said(other, out, "--store", str(own.state_dir)), 2, "holds the run own, not other; check --store"),
+        (said(other, out, "--store", str(own.state_dir)), 2, "holds run 'own', not 'other'; name that run"),
         (said(own.file, out, "--store", str(tmp_path)), 2, "there is no run in"),
         (said(own.file, out, "--checkpoint", str(tmp_path)), 1, "is not a checkpoint; name a step-… directory"),
         (said(own.file, tmp_path), 2, f"name the file, as {tmp_path}/model.safetensors"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from tests.syncer.runs import PATIENT, RUN, Net, Raw
 import diloco
 from diloco.core.fragments import make_layout
 from diloco.core.global_fragment import GlobalFragment
+from diloco.errors import StandbyError
 from diloco.following.follower import FollowedModel
 from diloco.following.sources import Source
 from diloco.syncer.server import Options, Syncer
@@ -73,6 +74,7 @@ def published_run(
 ) -> Iterator[PublishedRun]:
     """A run whose only learner is driven by hand."""
     with Syncer(RUN, method, Options(address, tmp_path / "state", deadlines=PATIENT, **options)) as syncer:
+        until(lambda: _serves(syncer), "the run is not served")  # in a bucket, after a second
         keys = options.get("keys")
         raw = Raw(
             syncer.address, keys=None if keys is None else keys.parent / "raw",
@@ -84,6 +86,12 @@ def published_run(
             if joins:
                 raw.join()
             yield PublishedRun(syncer, method, raw, seed)
+
+
+def _serves(syncer: Syncer) -> bool:
+    with suppress(StandbyError):
+        return syncer.driver is not None
+    return False
 
 
 class RecordedSource:

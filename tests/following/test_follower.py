@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import shutil
 import threading
+import urllib.request
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 from benchmarks.processes import until
+from tests.bucket_server import CREDENTIALS, BucketServer
 from tests.chaos.relay import Relay
 from tests.following.published import METHODS, RUN, PublishedRun, RecordedSource, published_run
 from tests.syncer.runs import status_of, versions_of
@@ -235,7 +237,7 @@ def test_bad_input_is_refused_in_one_sentence(tmp_path: Path) -> None:
         assert newest_model(address, run=RUN, keys=keys / "eva").versions == (0, 0)
         wrong: list[tuple[dict[str, object], type[DilocoError], str]] = [
             ({"source": address, "run": "other", "keys": keys / "eye"}, UnknownRunError, "serves run 'tiny'"),
-            ({"source": state, "run": "other"}, UnknownRunError, "holds run 'tiny', not 'other'"),
+            ({"source": state, "run": "other"}, ConfigError, "holds run 'tiny', not 'other'"),
             ({"source": address, "run": RUN}, AuthError, "keys"),
             ({"source": tmp_path / "none", "run": RUN}, ConfigError, "there is no store in"),
             ({"source": tmp_path / "empty", "run": RUN}, ConfigError, "there is no run in"),
@@ -246,3 +248,32 @@ def test_bad_input_is_refused_in_one_sentence(tmp_path: Path) -> None:
             with pytest.raises(kind, match=words) as caught:
                 next(follow(**arguments))  # type: ignore[arg-type]
             assert "\n" not in str(caught.value)
+
+
+# --- a bucket ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_reachable", [True, False])
+def test_a_syncer_refers_to_its_bucket_and_sends_itself_what_cannot_be_read_there(
+    is_reachable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    method = METHODS["4 bits"]
+    with BucketServer() as bucket, published_run(tmp_path, method, store=bucket.url("run"), width=2000) as run:
+        run.publish(0)
+        for name in CREDENTIALS:
+            monkeypatch.delenv(name)  # a follower has none
+        if not is_reachable:
+            monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # nothing listens there
+            monkeypatch.setenv("no_grpc_proxy", "127.0.0.1")
+            monkeypatch.setattr(urllib.request, "_opener", None)  # it would keep the proxies of its first use
+        with follow(run.syncer.address, run=RUN) as follower:
+            run.require_same(follower.newer())
+            run.publish(1, 0, 0)
+            run.require_same(follower.newer())
+        totals = run.syncer._wire_bytes.totals()
+        sent = sum(number for (_, kind, way), number in totals.items() if (kind, way) == ("reads", "sent"))
+        assert (sent > 4 * sum(each.theta.numel() for each in run.held())) is not is_reachable
+        said = [record.message for record in caplog.records if "bytes come from the syncer itself" in record.message]
+        assert len(said) == (0 if is_reachable else 1)

@@ -2,6 +2,7 @@
 python -m tests.storms SEED --faults 0,2          with some of its faults (none: '')
 python -m tests.storms FIRST-LAST                 storms of many seeds, in two processes      (make storm SEEDS=1-1000)
 python -m tests.storms FIRST-LAST --leased        the same with leased data
+python -m tests.storms FIRST-LAST --standby       the same with two syncers
 python -m tests.storms FIRST-LAST --goes-back     the same with runs that are restored from a backup, or repaired
 python -m tests.storms FIRST-LAST --steered       the same with an operator's orders
 python -m tests.storms FIRST-LAST --parts         the same with learners that train parts of a mixture
@@ -39,13 +40,14 @@ def main() -> int:
     parser.add_argument("seeds", help="one seed, or FIRST-LAST")
     parser.add_argument("--faults", help="indices of the faults to keep, with commas")
     parser.add_argument("--leased", action="store_true", help="learners read leased data")
+    parser.add_argument("--standby", action="store_true", help="a second syncer waits for its turn")
     parser.add_argument("--goes-back", action="store_true", help="the run goes back to an older state")
     parser.add_argument("--steered", action="store_true", help="an operator gives orders")
     parser.add_argument("--parts", action="store_true", help="learners train parts of a mixture")
     parser.add_argument("--processes", type=int, default=2, help="at a time; default %(default)s")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args()
-    kind = {each: getattr(options, each) for each in ("leased", "goes_back", "steered", "parts")}
+    kind = {each: getattr(options, each) for each in ("leased", "standby", "goes_back", "steered", "parts")}
     first, _, last = options.seeds.partition("-")
     seeds = list(range(int(first), int(last or first) + 1))
     if options.faults is not None:

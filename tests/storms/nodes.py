@@ -112,7 +112,7 @@ class Node:
         self.publisher: Publisher | None = None
         self.store: StormStore | None = None
         self.driver: StormDriver | None = None
-        self.accounts = storm.accounts_type(storm.ledger, storm.all_accounts)
+        self.accounts = storm.accounts
         self.spool = LimitedSpool()
         self.began_s = 0.0
         self.asleep_until_s = self.unreachable_until_s = -math.inf

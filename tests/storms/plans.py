@@ -50,6 +50,22 @@ STORE_FAULTS = get_args(StoreKind)
     stop syncer    the syncer is stopped, and gives up the run; it is back after some seconds
 """
 
+PairKind = Literal[
+    "kill first", "kill standby", "kill both", "sleep", "sleep in a swap", "cut off store", "cut off learners",
+    "isolate", "promote", "stop first",
+]  # fmt: skip
+"""Where there are two syncers; "first" is the one that serves the run then.
+
+    kill first, kill standby, kill both   as "kill syncer"
+    sleep              a syncer's process stands still for some seconds
+    sleep in a swap    the first does so from its next swap on, whose answer it finds when it wakes up
+    cut off store      one of the two does not reach the store for some seconds
+    cut off learners   one of the two does not reach half of the learners, or more
+    isolate            the first reaches neither the store nor those learners
+    promote            a person promotes the standby
+    stop first         as "stop syncer"
+"""
+
 Going = Literal["restore", "repair", "repair without record"]
 """Where a run goes back; the syncer is back after some seconds, on the versions that are left.
 
@@ -74,10 +90,12 @@ class Fault:
         seconds: how long.
         choice: "kill learner": 0 no checkpoint, 1 an old one, 2 the newest. "tear write": the index of the step. "older
             copy": 0 the oldest, 1 one from the middle, 2 the newest. "restore": the backup after so many thirds of all.
+            "sleep", "cut off store": 2 the standby. "sleep in a swap": 0 it lands while the first is asleep. "cut off
+            learners", "isolate": 0 half of the learners, 1 more; 2 the standby from half.
     """
 
     at_s: float
-    kind: Kind | Literal["older copy"] | StoreKind | Going | OrderKind
+    kind: Kind | Literal["older copy"] | StoreKind | PairKind | Going | OrderKind
     learner: int = 0
     seconds: float = 0.0
     choice: int = 0
@@ -102,6 +120,7 @@ class Plan:
         goes_back: the run does, on purpose (`Going`).
         steered: an operator gives orders (`OrderKind`).
         num_experts: of the mixture that the model is; 0: it is none.
+        standby: there are two syncers.
         lease_s: of the syncer on its store; infinite: that is a directory.
         shortest_swap_s: of the store.
         keep_s: how long objects stay that are not named any more.
@@ -124,6 +143,7 @@ class Plan:
     goes_back: bool = False
     steered: bool = False
     num_experts: int = 0
+    standby: bool = False
     lease_s: float = math.inf
     shortest_swap_s: float = 0.0
     keep_s: float = 10.0
@@ -171,14 +191,17 @@ def _mixture(num_experts: int) -> list[TensorSpec]:
 
 
 def plan_of(
-    seed: int, *, leased: bool = False, goes_back: bool = False, steered: bool = False, parts: bool = False
+    seed: int, *, leased: bool = False, standby: bool = False, goes_back: bool = False, steered: bool = False,
+    parts: bool = False,
 ) -> Plan:  # fmt: skip
-    """The storm of a seed. `leased`: with leased data. `goes_back`: the run does. `steered`: an operator gives it
-    orders. `parts`: learners train parts of a mixture."""
+    """The storm of a seed. `leased`: with leased data. `standby`: with two syncers. `goes_back`: the run does.
+    `steered`: an operator gives it orders. `parts`: learners train parts of a mixture."""
     draws = Draws(seed)
     plan = _plan(draws, leased=leased)
     if parts:
         plan = _with_parts(draws, plan)
+    if standby:
+        return _with_standby(draws, plan)
     if steered:
         return _with_orders(draws, plan)
     return _that_goes_back(draws, plan) if goes_back else plan
@@ -260,6 +283,24 @@ def _of_mixture(draws: Draws, method: Method, num_experts: int) -> Method | None
         return replace(method, fragments=fragments, **plain)
     except ConfigError:
         return None
+
+
+def _with_standby(draws: Draws, plan: Plan) -> Plan:
+    """Longer, since a takeover takes its time, and with faults of both syncers and of what is between them."""
+    faults = [each for each in plan.faults if each.kind != OLDER_COPY]
+    for _ in range(draws.whole("pair faults", 1, 5)):
+        kind, choice = draws.of("pair fault", get_args(PairKind)), draws.whole("pair fault's choice", 0, 2)
+        at_s, seconds = draws.between("pair fault at", 1.0, 45.0), draws.between("pair fault for", 0.3, 25.0)
+        learner = draws.whole("pair fault's learner", 0, len(plan.step_s) - 1)
+        faults.append(Fault(round(at_s, 3), kind, learner, round(seconds, 3), choice))
+    bucket = {**_BUCKET, "lease_s": draws.of("lease_s", (3.0, 10.0))}
+    return replace(
+        plan,
+        steps=plan.steps + draws.whole("more steps", 20, 70),
+        faults=tuple(sorted(faults, key=lambda it: it.at_s)),
+        standby=True,
+        **bucket,
+    )
 
 
 def _with_orders(draws: Draws, plan: Plan) -> Plan:

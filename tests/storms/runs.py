@@ -16,6 +16,7 @@ import torch
 from tests.chaos.versions import BrokenInvariantError
 from tests.storms.going_back import GoingBackStorm
 from tests.storms.plans import Fault, Plan, plan_of, told
+from tests.storms.standby import StandbyStorm
 from tests.storms.steered import SteeredStorm
 from tests.storms.world import Storm
 
@@ -36,8 +37,8 @@ class Failure:
         kind = "" if isinstance(self.error, BrokenInvariantError) else f"{type(self.error).__name__}: "
         kept = ",".join(str(self.plan.faults.index(fault)) for fault in self.faults)
         options = {
-            " --leased": self.plan.num_units, " --goes-back": self.plan.goes_back, " --steered": self.plan.steered,
-            " --parts": self.plan.num_experts,
+            " --leased": self.plan.num_units, " --standby": self.plan.standby, " --goes-back": self.plan.goes_back,
+            " --steered": self.plan.steered, " --parts": self.plan.num_experts,
         }  # fmt: skip
         chosen = "".join(option for option, is_chosen in options.items() if is_chosen)
         return (
@@ -47,7 +48,9 @@ class Failure:
 
 
 def storm_of(plan: Plan, faults: Sequence[Fault] | None = None) -> Storm:
-    """Of a run that may go back or be steered."""
+    """With one syncer, or with two, or of a run that goes back or is steered."""
+    if plan.standby:
+        return StandbyStorm(plan, faults)
     kind = GoingBackStorm if plan.goes_back else SteeredStorm if plan.steered else Storm
     return kind(plan, faults)
 
@@ -65,12 +68,10 @@ def run(plan: Plan, faults: Sequence[Fault], struck: Counter[str] | None = None)
     return None
 
 
-def run_seed(
-    seed: int, *, leased: bool = False, goes_back: bool = False, steered: bool = False, parts: bool = False,
-    struck: Counter[str] | None = None,
-) -> Failure | None:  # fmt: skip
-    """The storm of a seed; a failure comes with the shortest list of faults that was found."""
-    plan = plan_of(seed, leased=leased, goes_back=goes_back, steered=steered, parts=parts)
+def run_seed(seed: int, *, struck: Counter[str] | None = None, **kind: bool) -> Failure | None:
+    """The storm of a seed, of a kind as in `plan_of`; a failure comes with the shortest list of faults that was
+    found."""
+    plan = plan_of(seed, **kind)
     failure = run(plan, plan.faults, struck)
     return None if failure is None else shortest(failure)
 
@@ -94,15 +95,11 @@ def shortest(failure: Failure) -> Failure:
     return failure
 
 
-def failures(
-    seeds: Sequence[int], *, leased: bool = False, goes_back: bool = False, steered: bool = False,
-    parts: bool = False, struck: Counter[str] | None = None,
-) -> Iterator[Failure | None]:  # fmt: skip
+def failures(seeds: Sequence[int], *, struck: Counter[str] | None = None, **kind: bool) -> Iterator[Failure | None]:
     """Of each seed, in order."""
     with quiet():
         for seed in seeds:
-            kind = {"leased": leased, "goes_back": goes_back, "steered": steered, "parts": parts}
-            yield run_seed(seed, **kind, struck=struck)
+            yield run_seed(seed, struck=struck, **kind)
 
 
 def firsts(first: int, num_seeds: int, per_test: int, num_default: int) -> list[Any]:

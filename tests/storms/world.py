@@ -71,7 +71,8 @@ class Storm:
         quiet_s: when the last fault was over.
         calm_s: when the last one of all will be.
         ledger: what is durable.
-        all_accounts: where the tokens are, as the last drivers have it.
+        accounts: where the tokens are, as the driver that serves the run has it, or the last one.
+        all_accounts: of the last drivers.
         progress: what goes on.
         counts: that all tokens are counted.
         num_events: that have happened.
@@ -97,6 +98,7 @@ class Storm:
         self.struck: Counter[str] = Counter()
         self.ledger = self.ledger_type()
         self.all_accounts: list[Accounts] = []
+        self.accounts = self.accounts_type(self.ledger, self.all_accounts)
         self.impostor: Impostor | None = None
         self.replicas = StormReplicas(plan.method, plan.layout)
         self.jobs = TensorJobs(plan.method, seconds=None)
@@ -260,11 +262,6 @@ class Storm:
         return None if leading is None else leading.driver
 
     @property
-    def accounts(self) -> Accounts:
-        """Of the driver that serves the run, or of the last one."""
-        return max(self.nodes, key=lambda node: (node.driver is not None, node.epoch)).accounts
-
-    @property
     def began_s(self) -> float:
         """When the driver that is there began, or woke up."""
         leading = self.leading
@@ -299,6 +296,8 @@ class Storm:
 
     def began_to_serve(self, node: Node) -> None:
         """A node's driver has begun."""
+        if node is self.leading:
+            self.accounts = node.accounts
         self.quiet_s = max(self.now_s, self.quiet_s)
         self.touched()
 

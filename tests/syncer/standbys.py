@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections import defaultdict
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -84,11 +83,14 @@ class Pair:
         addresses: as learners dial them.
     """
 
-    def __init__(self, path: Path, *, lease_s: float = LEASE_S, at_least: int = 2, more: str = "") -> None:
+    def __init__(
+        self, path: Path, *, lease_s: float = LEASE_S, at_least: int = 2, lost_floor_s: float = 60.0, more: str = ""
+    ) -> None:
         self._stack = ExitStack()
         self.server = self._stack.enter_context(BucketServer())
         self.syncers = dict[str, SharingSyncer]()
-        self._path, self._lease_s, self._at_least, self._more = path, lease_s, at_least, more
+        self._path, self._lease_s, self._more = path, lease_s, more
+        self._at_least, self._lost_floor_s = at_least, lost_floor_s
         self.a = self.start("a")
         until(lambda: self.a.standing() == "serving", "the first does not serve")
         self.b = self.start("b")
@@ -102,7 +104,7 @@ class Pair:
         more = f'store = "{place}"\nlease_s = {self._lease_s}\nkeep_s = 60\n{self._more}\n'
         more += "standby = true\n" if standby else ""
         (self._path / name).mkdir()
-        run_file = RUN_FILE.format(at_least=self._at_least, lost_floor_s=60.0, more=more)
+        run_file = RUN_FILE.format(at_least=self._at_least, lost_floor_s=self._lost_floor_s, more=more)
         self.syncers[name] = it = SharingSyncer(self._path / name, run_file, way)
         return it
 
@@ -130,6 +132,18 @@ class Pair:
         assert found is not None
         return Manifest.from_bytes(found.data, "the bucket")
 
+    @staticmethod
+    def _served(syncer: SharingSyncer) -> set[int]:
+        """The epochs in which it published."""
+        epoch, found = 0, set[int]()
+        for each in syncer.told(events.Event):
+            match each:
+                case events.StandingChanged(standing="serving", epoch=number):
+                    epoch = number
+                case events.Published():
+                    found.add(epoch)
+        return found
+
     def _bucket(self) -> Bucket:
         os.environ.update(CREDENTIALS)
         return Bucket(self.server.url(PREFIX))
@@ -152,12 +166,7 @@ class Pair:
                 assert digests[0] == saved.fragments[fragment].digest
         epochs = [each.number for each in saved.epochs]
         assert epochs == sorted(set(epochs))
+        served = [self._served(syncer) for syncer in self.syncers.values()]
+        assert not set[int]().union(*served) - set(epochs)
+        assert sum(map(len, served)) == len(set[int]().union(*served)), f"an epoch was served by both: {served}"
         return manifest.versions
-
-
-def reached(condition: Callable[[], bool], what: str, *lives: Any) -> None:
-    """Wait for it while learners live."""
-    until(lambda: condition() or any(life.done() for life in lives), what)
-    for life in lives:
-        if life.done():
-            life.result()

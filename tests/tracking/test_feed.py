@@ -233,7 +233,7 @@ def test_what_is_told_before_the_run_has_an_id_is_logged_once_it_has(tmp_path: P
     tracker = Recording()
     following = followed(tmp_path / "events.jsonl", tracker)
     with EventLog(tmp_path / "events.jsonl", who="syncer") as log:
-        log.append(ev.Reported(learner="a", tokens=5, loss=2.5))
+        log.append(ev.Reported(by="a", tokens=5, loss=2.5))
         log.append(progress(1))
     following.close()
     assert [point.values.get("global_model/held_out_loss") for point in tracker.points] == [2.5, None]

@@ -49,11 +49,10 @@ def command(
     insecure: Insecure = False,
     as_json: Json = False,
 ) -> None:
-    """Evaluate exports, or with --follow each N-th version of a live run: held-out loss and task scores, with
-    confidence intervals; exports also with paired differences.
+    """Evaluate exports, or each version of a run: held-out loss and task scores, with intervals.
 
-    The results of versions are reported to the run's syncer, with keys of the role evaluator: into its events, its page
-    and its trackers.
+    Exports are compared by paired differences. With --follow, each N-th version of a live run is evaluated, and the
+    results are reported to its syncer, with keys of the role evaluator: into its events, its page and its trackers.
     """
     if bool(exports) == (source is not None):
         raise ConfigError("give either exports, or a run with --follow SOURCE")

@@ -29,7 +29,9 @@ def command(
     insecure: Insecure = False,
     as_json: Json = False,
 ) -> None:
-    """Keep a copy of a run's newest model in FOLDER, whole at every moment: a line for each version."""
+    """Keep a copy of a run's newest model in a folder, from its syncer or its store.
+
+    The copy is whole at every moment. Prints a line for each version."""
     from diloco.following.copies import FollowedFolder
     from diloco.following.follower import follow, newest_model
 

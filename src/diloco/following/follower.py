@@ -18,7 +18,6 @@ from diloco.errors import (
     LineageError,
     NotInitialisedError,
     StoppedError,
-    UnknownRunError,
     VersionError,
 )
 from diloco.exchange.key_pair import AnyKeys
@@ -115,7 +114,7 @@ class Follower:
         """The next version, the newest one at this moment.
 
         Raises:
-            StopIteration: the run has ended, or this was closed. UnknownRunError: the source has another run.
+            StopIteration: the run has ended, or this was closed. ConfigError: the store has another run.
             LineageError: it has a second run of this name. DamagedObjectError, DigestError: a version is not what was
             published. AuthError: the keys do not permit reading.
         """
@@ -148,7 +147,7 @@ class Follower:
     def _newer(self) -> FollowedModel | None:
         manifest, shown = read_manifest(self._source), self._shown
         if manifest.run != self._run:
-            raise UnknownRunError(f"{self._source.name} holds run {manifest.run!r}, not {self._run!r}; name that run.")
+            raise ConfigError(f"{self._source.name} holds run {manifest.run!r}, not {self._run!r}; name that run.")
         if shown is not None:
             if manifest.run_id != shown.run_id:
                 raise LineageError(

@@ -19,6 +19,7 @@ from typing import Protocol, TypeVar
 from diloco.errors import (
     ConfigError,
     DamagedObjectError,
+    DilocoError,
     MissingObjectError,
     StoppedError,
     StoreError,
@@ -186,11 +187,12 @@ def until_answered(call: Callable[[], T], closing: threading.Event, patience_s: 
     while True:
         try:
             return call()
-        except (MissingObjectError, DamagedObjectError):
-            raise
-        except (UnreachableError, StoreError) as error:
+        except DilocoError as error:
             if closing.is_set():
                 raise StoppedError("this follower was closed.") from error
+            is_final = isinstance(error, MissingObjectError | DamagedObjectError)
+            if is_final or not isinstance(error, UnreachableError | StoreError):
+                raise
             if patience_s is not None and time.monotonic() - began_at + pause_s > patience_s:
                 raise
             if pause_s == FIRST_PAUSE_S:

@@ -344,7 +344,9 @@ class Publisher:
             return retry_at
         times = [retry_at]
         if self.standing == "serving":
-            times += [self._held_from + self._lease_s, self._list_at, *self._unnamed.values()]
+            times.append(self._held_from + self._lease_s)
+        if self._may_clean:
+            times += [self._list_at, *self._unnamed.values()]
         if in_flight is None:
             times.append(self._due_at)
         return min(times)
@@ -397,12 +399,9 @@ class Publisher:
         if in_flight is not None and in_flight.retry_at <= now:
             in_flight.retry_at, self._began_at = math.inf, now
             acts.append(in_flight.swap)
-        is_refused = self._is_reading or self._read_at < math.inf
-        if not self.is_serving or is_refused:
-            return acts
-        if in_flight is None and self._due_at <= now:
+        if self.is_serving and in_flight is None and self._due_at <= now:
             acts += self._swap(now)
-        return acts + self._clean(now)
+        return acts + self._clean(now) if self._may_clean else acts
 
     def _swap(self, now: float) -> list[Act]:
         assert self.manifest is not None
@@ -419,13 +418,16 @@ class Publisher:
         self._began_at = now
         return [self._in_flight.swap]
 
+    @property
+    def _may_clean(self) -> bool:
+        """Whether objects may be deleted: no swap was refused."""
+        return self.standing == "serving" and not self._is_reading and self._read_at == math.inf
+
     def _clean(self, now: float) -> list[Act]:
         if self._list_at <= now:
             self._list_at = math.inf
             return [List()]
         due = tuple(sorted(name for name, at in self._unnamed.items() if at <= now))
-        if not due or self.standing != "serving":
-            return []
         for name in due:
             del self._unnamed[name]
-        return [Delete(due)]
+        return [Delete(due)] if due else []
