@@ -256,7 +256,8 @@ def follow(
 
     Each is consistent (`FollowedModel`) and checked by its digests. The first one is read whole; later ones are made
     from the updates that learners receive, of 4 bits where the method has them. A follower that is slower than the run
-    gets the newest version each time. It delays no learner. Reading goes on where it was cut off.
+    gets the newest version each time. No learner waits for it; its bytes share the syncer's link. Reading goes on where
+    it was cut off.
 
     Arguments:
         source: "host:port" of the run's syncer, which needs keys of the role viewer (several addresses with commas
