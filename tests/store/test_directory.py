@@ -210,7 +210,7 @@ MOUNTS = r"""/dev/vda / ext4 rw,relatime 0 0
 server:/export /mnt/shared nfs4 rw,vers=4.2 0 0
 /dev/vdb /mnt/shared/local xfs rw 0 0
 //server/share /mnt/with\040space cifs rw 0 0
-me@server:/home /mnt/ssh fuse.sshfs rw 0 0
+me@server:/all /mnt/ssh fuse.sshfs rw 0 0
 mfs#server:9421 /workspace fuse rw 0 0
 /dev/fuse /mnt/ntfs fuseblk rw 0 0
 overlay /mnt/covered overlay rw 0 0
@@ -221,7 +221,7 @@ server:/x /mnt/covered nfs rw 0 0
 @pytest.mark.parametrize(
     ("path", "kind"),
     [
-        ("/", None), ("/home/run", None), ("/mnt/shared", "nfs4"), ("/mnt/shared/a/b", "nfs4"), ("/mnt/shared2", None),
+        ("/", None), ("/srv/run", None), ("/mnt/shared", "nfs4"), ("/mnt/shared/a/b", "nfs4"), ("/mnt/shared2", None),
         ("/mnt/shared/local/a", None), ("/mnt/with space/a", "cifs"), ("/mnt/ssh/run", "fuse.sshfs"),
         ("/workspace/run", "fuse"), ("/mnt/ntfs/run", None), ("/mnt/covered/run", "nfs"),
     ],
