@@ -516,7 +516,9 @@ def test_another_run_or_method_is_not_continued() -> None:
         scene.restart()
     scene.method = scheduled()
     assert scene.place.found is not None
-    scene.place.found = replace(scene.place.found, data=scene.place.found.data.replace(b'"toy"', b'"other"'))
+    assert scene.place.manifest is not None
+    other = replace(scene.place.manifest, run="other")
+    scene.place.found = replace(scene.place.found, data=other.to_bytes())
     with pytest.raises(UnknownRunError, match="'other'"):
         scene.restart()
 
@@ -528,6 +530,8 @@ def test_only_a_run_with_a_model_can_be_joined_and_only_with_its_model() -> None
     scene = Scene()
     with pytest.raises(NotInitialisedError):
         scene.join("a")
+    with pytest.raises(StaleIncarnationError, match="no model here yet; join again"):  # of another syncer
+        scene.beat("a", 1, seen=None)
     scene.initialise()
     other = Layout((place(0, [TensorSpec("w0", (3,), "float32")]),), ())
     with pytest.raises(LayoutError, match="does not hold the run's model"):

@@ -279,6 +279,11 @@ class Driver(Generic[H, S, P]):
                 member, or a version is not part of the run any more. PayloadError: more versions than fragments.
         """
         self._require_followed(claim)
+        if not self.state.is_initialised:  # another syncer has let it in
+            raise StaleIncarnationError(
+                f"incarnation {claim.incarnation} of learner {claim.learner!r} is not part of the run, which has no "
+                "model here yet; join again for a new one."
+            )
         self.core.check(claim.learner, claim.incarnation, claim.process)
         validation.check_versions(claim.learner, claim.versions, len(self.state.versions))
         if claim.seen is None or (gone := lost(self.state.epochs, claim.seen.epoch, claim.versions)) is None:
@@ -302,8 +307,8 @@ class Driver(Generic[H, S, P]):
             StaleIncarnationError, LineageError, UnknownRunError: as `connected`. PayloadError: its numbers are
                 implausible.
         """
-        core, learner = self.core, claim.learner
         self._require_member(claim)
+        core, learner = self.core, claim.learner
         tokens_per_step = core.members[learner].tokens_per_step
         validation.check_report(learner, report, len(self.state.versions), core.step, tokens_per_step)
         validation.check_forward(learner, report.steps, self._status.steps_of(learner, claim.incarnation))
