@@ -176,7 +176,7 @@ class Process:
             case Settled(is_settled=is_settled):
                 held = tuple(each.version for each in self.client.held if each is not None)
                 self._settled_with = held if is_settled else None
-                if is_settled and all(learner.has_finished for learner in self._storm.learners):
+                if is_settled and all(learner.is_at_end for learner in self._storm.learners):
                     self._must_end_with = self._must_end_with or held
             case Rejection(fragment=fragment, number=number, reason=reason):
                 assert self.core is not None
@@ -393,6 +393,11 @@ class LearnerProcess:
             if each.is_alive:
                 return each
         return self.processes[-1] if self.processes else None
+
+    @property
+    def is_at_end(self) -> bool:
+        """It has taken all its steps. One that was evicted after that, and joins again, takes the last ones again."""
+        return self.has_finished and (self.core is None or self.core.step >= self.storm.plan.steps)
 
     @property
     def waits_for_others(self) -> bool:
