@@ -32,7 +32,7 @@ ELSEWHERE = {
     "two runs on one coordinator merge into one broken quorum":
         "syncer/test_service.py::test_bad_input_is_refused_and_changes_nothing",
     "a fresh learner that is alone at start-up becomes the quorum and wipes the model":
-        "store/test_store.py::test_a_run_is_initialised_once",
+        "run/test_driver.py::test_of_two_that_initialise_at_once_one_does",
     "after a restart the first to come back merges alone":
         "protocol/test_syncer_core.py::test_after_a_restart_the_first_to_come_back_does_not_merge_alone",
     "with a minimum of one the cluster silently becomes solo runs":
@@ -115,6 +115,7 @@ def test_no_environment_variable_beats_an_argument() -> None:
     keys = SOURCE / "exchange" / "key_pair.py"
     assert keys.read_text().count("environ.") == keys.read_text().count("environ.get(VARIABLE") == 1
     readers.remove(keys)
+    readers.remove(SOURCE / "store" / "bucket.py")  # finds its endpoint where the cloud's own tools do, after its URL
     assert {path.relative_to(SOURCE).parts[0] for path in readers} <= {"cli", "demo", "training"}
 
 

@@ -31,6 +31,7 @@ from diloco.exchange.remote.entry import Entry, describe, model_parts
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import FIRST_BYTES, LONGEST_CHUNK_BYTES, MAX_UNACKNOWLEDGED, frames, read_header
 from diloco.exchange.wire.tensors import bytes_of
+from diloco.protocol.manifest import Manifest
 from diloco.protocol.members import Claim, Deadlines
 from diloco.protocol.session import requests
 from diloco.run.uploads import KEPT_S
@@ -168,8 +169,11 @@ def wide() -> Layout:
 
 
 def pull(connection: Connection) -> None:
-    """A viewer's."""
-    connection.pull("joins", pb.PullRequest(run=RUN, fragment=0, base=-1))
+    """A viewer's, of an object of the model."""
+    found = connection.call("control", "Manifest", pb.ManifestRequest(run=RUN), pb.ManifestReply)
+    (newest, *_), *_ = Manifest.from_bytes(found.manifest, "here").fragments
+    wanted = pb.ObjectRange(name=newest.held, start=0, stop=1 << 22)
+    connection.pull("joins", pb.PullRequest(run=RUN, object=wanted, direct=True), method="Read")
 
 
 def probe_up(connection: Connection) -> None:

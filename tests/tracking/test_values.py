@@ -187,7 +187,8 @@ def test_the_documentation_has_every_name_and_no_other() -> None:
         values.take(event)
         for event in (
             progress(1.0, 1, 1, "a"), merged(("a",), ("a",), 1.0), traffic("a", 2, 1),
-            ev.Reported(by="a", tokens=1, loss=1.0), progress(2.0, 2, 2, "a", ledger={"merged": 1}),
+            ev.Reported(by="a", tokens=1, loss=1.0, scores={"TASK/METRIC": 1.0}),
+            progress(2.0, 2, 2, "a", ledger={"merged": 1}),
         )
     ]  # fmt: skip
     told += map(trainer_point, (

@@ -14,7 +14,7 @@ from typing import Any, Self, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from diloco.errors import AuthError, DilocoError, ExchangeError, UnreachableError
+from diloco.errors import AuthError, CorruptPayloadError, DilocoError, ExchangeError, UnreachableError
 from diloco.exchange.credentials import Credentials, FailureReason
 from diloco.exchange.key_pair import AnyKeys
 from diloco.exchange.wire import syncer_pb2 as pb
@@ -152,7 +152,9 @@ class Connection:
         """
         with self._mapping(), self._answering(channel, method, timeout_s) as limit_s:
             stub = self._channel(channel).unary_unary(path(method), _serialize, kind.FromString)
-            reply: R = stub(request, timeout=limit_s)
+            reply: R | None = stub(request, timeout=limit_s)
+        if reply is None:
+            raise CorruptPayloadError(f"the syncer at {self.address} has answered {method} with nothing; try again.")
         return reply
 
     @contextmanager
