@@ -67,8 +67,8 @@ def _store() -> dict[str, bytes]:
 
 
 def _named(data: bytes) -> dict[str, bytes]:
-    """The files of an input: tensors' objects whose beginning has changed have names, here and in the manifest, that
-    say so. A record that has changed is damaged: only its writer could name it, who has the run."""
+    """The files of an input: objects whose header has changed have names, here and in the manifest, that say so. A
+    record that has changed is damaged: only its writer could name it, who has the run."""
     files = dict(zip(_store(), parted(data), strict=False))
     manifest = files.get("manifest.json", b"")
     for name, content in list(files.items()):

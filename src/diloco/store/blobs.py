@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,32 +31,22 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _DESCRIBED, _HASHES = "diloco", "hashes"
 
 
-class Hasher(Protocol):
-    """A hash of contiguous host tensors' bytes."""
-
-    def update(self, part: Tensor, /) -> None:
-        """Add the next elements."""
-
-    def hex(self) -> str:
-        """The hash of all parts so far, 32 bytes in hex."""
-
-
 class Sha256:
-    """SHA-256 of tensors' bytes."""
+    """SHA-256 of tensors' bytes, part by part like `Digest`."""
 
     def __init__(self) -> None:
         self._hasher = hashlib.sha256()
 
     def update(self, part: Tensor, /) -> None:
-        """As `Hasher`."""
+        """Add the next elements."""
         self._hasher.update(bytes_of(part))
 
     def hex(self) -> str:
-        """As `Hasher`."""
+        """The hash of all parts so far, 32 bytes in hex."""
         return self._hasher.hexdigest()
 
 
-def hasher_of(name: str) -> Hasher:
+def hasher_of(name: str) -> Digest | Sha256:
     """The hasher of a tensor with this name."""
     return Digest() if name == "theta" else Sha256()
 
