@@ -263,7 +263,7 @@ class SyncerTable(Table):
             raise ValueError("record_contributions has no effect with journal = false; drop one of them")
         if self.hold and not self.standby:
             raise ValueError("hold has no effect without standby = true; drop it")
-        if self.copy_to is None and "copy_every_s" in self.model_fields_set:
+        if self.copy_to is None and self.copy_every_s != type(self).model_fields["copy_every_s"].default:
             raise ValueError("copy_every_s has no effect without copy_to; drop it")
         return self
 

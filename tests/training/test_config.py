@@ -104,7 +104,7 @@ def test_the_dump_reads_back_to_the_same_value() -> None:
         (MINIMAL + "steps = 5\n[warm_start]\nsteps = 5\n", "warm_start.steps = 5 leaves nothing of run.steps"),
         (MINIMAL + "[syncer]\nkeys = 'a'\ninsecure = true\n", "insecure and keys contradict each other"),
         (MINIMAL + "[syncer]\ntoken_file = 'x'\n", 'unknown key "syncer.token_file"'),
-        (MINIMAL + "[syncer]\nbackup = ''\n", 'syncer.backup = "": string should have at least 1 character'),
+        (MINIMAL + "[syncer]\nstore = ''\n", 'syncer.store = "": string should have at least 1 character'),
         (MINIMAL + "[heal]\n", 'run.toml: unknown key "heal"; known are checkpoint, data'),
         ("run = 3\n", r"run.toml: run must be a table, \[run\]"),
         ("[run\n", "run.toml is not TOML"),

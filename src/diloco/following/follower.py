@@ -263,7 +263,8 @@ def follow(
         source: "host:port" of the run's syncer, which needs keys of the role viewer (several addresses with commas
             between them); or its store without a syncer: a directory, or the URL of a bucket.
         run: the name of the run.
-        keys, insecure: as in `connect`.
+        keys: as in `connect`.
+        insecure: as in `connect`.
         every: versions of fragments between two models, at least. With P fragments, P of them change a whole model.
         callback: called with each model on a thread of its own; `Follower.wait` waits for its end and raises its error.
         poll_s: pause between two looks for a newer version.
