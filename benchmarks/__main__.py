@@ -29,6 +29,7 @@ GROUPS = {
     "fragments": "A fragment, processor time; ratio: own time ÷ memory copy (lower is better)",
     "merges": "Eight learners' outer gradients into one, processor time; ratio: own time ÷ memory copy (lower is "
     "better)",
+    "store": "A version made durable in a directory, and read; ratio: ÷ a plain file (lower is better)",
     "memory": "A syncer's peak in models (fp32), the spool apart (lower is better)",
     "islands": "A rank of an FSDP2 island, for exchanging: host memory in models (fp32), and bytes (lower is better)",
     "transfer": "A real syncer; ratio: socket's time ÷ own time (higher is better)",
@@ -39,7 +40,7 @@ GROUPS = {
 }
 """Modules of this package with `run(quick) -> rows`, and what their ratios mean."""
 
-LOWER_IS_BETTER = ("fragments", "islands", "memory", "merges", "step", "rounds", "virtual", "plan")
+LOWER_IS_BETTER = ("fragments", "islands", "memory", "merges", "step", "rounds", "store", "virtual", "plan")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

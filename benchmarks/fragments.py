@@ -23,16 +23,16 @@ from torch import Tensor, nn
 import diloco
 from diloco.core.fragments import make_layout
 from diloco.core.global_fragment import GlobalFragment
-from diloco.core.layout import Layout, TensorSpec, digest, place
+from diloco.core.layout import digest
 from diloco.core.memory import flush_denormals
 from diloco.core.outer import OUTER_OPTIMIZERS, Adam
 from diloco.core.update import Update
 from diloco.learner.partition import Undivided
 from diloco.learner.tensors import LearnerTensors
 from diloco.learner.units import Units
-from diloco.protocol.actions import MergeRound
-from diloco.run.ports import InitialModel, MergedRound
-from diloco.store.store import Store
+from diloco.protocol.manifest import Manifest, NamedVersion
+from diloco.store.directory import Directory
+from diloco.store.format import TensorFormat
 
 WIDTH = 4096
 METHOD = diloco.DiLoCo(sync_every=4, overlap=1)
@@ -76,11 +76,7 @@ def _cases(theta: Tensor) -> Iterator[tuple[str, Callable[[], object]]]:
         delta = other.clone()
         yield f"outer step, {kind.__name__}", partial(outer.step, outer.init(theta.numel()), theta, delta, out=delta)
     yield "flush of denormals", partial(flush_denormals, other)
-    with tempfile.TemporaryDirectory() as folder, Store(folder) as store:
-        first = torch.zeros(1)
-        layout = Layout((place(0, [TensorSpec("x", (1,), "float32")]),), ())
-        held = GlobalFragment(0, 0, first, {}, None, digest(first))
-        store.initialise("benchmark", METHOD, InitialModel(layout, (held,), b"", "", "nothing", "0" * 32))
+    with tempfile.TemporaryDirectory() as folder, Directory(folder) as store:
         yield "digest and publishing, with momentum", _publishing(store, theta, {"momentum": other})
 
 
@@ -93,15 +89,22 @@ def _values(num_elements: int, dtype: torch.dtype, how: Any, origin: Tensor) -> 
     return values
 
 
-def _publishing(store: Store, theta: Tensor, outer_state: Mapping[str, Tensor]) -> Callable[[], None]:
-    versions = itertools.count(1)
+def _publishing(store: Directory, theta: Tensor, outer_state: Mapping[str, Tensor]) -> Callable[[], None]:
+    versions, format_ = itertools.count(1), TensorFormat()
+    token: str | None = None
 
     def publish() -> None:
+        nonlocal token
         version = next(versions)
         held = GlobalFragment(0, version, theta, outer_state, None, digest(theta))
         update = Update(0, version - 1, version, (), (), 1.0, held.digest, lossless=True)
-        action = MergeRound(0, version - 1, (), (), 1.0, frozenset(), "")
-        store.publish(MergedRound(action, update, held, theta, 4 * theta.numel()), {})
+        blobs = [format_.version("0" * 32, held, update, 0), format_.record({}, ())]
+        named, record = (f"1/{2 * version + index}-{blob.hash}" for index, blob in enumerate(blobs))
+        for name, blob in zip((named, record), blobs, strict=True):
+            store.put(name, blob.parts)
+        fragments = ((NamedVersion(version, named),),)
+        manifest = Manifest("benchmark", "0" * 32, serial=version, frozen=named, record=record, fragments=fragments)
+        token = store.swap(manifest.to_bytes(), token)
 
     return publish
 

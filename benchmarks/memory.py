@@ -33,7 +33,7 @@ from diloco.event_log import EventLog
 from diloco.exchange.wire.tensors import bytes_of
 from diloco.protocol.contribution import Contribution
 from diloco.protocol.members import Claim, Deadlines
-from diloco.store.store import Store
+from diloco.store.directory import Directory
 from diloco.syncer.hosting import HostedDriver, SyncerDriver
 from diloco.syncer.journal import Journal
 from diloco.syncer.metrics import SyncerMetrics
@@ -90,10 +90,11 @@ def measure(name: str, num_fragments: int, num_learners: int, num_parameters: in
     before = status_bytes("VmRSS")
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
-        with Store(directory) as store, EventLog(directory / "events.jsonl", who="syncer") as log:
+        with Directory(directory) as store, EventLog(directory / "events.jsonl", who="syncer") as log:
             journal = Journal(log, SyncerMetrics(RUN))
             spool = Spool(directory, spool_bytes)
             driver = HostedDriver(RUN, method, store, spool, deadlines=_NEVER, journal=journal)
+            driver.start()
             _take_rounds(driver, method, layout, learners)
             driver.stop()
             driver.raise_failure()

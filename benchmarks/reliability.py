@@ -2,7 +2,6 @@
 
     python -m benchmarks.reliability                     write the page from what is there
     python -m benchmarks.reliability chaos 11 --minutes 20 --learners 4 --every 1     a run of `tests.chaos`
-    python -m benchmarks.reliability chaos 11 --minutes 20 --standby                  the same with two syncers
     python -m benchmarks.reliability soak 1                                           a soak of an hour
     python -m benchmarks.reliability storms 1-100000                                  storms in virtual time
     python -m benchmarks.reliability again                                            those of them that have failed
@@ -91,7 +90,7 @@ def failed_again(results: list[dict[str, Any]]) -> dict[str, Any]:
     """The storms that have failed, run again: `tried` and `failed`, by seed."""
     tried, failed = list[int](), list[int]()
     for each in results:
-        kinds = [f"--{kind.replace('_', '-')}" for kind in ("leased", "standby", "goes_back") if each[kind]]
+        kinds = [f"--{kind.replace('_', '-')}" for kind in ("leased", "goes_back") if each[kind]]
         for text in each["failed"]:
             seed = text.removeprefix("seed ").partition(":")[0]
             tried.append(int(seed))
@@ -120,12 +119,12 @@ def main() -> None:
     measured = commit()
     match chosen.what:
         case "chaos":
-            name = require_new(f"chaos-{chosen.which}{'-standby' if '--standby' in more else ''}")
+            name = require_new(f"chaos-{chosen.which}")
             keep(name, chaos("--seed", chosen.which, *more), measured)
         case "soak":
             keep("soak", chaos("--soak", "--hours", chosen.which, *more), measured)
         case "storms":
-            kinds = "".join(f"-{kind}" for kind in ("leased", "standby", "goes-back") if f"--{kind}" in more)
+            kinds = "".join(f"-{kind}" for kind in ("leased", "goes-back") if f"--{kind}" in more)
             name = require_new(f"storms-{chosen.which}{kinds}")
             keep(name, _output("tests.storms", chosen.which, "--json", *more), measured)
         case "again":

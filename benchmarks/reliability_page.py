@@ -94,14 +94,13 @@ def _real(runs: Sequence[dict[str, Any]]) -> str:
     what = {kind.name: kind.what for kind in kinds(LOST_S)}
     rows = [(kind, what[kind], f"{injected[kind]:,}", f"{survived[kind]:,}") for kind in sorted(injected)]
     each = [
-        (run["seed"], run.get("syncers", 1), run["learners"], f"{run['seconds']:,.0f} s", run["num_faults"],
+        (run["seed"], run["learners"], f"{run['seconds']:,.0f} s", run["num_faults"],
          f"{run['versions_published']:,}", run["versions_lost"], _percent(run["goodput"]["ratio"]),
          "yes" if run["holds"] else _broken(run))
         for run in runs
     ]  # fmt: skip
     heads = (
         "seed",
-        "syncers",
         "learners",
         "faults for",
         "faults",
@@ -170,27 +169,19 @@ def _seeds_that_failed(runs: Sequence[dict[str, Any]]) -> list[int]:
 
 
 def _seeds(run: dict[str, Any]) -> str:
-    kinds = {"leased": "leased data", "standby": "two syncers", "goes_back": "a run that goes back"}
+    kinds = {"leased": "leased data", "goes_back": "a run that goes back"}
     named = [f", {kind}" for key, kind in kinds.items() if run[key]]
     return f"{run['first']} to {run['first'] + run['storms'] - 1}{''.join(named)}"
-
-
-TAKEOVER_S = 5.0
-"""Besides the lost deadline."""
-
-GOALS = {"survivor": "two step times and the deadline", "takeover": "the lost deadline and 5 s"}
 
 
 def _recovery(runs: Sequence[dict[str, Any]]) -> str:
     rows = []
     for key, what in RECOVERIES.items():
-        goal = GOALS.get(key, "")
         measured = [run for run in runs if run["recovery"].get(key) is not None]
         found = [run["recovery"][key] for run in measured]
-        due = f"{goal}{_deadlines(measured)}" if key == "takeover" else goal
-        if goal and measured:
-            bounds = [_bound_s(run, key) for run in measured]
-            num_met = sum(each["worst"] <= bound for each, bound in zip(found, bounds, strict=True))
+        due = "two step times and the deadline" if key == "survivor" else ""
+        if due and measured:
+            num_met = sum(run["recovery"][key]["worst"] <= run["survivor_bound_s"] for run in measured)
             due += f"; the worst met it in {num_met} of {len(found)} runs"
         num = sum(each["num"] for each in found)
         medians = sorted(each["median"] for each in found for _ in range(each["num"]))
@@ -204,12 +195,6 @@ From the same runs, where nothing else hit the process meanwhile; the median is 
 medians, each counted as often as it was measured. A process's start includes Python's and torch's. {bound}
 
 {_table(("", "times", "median", "worst", "goal"), rows)}"""
-
-
-def _bound_s(run: dict[str, Any], key: str) -> float:
-    """What a goal comes to in this run."""
-    bound: float = run["survivor_bound_s"] if key == "survivor" else run["lost_deadline_s"] + TAKEOVER_S
-    return bound
 
 
 def _restart(rows: Sequence[dict[str, Any]] | None) -> str:
@@ -258,12 +243,6 @@ and the end.
     table = [(BLOCKED[row["place"]], row["times"], *(f"{row[key]:.2f} s" for key in keys)) for row in rows]
     heads = ("it waits for", "times", "saved after (median)", "worst", "gone after (median)", "worst")
     return f"{head}\n{_table(heads, table)}"
-
-
-def _deadlines(runs: Iterable[dict[str, Any]]) -> str:
-    """The deadlines that were in force, where there are any."""
-    deadlines = sorted({run["lost_deadline_s"] for run in runs})
-    return f" (deadline {', '.join(f'{each:g} s' for each in deadlines)})" if deadlines else ""
 
 
 def _floods(rows: Sequence[dict[str, Any]] | None) -> str:

@@ -29,7 +29,7 @@ from torch import nn
 import diloco
 from benchmarks.processes import SyncerProcess
 from diloco.exchange.dialling import fetch_status
-from diloco.exchange.remote import fetch_model
+from diloco.following.follower import newest_model
 
 RUN, LEARNER = "restarted", "learner"
 GOAL_S_PER_GB = 2.0
@@ -91,7 +91,7 @@ def _measure(directory: Path, size_gb: float, times: int, startup_s: float | Non
             syncer.start()
             fetch_status(syncer.address, run=RUN)
             serves.append(time.monotonic() - began)
-            model = fetch_model(syncer.address, run=RUN)
+            model = newest_model(syncer.address, run=RUN).state_dict()
             pulled.append(time.monotonic() - began)
             num_bytes = sum(value.numel() for value in model.values()) * 4
             if num_bytes != round(model_gb * 1e9):

@@ -13,10 +13,11 @@ import os
 import runpy
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.context import ForkServerProcess
 from multiprocessing.reduction import DupFd
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from benchmarks.processes import SyncerProcess
@@ -34,21 +35,24 @@ itself."""
 
 
 def start_module(
-    module: str, *arguments: str, stdin: int | None = None, out: int = 1, err: int = 2
-) -> ForkServerProcess:
+    module: str, *arguments: str, stdin: int | None = None, out: int = 1, err: int = 2,
+    environment: Mapping[str, str] | None = None,
+) -> ForkServerProcess:  # fmt: skip
     """A process that does what `python -W error -m module ARGUMENTS` does, with these descriptors; without `stdin` it
-    reads nothing."""
+    reads nothing. `environment`: more variables."""
     streams = {number: _Descriptor(given) for number, given in enumerate((stdin, out, err)) if given is not None}
-    process = _SERVER.Process(target=_run, args=(module, arguments, streams), daemon=True)
+    process = _SERVER.Process(target=_run, args=(module, arguments, streams, environment or {}), daemon=True)
     process.start()
     return process
 
 
 class ForkedSyncer(SyncerProcess):
-    """The process of a syncer, forked."""
+    """The process of a syncer, forked. `environment`: more variables."""
+
+    environment: Mapping[str, str] = MappingProxyType({})
 
     def _spawn(self, arguments: list[str], log: int) -> int:
-        self._forked = start_module("diloco", *arguments, out=log, err=log)
+        self._forked = start_module("diloco", *arguments, out=log, err=log, environment=self.environment)
         assert self._forked.pid is not None
         return self._forked.pid
 
@@ -74,8 +78,11 @@ def _received(duplicate: Any) -> _Descriptor:
     return _Descriptor(duplicate.detach())
 
 
-def _run(module: str, arguments: Sequence[str], streams: dict[int, _Descriptor]) -> None:
+def _run(
+    module: str, arguments: Sequence[str], streams: dict[int, _Descriptor], environment: Mapping[str, str]
+) -> None:
     os.chdir(ROOT)
+    os.environ.update(environment)
     for target, source in streams.items():
         os.dup2(source.number, target)
         os.close(source.number)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from benchmarks import __main__ as bench
-from benchmarks import fragments, gpu, memory, plan, rounds, transfer
+from benchmarks import fragments, gpu, memory, plan, rounds, store, transfer
 from rich.console import Console
 
 import diloco
@@ -58,6 +58,12 @@ def test_what_a_fragment_costs_has_a_row_each() -> None:
     console = Console(record=True, width=140)
     bench.show({"fragments": rows}, console)
     assert all(row["name"] in console.export_text(clear=False) for row in rows)
+
+
+def test_what_publishing_costs_has_a_row_for_each_size_and_wire() -> None:
+    rows = store.measure([1], repeats=2)
+    assert [row["name"].split(",")[0] for row in rows] == ["published", "read"] * 2
+    assert all(0 < row["ratio"] < math.inf and 0 < row["value"] < math.inf for row in rows)
 
 
 def test_a_syncers_peak_memory_is_measured_in_a_process_of_its_own() -> None:

@@ -23,7 +23,8 @@ from diloco.errors import ConfigError, RunError
 from diloco.event_log import EventLog, read_events
 from diloco.report.series import ring_all_reduce_bytes
 from diloco.report.timeline import Timeline, TimelineFollower
-from diloco.store.store import Store
+from diloco.store.format import read_newest
+from diloco.store.objects import open_store
 
 
 def step(t: float, number: int, tokens: int) -> ev.Stepped:
@@ -354,9 +355,7 @@ def test_a_tiny_demo_survives_kills_from_outside(tmp_path: Path) -> None:
     assert set(killed) == {"syncer", "learner-0"} <= {kill["name"] for kill in summary["kills"]}
     assert f"{len(summary['kills'])} kills" in summary["headline"]
     assert summary["run"]["syncer_restarts"] == 1
-    with Store(tmp_path / "demo" / "syncer") as store:
-        saved = store.load()
-    assert saved is not None
+    saved = read_newest(open_store(tmp_path / "demo" / "syncer"))
     versions = [fragment.version for fragment in saved.fragments]
     check_published(read_events(tmp_path / "demo" / "syncer" / "events.jsonl"), versions)
     assert summary["tokens"] <= summary["baseline_tokens"] < summary["tokens"] + 18 * 64  # it makes whole steps

@@ -74,7 +74,7 @@ class Run:
                 self.fetched = directory / "deep" / "fetched.safetensors"
                 assert said(self.file, self.fetched) == (0, "")
         self.stored = directory / "stored.safetensors"
-        assert said(self.file, self.stored, "--state-dir", str(self.state_dir)) == (0, "")
+        assert said(self.file, self.stored, "--store", str(self.state_dir)) == (0, "")
 
 
 def said(file: Path, out: Path, *options: str) -> tuple[int | str | None, str]:
@@ -116,7 +116,7 @@ def test_a_tied_weight_has_one_of_its_names(tmp_path: Path) -> None:
 
 
 def test_what_is_there_is_not_overwritten_unasked(own: Run, tmp_path: Path) -> None:
-    out, stored = tmp_path / "model.safetensors", ("--state-dir", str(own.state_dir))
+    out, stored = tmp_path / "model.safetensors", ("--store", str(own.state_dir))
     out.write_bytes(b"mine")
     code, error = said(own.file, out, *stored)
     assert (code, error) == (1, f"diloco: {out} exists; choose another file, or overwrite it with --force.\n")
@@ -133,13 +133,13 @@ def test_bad_input_is_one_sentence(own: Run, tmp_path: Path) -> None:
     out, empty = tmp_path / "model.safetensors", tmp_path / "empty"
     Syncer("own", METHOD, Options("127.0.0.1:0", empty)).close()
     for (code, error), wanted, words in [
-        (own.without_a_model, 1, "run 'own' has no model yet; start one learner that initialises it."),
-        (said(own.file, out, "--state-dir", str(empty)), 1, "has no model yet; start a learner that initialises it."),
-        (said(other, out, "--state-dir", str(own.state_dir)), 2, "holds the run own, not other; check --state-dir"),
-        (said(own.file, out, "--state-dir", str(tmp_path)), 2, "is not the state directory of a syncer"),
+        (own.without_a_model, 1, "has no model yet; start a learner that initialises it."),
+        (said(own.file, out, "--store", str(empty)), 1, "has no model yet; start a learner that initialises it."),
+        (said(other, out, "--store", str(own.state_dir)), 2, "holds run 'own', not 'other'; name that run"),
+        (said(own.file, out, "--store", str(tmp_path)), 2, "there is no run in"),
         (said(own.file, out, "--checkpoint", str(tmp_path)), 1, "is not a checkpoint; name a step-… directory"),
         (said(own.file, tmp_path), 2, f"name the file, as {tmp_path}/model.safetensors"),
-        (said(own.file, tmp_path / "file" / "x", "--state-dir", str(own.state_dir)), 1, "choose another file"),
+        (said(own.file, tmp_path / "file" / "x", "--store", str(own.state_dir)), 1, "choose another file"),
     ]:
         assert code == wanted, error
         assert words in error

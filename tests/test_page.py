@@ -62,7 +62,7 @@ def run(tmp_path: Path) -> Path:
                 ev.Joined(learner="oslo", incarnation=1),
                 ev.Progress(step=40, tokens=800, learners=learners, ledger=FATES),
                 merged,
-                ev.Reported(learner="paris", tokens=1500, loss=2.125),
+                ev.Reported(by="paris", tokens=1500, loss=2.125),
                 ev.Evicted(learner="oslo", incarnation=1, reason="nothing heard for 6.0 s"),
             ),
             start=1_700_000_000,
@@ -203,7 +203,7 @@ def test_a_live_page_follows_the_run(browser: Any, run: Path) -> None:
         assert page.inner_text("#link") == "live"
         assert "link=" not in page.url  # what a history or a shoulder could keep
         with EventLog(run / "events.jsonl", who="syncer") as log:
-            log.append(ev.Reported(learner="paris", tokens=2000, loss=1.75))
+            log.append(ev.Reported(by="paris", tokens=2000, loss=1.75))
         page.locator("#lead", has_text="held-out loss 1.750").wait_for()
         assert "; 1 learner is live;" in page.inner_text("#lead")
         assert complaints == []

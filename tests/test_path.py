@@ -24,15 +24,16 @@ import diloco
 from diloco.core.global_fragment import close
 from diloco.exchange.wire.outgoing import OutgoingUpload
 from diloco.learner.error_feedback import ErrorFeedback
+from diloco.protocol.publishing import Publisher
 from diloco.protocol.session.session_core import SessionCore
 from diloco.protocol.syncer import SyncerCore
 from diloco.run.driver import Driver
 from diloco.run.tensor_jobs import TensorJobs
-from diloco.store.store import Store
+from diloco.store.directory import Directory
 from diloco.syncer.door.messages import WatchStream
 from diloco.syncer.server import Options, Syncer
 
-MOST_FILES, MOST_FUNCTIONS = 22, 57
+MOST_FILES, MOST_FUNCTIONS = 23, 64
 
 WAYPOINTS = (
     SessionCore.offered,  # the training thread offers the contribution
@@ -44,7 +45,9 @@ WAYPOINTS = (
     SyncerCore.contributed,  # it is accepted, and its round closed
     close,  # another thread merges the round
     SyncerCore.merged,
-    Store.publish,  # another thread makes the new version durable
+    Directory.put,  # another thread stores the new version
+    Publisher.change,  # a commit names it
+    Directory.swap,  # another thread swaps the manifest
     SyncerCore.stored,  # the version is published
     WatchStream.standing,  # a notice of it is handed to the learner's stream
     WatchStream.notices,  # a thread of the syncer sends the notice

@@ -46,7 +46,7 @@ def story() -> Story:
         merged(125.0, 2, ("a",)),
         ev.Evicted(t=126.0, learner="b", incarnation=1, reason="nothing heard for 6.0 s"),
         ev.Traffic(t=126.0, learner="a", sent_bytes={"updates": 30}, received_bytes={"contributions": 70}),
-        ev.Reported(t=127.0, learner="a", tokens=310, loss=2.25),
+        ev.Reported(t=127.0, by="a", tokens=310, loss=2.25),
     )
     return story
 
@@ -92,7 +92,7 @@ def test_a_reader_gets_what_is_new(story: Story) -> None:
     number = story.since(0)["number"]
     assert story.since(number)["merges"] == story.since(number)["events"] == []
     assert story.since(number)["loss"] == {"global model": []}
-    syncers(story, merged(130.0, 3, ("a",)), ev.Reported(t=131.0, learner="a", tokens=400, loss=2.0))
+    syncers(story, merged(130.0, 3, ("a",)), ev.Reported(t=131.0, by="a", tokens=400, loss=2.0))
     new = story.since(number)
     assert [each["version"] for each in new["merges"]] == [3]
     assert new["loss"] == {"global model": [[400, 2.0]]}

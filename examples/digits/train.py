@@ -126,7 +126,7 @@ def in_process(data: Digits, seed: int, steps: int) -> dict[str, Tensor]:
 def over_a_syncer(division: str, seed: int, steps: int) -> dict[str, Tensor]:
     """A syncer here, and every learner a process of its own that dials it. Elsewhere: `diloco syncer`, and the same
     learners."""
-    from diloco.exchange.remote import fetch_model
+    from diloco.following.follower import newest_model
     from diloco.syncer.server import Options, Syncer
 
     with (
@@ -141,7 +141,7 @@ def over_a_syncer(division: str, seed: int, steps: int) -> dict[str, Tensor]:
         codes = [learner.wait() for learner in learners]
         if any(codes):
             raise SystemExit(f"a learner failed (exit codes {codes})")
-        return fetch_model(syncer.address, run="digits")
+        return newest_model(syncer.address, run="digits").state_dict()
 
 
 def dial(index: int, address: str, keys: Path | None = None) -> Exchange:

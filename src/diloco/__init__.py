@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from diloco.exchange.collective import Collective
     from diloco.exchange.local import run_local
     from diloco.exchange.remote import connect
+    from diloco.following.follower import follow
     from diloco.learner import Learner
     from diloco.learner.pieces import Box, Gather, Piece
     from diloco.learner.sampler import LeasedSampler
@@ -53,6 +54,8 @@ if TYPE_CHECKING:
 __all__ = [
     # for training scripts
     "Learner", "LeasedSampler", "run_local", "Collective", "connect", "Pool",
+    # readers of a run
+    "follow",
     # layout of sharded tensors, for Learner(gather=…)
     "Gather", "Piece", "Box",
     # methods
@@ -79,6 +82,7 @@ _MODULES = {
     "diloco.exchange.local": ("run_local",),
     "diloco.exchange.collective": ("Collective",),
     "diloco.exchange.remote": ("connect",),
+    "diloco.following.follower": ("follow",),
     "diloco.core.method": ("Method",),
     "diloco.protocol.steering": ("Pool",),
     "diloco.core.presets": (

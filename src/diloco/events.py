@@ -268,12 +268,15 @@ class Progress(Event):
 
 
 class Reported(Event):
-    """A learner reported the global model's loss on held-out data to the syncer."""
+    """A learner or an evaluator reported results of the global model to the syncer."""
 
     kind: Literal["reported"] = "reported"
-    learner: str
+    by: str
     tokens: int  # trained by the whole run at that time
-    loss: float  # nats per token
+    loss: float | None = None  # on held-out data, nats per token
+    step: int | None = None  # of the run at that time
+    versions: tuple[int, ...] = ()  # of each fragment; empty: not known
+    scores: dict[str, float] = Field(default_factory=dict)  # by task/metric
 
 
 class Contributed(Event):

@@ -1,14 +1,13 @@
 """A whole run on this machine under a seeded schedule of faults, and what must hold of it afterwards.
 
-One or two syncers and some learners run for real, with mutual TLS, leased data, a journal with all contributions, a
-backup every five seconds, and a relay before each syncer for each process that dials it. They train undisturbed for a
+A syncer and some learners run for real, with mutual TLS, leased data, a journal with all contributions, a backup every
+five seconds, and a relay before the syncer for each learner. They train undisturbed for a
 while, then faults happen, several at a time, never two on one process or path. Afterwards every learner must be in
 merges again; then all leave, the state is checked and the journals are replayed. A soak keeps the syncer alive,
 samples what its processes and files hold, and has viewers poll it.
 
     make chaos                                                  a minute of faults on a small model
     make chaos SEED=7 MINUTES=20 LEARNERS=4                     longer; the same seed, the same faults
-    make chaos ARGS=--standby MINUTES=20                        a second syncer follows the first, and takeovers
     make chaos FAULTS="cut transfer,cut" ARGS="--width 256"     chosen faults, on transfers worth resuming
     make chaos ARGS=--plan                                      the schedule, and nothing is run
     make soak HOURS=8                                           a soak; in a short one, only a fast leak is found
@@ -44,12 +43,12 @@ LEGEND = "\n".join((
     *(f"  {each.name:22} {each.what}" for each in kinds(LOST_S)),
     "",
     "A fault counts where its process was there; of the network, where something was held, slowed, changed, swallowed,",
-    "refused or cut. 'damage state', 'restore' and 'stale copy' need a run with one syncer, the last eleven --standby.",
+    "refused or cut.",
     "",
     "what must hold:",
     *(_wrapped(f"{name}: {found.__doc__}") for name, found, _ in (*INVARIANTS, *OF_A_SOAK)),
     "",
-    "In --out: chaos.json, the result; faults.jsonl, with Unix times; logs/; syncer, standby, the states at the end;",
+    "In --out: chaos.json, the result; faults.jsonl, with Unix times; logs/; syncer, the state at the end;",
     "syncer-1 and so on, states that a restored one replaced; stale-0, a copy of the state from before the faults;",
     "stale-1 and so on, what became of it when served; twins/, of second processes of a name; of a soak, sampled.json",
     "and viewers.json. Exit code 1: something does not hold. 130: interrupted by Ctrl-C, SIGTERM or SIGHUP.",
@@ -71,7 +70,6 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, ChaosPlan]:
     parser.add_argument("--every", type=float, help="mean seconds between two faults (default: 2; of a soak, 20)")
     parser.add_argument("--calm", type=float, default=10.0, help="seconds without faults before them (default: 10)")
     parser.add_argument("--only", default="", metavar="FAULTS", help="these kinds, with commas (default: all)")
-    parser.add_argument("--standby", action="store_true", help="a second syncer follows the first")
     parser.add_argument("--soak", action="store_true", help=f"only {', '.join(SOAK_FAULTS)}; sample, and view")
     parser.add_argument("--width", type=int, default=WIDTH, help="of the small model (default: %(default)s)")
     parser.add_argument("--slowness", type=float, default=1.0, help="factor on time limits (default: %(default)s)")
@@ -81,14 +79,12 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, ChaosPlan]:
     parser.add_argument("--plan", action="store_true", help="print the schedule, and run nothing")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
-    if options.soak and options.standby:
-        parser.error("a soak has one syncer; leave out --standby")
     seconds = 3600 * options.hours if options.hours is not None else 60 * options.minutes
     only = tuple(each.strip() for each in options.only.split(",") if each.strip())
     plan = ChaosPlan(
         options.out, options.seed, seconds, options.learners, options.calm,
         options.every or (20.0 if options.soak else 2.0), only or (SOAK_FAULTS if options.soak else ()),
-        options.standby, options.width, options.soak, options.slowness,
+        options.width, options.soak, options.slowness,
     )  # fmt: skip
     return options, plan
 

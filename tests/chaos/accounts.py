@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.chaos.facts import Facts, Injected, Record
-from tests.chaos.history import is_damaged, went_back
-from tests.chaos.plan import ENDS_LEARNER, GOES_BACK, SYNCERS, TWIN
+from tests.chaos.history import went_back
+from tests.chaos.plan import ENDS_LEARNER, GOES_BACK, SYNCER, TWIN
 from tests.chaos.processes import End
 from tests.chaos.versions import BrokenInvariantError, check_ledger
 
@@ -131,7 +131,7 @@ def _heard_of(record: Record, facts: Facts, life: Lifetime, ends: Mapping[str, S
     if life.is_whole:
         left = (it.t for it in facts.syncer if isinstance(it, Left) and it.learner == life.learner)
         heard_at = next((t for t in left if life.last_at <= t <= life.last_at + LEAVES_S), None)
-        is_quiet = heard_at is not None and not _is_hit(hit, SYNCERS, life.last_at, heard_at + record.lost_s)
+        is_quiet = heard_at is not None and not _is_hit(hit, (SYNCER,), life.last_at, heard_at + record.lost_s)
         return life.tokens if is_quiet else 0
     end = _end_of(life, ends)
     if end is None:
@@ -139,7 +139,7 @@ def _heard_of(record: Record, facts: Facts, life: Lifetime, ends: Mapping[str, S
     since = end - 3 * record.lost_s
     evicted = (it.t for it in facts.syncer if isinstance(it, Evicted) and it.learner == life.learner)
     others = [each for each in hit if not (each.fault.kind in ENDS_LEARNER and since <= each.began_at <= end)]
-    is_hit = _is_hit(others, (life.learner,), since, end) or _is_hit(hit, SYNCERS, since, end + 2 * record.lost_s)
+    is_hit = _is_hit(others, (life.learner,), since, end) or _is_hit(hit, (SYNCER,), since, end + 2 * record.lost_s)
     return 0 if is_hit or any(since <= t <= end for t in evicted) else life.trained_by(since)
 
 
@@ -162,7 +162,7 @@ def open_accounts(record: Record, facts: Facts) -> Iterator[str]:
         return
     line = facts.line
     is_whole = {row.fragment for row in line if row.version == 0} == set(range(len(record.status["fragments"])))
-    is_whole &= not any(each.fault == "damage state" for each in went_back(record, facts))
+    is_whole &= not facts.num_missing and not any(each.fault == "damage state" for each in went_back(record, facts))
     trained = {each["ledger"]["trained"] for each in record.status["fragments"]}
     if len(trained) > 1:
         yield f"the fragments have counted different tokens: {sorted(trained)}"
@@ -183,19 +183,18 @@ def open_accounts(record: Record, facts: Facts) -> Iterator[str]:
 
 
 def merged_units(facts: Facts) -> dict[int, int | None]:
-    """Of each fragment, the units that the versions of the line have merged, by the events of those who published them;
+    """Of each fragment, the units that the versions of the line have merged, by the events of the syncer;
     None: the event of one is missing, as where the disk was full."""
     merged, published = dict[tuple[int, int], Merged](), dict[tuple[int, int, str], Merged]()
-    for events in facts.syncers.values():
-        for event in events:
-            match event:
-                case SyncerStarted():
-                    merged.clear()
-                case Merged(fragment=fragment, version=version):
-                    merged[fragment, version] = event
-                case Published(fragment=fragment, version=version, digest=digest):
-                    if (it := merged.pop((fragment, version), None)) is not None:
-                        published[fragment, version, digest] = it
+    for event in facts.syncer:
+        match event:
+            case SyncerStarted():
+                merged.clear()
+            case Merged(fragment=fragment, version=version):
+                merged[fragment, version] = event
+            case Published(fragment=fragment, version=version, digest=digest):
+                if (it := merged.pop((fragment, version), None)) is not None:
+                    published[fragment, version, digest] = it
     units: dict[int, int | None] = {}
     for row in facts.line:
         before, it = units.setdefault(row.fragment, 0), published.get((row.fragment, row.version, row.digest))
@@ -218,7 +217,7 @@ def open_units(record: Record, facts: Facts) -> Iterator[str]:
         if each["leased"]:
             yield f"pass {each['pass']}: {each['leased']} units are leased, and no learner is there"
     done = data["passes_done"] * data["num_units"] + sum(each["done"] for each in data["passes"])
-    merged = {} if is_damaged(record) else merged_units(facts)  # a repair may have lost lines of the history, or all
+    merged = {} if record.hits("damage state") else merged_units(facts)  # a repair may have lost the record
     for fragment, each in enumerate(data["fragments"]):
         if (fates := sum(each["fates"].values())) != done:
             yield f"fragment {fragment}: {fates} units have a fate, and {done} are done"

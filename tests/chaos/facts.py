@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import sqlite3
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -15,13 +13,13 @@ from tests.chaos.leaks import Curve
 from tests.chaos.plan import ANSWERS, ChaosPlan, Fault
 from tests.chaos.processes import End
 
+from diloco.errors import DilocoError
 from diloco.event_log import read_events
-from diloco.events import Adopted, Event, Gap
+from diloco.events import Adopted, Event, Gap, Merged, Published, SyncerStarted
 from diloco.protocol.accounting import Account
 from diloco.protocol.lineage import Epoch
-from diloco.store.records import epochs_of
-
-STORE = "store.sqlite"
+from diloco.store.objects import open_store, read_manifest
+from diloco.store.reading import ObjectReader
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ class Record:
         settled: after the last fault all learners have merged again.
         status: of the run, after its learners had left.
         exit_codes: of the processes that were ended when the run was over.
-        states: what `diloco syncer check` says of each syncer's state at the end.
+        state: what `diloco syncer check` says of the state at the end.
         replays: what `diloco replay` says of each state that was served, the oldest first.
         state_dirs: as `World.state_dirs`.
         stale_dirs: older copies that were served.
@@ -66,9 +64,9 @@ class Record:
     settled: bool
     status: dict[str, Any]
     exit_codes: dict[str, int]
-    states: dict[str, dict[str, Any]]
+    state: dict[str, Any]
     replays: tuple[dict[str, Any], ...]
-    state_dirs: tuple[tuple[str, Path], ...]
+    state_dirs: tuple[Path, ...]
     stale_dirs: tuple[Path, ...]
     failures: tuple[str, ...]
     curves: Mapping[str, Curve]
@@ -80,7 +78,7 @@ class Record:
 
 @dataclass(frozen=True)
 class StoredVersion:
-    """A row of a syncer's history."""
+    """A version that was durable. `digest`: "" if its syncer was ended before it could say so."""
 
     fragment: int
     version: int
@@ -93,15 +91,13 @@ class Facts:
     """Files of a run, as values.
 
     Attributes:
-        syncer: all events of all syncers, by time.
+        syncer: all events of the syncer.
         learners: of each learner.
-        stores: the versions in the database of each state, also of those that were set aside; the newest at the end.
-        syncers: the events of each syncer.
-        standby: where there are two syncers, the versions of the one that does not serve the run at the end.
+        stores: the durable versions, a sequence for each stretch after which the run went back; the newest at the end.
         stale: the events of each older copy of the state, since it was put in the state's place.
         refusals: how often learners have said that they do not follow an older or a second copy.
         epochs: the run's, each with the versions that it began with.
-        trained: tokens that each learner has trained, as the syncer that serves the run at the end has counted them.
+        trained: tokens that each learner has trained, as the syncer has counted them.
         tracebacks: of each process, the last line of each exception that its log shows.
         answers: of a soak, how often each viewer was answered, and what it met instead.
     """
@@ -110,8 +106,6 @@ class Facts:
     learners: dict[str, Sequence[Event]]
     stores: Sequence[Sequence[StoredVersion]]
     tracebacks: dict[str, list[str]] = field(default_factory=dict)
-    syncers: Mapping[str, Sequence[Event]] = field(default_factory=dict)
-    standby: Sequence[StoredVersion] | None = None
     epochs: Sequence[Epoch] = ()
     stale: Sequence[Sequence[Event]] = ()
     refusals: int = 0
@@ -120,15 +114,13 @@ class Facts:
 
     @property
     def history(self) -> list[StoredVersion]:
-        """All versions in any of the databases."""
+        """All versions of all stretches."""
         return [row for store in self.stores for row in store]
 
     @property
     def line(self) -> list[StoredVersion]:
-        """The versions that led to the end: a state that was restored or repaired begins with the newest ones of its
-        source, which has those before them. Each of two syncers has all."""
-        if self.standby is not None:
-            return list(self.stores[-1])
+        """The versions that led to the end: each stretch begins with the newest versions that it has of the one before,
+        which has those before them."""
         rows: dict[int, list[StoredVersion]] = {}
         for store in reversed(self.stores):
             first = {fragment: min(row.version for row in found) for fragment, found in rows.items()}
@@ -139,7 +131,7 @@ class Facts:
 
     @property
     def num_missing(self) -> int:
-        """Events of the syncers that a full disk has refused."""
+        """Events of the syncer that a full disk has refused."""
         return sum(event.missing for event in self.syncer if isinstance(event, Gap))
 
     @property
@@ -152,26 +144,22 @@ class Facts:
 
 def read_facts(record: Record) -> Facts:
     """Read everything. Raises StoreError: an event file cannot be read."""
-    directory, dirs = record.plan.directory, [path for _, path in record.state_dirs]
-    syncers: dict[str, list[Event]] = {}
-    for name, path in record.state_dirs:
-        syncers.setdefault(name, []).extend(_events(path))
+    directory, dirs = record.plan.directory, record.state_dirs
     own = [directory / name for name in record.plan.names]
     twins = [path.parent for path in sorted((directory / "twins").glob("*/*/events.jsonl"))]
-    stores = [each for path in dirs for each in (*sorted((path / "set-aside").glob(f"*{STORE}*")), path / STORE)]
+    syncer = sorted(chain.from_iterable(map(_events, dirs)), key=lambda event: event.t)
+    accounts, epochs = _record(dirs[-1])
     logs = sorted((directory / "logs").glob("*.log"))
     answers = directory / ANSWERS
     return Facts(
-        sorted(chain.from_iterable(syncers.values()), key=lambda event: event.t),
+        syncer,
         {path.relative_to(directory).as_posix(): _events(path) for path in (*own, *twins)},
-        [_history(path) for path in stores],
+        stretches(syncer),
         {path.stem: found for path in logs if (found := _tracebacks(path))},
-        syncers,
-        _history(dirs[0] / STORE) if len(syncers) > 1 else None,
-        tuple(_read(dirs[-1] / STORE, epochs_of)),
+        epochs,
         [_events(path) for path in record.stale_dirs],
         sum(_refusals(path) for path in logs),
-        _trained(dirs[-1] / STORE),
+        accounts,
         json.loads(answers.read_text()) if answers.exists() else {},
     )
 
@@ -181,27 +169,52 @@ def _events(directory: Path) -> list[Event]:
     return read_events(path) if path.exists() else []
 
 
-def _history(path: Path) -> list[StoredVersion]:
-    """Versions in a database; none where the file is damaged: one that was damaged on purpose is set aside."""
-    query = "SELECT fragment, version, digest, tokens FROM versions"
-    return [StoredVersion(*row) for row in _read(path, lambda db: db.execute(query).fetchall())]
+def stretches(events: Iterable[Event]) -> list[list[StoredVersion]]:
+    """The durable versions by the events of a syncer. One that was durable when the syncer was killed, but not
+    published, is named by the next start."""
+    found: list[list[StoredVersion]] = [[]]
+    newest = dict[int, int]()  # by fragment
+    known = dict[tuple[int, int], StoredVersion]()
+    tokens = dict[tuple[int, int], int]()  # of merges
+
+    def add(fragment: int, version: int, digest: str | None) -> None:
+        key, earlier = (fragment, version), known.get((fragment, version))
+        if digest is None and earlier is not None:
+            found[-1].append(earlier)
+        else:
+            known[key] = StoredVersion(fragment, version, digest or "", tokens.get(key, 0))
+            found[-1].append(known[key])
+        newest[fragment] = version
+
+    for event in events:
+        match event:
+            case Merged(fragment=fragment, version=version, tokens=of_each):
+                tokens[fragment, version] = sum(of_each)
+            case Published(fragment=fragment, version=version, digest=digest):
+                if fragment not in newest:
+                    add(fragment, 0, None)
+                add(fragment, version, digest)
+            case SyncerStarted(versions=versions):
+                goes_back = any(version < newest.get(fragment, 0) for fragment, version in enumerate(versions))
+                if goes_back:
+                    found.append([])
+                for fragment, version in enumerate(versions):
+                    if goes_back or version > newest.get(fragment, -1):
+                        add(fragment, version, None)
+    return found
 
 
-def _trained(path: Path) -> dict[str, int]:
-    for (record,) in _read(path, lambda db: db.execute("SELECT record FROM run WHERE record IS NOT NULL").fetchall()):
-        accounts = {name: Account.from_dict(each) for name, each in json.loads(record)["accounts"].items()}
-        return {name: account.ledgers[0].trained for name, account in accounts.items()}
-    return {}
-
-
-def _read(path: Path, ask: Callable[[sqlite3.Connection], Iterable[Any]]) -> Iterable[Any]:
-    if not path.exists():
-        return ()
+def _record(state_dir: Path) -> tuple[dict[str, int], tuple[Epoch, ...]]:
+    """What each learner has trained, and the epochs; both empty where the state is damaged."""
     try:
-        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as db:
-            return ask(db)
-    except sqlite3.DatabaseError:
-        return ()
+        objects = open_store(state_dir)
+        name = read_manifest(objects).record
+        with ObjectReader(objects) as reader:
+            record, epochs = reader.record(str(name))
+    except DilocoError:
+        return {}, ()
+    accounts = {name: Account.from_dict(each) for name, each in ({} if record is None else record["accounts"]).items()}
+    return {name: account.ledgers[0].trained for name, account in accounts.items()}, epochs
 
 
 def _refusals(path: Path) -> int:

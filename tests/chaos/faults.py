@@ -6,16 +6,15 @@ has hit if anything was on its way meanwhile.
 
 from __future__ import annotations
 
-import math
 import resource
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.chaos.plan import PAIR, SYNCER, TWIN, Fault
+from tests.chaos.plan import SYNCER, TWIN, Fault
 from tests.chaos.relay import Direction, Relay
 from tests.chaos.world import World
 
@@ -43,17 +42,17 @@ class Injection:
     Attributes:
         has_worked: whether it has had its effect since it began (Unix time, in seconds): it ends then, after its time,
             since processes may take long to start.
-        ways: the ways that it happens to; None: to no network.
+        way: the way that it happens to; None: to no network.
     """
 
     begin: Begin
     end: Callable[[World, Fault], object] = nothing
     has_worked: Callable[[World, Fault, float], bool] = at_once
-    ways: Callable[[World, Fault], Sequence[Relay]] | None = None
+    way: Callable[[World, Fault], Relay] | None = None
 
     def num_touched(self, world: World, fault: Fault) -> int:
-        """How often anything has happened to its ways by now."""
-        return 0 if self.ways is None else sum(way.num_touched for way in self.ways(world, fault))
+        """How often anything has happened to its way by now."""
+        return 0 if self.way is None else self.way(world, fault).num_touched
 
 
 # --- processes
@@ -67,42 +66,6 @@ def _ends_with(number: int) -> Begin:
         return True
 
     return begin
-
-
-def kill_both(world: World, fault: Fault) -> bool:
-    """SIGKILL of both syncers."""
-    names = [name for name in world.plan.syncers if world.is_running(name)]
-    for name in names:
-        world.family.kill(name, fault.seconds)
-    return bool(names)
-
-
-def promote(world: World, fault: Fault) -> bool:
-    """The standby takes the run over by hand. Only where it has every version: otherwise that loses some."""
-    return world.is_paired and all(map(world.is_running, world.plan.syncers)) and world.promote(fault.target)
-
-
-def kill_for_long(world: World, fault: Fault) -> bool:
-    """SIGKILL of a first whose standby can take over. It is away until the fault ends."""
-    if not world.is_paired or not world.is_running(fault.target):
-        return False
-    world.family.kill(fault.target, math.inf)
-    return True
-
-
-def bring_back(world: World, fault: Fault) -> None:
-    """Start it again."""
-    world.family.bring_back(fault.target)
-
-
-def freeze(world: World, fault: Fault) -> bool:
-    """Stop a first whose standby can take over."""
-    return world.is_paired and pause(world, fault)
-
-
-def is_taken_over(world: World, fault: Fault, began_at: float) -> bool:
-    """The other syncer serves the run."""
-    return world.first != fault.target
 
 
 def begin_twin(world: World, fault: Fault) -> bool:
@@ -171,15 +134,12 @@ def _limit(world: World, name: str, num_bytes: int) -> bool:
 
 
 def damage(world: World, fault: Fault) -> bool:
-    """Kill the syncer and change a file of its state: the newest tensors, the database, its log, or the description."""
+    """Kill the syncer and change a file of its state: one of the newest objects, or the manifest."""
     if not world.is_running(SYNCER):
         return False
     world.family.kill(SYNCER, fault.seconds, wait=True)
-    tensors = sorted((world.state_dir / "tensors").glob("f*.safetensors"), key=lambda path: path.stat().st_mtime)
-    others = [world.state_dir / name for name in ("run.json", "store.sqlite", "store.sqlite-wal")]
-    victims = [*tensors[-1:], *tensors[-1:], *(path for path in others if path.exists() and path.stat().st_size)]
-    if not victims:
-        return False
+    objects = sorted((world.state_dir / "objects").glob("*/*"), key=lambda path: path.stat().st_mtime)
+    victims = [*objects[-3:], world.state_dir / "manifest.json"]
     _change(victims[int(fault.choice * len(victims))], fault.choice)
     return True
 
@@ -196,7 +156,7 @@ def _change(path: Path, choice: float) -> None:
 
 
 def restore(world: World, fault: Fault) -> bool:
-    """Kill the syncer, and put the newest backup in the place of its state."""
+    """Kill the syncer, and put a copy in the place of its state."""
     if not world.is_running(SYNCER):
         return False
     world.family.kill(SYNCER, fault.seconds, wait=True)
@@ -230,22 +190,19 @@ def serve_the_newest(world: World, fault: Fault) -> None:
 # --- networks
 
 
-def _on_ways(act: Callable[[World, Fault, Relay], object]) -> Injection:
-    """Something that is done to every way of the target; in the end the ways are as before."""
+def _on_way(act: Callable[[World, Fault, Relay], object]) -> Injection:
+    """Something that is done to the way of the target; in the end it is as before."""
 
     def begin(world: World, fault: Fault) -> bool:
-        for way in world.ways_of(fault.target):
-            act(world, fault, way)
+        act(world, fault, world.ways[fault.target])
         return True
 
-    return Injection(begin, heal, ways=lambda world, fault: world.ways_of(fault.target))
+    return Injection(begin, heal, way=lambda world, fault: world.ways[fault.target])
 
 
 def heal(world: World, fault: Fault) -> None:
-    """The ways are as before, but for those that the first is cut off from."""
-    for way in world.ways_of(fault.target):
-        if way not in world.parted:
-            way.heal()
+    """The way is as before."""
+    world.ways[fault.target].heal()
 
 
 def partition(way: Relay) -> None:
@@ -253,31 +210,6 @@ def partition(way: Relay) -> None:
     way.up.flows.clear()
     way.down.flows.clear()
     way.refuse()
-
-
-def part(num_learners: Callable[[int], int], *, standby: bool) -> Injection:
-    """The first does not reach so many of its learners, nor, where it is said, its standby."""
-
-    def ways(world: World, fault: Fault) -> list[Relay]:
-        names, begin = world.plan.names, int(fault.choice * len(world.plan.names))
-        chosen = [*names[begin:], *names[:begin]][: num_learners(len(names))]
-        between = world.ways_of(PAIR) if standby else []
-        return [*between, *(world.ways[name, fault.target] for name in chosen)]
-
-    def begin(world: World, fault: Fault) -> bool:
-        if not world.is_paired:
-            return False
-        world.parted.update(ways(world, fault))
-        for way in ways(world, fault):
-            partition(way)
-        return True
-
-    def end(world: World, fault: Fault) -> None:
-        world.parted.clear()
-        for way in ways(world, fault):
-            way.heal()
-
-    return Injection(begin, end, has_worked=is_taken_over if standby else at_once, ways=ways)
 
 
 def slow(world: World, fault: Fault, way: Relay) -> None:
@@ -310,16 +242,16 @@ INJECTIONS: dict[str, Injection] = {
     "pause learner": Injection(pause, resume),
     "freeze learner": Injection(pause, resume),
     "fill learner's disk": Injection(fill, free),
-    "partition": _on_ways(lambda world, fault, way: partition(way)),
-    "long partition": _on_ways(lambda world, fault, way: partition(way)),
-    "one-way up": _on_ways(lambda world, fault, way: way.up.flows.clear()),
-    "one-way down": _on_ways(lambda world, fault, way: way.down.flows.clear()),
-    "half open": _on_ways(lambda world, fault, way: way.swallow()),
-    "slow link": _on_ways(slow),
-    "delay": _on_ways(delay),
-    "corruption": _on_ways(corrupt),
-    "cut": _on_ways(lambda world, fault, way: way.cut()),
-    "cut transfer": _on_ways(cut_transfer),
+    "partition": _on_way(lambda world, fault, way: partition(way)),
+    "long partition": _on_way(lambda world, fault, way: partition(way)),
+    "one-way up": _on_way(lambda world, fault, way: way.up.flows.clear()),
+    "one-way down": _on_way(lambda world, fault, way: way.down.flows.clear()),
+    "half open": _on_way(lambda world, fault, way: way.swallow()),
+    "slow link": _on_way(slow),
+    "delay": _on_way(delay),
+    "corruption": _on_way(corrupt),
+    "cut": _on_way(lambda world, fault, way: way.cut()),
+    "cut transfer": _on_way(cut_transfer),
     "kill syncer": Injection(_ends_with(signal.SIGKILL)),
     "stop syncer": Injection(_ends_with(signal.SIGTERM)),
     "pause syncer": Injection(pause, resume),
@@ -328,16 +260,5 @@ INJECTIONS: dict[str, Injection] = {
     "restore": Injection(restore),
     "stale copy": Injection(serve_an_older_copy, serve_the_newest, is_dialled),
     "same name": Injection(begin_twin, end_twin, has_joined),
-    "kill first": Injection(kill_for_long, bring_back, is_taken_over),
-    "freeze first": Injection(freeze, resume, is_taken_over),
-    "isolate first": part(lambda num: num // 2 + 1, standby=True),
-    "part first from half": part(lambda num: (num + 1) // 2, standby=False),
-    "part first from most": part(lambda num: num // 2 + 1, standby=False),
-    "part the two": _on_ways(lambda world, fault, way: partition(way)),
-    "kill both": Injection(kill_both),
-    "kill standby": Injection(_ends_with(signal.SIGKILL)),
-    "freeze standby": Injection(pause, resume),
-    "fill standby's disk": Injection(fill, free),
-    "promote": Injection(promote),
 }
 """By `Kind.name`."""

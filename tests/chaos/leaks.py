@@ -28,8 +28,8 @@ ALLOWED = {  # per hour, and in all
     "handles": (2.0, 8.0),
     "threads": (2.0, 8.0),
     "spool_bytes": (1e6, 1e6),
-    "tensors_bytes": (1e6, 4e6),
-    "backups_bytes": (1e6, 8e6),
+    "objects_bytes": (1e6, 4e6),
+    "copies_bytes": (1e6, 8e6),
 }
 """Growth that is no leak."""
 
@@ -87,10 +87,10 @@ class Sampler:
         curves: by names such as "syncer (4711) handles" and "disk journal_bytes".
     """
 
-    def __init__(self, state_dir: Path, backups: Path, every_s: float) -> None:
+    def __init__(self, state_dir: Path, copies: Path, every_s: float) -> None:
         self.curves: dict[str, Curve] = defaultdict(list)
-        self._paths = {each: state_dir / each for each in ("spool", "tensors", "journal")}
-        self._paths |= {"events": state_dir / "events.jsonl", "backups": backups}
+        self._paths = {each: state_dir / each for each in ("spool", "objects", "journal")}
+        self._paths |= {"events": state_dir / "events.jsonl", "copies": copies}
         self._every_s, self._began_s, self._due_s = every_s, time.monotonic(), 0.0
 
     def sample(self, pids: Mapping[str, int]) -> None:

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from tests.chaos.facts import Facts, Injected, Record
-from tests.chaos.history import is_pair, takeovers, went_back
+from tests.chaos.history import went_back
 from tests.chaos.invariants import LOST, Finding
 from tests.chaos.leaks import growths
 from tests.chaos.plan import ENDS_LEARNER, ENDS_SYNCER
@@ -22,9 +22,6 @@ RECOVERIES = {
     "learner_from_its_start": "the same, from the start of its process",
     "syncer": "a syncer that was ended, until the next one serves",
     "syncer_from_its_start": "the same, from the start of its process",
-    "takeover": "a takeover: from the first's fault until its standby serves, nothing else wrong",
-    "takeover_amid_faults": "all takeovers, whatever else was wrong",
-    "takeover_published": "the same, until the new first has published a version",
 }
 """Times that are measured, for people."""
 
@@ -39,7 +36,6 @@ def measured(record: Record, facts: Facts, findings: Sequence[Finding]) -> dict[
     return {
         "seed": record.plan.seed,
         "learners": record.plan.learners,
-        "syncers": len(record.plan.syncers),
         "seconds": round(record.troubled[1] - record.troubled[0], 1),
         "faults": _by_kind(hit, facts, record),
         "num_faults": len(hit),
@@ -64,9 +60,6 @@ def measured(record: Record, facts: Facts, findings: Sequence[Finding]) -> dict[
             "learner_from_its_start": summary(_back(hit, ENDS_LEARNER, works, from_start=True)),
             "syncer": summary(_back(hit, ENDS_SYNCER, serves, from_start=False)),
             "syncer_from_its_start": summary(_back(hit, ENDS_SYNCER, serves, from_start=True)),
-            "takeover": summary(takeovers(record, facts, until="serves", alone=True)),
-            "takeover_amid_faults": summary(takeovers(record, facts, until="serves", alone=False)),
-            "takeover_published": summary(takeovers(record, facts, until="publishes", alone=False)),
             "survivor": summary(_survivors_next(hit, facts)),
         },
         "survivor_bound_s": None if step_s is None else 2 * step_s + record.lost_s,
@@ -146,9 +139,9 @@ def _first_work(facts: Facts, injected: Injected) -> float | None:
 
 
 def _served_again(facts: Facts, injected: Injected) -> float | None:
-    """When a syncer that was ended serves again; None: it does not, or there are two, of which the other takes over."""
+    """When a syncer that was ended serves again; None: it does not."""
     starts = (event.t for event in facts.syncer if isinstance(event, SyncerStarted) and event.t > injected.began_at)
-    return None if is_pair(facts) else next(starts, None)
+    return next(starts, None)
 
 
 def _survivors_next(hit: Sequence[Injected], facts: Facts) -> list[float]:
@@ -187,9 +180,8 @@ def headline(found: dict[str, Any]) -> str:
     ratio = found["goodput"]["ratio"]
     goodput = "not measured" if ratio is None else f"{ratio:.0%}"
     verdict = "all invariants hold" if found["holds"] else "something does not hold"
-    syncers = "a syncer" if found["syncers"] == 1 else "two syncers"
     return (
-        f"{found['num_faults']} faults in {found['seconds']:,.0f} s on {syncers} and {found['learners']} "
+        f"{found['num_faults']} faults in {found['seconds']:,.0f} s on a syncer and {found['learners']} "
         f"learners: {found['num_survived']} survived, {found['versions_published']:,} versions published, "
         f"{found['versions_lost']} lost, goodput {goodput} of a stretch "
         f"without faults; {verdict}."

@@ -14,16 +14,11 @@ from diloco.demo.plan import free_port
 from diloco.errors import ConfigError, StoreError, translated
 from diloco.whole_files import write_whole
 
-SYNCER, STANDBY, PAIR = "syncer", "standby", "pair"
-"""Targets of faults: the syncer that serves the run, the other one, both or the path between them."""
-
-SYNCERS = (SYNCER, STANDBY, PAIR)
+SYNCER = "syncer"
+"""A target of faults, beside the learners."""
 
 TWIN = "-twin"
 """Suffix of the name of a second process of a learner."""
-
-SERVES = ("paired", "alone")
-"""Standings of a syncer that publishes."""
 
 ENDS_LEARNER, ENDS_SYNCER = ("kill learner", "stop learner"), ("kill syncer", "stop syncer")
 GOES_BACK = ("restore", "damage state")
@@ -60,13 +55,11 @@ class Kind:
 
     Attributes:
         name: of it.
-        target: "learner": a learner's process; "way": a learner's ways to all syncers; "syncer": the one that serves;
-            "standby": the other one; "pair": both of them, or what is between them.
+        target: "learner": a learner's process; "way": a learner's way to the syncer; "syncer": the syncer's process.
         weight: how often it is drawn, against the others.
         seconds: the shortest and the longest time that it lasts.
         settles_s: afterwards its target is left alone for so long.
         what: what it does, for people.
-        needs: "standby": a second syncer; "one": that there is none; "": nothing.
     """
 
     name: str
@@ -75,13 +68,11 @@ class Kind:
     seconds: tuple[float, float]
     settles_s: float
     what: str
-    needs: str = ""
 
 
 def kinds(lost_s: float) -> tuple[Kind, ...]:
     """All kinds. `lost_s`: the deadline after which a silent learner is given up."""
     short, long = (0.1, 0.5 * lost_s), (1.5 * lost_s, 2.5 * lost_s)
-    over = (lost_s, lost_s + 3.0)  # and until the standby has taken over
     return (
         Kind("kill learner", "learner", 4, (0.5, 2.0), 6.0, "SIGKILL; started again after a while"),
         Kind("stop learner", "learner", 2, (0.5, 2.0), 6.0, "SIGTERM: it checkpoints and leaves; started again"),
@@ -103,28 +94,9 @@ def kinds(lost_s: float) -> tuple[Kind, ...]:
         Kind("stop syncer", "syncer", 2, (0.2, 1.5), 4.0, "SIGTERM; started again"),
         Kind("pause syncer", "syncer", 2, (0.1, 2 * lost_s), 3.0, "SIGSTOP, SIGCONT"),
         Kind("fill syncer's disk", "syncer", 2, (1.0, 4.0), 4.0, "RLIMIT_FSIZE 0: no file can grow"),
-        Kind(
-            "damage state",
-            "syncer",
-            1,
-            (0.2, 0.5),
-            6.0,
-            "SIGKILL; a file of the state is damaged; repair",
-            "one",
-        ),
-        Kind("restore", "syncer", 1, (0.2, 0.5), 6.0, "SIGKILL, the state of a backup in its place", "one"),
-        Kind("stale copy", "syncer", 1, (10.0, 14.0), 6.0, "SIGKILL, an older copy serves for a while", "one"),
-        Kind("kill first", "syncer", 5, over, 10.0, "SIGKILL until the standby serves; back as its standby", "standby"),
-        Kind("freeze first", "syncer", 3, over, 10.0, "SIGSTOP until the standby serves, then SIGCONT", "standby"),
-        Kind("isolate first", "syncer", 3, over, 10.0, "no way to its standby and to most learners", "standby"),
-        Kind("part first from half", "syncer", 2, long, 6.0, "no way to half of the learners", "standby"),
-        Kind("part first from most", "syncer", 2, long, 6.0, "no way to more than half of them", "standby"),
-        Kind("part the two", "pair", 3, long, 8.0, "no way from one syncer to the other", "standby"),
-        Kind("kill both", "pair", 2, (0.5, 2.0), 14.0, "SIGKILL of both syncers; started again", "standby"),
-        Kind("kill standby", "standby", 3, (0.5, 2 * lost_s), 10.0, "SIGKILL; started again after a while", "standby"),
-        Kind("freeze standby", "standby", 2, long, 8.0, "SIGSTOP, SIGCONT after its deadline", "standby"),
-        Kind("fill standby's disk", "standby", 2, (1.0, 4.0), 6.0, "RLIMIT_FSIZE 0: no file can grow", "standby"),
-        Kind("promote", "standby", 2, (0.0, 0.0), 10.0, "diloco syncer promote --force: they change places", "standby"),
+        Kind("damage state", "syncer", 1, (0.2, 0.5), 6.0, "SIGKILL; a file of the state is damaged; repair"),
+        Kind("restore", "syncer", 1, (0.2, 0.5), 6.0, "SIGKILL, a copy of its state in its place"),
+        Kind("stale copy", "syncer", 1, (10.0, 14.0), 6.0, "SIGKILL, an older copy serves for a while"),
     )
 
 
@@ -135,7 +107,7 @@ class Fault:
     Attributes:
         at_s: when, from the first moment of trouble on.
         kind: `Kind.name`.
-        target: a learner's name, or "syncer", "standby" or "pair".
+        target: a learner's name, or "syncer".
         seconds: how long.
         choice: from 0 to 1, what is left open: which file, how many bytes, how slow.
     """
@@ -158,7 +130,7 @@ def schedule(
     """The faults of a seed, by time: one every `every_s` on average, and none that begins after `seconds`.
 
     A process or way that a fault has hit is left alone until that is over and the process has had the time to come
-    back, and so are both syncers where one is hit; several others are hit at a time.
+    back; several others are hit at a time.
     """
     draws = random.Random(seed)
     faults: list[Fault] = []
@@ -167,11 +139,10 @@ def schedule(
     while (at_s := at_s + draws.expovariate(1 / every_s)) < seconds:
         kind = draws.choices(among, [each.weight for each in among])[0]
         target = draws.choice(learners) if kind.target in ("learner", "way") else kind.target
-        hit = target if target in learners else PAIR
         lasts_s, choice = draws.uniform(*kind.seconds), draws.random()
-        if free_s.get(hit, 0.0) <= at_s:
+        if free_s.get(target, 0.0) <= at_s:
             faults.append(Fault(round(at_s, 3), kind.name, target, round(lasts_s, 3), round(choice, 6)))
-            free_s[hit] = at_s + lasts_s + kind.settles_s
+            free_s[target] = at_s + lasts_s + kind.settles_s
     return tuple(faults)
 
 
@@ -185,7 +156,6 @@ class ChaosPlan:
         calm_s: how long the run is measured before them.
         every_s: mean time from one fault to the next.
         only: the names of the kinds of faults that happen; empty: all.
-        standby: a second syncer follows the first.
         width: of the model that chaos makes itself.
         soak: viewers poll the syncer, and what its processes hold is sampled.
         slowness: factor on the time limits of all waits, for a busy machine.
@@ -198,15 +168,9 @@ class ChaosPlan:
     calm_s: float
     every_s: float
     only: tuple[str, ...] = ()
-    standby: bool = False
     width: int = WIDTH
     soak: bool = False
     slowness: float = 1.0
-
-    @property
-    def syncers(self) -> list[str]:
-        """Names of the syncers."""
-        return [SYNCER, STANDBY] if self.standby else [SYNCER]
 
     @property
     def names(self) -> list[str]:
@@ -220,7 +184,7 @@ class ChaosPlan:
 
     def kinds(self, lost_s: float) -> tuple[Kind, ...]:
         """The kinds of faults that can happen. Raises ConfigError: `only` names another."""
-        every = [each for each in kinds(lost_s) if each.needs != ("one" if self.standby else "standby")]
+        every = kinds(lost_s)
         if unknown := sorted(set(self.only) - {each.name for each in every}):
             names = ", ".join(each.name for each in every)
             raise ConfigError(f"there is no fault {unknown[0]!r}; choose among {names}")
@@ -243,7 +207,7 @@ def prepare(plan: ChaosPlan, run_file: Path | None) -> RunConfig:
     own: dict[str, str | int | float] = {
         "run.dir": str(directory), "run.tokens": ENDLESS_TOKENS, "run.learners": plan.learners,
         "train.threads": 1, "syncer.address": f"127.0.0.1:{free_port()}",
-        "syncer.backup": str(directory / "backups"), "syncer.backup_every_s": 5.0, "syncer.backup_keep": 3,
+        "syncer.copy_to": str(directory / "copies"), "syncer.copy_every_s": 5.0,
     }  # fmt: skip
     if plan.soak:
         own["syncer.metrics_port"] = free_port()

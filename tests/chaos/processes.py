@@ -83,13 +83,6 @@ class Family:
         if wait:
             child.process.wait()
 
-    def bring_back(self, name: str) -> None:
-        """Start a process that was killed again at the next `watch`."""
-        child = self.children[name]
-        child.back_after_s = 0.0
-        if child.restart_at is not None:
-            child.restart_at = time.monotonic()
-
     def __enter__(self) -> Self:
         (self.directory / "logs").mkdir(parents=True, exist_ok=True)
         return self

@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.chaos.facts import Injected, Record
 from tests.chaos.faults import INJECTIONS
-from tests.chaos.plan import ChaosPlan, Fault, prepare
+from tests.chaos.plan import SYNCER, ChaosPlan, Fault, prepare
 from tests.chaos.world import POLL_S, VIEWERS, World
 
 from diloco.errors import DilocoError
@@ -49,11 +49,8 @@ def run_chaos(plan: ChaosPlan, run_file: Path | None, say: Say) -> Record:
             settled, status, exit_codes, failures = _recover(world, over_at)
         say("all processes have ended; checking the state, and replaying")
         served = tuple(world.state_dirs())
-        states = {
-            name: world.command("syncer", "check", str(world.state_dir_of(name)), "--json")["found"]
-            for name in plan.syncers
-        }
-        replays = tuple(world.command("replay", str(path), "--json") for _, path in served)
+        state = world.command("syncer", "check", str(world.state_dir), "--json")["found"]
+        replays = tuple(world.command("replay", str(path), "--json") for path in served)
     except KeyboardInterrupt:
         say(
             f"interrupted after {len(trouble.injected)} of {len(faults)} faults; all processes are ended, nothing was "
@@ -68,7 +65,7 @@ def run_chaos(plan: ChaosPlan, run_file: Path | None, say: Say) -> Record:
         (plan.directory / SAMPLED).write_text(json.dumps(curves), encoding="utf-8")
     return Record(
         plan, config.syncer.lost_floor_s, calm, (calm[1], over_at), tuple(trouble.injected), tuple(world.family.ends),
-        settled, status, exit_codes, states, replays, served, tuple(world.stale_dirs()), failures, curves,
+        settled, status, exit_codes, state, replays, served, tuple(world.stale_dirs()), failures, curves,
     )  # fmt: skip
 
 
@@ -78,10 +75,6 @@ def _begin(world: World, faults: Sequence[Fault], say: Say) -> tuple[float, floa
     world.start()
     say(f"{len(faults)} faults are planned; starting a syncer and {plan.learners} learners")
     _until_all_merge(world, BEGIN_S)
-    if plan.standby:
-        world.pair_up(BEGIN_S)
-        say("the standby has every version; until all learners merge with the pair")
-        _until_all_merge(world, BEGIN_S)
     if any(fault.kind == "stale copy" for fault in faults):
         world.copy_state(BEGIN_S)
         say("a copy of the state is kept; until all learners merge again")
@@ -100,13 +93,11 @@ def _recover(world: World, since: float) -> tuple[bool, dict[str, Any], dict[str
     settled = False
     try:
         _until_all_merge(world, SETTLE_S, since)
-        world.until(lambda: world.is_paired, "after the faults the two syncers are no pair", SETTLE_S)
         settled = True
         codes = {VIEWERS: world.stop(VIEWERS, LEAVE_S)} if world.plan.soak else {}
         codes |= {name: world.stop(name, LEAVE_S) for name in world.plan.names}
         status = world.status()
-        for name in sorted(world.plan.syncers, key=lambda name: name != world.first):
-            codes[name] = world.stop(name, LEAVE_S)
+        codes[SYNCER] = world.stop(SYNCER, LEAVE_S)
     except DilocoError as error:
         return settled, {}, {}, (str(error),)
     return settled, status, codes, ()
@@ -160,8 +151,7 @@ class _Trouble:
             time.sleep(POLL_S)
 
     def _begin(self, fault: Fault, now_s: float) -> None:
-        at, fault = time.time(), self._world.aimed(fault)
-        injection = INJECTIONS[fault.kind]
+        at, injection = time.time(), INJECTIONS[fault.kind]
         num_touched = injection.num_touched(self._world, fault)
         hit = injection.begin(self._world, fault)
         self._open.append(_Open(fault, at, now_s + fault.seconds, hit, num_touched))
@@ -177,7 +167,7 @@ class _Trouble:
     def _end(self, each: _Open) -> None:
         fault, injection = each.fault, INJECTIONS[each.fault.kind]
         self._open.remove(each)
-        is_felt = injection.ways is None or injection.num_touched(self._world, fault) > each.num_touched
+        is_felt = injection.way is None or injection.num_touched(self._world, fault) > each.num_touched
         if each.hit:
             injection.end(self._world, fault)
         self.injected.append(Injected(fault, each.began_at, time.time(), each.hit and is_felt))

@@ -58,7 +58,7 @@ def test_a_process_that_was_there_for_less_than_half_of_the_time_is_not_judged()
 
 
 def test_what_this_process_and_a_directory_hold_is_sampled(tmp_path: Path) -> None:
-    state, backups = tmp_path / "syncer", tmp_path / "backups"
+    state, backups = tmp_path / "syncer", tmp_path / "copies"
     (state / "journal").mkdir(parents=True)
     (state / "journal" / "part").write_bytes(bytes(700))
     (state / "events.jsonl").write_bytes(bytes(30))
@@ -69,11 +69,11 @@ def test_what_this_process_and_a_directory_hold_is_sampled(tmp_path: Path) -> No
     values = {name: value for name, [(_, value)] in sampler.curves.items()}
     assert set(values) == {
         *(f"syncer ({pid}) {what}" for what in ("memory_bytes", "handles", "threads")),
-        *(f"disk {what}_bytes" for what in ("spool", "tensors", "journal", "events", "backups")),
+        *(f"disk {what}_bytes" for what in ("spool", "objects", "journal", "events", "copies")),
     }
     assert values[f"syncer ({pid}) memory_bytes"] > 1e6
     assert values[f"syncer ({pid}) threads"] >= 1
-    assert (values["disk journal_bytes"], values["disk events_bytes"], values["disk backups_bytes"]) == (700, 30, 0)
+    assert (values["disk journal_bytes"], values["disk events_bytes"], values["disk copies_bytes"]) == (700, 30, 0)
 
 
 def ended_pid() -> int:

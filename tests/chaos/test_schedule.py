@@ -6,7 +6,7 @@ from collections import defaultdict
 from itertools import pairwise
 
 from tests.chaos.faults import INJECTIONS
-from tests.chaos.plan import PAIR, kinds, schedule
+from tests.chaos.plan import SYNCER, kinds, schedule
 
 LEARNERS = ("learner-0", "learner-1", "learner-2")
 
@@ -26,8 +26,8 @@ def test_every_kind_is_drawn_and_can_be_injected() -> None:
 def test_a_target_is_left_alone_until_its_fault_is_over() -> None:
     by_target = defaultdict(list)
     for fault in schedule(3, 1000.0, LEARNERS, kinds(2.0), 0.2):
-        by_target[fault.target if fault.target in LEARNERS else PAIR].append(fault)
-    assert set(by_target) == {*LEARNERS, PAIR}
+        by_target[fault.target].append(fault)
+    assert set(by_target) == {*LEARNERS, SYNCER}
     for faults in by_target.values():
         assert all(before.ends_s < after.at_s for before, after in pairwise(faults))
 

@@ -26,9 +26,9 @@ from diloco.config import load_config
 from diloco.errors import DilocoError
 from diloco.exchange.connection import Connection
 from diloco.exchange.dialling import fetch_status
-from diloco.exchange.remote import fetch_model
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.incoming import Download
+from diloco.following.follower import newest_model
 
 
 class _BrokenOffError(Exception):
@@ -70,7 +70,7 @@ def viewers(directory: Path) -> dict[str, Callable[[], object]]:
 
     return {
         "long-lived": ask, "short-lived": lambda: fetch_status(address, run=run, keys=keys),
-        "model": lambda: fetch_model(address, run=run, keys=keys), "broken off": break_off, "metrics": scrape,
+        "model": lambda: newest_model(address, run=run, keys=keys), "broken off": break_off, "metrics": scrape,
         "silent": say_nothing,
     }  # fmt: skip
 

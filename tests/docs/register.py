@@ -103,7 +103,7 @@ PARSED: dict[str, str] = {
     "syncer promote": "needs two syncers: tests/syncer/test_standby.py",
     "tokenize": "needs texts: tests/training/test_token_shards.py",
     "train": "trains until the run is over; the run that the other commands find was trained by this one",
-    "export run.toml --raw global.safetensors --state-dir": "the syncer of the run runs: tests/test_export.py",
+    "export run.toml --raw global.safetensors --store": "the syncer of the run runs: tests/test_export.py",
     "export run.toml --raw global.safetensors --checkpoint": "of another run: tests/training/test_cli.py",
     "export run.toml model --checkpoint": "of another run: tests/training/test_cli.py",
     "demo": "a minute of two cores: tests/test_demo.py",

@@ -15,7 +15,7 @@ import diloco
 from diloco import errors
 from diloco.exchange.connection import Connection
 from diloco.exchange.dialling import Dialler, fetch_status
-from diloco.exchange.remote import fetch_model
+from diloco.following.follower import newest_model
 from diloco.protocol.members import Claim, Report
 
 
@@ -28,7 +28,7 @@ def test_the_address_that_answers_is_used(tmp_path: Path) -> None:
         life.stop()
         assert metrics["merges"] == 2 * 20 // 4
         assert fetch_status(addresses, run=RUN)["step"] == 20
-        assert fetch_model(addresses, run=RUN)
+        assert newest_model(addresses, run=RUN).state_dict()
     with pytest.raises(errors.UnreachableError, match="nothing listens at"):
         fetch_status(addresses, run=RUN)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import diloco
 from diloco.core.fragments import make_layout
 from diloco.exchange.base import Exchange
-from diloco.exchange.remote import fetch_model
+from diloco.following.follower import newest_model
 from diloco.syncer.server import Options, Syncer
 
 LEARNERS = 8
@@ -69,7 +69,7 @@ def over_grpc(directory: Path) -> Tensor:
         until(lambda: versions_of(syncer) == [LEARNERS], "there is not a version for each push")
         for raw in raws:
             raw.connection.close()
-        return fetch_model(syncer.address, run=RUN)["weight"]
+        return newest_model(syncer.address, run=RUN).state_dict()["weight"]
 
 
 def test_each_push_is_an_arrival_of_its_own(tmp_path: Path) -> None:

@@ -23,9 +23,9 @@ import diloco
 from diloco.errors import ConfigError
 from diloco.exchange.base import Exchange
 from diloco.exchange.local import Lost, run_virtual
-from diloco.exchange.remote import fetch_model
 from diloco.exchange.virtual.delivery import Fault
 from diloco.exchange.virtual.run import VirtualRun
+from diloco.following.follower import newest_model
 from diloco.protocol.contribution import Budget
 from diloco.syncer.server import Options, Syncer
 
@@ -100,7 +100,7 @@ def test_processes_that_race_to_begin_the_run_and_of_which_one_is_killed(name: s
         ends([*back, *others])
         results = [read(tmp_path, "end", rank) for rank in range(LEARNERS)]
         require_one_model(results)
-        at_syncer = fetch_model(syncer.address, run="ends")
+        at_syncer = newest_model(syncer.address, run="ends").state_dict()
     assert all(torch.equal(value, at_syncer[key]) for key, value in results[0].tensors.items())
 
 

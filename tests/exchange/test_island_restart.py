@@ -15,7 +15,7 @@ from tests.exchange import restarted_life
 from tests.exchange.restarted_life import RUN, STEPS
 
 import diloco
-from diloco.exchange.remote import fetch_model
+from diloco.following.follower import newest_model
 from diloco.syncer.server import Options, Syncer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # includes a torchrun that starts its ranks twice
@@ -32,7 +32,7 @@ def test_the_ranks_of_an_island_come_back_as_one_learner(tmp_path: Path) -> None
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert ended.returncode == 0, ended.stderr
-        newest = fetch_model(syncer.address, run=RUN)
+        newest = newest_model(syncer.address, run=RUN).state_dict()
     metrics = json.loads((tmp_path / "island.json").read_text())
     assert (metrics["incarnation"], metrics["steps"]) == (2, STEPS)
     # The run had gone on from the checkpoint, to the round after step 6: the learner continues from there.

@@ -187,13 +187,13 @@ def test_a_learner_trains_with_a_line_and_another_with_that_of_the_environment(
     train(0, diloco.connect(syncer.address, run=RUN, keys=line, initialise=True), None, 8)
     monkeypatch.setenv(VARIABLE, line_of(keys, "site-b"))
     train(1, diloco.connect(syncer.address, run=RUN), None, 8)
-    events = read_events(syncer._store.path / "events.jsonl")
+    events = read_events(syncer._options.state_dir / "events.jsonl")
     assert [event.learner for event in events if isinstance(event, Joined)] == ["site-a", "site-b"]
     monkeypatch.setenv(VARIABLE, line_of(keys, "eye"))
     assert fetch_status(syncer.address, run=RUN)["tokens"] == 80
     with pytest.raises(AuthError, match="'site-a' may speak for learner 'site-a' only"):
         train(1, diloco.connect(syncer.address, run=RUN, learner="site-b", keys=line), None, 1)
-    written = b"".join(path.read_bytes() for path in syncer._store.path.rglob("*") if path.is_file())
+    written = b"".join(path.read_bytes() for path in syncer._options.state_dir.rglob("*") if path.is_file())
     assert b"site-a" in written
     assert b"diloco1." not in written
 
@@ -207,7 +207,8 @@ def test_why_a_syncer_refuses_a_line_is_said_by_the_name_of_the_line(
     monkeypatch.setenv(VARIABLE, line_of(tmp_path / "other", "eye"))
     with pytest.raises(AuthError, match="its authority is not that of the line of DILOCO_KEYS"):
         fetch_status(syncer.address, run=RUN)
-    assert {path for path in set(tmp_path.rglob("*")) - before if syncer._store.path not in path.parents} == set()
+    new = set(tmp_path.rglob("*")) - before
+    assert not [path for path in new if syncer._options.state_dir not in path.parents]
     monkeypatch.setenv(VARIABLE, line_of(keys, "eye"))
     with start(tmp_path / "plain", method()) as plain:
         with pytest.raises(AuthError, match="does not speak TLS, for which the line of DILOCO_KEYS was given"):

@@ -10,10 +10,9 @@ import copy
 import hashlib
 import json
 import math
-import sqlite3
 import tomllib
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -65,7 +64,7 @@ def mutated(data: bytes, form: Form | None, random: Random) -> bytes:
     return data
 
 
-UNREADABLE = (*MALFORMED, ConfigError, DecodeError, zlib.error, sqlite3.Error, SystemError)
+UNREADABLE = (*MALFORMED, ConfigError, DecodeError, zlib.error, SystemError)
 """What a form may raise."""
 
 
@@ -168,18 +167,17 @@ def _dump_safetensors(value: list[Any]) -> bytes:
 SAFETENSORS = Form(_load_safetensors, _dump_safetensors)
 
 
-def _dump_hashed(of: Callable[[Mapping[str, Any]], Any]) -> Callable[[Any], bytes]:
-    def dump(value: Any) -> bytes:
-        if isinstance(value, dict) and "sha256" in value:
-            text = json.dumps(of({key: each for key, each in value.items() if key != "sha256"}), sort_keys=True)
-            value = {**value, "sha256": hashlib.sha256(text.encode()).hexdigest()}
-        return json.dumps(value).encode()
+def _dump_manifest(value: Any) -> bytes:
+    def text(plain: Any) -> bytes:
+        return json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()
 
-    return dump
+    if isinstance(value, dict) and "sha256" in value:
+        rest = {key: each for key, each in value.items() if key != "sha256"}
+        value = {**value, "sha256": hashlib.sha256(text(rest)).hexdigest()}
+    return text(value)
 
 
-SNAPSHOT = Form(json.loads, _dump_hashed(lambda rest: rest))
-DESCRIPTION = Form(json.loads, _dump_hashed(lambda rest: rest["run"]))
+MANIFEST = Form(json.loads, _dump_manifest)
 
 
 def _load_journal(data: bytes) -> list[Any]:

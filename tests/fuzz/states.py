@@ -1,43 +1,34 @@
-"""Readers of a run's own directories: its state, its backups, and the journal that a replay reads."""
+"""Readers of a run's own directories: its store, and the journal that a replay reads."""
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
-import sqlite3
 import tempfile
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from random import Random
 
 import torch
 from tests.fuzz.examining import Target, contents, unchanged
 from tests.fuzz.files import directory_of, fill
-from tests.fuzz.mutations import (
-    DESCRIPTION,
-    JOURNAL,
-    SAFETENSORS,
-    SNAPSHOT,
-    Form,
-    joined,
-    mutated_parts,
-    parted,
-)
+from tests.fuzz.mutations import JOURNAL, JSON, MANIFEST, SAFETENSORS, UNREADABLE, Form, joined, mutated_parts, parted
 from tests.syncer.runs import RUN, Raw, layout, method, start
 
 import diloco
 from diloco.cli.replay import _numbers, _replay
-from diloco.errors import DilocoError
+from diloco.errors import AlreadyInitialisedError, DilocoError, UnknownRunError
 from diloco.event_log import EventLog
 from diloco.protocol.members import Deadlines
 from diloco.run.journal.payloads import ReadPayloads, tensor_formats
 from diloco.run.journal.replay import Replay
-from diloco.store.backup import SNAPSHOTS, back_up, restore
-from diloco.store.inspection import inspect
+from diloco.store.copying import copy
+from diloco.store.directory import Directory
+from diloco.store.inspection import check
 from diloco.store.journal_reader import JournalReader
-from diloco.store.records import DATABASE, FORMAT, SCHEMA
-from diloco.store.store import Store
-from diloco.store.targets import open_target
+from diloco.store.objects import open_store, opened, require_manifest
+from diloco.store.repair import repair
 from diloco.syncer.hosting import HostedDriver
 from diloco.syncer.journal import Journal
 from diloco.syncer.metrics import SyncerMetrics
@@ -46,7 +37,7 @@ from diloco.syncer.spool import Spool
 
 @functools.cache
 def healthy() -> dict[str, bytes]:
-    """The files of a run that was stopped twice: three versions of a fragment, a journal with payloads, a backup."""
+    """The files of a run that was stopped twice: three versions of a fragment, a journal with payloads."""
     with tempfile.TemporaryDirectory() as root:
         payload = diloco.FP32().encode(torch.ones(layout().fragments[0].numel))
         for version in range(3):
@@ -58,7 +49,6 @@ def healthy() -> dict[str, bytes]:
                 raw.push(payload, round=version, base=version, step=2 + 4 * version)
                 syncer.driver.drain()
                 raw.connection.close()
-        back_up(Path(root) / "state", open_target(f"{root}/backups"), keep=1)
         return contents(Path(root))
 
 
@@ -68,131 +58,104 @@ def _below(prefix: str) -> dict[str, bytes]:
     }  # fmt: skip
 
 
-# --- the state directory ----------------------------------------------------------------------------------------------
-
-_KEPT = (DATABASE, "run.json", "tensors/")
-_TABLES = ("run", "epochs", "versions", "contributors")
-_AS_JSON = {("run", "method"), ("run", "layout"), ("run", "record"), ("epochs", "versions")}
+# --- the store --------------------------------------------------------------------------------------------------------
 
 
-def _load_database(data: bytes) -> Any:
-    with tempfile.TemporaryDirectory() as root:
-        (Path(root) / DATABASE).write_bytes(data)
-        with closing(sqlite3.connect(Path(root) / DATABASE)) as db:
-            tables: dict[str, list[Any]] = {}
-            for table in _TABLES:
-                cursor = db.execute(f"SELECT * FROM {table}")
-                columns = [each[0] for each in cursor.description]
-                tables[table] = [
-                    [_from_json(it) if (table, name) in _AS_JSON else it for name, it in zip(columns, row, strict=True)]
-                    for row in cursor.fetchall()
-                ]
-    return tables
+def _store() -> dict[str, bytes]:
+    """The manifest, and the objects that it names and has named."""
+    return {name: data for name, data in _below("state/").items() if name.split("/")[0] in ("manifest.json", "objects")}
 
 
-def _from_json(text: str | None) -> Any:
-    return None if text is None else json.loads(text)
+def _named(data: bytes) -> dict[str, bytes]:
+    """The files of an input: objects whose header has changed have names, here and in the manifest, that say so. A
+    record that has changed is damaged: only its writer could name it, who has the run."""
+    files = dict(zip(_store(), parted(data), strict=False))
+    manifest = files.get("manifest.json", b"")
+    for name, content in list(files.items()):
+        length = 8 + int.from_bytes(content[:8], "little")
+        own = hashlib.sha256(content[:length]).hexdigest()
+        place, _, before = name.rpartition("-")
+        if place and before != own and content[:1] != b"{":
+            files[f"{place}-{own}"] = files.pop(name)
+            manifest = manifest.replace(before.encode(), own.encode())
+    if "manifest.json" in files:
+        files["manifest.json"] = manifest
+        with suppress(*UNREADABLE):
+            plain = MANIFEST.load(manifest)
+            if manifest != _store()["manifest.json"] and plain.keys() >= {"sha256"}:
+                files["manifest.json"] = MANIFEST.dump(plain)
+    return files
 
 
-def _dump_database(tables: Any) -> bytes:
-    with tempfile.TemporaryDirectory() as root:
-        with closing(sqlite3.connect(Path(root) / DATABASE)) as db:
-            db.executescript(f"{SCHEMA} PRAGMA user_version = {FORMAT};")
-            for table in _TABLES:
-                for row in tables.get(table, ()):
-                    values = [json.dumps(it) if isinstance(it, list | dict) else it for it in row]
-                    try:
-                        db.execute(f"INSERT INTO {table} VALUES ({', '.join('?' * len(values))})", values)
-                    except (sqlite3.Error, OverflowError, UnicodeError):
-                        continue
-            db.commit()
-        return (Path(root) / DATABASE).read_bytes()
+def _mutate_store(data: bytes, random: Random) -> bytes:
+    names, parts = list(_store()), parted(data)
 
+    def form_of(index: int) -> Form | None:
+        if index < len(names) and names[index] == "manifest.json":
+            return MANIFEST
+        return JSON if index < len(parts) and parts[index][:1] == b"{" else SAFETENSORS
 
-SQLITE = Form(_load_database, _dump_database)
+    return mutated_parts(data, form_of, random)
 
 
 def state() -> Target:
-    """A state directory: `diloco syncer check`, and then a start, which removes no byte of a model."""
-    files = {
-        name: data for name, data in _below("state/").items() if name in (DATABASE, "run.json") or "tensors" in name
-    }
-    names = list(files)
+    """A state directory: `diloco syncer check`, then a start, and a repair, which loses no byte."""
 
     def read(data: bytes) -> None:
         with tempfile.TemporaryDirectory() as root:
             path = Path(root) / "state"
-            (path / "tensors").mkdir(parents=True)
-            fill(path, dict(zip(names, parted(data), strict=False)))
+            path.mkdir()
+            fill(path, _named(data))
             with unchanged(path):
-                found = inspect(path)
+                found = check(open_store(path))
             json.dumps(found.to_dict())
-            before = contents(path / "tensors")
-            refusal, serves = None, False
+            before, refusal = contents(path), None
             try:
                 serves = _serves(path)
             except DilocoError as error:
-                refusal = error
-            assert found.starts == serves, f"a check says that it starts: {found.starts}, and: {serves}, {refusal}"
-            kept = set(contents(path).values())
-            lost = [name for name, content in before.items() if content not in kept]
-            assert not lost or (serves and _are_superseded(lost)), f"{lost} are gone"
+                serves, refusal = False, error
+            is_of_another = isinstance(refusal, UnknownRunError | AlreadyInitialisedError)
+            assert found.starts == serves or is_of_another, f"a check says: {found.starts}, a start: {refusal}"
+            if found.problems and found.can_be_repaired:
+                with opened(path, lock=True) as objects:
+                    repair(objects)
+                assert check(open_store(path)).problems == []
+            lost = {name for name, content in before.items() if content not in set(contents(path).values())}
+            assert lost <= {"store.lock", "events.jsonl", "manifest.json"}, f"{lost} are gone"
             if refusal is not None:
                 raise refusal
 
-    return Target("state", (joined(list(files.values())),), read, _mutate_state(names))
-
-
-def _are_superseded(names: list[str]) -> bool:
-    """Two versions of a fragment are kept."""
-    return all(name.startswith(("f00000-v000000000-", "f00000-v000000001-")) for name in names)
+    return Target("state", (joined(list(_store().values())),), read, _mutate_store)
 
 
 def _serves(path: Path) -> bool:
-    """Start without a port; returns whether there is a run."""
+    """Start without a port; returns whether the run is served."""
     with ExitStack() as stack:
-        store = stack.enter_context(Store(path))
+        objects = stack.enter_context(Directory(path))
+        require_manifest(objects)
         log = stack.enter_context(EventLog(path / "events.jsonl", who="syncer"))
         journal = Journal(log, SyncerMetrics(RUN))
-        driver = HostedDriver(RUN, method(), store, Spool(path, 1 << 20), deadlines=Deadlines(), journal=journal)
+        driver = HostedDriver(RUN, method(), objects, Spool(path, 1 << 20), deadlines=Deadlines(), journal=journal)
         stack.callback(driver.stop)
+        driver.start()
         driver.ask(lambda it: it.status())
-        return driver.ask(lambda it: it.state.is_initialised)
+        return True
 
 
-def _mutate_state(names: list[str]) -> Any:
-    def form_of(index: int) -> Form | None:
-        name = names[index] if index < len(names) else ""
-        return SQLITE if name == DATABASE else DESCRIPTION if name == "run.json" else SAFETENSORS
-
-    return lambda data, random: mutated_parts(data, form_of, random)
-
-
-# --- backups ----------------------------------------------------------------------------------------------------------
-
-
-def backup() -> Target:
-    """A place with a backup, as `diloco syncer restore` reads it: nothing is written but the new state directory."""
-    files = _below("backups/")
-    names = list(files)
+def copied() -> Target:
+    """A store that is copied: it stays as it is, and nothing is written but the copy."""
 
     def read(data: bytes) -> None:
-        named = dict(zip(names, parted(data), strict=False))
-        with directory_of({"backups/x": b"", **{f"backups/{name}": data for name, data in named.items()}}) as path:
+        with directory_of({f"state/{name}": content for name, content in _named(data).items()}) as path:
             with tempfile.TemporaryDirectory() as other:
-                (Path(other) / "within").mkdir()
                 try:
-                    restore(open_target(str(path / "backups")), Path(other) / "within" / "state")
+                    with opened(Path(other) / "within" / "state", lock=True) as target:
+                        copy(open_store(path / "state"), target)
                 finally:
                     written = {name for name in contents(Path(other)) if not name.startswith("within/state/")}
                     assert not written, f"{written} were written"
 
-    def form_of(index: int) -> Form | None:
-        return SNAPSHOT if index < len(names) and names[index].startswith(SNAPSHOTS) else SAFETENSORS
-
-    return Target(
-        "backup", (joined(list(files.values())),), read, lambda data, random: mutated_parts(data, form_of, random)
-    )
+    return Target("copy", (joined(list(_store().values())),), read, _mutate_store)
 
 
 # --- the journal ------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.fuzz import files, learners, pairs, states, wire
+from tests.fuzz import files, learners, states, wire
 from tests.fuzz.examining import Target
 
 TARGETS: dict[str, Callable[[], Target]] = {
@@ -17,13 +17,10 @@ TARGETS: dict[str, Callable[[], Target]] = {
     "checkpoint": files.checkpoint,
     "resume": learners.resume,
     "state": states.state,
-    "backup": states.backup,
+    "copy": states.copied,
     "journal": states.journal,
     "calls": wire.calls,
     "replies": wire.replies,
-    "position": pairs.position,
-    "first": pairs.first,
-    "standby": pairs.standby,
     "codecs": wire.codecs,
     "ranks": wire.ranks,
 }

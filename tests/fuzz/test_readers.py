@@ -11,7 +11,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from tests.fuzz.examining import BrokenReaderError, Target, examine, unchanged
-from tests.fuzz.mutations import SNAPSHOT, joined, parted
+from tests.fuzz.mutations import MANIFEST, joined, parted
 from tests.fuzz.targets import TARGETS
 
 from diloco.errors import StoreError
@@ -65,12 +65,11 @@ def test_no_input_breaks_it(target: Target) -> None:
     holds()
 
 
-def test_a_snapshot_names_no_file_outside_of_its_folder() -> None:
-    target = TARGETS["backup"]()
+def test_a_manifest_names_no_file_outside_of_its_folder() -> None:
+    target = TARGETS["copy"]()
     parts = parted(target.seeds[0])
-    [place] = [index for index, part in enumerate(parts) if part.startswith(b"{")]
-    snapshot = SNAPSHOT.load(parts[place])
-    snapshot["versions"][0]["file"] = "../../written"
-    parts[place] = SNAPSHOT.dump(snapshot)
-    with pytest.raises(StoreError, match="a file or column has an invalid name"):
+    manifest = MANIFEST.load(parts[0])
+    manifest["fragments"][0][0][1] = "../../written"
+    parts[0] = MANIFEST.dump(manifest)
+    with pytest.raises(StoreError, match=r"the manifest of \S+ is damaged .*a field has an invalid value"):
         target.read(joined(parts))

@@ -34,25 +34,23 @@ from diloco.exchange.dialling import Dialler, fetch_status
 from diloco.exchange.group import read_frame, to_tensor
 from diloco.exchange.island.rank_messages import Message, read_message, value_of
 from diloco.exchange.probe import probe
-from diloco.exchange.remote import fetch_model
-from diloco.exchange.remote.messages import grant_of, layout_of, lineage_of, method_of, proposal_of, standing_of
+from diloco.exchange.remote.messages import grant_of, layout_of, lineage_of, method_of, standing_of
 from diloco.exchange.remote.transfers import Receiver
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import frames
 from diloco.exchange.wire.rpc import ERROR_KEY, from_rpc_error, path
 from diloco.exchange.wire.tensors import bytes_of
+from diloco.following.follower import newest_model
 from diloco.protocol.contribution import CallForWork, Drained, Rejection
 from diloco.protocol.leases import Grant
-from diloco.protocol.lineage import Lineage
 from diloco.protocol.members import Claim
 from diloco.protocol.session import requests
-from diloco.protocol.succession import Elector
 
 METHODS: dict[str, type[protobuf_message.Message]] = {
     "Describe": pb.DescribeRequest, "Join": pb.JoinRequest, "Heartbeat": pb.HeartbeatRequest,
     "Lease": pb.LeaseRequest, "Leave": pb.LeaveRequest, "Status": pb.StatusRequest, "Watch": pb.WatchRequest,
     "Pull": pb.PullRequest, "Initialise": pb.InitialiseHeader, "Push": pb.PushHeader, "Probe": pb.ProbeHeader,
-    "Vote": pb.VoteRequest, "Promote": pb.PromoteRequest,
+    "Promote": pb.PromoteRequest,
 }  # fmt: skip
 """The calls of a syncer, and what each begins with."""
 
@@ -138,10 +136,7 @@ class SyncerUnderFire:
             ("Initialise", list(frames(model, *parts))),
             ("Push", list(frames(push, ones))),
             ("Probe", [pb.ProbeHeader(**who, up_bytes=8, down_bytes=8).SerializeToString(), bytes(8)]),
-            ("Vote", [pb.VoteRequest(
-                **who, process=4, seen=seen, promised=pb.Ballot(epoch=2, boot=6), silent_s=3.0
-            ).SerializeToString()]),
-            ("Promote", [pb.PromoteRequest(run=RUN, force=True).SerializeToString()]),
+            ("Promote", [pb.PromoteRequest(run=RUN).SerializeToString()]),
         ]  # fmt: skip
         calls[2][1][0] += pb.HeartbeatRequest(seen=seen).SerializeToString()
         for name, messages in calls:
@@ -229,10 +224,10 @@ def calls() -> Target:
 REPLIES: dict[str, type[protobuf_message.Message]] = {
     "Describe": pb.DescribeReply, "Join": pb.JoinReply, "Heartbeat": pb.HeartbeatReply, "Lease": pb.LeaseReply,
     "Status": pb.StatusReply, "Watch": pb.Notice, "Pull": pb.PullHeader, "Push": pb.PushReply, "Probe": pb.ProbeReply,
-    "Vote": pb.VoteReply, "Promote": pb.PromoteReply, "Initialise": pb.InitialiseReply,
+    "Promote": pb.PromoteReply, "Initialise": pb.InitialiseReply,
 }  # fmt: skip
 
-UNARY = (b"Describe", b"Join", b"Heartbeat", b"Lease", b"Status", b"Vote", b"Promote")
+UNARY = (b"Describe", b"Join", b"Heartbeat", b"Lease", b"Status", b"Promote")
 """Calls that have one answer."""
 
 
@@ -284,10 +279,7 @@ class LearnerUnderFire(grpc.GenericRpcHandler):  # type: ignore[misc]
         ]
         received = pb.Received(num_bytes=9, all=True)
         messages += [
-            ("Vote", [pb.VoteReply(
-                serves=True, proposal=pb.Proposal(ballot=pb.Ballot(epoch=2, boot=6), base=1)
-            ).SerializeToString()]),
-            ("Promote", [pb.PromoteReply(epoch=2, versions=[1, 1], fenced=True).SerializeToString()]),
+            ("Promote", [pb.PromoteReply(epoch=2, versions=[1, 1]).SerializeToString()]),
             ("Initialise", [pb.InitialiseReply(received=received).SerializeToString()]),
         ]  # fmt: skip
         for name, answer in messages:
@@ -306,7 +298,7 @@ class LearnerUnderFire(grpc.GenericRpcHandler):  # type: ignore[misc]
                 method_of(described)
                 layout_of(described)
                 with suppress(DilocoError):  # there is no model behind it
-                    fetch_model(self._address, run=RUN)
+                    newest_model(self._address, run=RUN).state_dict()
             case b"Join":
                 lineage_of(connection.call("joins", "Join", pb.JoinRequest(), pb.JoinReply).lineage)
             case b"Heartbeat":
@@ -325,15 +317,9 @@ class LearnerUnderFire(grpc.GenericRpcHandler):  # type: ignore[misc]
                 self._receiver.fetch(fetch)
             case b"Push":
                 connection.upload("contributions", "Push", iter([b"header"]), pb.PushReply)
-            case b"Vote":
-                voted = connection.call("control", "Vote", pb.VoteRequest(), pb.VoteReply)
-                if (proposal := proposal_of(voted)) is not None:
-                    witness = Elector()
-                    witness.follow(Lineage("0" * 32, 1, 5))
-                    witness.asked(proposal, is_silent=True)
             case b"Promote":
                 promoted = connection.call("control", "Promote", pb.PromoteRequest(), pb.PromoteReply)
-                json.dumps([promoted.epoch, list(promoted.versions), promoted.fenced])
+                json.dumps([promoted.epoch, list(promoted.versions)])
             case b"Initialise":
                 connection.upload("joins", "Initialise", iter([b"header"]), pb.InitialiseReply)
             case b"Probe":

@@ -33,7 +33,7 @@ from diloco import errors
 from diloco.demo.plan import free_port
 from diloco.event_log import read_events
 from diloco.events import Left
-from diloco.exchange.remote import fetch_model
+from diloco.following.follower import newest_model
 from diloco.syncer.server import Syncer
 
 lightning = pytest.importorskip("lightning.pytorch")
@@ -366,7 +366,7 @@ def test_ranks_are_one_learner_and_resume_together(kind: str, tmp_path: Path) ->
                 job = start_learner(scripts, syncer, directory, 0, kind, ranks_after, "--resume")
                 other = start_learner(scripts, syncer, directory, 1, "one", 1, "--resume")
                 end_all([*job, *other])
-            final = fetch_model(syncer.address, run=RUN)
+            final = newest_model(syncer.address, run=RUN).state_dict()
         for index, (processes, precision) in enumerate([(job, dtype), (other, torch.float32)]):
             assert_same(model_of(directory / f"learner-{index}"), final)
             assert_validated(final, processes[0].said, precision)
@@ -387,4 +387,4 @@ def test_a_sharded_job_that_was_killed_returns(tmp_path: Path) -> None:
         end_all([*stays, *returns])
         assert "the run has advanced since step 6" in returns[0].said
         for index in range(2):
-            assert_same(model_of(tmp_path / f"learner-{index}"), fetch_model(syncer.address, run=RUN))
+            assert_same(model_of(tmp_path / f"learner-{index}"), newest_model(syncer.address, run=RUN).state_dict())

@@ -26,7 +26,7 @@ from tests.syncer.runs import versions_of
 
 from diloco.event_log import read_events
 from diloco.events import Left, Merged
-from diloco.exchange.remote import fetch_model
+from diloco.following.follower import newest_model
 from diloco.syncer.server import Syncer
 
 pytestmark = pytest.mark.timeout(900)  # processes that import what the stacks import
@@ -73,7 +73,7 @@ def start_both(
 def assert_agree(directory: Path, syncer: Syncer) -> None:
     """Both learners have saved the run's newest model, to the bit."""
     for index in range(2):
-        assert_same(model_of(directory / f"learner-{index}"), fetch_model(syncer.address, run=RUN))
+        assert_same(model_of(directory / f"learner-{index}"), newest_model(syncer.address, run=RUN).state_dict())
 
 
 PARAMETERS = [
@@ -145,7 +145,7 @@ def test_an_adapter_of_peft_is_what_travels(tmp_path: Path) -> None:
     example = next(each for each in EXAMPLES if each.name == "trl")
     with serve(tmp_path / "syncer", steps=STEPS) as syncer, running() as scripts:
         end_all(start_both(example, scripts, syncer, tmp_path, "--lora"))
-        run = fetch_model(syncer.address, run=RUN)
+        run = newest_model(syncer.address, run=RUN).state_dict()
     assert {name.rpartition(".lora_")[0].rpartition(".")[2] for name in run} == {"q_proj", "v_proj"}
     adapters = [load_file(tmp_path / f"learner-{index}" / "adapter_model.safetensors") for index in range(2)]
     assert_same(*adapters)

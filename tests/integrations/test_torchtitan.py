@@ -39,7 +39,7 @@ from diloco.demo.plan import free_port
 from diloco.errors import ConfigError
 from diloco.event_log import read_events
 from diloco.events import Left
-from diloco.exchange.remote import fetch_model
+from diloco.following.follower import newest_model
 from diloco.syncer.server import Syncer
 
 is_here = pytest.mark.skipif(
@@ -184,7 +184,7 @@ def saved_model(directory: Path) -> dict[str, Tensor]:
 
 def assert_all_have_the_model(directory: Path, syncer: Syncer, num_learners: int) -> None:
     """Each learner ends with the run's newest model, and so does its last checkpoint."""
-    run = fetch_model(syncer.address, run=RUN)
+    run = newest_model(syncer.address, run=RUN).state_dict()
     for index in range(num_learners):
         output = directory / f"learner-{index}"
         model, checkpoint = model_of(output), saved_model(output)

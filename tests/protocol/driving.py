@@ -40,7 +40,13 @@ def record(core: SyncerCore, now: float = 0.0) -> tuple[Record, list[Action]]:
 def publish(core: SyncerCore, now: float = 0.0, fragment: int = 0, refused: Sequence[str] = ()) -> list[Action]:
     """The merge under way is done and stored, with the record that belongs to it."""
     core.merged(fragment, refused)
-    return core.stored(now, fragment, core.saved(storing=fragment).serial)
+    return committed(core, now, fragment)
+
+
+def committed(core: SyncerCore, now: float, fragment: int, written: Record | None = None) -> list[Action]:
+    """The new version is stored with a record that counts it as published; None: it is taken now."""
+    written = written or core.saved(storing=[fragment])
+    return [*core.stored(now, fragment), *core.recorded(now, written.serial)]
 
 
 def status_of(core: SyncerCore, now: float) -> dict[str, Any]:

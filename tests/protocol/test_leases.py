@@ -368,9 +368,9 @@ def test_a_record_with_a_version_has_the_fates_that_come_with_it() -> None:
         world.send("a", fragment)
     first, second = world.open
     world.leases.decided(first, None, [second], version=1)
-    record = json.loads(json.dumps(world.leases.saved([(second, None)], [], version=1)))
+    record = json.loads(json.dumps(world.leases.saved([(second, None, 1)], [])))
     assert world.leases.done == ()  # not published yet
-    both = [(first, None), (second, None)]
+    both = [(first, None, 0), (second, None, 0)]
     fresh, _ = two_fragments()
     for fragment in (0, 1):
         fresh.send("a", fragment)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.protocol.driving import kinds, ledger, publish, restarted, verdicts
+from tests.protocol.driving import committed, kinds, ledger, publish, restarted, verdicts
 
 from diloco.core.method import Method
 from diloco.core.presets import DecoupledDiLoCo, DiLoCo
@@ -49,9 +49,9 @@ def test_dropped_contributions_are_left_out_when_their_round_closes() -> None:
     assert isinstance(merge, MergeRound)
     assert merge.contributions == (contribution("c", 0),)
     core.merged(0)
-    written = core.saved(storing=0)
+    written = core.saved(storing=[0])
     assert verdicts(core, "a") == ()
-    *rejects, published, _ = core.stored(1.0, 0, written.serial)
+    *rejects, published, _, _ = committed(core, 1.0, 0, written)
     assert rejects == [Reject(contribution("a", 0), DROPPED), Reject(contribution("b", 0), DROPPED)]
     assert published == Publish(0, 1, ("c",))
     for each in (core, restarted(core, written, 1.0)):
@@ -145,8 +145,8 @@ def test_work_that_was_left_out_is_given_up_if_its_learner_has_left_by_then(come
         core.joined(0.6, "a")
     if is_merged:
         core.merged(0)
-        written = core.saved(storing=0)
-        core.stored(1.0, 0, written.serial)
+        written = core.saved(storing=[0])
+        committed(core, 1.0, 0, written)
         assert ledger(restarted(core, written, 2.0), "a").as_dict() == given_up
     else:
         core.abandoned(1.0, 0, "not finite")
@@ -199,8 +199,8 @@ def test_dropped_work_of_a_learner_that_is_gone_is_given_up(comes_back: bool) ->
     if comes_back:
         core.joined(0.0, "a")
     core.merged(0)
-    written = core.saved(storing=0)
-    core.stored(0.0, 0, written.serial)
+    written = core.saved(storing=[0])
+    committed(core, 0.0, 0, written)
     for each in (core, restarted(core, written, 1.0)):
         assert ledger(each, "a").as_dict() == given_up_of(comes_back)
 
@@ -226,12 +226,12 @@ def refusing(method: Method) -> SyncerCore:
 @pytest.mark.parametrize("method", [DiLoCo(sync_every=4), CALLED], ids=["scheduled", "called"])
 def test_a_refusal_is_told_when_the_version_is_durable(method: Method) -> None:
     core = refusing(method)
-    written = core.saved(storing=0)
+    written = core.saved(storing=[0])
     assert (ledger(core, "b").pending, ledger(core, "b").discarded) == (40, {})
     assert verdicts(core, "b") == ()
     again = SyncerCore(core.rules, [1])
     again.restore(1.0, written.values)
-    actions = core.stored(1.0, 0, written.serial)
+    actions = committed(core, 1.0, 0, written)
     assert actions[:2] == [Reject(contribution("b", 0), OUTLIER), Publish(0, 1, ("a",))]
     assert "PersistRecord" not in kinds(actions)
     for each in (core, again):
@@ -244,7 +244,7 @@ def test_a_refusal_is_told_when_the_version_is_durable(method: Method) -> None:
 def test_what_was_refused_is_not_taken_for_late_work_when_it_is_sent_again(method: Method) -> None:
     """Its learner has not heard that it is refused."""
     core = refusing(method)
-    core.stored(1.0, 0, core.saved(storing=0).serial)
+    committed(core, 1.0, 0)
     assert core.contributed(2.0, contribution("b", 0))[0] == Acknowledge(contribution("b", 0), duplicate=True)
     assert core.rounds.roster(0) == ((), ())
     assert ledger(core, "b").discarded == {OUTLIER: 40}

@@ -1347,11 +1347,8 @@ def test_a_learner_of_several_addresses_leaves_an_older_state_for_the_next() -> 
     it.boot = 6
     it.beat()
     assert it.core.seen == it.lineage
-    assert [each.text for each in it.take(requests.Warn)] == [
-        "the syncer is not the one to follow, trying again: the syncer serves epoch 4 of the run, which has been at "
-        "epoch 5: an older copy of its state; stop that syncer and start the newest one, or restore the copy with "
-        "`diloco syncer restore`."
-    ]
+    (warned,) = it.take(requests.Warn)
+    assert "is not the one to follow, trying again: the syncer serves epoch 4 of the run, which has been" in warned.text
 
 
 def test_a_suspended_syncer_is_left_at_the_next_heartbeat_and_asked_again_in_turn() -> None:

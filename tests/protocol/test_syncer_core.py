@@ -7,7 +7,7 @@ from copy import deepcopy
 from dataclasses import replace
 
 import pytest
-from tests.protocol.driving import kinds, ledger, only, publish, record, restarted, status_of, verdicts
+from tests.protocol.driving import committed, kinds, ledger, only, publish, record, restarted, status_of, verdicts
 
 from diloco.core.presets import DiLoCo, StreamingDiLoCo
 from diloco.core.quorum import AllLive
@@ -92,7 +92,7 @@ class Run:
         self.core.merged(fragment)
 
     def stored(self, now: float, fragment: int = 0) -> list[Action]:
-        return self.core.stored(now, fragment, self.core.saved(storing=fragment).serial)
+        return committed(self.core, now, fragment)
 
     def record(self, now: float) -> Record:
         return record(self.core, now)[0]
@@ -937,7 +937,7 @@ def test_contributions_to_the_next_round_are_kept_while_one_is_merged_and_stored
     assert only(MergeRound, actions).round == 1
     assert run.steps() == [10]
     run.merged()
-    assert run.core.saved(storing=0).values["fragment_steps"] == [20]
+    assert run.core.saved(storing=[0]).values["fragment_steps"] == [20]
     assert run.core.saved().values["fragment_steps"] == [10]
 
 
@@ -1006,7 +1006,7 @@ def test_what_is_being_stored_does_not_count_as_merged_on_disk() -> None:
     run.merged()
     pending = {"trained": 109, "pending": 109, "merged": 0, "lost": 0, "discarded": {}}
     merged = {"trained": 109, "pending": 0, "merged": 100, "lost": 0, "discarded": {"overlap": 9}}
-    without, with_version = run.core.saved(), run.core.saved(storing=0)
+    without, with_version = run.core.saved(), run.core.saved(storing=[0])
     assert run.ledger("a") == pending
     stored = restarted(run.core, with_version, 100.0, versions=[1])
     assert ledger(stored, "a").as_dict() == merged
@@ -1055,7 +1055,7 @@ def test_after_a_restart_a_round_waits_for_what_a_finished_learner_sends_again()
     assert [c.learner for c in merge.contributions] == ["a", "b"]
     run.core.heartbeat(102.0, "b", 1, Report(step=10, steps=10, tokens=100, step_s=0.1, finished=True))
     run.merged()
-    run.restart(200.0, run.core.saved(storing=0))
+    run.restart(200.0, run.core.saved(storing=[0]))
     assert not run.core.members["b"].ready
 
 

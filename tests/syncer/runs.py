@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -54,10 +54,11 @@ def train(
     index: int,
     exchange: Exchange,
     given: diloco.Method | None,
-    steps: int,
+    steps: int | Iterable[int],
     at_step: Callable[[int], None] | None = None,
 ) -> Any:
-    """A learner's life, until the run's pool has no place for it; returns its global model and its metrics."""
+    """A learner's life of so many steps, or of these, from 1 on; until the run's pool has no place for it. Returns its
+    global model and its metrics."""
     generator = torch.Generator().manual_seed(index)
     model = Net()
     with torch.no_grad():
@@ -65,7 +66,7 @@ def train(
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with diloco.Learner(model, optimizer, method=given, exchange=exchange) as learner:
-        for step in range(1, steps + 1):
+        for step in range(1, steps + 1) if isinstance(steps, int) else steps:
             x, y = torch.randn(5, 4, generator=generator), torch.randn(5, 3, generator=generator)
             (model(x) - y).square().mean().backward()
             optimizer.step()

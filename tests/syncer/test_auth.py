@@ -32,7 +32,6 @@ from diloco.whole_files import read_secret, replace_secret, write_secret
         ("viewer", "standby", False),
         ("learner", "standby", False),
         ("standby", "viewer", True),
-        ("standby", "standby", True),
         ("standby", "learner", False),
         ("standby", "admin", False),
         ("admin", "standby", True),

@@ -161,7 +161,7 @@ def test_a_learner_that_waits_for_data_ends(tmp_path: Path, monkeypatch: pytest.
 
         def slow_disk() -> None:
             it.syncer.driver.ask(
-                lambda driver: driver._ports.worker.submit("write", None, may_write.wait, lambda _: None)
+                lambda driver: driver._ports.worker.submit("swap", None, may_write.wait, lambda _: None)
             )
 
         try:

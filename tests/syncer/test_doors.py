@@ -26,11 +26,11 @@ from diloco.cli import main
 from diloco.event_log import read_events
 from diloco.exchange.dialling import fetch_status
 from diloco.exchange.probe import measure_link, probe
-from diloco.exchange.remote import fetch_model
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import frames
 from diloco.exchange.wire.rpc import path
 from diloco.exchange.wire.tensors import bytes_of
+from diloco.following.follower import newest_model
 from diloco.syncer.keys.certificates import holder_of
 from diloco.syncer.keys.keyring import Keyring
 from diloco.syncer.server import Options, Syncer
@@ -70,7 +70,7 @@ def refused(it: Raw, kind: type[errors.DilocoError], words: str) -> None:
 
 
 def audit(syncer: Syncer, kind: type[events.Event]) -> list[Any]:
-    return [it for it in read_events(syncer._store.path / "events.jsonl") if isinstance(it, kind)]
+    return [it for it in read_events(syncer._options.state_dir / "events.jsonl") if isinstance(it, kind)]
 
 
 # --- let in
@@ -81,7 +81,8 @@ def test_learners_viewers_and_admins_get_in_by_their_certificates(syncer: Syncer
     state, _ = train(0, diloco.connect(address, run=RUN, keys=keys / "site-a", initialise=True), None, 8)
     for name in ("site-a", "eye", "me", "syncer"):
         assert fetch_status(address, run=RUN, keys=keys / name)["tokens"] == 40
-    assert torch.equal(fetch_model(address, run=RUN, keys=keys / "eye")["layers.0.weight"], state["layers.0.weight"])
+    newest = newest_model(address, run=RUN, keys=keys / "eye").state_dict()
+    assert torch.equal(newest["layers.0.weight"], state["layers.0.weight"])
     assert measure_link(address, run=RUN, learner="site-b", keys=keys / "site-b", seconds=0.01, repeats=1).num_bytes
     admin = Raw(address, "site-b", keys=keys / "me")
     admin.join()
@@ -444,7 +445,7 @@ def test_a_syncer_opens_no_port_to_strangers_unless_it_is_told(
 
 
 @pytest.mark.parametrize(("arguments", "code", "words"), [
-    (["more"], 2, "unexpected argument 'more'; subcommands come first: diloco syncer check DIR"),
+    (["more"], 2, "unexpected argument 'more'; subcommands come first: diloco syncer check STORE"),
     (["--no-page", "check", "state"], 2, "unexpected argument 'check'"),
     (["--page-port", "70000"], 2, "less than or equal to"), (["--metrics-port", "-1"], 2, "greater than or equal to"),
     (["--address", "unix:/none/s"], 2, "cannot be served at unix:/none/s (there is no directory /none); choose"),
@@ -484,7 +485,7 @@ def test_a_syncer_process_with_keys(
             with pytest.raises(SystemExit):
                 main(asked)
             assert json.loads(capsys.readouterr().out)["tokens"] == 40
-            assert state.keys() == fetch_model(address, run=RUN, keys=keys / "me").keys()
+            assert state.keys() == newest_model(address, run=RUN, keys=keys / "me").state_dict().keys()
             refused(Raw(address, "site-b", keys=keys / "site-a"), errors.AuthError, "'site-a' only")
             assert stranger_is_refused(address, keys)
             Keyring.read(keys).revoke("site-a")

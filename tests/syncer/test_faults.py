@@ -21,7 +21,7 @@ import diloco
 from diloco import errors, events
 from diloco.event_log import read_events
 from diloco.exchange.dialling import fetch_status
-from diloco.exchange.remote import fetch_model
+from diloco.following.follower import newest_model
 from diloco.protocol.contribution import UNMERGED
 from diloco.protocol.members import Deadlines
 
@@ -184,7 +184,7 @@ def test_a_killed_learner_is_given_up_and_comes_back(kill_at: int, tmp_path: Pat
             settled = ledger["merged"] + ledger["lost"] + sum(ledger["discarded"].values())
             assert ledger["trained"] == ledger["pending"] + settled
             assert ledger["trained"] == status["tokens"]
-        model = fetch_model(syncer.address, run=RUN)
+        model = newest_model(syncer.address, run=RUN).state_dict()
         assert all(value.isfinite().all() for value in model.values())
 
 

@@ -32,7 +32,8 @@ from diloco.exchange.wire.rpc import path
 from diloco.exchange.wire.tensors import bytes_of
 from diloco.protocol.contribution import Contribution
 from diloco.protocol.members import Claim, Deadlines, Report
-from diloco.store.store import Store
+from diloco.store.directory import Directory
+from diloco.store.format import read_newest
 from diloco.syncer.door.admission import LIMITS
 from diloco.syncer.hosting import HostedDriver, SyncerDriver
 from diloco.syncer.journal import Journal
@@ -44,11 +45,11 @@ ONES = diloco.FP32().encode(torch.ones(SIZE))
 
 
 @contextmanager
-def driver_in(directory: Path, at: Callable[[str], None] = lambda _: None) -> Iterator[tuple[HostedDriver, Store]]:
+def driver_in(directory: Path, at: Callable[[str], None] = lambda _: None) -> Iterator[tuple[HostedDriver, Directory]]:
     """A run with two learners, "a" and "b"; `at` is told every durable step from then on."""
     tells: list[Callable[[str], None]] = []
     with (
-        Store(directory, at=lambda point: [tell(point) for tell in tells] and None) as store,
+        Directory(directory, at=lambda point: [tell(point) for tell in tells] and None) as store,
         EventLog(directory / "events.jsonl", who="syncer") as log,
     ):
         driver = HostedDriver(
@@ -59,6 +60,7 @@ def driver_in(directory: Path, at: Callable[[str], None] = lambda _: None) -> It
             deadlines=Deadlines(lost_floor_s=100.0),
             journal=Journal(log, SyncerMetrics(RUN)),
         )
+        driver.start()
         initialise(driver)
         assert join(driver, "a") == join(driver, "b") == 1
         tells.append(at)
@@ -175,8 +177,7 @@ def test_ledgers_stored_at_any_moment_agree_with_the_versions(tmp_path: Path) ->
             until(lambda: bool(joins), "nothing is published")
             joins[0].result(timeout=300)
             driver.drain()
-            saved = store.load()
-    assert saved is not None
+            saved = read_newest(store)
     assert saved.record is not None
     assert saved.fragments[0].version == 1
     assert saved.record["accounts"]["a"]["ledgers"][0][:2] == [5, 5]  # trained, merged
@@ -305,11 +306,12 @@ class BrokenMetrics(SyncerMetrics):
 
 
 def test_a_defect_in_what_watches_stops_no_decision(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with Store(tmp_path) as store, EventLog(tmp_path / "events.jsonl", who="syncer") as log:
+    with Directory(tmp_path) as store, EventLog(tmp_path / "events.jsonl", who="syncer") as log:
         driver = HostedDriver(
             RUN, method(), store, Spool(tmp_path, 1 << 20), deadlines=Deadlines(lost_floor_s=1.0),
             journal=Journal(log, BrokenMetrics(RUN)),
         )  # fmt: skip
+        driver.start()
         initialise(driver)
         join(driver, "a")
         driver.ask(lambda it: it.heartbeat(Claim("a", 1), Report(step=1, steps=1, tokens=5, step_s=10.0)))

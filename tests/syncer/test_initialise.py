@@ -146,7 +146,7 @@ def test_a_model_that_the_method_cannot_train_is_refused_before_anything_is_writ
             assert not is_initialised(syncer), "a restarted syncer finds what was refused"
             with pytest.raises(DilocoError, match=str(len(unfit.fragments))):
                 raw.initialise(wanted=unfit)
-            assert list((tmp_path / "state" / "tensors").iterdir()) == []
+            assert list((tmp_path / "state" / "objects").iterdir()) == []
             if is_restarted:
                 raw.initialise(wanted=fit)
                 raw.join(fit)

@@ -186,7 +186,7 @@ def test_what_keys_are_for_is_printed_in_commands_that_there_are(
         "me": "watching: diloco status run.toml --keys keys/me; likewise diloco page",
         "paris": 'the learner paris: diloco.connect(…, keys="keys/paris"), or diloco train run.toml --shard N',
         "anna": "steering: diloco admin pause run.toml --keys keys/anna",
-        "second": "a second syncer: diloco syncer run.toml --keys keys/second --follow",
+        "second": "a second syncer: diloco syncer run.toml --keys keys/second",
     }.items():
         assert f"\nkeys/{name} is for {use}" in said
     commands = [command.split() for command in re.findall(r"diloco ((?:[\w./-]+ )+--[^;,.\n]*)", said)]

@@ -6,9 +6,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sqlite3
 from collections import Counter
-from contextlib import closing
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,8 @@ from diloco.events import Data, Merged
 from diloco.exchange.dialling import fetch_status
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.protocol.units import place_of_unit
-from diloco.store.files import version_of
+from diloco.store.format import read_newest
+from diloco.store.objects import open_store, opened, read_manifest
 from diloco.store.repair import repair
 
 RUN_FILE = """
@@ -50,10 +49,9 @@ lost_cap_s = 2.0
 
 def durable(directory: Path) -> tuple[dict[str, Any], list[int]]:
     """The leases in the record on the disk, and the versions of the fragments."""
-    with closing(sqlite3.connect(directory / "state" / "store.sqlite")) as db:
-        [(record,)] = db.execute("SELECT record FROM run").fetchall()
-        versions = [version for (version,) in db.execute("SELECT max(version) FROM versions GROUP BY fragment")]
-    return json.loads(record)["leases"], versions
+    saved = read_newest(open_store(directory / "state"))
+    assert saved.record is not None
+    return saved.record["leases"], [each.version for each in saved.fragments]
 
 
 def merges_of(directory: Path, fragment: int, newest: int) -> Counter[int]:
@@ -233,9 +231,10 @@ def test_units_of_a_version_that_a_repair_lost_are_leased_again(tmp_path: Path) 
         raw.leave(40)
         data = status_of(syncer)["data"]
         assert (data["passes"][0]["done"], data["lost"]) == (6, 0)
-    (newest,) = [path for path in (tmp_path / "state" / "tensors").iterdir() if version_of(path.name) == (0, 2)]
-    newest.write_bytes(b"damaged")
-    repair(tmp_path / "state")
+    newest = read_manifest(open_store(tmp_path / "state")).fragments[0][0].held
+    (tmp_path / "state" / "objects" / newest).write_bytes(b"damaged")
+    with opened(tmp_path / "state", lock=True) as objects:
+        repair(objects)
     with start(tmp_path, method()) as syncer:
         assert versions_of(syncer) == [1, 2]
         data = status_of(syncer)["data"]

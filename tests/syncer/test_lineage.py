@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sqlite3
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,9 +18,8 @@ import diloco
 from diloco.errors import LineageError, StaleIncarnationError, UnknownRunError
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.protocol.lineage import Lineage
-from diloco.store.backup import back_up, restore
-from diloco.store.records import DATABASE, epochs_of
-from diloco.store.targets import open_target
+from diloco.store.copying import copy
+from diloco.store.objects import open_store, opened, read_manifest
 from diloco.syncer.server import Options, Syncer
 
 pytestmark = pytest.mark.timeout(900)
@@ -91,9 +89,7 @@ def test_an_older_copy_of_the_state_is_refused_and_the_newest_goes_on_with_the_s
 
 def syncer_versions(state: Path) -> tuple[int, ...]:
     """The newest version of each fragment on the disk."""
-    with sqlite3.connect(f"file:{state / DATABASE}?mode=ro", uri=True) as db:
-        rows = db.execute("SELECT MAX(version) FROM versions GROUP BY fragment ORDER BY fragment").fetchall()
-    return tuple(row[0] for row in rows)
+    return read_manifest(open_store(state)).versions
 
 
 def test_epochs_grow_with_every_start_and_the_run_keeps_its_id(tmp_path: Path) -> None:
@@ -108,8 +104,7 @@ def test_epochs_grow_with_every_start_and_the_run_keeps_its_id(tmp_path: Path) -
     assert [each.epoch for each in served] == [1, 2, 3]
     assert len({each.run_id for each in served}) == 1
     assert len({each.boot for each in served}) == 3
-    with sqlite3.connect(tmp_path / "state" / DATABASE) as db:
-        assert [each.number for each in epochs_of(db)] == [1, 2, 3]
+    assert read_manifest(open_store(tmp_path / "state")).epoch == 3
 
 
 def test_a_syncer_refuses_a_learner_that_has_seen_a_later_state_or_another_run(tmp_path: Path) -> None:
@@ -170,17 +165,17 @@ def train_to(
 
 def test_learners_that_all_wait_for_each_other_go_on_from_where_the_run_went_back_to(tmp_path: Path) -> None:
     """Each one begins at the run's step, and not at its own: they would be at different steps of a round for good."""
-    state, copy, steps = tmp_path / "state", open_target(str(tmp_path / "backups")), 40
+    state, steps = tmp_path / "state", 40
     with LearnerThreads(2) as pool:
         with serve(state) as syncer:
             port = syncer.port
             run = Run(pool, syncer.address, steps, ((9, 9), (17, 18)), train_to)
             run.reaches(0)
-            back_up(state, copy, 1)
+            with opened(tmp_path / "restored", lock=True) as target:
+                copy(open_store(state), target)
             run.go[0].set()
             run.reaches(1)
         newest = syncer_versions(state)
-        restore(copy, tmp_path / "restored")
         with serve(tmp_path / "restored", port) as syncer:
             assert syncer_versions(tmp_path / "restored") < newest
             run.go[1].set()

@@ -116,7 +116,7 @@ def test_a_raw_export_is_the_adapters(ended: dict[str, Any], tmp_path: Path) -> 
     run_file, out = tmp_path / "run.toml", tmp_path / "adapters.safetensors"
     run_file.write_text(f'[run]\nname = "{RUN}"\ntokens = 1_000_000\n')
     with pytest.raises(SystemExit) as done:
-        main(["export", str(run_file), "--raw", str(out), "--state-dir", str(ended["state_dir"])])
+        main(["export", str(run_file), "--raw", str(out), "--store", str(ended["state_dir"])])
     assert not done.value.code
     exported, first = load_file(out), ended["found"][0]["global"]
     assert exported.keys() == first.keys()

@@ -144,7 +144,7 @@ def test_what_a_learner_logs_reaches_the_syncers_events_and_page(tmp_path: Path)
             learner.log(held_out_loss=3.0)  # its goodbye says so, whether a heartbeat comes before it or not
         with pytest.raises(ConfigError, match="this learner is closed"):
             learner.log(training_loss=1.0)
-    assert [(each.learner, each.tokens, each.loss) for each in _reported(tmp_path)] == [("a", 0, 3.25), ("a", 0, 3.0)]
+    assert [(each.by, each.tokens, each.loss) for each in _reported(tmp_path)] == [("a", 0, 3.25), ("a", 0, 3.0)]
 
 
 def _reported(tmp_path: Path) -> list[ev.Reported]:

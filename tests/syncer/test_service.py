@@ -34,12 +34,12 @@ import diloco
 from diloco import errors
 from diloco.core.fragments import digest, gather, make_layout
 from diloco.exchange.key_pair import read_key_pair
-from diloco.exchange.remote import fetch_model
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import frames
 from diloco.exchange.wire.rpc import from_rpc_error
 from diloco.exchange.wire.rpc import path as rpc_path
 from diloco.exchange.wire.tensors import bytes_of
+from diloco.following.follower import newest_model
 from diloco.syncer.keys.keyring import Keyring
 from diloco.syncer.server import Syncer
 
@@ -167,11 +167,11 @@ BAD: dict[str, tuple[Callable[[Raw], Any], type[errors.DilocoError], str]] = {
 @pytest.mark.parametrize("kind", BAD)
 def test_bad_input_is_refused_and_changes_nothing(kind: str, syncer: Syncer, raw: Raw) -> None:
     misbehave, expected, words = BAD[kind]
-    before = status_of(syncer)["fragments"], versions_of(syncer), fetch_model(syncer.address, run=RUN)
+    before = status_of(syncer)["fragments"], versions_of(syncer), newest_model(syncer.address, run=RUN).state_dict()
     with pytest.raises(expected, match=words) as caught:
         misbehave(raw)
     assert "\n" not in str(caught.value)
-    after = status_of(syncer)["fragments"], versions_of(syncer), fetch_model(syncer.address, run=RUN)
+    after = status_of(syncer)["fragments"], versions_of(syncer), newest_model(syncer.address, run=RUN).state_dict()
     assert after[:2] == before[:2]
     assert all(torch.equal(after[2][name], value) for name, value in before[2].items())
     is_kept = kind == "truncated"  # an upload that was cut off looks like it: the next one may go on
@@ -320,7 +320,7 @@ def test_a_damaged_update_is_fetched_again_whole(syncer: Syncer, caplog: pytest.
     state, metrics = train(0, diloco.connect(syncer.address, run=RUN, learner="a", initialise=True), None, 12)
     assert damaged_once
     assert "fetching it whole" in caplog.text
-    newest = fetch_model(syncer.address, run=RUN)
+    newest = newest_model(syncer.address, run=RUN).state_dict()
     assert metrics["versions"][0] == versions_of(syncer)[0] == 3
     assert torch.equal(state["layers.0.weight"], newest["layers.0.weight"])
 
@@ -329,7 +329,7 @@ def test_a_viewer_fetches_a_model_that_is_sent_with_its_outer_state(tmp_path: Pa
     delayed = diloco.DelayedDiLoCo(sync_every=4, fragments=method().fragments)
     with start(tmp_path, delayed) as syncer:
         state, _ = train(0, diloco.connect(syncer.address, run=RUN, learner="a", initialise=True), None, 8)
-        newest = fetch_model(syncer.address, run=RUN)
+        newest = newest_model(syncer.address, run=RUN).state_dict()
         assert newest.keys() == state.keys()
         held = syncer.driver.ask(lambda it: [it.state.model.held(f).digest for f in range(2)])
         assert [digest(gather(fragment, newest)) for fragment in layout().fragments] == held

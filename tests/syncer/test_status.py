@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import re
-import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -35,6 +34,10 @@ from diloco.protocol.steering import Pool
 from diloco.report.frame import live_page
 from diloco.report.members import LearnerSummary
 from diloco.run.status import _Seen
+from diloco.store.directory import Directory
+from diloco.store.format import TensorFormat
+from diloco.store.objects import read_manifest
+from diloco.store.reading import ObjectReader
 from diloco.syncer.server import Syncer
 
 ONES = diloco.FP32().encode(torch.ones(layout().fragments[0].numel))
@@ -294,12 +297,19 @@ def test_a_reason_to_discard_that_is_not_known_is_shown_as_it_is(tmp_path: Path)
         raw.leave(tokens=5)
         raw.connection.close()
         syncer.driver.drain()
-    with sqlite3.connect(tmp_path / "state" / "store.sqlite") as db:
-        record = json.loads(db.execute("SELECT record FROM run").fetchone()[0])
+    with Directory(tmp_path / "state") as store:
+        manifest = read_manifest(store)
+        assert manifest.record is not None
+        with ObjectReader(store) as reader:
+            record, epochs = reader.record(manifest.record)
+        assert record is not None
         for ledger in record["accounts"]["first"]["ledgers"]:
             ledger[2:] = [0, {"bored": 5}]  # lost, and discarded by reason
-        db.execute("UPDATE run SET record = ?", (json.dumps(record),))
-    db.close()
+        blob = TensorFormat().record(record, epochs)
+        store.put(name := f"{manifest.epoch}/99-{blob.hash}", blob.parts)
+        found = store.manifest()
+        assert found is not None
+        store.swap(replace(manifest, record=name, serial=manifest.serial + 1).to_bytes(), found.token)
     with start(tmp_path, method()) as syncer:
         assert "100% discarded (bored)" in shown(syncer)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from diloco.syncer.hosting import IDLE_S, Ticker
+from diloco.syncer.threads import IDLE_S, Ticker
 
 BEGINNING_S = 100.0
 

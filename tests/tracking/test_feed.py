@@ -233,7 +233,7 @@ def test_what_is_told_before_the_run_has_an_id_is_logged_once_it_has(tmp_path: P
     tracker = Recording()
     following = followed(tmp_path / "events.jsonl", tracker)
     with EventLog(tmp_path / "events.jsonl", who="syncer") as log:
-        log.append(ev.Reported(learner="a", tokens=5, loss=2.5))
+        log.append(ev.Reported(by="a", tokens=5, loss=2.5))
         log.append(progress(1))
     following.close()
     assert [point.values.get("global_model/held_out_loss") for point in tracker.points] == [2.5, None]
@@ -262,7 +262,7 @@ def config(*overrides: str) -> RunConfig:
 
 
 def test_the_run_as_trackers_know_it() -> None:
-    tracked = config("track.project=islands", "syncer.backup=s3://user:secret@host/x")
+    tracked = config("track.project=islands", "syncer.copy_to=s3://user:secret@host/x")
     run = open_feed(tracked, "paris", "77aa").run
     assert (run.id, run.project, run.group, run.name) == ("77aa", "islands", "demo", "demo-paris")
     assert run.config["run"]["tokens"] == 1_000_000

@@ -139,7 +139,7 @@ def test_a_lost_learner_is_not_live_and_is_no_part_of_participation() -> None:
 def test_an_evaluation_is_a_point_at_once() -> None:
     values = SyncerValues()
     values.take(progress(1000.0, 40, 800, "a"))
-    told = values.take(ev.Reported(t=1003.0, learner="a", tokens=790, loss=2.25))
+    told = values.take(ev.Reported(t=1003.0, by="a", tokens=790, loss=2.25))
     assert told == Point(40, 1003.0, {"global_model/held_out_loss": 2.25, "global_model/evaluated_at_tokens": 790.0})
 
 
@@ -187,7 +187,7 @@ def test_the_documentation_has_every_name_and_no_other() -> None:
         values.take(event)
         for event in (
             progress(1.0, 1, 1, "a"), merged(("a",), ("a",), 1.0), traffic("a", 2, 1),
-            ev.Reported(learner="a", tokens=1, loss=1.0), progress(2.0, 2, 2, "a", ledger={"merged": 1}),
+            ev.Reported(by="a", tokens=1, loss=1.0), progress(2.0, 2, 2, "a", ledger={"merged": 1}),
         )
     ]  # fmt: skip
     told += map(trainer_point, (

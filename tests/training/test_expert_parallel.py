@@ -26,7 +26,7 @@ from diloco.errors import ConfigError
 from diloco.event_log import read_events
 from diloco.events import Evaluated, Routed, RunStarted, Stepped
 from diloco.exchange.base import Exchange
-from diloco.exchange.remote import fetch_model
+from diloco.following.follower import newest_model
 from diloco.syncer.server import Options, Syncer
 from diloco.training.checkpoint import list_checkpoints, load_checkpoint
 from diloco.training.expert_parallel import shard_experts
@@ -141,7 +141,7 @@ def test_a_learner_that_shares_its_experts_beside_a_single_process(
         with torchrun(mixture(*shared), num_ranks, "--initialise", "if-empty") as process:
             Trainer(config, part, attach=_connector(config, part, StopRequest())).train()
             finish(process)
-        newest = fetch_model(syncer.address, run="tiny")
+        newest = newest_model(syncer.address, run="tiny").state_dict()
     for step in (6, 12, 18):
         states = [
             checkpoint_state(each.dir / f"learner-{index}" / "checkpoints" / f"step-{step:010d}")
@@ -180,7 +180,7 @@ def test_a_rank_is_killed_and_the_run_goes_on(mixture: Callable[..., RunConfig],
             ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
             os.kill(int(ranks[-1]), signal.SIGKILL)
             finish(process)
-        newest = fetch_model(syncer.address, run="tiny")
+        newest = newest_model(syncer.address, run="tiny").state_dict()
     starts = [e for e in read_events(config.dir / "learner-0" / "events.jsonl") if isinstance(e, RunStarted)]
     assert len(starts) == 2
     assert starts[1].step >= 6

@@ -22,7 +22,11 @@ USES = {
         'the learner {name}: diloco.connect(…, keys="{keys}"), or diloco train run.toml --shard N --name {name} '
         "--keys {keys}"
     ),
-    "viewer": "watching: diloco status run.toml --keys {keys}; likewise diloco page, and diloco export for the model",
+    "viewer": (
+        "watching: diloco status run.toml --keys {keys}; likewise diloco page, and diloco export or diloco follow for "
+        "the model"
+    ),
+    "evaluator": "evaluating: diloco evaluate --follow HOST:PORT --run run.toml --keys {keys}",
     "admin": "steering: diloco admin pause run.toml --keys {keys}; and for all that a viewer does (diloco status)",
 }
 """What new keys are for, by role; the first syncer's are of the role standby, too."""

@@ -24,6 +24,15 @@ Keys = Annotated[
     ),
 ]
 Insecure = Annotated[bool, typer.Option("--insecure", help="Allow plain text to another machine.")]
+Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="SOURCE", help="host:port of the run's syncer; or its store: a state directory, or the URL of a bucket."
+    ),
+]
+Every = Annotated[
+    int, typer.Option(min=1, metavar="N", help="Take each N-th version; with P fragments, P are a whole new model.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 JsonSummary = Annotated[
     bool, typer.Option("--json", help="Print the summary as JSON; progress goes to standard error.")

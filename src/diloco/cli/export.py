@@ -7,7 +7,7 @@ import typer
 
 from diloco.cli._options import Json, Keys, Overrides, RunFile, with_keys
 from diloco.cli._output import print_result
-from diloco.errors import ConfigError, StoreError, UnreachableError, translated
+from diloco.errors import ConfigError, StoreError, UnreachableError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,12 +48,12 @@ def command(
         from diloco.training.pretrained import checkpoint_state
 
         state = checkpoint_state(checkpoint, config.run.name)
-    elif store is not None:
-        state = _stored(store, config)
     else:
-        state = _fetched(address or config.syncer.address, config)
+        state = _followed(store, address, config)
     if raw:
-        _write_raw(state, config.run.name, out)
+        from diloco.following.copies import write_tensors
+
+        write_tensors(state, config.run.name, out)
         value = {"file": str(out), "num_tensors": len(state)}
         loading = "safetensors.torch.load_model"
     else:
@@ -64,44 +64,15 @@ def command(
     print_result(as_json, value, f"wrote the global model of {config.run.name} to {out}; load it with {loading}")
 
 
-def _write_raw(state: "dict[str, Tensor]", run: str, out: Path) -> None:
-    """Write the tensors under their own names and dtypes; a file that exists is replaced by the whole new one."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    from diloco.whole_files import whole_file
-
-    failed, advice = f"cannot write the model to {out}", "free disk space or choose another file"
-    with translated((OSError, SafetensorError), StoreError, failed, advice):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(out) as partial:
-            partial.touch()
-            mode = partial.stat().st_mode
-            save_file(state, partial, metadata={"format": "pt", "run": run})
-            partial.chmod(mode)  # the library writes for this user alone
-
-
-def _fetched(address: str, config: "RunConfig") -> "dict[str, Tensor]":
-    """Fetch the model from a running syncer."""
-    from diloco.exchange.remote import fetch_model
+def _followed(store: str | None, address: str | None, config: "RunConfig") -> "dict[str, Tensor]":
+    """The newest model of the run's store, served or not, or else of its syncer."""
+    from diloco.following.follower import newest_model
 
     syncer = config.syncer
+    if store is not None:
+        return newest_model(store, run=config.run.name).state_dict()
     try:
-        return fetch_model(address, run=config.run.name, keys=syncer.keys, insecure=syncer.insecure)
+        found = newest_model(address or syncer.address, run=config.run.name, keys=syncer.keys, insecure=syncer.insecure)
     except UnreachableError as error:
         raise UnreachableError(f"{error} Without a running syncer, export from its store: --store STORE.") from error
-
-
-def _stored(store: str, config: "RunConfig") -> "dict[str, Tensor]":
-    """Read the model from the store of a run, served or not."""
-    from safetensors.torch import load
-
-    from diloco.core.layout import Layout, named_tensors
-    from diloco.store.format import read_newest
-    from diloco.store.objects import open_store
-
-    saved = read_newest(open_store(store))
-    if saved.run != config.run.name:
-        raise ConfigError(f"{store} holds the run {saved.run}, not {config.run.name}; check --store")
-    layout = Layout.from_dict(saved.layout.to_dict())
-    return named_tensors(layout, [saved.fragments[f.index].theta for f in layout.fragments]) | load(saved.static)
+    return found.state_dict()

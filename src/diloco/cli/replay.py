@@ -31,7 +31,7 @@ def command(
     from diloco.run.journal.payloads import ReadPayloads, tensor_formats
     from diloco.run.journal.replay import Replay
     from diloco.store.journal_reader import JournalReader
-    from diloco.store.objects import open_store
+    from diloco.store.objects import is_url, open_store
     from diloco.store.reading import newest_digests
 
     state_dir, store = _places(run)
@@ -40,7 +40,8 @@ def command(
     replay = Replay(tensor_formats(ReadPayloads(reader.payload)), fragment=fragment)
     span_s = _replay(reader, replay, until)
     if until is None and stored is not None:
-        replay.finish(*stored)
+        digests, epoch = stored
+        replay.finish(digests, epoch if is_url(store) else 0)  # no other syncer claims a directory
     elif until is None:
         typer.echo(f"the end of the journal is not compared: the versions in {store} cannot be read", err=True)
     if not replay.findings.num_boots and replay.findings.difference is None:

@@ -105,7 +105,7 @@ class _Stage:
             self._control("isolated", run.steps * self._config.tokens_per_full_step, "--isolated", "--shard", "1")
             controls.append("isolated")
         model, phase = str(self._config.dir / "model"), "the run is over, the controls train"
-        family.start("export", "export", self._run_file, model, "--state-dir", str(self._config.state_dir))
+        family.start("export", "export", self._run_file, model, "--store", self._config.store)
         self._until(lambda: family.are_done("export"), phase)
         family.start("evaluation", "evaluate", model, "--run", self._run_file, "--json")
         self._until(lambda: family.are_done("evaluation", *controls), phase)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 from torch import Tensor
@@ -52,39 +53,67 @@ class EvaluationRequest:
     device: str = "cpu"
 
 
-def evaluate_exports(paths: Sequence[Path], request: EvaluationRequest) -> list[ExportScores]:
-    """The scores of every export, in order. Exports with the same tokenizer get the same sequences and documents.
+class Evaluation:
+    """The data and tasks of a request, loaded once for all exports; a context manager. Exports with the same tokenizer
+    get the same sequences and documents.
+
+    Arguments:
+        contexts: of the exports, by path (`context_of`).
+
+    Attributes:
+        device: where exports are to be loaded.
 
     Raises:
-        ConfigError: not an export, an unknown task, a missing package, or a request that does not fit the exports.
-        ExchangeError: the data of a task cannot be loaded.
+        ConfigError: an unknown task, a missing package, or a request that does not fit the exports.
     """
-    if request.device not in ("cpu", "cuda"):
-        raise ConfigError(f"--device {request.device} is not known; use cpu or cuda")
-    device = str(choose_device(request.device))
-    contexts = [context_of(path) for path in paths]
-    config = None if request.run is None else load_config(request.run, request.overrides)
-    corpus = None if config is None else load_corpus(config.data)
-    text = "\n".join(read_text(path, "text") for path in request.texts)
-    length = _length(paths, contexts, request) if config is None else config.data.sequence_length
-    num_windows = request.sequences if config is None else config.evaluate.sequences
-    found: list[ExportScores] = []
-    with ExitStack() as stack:
-        harness = _harness(stack, request, text if corpus is None else None, corpus) if request.tasks else None
-        for name, path in zip(_names(paths), paths, strict=True):
-            export = load_export(path, device)  # one export in memory at a time
-            results: list[TaskResult] = []
-            if corpus is not None:
-                _check_vocabulary(export, corpus)
-                results.append(
-                    held_out_loss(export.model, held_out_batches(corpus, length, num_windows, request.batch))
-                )
-            elif request.texts:
-                results.append(held_out_loss(export.model, _batches_of(text, export, length, request)))
-            if harness is not None:
-                results += harness.run(export, limit=request.limit, batch=request.batch)
-            found.append(ExportScores(name, export.num_parameters, {result.name: result for result in results}))
-    return found
+
+    def __init__(self, request: EvaluationRequest, contexts: Mapping[Path, int]) -> None:
+        if request.device not in ("cpu", "cuda"):
+            raise ConfigError(f"--device {request.device} is not known; use cpu or cuda")
+        self.device, self._request = str(choose_device(request.device)), request
+        config = None if request.run is None else load_config(request.run, request.overrides)
+        self._corpus = None if config is None else load_corpus(config.data)
+        self._text = "\n".join(read_text(path, "text") for path in request.texts)
+        self._length = _length(contexts, request) if config is None else config.data.sequence_length
+        self._num_windows = request.sequences if config is None else config.evaluate.sequences
+        with ExitStack() as stack:
+            text = self._text if self._corpus is None else None
+            self._harness = _harness(stack, request, text, self._corpus) if request.tasks else None
+            self._opened = stack.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
+
+    def of(self, name: str, export: Export) -> ExportScores:
+        """The scores of an export.
+
+        Raises:
+            ConfigError: it does not fit the request. ExchangeError: the data of a task cannot be loaded.
+        """
+        request, corpus, results = self._request, self._corpus, list[TaskResult]()
+        if corpus is not None:
+            _check_vocabulary(export, corpus)
+            batches = held_out_batches(corpus, self._length, self._num_windows, request.batch)
+            results.append(held_out_loss(export.model, batches))
+        elif request.texts:
+            results.append(held_out_loss(export.model, _batches_of(self._text, export, self._length, request)))
+        if self._harness is not None:
+            results += self._harness.run(export, limit=request.limit, batch=request.batch)
+        return ExportScores(name, export.num_parameters, {result.name: result for result in results})
+
+
+def evaluate_exports(paths: Sequence[Path], request: EvaluationRequest) -> list[ExportScores]:
+    """The scores of every export, in order.
+
+    Raises:
+        ConfigError: not an export; others as `Evaluation`. ExchangeError: the data of a task cannot be loaded.
+    """
+    with Evaluation(request, {path: context_of(path) for path in paths}) as evaluation:
+        named = zip(_names(paths), paths, strict=True)
+        return [evaluation.of(name, load_export(path, evaluation.device)) for name, path in named]  # one at a time
 
 
 def _harness(stack: ExitStack, request: EvaluationRequest, text: str | None, corpus: Corpus | None) -> Harness:
@@ -108,9 +137,9 @@ def held_out_text(corpus: Corpus) -> str:
     return str(corpus.tokenizer.decode(tokens.tolist()))
 
 
-def _length(paths: Sequence[Path], contexts: Sequence[int], request: EvaluationRequest) -> int:
+def _length(contexts: Mapping[Path, int], request: EvaluationRequest) -> int:
     """Tokens of a window of text that all exports accept."""
-    longest, path = min(zip(contexts, paths, strict=True))
+    path, longest = min(contexts.items(), key=lambda it: it[::-1])
     if request.context is not None and request.context > longest:
         raise ConfigError(
             f"--context {request.context} is more than the {longest} tokens that {path} accepts; lower it"

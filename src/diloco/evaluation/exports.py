@@ -15,11 +15,14 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
+from diloco.config import RunConfig
 from diloco.errors import ConfigError, translated
 from diloco.evaluation.scores import Score, TaskResult
+from diloco.following.follower import FollowedModel
+from diloco.training.pretrained import pretrained_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -68,7 +71,10 @@ def context_of(path: Path) -> int:
             f"{path} is not an export: it has no config.json; write one with diloco export RUN_FILE {path}"
         )
     with _loading(path):
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        return _context(AutoConfig.from_pretrained(path, local_files_only=True))
+
+
+def _context(config: PretrainedConfig) -> int:
     return int(getattr(config.get_text_config(), "max_position_embeddings", None) or LONGEST)
 
 
@@ -85,6 +91,16 @@ def load_export(path: Path, device: str = "cpu") -> Export:
         has_tokenizer = any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True) if has_tokenizer else None
     return Export(path, model.eval().to(torch.device(device)), tokenizer, context)
+
+
+def followed_export(model: FollowedModel, config: RunConfig, device: str = "cpu") -> Export:
+    """A version of a run, as if it had been exported.
+
+    Raises:
+        LayoutError: it is not a model of this run file.
+    """
+    made, tokenizer = pretrained_model(model.state_dict(), config)
+    return Export(Path(config.run.name), made.eval().to(torch.device(device)), tokenizer, _context(made.config))
 
 
 def _loading(path: Path) -> AbstractContextManager[None]:

@@ -8,6 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+HELD_OUT = "held-out loss, nats per token"
+"""`TaskResult.name` of a held-out loss."""
+
 Z = statistics.NormalDist().inv_cdf(0.975)
 
 

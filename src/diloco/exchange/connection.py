@@ -201,7 +201,7 @@ class Connection:
         return last
 
     def pull(
-        self, channel: str, request: pb.PullRequest, download: Download | None = None
+        self, channel: str, request: pb.PullRequest, download: Download | None = None, *, method: str = "Pull"
     ) -> tuple[pb.PullHeader, memoryview]:
         """Fetch one part of the model. Raises as `call`, and CorruptPayloadError for damaged bytes.
 
@@ -213,7 +213,7 @@ class Connection:
         sent: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         sent.put(_serialize(request))
         try:
-            with self.stream(channel, "Pull", iter(sent.get, None)) as (replies, moved):
+            with self.stream(channel, method, iter(sent.get, None)) as (replies, moved):
                 for _ in download.read(replies, sent):
                     moved()
         finally:

@@ -62,7 +62,7 @@ def refusal(seen: Lineage | None, offered: Lineage) -> DilocoError | None:
     if offered.epoch < seen.epoch:
         return LineageError(
             f"the syncer serves epoch {offered.epoch} of the run, which has been at epoch {seen.epoch}: an older copy "
-            "of its state; stop that syncer and start the newest one, or restore the copy with `diloco syncer restore`."
+            "of its state; stop that syncer and start the newest one, or serve what `diloco copy` makes of the copy."
         )
     if offered.epoch == seen.epoch:
         return LineageError(

@@ -46,7 +46,10 @@ RENEWALS = 3
 """Swaps within a lease, at least."""
 
 READS = 10
-"""Reads within a lease of a syncer that waits."""
+"""Reads within a lease of a syncer that waits, at least."""
+
+READ_S = 1.0
+"""Between two of its reads, at most: it finds a run that was released."""
 
 
 @dataclass(frozen=True)
@@ -224,7 +227,7 @@ class Publisher:
                     "one with --standby."
                 )
             )
-        self._read_at = now + self._lease_s / READS
+        self._read_at = now + min(READ_S, self._lease_s / READS)
         return []
 
     def _claim(self, now: float) -> list[Act]:

@@ -25,6 +25,11 @@ class Record:
     values: Mapping[str, Any]
 
 
+def progress_of(record: Mapping[str, Any]) -> tuple[int, int]:
+    """The highest inner step of a record's run, and the tokens that its learners have trained."""
+    return record["step"], sum(account["ledgers"][0][0] for account in record["accounts"].values())
+
+
 def without_members(record: Mapping[str, Any]) -> Mapping[str, Any]:
     """A record without its members: their pending tokens are lost, and they join again."""
     return {**record, "members": {}}

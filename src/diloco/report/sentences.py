@@ -37,8 +37,10 @@ def sentence(event: ev.Event) -> tuple[Tone, str] | None:
         case ev.Refused(name=name, peer=peer, text=text, times=times):
             again = "" if times == 1 else f" ({times} times)"
             return "bad", f"{name or peer} was refused: {text}{again}"
-        case ev.Reported(learner=learner, loss=loss):
-            return "plain", f"{learner} evaluated the global model: held-out loss {loss:.4f}"
+        case ev.Reported(by=by, loss=loss, step=step, scores=scores):
+            results = [*(() if loss is None else (f"held-out loss {loss:.4f}",)), *map(_score, scores.items())]
+            at = "" if step is None else f" of step {step:,}"
+            return "plain", f"{by} evaluated the global model{at}: {named(results, 'results')}"
         case ev.StandingChanged(standing=standing, why=why):
             return "plain", f"this syncer is {standing}: {why}"
         case ev.Copied(place=place, versions=versions):
@@ -52,6 +54,10 @@ def sentence(event: ev.Event) -> tuple[Tone, str] | None:
     return None
 
 
-def named(names: list[str]) -> str:
+def named(names: list[str], what: str = "learners") -> str:
     """The names, or their number if there are many."""
-    return ", ".join(names) if len(names) <= MAX_NAMES else f"{len(names)} learners"
+    return ", ".join(names) if len(names) <= MAX_NAMES else f"{len(names)} {what}"
+
+
+def _score(score: tuple[str, float]) -> str:
+    return f"{score[0]} {score[1]:.4f}"

@@ -103,8 +103,8 @@ class Story:
                     member.go(event.t, event.reason)
             case ev.Merged():
                 self._merge(event)
-            case ev.Reported():
-                self._evaluate(event.learner, event.tokens, event.loss)
+            case ev.Reported(loss=float(loss)):
+                self._evaluate(event.by, event.tokens, loss)
             case ev.Traffic(learner=str(learner)) if learner in self._members:
                 self._members[learner].count(event)
             case ev.Progress():

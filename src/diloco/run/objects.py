@@ -40,7 +40,24 @@ class Found:
     token: str
 
 
-class Objects(Protocol):
+class Readable(Protocol):
+    """Objects and a manifest that can be read. All methods block, and raise StoreError (those of a syncer
+    ExchangeError) where the place does not answer; the same call can be repeated.
+
+    Attributes:
+        name: the path, URL or address that the user gave.
+    """
+
+    name: str
+
+    def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes | memoryview:
+        """Bytes of an object; fewer where it ends before `stop`. Raises MissingObjectError: there is no such object."""
+
+    def manifest(self) -> Found | None:
+        """The manifest; None: there is none."""
+
+
+class Objects(Readable, Protocol):
     """A place with objects: a directory, or a bucket. All methods block, and raise StoreError where the place refuses
     or does not answer; the same call can be repeated.
 
@@ -49,23 +66,16 @@ class Objects(Protocol):
         shortest_swap_s: between two swaps.
     """
 
-    name: str
     shortest_swap_s: float
 
     def put(self, name: str, parts: Sequence[bytes | memoryview]) -> None:
         """Store an object, whole or not at all. A name is put again only with the same bytes."""
-
-    def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes | memoryview:
-        """Bytes of an object. Raises MissingObjectError: there is no such object."""
 
     def list(self) -> list[str]:
         """The names of all objects."""
 
     def delete(self, names: Sequence[str]) -> None:
         """Delete objects, as far as they are there."""
-
-    def manifest(self) -> Found | None:
-        """The manifest; None: there is none."""
 
     def swap(self, data: bytes, token: str | None) -> str:
         """Replace the manifest with this token (None: there is none); returns the new one's token. All objects that

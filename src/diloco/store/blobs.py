@@ -1,18 +1,18 @@
 """The bytes of an object: a safetensors file with a description, and its hash.
 
-The metadata of the file has an entry `diloco`: JSON. The hash of an object is SHA-256 of its header and of each
-tensor's own hash, in the header's order. It covers every byte, and Θ, whose own hash is the published digest, is
-hashed once.
+The metadata of the file has two entries of JSON: `diloco`, the description, and `hashes`, the hash of each tensor. The
+hash of an object is SHA-256 of its header, and so covers every byte: a reader verifies the header, and then each tensor
+that it reads. Θ, whose own hash is the published digest, is hashed once.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,76 +28,59 @@ DTYPES: Mapping[str, torch.dtype] = {
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-_DESCRIBED = "diloco"
-
-
-class Hasher(Protocol):
-    """A hash of contiguous host tensors' bytes."""
-
-    def update(self, part: Tensor, /) -> None:
-        """Add the next elements."""
-
-    def hex(self) -> str:
-        """The hash of all parts so far, 32 bytes in hex."""
+_DESCRIBED, _HASHES = "diloco", "hashes"
 
 
 class Sha256:
-    """SHA-256 of tensors' bytes."""
+    """SHA-256 of tensors' bytes, part by part like `Digest`."""
 
     def __init__(self) -> None:
         self._hasher = hashlib.sha256()
 
     def update(self, part: Tensor, /) -> None:
-        """As `Hasher`."""
+        """Add the next elements."""
         self._hasher.update(bytes_of(part))
 
     def hex(self) -> str:
-        """As `Hasher`."""
+        """The hash of all parts so far, 32 bytes in hex."""
         return self._hasher.hexdigest()
 
 
-def hasher_of(name: str) -> Hasher:
+def hasher_of(name: str) -> Digest | Sha256:
     """The hasher of a tensor with this name."""
     return Digest() if name == "theta" else Sha256()
 
 
 def new_blob(tensors: Mapping[str, Tensor], described: Mapping[str, Any], digests: Mapping[str, str]) -> Blob:
     """The object with these tensors, as views of their memory. `digests`: hashes of tensors that are known already."""
-    header: dict[str, Any] = {"__metadata__": {_DESCRIBED: json.dumps(described)}}
-    parts, own, first = list[memoryview](), list[str](), 0
+    entries, hashes, parts, first = dict[str, Any](), dict[str, str](), list[memoryview](), 0
     for name, tensor in sorted(tensors.items(), key=lambda it: (-it[1].element_size(), it[0])):  # aligned
         parts.append(bytes_of(tensor.contiguous()))
         last = first + len(parts[-1])
-        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [first, last]}
-        own.append(digests.get(name) or hashlib.sha256(parts[-1]).hexdigest())
+        entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [first, last]}
+        hashes[name] = digests.get(name) or hashlib.sha256(parts[-1]).hexdigest()
         first = last
-    text = json.dumps(header, separators=(",", ":")).encode()
+    metadata = {_DESCRIBED: json.dumps(described), _HASHES: json.dumps(hashes)}
+    text = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
-    return Blob(hash_of(head, own), (head, *parts))
-
-
-def hash_of(head: bytes | memoryview, digests: Iterable[str]) -> str:
-    """The hash of an object with this beginning, and tensors with these hashes."""
-    hasher = hashlib.sha256(head)
-    for each in digests:
-        hasher.update(bytes.fromhex(each))
-    return hasher.hexdigest()
+    return Blob(hashlib.sha256(head).hexdigest(), (head, *parts))
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor in an object: its bytes are those from `first` to `last` after the header."""
+    """A tensor in an object: its bytes are those from `first` to `last` after the header, and have this hash."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     first: int
     last: int
+    hash: str
 
 
 @dataclass(frozen=True)
 class ObjectHead:
-    """The beginning of a safetensors file; nothing of it is verified.
+    """The beginning of a safetensors file.
 
     Attributes:
         data: its bytes.
@@ -113,7 +96,8 @@ class ObjectHead:
     def from_bytes(cls, data: bytes) -> ObjectHead:
         """From the beginning of a file, up to the first tensor. Raises one of `MALFORMED` for any other bytes."""
         header = json.loads(data[8:])
-        described = json.loads(header.pop("__metadata__")[_DESCRIBED])
+        metadata = header.pop("__metadata__")
+        described, hashes = (json.loads(metadata[key]) for key in (_DESCRIBED, _HASHES))
         entries, end = dict[str, TensorEntry](), 0
         for name, entry in header.items():
             dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
@@ -122,7 +106,7 @@ class ObjectHead:
                 raise ValueError(f"the place of tensor {name!r}")
             if first != end or last - first != prod(shape) * dtype.itemsize:
                 raise ValueError(f"the size of tensor {name!r}")
-            entries[name], end = TensorEntry(dtype, shape, first, last), last
+            entries[name], end = TensorEntry(dtype, shape, first, last, str(hashes[name])), last
         if not isinstance(described, dict):
             raise TypeError("no description")
         return cls(data, described, entries)

@@ -141,7 +141,7 @@ class Copies:
     """Copies a run by a schedule, on a thread, until it is closed.
 
     Raises:
-        ConfigError: the place cannot be used.
+        ConfigError, StoreError: as `open_store`, for the place.
     """
 
     def __init__(self, plan: CopyPlan, source: Objects, events_log: EventLog) -> None:

@@ -35,6 +35,8 @@ TEMPORARY_PREFIX = ".tmp-"
 EARLIER = ("store.sqlite", "tensors", "run.json")
 """Files of the formats up to 10."""
 
+MOUNTS = Path("/proc/self/mounts")
+
 NETWORK_TYPES = frozenset({
     "afs", "beegfs", "ceph", "cifs", "fuse.ceph", "fuse.gcsfuse", "fuse.glusterfs", "fuse.s3fs", "fuse.sshfs",
     "glusterfs", "gpfs", "lustre", "nfs", "nfs4", "pvfs2", "smb3", "smbfs",
@@ -273,7 +275,7 @@ def lock_directory(path: Path) -> IO[str]:
             may not keep other machines out; or the disk refuses.
     """
     try:
-        mounts = Path("/proc/self/mounts").read_text(errors="replace")
+        mounts = MOUNTS.read_text(errors="replace")
     except OSError:  # no Linux
         mounts = ""
     if (kind := network_type(mounts, str(path.resolve()))) is not None:

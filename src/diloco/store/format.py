@@ -80,7 +80,7 @@ class TensorFormat:
         assert manifest.record is not None
         with ObjectReader(objects) as reader, ThreadPoolExecutor(READERS) as readers:
             frozen = self._kept.get(manifest.frozen) or reader.frozen(manifest.frozen)
-            if (frozen.run_id, len(frozen.layout.fragments)) != (manifest.run_id, len(manifest.fragments)):
+            if not frozen.is_of(manifest):
                 raise StoreError(f"the manifest of {objects.name} names objects of two runs; {advice(objects.name)}")
             record, epochs = reader.record(manifest.record)
             named = [versions[0] for versions in manifest.fragments]

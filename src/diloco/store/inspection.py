@@ -194,7 +194,7 @@ class _Inspection:
                 if name == named:
                     self._problem(name, f"{_how(error)}: the layout, and frozen parameters and buffers")
                 continue
-            if manifest is None or (frozen.run_id, len(frozen.layout.fragments)) == _shape_of(manifest):
+            if manifest is None or frozen.is_of(manifest):
                 self.found.frozen, self.found.frozen_name = frozen, name
                 return
 
@@ -306,10 +306,6 @@ def order_of(name: str) -> tuple[int, int]:
     """The epoch and the counter in an object's name: objects were written in this order."""
     epoch, _, rest = name.partition("/")
     return int(epoch), int(rest.partition("-")[0])
-
-
-def _shape_of(manifest: Manifest) -> tuple[str, int]:
-    return manifest.run_id, len(manifest.fragments)
 
 
 def _how(error: StoreError) -> str:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
-from diloco.errors import ConfigError, MissingObjectError, NotInitialisedError
+from diloco.errors import ConfigError, MissingObjectError, NotInitialisedError, StoreError
 from diloco.protocol.manifest import Manifest
-from diloco.run.objects import Objects
+from diloco.run.objects import Objects, Readable
 from diloco.store.bucket import Bucket
 from diloco.store.directory import Directory
 
@@ -35,7 +35,7 @@ def open_store(place: str | os.PathLike[str], *, lock: bool = False) -> Director
 
 
 @contextmanager
-def opened(place: str | os.PathLike[str], *, lock: bool = False) -> Iterator[Objects]:
+def opened(place: str | os.PathLike[str], *, lock: bool = False) -> Iterator[Directory | Bucket]:
     """As `open_store`, and release the directory at the end."""
     objects = open_store(place, lock=lock)
     try:
@@ -50,7 +50,7 @@ def is_url(place: str | os.PathLike[str]) -> bool:
     return "://" in str(place)
 
 
-def read_manifest(objects: Objects) -> Manifest:
+def read_manifest(objects: Readable) -> Manifest:
     """The manifest of a run that has a model.
 
     Raises:
@@ -63,6 +63,15 @@ def read_manifest(objects: Objects) -> Manifest:
     if not manifest.fragments:
         raise NotInitialisedError(f"the run in {objects.name} has no model yet; start a learner that initialises it.")
     return manifest
+
+
+def require_manifest(objects: Objects) -> None:
+    """Raise StoreError for a store that has objects and no manifest: it has lost it."""
+    if objects.manifest() is None and (names := objects.list()):
+        raise StoreError(
+            f"the manifest of {objects.name} is missing, and it has {len(names)} objects of a run, such as "
+            f"{names[-1]}; `diloco syncer check {objects.name}` says what can still be served."
+        )
 
 
 def repeated(read: Callable[[], T]) -> T:

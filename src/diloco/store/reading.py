@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,9 +32,9 @@ from diloco.errors import (
 from diloco.escaping import MALFORMED
 from diloco.exchange.wire.tensors import bytes_of
 from diloco.protocol.lineage import Epoch
-from diloco.protocol.manifest import NamedVersion
-from diloco.run.objects import Blob, Objects
-from diloco.store.blobs import ObjectHead, TensorEntry, hash_of, hasher_of
+from diloco.protocol.manifest import Manifest, NamedVersion
+from diloco.run.objects import Blob, Readable
+from diloco.store.blobs import ObjectHead, hasher_of
 from diloco.store.objects import read_manifest, repeated
 
 OUTER = "outer."
@@ -64,20 +64,15 @@ def advice(place: str) -> str:
 
 @dataclass(frozen=True)
 class ReadObject:
-    """A whole object.
-
-    Attributes:
-        digests: the hash of each tensor.
-    """
+    """An object, or some tensors of it."""
 
     name: str
     head: ObjectHead
     tensors: Mapping[str, Tensor]
-    digests: Mapping[str, str]
 
     @property
     def blob(self) -> Blob:
-        """Its content."""
+        """Its content; all tensors were read."""
         parts = (bytes_of(self.tensors[name]) for name in self.head.entries)
         return Blob(self.name.rpartition("-")[2], (self.head.data, *parts))
 
@@ -95,6 +90,11 @@ class Frozen:
     tokens: int
     static: bytes
 
+    def is_of(self, manifest: Manifest) -> bool:
+        """Whether it is of the run that the manifest names."""
+        mine = self.run, self.run_id, len(self.layout.fragments)
+        return mine == (manifest.run, manifest.run_id, len(manifest.fragments))
+
 
 class ObjectReader:
     """Reads objects of a store; a context manager. Any thread may call any method.
@@ -103,7 +103,7 @@ class ObjectReader:
     MissingObjectError or DamagedObjectError, or StoreError where the place does not answer.
     """
 
-    def __init__(self, objects: Objects) -> None:
+    def __init__(self, objects: Readable) -> None:
         self.objects = objects
         self._requests = ThreadPoolExecutor(REQUESTS)
 
@@ -114,7 +114,7 @@ class ObjectReader:
         self._requests.shutdown(cancel_futures=True)
 
     def head(self, name: str, holds: str) -> ObjectHead:
-        """The beginning of a safetensors file, not verified."""
+        """The beginning of a safetensors file."""
         with self._checked(name, holds):
             data = bytes(self.objects.get(name, 0, HEAD_BYTES))
             num_bytes = 8 + int.from_bytes(data[:8], "little")
@@ -122,39 +122,39 @@ class ObjectReader:
                 raise ValueError("it has no header")
             if num_bytes > len(data):
                 data += bytes(self.objects.get(name, len(data), num_bytes))
+            _require_hash(name, data[:num_bytes])
             return ObjectHead.from_bytes(data[:num_bytes])
 
-    def read(self, name: str, head: ObjectHead, holds: str) -> ReadObject:
-        """A whole safetensors file, with tensors in memory of their own."""
+    def read(self, name: str, head: ObjectHead, holds: str, only: Callable[[str], bool] = lambda _: True) -> ReadObject:
+        """A safetensors file, with tensors in memory of their own. `only`: which tensors are read."""
         with self._checked(name, holds), ThreadPoolExecutor(READERS_OF_AN_OBJECT) as readers:
             last = head.num_bytes - 1
             if len(self.objects.get(name, last, last + 2)) != 1:  # before memory is reserved
                 raise ValueError(f"it has not the {last + 1} bytes of its header")
-            found = list(readers.map(partial(self._tensor, name, head), head.entries))
-            digests = {key: digest for key, (_, digest) in zip(head.entries, found, strict=True)}
-            if hash_of(head.data, digests.values()) != name.rpartition("-")[2]:
-                raise ValueError("its content is not the one in its name")
-        tensors = {key: tensor for key, (tensor, _) in zip(head.entries, found, strict=True)}
-        return ReadObject(name, head, tensors, digests)
+            wanted = [key for key in head.entries if only(key)]
+            tensors = dict(zip(wanted, readers.map(partial(self._tensor, name, head), wanted), strict=True))
+        return ReadObject(name, head, tensors)
 
-    def _tensor(self, name: str, head: ObjectHead, key: str) -> tuple[Tensor, str]:
+    def _tensor(self, name: str, head: ObjectHead, key: str) -> Tensor:
         entry, hasher = head.entries[key], hasher_of(key)
         tensor = new_vector((entry.last - entry.first) // entry.dtype.itemsize, entry.dtype)
-        pieces = self._pieces(name, len(head.data), entry)
+        pieces = self._pieces(name, len(head.data), entry.first, entry.last)
         for part in tensor.split(PIECE_BYTES // entry.dtype.itemsize) if tensor.numel() else ():
             view, data = bytes_of(part), next(pieces).result()
             if len(data) != len(view):
                 raise ValueError("it is too short")
             view[:] = data
             hasher.update(part)
-        return tensor.view(entry.shape), hasher.hex()
+        if hasher.hex() != entry.hash:
+            raise ValueError(f"its {key} is not the one of its header")
+        return tensor.view(entry.shape)
 
-    def _pieces(self, name: str, begin: int, entry: TensorEntry) -> Iterator[Future[bytes | memoryview]]:
+    def _pieces(self, name: str, begin: int, first: int, last: int) -> Iterator[Future[bytes | memoryview]]:
         """The bytes of a tensor in order; several requests are under way."""
         waiting = deque[Future[bytes | memoryview]]()
-        for first in range(entry.first, entry.last, PIECE_BYTES):
-            last = min(first + PIECE_BYTES, entry.last)
-            waiting.append(self._requests.submit(self.objects.get, name, begin + first, begin + last))
+        for start in range(first, last, PIECE_BYTES):
+            stop = min(start + PIECE_BYTES, last)
+            waiting.append(self._requests.submit(self.objects.get, name, begin + start, begin + stop))
             if len(waiting) == PIECES_AHEAD:
                 yield waiting.popleft()
         yield from waiting
@@ -173,8 +173,10 @@ class ObjectReader:
                 raise TypeError("a value has another type")
             return Frozen(**plain, static=bytes(bytes_of(found.tensors["static"])))
 
-    def version(self, named: NamedVersion, fragment: int, frozen: Frozen) -> tuple[GlobalFragment, Update]:
-        """A version of a fragment, and the update that led to it."""
+    def version(
+        self, named: NamedVersion, fragment: int, frozen: Frozen, only: Callable[[str], bool] = lambda _: True
+    ) -> tuple[GlobalFragment, Update]:  # fmt: skip
+        """A version of a fragment, and the update that led to it. `only`: as in `read`; Θ is read in any case."""
         holds = f"fragment {fragment}, version {named.version}"
         head = self.head(named.held, holds)
         with self._checked(named.held, holds):
@@ -182,10 +184,9 @@ class ObjectReader:
             found = (head.described["run_id"], update.fragment, update.version, head.entries["theta"].shape)
             if found != (frozen.run_id, fragment, named.version, (num_elements,)):
                 raise ValueError("it is another object")
-        it = self.read(named.held, head, holds)
-        with self._checked(named.held, holds):
-            if it.digests["theta"] != update.digest:
+            if head.entries["theta"].hash != update.digest:
                 raise ValueError("its digest is not the published one")
+        it = self.read(named.held, head, holds, lambda key: key == "theta" or only(key))
         outer = {key.removeprefix(OUTER): value for key, value in it.tensors.items() if key.startswith(OUTER)}
         theta, residual = it.tensors["theta"], it.tensors.get("residual")
         return GlobalFragment(fragment, named.version, theta, outer, residual, update.digest), update
@@ -204,8 +205,7 @@ class ObjectReader:
         """The record of a run, and its epochs."""
         with self._checked(name, "the record of members and tokens"):
             data = self.objects.get(name, 0, MOST_RECORD_BYTES)
-            if hashlib.sha256(data).hexdigest() != name.rpartition("-")[2]:
-                raise ValueError("its content is not the one in its name")
+            _require_hash(name, data)
             plain = json.loads(bytes(data))
             epochs = tuple(Epoch(int(number), tuple(map(int, versions))) for number, versions in plain["epochs"])
             return plain["record"], epochs
@@ -222,7 +222,12 @@ class ObjectReader:
             raise DamagedObjectError(f"{what} is damaged ({why}); {advice(self.objects.name)}") from error
 
 
-def newest_digests(objects: Objects) -> tuple[list[tuple[int, str]], int] | None:
+def _require_hash(name: str, data: bytes | memoryview) -> None:
+    if hashlib.sha256(data).hexdigest() != name.rpartition("-")[2]:
+        raise ValueError("its content is not the one in its name")
+
+
+def newest_digests(objects: Readable) -> tuple[list[tuple[int, str]], int] | None:
     """Version and digest of each fragment's newest version, not verified, of a run that may be served (empty: there is
     no model), and the epoch of the newest claim; None: they cannot be read."""
 

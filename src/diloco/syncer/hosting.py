@@ -256,6 +256,8 @@ class HostedDriver:
         if isinstance(saved, DilocoError):
             self.refused(saved)
             return
+        if not self._publisher.is_serving:  # fenced, or about to stop
+            return
         ports = Ports(self._ticker, self._spool, self.jobs, self.store, self._threads, self._journal)
         if self._recorder is not None:
             ports = self._recorder.around(ports)
@@ -306,9 +308,7 @@ class HostedDriver:
             "fenced": f"fenced: the syncer{at} serves run {self.run!r}; call that one",
             "released": "about to stop; repeat the call, which the run's next syncer answers",
         }
-        raise StandbyError(
-            f"this syncer is {said.get(standing, f'about to serve run {self.run!r}; repeat the call')}."
-        )
+        raise StandbyError(f"this syncer is {said.get(standing, f'about to serve run {self.run!r}; repeat the call')}.")
 
     @property
     def is_suspended(self) -> bool:
@@ -328,15 +328,19 @@ class HostedDriver:
         return self._driver is not None
 
     @property
+    def manifest(self) -> Manifest:
+        """The newest manifest that is known: of a run that this process serves, the newest that is confirmed."""
+        return self._publisher.manifest or Manifest(self.run)
+
+    @property
     def versions(self) -> tuple[int, ...]:
         """The newest versions in the store, as far as this process knows."""
-        manifest = self._publisher.manifest
-        return () if manifest is None else manifest.versions
+        return self.manifest.versions
 
     def store_status(self) -> dict[str, Any]:
         """Plain values for `diloco status`."""
         with self._changed:
-            manifest = self._publisher.manifest or Manifest(self.run)
+            manifest = self.manifest
             return {
                 "standing": self._publisher.standing, "is_shared": self._is_shared, "epoch": manifest.epoch,
                 "serial": manifest.serial, "address": manifest.address, "versions": list(manifest.versions),
@@ -448,8 +452,10 @@ class HostedDriver:
 
     def stop(self) -> None:
         """Finish merges and commits in progress, without waiting for a store that refuses, and release the run; then
-        end connections and threads."""
+        end connections and threads. Does nothing after the first time."""
         with self._changed:
+            if self._is_stopped:
+                return
             if self._driver is not None:
                 self._driver.stop()
         self.drain()

@@ -62,7 +62,14 @@ class ProgressLog:
             if self._evaluated.get(learner) == found:
                 return
             self._evaluated[learner] = found
-        self._log.append(events.Reported(learner=learner, tokens=found[0], loss=found[1]))
+        self._log.append(events.Reported(by=learner, tokens=found[0], loss=found[1]))
+
+    def evaluated(self, report: events.Reported) -> None:
+        """Keep and write the report of an evaluator."""
+        if report.loss is not None:
+            with self._lock:
+                self._evaluated[report.by] = report.tokens, report.loss
+        self._log.append(report)
 
     def _count_blocked(self, learner: str, process: int, blocked_s: float) -> None:
         """Count the increase. A process's first value may date from before this syncer's start, and was counted

@@ -31,8 +31,9 @@ from diloco.run.journal.recorder import Recorder
 from diloco.store.copying import Copies, CopyPlan
 from diloco.store.directory import Directory, lock_directory
 from diloco.store.journal_files import JournalFiles, PayloadFiles
-from diloco.store.objects import is_url, open_store
+from diloco.store.objects import is_url, open_store, require_manifest
 from diloco.syncer.door.audit import Audit
+from diloco.syncer.door.followers import FollowerCalls, SignedObjects
 from diloco.syncer.door.open_calls import CallDeadlines, CallGuard, OpenCalls, OpenTransfers
 from diloco.syncer.door.receiving import IncomingModel
 from diloco.syncer.door.service import Service
@@ -55,7 +56,7 @@ EVENTS = "events.jsonl"
 """The event log in the state directory."""
 
 BOOT = "boot"
-"""In the state directory, which one process has locked: the boot of its last claim, that of a process that has ended."""
+"""The boot of the last claim from the state directory, which one process has locked: its process has ended."""
 
 TRAFFIC_EVERY_S = 2.0
 
@@ -163,8 +164,9 @@ class Syncer:
             plan = options.copies
             self._copies = None if plan is None else Copies(plan, self._objects, self._events)
             self._hosted = self._begin(is_standby=options.standby)
+            opened.callback(lambda: self._hosted.stop())  # noqa: PLW0108 - of the newest one
+            self._open_door(auth)
             self._opened = opened.pop_all()
-        self._open_door(auth)
         self._events.append(
             events.SyncerStarted(
                 run=run, address=self.address, versions=self.versions(), method=method.to_dict(),
@@ -186,6 +188,7 @@ class Syncer:
             opened.callback(self._objects.close)
         else:
             self._objects.require_conditions()
+        require_manifest(self._objects)
         self._former: int | None = None
         with suppress(OSError, ValueError):  # absent, or lost by its disk
             self._former = int((options.state_dir / BOOT).read_text())
@@ -198,9 +201,7 @@ class Syncer:
         """
         options = self._options
         is_shared = is_url(options.place)
-        sharing = Sharing(
-            self.address, self._former, options.lease_s, is_standby, holds=is_standby and options.hold
-        )
+        sharing = Sharing(self.address, self._former, options.lease_s, is_standby, holds=is_standby and options.hold)
         hosted = HostedDriver(
             self.run, self._method, self._objects, Spool(options.state_dir, options.spool_bytes),
             deadlines=options.deadlines, journal=self._observer, sharing=sharing if is_shared else None,
@@ -225,12 +226,15 @@ class Syncer:
         self._deadlines = CallDeadlines(options.deadlines.lost_floor_s)
         self.transfers = OpenTransfers(lambda: self.driver, self._deadlines)
         self._incoming = IncomingModel()
+        signed = SignedObjects(self._objects, options.keep_s)
         guard = CallGuard(self.run, auth, self._calls, self._deadlines, audit, self._wire_bytes)
         service = Service(
             self.run, self._method, lambda: self.driver, guard=guard, transfers=self.transfers,
             incoming=self._incoming, audit=audit, lost_floor_s=options.deadlines.lost_floor_s,
             resumed=self._observer.resumed, status_extra=self._status_extra, reported=self.progress.record,
-            page_url=self._page_url, promote=self.promote, is_suspended=lambda: self._hosted.is_suspended,
+            page_url=self._page_url, promote=self.promote,
+            followers=FollowerCalls(lambda: self.driver, self._objects, signed, guard, self.progress.evaluated),
+            is_suspended=lambda: self._hosted.is_suspended,
         )  # fmt: skip
         self._server.add_generic_rpc_handlers((service.handlers(),))
         self.metrics_port = None if options.metrics_address is None else self._metrics.serve(options.metrics_address)
@@ -342,6 +346,7 @@ class Syncer:
         self._hosted.stop()
         self._standing.join()
         hosted = self._hosted
+        hosted.stop()  # where it has begun again as a standby meanwhile
         self._server.stop(grace=1.0).wait()
         self._deadlines.close()
         self.transfers.close()

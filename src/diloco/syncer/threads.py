@@ -62,7 +62,8 @@ class Ticker:
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
 
     def _run(self) -> None:
         began_at = self._began_at

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from diloco import events as ev
@@ -118,7 +119,7 @@ class SyncerValues:
                 received, sent = sum(event.received_bytes.values()), sum(event.sent_bytes.values())
                 self._bytes[self._process, event.learner] = Counter(received=received, sent=sent)
             case ev.Reported():
-                return Point(self._step, event.t, _evaluation(event.tokens, event.loss))
+                return Point(self._step, event.t, _evaluation(event.tokens, event.loss, event.scores))
             case ev.Progress():
                 return self._progress(event)
             case ev.Finished():
@@ -177,8 +178,12 @@ MEANS = ("run/contributors", "run/participation", "run/merge_s")
 """Names of the means over the merges since the previous point."""
 
 
-def _evaluation(tokens: int, loss: float) -> dict[str, float]:
-    return {"global_model/held_out_loss": loss, "global_model/evaluated_at_tokens": float(tokens)}
+def _evaluation(
+    tokens: int, loss: float | None, scores: Mapping[str, float] = MappingProxyType({})
+) -> dict[str, float]:
+    values = {} if loss is None else {"global_model/held_out_loss": loss}
+    values |= {f"global_model/{name}": value for name, value in scores.items()}
+    return values | {"global_model/evaluated_at_tokens": float(tokens)}
 
 
 def _load(event: ev.Routed) -> dict[str, float]:

@@ -27,17 +27,10 @@ if TYPE_CHECKING:
 def export_run(state: Mapping[str, Tensor], config: RunConfig, out_dir: Path) -> int:
     """Write the model of a run and its tokenizer. Returns the number of parameters, tied ones counted once.
 
-    A tied weight of `state` may have any of its names. Raises LayoutError when `state` is not a model of this run, and
-    StoreError when `out_dir` cannot be written; every file in it is then unchanged, or complete.
+    Raises LayoutError as `pretrained_model`, and StoreError when `out_dir` cannot be written; every file in it is then
+    unchanged, or complete.
     """
-    vocab_size, tokenizer = vocabulary(config)
-    built = build_model(config.model, vocab_size, config.data.sequence_length, config.run.seed)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(built.config, dtype=_dtype(state))
-    failed = "the run's model is not the one of [model]"
-    advice = "add --raw, which writes the model of any loop as one safetensors file"
-    with translated(LayoutError, LayoutError, failed, advice):
-        load_state(model, state)
-    model.config.use_cache = True  # off in training, on for generation
+    model, tokenizer = pretrained_model(state, config)
     # The files are written to another directory and then moved, so each file of the export is always complete.
     partial = out_dir.with_name(f".{out_dir.name}.partial")
     failed, advice = f"cannot write the model to {out_dir}", "free disk space or choose another directory"
@@ -56,6 +49,25 @@ def export_run(state: Mapping[str, Tensor], config: RunConfig, out_dir: Path) ->
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def pretrained_model(
+    state: Mapping[str, Tensor], config: RunConfig
+) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase | None]":
+    """The model of a run, and its tokenizer. A tied weight of `state` may have any of its names.
+
+    Raises:
+        LayoutError: `state` is not a model of this run.
+    """
+    vocab_size, tokenizer = vocabulary(config)
+    built = build_model(config.model, vocab_size, config.data.sequence_length, config.run.seed)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(built.config, dtype=_dtype(state))
+    failed = "the run's model is not the one of [model]"
+    advice = "export it with --raw, which writes the model of any loop as one safetensors file"
+    with translated(LayoutError, LayoutError, failed, advice):
+        load_state(model, state)
+    model.config.use_cache = True  # off in training, on for generation
+    return model, tokenizer
 
 
 def checkpoint_state(path: Path, run: str | None = None) -> dict[str, Tensor]:

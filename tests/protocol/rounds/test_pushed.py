@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.protocol.driving import ledger, restarted, verdicts
+from tests.protocol.driving import committed, ledger, restarted, verdicts
 from tests.protocol.rounds.asynchronous import Run, contributors, is_accepted
 from tests.protocol.rounds.asynchronous import method as asynchronous
 
@@ -54,7 +54,7 @@ def test_delayed_nesterov_takes_pushes_one_at_a_time() -> None:
     assert [is_accepted(action) for action in run.send("a")] == [True]
     run.core.merged(0)
     assert [is_accepted(action) for action in run.send("b")] == [True]
-    actions = run.core.stored(run.now, 0, run.core.saved(storing=0).serial)
+    actions = committed(run.core, run.now, 0)
     while merges := [action for action in actions if isinstance(action, MergeRound)]:
         merged += [contributors(each) for each in merges]
         actions = run.close()

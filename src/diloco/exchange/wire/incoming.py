@@ -82,6 +82,10 @@ class Download:
             CorruptPayloadError: the answer is damaged; no byte of it is kept.
         """
         header = read_header(stream, pb.PullHeader)
+        if header.url:  # the bytes are read there
+            self.header, self.filled = header, 0
+            yield
+            return
         if header.start not in (0, self.filled):
             raise CorruptPayloadError(f"the syncer resumes at byte {header.start} instead of {self.filled}.")
         if header.start == 0:

@@ -234,13 +234,25 @@ class Segments(_message.Message):
     stop: int
     def __init__(self, first: _Optional[int] = ..., stop: _Optional[int] = ...) -> None: ...
 
+class ObjectRange(_message.Message):
+    __slots__ = ("name", "start", "stop")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    start: int
+    stop: int
+    def __init__(self, name: _Optional[str] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ...) -> None: ...
+
 class PullRequest(_message.Message):
-    __slots__ = ("run", "learner", "incarnation", "fragment", "static", "base", "joining", "segments", "seen", "versions", "kept", "process")
+    __slots__ = ("run", "learner", "incarnation", "fragment", "static", "object", "direct", "base", "joining", "segments", "seen", "versions", "kept", "process")
     RUN_FIELD_NUMBER: _ClassVar[int]
     LEARNER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     FRAGMENT_FIELD_NUMBER: _ClassVar[int]
     STATIC_FIELD_NUMBER: _ClassVar[int]
+    OBJECT_FIELD_NUMBER: _ClassVar[int]
+    DIRECT_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
     JOINING_FIELD_NUMBER: _ClassVar[int]
     SEGMENTS_FIELD_NUMBER: _ClassVar[int]
@@ -253,6 +265,8 @@ class PullRequest(_message.Message):
     incarnation: int
     fragment: int
     static: bool
+    object: ObjectRange
+    direct: bool
     base: int
     joining: bool
     segments: Segments
@@ -260,7 +274,7 @@ class PullRequest(_message.Message):
     versions: _containers.RepeatedScalarFieldContainer[int]
     kept: Kept
     process: int
-    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., fragment: _Optional[int] = ..., static: _Optional[bool] = ..., base: _Optional[int] = ..., joining: _Optional[bool] = ..., segments: _Optional[_Union[Segments, _Mapping]] = ..., seen: _Optional[_Union[Lineage, _Mapping]] = ..., versions: _Optional[_Iterable[int]] = ..., kept: _Optional[_Union[Kept, _Mapping]] = ..., process: _Optional[int] = ...) -> None: ...
+    def __init__(self, run: _Optional[str] = ..., learner: _Optional[str] = ..., incarnation: _Optional[int] = ..., fragment: _Optional[int] = ..., static: _Optional[bool] = ..., object: _Optional[_Union[ObjectRange, _Mapping]] = ..., direct: _Optional[bool] = ..., base: _Optional[int] = ..., joining: _Optional[bool] = ..., segments: _Optional[_Union[Segments, _Mapping]] = ..., seen: _Optional[_Union[Lineage, _Mapping]] = ..., versions: _Optional[_Iterable[int]] = ..., kept: _Optional[_Union[Kept, _Mapping]] = ..., process: _Optional[int] = ...) -> None: ...
 
 class Kept(_message.Message):
     __slots__ = ("version", "lossless", "digest", "payload_bytes", "num_bytes", "checksum")
@@ -279,7 +293,7 @@ class Kept(_message.Message):
     def __init__(self, version: _Optional[int] = ..., lossless: _Optional[bool] = ..., digest: _Optional[str] = ..., payload_bytes: _Optional[int] = ..., num_bytes: _Optional[int] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class PullHeader(_message.Message):
-    __slots__ = ("fragment", "base", "version", "contributors", "weights", "scale", "digest", "lossless", "num_bytes", "verdicts", "outer_bytes", "lineage", "start")
+    __slots__ = ("fragment", "base", "version", "contributors", "weights", "scale", "digest", "lossless", "num_bytes", "verdicts", "outer_bytes", "lineage", "start", "url", "url_start")
     FRAGMENT_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -293,6 +307,8 @@ class PullHeader(_message.Message):
     OUTER_BYTES_FIELD_NUMBER: _ClassVar[int]
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
+    URL_FIELD_NUMBER: _ClassVar[int]
+    URL_START_FIELD_NUMBER: _ClassVar[int]
     fragment: int
     base: int
     version: int
@@ -306,7 +322,51 @@ class PullHeader(_message.Message):
     outer_bytes: int
     lineage: Lineage
     start: int
-    def __init__(self, fragment: _Optional[int] = ..., base: _Optional[int] = ..., version: _Optional[int] = ..., contributors: _Optional[_Iterable[str]] = ..., weights: _Optional[_Iterable[float]] = ..., scale: _Optional[float] = ..., digest: _Optional[str] = ..., lossless: _Optional[bool] = ..., num_bytes: _Optional[int] = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., outer_bytes: _Optional[int] = ..., lineage: _Optional[_Union[Lineage, _Mapping]] = ..., start: _Optional[int] = ...) -> None: ...
+    url: str
+    url_start: int
+    def __init__(self, fragment: _Optional[int] = ..., base: _Optional[int] = ..., version: _Optional[int] = ..., contributors: _Optional[_Iterable[str]] = ..., weights: _Optional[_Iterable[float]] = ..., scale: _Optional[float] = ..., digest: _Optional[str] = ..., lossless: _Optional[bool] = ..., num_bytes: _Optional[int] = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., outer_bytes: _Optional[int] = ..., lineage: _Optional[_Union[Lineage, _Mapping]] = ..., start: _Optional[int] = ..., url: _Optional[str] = ..., url_start: _Optional[int] = ...) -> None: ...
+
+class ManifestRequest(_message.Message):
+    __slots__ = ("run",)
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    def __init__(self, run: _Optional[str] = ...) -> None: ...
+
+class ManifestReply(_message.Message):
+    __slots__ = ("manifest", "is_over")
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    IS_OVER_FIELD_NUMBER: _ClassVar[int]
+    manifest: bytes
+    is_over: bool
+    def __init__(self, manifest: _Optional[bytes] = ..., is_over: _Optional[bool] = ...) -> None: ...
+
+class Score(_message.Message):
+    __slots__ = ("name", "value")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    value: float
+    def __init__(self, name: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+
+class ReportRequest(_message.Message):
+    __slots__ = ("run", "versions", "step", "run_tokens", "loss", "scores")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    RUN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    SCORES_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    versions: _containers.RepeatedScalarFieldContainer[int]
+    step: int
+    run_tokens: int
+    loss: float
+    scores: _containers.RepeatedCompositeFieldContainer[Score]
+    def __init__(self, run: _Optional[str] = ..., versions: _Optional[_Iterable[int]] = ..., step: _Optional[int] = ..., run_tokens: _Optional[int] = ..., loss: _Optional[float] = ..., scores: _Optional[_Iterable[_Union[Score, _Mapping]]] = ...) -> None: ...
+
+class ReportReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Verdict(_message.Message):
     __slots__ = ("fragment", "number", "reason", "version")

@@ -35,6 +35,7 @@ from diloco.protocol.steering import Order
 from diloco.run.uploads import Upload
 from diloco.syncer.door.admission import Admission
 from diloco.syncer.door.audit import Audit
+from diloco.syncer.door.followers import FollowerCalls
 from diloco.syncer.door.initialising import Initialising
 from diloco.syncer.door.messages import (
     WatchStream,
@@ -73,6 +74,7 @@ class Service:
         reported: called with each accepted heartbeat and Leave.
         page_url: gives a caller a link to the live page.
         promote: lets this syncer serve the run by an admin's order; returns the epoch and the versions that it serves.
+        followers: handlers of the calls of followers.
         is_suspended: whether the syncer does not reach its store: then it answers Heartbeat, Watch and Status only.
     """
 
@@ -92,13 +94,14 @@ class Service:
         reported: Callable[[Claim, Report], None],
         page_url: Callable[[Caller], str],
         promote: Callable[[], tuple[int, tuple[int, ...]]],
+        followers: FollowerCalls,
         is_suspended: Callable[[], bool],
     ) -> None:
         self._run, self._method, self._host = run, method, host
         self._guard, self._admit = guard, guard.admit
         self._audit, self._transfers, self._lost_floor_s, self._resumed = audit, transfers, lost_floor_s, resumed
         self._status_extra, self._reported, self._page_url = status_extra, reported, page_url
-        self._promote, self._is_suspended = promote, is_suspended
+        self._promote, self._followers, self._is_suspended = promote, followers, is_suspended
         self._probing = threading.Lock()
         self._initialising = Initialising(
             lambda: self._driver, transfers=transfers, audit=audit, incoming=incoming, resumed=resumed
@@ -123,6 +126,7 @@ class Service:
                 "Initialise": guard.streamed("Initialise", self.initialise, pb.InitialiseHeader),
                 "Push": guard.streamed("Push", self.push, pb.PushHeader),
                 "Probe": guard.streamed("Probe", self.probe, pb.ProbeHeader),
+                **self._followers.handlers(),
             }
         )
 
@@ -317,13 +321,12 @@ class Service:
     def pull(
         self, caller: Caller, request: pb.PullRequest, stream: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[bytes]:
-        kind = "joins" if request.joining or not request.learner else "updates"
-        self._admit(context, caller, request, "learner" if request.learner else "viewer", kind)
-        claim = claim_of(request) if request.learner else None
+        kind = "joins" if request.joining else "updates"
+        self._admit(context, caller, request, "learner", kind)
+        claim = claim_of(request)
         lineage = lineage_message(self._driver.ask(lambda driver: driver.lineage))
         if request.WhichOneof("part") == "static":
-            if claim is not None:
-                self._driver.ask(lambda driver: driver.core.check(claim.learner, claim.incarnation, claim.process))
+            self._driver.ask(lambda driver: driver.core.check(claim.learner, claim.incarnation, claim.process))
             static = memoryview(self._driver.ask(lambda driver: driver.state.model.static))
             header = pb.PullHeader(lossless=True, num_bytes=len(static), lineage=lineage)
             yield from self._send(request, kind, header, [static], stream, context)
@@ -366,7 +369,7 @@ class Service:
         frames = streamed(header, parts, pace, start=header.start, checksum=checksum)
         segments = request.segments
         is_empty = request.HasField("segments") and segments.first == segments.stop  # several ranks may have this part
-        if is_empty or not request.learner:
+        if is_empty:
             yield from frames
             return
         what = "Pull", request.fragment, request.static, segments.first, segments.stop

@@ -4,11 +4,12 @@ and the callers that certificates name, with the rights of each role.
 A certificate names its holder as a URI, `diloco:RUN/ROLE/NAME`, among its subject alternative names. The syncer's own,
 and that of its standby, also names the hosts that learners dial, and serves as client and server certificate.
 
-role      may
-viewer    read status, history and the global model
-learner   what a viewer may, and join, push and pull as itself (it holds the global model anyway)
-standby   what a viewer may, and serve the run: the role of syncers
-admin     everything, for any learner: also whatever changes a run
+role       may
+viewer     read status, history and the global model
+evaluator  what a viewer may, and report results of the global model
+learner    what a viewer may, and join, push and pull as itself (it holds the global model anyway)
+standby    what a viewer may, and serve the run: the role of syncers
+admin      everything, for any learner: also whatever changes a run
 """
 
 from __future__ import annotations
@@ -43,10 +44,11 @@ _PEM = serialization.Encoding.PEM
 
 log = logging.getLogger("diloco.syncer")
 
-Role = Literal["viewer", "learner", "standby", "admin"]
+Role = Literal["viewer", "evaluator", "learner", "standby", "admin"]
 ROLES: tuple[Role, ...] = get_args(Role)
 MAY: Mapping[Role, frozenset[Role]] = {
     "viewer": frozenset({"viewer"}),
+    "evaluator": frozenset({"viewer", "evaluator"}),
     "learner": frozenset({"viewer", "learner"}),
     "standby": frozenset({"viewer"}),
     "admin": frozenset(ROLES),

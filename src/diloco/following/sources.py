@@ -1,0 +1,223 @@
+"""Where a follower reads: a syncer, or the store of a run without one. Both have the same objects and manifest.
+
+A syncer answers with its newest confirmed manifest, and with ranges of objects; where its store is a bucket, with URLs
+from which they can be read for a while.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import re
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from diloco.errors import (
+    ConfigError,
+    DamagedObjectError,
+    DilocoError,
+    MissingObjectError,
+    StoppedError,
+    StoreError,
+    UnreachableError,
+)
+from diloco.exchange.dialling import dialler, found
+from diloco.exchange.key_pair import AnyKeys
+from diloco.exchange.wire import syncer_pb2 as pb
+from diloco.exchange.wire.urls import UrlReader
+from diloco.run.objects import Found, Objects, Readable
+from diloco.store.objects import is_url, open_store
+
+log = logging.getLogger("diloco")
+
+T = TypeVar("T")
+
+Place = str | os.PathLike[str]
+
+READ_BYTES = 4 << 20
+"""Of one request to a syncer; a request that was cut off is made again."""
+
+LANES = 2
+"""Requests to a syncer at once, each on a connection of its own."""
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
+
+
+class Source(Readable, Protocol):
+    """Objects and a manifest of a run. Any thread may call any method.
+
+    Attributes:
+        is_over: no version follows the ones of the last manifest that was read.
+    """
+
+    @property
+    def is_over(self) -> bool: ...
+
+    def close(self) -> None:
+        """Hang up; calls that wait fail."""
+
+
+class StoreSource:
+    """The store of a run, served or not.
+
+    Arguments:
+        objects: the store.
+    """
+
+    is_over = False
+
+    def __init__(self, objects: Objects) -> None:
+        self.name, self.get, self.manifest = objects.name, objects.get, objects.manifest
+
+    def close(self) -> None:
+        """As `Source`."""
+
+
+class SyncerSource:
+    """The syncer of a run, as a viewer sees it.
+
+    Arguments:
+        addresses: "host:port", or several with commas between them.
+        run: its name.
+        keys, insecure: as in `connect`.
+
+    Raises:
+        ConfigError: an invalid address, or keys that cannot be used.
+    """
+
+    def __init__(self, addresses: str, run: str, *, keys: AnyKeys | None = None, insecure: bool = False) -> None:
+        self.name, self.is_over = addresses, False
+        self._run, self._syncers = run, dialler(addresses, keys=keys, insecure=insecure)
+        self._urls = UrlReader()
+        self._lanes: queue.SimpleQueue[str] = queue.SimpleQueue()
+        for lane in range(LANES):
+            self._lanes.put(f"reads {lane}")
+
+    def manifest(self) -> Found:
+        """As `Readable`.
+
+        Raises:
+            As `dialling.found`.
+        """
+        request = pb.ManifestRequest(run=self._run)
+        try:
+            reply = self._syncers.current.call("control", "Manifest", request, pb.ManifestReply)
+        except UnreachableError:
+            found(self._syncers, self._run)
+            reply = self._syncers.current.call("control", "Manifest", request, pb.ManifestReply)
+        self.is_over = reply.is_over
+        return Found(reply.manifest, "")
+
+    def get(self, name: str, start: int = 0, stop: int | None = None) -> memoryview | bytes:
+        """As `Readable`. Raises as `Connection.pull`."""
+        if stop is not None and stop - start <= READ_BYTES:
+            return self._read(name, start, stop)
+        whole, first, num_bytes = bytearray(), start, READ_BYTES
+        while num_bytes == READ_BYTES:
+            part = self._read(name, first, first + READ_BYTES if stop is None else min(first + READ_BYTES, stop))
+            whole += part
+            num_bytes, first = len(part), first + len(part)
+        return memoryview(whole)
+
+    def _read(self, name: str, start: int, stop: int) -> memoryview:
+        request = pb.PullRequest(
+            run=self._run, object=pb.ObjectRange(name=name, start=start, stop=stop), direct=not self._urls.is_usable
+        )
+        lane = self._lanes.get()
+        try:
+            header, buffer = self._syncers.current.pull(lane, request, method="Read")
+            if header.url:
+                if (found := self._urls.read(header.url, start, stop)) is not None:
+                    return found
+                request.direct = True
+                _, buffer = self._syncers.current.pull(lane, request, method="Read")
+            return buffer
+        finally:
+            self._lanes.put(lane)
+
+    def close(self) -> None:
+        """As `Source`."""
+        self._syncers.close()
+
+
+class PatientSource:
+    """A source whose calls are repeated, with growing pauses, while it does not answer.
+
+    Arguments:
+        patience_s: after so long its error is raised; None: no limit.
+
+    Once it is being closed, calls that fail raise StoppedError.
+    """
+
+    def __init__(self, source: Source, patience_s: float | None) -> None:
+        self.name = source.name
+        self._closing = threading.Event()
+        self._source, self._patience_s = source, patience_s
+
+    @property
+    def is_over(self) -> bool:
+        """As `Source`."""
+        return self._source.is_over
+
+    def manifest(self) -> Found | None:
+        """As `Readable`."""
+        return until_answered(self._source.manifest, self._closing, self._patience_s)
+
+    def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes | memoryview:
+        """As `Readable`."""
+        return until_answered(lambda: self._source.get(name, start, stop), self._closing, self._patience_s)
+
+    def close(self) -> None:
+        """As `Source`."""
+        self._closing.set()
+        self._source.close()
+
+
+def until_answered(call: Callable[[], T], closing: threading.Event, patience_s: float | None = None) -> T:
+    """The result of a call that is repeated while the other side does not answer.
+
+    Raises:
+        StoppedError: `closing` was set. Others as the call, and after `patience_s` that it was not reached.
+    """
+    began_at, pause_s = time.monotonic(), FIRST_PAUSE_S
+    while True:
+        try:
+            return call()
+        except DilocoError as error:
+            if closing.is_set():
+                raise StoppedError("this follower was closed.") from error
+            is_final = isinstance(error, MissingObjectError | DamagedObjectError)
+            if is_final or not isinstance(error, UnreachableError | StoreError):
+                raise
+            if patience_s is not None and time.monotonic() - began_at + pause_s > patience_s:
+                raise
+            if pause_s == FIRST_PAUSE_S:
+                log.warning("trying again: %s", error)
+            closing.wait(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+def is_address(place: Place) -> bool:
+    """Whether this is a syncer's address, and not the place of a store."""
+    text = os.fspath(place)
+    return not is_url(text) and re.search(r"^unix:|:\d+(,|$)", text) is not None and not Path(text).exists()
+
+
+def open_source(place: Place, run: str, *, keys: AnyKeys | None = None, insecure: bool = False) -> Source:
+    """The source with this path, URL or address.
+
+    Raises:
+        ConfigError: it is none of them, or `keys` were given for a store. StoreError: as `open_store`.
+    """
+    text = os.fspath(place)
+    if is_address(place):
+        return SyncerSource(text, run, keys=keys, insecure=insecure)
+    if keys is not None or insecure:
+        raise ConfigError(f"{text} is a store, which takes no keys of the run; drop them, or give a syncer's address.")
+    if not is_url(text) and not Path(text).is_dir():
+        raise ConfigError(f"there is no store in {text}; give a directory, a bucket's URL or a syncer's host:port.")
+    return StoreSource(open_store(text))

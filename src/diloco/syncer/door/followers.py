@@ -1,0 +1,127 @@
+"""The calls of followers: the manifest, the objects that it names, and the results of evaluators.
+
+A follower decides what it reads and when; the syncer keeps nothing about it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
+
+import grpc
+
+from diloco.errors import PayloadError, StoreError
+from diloco.escaping import printable
+from diloco.events import Reported
+from diloco.exchange.wire import syncer_pb2 as pb
+from diloco.exchange.wire.frames import streamed
+from diloco.exchange.wire.outgoing import Acknowledged
+from diloco.protocol.manifest import is_object_name
+from diloco.run.objects import Objects
+from diloco.syncer.door.admission import Call, Kind
+from diloco.syncer.door.open_calls import CallGuard
+from diloco.syncer.hosting import HostedDriver
+from diloco.syncer.keys.certificates import UNKNOWN, Caller
+
+log = logging.getLogger("diloco.syncer")
+
+MOST_BYTES = 4 << 20
+"""Of one Read, which are in memory while they are sent."""
+
+MOST_SCORES, MOST_NAME, MOST_FRAGMENTS = 256, 100, 10_000
+"""Of one Report."""
+
+
+class SignedObjects:
+    """URLs of objects, where the store can sign them.
+
+    Arguments:
+        expires_s: how long a URL is valid.
+    """
+
+    def __init__(self, objects: Objects, expires_s: float) -> None:
+        self._sign: Callable[[str, float], str] | None = getattr(objects, "sign", None)  # a bucket's
+        self._expires_s = expires_s
+
+    def url_of(self, name: str) -> str:
+        """The URL of an object; empty: the syncer sends its bytes itself."""
+        if self._sign is None:
+            return ""
+        try:
+            return self._sign(name, self._expires_s)
+        except StoreError as error:
+            log.warning("this syncer sends all objects itself from now on: %s", error)
+            self._sign = None
+            return ""
+
+
+class FollowerCalls:
+    """Handlers of these calls.
+
+    Arguments:
+        host: gives the driver of the run; raises StandbyError while this syncer does not serve it.
+        objects: of the run.
+        signed: URLs of the objects.
+        guard: wraps the handlers.
+        reported: called with each report of an evaluator.
+    """
+
+    def __init__(
+        self, host: Callable[[], HostedDriver], objects: Objects, signed: SignedObjects, guard: CallGuard,
+        reported: Callable[[Reported], None],
+    ) -> None:  # fmt: skip
+        self._host, self._objects, self._signed, self._reported = host, objects, signed, reported
+        self._guard, self._admit = guard, guard.admit
+
+    def handlers(self) -> Mapping[str, tuple[Kind, Call]]:
+        """By method."""
+        return {
+            "Manifest": self._guard.unary("Manifest", self.manifest, pb.ManifestRequest),
+            "Read": self._guard.streamed("Read", self.read, pb.PullRequest, "reads"),
+            "Report": self._guard.unary("Report", self.report, pb.ReportRequest),
+        }
+
+    def manifest(self, caller: Caller, request: pb.ManifestRequest, context: grpc.ServicerContext) -> pb.ManifestReply:
+        self._admit(context, caller, request, "viewer")
+        hosted = self._host()
+        is_over = hosted.ask(lambda driver: driver.is_over)  # before the manifest, which then has the last versions
+        return pb.ManifestReply(manifest=hosted.manifest.to_bytes(), is_over=is_over)
+
+    def read(
+        self, caller: Caller, request: pb.PullRequest, stream: Iterator[bytes], context: grpc.ServicerContext
+    ) -> Iterator[bytes]:
+        self._admit(context, caller, request, "viewer", "reads")
+        self._host()
+        wanted = request.object
+        if not is_object_name(wanted.name) or not 0 <= wanted.stop - wanted.start <= MOST_BYTES:
+            raise PayloadError(
+                f"{printable(wanted.name, MOST_NAME)!r} from {wanted.start} to {wanted.stop} is not a range of at most "
+                f"{MOST_BYTES} bytes of an object; is the caller of another version?"
+            )
+        if not request.direct and (url := self._signed.url_of(wanted.name)):
+            yield pb.PullHeader(url=url).SerializeToString()
+            return
+        data = memoryview(self._objects.get(wanted.name, wanted.start, wanted.stop))
+        yield from streamed(pb.PullHeader(num_bytes=len(data)), [data], Acknowledged(stream, 0))
+
+    def report(self, caller: Caller, request: pb.ReportRequest, context: grpc.ServicerContext) -> pb.ReportReply:
+        self._admit(context, caller, request, "evaluator")
+        self._host()
+        loss = request.loss if request.HasField("loss") else None
+        scores = {score.name: score.value for score in request.scores}
+        is_named = all(0 < len(name) <= MOST_NAME and printable(name) == name for name in scores)
+        values = [*scores.values(), *(() if loss is None else (loss,))]
+        if len(request.scores) > MOST_SCORES or len(request.versions) > MOST_FRAGMENTS or not is_named:
+            raise PayloadError(
+                f"a report has up to {MOST_SCORES} scores, each with a name of up to {MOST_NAME} printable characters."
+            )
+        if not all(map(math.isfinite, values)):
+            raise PayloadError(f"a result of the report is not finite ({values}); leave it out.")
+        self._reported(
+            Reported(
+                by="evaluator" if caller == UNKNOWN else caller.name, tokens=request.run_tokens, loss=loss,
+                step=request.step, versions=tuple(request.versions), scores=scores,
+            )
+        )  # fmt: skip
+        return pb.ReportReply()

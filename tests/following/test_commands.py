@@ -1,0 +1,174 @@
+"""`diloco follow` and `diloco evaluate --follow`, and what an evaluator reports."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.evaluation.test_evaluate import RUN as RUN_FILE
+from tests.evaluation.test_evaluate import TEXT
+from tests.following.published import METHODS, RUN, published_run
+from tests.syncer.test_doors import DAY
+
+import diloco
+from diloco import events
+from diloco.cli import main
+from diloco.config import parse_config
+from diloco.errors import AuthError, ConfigError, StoreError
+from diloco.evaluation.evaluate import EvaluationRequest
+from diloco.evaluation.followed import Reporter, evaluate_versions
+from diloco.evaluation.scores import ExportScores, Score, TaskResult
+from diloco.event_log import read_events
+from diloco.following.copies import DESCRIPTION, FollowedFolder, write_tensors
+from diloco.following.follower import newest_model
+from diloco.protocol.contribution import Budget
+from diloco.syncer.keys.keyring import Keyring
+from diloco.syncer.server import Options, Syncer
+from diloco.training.model import build_model
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> str:
+    """What a command prints; with another exit code, its error."""
+    with pytest.raises(SystemExit) as ended:
+        main([*map(str, arguments)])
+    printed = capsys.readouterr()
+    assert ended.value.code == code, printed.err
+    return printed.err if code else printed.out
+
+
+def write(state: dict[str, torch.Tensor], out: Path) -> None:
+    write_tensors(state, RUN, out / "model.safetensors")
+
+
+def test_the_folder_has_the_newest_version_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, state = tmp_path / "deep" / "served", tmp_path / "state"
+    with published_run(tmp_path, METHODS["4 bits"]) as run:
+        for number, place in enumerate((run.syncer.address, state, state)):
+            value = json.loads(said(capsys, "follow", place, "--run", RUN, "--into", folder, "--once", "--json"))
+            assert (value["number"], value["written"]) == (number, True)
+            model = newest_model(state, run=RUN)
+            assert json.loads((folder / DESCRIPTION).read_bytes()) == model.describe()
+            tensors = load_file(folder / "model.safetensors")
+            assert all(torch.equal(tensors[name], each) for name, each in model.state_dict().items())
+            run.publish(0)
+        copies = sorted(path.name for path in folder.parent.iterdir())
+        assert copies == [".served.1-1", ".served.1-2", "served"]  # with the one before, which may be being read
+        run_again = said(capsys, "follow", state, "--run", RUN, "--into", folder, "--once")
+        assert run_again == f"version 3 of 2 fragments, step 10, 50 tokens: written to {folder}\n"
+        assert "was already in" in said(capsys, "follow", state, "--run", RUN, "--into", folder, "--once")
+
+
+def test_a_write_that_fails_leaves_the_copy_before(tmp_path: Path) -> None:
+    def fail(state: dict[str, torch.Tensor], out: Path) -> None:
+        write(state, out)
+        raise OSError(28, "No space left on device")
+
+    folder = tmp_path / "served"
+    with published_run(tmp_path, METHODS["4 bits"]) as run:
+        assert FollowedFolder(folder, RUN, write).update(newest_model(tmp_path / "state", run=RUN))
+        run.publish(0)
+        model = newest_model(tmp_path / "state", run=RUN)
+        with pytest.raises(StoreError, match="cannot keep a copy in .*No space left on device"):
+            FollowedFolder(folder, RUN, fail).update(model)
+        assert json.loads((folder / DESCRIPTION).read_bytes())["versions"] == [0, 0]
+        assert FollowedFolder(folder, RUN, write).update(model)
+        assert sorted(path.name for path in tmp_path.glob(".served*")) == [".served.1-0", ".served.1-1"]
+
+
+def test_a_folder_of_others_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    with published_run(tmp_path, METHODS["4 bits"]):
+        model = newest_model(tmp_path / "state", run=RUN)
+        assert FollowedFolder(folder, RUN, write).update(model)  # an empty one is taken
+        other = tmp_path / "other"
+        other.mkdir()
+        (other / "notes.txt").write_text("mine")
+        for taken, run in ((other, RUN), (folder, "another"), (other / "notes.txt", RUN)):
+            with pytest.raises(ConfigError, match="is not empty, and not a copy of the run") as refused:
+                FollowedFolder(taken, run, write)
+            assert "\n" not in str(refused.value)
+        assert (other / "notes.txt").read_text() == "mine"
+        arguments = ("follow", tmp_path / "state", "--run", RUN, "--into")
+        assert "is not empty" in said(capsys, *arguments, other, code=2)
+        assert "--every" in said(capsys, *arguments, tmp_path / "new", "--every", 0, code=2)
+        assert not (tmp_path / "new").exists()
+
+
+# --- evaluation -------------------------------------------------------------------------------------------------------
+
+
+def scores_of(**values: float) -> ExportScores:
+    results = [TaskResult("held-out loss", "nats per token", "lower", Score.of([2.5]))]
+    results += [TaskResult(name, "acc", "higher", Score.of([value])) for name, value in values.items()]
+    return ExportScores("version", 1, {it.name: it for it in results})
+
+
+def reports(state: Path) -> list[events.Reported]:
+    return [it for it in read_events(state / "events.jsonl") if isinstance(it, events.Reported)]
+
+
+def test_an_evaluator_reports_and_a_viewer_may_not(tmp_path: Path) -> None:
+    Keyring.new(
+        tmp_path / "keys", RUN, ["127.0.0.1"], [("raw", "learner"), ("eye", "viewer"), ("eva", "evaluator")], DAY
+    )
+    keys = tmp_path / "keys"
+    with published_run(tmp_path, METHODS["4 bits"], keys=keys / "syncer") as run:
+        run.publish(1)
+        model = newest_model(run.syncer.address, run=RUN, keys=keys / "eva")
+        for name in ("eye", "raw"):
+            reporter = Reporter(run.syncer.address, RUN, threading.Event(), keys=keys / name)
+            with pytest.raises(AuthError, match="this needs 'evaluator'"):
+                reporter.report(model, scores_of())
+            reporter.close()
+        reporter = Reporter(run.syncer.address, RUN, threading.Event(), keys=keys / "eva")
+        reporter.report(model, scores_of(brackets=0.75, broken=float("nan")))
+        reporter.close()
+    (found,) = reports(tmp_path / "state")
+    assert (found.by, found.loss, found.scores) == ("eva", 2.5, {"brackets/acc": 0.75})
+    assert (found.versions, found.step, found.tokens) == (model.versions, model.step, model.tokens)
+
+
+def test_versions_of_a_run_are_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From the syncer, until the run has ended, and by the store alone: with the same results."""
+    (tmp_path / "text.txt").write_text(TEXT)
+    file = tmp_path / "run.toml"
+    file.write_text(RUN_FILE.format(text=tmp_path / "text.txt"))
+    model = build_model(parse_config(file.read_text()).model, 256, 32, 0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    options = Options("127.0.0.1:0", tmp_path / "state", budget=Budget(tokens=64))
+    with Syncer("small", diloco.DiLoCo(sync_every=2), options) as syncer:
+        exchange = diloco.connect(syncer.address, run="small", learner="a", initialise=True)
+        with diloco.Learner(model, optimizer, exchange=exchange) as learner:
+            while not learner.done:
+                tokens = torch.arange(32)[None]
+                model(input_ids=tokens, labels=tokens).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                learner.step(tokens=32)
+            learner.finish()
+        asked = ("--run", file, "--tasks", "diloco_brackets", "--limit", 4, "--json")
+        (line,) = said(capsys, "evaluate", "--follow", syncer.address, *asked).splitlines()
+        found = json.loads(line)
+    assert found["versions"] == [1]
+    request = EvaluationRequest(tasks=("diloco_brackets",), run=file, limit=4)
+    ((_, scores),) = evaluate_versions([newest_model(tmp_path / "state", run="small")], request)
+    assert found["results"] == scores.to_dict()["results"]
+    reported = reports(tmp_path / "state")[-1]
+    loss, brackets = (it["value"] for it in found["results"])
+    assert (reported.by, reported.loss, reported.scores) == ("evaluator", loss, {"diloco_brackets/acc": brackets})
+    assert (reported.versions, reported.tokens) == ((1,), 64)
+
+
+def test_wrong_use_of_evaluate_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, words in (
+        (("--text", tmp_path / "text.txt"), "give either exports, or a run with --follow SOURCE"),
+        ((tmp_path, "--follow", "127.0.0.1:1", "--tasks", "x"), "give either exports, or a run with --follow SOURCE"),
+        (("--follow", "127.0.0.1:1", "--tasks", "x"), "give --run RUN_FILE"),
+        (("--follow", "127.0.0.1:1", "--every", 0), "--every"),
+    ):
+        assert words in said(capsys, "evaluate", *arguments, code=2)

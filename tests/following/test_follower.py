@@ -1,0 +1,279 @@
+"""Followers of a syncer and of a store."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import urllib.request
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from benchmarks.processes import until
+from tests.bucket_server import CREDENTIALS, BucketServer
+from tests.chaos.relay import Relay
+from tests.following.published import METHODS, RUN, PublishedRun, RecordedSource, published_run
+from tests.syncer.runs import status_of, versions_of
+from tests.syncer.test_cut_transfers import Cutter
+from tests.syncer.test_doors import DAY
+
+from diloco.errors import AuthError, ConfigError, DilocoError, LineageError, UnknownRunError
+from diloco.following.follower import FollowedModel, Follower, follow, newest_model
+from diloco.following.sources import READ_BYTES, open_source
+from diloco.syncer.keys.keyring import Keyring
+
+SOURCES = ("syncer", "store")
+
+
+def place_of(kind: str, run: PublishedRun, tmp_path: Path) -> str:
+    return run.syncer.address if kind == "syncer" else str(tmp_path / "state")
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize("method", METHODS)
+def test_every_version_has_the_syncers_bits(method: str, kind: str, tmp_path: Path) -> None:
+    with published_run(tmp_path, METHODS[method]) as run:
+        source = RecordedSource(open_source(place_of(kind, run, tmp_path), RUN))
+        with Follower(source, RUN) as follower:
+            run.require_same(first := follower.newer())
+            assert first is not None
+            assert (first.run, first.number, first.step) == (RUN, 0, 0)
+            assert follower.newer() is None
+            before = [theta.clone() for theta in first.thetas]
+            for fragment in (0, 1, 1, 0, 0):
+                source.reads.clear()
+                run.publish(fragment)
+                named = run.syncer.driver.manifest.fragments[fragment][0]
+                run.require_same(model := follower.newer())
+                assert model is not None
+                status = status_of(run.syncer)
+                assert (model.step, model.tokens) == (status["step"], status["tokens"])
+                read = {name for name, _ in source.reads} - {run.syncer.driver.manifest.record}
+                assert read == {named.update or named.held}
+            assert all(map(torch.equal, first.thetas, before))  # a model is not changed later
+            state = model.state_dict()
+            assert {name: tuple(value.shape) for name, value in state.items()} == {
+                "layers.0.weight": (8, 4), "layers.0.bias": (8,), "layers.1.weight": (3, 8), "layers.1.bias": (3,),
+            }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_a_slow_follower_skips_to_the_newest_version(kind: str, tmp_path: Path) -> None:
+    with published_run(tmp_path, METHODS["4 bits"]) as run:
+        source = RecordedSource(open_source(place_of(kind, run, tmp_path), RUN))
+        with Follower(source, RUN) as follower:
+            assert follower.newer() is not None
+            run.publish(0, 0)
+            source.reads.clear()
+            run.require_same(follower.newer())
+            newest, second = run.syncer.driver.manifest.fragments[0]
+            assert {newest.update, second.update} <= {name for name, _ in source.reads}  # two updates lead there
+            run.publish(0, 0, 0, 1)
+            source.reads.clear()
+            run.require_same(follower.newer())
+            assert run.syncer.driver.manifest.fragments[0][0].held in {name for name, _ in source.reads}
+
+
+def test_a_follower_reads_only_the_global_model_of_a_version(tmp_path: Path) -> None:
+    """The residual and the outer state are as long again each."""
+    with published_run(tmp_path, METHODS["4 bits"], width=20_000) as run:
+        run.publish(0)
+        source = RecordedSource(open_source(tmp_path / "state", RUN))
+        with Follower(source, RUN) as follower:
+            run.require_same(follower.newer())
+        held = run.syncer.driver.manifest.fragments[0][0].held
+        assert 400_000 <= sum(num_bytes for name, num_bytes in source.reads if name == held) < 500_000
+
+
+def test_every_nth_version(tmp_path: Path) -> None:
+    with published_run(tmp_path, METHODS["lossless"]) as run:
+        numbers: list[int] = []
+        with follow(run.syncer.address, run=RUN, every=3, poll_s=0.01) as follower:
+            for number in range(8):
+                model = follower.newer()
+                numbers += [] if model is None else [model.number]
+                run.publish(number % 2)
+        assert numbers == [0, 3, 6]
+
+
+def test_the_iteration_ends_with_the_run(tmp_path: Path) -> None:
+    """With the last version, also where it is not the next n-th one."""
+    with published_run(tmp_path, METHODS["lossless"]) as run:
+        found: list[FollowedModel] = []
+        with follow(run.syncer.address, run=RUN, every=5, poll_s=0.01, callback=found.append) as follower:
+            until(lambda: len(found) == 1, "no model comes")
+            run.publish(0, 1)
+            seen = run.raw.beat(4, 20).lineage
+            run.raw.beat(4, 20, finished=True, seen=seen)
+            assert follower.wait(300)
+            run.require_same(found[-1])
+            assert [model.number for model in found] == [0, 2]
+
+
+def test_no_learner_yet_is_not_the_end(tmp_path: Path) -> None:
+    with published_run(tmp_path, METHODS["lossless"], joins=False) as run:
+        with follow(run.syncer.address, run=RUN, poll_s=0.01) as follower:
+            assert next(follower).number == 0
+            found: list[FollowedModel] = []
+            waiting = threading.Thread(target=lambda: found.append(next(follower)))
+            waiting.start()
+            run.raw.join()
+            run.publish(0)
+            waiting.join()
+            run.require_same(found[0])
+
+
+def test_a_follower_ends_when_it_is_closed(tmp_path: Path) -> None:
+    with published_run(tmp_path, METHODS["lossless"]) as run:
+        run.require_same(newest_model(run.syncer.address, run=RUN))
+        follower = follow(run.syncer.address, run=RUN, callback=lambda _: follower.close())
+        assert follower.wait(300)
+        assert list(follower) == []
+
+
+def test_an_error_of_the_callback_is_raised_where_it_is_waited_for(tmp_path: Path) -> None:
+    def fail(model: FollowedModel) -> None:
+        raise ValueError(f"no room for version {model.number}")
+
+    with published_run(tmp_path, METHODS["lossless"]) as run:
+        with follow(run.syncer.address, run=RUN, callback=fail) as follower:
+            with pytest.raises(ValueError, match="no room for version 0"):
+                assert follower.wait(300)
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_read_goes_on_after_cuts(tmp_path: Path) -> None:
+    """Of 16 MB, a cut repeats at most the pieces that were on their way."""
+    with published_run(tmp_path, METHODS["4 bits"], width=800_000) as run:
+        cutter = Cutter(3)
+        with Relay(run.syncer.port, cutter, cutter) as relay:
+            with follow(relay.address, run=RUN, poll_s=0.01) as follower:
+                run.require_same(next(follower))
+            assert cutter.left == 0
+            received = sum(link.down_bytes for link in relay.links)
+        num_bytes = 4 * sum(theta.numel() for theta in (held.theta for held in run.held()))
+        assert num_bytes <= received < num_bytes + 3 * READ_BYTES
+
+
+def test_a_follower_outlives_a_restart_of_the_syncer(tmp_path: Path) -> None:
+    with published_run(tmp_path, METHODS["4 bits"]) as run:
+        follower = follow(run.syncer.address, run=RUN, poll_s=0.01)
+        run.publish(0)
+        run.require_same(next(follower))
+        address = run.syncer.address
+    with closing(follower), published_run(tmp_path, METHODS["4 bits"], address=address) as run:
+        run.publish(0)
+        run.require_same(next(follower))
+
+
+def test_a_run_that_went_back_is_followed_and_an_older_state_is_not(tmp_path: Path) -> None:
+    """Versions 2 and 3 of fragment 0 come twice, with other bits."""
+    state, saved, newer = tmp_path / "state", tmp_path / "saved", tmp_path / "newer"
+    with published_run(tmp_path, METHODS["4 bits"]) as run:
+        run.publish(0)
+    shutil.copytree(state, saved)
+    with follow(state, run=RUN) as follower:
+        with published_run(tmp_path, METHODS["4 bits"]) as run:
+            run.publish(0, 0)
+            run.require_same(follower.newer())
+        shutil.move(state, newer)
+        shutil.copytree(saved, state)
+        assert follower.newer() is None  # an older manifest than the one before
+        for _ in range(2):  # two epochs on
+            with published_run(tmp_path, METHODS["4 bits"], seed=2) as run:
+                pass
+        with published_run(tmp_path, METHODS["4 bits"], seed=2) as run:
+            run.publish(0, 0)
+            run.require_same(follower.newer())
+
+
+def test_another_run_of_the_same_name_is_refused(tmp_path: Path) -> None:
+    with published_run(tmp_path, METHODS["4 bits"]):
+        pass
+    with follow(tmp_path / "state", run=RUN) as follower:
+        assert follower.newer() is not None
+        shutil.rmtree(tmp_path / "state")
+        with published_run(tmp_path, METHODS["4 bits"]):
+            pass
+        with pytest.raises(LineageError, match=f"serves another run '{RUN}' than before"):
+            follower.newer()
+
+
+# --- learners ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_followers_change_nothing_of_the_run(kind: str, tmp_path: Path) -> None:
+    ledgers = []
+    for number in (0, 3):
+        with published_run(tmp_path / str(number), METHODS["4 bits"]) as run:
+            place = place_of(kind, run, tmp_path / str(number))
+            followers = [follow(place, run=RUN, poll_s=0.001, callback=lambda _: None) for _ in range(number)]
+            run.publish(0, 1, 0, 1)
+            for each in followers:
+                each.close()
+                assert each.wait(300)
+            status = status_of(run.syncer)
+            bits = [it.digest for it in run.held()]
+            ledgers.append((versions_of(run.syncer), bits, status["fragments"], status["tokens"]))
+    assert ledgers[0] == ledgers[1]
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+def test_bad_input_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    Keyring.new(
+        tmp_path / "keys", RUN, ["127.0.0.1"], [("raw", "learner"), ("eye", "viewer"), ("eva", "evaluator")], DAY
+    )
+    (tmp_path / "empty").mkdir()
+    keys = tmp_path / "keys"
+    with published_run(tmp_path, METHODS["4 bits"], keys=keys / "syncer") as run:
+        address, state = run.syncer.address, tmp_path / "state"
+        assert newest_model(address, run=RUN, keys=keys / "eye").versions == (0, 0)
+        assert newest_model(address, run=RUN, keys=keys / "eva").versions == (0, 0)
+        wrong: list[tuple[dict[str, object], type[DilocoError], str]] = [
+            ({"source": address, "run": "other", "keys": keys / "eye"}, UnknownRunError, "serves run 'tiny'"),
+            ({"source": state, "run": "other"}, ConfigError, "holds run 'tiny', not 'other'"),
+            ({"source": address, "run": RUN}, AuthError, "keys"),
+            ({"source": tmp_path / "none", "run": RUN}, ConfigError, "there is no store in"),
+            ({"source": tmp_path / "empty", "run": RUN}, ConfigError, "there is no run in"),
+            ({"source": state, "run": RUN, "keys": keys / "eye"}, ConfigError, "is a store, which takes no keys"),
+            ({"source": address, "run": RUN, "keys": keys / "eye", "every": 0}, ConfigError, "every=0"),
+        ]
+        for arguments, kind, words in wrong:
+            with pytest.raises(kind, match=words) as caught:
+                next(follow(**arguments))  # type: ignore[arg-type]
+            assert "\n" not in str(caught.value)
+
+
+# --- a bucket ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_reachable", [True, False])
+def test_a_syncer_refers_to_its_bucket_and_sends_itself_what_cannot_be_read_there(
+    is_reachable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    method = METHODS["4 bits"]
+    with BucketServer() as bucket, published_run(tmp_path, method, store=bucket.url("run"), width=2000) as run:
+        run.publish(0)
+        for name in CREDENTIALS:
+            monkeypatch.delenv(name)  # a follower has none
+        if not is_reachable:
+            monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # nothing listens there
+            monkeypatch.setenv("no_grpc_proxy", "127.0.0.1")
+            monkeypatch.setattr(urllib.request, "_opener", None)  # it would keep the proxies of its first use
+        with follow(run.syncer.address, run=RUN) as follower:
+            run.require_same(follower.newer())
+            run.publish(1, 0, 0)
+            run.require_same(follower.newer())
+        totals = run.syncer._wire_bytes.totals()
+        sent = sum(number for (_, kind, way), number in totals.items() if (kind, way) == ("reads", "sent"))
+        assert (sent > 4 * sum(each.theta.numel() for each in run.held())) is not is_reachable
+        said = [record.message for record in caplog.records if "bytes come from the syncer itself" in record.message]
+        assert len(said) == (0 if is_reachable else 1)
