@@ -177,7 +177,7 @@ def test_what_storms_require_can_fail() -> None:
         storm.place.delete(named[:1])
     assert storm.place.found is not None
     for changes, says in (
-        ({"serial": manifest.serial}, "follows"),
+        ({"serial": manifest.serial + 2}, "follows"),
         ({"epoch": manifest.epoch + 2, "boot": 99}, "is claimed after"),
         ({"epoch": manifest.epoch + 1}, "without a claim"),
         ({"fragments": tuple(each[:1] for each in manifest.fragments)}, "without a record"),
