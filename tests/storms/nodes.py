@@ -14,7 +14,7 @@ from tests.chaos.versions import require
 from tests.run.memory import LaterWorker, LimitedSpool
 from tests.run.simulated import POINTS, SimulatedObjects
 from tests.storms.drivers import StormDriver, StormJobs, StormStore
-from tests.storms.places import FASTEST, StormFormat
+from tests.storms.places import FASTEST, SLOWEST, StormFormat
 
 from diloco.core.global_fragment import GlobalFragment
 from diloco.errors import DilocoError, MissingObjectError, StandbyError, StoreError, SwapRefusedError
@@ -154,7 +154,7 @@ class Node:
         self._recorder = None if storm.journal is None else storm.journal.recorder()
         rate, offset_s = 1.0, 0.0
         if plan.lease_s < math.inf:
-            rate = storm.draws.of(f"{self.name} clock rate", (1.0, 1.0, 0.7, FASTEST))
+            rate = storm.draws.of(f"{self.name} clock rate", (1.0, 1.0, SLOWEST, FASTEST))
             offset_s = storm.draws.between(f"{self.name} clock offset", -DIFFERS_S, DIFFERS_S)
         store = StormStore(
             SimulatedObjects(storm.place, self._reach, plan.shortest_swap_s), StormFormat(), self.publisher,
@@ -193,6 +193,13 @@ class Node:
 
     def _reach(self, what: str, request: Callable[[], Any]) -> Any:
         """As `simulated.Reach`."""
+        try:
+            return self._reaches(what, request)
+        except BaseException:
+            self.storm.place.is_littered |= what == "delete"
+            raise
+
+    def _reaches(self, what: str, request: Callable[[], Any]) -> Any:
         storm = self.storm
         self._at_point(what)
         if storm.now_s < storm.refuses_until_s:
@@ -220,6 +227,7 @@ class Node:
 
         def land() -> None:
             if place.era == era:
+                place.is_littered = True
                 with suppress(SwapRefusedError, MissingObjectError):
                     request()
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 Merged = MergedRound[GlobalFragment, Tensor]
 
-FASTEST = 1.5
+SLOWEST, FASTEST = 0.7, 1.5
 """Of a syncer's clock, in seconds a second."""
 
 
@@ -88,6 +88,7 @@ class StormPlace(Place):
         verdicts_at: those that were durable when an epoch was claimed.
         snapshots: with each version, oldest first, where the storm has use for them.
         era: how often a person has replaced all that is here.
+        is_littered: what may be left here for long, since a request to delete it has failed, or it was put late.
     """
 
     def __init__(self, storm: Storm) -> None:
@@ -97,8 +98,10 @@ class StormPlace(Place):
         self.verdicts_at: dict[int, dict[Key, str | None]] = {}
         self.snapshots: list[Snapshot] = []
         self.era = 0
+        self.is_littered = False
         self._storm = storm
         self._unnamed_s: dict[str, float] = {}
+        self._claimed_s: dict[int, float] = {}
 
     def become(self, manifest: Manifest, objects: Mapping[str, Any]) -> None:
         """Hold this, as a person who has put a copy here."""
@@ -108,6 +111,21 @@ class StormPlace(Place):
         self.era += 1
         self.snapshots.clear()
         self._unnamed_s.clear()
+
+    def put(self, name: str, value: Any) -> None:
+        """As `Place`."""
+        self.is_littered |= self.manifest is not None and epoch_of(name) < self.manifest.epoch
+        super().put(name, value)
+
+    def check_deleted(self) -> None:
+        """What is not named any more is gone after a while."""
+        manifest, now_s, claimed_s = self.manifest, self._storm.now_s, max(self._claimed_s.values(), default=0.0)
+        kept_s = self._storm.plan.keep_s / SLOWEST + 10.0
+        if manifest is None or self.is_littered or now_s - claimed_s <= kept_s:
+            return
+        for name in self.objects.keys() - manifest.names:
+            since_s = self._unnamed_s.get(name, claimed_s if epoch_of(name) < manifest.epoch else now_s)
+            require(now_s - since_s <= kept_s, f"{name} is there since {since_s} s, and not named")
 
     def delete(self, names: Sequence[str]) -> None:
         """As `Place`. What a manifest has named stays for a while; nothing else of the newest epoch goes."""
@@ -129,10 +147,10 @@ class StormPlace(Place):
             names = frozenset[str]() if before is None else before.names
             require(after.names == names, f"epoch {after.epoch} is claimed with other names")
             self.verdicts_at[after.epoch] = dict(self._storm.ledger.verdicts)
+            self._claimed_s[after.epoch] = self._storm.now_s
             return
         require(after.epoch == epoch, f"epoch {after.epoch} follows {epoch} without a claim")
         if after.run_id and not before.run_id:
-            require({epoch_of(name) for name in after.names} == {epoch}, "the first model is of another epoch")
             self._storm.ledger.initial(tuple(self.objects[first.held][0] for first, *_ in after.fragments))
         elif after.record != before.record:
             self._publishes(before, after)

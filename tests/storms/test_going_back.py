@@ -37,7 +37,7 @@ def test_seeds_of_runs_that_go_back_that_found_a_defect(seed: int) -> None:
 def test_runs_go_back_in_all_ways_and_learners_join_again() -> None:
     struck, num_lost, num_again = Counter[str](), 0, 0
     with quiet():
-        for seed in range(12):
+        for seed in range(16):
             storm = GoingBackStorm(plan_of(seed, goes_back=True))
             storm.run()
             struck += storm.struck

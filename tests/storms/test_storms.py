@@ -3,11 +3,14 @@ defect."""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from dataclasses import replace
+from typing import Any, get_args
 
 import pytest
 import torch
 from tests.chaos.versions import BrokenInvariantError
+from tests.run.simulated import Place
 from tests.storms.defects import (
     DEFECTS,
     Defect,
@@ -17,8 +20,9 @@ from tests.storms.defects import (
     saves_nothing_of_learners,
     trains_what_its_last_process_trained,
 )
-from tests.storms.plans import plan_of
+from tests.storms.plans import OLDER_COPY, STORE_FAULTS, Kind, plan_of
 from tests.storms.runs import failures, firsts, quiet, run, run_seed, shortest
+from tests.storms.store_defects import ONE
 from tests.storms.world import Storm
 
 from diloco.core.adopt import ADOPTIONS
@@ -103,7 +107,8 @@ def test_seeds_differ_in_all_that_is_drawn() -> None:
         assert len({str(getattr(plan.method, name)) for plan in plans}) > 1
     assert sum(len(set(plan.overlaps)) > 1 for plan in plans) > 20
     assert sum(len(set(plan.trains)) > 1 for plan in plans) > 20
-    assert len({fault.kind for plan in plans for fault in plan.faults}) == 9
+    assert {fault.kind for plan in plans for fault in plan.faults} == {*get_args(Kind), *STORE_FAULTS, OLDER_COPY}
+    assert {plan.lease_s < math.inf for plan in plans} == {True, False}
     assert {plan.spool_fits for plan in plans} == {None, 1, 2, 3}
     assert len({plan.repeats for plan in plans}) == 2
 
@@ -114,6 +119,16 @@ def test_a_defect_is_found(break_it: Defect, first: int, monkeypatch: pytest.Mon
     break_it(monkeypatch)
     with quiet():
         if not any(run(each, each.faults) for each in map(plan_of, range(first, first + 400))):
+            pytest.fail("no storm has found it")
+
+
+@pytest.mark.parametrize(("break_it", "first"), ONE.items())
+def test_a_defect_between_a_syncer_and_its_store_is_found(
+    break_it: Defect, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_it(monkeypatch)
+    with quiet():
+        if not any(run(each, each.faults) for each in map(plan_of, range(first, first + 50))):
             pytest.fail("no storm has found it")
 
 
@@ -142,10 +157,36 @@ def test_what_storms_require_can_fail() -> None:
         held = storm.learners[0].processes[-1].client.held[0]
         assert held is not None
         held.theta.add_(torch.ones_like(held.theta))
-    with pytest.raises(BrokenInvariantError, match="went back"):
-        storm.ledger.published(0, 0)
     with pytest.raises(BrokenInvariantError, match="other bits"):
         storm.ledger.held("learner-0", held)
+    assert storm.driver is not None
+    shown = storm.driver.state.model.held(0)
+    with pytest.raises(BrokenInvariantError, match="is shown and not durable with these bits"):
+        storm.ledger.shown(replace(shown, version=10**6), storm.nodes[0].epoch, 0)
+    with pytest.raises(BrokenInvariantError, match=r"is shown in epoch 10\d*, and was published in epoch"):
+        storm.ledger.shown(shown, 10**6, 0)
+    manifest = storm.place.manifest
+    assert manifest is not None
+    named = sorted(manifest.names)
+    with pytest.raises(BrokenInvariantError, match="are deleted, and named by the manifest"):
+        Place.delete(storm.place, named)
+    with pytest.raises(BrokenInvariantError, match="is deleted before it is named"):
+        storm.place.delete([f"{manifest.epoch}/99-{'0' * 64}"])
+    storm.place._unnamed_s[named[0]] = storm.now_s
+    with pytest.raises(BrokenInvariantError, match="is deleted, and was named 0.0 s ago"):
+        storm.place.delete(named[:1])
+    assert storm.place.found is not None
+    for changes, says in (
+        ({"serial": manifest.serial + 2}, "follows"),
+        ({"epoch": manifest.epoch + 2, "boot": 99}, "is claimed after"),
+        ({"epoch": manifest.epoch + 1}, "without a claim"),
+        ({"fragments": tuple(each[:1] for each in manifest.fragments)}, "without a record"),
+        ({"record": f"{manifest.epoch}/99-{'0' * 64}"}, "which are not there"),
+    ):
+        other = replace(manifest, **{"serial": manifest.serial + 1, **changes})
+        with pytest.raises(BrokenInvariantError, match=says):
+            storm.place.swap(other.to_bytes(), storm.place.found.token)
+        storm.place.history.append(manifest)
 
 
 @pytest.mark.parametrize("first", firsts(9000, 80, 20, 40))

@@ -182,6 +182,7 @@ class Storm:
         there = {learner.name for learner in self.learners if any(each.is_alive for each in learner.processes)}
         gone = self.driver.core.members.keys() - there
         require(not gone, f"{gone} are members to the end")
+        self.place.check_deleted()
         if self.driver.core.is_settled:
             for process in [each for learner in self.learners for each in learner.processes]:
                 process.check_end(self.driver.state.versions)
