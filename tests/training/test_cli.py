@@ -151,4 +151,4 @@ def test_a_learner_beyond_the_planned_ones_is_told_what_it_reads(run: Run, run_f
 def test_export_says_what_is_wrong(run: Run, run_file: Path, tmp_path: Path) -> None:
     done = run("export", str(run_file), str(tmp_path / "out"), "--store", str(tmp_path))
     assert done.returncode == 2
-    assert "is not the state directory of a syncer" in done.stderr
+    assert "there is no run in" in done.stderr

@@ -1,10 +1,7 @@
 """The trainer over a syncer that leases the data: every window is merged once."""
 
-import json
-import sqlite3
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +19,8 @@ from diloco.exchange.base import Exchange
 from diloco.exchange.dialling import fetch_status
 from diloco.exchange.virtual.delivery import Fault
 from diloco.simulation.virtual_run import Scenario, simulate
+from diloco.store.objects import open_store, read_manifest
+from diloco.store.reading import ObjectReader
 from diloco.syncer.server import Options, Syncer
 from diloco.training.checkpoint import list_checkpoints
 from diloco.training.loop import Trainer
@@ -43,9 +42,13 @@ def learner_of(config: RunConfig, part: LearnerSpec) -> Trainer:
 
 def durable_leases(directory: Path) -> dict[str, Any]:
     """Of the record on the disk."""
-    with closing(sqlite3.connect(directory / "store.sqlite")) as db:
-        [(record,)] = db.execute("SELECT record FROM run").fetchall()
-    leases: dict[str, Any] = json.loads(record)["leases"]
+    objects = open_store(directory)
+    name = read_manifest(objects).record
+    assert name is not None
+    with ObjectReader(objects) as reader:
+        record, _ = reader.record(name)
+    assert record is not None
+    leases: dict[str, Any] = record["leases"]
     return leases
 
 

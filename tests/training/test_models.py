@@ -119,7 +119,9 @@ def test_an_export_loads_in_transformers_with_the_same_loss(tmp_path: Path, name
 
 def test_an_export_of_another_model_is_refused(tmp_path: Path) -> None:
     config = parse_config('[run]\nname="x"\ntokens=100000\n')
-    with pytest.raises(LayoutError, match=r"not the one of \[model\] \(.* has shape .*\); add --raw, which writes"):
+    with pytest.raises(
+        LayoutError, match=r"not the one of \[model\] \(.* has shape .*\); export it with --raw, which writes"
+    ):
         export_run(build_model(table(), 256, 64, seed=5).state_dict(), config, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
