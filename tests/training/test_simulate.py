@@ -357,7 +357,10 @@ def test_learners_come_and_go_by_the_schedule_of_the_pool(schedule: str, tiny: T
     num_drained = 4 - pool.size(48)
     assert reasons == Counter({"steps": 4 - num_drained, "drained": num_drained})
     ledgers = [each.metrics["ledger"][0] for each in done.summaries.values() if each is not None]
-    assert all(each["merged"] == each["trained"] for each in ledgers)
+    for index, ledger in enumerate(ledgers):
+        # who joins while a version is being stored begins from the one before, and has taken a step when it comes
+        may_lose = config.learner_batch * config.data.sequence_length if index >= pool.size(0) else 0
+        assert ledger["trained"] - ledger["merged"] == ledger["discarded"].get("overlap", 0) <= may_lose
 
 
 def test_a_learner_that_comes_back_to_a_pool_that_has_shrunk_takes_no_part(tiny: Tiny, tmp_path: Path) -> None:

@@ -287,7 +287,7 @@ class Before(ProgressDisplay):
 
 def slow_disk(syncer: Syncer, may_write: threading.Event) -> None:
     """The syncer's writes wait for the disk: a lease is answered once it is durable."""
-    syncer.driver.ask(lambda driver: driver._ports.worker.submit("write", None, may_write.wait, lambda _: None))
+    syncer.driver.ask(lambda driver: driver._ports.worker.submit("swap", None, may_write.wait, lambda _: None))
 
 
 def test_a_learner_that_waits_for_a_lease_stops_with_a_checkpoint(tiny: Tiny, tmp_path: Path) -> None:
