@@ -16,7 +16,7 @@ from diloco.core.fragments import make_layout
 from diloco.core.global_fragment import GlobalFragment
 from diloco.errors import StandbyError
 from diloco.following.follower import FollowedModel
-from diloco.following.sources import Source
+from diloco.following.sources import RunSource
 from diloco.syncer.server import Options, Syncer
 
 FRAGMENTS = diloco.Named([["layers.0.*"], ["layers.1.*"]])
@@ -101,7 +101,7 @@ class RecordedSource:
         reads: the object and the bytes of each read since `reads` was cleared.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: RunSource) -> None:
         self.name, self.manifest, self.close = source.name, source.manifest, source.close
         self._source = source
         self.reads: list[tuple[str, int]] = []

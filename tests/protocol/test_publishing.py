@@ -21,10 +21,10 @@ from diloco.protocol.publishing import (
     Change,
     Confirmed,
     Delete,
-    Fail,
     List,
     Publisher,
     Read,
+    RefuseStart,
     Serve,
     Stand,
     Swap,
@@ -74,7 +74,7 @@ class Script:
                 case Stand(standing=standing, why=why):
                     assert why
                     self.stood.append(standing)
-                case Fail(error=error):
+                case RefuseStart(error=error):
                     self.error = error
         assert sum(isinstance(each, Swap) for each in self.sent) <= 1
 

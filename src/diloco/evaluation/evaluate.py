@@ -53,7 +53,7 @@ class EvaluationRequest:
     device: str = "cpu"
 
 
-class Evaluation:
+class EvaluationData:
     """The data and tasks of a request, loaded once for all exports; a context manager. Exports with the same tokenizer
     get the same sequences and documents.
 
@@ -109,9 +109,9 @@ def evaluate_exports(paths: Sequence[Path], request: EvaluationRequest) -> list[
     """The scores of every export, in order.
 
     Raises:
-        ConfigError: not an export; others as `Evaluation`. ExchangeError: the data of a task cannot be loaded.
+        ConfigError: not an export; others as `EvaluationData`. ExchangeError: the data of a task cannot be loaded.
     """
-    with Evaluation(request, {path: context_of(path) for path in paths}) as evaluation:
+    with EvaluationData(request, {path: context_of(path) for path in paths}) as evaluation:
         named = zip(_names(paths), paths, strict=True)
         return [evaluation.of(name, load_export(path, evaluation.device)) for name, path in named]  # one at a time
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from diloco.config import load_config
 from diloco.errors import ConfigError
-from diloco.evaluation.evaluate import Evaluation, EvaluationRequest
+from diloco.evaluation.evaluate import EvaluationData, EvaluationRequest
 from diloco.evaluation.exports import followed_export
 from diloco.evaluation.scores import HELD_OUT, ExportScores
 from diloco.exchange.dialling import dialler, found
@@ -24,12 +24,12 @@ def evaluate_versions(
     """The scores of each version, on the held-out data and by the model of the request's run file.
 
     Raises:
-        LayoutError: a version is not a model of the run file. Others as `Evaluation`.
+        LayoutError: a version is not a model of the run file. Others as `EvaluationData`.
     """
     if request.run is None:
         raise ConfigError("to evaluate versions of a run, its model and data must be known; give --run RUN_FILE")
     config = load_config(request.run, request.overrides)
-    with Evaluation(request, {}) as evaluation:
+    with EvaluationData(request, {}) as evaluation:
         for model in models:
             yield model, evaluation.of(str(model), followed_export(model, config, evaluation.device))
 

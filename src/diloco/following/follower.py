@@ -22,7 +22,7 @@ from diloco.errors import (
 )
 from diloco.exchange.key_pair import AnyKeys
 from diloco.exchange.wire.tensors import tensors_of
-from diloco.following.sources import PatientSource, Place, Source, open_source
+from diloco.following.sources import PatientSource, Place, RunSource, open_source
 from diloco.protocol.manifest import Manifest, NamedVersion
 from diloco.protocol.records import progress_of
 from diloco.store.objects import read_manifest, repeated
@@ -96,7 +96,7 @@ class Follower:
         closing: set once this is being closed.
     """
 
-    def __init__(self, source: Source, run: str, *, every: int = 1, poll_s: float = 1.0) -> None:
+    def __init__(self, source: RunSource, run: str, *, every: int = 1, poll_s: float = 1.0) -> None:
         if every < 1:
             raise ConfigError(f"every={every} is not a number of versions; use 1 or more.")
         self._source, self._run, self._every, self._poll_s = source, run, every, poll_s

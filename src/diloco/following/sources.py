@@ -47,7 +47,7 @@ LANES = 2
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 
 
-class Source(Readable, Protocol):
+class RunSource(Readable, Protocol):
     """Objects and a manifest of a run. Any thread may call any method.
 
     Attributes:
@@ -74,7 +74,7 @@ class StoreSource:
         self.name, self.get, self.manifest = objects.name, objects.get, objects.manifest
 
     def close(self) -> None:
-        """As `Source`."""
+        """As `RunSource`."""
 
 
 class SyncerSource:
@@ -140,7 +140,7 @@ class SyncerSource:
             self._lanes.put(lane)
 
     def close(self) -> None:
-        """As `Source`."""
+        """As `RunSource`."""
         self._syncers.close()
 
 
@@ -153,14 +153,14 @@ class PatientSource:
     Once it is being closed, calls that fail raise StoppedError.
     """
 
-    def __init__(self, source: Source, patience_s: float | None) -> None:
+    def __init__(self, source: RunSource, patience_s: float | None) -> None:
         self.name = source.name
         self._closing = threading.Event()
         self._source, self._patience_s = source, patience_s
 
     @property
     def is_over(self) -> bool:
-        """As `Source`."""
+        """As `RunSource`."""
         return self._source.is_over
 
     def manifest(self) -> Found | None:
@@ -172,7 +172,7 @@ class PatientSource:
         return until_answered(lambda: self._source.get(name, start, stop), self._closing, self._patience_s)
 
     def close(self) -> None:
-        """As `Source`."""
+        """As `RunSource`."""
         self._closing.set()
         self._source.close()
 
@@ -207,7 +207,7 @@ def is_address(place: Place) -> bool:
     return not is_url(text) and re.search(r"^unix:|:\d+(,|$)", text) is not None and not Path(text).exists()
 
 
-def open_source(place: Place, run: str, *, keys: AnyKeys | None = None, insecure: bool = False) -> Source:
+def open_source(place: Place, run: str, *, keys: AnyKeys | None = None, insecure: bool = False) -> RunSource:
     """The source with this path, URL or address.
 
     Raises:

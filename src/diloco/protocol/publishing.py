@@ -101,13 +101,13 @@ class Stand:
 
 
 @dataclass(frozen=True)
-class Fail:
+class RefuseStart:
     """The start is refused."""
 
     error: DilocoError
 
 
-Act = Read | Swap | List | Delete | Serve | Confirmed | Stand | Fail
+Act = Read | Swap | List | Delete | Serve | Confirmed | Stand | RefuseStart
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ class Publisher:
 
     def _fail(self, error: DilocoError) -> list[Act]:
         self.standing = "fenced"
-        return [Fail(error)]
+        return [RefuseStart(error)]
 
     # --- changes ------------------------------------------------------------------------------------------------------
 

@@ -22,10 +22,10 @@ from diloco.protocol.publishing import (
     Change,
     Confirmed,
     Delete,
-    Fail,
     List,
     Publisher,
     Read,
+    RefuseStart,
     Serve,
     Stand,
     Standing,
@@ -265,7 +265,7 @@ class PublishedStore(Generic[H, P]):
                     self._host.serve(manifest)
                 case Stand(standing=standing, why=why):
                     self._host.stands(standing, why)
-                case Fail(error=error):
+                case RefuseStart(error=error):
                     self._host.refused(error)
         self._plan()
 

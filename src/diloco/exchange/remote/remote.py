@@ -32,7 +32,7 @@ from diloco.exchange.remote.entry import Entry, Initial, describe, model_parts
 from diloco.exchange.remote.inbox import STOPPED
 from diloco.exchange.remote.messages import method_of
 from diloco.exchange.remote.session import Session
-from diloco.exchange.remote.shards_of_ranks import Follower, LeadingReceiver, LeadingSender, divided, sharded_parts
+from diloco.exchange.remote.shards_of_ranks import FollowingRank, LeadingReceiver, LeadingSender, divided, sharded_parts
 from diloco.exchange.remote.transfers import Receiver, Sender
 from diloco.protocol.contribution import Contribution
 from diloco.protocol.leases import Ask
@@ -150,7 +150,7 @@ class Remote(ShardedExchange):
         self._incarnation = 0  # as which the training thread reports
         self._session: Session | None = None
         self._lanes: CommandLanes | None = None  # of a learner of several ranks
-        self._follower: Follower | None = None  # on other ranks than 0
+        self._follower: FollowingRank | None = None  # on other ranks than 0
         self._closing = threading.Lock()
         self._closed = self._is_interrupted = False
 
@@ -210,7 +210,7 @@ class Remote(ShardedExchange):
     def follow(self, layout: Layout, method: Method, initial: Callable[[], FlatModel]) -> None:
         assert self._lanes is not None
         model = None if self._initial is None else initial()
-        self._follower = Follower(self._dialler, self._run, layout, method, self._lanes, model)
+        self._follower = FollowingRank(self._dialler, self._run, layout, method, self._lanes, model)
 
     def fetched(self, fragment: int, version: int, incarnation: int | None = None) -> AppliedUpdate:
         assert self._follower is not None
@@ -266,7 +266,7 @@ class Remote(ShardedExchange):
         return self._transfers.resumed_bytes
 
     @property
-    def _transfers(self) -> Follower | Session:
+    def _transfers(self) -> FollowingRank | Session:
         return self._follower or self._opened
 
     @property

@@ -1,7 +1,7 @@
 """The ranks of a learner over a syncer: each sends and receives its shard of every fragment, over its own connection.
 
 Rank 0 has the session. Its `Sender` and `Receiver` (`Leading…`) have all ranks execute the session's requests, and the
-other ranks follow (`Follower`). A contribution has arrived once all its shards have. A version is adopted once the
+other ranks follow (`FollowingRank`). A contribution has arrived once all its shards have. A version is adopted once the
 digests of all its shards give the digest that was published.
 """
 
@@ -172,7 +172,7 @@ class LeadingReceiver(Receiver):
         return result
 
 
-class Follower:
+class FollowingRank:
     """On the other ranks: executes rank 0's commands, on a thread for each lane.
 
     Arguments:
