@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from benchmarks.processes import until
+from tests.store.small_run import read_newest
 
 from diloco import events as ev
 from diloco.demo.display import Display, is_wanted
@@ -23,7 +24,6 @@ from diloco.errors import ConfigError, RunError
 from diloco.event_log import EventLog, read_events
 from diloco.report.series import ring_all_reduce_bytes
 from diloco.report.timeline import Timeline, TimelineFollower
-from diloco.store.format import read_newest
 from diloco.store.objects import open_store
 
 

@@ -1,7 +1,7 @@
 """The errors of this package, one tree.
 
 Every error that this package raises on purpose is a `DilocoError`. Its text is one sentence: what was wrong, the value,
-and what to do next. Foreign errors (gRPC, SQLite, the operating system) are translated where they enter; all other
+and what to do next. Foreign errors (gRPC, buckets, the operating system) are translated where they enter; all other
 errors propagate.
 
     DilocoError

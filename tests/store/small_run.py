@@ -20,9 +20,10 @@ from diloco.protocol.members import Report
 from diloco.protocol.rounds.base import Rules
 from diloco.protocol.syncer import SyncerCore
 from diloco.run.objects import Blob, Objects
-from diloco.run.ports import InitialModel
+from diloco.run.ports import InitialModel, SavedRun
 from diloco.store.directory import Directory
-from diloco.store.format import TensorFormat, read_newest
+from diloco.store.format import TensorFormat
+from diloco.store.objects import read_manifest, repeated
 
 NUM_ELEMENTS = 1000
 STATIC = safetensors.torch.save({"rope.inv_freq": torch.arange(4.0)})
@@ -181,3 +182,8 @@ def flip(position: float) -> Callable[[Path], object]:
 def contents(path: Path) -> dict[str, bytes]:
     """All files of a directory."""
     return {str(each.relative_to(path)): each.read_bytes() for each in path.rglob("*") if each.is_file()}
+
+
+def read_newest(objects: Objects) -> SavedRun[GlobalFragment]:
+    """The run in a store, which a syncer may serve meanwhile."""
+    return repeated(lambda: TensorFormat().read(objects, read_manifest(objects)))

@@ -16,7 +16,17 @@ from typing import Any
 import pytest
 from benchmarks.processes import until
 from tests.bucket_server import CREDENTIALS, BucketServer
-from tests.store.small_run import SmallRun, check_versions, contents, flip, make_run, objects_of, record_at, started
+from tests.store.small_run import (
+    SmallRun,
+    check_versions,
+    contents,
+    flip,
+    make_run,
+    objects_of,
+    read_newest,
+    record_at,
+    started,
+)
 
 from diloco.cli import main
 from diloco.errors import ConfigError, DamagedObjectError, NotInitialisedError, StoreError
@@ -26,7 +36,6 @@ from diloco.protocol.manifest import Manifest
 from diloco.run.objects import Objects
 from diloco.store.copying import Copies, CopyPlan, CopyResult, copy, due_in_s
 from diloco.store.directory import Directory
-from diloco.store.format import read_newest
 from diloco.store.inspection import check
 from diloco.store.objects import open_store, opened, read_manifest
 

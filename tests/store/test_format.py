@@ -20,6 +20,7 @@ from tests.store.small_run import (
     held_of,
     layout_of,
     payload_of,
+    read_newest,
     record_at,
     theta_of,
     update_of,
@@ -32,7 +33,7 @@ from diloco.protocol.manifest import NamedVersion
 from diloco.run.objects import Blob
 from diloco.store import reading
 from diloco.store.directory import Directory
-from diloco.store.format import TensorFormat, read_newest
+from diloco.store.format import TensorFormat
 from diloco.store.objects import open_store
 from diloco.store.reading import ObjectReader, newest_digests
 

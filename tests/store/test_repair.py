@@ -21,6 +21,7 @@ from tests.store.small_run import (
     flip,
     held_of,
     make_run,
+    read_newest,
     record_at,
     started,
     update_of,
@@ -30,7 +31,6 @@ from diloco.cli import main
 from diloco.errors import ConfigError, DilocoError, StoreError
 from diloco.protocol.manifest import Manifest
 from diloco.store.directory import Directory
-from diloco.store.format import read_newest
 from diloco.store.inspection import StoreState, check
 from diloco.store.objects import open_store, opened
 from diloco.store.repair import fresh_epoch, repair, require_unserved

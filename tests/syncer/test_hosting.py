@@ -19,6 +19,7 @@ import grpc
 import psutil
 import pytest
 import torch
+from tests.store.small_run import read_newest
 from tests.syncer.runs import RUN, LearnerThreads, Raw, layout, method, num_live, start, status_of, train, versions_of
 from tests.syncer.test_faults import syncer_process, until
 
@@ -33,7 +34,6 @@ from diloco.exchange.wire.tensors import bytes_of
 from diloco.protocol.contribution import Contribution
 from diloco.protocol.members import Claim, Deadlines, Report
 from diloco.store.directory import Directory
-from diloco.store.format import read_newest
 from diloco.syncer.door.admission import LIMITS
 from diloco.syncer.hosting import HostedDriver, SyncerDriver
 from diloco.syncer.journal import Journal

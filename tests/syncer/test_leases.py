@@ -15,6 +15,7 @@ import pytest
 import torch
 from benchmarks.processes import until
 from tests.processes import ForkedSyncer, start_module
+from tests.store.small_run import read_newest
 from tests.syncer.leased_life import NUM_SAMPLES, trained_by
 from tests.syncer.leased_ranks_life import BATCH
 from tests.syncer.runs import RUN, Net, Raw, method, start, status_of, versions_of
@@ -27,7 +28,6 @@ from diloco.events import Data, Merged
 from diloco.exchange.dialling import fetch_status
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.protocol.units import place_of_unit
-from diloco.store.format import read_newest
 from diloco.store.objects import open_store, opened, read_manifest
 from diloco.store.repair import repair
 

@@ -209,7 +209,7 @@ class Accounting:
         """Whether no other process is known to have joined under this learner's name since this incarnation of
         `process`.
 
-        A repaired run, or one restored from a backup, may know only earlier incarnations.
+        A repaired run, or one that goes on from a copy, may know only earlier incarnations.
         """
         account = self.accounts.get(learner)
         return account is None or account.process == process or account.incarnation < incarnation

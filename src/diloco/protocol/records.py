@@ -1,5 +1,5 @@
 """The records of a run: its durable state besides the tensors, as `SyncerCore.saved` takes it, and the changes that
-backups, repairs and checkpoints make to one.
+copies, repairs and checkpoints make to one.
 """
 
 from __future__ import annotations

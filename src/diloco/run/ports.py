@@ -302,9 +302,6 @@ class Observer(Protocol):
     def sent_back(self, c: Contribution) -> None:
         """A contribution was refused for lack of room."""
 
-    def waits_for_disk(self, what: str, error: StoreError) -> None:
-        """The disk has refused a write, which is tried again."""
-
     def was_suspended(self, late_s: float) -> None:
         """The process was suspended for this long."""
 

@@ -26,7 +26,6 @@ from diloco.protocol.manifest import Manifest
 from diloco.run.objects import Blob, Objects
 from diloco.run.ports import InitialModel, Json, RunMethod, SavedRun
 from diloco.store.blobs import new_blob
-from diloco.store.objects import read_manifest, repeated
 from diloco.store.reading import OUTER, READERS, ObjectReader, advice
 
 
@@ -94,8 +93,3 @@ class TensorFormat:
             tuple(update.contributors for _, update in versions), frozen.static, frozen.source, frozen.step,
             frozen.tokens, frozen.run_id, epochs, record,
         )  # fmt: skip
-
-
-def read_newest(objects: Objects) -> SavedRun[GlobalFragment]:
-    """The run in a store, which a syncer may serve meanwhile. Raises as `read_manifest` and `TensorFormat.read`."""
-    return repeated(lambda: TensorFormat().read(objects, read_manifest(objects)))
