@@ -84,8 +84,8 @@ class _Run:
     def _publish(self, version: int) -> None:
         held, update = replace(self._held, version=version), replace(self._update, base=version - 1, version=version)
         name = self._put(self._format.version(RUN_ID, held, update, 1))
-        encoded = self._format.update(RUN_ID, update, self._payload)
-        named = NamedVersion(version, name, None if encoded is None else self._put(encoded))
+        encoded = None if update.lossless else self._put(self._format.update(RUN_ID, update, self._payload))
+        named = NamedVersion(version, name, encoded)
         record = self._put(self._format.record({"members": {}, "step": version}, (Epoch(1, (0,)),)))
         fragments = ((named, *(self._manifest.fragments[0][:1] if version else ())),)
         self._manifest = replace(self._manifest, serial=version + 1, record=record, fragments=fragments)

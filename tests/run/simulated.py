@@ -134,8 +134,8 @@ class CopyFormat:
     def version(self, run_id: str, held: Any, update: Update, tokens: int) -> Blob:
         return _blob(str((run_id, held.version, held.digest, update)), (self._copy(held), update))
 
-    def update(self, run_id: str, update: Update, payload: Any) -> Blob | None:
-        return None if update.lossless else _blob(str((run_id, update)), deepcopy(payload))
+    def update(self, run_id: str, update: Update, payload: Any) -> Blob:
+        return _blob(str((run_id, update)), deepcopy(payload))
 
     def frozen(self, run: str, method: RunMethod, model: InitialModel[Any]) -> Blob:
         return _blob(str((run, model.run_id, model.source)), (run, method, replace(model, fragments=())))

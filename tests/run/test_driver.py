@@ -125,6 +125,23 @@ def test_a_new_connection_ends_the_one_before_and_survives_its_end() -> None:
     assert not scene.driver.status()["learners"]["a"]["live"]
 
 
+def test_a_version_is_named_once_it_and_its_update_are_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = started("a", "b")
+    monkeypatch.setattr(Sums, "lossless", False)
+    for learner in ("a", "b"):
+        scene.push(contribution(learner))
+    for effect in ("close", "put", "put", "answer", "answer"):  # the record is put once both are there
+        assert scene.place.manifest is not None
+        assert scene.place.manifest.versions == (0, 0)
+        scene.next(effect)
+    assert [each[0] for each in scene.todo] == ["put"]
+    scene.settle()
+    assert scene.place.manifest is not None
+    newest = scene.place.manifest.fragments[0][0]
+    assert (newest.version, newest.update is not None) == (1, True)
+    assert scene.place.manifest.names <= scene.place.objects.keys()
+
+
 def test_one_commit_at_a_time_has_all_that_waits() -> None:
     scene = started("a", "b")
     answers: list[int] = []

@@ -60,6 +60,7 @@ class Sums:
     """The tensor jobs of numbers. A payload below 0 is not finite; a round whose sum is above `most` has no result."""
 
     most = 10**9
+    lossless = True
 
     def contribution_bytes(self, fragment: int, num_elements: int) -> int:
         return 4 * num_elements
@@ -83,7 +84,7 @@ class Sums:
             action.weights,
             action.scale,
             new.digest,
-            lossless=False,
+            lossless=self.lossless,
         )
         return MergedRound(action, update, new, value, NUM_BYTES)
 

@@ -221,10 +221,13 @@ def test_a_journal_that_lacks_a_version_is_found() -> None:
     """As if the syncer had not waited for its journal before it published."""
     for seed in range(40):
         journal = storm(seed)
-        if len(boots := entries_of(seed, "__init__")) > 1 and boots[-1] > 100:
-            entries = [*journal.entries[: boots[-1] - 60], *journal.entries[boots[-1] :]]
+        boots = entries_of(seed, "__init__")
+        commits = [index for index in entries_of(seed, "#commit") if "publishes version" in journal.entries[index]]
+        if len(boots) > 1 and (published := [index for index in commits if index < boots[-1]]):
+            before = max(index for index in entries_of(seed, "#close") if index < published[-1])
+            entries = [*journal.entries[:before], *journal.entries[boots[-1] :]]
             difference = journal.replay(entries).findings.difference
             assert difference is not None
             assert "a part of the journal is missing" in difference
             return
-    pytest.fail("no storm has restarted late")
+    pytest.fail("no storm has restarted after a commit")

@@ -92,8 +92,8 @@ class ObjectFormat(Protocol[H, P_contra]):
     def version(self, run_id: str, held: H, update: Update, tokens: int) -> Blob:
         """A version of a fragment. `tokens`: trained tokens in it."""
 
-    def update(self, run_id: str, update: Update, payload: P_contra) -> Blob | None:
-        """An encoded update; None: the version itself is the update."""
+    def update(self, run_id: str, update: Update, payload: P_contra) -> Blob:
+        """An encoded update. One that is lossless has no object: the version itself is the update."""
 
     def frozen(self, run: str, method: RunMethod, model: InitialModel[H]) -> Blob:
         """What training does not change."""

@@ -193,19 +193,23 @@ class PublishedStore(Generic[H, P]):
 
     def put(self, merged: MergedRound[H, P], done: Callable[[], None]) -> None:
         """As `ports.StorePort`."""
-        update, run_id, format_ = merged.update, self._run_id, self._format
-        prefixes = self.publisher.next_name(), self.publisher.next_name()
+        update, run_id, names = merged.update, self._run_id, dict[str, str]()
+        what = f"version {update.version} of fragment {update.fragment}"
+        blobs = {what: partial(self._format.version, run_id, merged.held, update, merged.tokens)}
+        if not update.lossless:  # otherwise the version itself is the update
+            blobs[f"the update to {what}"] = partial(self._format.update, run_id, update, merged.payload)
 
-        def put_both() -> NamedVersion:
-            held = self._put_blob(prefixes[0], format_.version(run_id, merged.held, update, merged.tokens))
-            encoded = format_.update(run_id, update, merged.payload)
-            return NamedVersion(update.version, held, None if encoded is None else self._put_blob(prefixes[1], encoded))
+        def stored(part: str, name: str) -> None:
+            names[part] = name
+            if len(names) == len(blobs):
+                held, encoded = (names.get(each) for each in (what, f"the update to {what}"))
+                assert held is not None
+                self._named[update.fragment] = NamedVersion(update.version, held, encoded)
+                done()
 
-        def stored(named: NamedVersion) -> None:
-            self._named[update.fragment] = named
-            done()
-
-        self._until_done(f"version {update.version} of fragment {update.fragment}", "put", put_both, stored)
+        for part, blob in blobs.items():  # at the same time
+            put = partial(self._put_made, self.publisher.next_name(), blob)
+            self._until_done(part, "put", put, partial(stored, part))
 
     def commit(self, versions: Sequence[MergedRound[H, P]], record: Json, done: Callable[[], None]) -> None:
         """As `ports.StorePort`."""
@@ -220,6 +224,9 @@ class PublishedStore(Generic[H, P]):
             self._do(self.publisher.change(self._clock.now_s(), Change(done, published, name)))
 
         self._until_done("the run's record", "put", put_record, stored)
+
+    def _put_made(self, prefix: str, blob: Callable[[], Blob]) -> str:
+        return self._put_blob(prefix, blob())
 
     def _put_blob(self, prefix: str, blob: Blob) -> str:
         name = f"{prefix}-{blob.hash}"

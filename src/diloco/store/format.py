@@ -52,10 +52,8 @@ class TensorFormat:
         described = {"run_id": run_id, "update": update.as_dict(), "tokens": tokens}
         return new_blob(tensors, described, {"theta": held.digest})
 
-    def update(self, run_id: str, update: Update, payload: Tensor) -> Blob | None:
+    def update(self, run_id: str, update: Update, payload: Tensor) -> Blob:
         """As `ObjectFormat.update`."""
-        if update.lossless:
-            return None
         return new_blob({"payload": payload}, {"run_id": run_id, "update": update.as_dict()}, {})
 
     def frozen(self, run: str, method: RunMethod, model: InitialModel[GlobalFragment]) -> Blob:

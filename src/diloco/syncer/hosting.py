@@ -224,7 +224,7 @@ class HostedDriver:
 
     def waits(self, what: str, error: StoreError) -> None:
         """As `StoreHost`."""
-        self._journal.waits_for_disk(what, error)
+        self._journal.waits_for_store(what, error)
         if self._driver is None and not self._is_shared:
             self.refused(error)
 

@@ -167,8 +167,8 @@ class Journal(Observer):
         for c in action.contributions:
             self._metrics.merged_contribution(c.learner, staleness=action.round - c.base)
 
-    def waits_for_disk(self, what: str, error: StoreError) -> None:
-        log.error("%s waits for the disk: %s", what, error)
+    def waits_for_store(self, what: str, error: StoreError) -> None:
+        log.error("%s waits for the store: %s", what, error)
 
     def published(self, merged: MergedRound[Any, Any], num_live: int, persist_s: float) -> None:
         update = merged.update
