@@ -48,6 +48,7 @@ RESULTS = {
 """What a page's names hold in the end."""
 
 NOT_EXECUTED: dict[Name, str] = {
+    ("docs/followers.md", "import diloco"): "follows a run until its end: tests/following",
     ("docs/integrations.md", "from diloco.integrations.torchtitan"): (
         "torchtitan is not installed beside the rest; `make torchtitan` runs its example"
     ),
@@ -101,6 +102,7 @@ PARSED: dict[str, str] = {
     "syncer run.toml": "serves until it is stopped; the run that the other commands find was served by this one",
     "syncer examples/": "serves until it is stopped",
     "syncer promote": "needs two syncers: tests/syncer/test_standby.py",
+    "follow": "follows a run until its end: tests/following",
     "tokenize": "needs texts: tests/training/test_token_shards.py",
     "train": "trains until the run is over; the run that the other commands find was trained by this one",
     "export run.toml --raw global.safetensors --store": "the syncer of the run runs: tests/test_export.py",
