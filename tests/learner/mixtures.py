@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 from torch import Tensor, nn
 
@@ -72,9 +74,14 @@ class Uncounted(Mixture):
         self.eval()
 
 
+_SEEDED = threading.Lock()
+"""The generator that a model is drawn from is the process's, and learners are threads."""
+
+
 def mixture(seed: int = 0, kind: type[Mixture] = Mixture) -> Mixture:
-    torch.manual_seed(seed)
-    return kind()
+    with _SEEDED:
+        torch.manual_seed(seed)
+        return kind()
 
 
 def backward(model: nn.Module, index: int, step: int) -> None:
