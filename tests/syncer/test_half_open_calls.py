@@ -29,7 +29,14 @@ from diloco.exchange.dialling import Dialler, found
 from diloco.exchange.probe import probe
 from diloco.exchange.remote.entry import Entry, describe, model_parts
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import FIRST_BYTES, LONGEST_CHUNK_BYTES, MAX_UNACKNOWLEDGED, frames, read_header
+from diloco.exchange.wire.frames import (
+    FIRST_BYTES,
+    LONGEST_CHUNK_BYTES,
+    MAX_UNACKNOWLEDGED,
+    SHORTEST_CHUNK_BYTES,
+    frames,
+    read_header,
+)
 from diloco.exchange.wire.tensors import bytes_of
 from diloco.protocol.manifest import Manifest
 from diloco.protocol.members import Claim, Deadlines
@@ -55,6 +62,13 @@ def swallow(link: Link) -> None:
 
 def swallow_at_length(link: Link) -> None:
     if max(link.up_bytes, link.down_bytes) >= SWALLOWED_AT:
+        link.is_swallowed = True
+
+
+def swallow_before_acknowledgements(link: Link) -> None:
+    """Not a whole chunk arrives before, so that a sender's window stays as it was: the 4 MB of a Read are not all on
+    their way."""
+    if max(link.up_bytes, link.down_bytes) >= SHORTEST_CHUNK_BYTES:
         link.is_swallowed = True
 
 
@@ -208,7 +222,7 @@ def test_the_syncer_ends_the_transfer_of_a_peer_that_no_heartbeat_speaks_for(
     caplog.set_level(logging.INFO, "diloco.syncer")
     with (
         serve(tmp_path) as syncer,
-        Relay(syncer.port, swallow_at_length, swallow_at_length) as relay,
+        Relay(syncer.port, swallow_before_acknowledgements, swallow_before_acknowledgements) as relay,
         closing(Connection(relay.address, stall_floor_s=300.0)) as patient,
         ThreadPoolExecutor(1) as pool,
     ):
