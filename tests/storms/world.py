@@ -296,8 +296,8 @@ class Storm:
         require(away_s <= 2 * SETTLES_S, f"no syncer serves the run: {[(it.name, it.standing) for it in self.nodes]}")
 
     def began_to_serve(self, node: Node) -> None:
-        """A node's driver has begun."""
-        if node is self.leading:
+        """A node's driver has begun; perhaps another one has claimed the run meanwhile, and has stopped again."""
+        if node is self.leading and self.place.manifest is not None and node.epoch == self.place.manifest.epoch:
             self.accounts = node.accounts
         self.quiet_s = max(self.now_s, self.quiet_s)
         self.touched()
