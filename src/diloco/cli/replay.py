@@ -28,7 +28,7 @@ def command(
     as_json: Json = False,
 ) -> None:
     """Repeat all decisions of a syncer from its journal, and all merges, and compare every digest."""
-    from diloco.run.journal.payloads import ReadPayloads, tensor_formats
+    from diloco.run.journal.payloads import TensorFormats
     from diloco.run.journal.replay import Replay
     from diloco.store.journal_reader import JournalReader
     from diloco.store.objects import is_url, open_store
@@ -37,7 +37,7 @@ def command(
     state_dir, store = _places(run)
     stored = newest_digests(open_store(store))  # before the journal, to which a syncer may write
     reader = JournalReader(state_dir)
-    replay = Replay(tensor_formats(ReadPayloads(reader.payload)), fragment=fragment)
+    replay = Replay(TensorFormats(reader.payload), fragment=fragment)
     span_s = _replay(reader, replay, until)
     if until is None and stored is not None:
         digests, epoch = stored
