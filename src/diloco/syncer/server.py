@@ -47,6 +47,7 @@ from diloco.syncer.page.live_page import LivePage
 from diloco.syncer.ports import connections_for, port_refusal, raise_file_limit, why_unbound
 from diloco.syncer.progress import EVERY_S, ProgressLog
 from diloco.syncer.spool import Slot, Spool
+from diloco.syncer.threads import Ticker
 from diloco.syncer.wire_bytes import WireBytes
 from diloco.whole_files import write_whole
 
@@ -219,6 +220,7 @@ class Syncer:
         """Answer calls."""
         options = self._options
         self._wire_bytes = WireBytes()
+        self._traffic_at_s = self._progress_at_s = time.monotonic() + TRAFFIC_EVERY_S
         self.page: LivePage | None = None
         self._audit = audit = Audit(self._events, self._metrics)
         self._calls = OpenCalls(auth, audit)
@@ -245,11 +247,10 @@ class Syncer:
                 steer=lambda order, caller: service.execute(order, caller, "page"),
                 check=auth.check,
             )  # fmt: skip
-        self._traffic = threading.Thread(target=self._report_traffic, name="syncer-traffic", daemon=True)
-        for check in (self._calls, self._deadlines, self.transfers):
-            check.start(self._failed)
+        self._checks, self._reports = Ticker(self._check), Ticker(self._report)
+        self._checks.start()
         self._server.start()
-        self._traffic.start()
+        self._reports.start()
 
     @property
     def driver(self) -> HostedDriver:
@@ -312,17 +313,11 @@ class Syncer:
                         "start it with --standby to wait for its turn."
                     )
                 self._hosted = self._begin(is_standby=True)
-            except DilocoError as error:
-                self._failed(error)
-                return
             except BaseException as error:
-                log.critical("this syncer cannot begin again", exc_info=error)
-                self._failed(error)
+                if not isinstance(error, DilocoError):
+                    log.critical("this syncer cannot begin again", exc_info=error)
+                self._failure = error
                 return
-
-    def _failed(self, error: BaseException) -> None:
-        """Keep the first error of a thread, which `wait` raises."""
-        self._failure = self._failure or error
 
     def _recorder(self, options: Options) -> Recorder[Slot] | None:
         if self._journal is None:
@@ -333,8 +328,8 @@ class Syncer:
     def wait(self, stop: threading.Event) -> None:
         """Serve until `stop` is set. Raises the error of the driver or of a thread, if one fails."""
         while not stop.wait(0.5):
-            if self._failure is not None:
-                raise self._failure
+            if (failure := self._failure or self._checks.failure) is not None:
+                raise failure
             self._hosted.raise_failure()
 
     def close(self) -> None:
@@ -348,11 +343,9 @@ class Syncer:
         hosted = self._hosted
         hosted.stop()  # where it has begun again as a standby meanwhile
         self._server.stop(grace=1.0).wait()
-        self._deadlines.close()
-        self.transfers.close()
-        self._calls.close()
+        self._checks.stop()
         self._audit.close()
-        self._traffic.join()
+        self._reports.stop()
         if self._copies is not None:
             self._copies.close()
         self._append_traffic()
@@ -394,14 +387,20 @@ class Syncer:
             "store": {"place": self._objects.name, **self._hosted.store_status()},
         }  # fmt: skip
 
-    def _report_traffic(self) -> None:
-        due_at = time.monotonic()
-        while not self._stopping.wait(TRAFFIC_EVERY_S):
+    def _check(self, _late_s: float) -> None:
+        for each in (self._calls, self._deadlines, self.transfers):
+            each.check()
+        self._incoming.drop_expired()
+
+    def _report(self, _late_s: float) -> None:
+        """Report traffic and progress; called once a second."""
+        now_s = time.monotonic()
+        if now_s >= self._traffic_at_s:
+            self._traffic_at_s = now_s + TRAFFIC_EVERY_S
             self._append_traffic()
-            self._incoming.drop_expired()
-            if time.monotonic() >= due_at:
-                due_at = time.monotonic() + EVERY_S
-                self.progress.write()
+        if now_s >= self._progress_at_s:
+            self._progress_at_s = now_s + EVERY_S
+            self.progress.write()
 
     def _append_traffic(self) -> None:
         totals = self._wire_bytes.totals()
