@@ -71,7 +71,7 @@ class Audit:
         if not isinstance(error, REFUSALS):
             return
         reason, name = type(error).__name__, "" if caller is None else caller.name
-        self._metrics.refused(call, reason)
+        self._metrics.refused.labels(call, reason).inc()
         event = events.Refused(call=call, name=name, peer=peer, reason=reason, text=str(error)[:MAX_TEXT])
         key = name if caller not in (None, UNKNOWN) else peer.rpartition(":")[0]
         with self._lock:
