@@ -309,8 +309,8 @@ def cut_short(incoming: IncomingModel, header: pb.InitialiseHeader, num_chunks: 
 
     said = list[int]()
     with suppress(DilocoError):
-        for received in incoming.receive(header, stream(), lambda n: memoryview(bytearray(n)), lambda _: None):
-            said.append(received.num_bytes)
+        for reply in incoming.receive(header, stream(), lambda n: memoryview(bytearray(n)), lambda _: None):
+            said.append(reply.received.num_bytes)
     return said
 
 

@@ -71,7 +71,7 @@ def _replay(reader: "JournalReader", replay: "Replay", until: float | None) -> f
     began_s = reported_s = time.monotonic()
     first_s, offset_s, span_s = None, 0.0, 0.0
     for line in reader:
-        head = entry_of(line.entry)
+        head = entry_of(line)
         if head["e"] == "#journal":
             offset_s = head["wall_s"] - head["t"]
         elif "t" in head:
@@ -80,10 +80,10 @@ def _replay(reader: "JournalReader", replay: "Replay", until: float | None) -> f
             if until is not None and at_s - first_s > until:
                 break
             span_s = at_s - first_s
-        replay.take(line.entry)
+        replay.take(line)
         if time.monotonic() - reported_s >= PROGRESS_EVERY_S:
             reported_s = time.monotonic()
-            done = line.read_bytes / max(1, reader.num_bytes)
+            done = reader.read_bytes / max(1, reader.num_bytes)
             num, seconds = replay.findings.num_entries, reported_s - began_s
             typer.echo(f"replayed {num} events ({done:.0%} of the journal) in {seconds:.0f} s", err=True)
     return span_s

@@ -279,7 +279,7 @@ class Syncer:
 
     def versions(self) -> tuple[int, ...]:
         """The newest durable version of each fragment, as far as this syncer knows."""
-        return self._hosted.versions
+        return self._hosted.manifest.versions
 
     def _claimed(self, manifest: Manifest) -> None:
         """Remember a claim. A disk that refuses costs the next start a lease."""
@@ -344,13 +344,13 @@ class Syncer:
         hosted.stop()  # where it has begun again as a standby meanwhile
         self._server.stop(grace=1.0).wait()
         self._checks.stop()
-        self._audit.close()
+        self._audit.flush(after_s=0.0)
         self._reports.stop()
         if self._copies is not None:
             self._copies.close()
         self._append_traffic()
         self._observer.merges.say(is_last=True)
-        if hosted.has_driver and hosted.failure is None:
+        with suppress(StandbyError, UnreachableError):  # it has not served the run, or has failed
             step, tokens = hosted.ask(lambda driver: (driver.state.step, driver.state.run_tokens))
             versions = self.versions()
             saved = f"versions {list(versions)}, step {step:,}, {tokens:,} tokens" if versions else "no model yet"
@@ -378,12 +378,9 @@ class Syncer:
     def _status_extra(self) -> dict[str, Any]:
         """The syncer's part of its status: time, events that could not be written, bytes by learner and kind."""
         now = time.time()
-        num_bytes: dict[str, dict[str, dict[str, int]]] = {}
-        for (learner, kind, direction), count in self._wire_bytes.totals().items():
-            num_bytes.setdefault(learner, {}).setdefault(kind, {})[direction] = count
         return {
             "time_s": now, "uptime_s": now - self._started_at, "missing_events": self._events.num_missing,
-            "budget_tokens": self._options.budget.tokens, "num_bytes": num_bytes,
+            "budget_tokens": self._options.budget.tokens, "num_bytes": self._wire_bytes.by_learner(),
             "store": {"place": self._objects.name, **self._hosted.store_status()},
         }  # fmt: skip
 
@@ -403,15 +400,11 @@ class Syncer:
             self.progress.write()
 
     def _append_traffic(self) -> None:
-        totals = self._wire_bytes.totals()
-        self._metrics.set_bytes(totals)
-        by_learner: dict[str, dict[str, dict[str, int]]] = {}
-        for (learner, kind, direction), count in totals.items():
-            by_learner.setdefault(learner, {"sent": {}, "received": {}})[direction][kind] = count
-        for learner, counts in sorted(by_learner.items()):
-            self._events.append(
-                events.Traffic(learner=learner, sent_bytes=counts["sent"], received_bytes=counts["received"])
-            )
+        self._metrics.set_bytes(self._wire_bytes.totals())
+        for learner, kinds in sorted(self._wire_bytes.by_learner().items()):
+            sent = {kind: it["sent"] for kind, it in kinds.items() if "sent" in it}
+            received = {kind: it["received"] for kind, it in kinds.items() if "received" in it}
+            self._events.append(events.Traffic(learner=learner, sent_bytes=sent, received_bytes=received))
 
 
 def _check_store(method: Method, options: Options) -> None:
