@@ -82,12 +82,6 @@ class OpenCalls:
             with self._lock:
                 self._calls.remove(call)
 
-    @property
-    def num_open(self) -> int:
-        """The number of open calls."""
-        with self._lock:
-            return len(self._calls)
-
     def check(self) -> None:
         """Cancel the calls that have to end; call it regularly. Also writes refusals that the audit has counted."""
         with self._lock:
@@ -243,12 +237,6 @@ class OpenTransfers:
             mine.ended.set()
             with self._lock:
                 self._open.remove(mine)
-
-    @property
-    def num_open(self) -> int:
-        """The number of open transfers."""
-        with self._lock:
-            return len(self._open)
 
     def check(self) -> None:
         """Cancel the calls that have to end; call it regularly."""

@@ -50,12 +50,6 @@ class IncomingModel:
         self._clock, self._lock = clock, threading.Lock()
         self._kept: _Kept | None = None
 
-    @property
-    def kept_bytes(self) -> int:
-        """Memory of a kept upload, in bytes."""
-        with self._lock:
-            return 0 if self._kept is None else len(self._kept.buffer)
-
     def drop_expired(self) -> None:
         """Drop an upload that was kept for `KEPT_S`."""
         with self._lock:
