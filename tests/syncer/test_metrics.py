@@ -48,7 +48,8 @@ def test_a_merge_shows_who_took_part(metrics: SyncerMetrics) -> None:
     metrics.merged(1, contributors=1, live=2, seconds=0.02)
     metrics.persist_seconds.observe(0.2)
     metrics.version.labels(1).set(7)
-    metrics.set_data(done=40, leased=9, returned=2)
+    for state, num_units in (("done", 40), ("leased", 9), ("returned", 2)):
+        metrics.data_units.labels(state).set(num_units)
     found = scrape(port)
     assert found["diloco_run"] == {labels(run="demo"): 1}
     assert found["diloco_learners"] == {labels(state="live"): 2, labels(state="healthy"): 1}

@@ -18,9 +18,9 @@ import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import IO, Self
+from typing import IO
 
 from diloco.core.buffers import new_buffer
 from diloco.errors import MissingObjectError, StoreError, SwapRefusedError, first_line
@@ -48,7 +48,7 @@ def ignore_point(point: str) -> None:
     """The default callback for durable steps: do nothing."""
 
 
-class Directory:
+class Directory(AbstractContextManager["Directory"]):
     """The `run.objects.Objects` of a directory. Any thread may call any method.
 
     Arguments:
@@ -89,9 +89,6 @@ class Directory:
         """Release the directory. Nothing is lost by not calling it."""
         if self._lock is not None:
             self._lock.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -185,9 +185,8 @@ class Journal(Observer):
         self._metrics.missing_events.set(self._events.num_missing)
         self._metrics.set_ledgers({learner: account.ledgers for learner, account in core.accounting.accounts.items()})
         if (leases := core.leases).data is not None:
-            self._metrics.set_data(
-                done=count(leases.done), leased=count(leases.leased), returned=count(leases.returned)
-            )
+            for state, units in (("done", leases.done), ("leased", leases.leased), ("returned", leases.returned)):
+                self._metrics.data_units.labels(state).set(count(units))
         for index, fragment in enumerate(core.fragments):
             self._metrics.version.labels(index).set(fragment.version)
             present = core.rounds.lacks_learners(index)

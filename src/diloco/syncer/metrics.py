@@ -30,8 +30,8 @@ class SyncerMetrics(Collector):
 
     Attributes:
         registry: of all metrics.
-        version, staleness, persist_seconds, rejected, sent_back, resumed, refused, joins, evictions, missing_events: of
-            single events, with the labels that they have in the registry.
+        version, staleness, persist_seconds, rejected, sent_back, resumed, refused, joins, evictions, missing_events,
+            data_units: of single events, with the labels that they have in the registry.
     """
 
     def __init__(self, run: str) -> None:
@@ -70,7 +70,7 @@ class SyncerMetrics(Collector):
         self.joins = self._counter("joins", "Incarnations that joined.", "learner")
         self.evictions = self._counter("evictions", "Incarnations that were evicted.", "learner")
         self.missing_events = self._gauge("missing_events", "Events that this syncer could not write to its event log.")
-        self._data_units = self._gauge(
+        self.data_units = self._gauge(
             "data_units",
             "Units of leased data, over all passes that were begun: done, leased, and returned by a learner.",
             "state",
@@ -108,11 +108,6 @@ class SyncerMetrics(Collector):
         self._claims.inc(standing == "claiming")
 
     # snapshots: each call replaces the values of the one before
-
-    def set_data(self, *, done: int, leased: int, returned: int) -> None:
-        """Set the units of leased data by state."""
-        for state, num in (("done", done), ("leased", leased), ("returned", returned)):
-            self._data_units.labels(state).set(num)
 
     def set_learners(self, members: Collection[Member]) -> None:
         """Set all learners that are live now; others are no longer reported."""

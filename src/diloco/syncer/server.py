@@ -234,7 +234,8 @@ class Syncer:
             self.run, self._method, lambda: self.driver, guard=guard, transfers=self.transfers,
             incoming=self._incoming, audit=audit, lost_floor_s=options.deadlines.lost_floor_s,
             resumed=self._observer.resumed, status_extra=self._status_extra, reported=self.progress.record,
-            page_url=self._page_url, promote=self.promote,
+            page_url=self._page_url, promote=lambda: self._hosted.promote(),  # noqa: PLW0108 - of the newest one
+
             followers=FollowerCalls(lambda: self.driver, self._objects, signed, guard, self.progress.evaluated),
             is_suspended=lambda: self._hosted.is_suspended,
         )  # fmt: skip
@@ -267,10 +268,6 @@ class Syncer:
     def standing(self) -> Standing:
         """As in `Publisher`."""
         return self._hosted.standing
-
-    def promote(self) -> tuple[int, tuple[int, ...]]:
-        """As `HostedDriver.promote`."""
-        return self._hosted.promote()
 
     def _page_url(self, caller: Caller) -> str:
         if self.page is None:

@@ -21,7 +21,6 @@ from diloco.run.journal.recorder import Recorder, entry_of, is_entry
 from diloco.run.journal.replay_ports import (
     DeafConnection,
     Formats,
-    History,
     KnownFragment,
     Past,
     PastJobs,
@@ -80,7 +79,7 @@ class Replay:
         self._reader = PlainReader(
             layout=formats.layout, method=formats.method, held=self._held, numbered=self._numbered
         )
-        self._history = History()
+        self._store = PastStore()
         self._forget({})
         self._began_s: float | None = None
 
@@ -90,7 +89,7 @@ class Replay:
         self._is_whole = False  # the entries so far explain the durable state
         self._objects: dict[tuple[str, int], Any] = {}
         self._past = Past(self._reader, self._formats, entry)
-        self._store: PastStore = PastStore(self._past, self._history)
+        self._store.restart(self._past, None)
 
     def take(self, line: str) -> None:
         """Replay an entry of the journal.
@@ -161,9 +160,8 @@ class Replay:
         self._forget(entry)
         self._method = self._reader.read(given["method"])
         arguments = {key: self._reader.read(value) for key, value in given.items()}
-        if saved is not None:
-            self._store.fragments, self._store.record = list(arguments["saved"].fragments), arguments["saved"].record
         past = self._past
+        self._store.restart(past, arguments.get("saved"))
         self._jobs = PastJobs(past, self._formats, self._method, fragment=self._fragment)
         self._recorder: Recorder[MemorySlot] = Recorder(past, past)
         observer = NullObserver()  # type: ignore[abstract] # omitted methods do nothing
@@ -212,7 +210,7 @@ class Replay:
         held = [] if saved is None else saved["fragments"]
         ends = _versions([each.version for each in self._store.fragments])
         said = self._start_with(held)
-        if held and all(self._history.find(index, *each) for index, each in enumerate(held)):
+        if held and all(self._store.find(index, *each) for index, each in enumerate(held)):
             self.findings.gaps.append(f"{said}: the state was rolled back from {ends}")
         elif foreign := self._foreign(saved):
             self.findings.gaps.append(f"{said}: another syncer has served the run, in epoch {max(foreign)}")
@@ -239,7 +237,7 @@ class Replay:
         return is_record and is_model
 
     def _held(self, index: int, version: int, digest: str) -> KnownFragment:
-        found = self._history.find(index, version, digest)
+        found = self._store.find(index, version, digest)
         if found is not None and found.tensors is not None:
             return found
         return KnownFragment(version, digest, self._formats.fragment(self._method, index, version, digest))

@@ -193,27 +193,10 @@ class PastJobs:
         )
 
 
-class History:
-    """All published versions, and the tensors of the newest ones of each fragment: those that a store keeps and to
-    which a run may be rolled back."""
-
-    def __init__(self) -> None:
-        self._versions: dict[tuple[int, int], KnownFragment] = {}
-
-    def take(self, index: int, held: KnownFragment) -> None:
-        """Add a durable version of a fragment."""
-        self._versions[index, held.version] = held
-        if (old := self._versions.get((index, held.version - NUM_HELD))) is not None:
-            self._versions[index, held.version - NUM_HELD] = replace(old, tensors=None)
-
-    def find(self, index: int, version: int, digest: str) -> KnownFragment | None:
-        """Return a version with this digest; None: there is none."""
-        found = self._versions.get((index, version))
-        return found if found is not None and found.digest == digest else None
-
-
 class PastStore:
-    """The durable state (`ports.StorePort`). A recorded refusal of the initial model is repeated.
+    """The durable state (`ports.StorePort`), and all published versions: of each fragment the newest ones with their
+    tensors, those that a store keeps and to which a run may be rolled back. A recorded refusal of the initial model is
+    repeated.
 
     Attributes:
         fragments: the newest version of each; empty: there is no model.
@@ -222,10 +205,19 @@ class PastStore:
 
     is_refusing = False
 
-    def __init__(self, past: Past, history: History) -> None:
-        self.fragments: list[KnownFragment] = []
-        self.record: Json | None = None
-        self._past, self._history = past, history
+    def __init__(self) -> None:
+        self._versions: dict[tuple[int, int], KnownFragment] = {}
+
+    def restart(self, past: Past, saved: SavedRun[KnownFragment] | None) -> None:
+        """A driver begins from this state; None: there is no model."""
+        self._past = past
+        self.fragments: list[KnownFragment] = [] if saved is None else list(saved.fragments)
+        self.record: Json | None = None if saved is None else saved.record
+
+    def find(self, index: int, version: int, digest: str) -> KnownFragment | None:
+        """Return a version with this digest; None: there is none."""
+        found = self._versions.get((index, version))
+        return found if found is not None and found.digest == digest else None
 
     def initialise(
         self, run: str, method: RunMethod, model: InitialModel[KnownFragment], done: Callable[[Any], None]
@@ -250,4 +242,6 @@ class PastStore:
         self.record = record
         for index, each in held:
             self.fragments[index : index + 1] = [each]
-            self._history.take(index, each)
+            self._versions[index, each.version] = each
+            if (old := self._versions.get((index, each.version - NUM_HELD))) is not None:
+                self._versions[index, each.version - NUM_HELD] = replace(old, tensors=None)
