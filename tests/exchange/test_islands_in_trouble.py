@@ -162,7 +162,7 @@ def evict_stalled(driver: SyncerDriver) -> None:
 
 
 def fragments_with_a_part(driver: SyncerDriver) -> list[int]:
-    return [each.contribution.fragment for each in driver._uploads.assemblies._open.values() if each.here]
+    return [each.contribution.fragment for each in driver._uploads.assemblies.values() if each.here]
 
 
 @pytest.fixture(scope="module")

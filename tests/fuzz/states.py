@@ -21,7 +21,7 @@ from diloco.cli.replay import _numbers, _replay
 from diloco.errors import AlreadyInitialisedError, DilocoError, UnknownRunError
 from diloco.event_log import EventLog
 from diloco.protocol.members import Deadlines
-from diloco.run.journal.payloads import ReadPayloads, tensor_formats
+from diloco.run.journal.payloads import TensorFormats
 from diloco.run.journal.replay import Replay
 from diloco.store.copying import copy
 from diloco.store.directory import Directory
@@ -170,7 +170,7 @@ def journal() -> Target:
     def read(data: bytes) -> None:
         with directory_of({**kept, **dict(zip(parts, parted(data), strict=False))}) as path:
             reader = JournalReader(path)
-            replay = Replay(tensor_formats(ReadPayloads(reader.payload)))
+            replay = Replay(TensorFormats(reader.payload))
             json.dumps(_numbers(replay, _replay(reader, replay, None)))
 
     return Target(

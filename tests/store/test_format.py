@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -34,7 +35,7 @@ from diloco.run.objects import Blob
 from diloco.store import reading
 from diloco.store.directory import Directory
 from diloco.store.format import TensorFormat
-from diloco.store.objects import open_store
+from diloco.store.objects import open_store, read_manifest
 from diloco.store.reading import ObjectReader, newest_digests
 
 
@@ -122,6 +123,32 @@ def test_tensors_are_read_in_pieces_of_any_size(
             monkeypatch.setattr(reading, "PIECE_BYTES", piece_bytes)
             check_versions(objects, {0: 1, 1: 0}, num_elements)
         assert read_newest(objects).static == b""
+
+
+def test_a_read_that_failed_goes_on_with_the_objects_that_it_lacks(
+    run: SmallRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest, read, get = read_manifest(run.objects), list[str](), run.objects.get
+    missing = manifest.fragments[1][0].held
+    is_away = True
+
+    def recorded(name: str, start: int = 0, stop: int | None = None) -> Any:
+        if name == missing and is_away:
+            raise StoreError("the bucket is away.")
+        read.append(name)
+        return get(name, start, stop)
+
+    monkeypatch.setattr(run.objects, "get", recorded)
+    format_ = TensorFormat()
+    with pytest.raises(StoreError, match="is away"):
+        format_.read(run.objects, manifest)
+    is_away = False
+    read.clear()
+    found = format_.read(run.objects, manifest)
+    assert {each for each in read if each != manifest.record} == {missing}
+    assert [each.digest for each in found.fragments] == [
+        each.digest for each in TensorFormat().read(run.objects, manifest).fragments
+    ]
 
 
 def test_there_is_nothing_before_the_model(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def test_payloads_that_were_half_written_at_a_kill_are_removed(tmp_path: Path) -
 
 
 def entries_of(state_dir: Path) -> list[str]:
-    return [line.entry for line in JournalReader(state_dir) if '"#journal"' not in line.entry]
+    return [line for line in JournalReader(state_dir) if '"#journal"' not in line]
 
 
 def test_entries_come_back_in_order_over_several_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +89,7 @@ def test_another_format_is_refused(other: int, tmp_path: Path, monkeypatch: pyte
     with pytest.raises(StoreError, match="wrote it, or move the parts before 2 elsewhere, and the replay begins there"):
         list(JournalReader(tmp_path))
     part_paths(tmp_path / "journal")[0].unlink()
-    assert "part 1 is missing" in next(iter(JournalReader(tmp_path))).entry
+    assert "part 1 is missing" in next(iter(JournalReader(tmp_path)))
 
 
 def test_a_disk_that_refuses_costs_entries_and_says_how_many(

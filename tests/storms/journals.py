@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from diloco.run.journal.payloads import ReadPayloads, TensorPayloads, tensor_formats
+from diloco.run.journal.payloads import TensorFormats, TensorPayloads
 from diloco.run.journal.recorder import Recorder
 from diloco.run.journal.replay import Replay
 
@@ -52,7 +52,7 @@ class StormJournal:
 
     def replay(self, entries: Sequence[str] | None = None) -> Replay:
         """The syncers again, from these entries."""
-        replay = Replay(tensor_formats(ReadPayloads(self.read)))
+        replay = Replay(TensorFormats(self.read))
         for entry in self.entries if entries is None else entries:
             replay.take(entry)
         return replay

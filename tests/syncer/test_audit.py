@@ -67,7 +67,7 @@ def test_a_flood_of_many_senders_is_bounded_and_adds_up(world: World) -> None:
     for sender in range(10_000):
         world.audit.refused("Join", None, f"ipv4:10.0.{sender // 250}.{sender % 250}:1", BAD)
     assert len(world.refused) == MAX_SENDERS + 1
-    world.audit.close()
+    world.audit.flush(after_s=0.0)
     assert sum(it.times for it in world.refused) == 10_000
     assert len(world.refused) == MAX_SENDERS + 2
 
@@ -79,7 +79,7 @@ def test_senders_are_told_apart_by_their_keys_where_they_have_any(world: World) 
             world.audit.refused("Push", Caller(name, "learner", name), peer, CorruptPayloadError("x" * 10_000))
     for peer in peers:
         world.audit.refused("Push", UNKNOWN, peer, BAD)
-    world.audit.close()
+    world.audit.flush(after_s=0.0)
     assert [(it.name, it.times) for it in world.refused] == [
         ("site-a", 1), ("site-b", 1), ("anyone", 1), ("site-a", 1), ("site-b", 1), ("anyone", 1)
     ]  # fmt: skip
@@ -89,5 +89,5 @@ def test_senders_are_told_apart_by_their_keys_where_they_have_any(world: World) 
 def test_what_is_the_runs_own_affair_is_no_refusal(world: World) -> None:
     for error in (NoRoomError("full."), StaleIncarnationError("join again.")):
         world.audit.refused("Push", Caller("a", "learner", "a"), "ipv4:10.0.0.7:1", error)
-    world.audit.close()
+    world.audit.flush(after_s=0.0)
     assert not world.refused

@@ -267,7 +267,7 @@ def test_the_transfer_of_a_learner_that_is_gone_ends_with_it(up: bool, tmp_path:
         request = pb.PullRequest(run=RUN, learner=raw.name, incarnation=raw.incarnation, fragment=0, base=-1)
         lost = pool.submit(sender.upload, header, payload) if up else pool.submit(receiver.pull, request)
         until(lambda: not status_of(syncer)["learners"], "it is not given up")
-        until(lambda: not syncer.transfers.num_open, "its transfer is still open")
+        until(lambda: not syncer.transfers._open, "its transfer is still open")
         assert status_of(syncer)["spooled_bytes"] == 0
         relay.cut()
         assert isinstance(lost.exception(), UnreachableError | StaleIncarnationError)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import socket
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -23,7 +24,7 @@ from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import frames
 from diloco.exchange.wire.rpc import SERVER_OPTIONS
 from diloco.syncer.door.admission import Limits, Shares
-from diloco.syncer.door.open_calls import CallDeadlines, PeriodicCheck
+from diloco.syncer.door.open_calls import CallDeadlines
 from diloco.syncer.keys.certificates import UNKNOWN, Caller
 from diloco.syncer.page.live_page import MOST_CONNECTIONS as MOST_PAGE_CONNECTIONS
 from diloco.syncer.ports import RESERVE, connections_for
@@ -63,17 +64,13 @@ def test_calls_that_say_nothing_leave_the_threads_of_others(called: str, tmp_pat
         assert raw.connection.call("control", "Status", pb.StatusRequest(run=RUN), pb.StatusReply).status
 
 
-def test_the_error_of_a_periodic_check_is_passed_on() -> None:
-    class Broken(PeriodicCheck):
-        def check(self) -> None:
-            raise ZeroDivisionError
+def test_the_error_of_a_check_of_open_calls_ends_the_syncer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: CallDeadlines) -> None:
+        raise ZeroDivisionError
 
-    errors: list[BaseException] = []
-    broken = Broken("broken")
-    broken.start(errors.append)
-    until(lambda: bool(errors), "the error is not passed on")
-    broken.close()
-    assert [type(each) for each in errors] == [ZeroDivisionError]
+    monkeypatch.setattr(CallDeadlines, "check", broken)
+    with start(tmp_path, method()) as syncer, pytest.raises(ZeroDivisionError):
+        syncer.wait(threading.Event())
 
 
 def test_an_idle_control_call_reads_nothing_and_is_cancelled_at_its_deadline() -> None:

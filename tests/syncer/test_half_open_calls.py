@@ -234,7 +234,7 @@ def test_the_syncer_ends_the_transfer_of_a_peer_that_no_heartbeat_speaks_for(
         try:
             until(lambda: any(link.is_swallowed for link in relay.links), "nothing crosses")
             until(lambda: bool(ended()), "the call is still open")
-            until(lambda: not syncer._calls.num_open, "the call is still open")
+            until(lambda: not syncer._calls._calls, "the call is still open")
             assert float(ended()[-1].split()[-2]) >= LOST_S
         finally:
             relay.cut()
@@ -309,8 +309,8 @@ def cut_short(incoming: IncomingModel, header: pb.InitialiseHeader, num_chunks: 
 
     said = list[int]()
     with suppress(DilocoError):
-        for received in incoming.receive(header, stream(), lambda n: memoryview(bytearray(n)), lambda _: None):
-            said.append(received.num_bytes)
+        for reply in incoming.receive(header, stream(), lambda n: memoryview(bytearray(n)), lambda _: None):
+            said.append(reply.received.num_bytes)
     return said
 
 
@@ -319,14 +319,15 @@ def test_what_came_of_the_initial_model_waits_as_long_as_what_came_of_a_contribu
     incoming = IncomingModel(clock=lambda: now[0])
     header = pb.InitialiseHeader(run=RUN, learner="a", part_bytes=[1 << 24])
     cut_short(incoming, header, MAX_UNACKNOWLEDGED)
-    assert incoming.kept_bytes == 1 << 24
+    assert incoming._kept is not None
+    assert len(incoming._kept.buffer) == 1 << 24
     now[0] = KEPT_S - 1.0
     incoming.drop_expired()
     header.resumes = True
     assert cut_short(incoming, header, MAX_UNACKNOWLEDGED)[0] == MAX_UNACKNOWLEDGED * LONGEST_CHUNK_BYTES
     now[0] += KEPT_S
     incoming.drop_expired()
-    assert incoming.kept_bytes == 0
+    assert incoming._kept is None
     assert cut_short(incoming, header, MAX_UNACKNOWLEDGED)[0] == 0
 
 
@@ -339,9 +340,9 @@ def test_a_syncer_releases_what_came_of_a_model_that_does_not_go_on(tmp_path: Pa
     ):
         lost = pool.submit(initialise, connection)
         until(lambda: any(link.is_swallowed for link in relay.links), "nothing crosses")
-        until(lambda: syncer.transfers.num_open > 0, "the upload does not begin")
+        until(lambda: bool(syncer.transfers._open), "the upload does not begin")
         relay.cut()
         assert isinstance(lost.exception(), UnreachableError)
-        until(lambda: syncer._incoming.kept_bytes > 0, "nothing is kept")
+        until(lambda: syncer._incoming._kept is not None, "nothing is kept")
         syncer._incoming._clock = lambda: time.monotonic() + KEPT_S
-        until(lambda: syncer._incoming.kept_bytes == 0, "it is kept for good")
+        until(lambda: syncer._incoming._kept is None, "it is kept for good")

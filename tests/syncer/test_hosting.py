@@ -295,14 +295,16 @@ def test_an_event_that_ends_in_a_defect_is_the_last_one(tmp_path: Path) -> None:
 class BrokenMetrics(SyncerMetrics):
     """Every number of a learner or a round is a defect."""
 
-    def evicted(self, learner: str) -> None:
-        raise ArithmeticError(learner)
+    def __init__(self, run: str) -> None:
+        super().__init__(run)
+        del self.evictions
 
     def merged(self, fragment: int, **_: Any) -> None:
         raise ArithmeticError(fragment)
 
-    def set_learners(self, _: Any) -> None:
-        raise ArithmeticError("learners")
+    def set_learners(self, members: Any) -> None:
+        if members:
+            raise ArithmeticError("learners")
 
 
 def test_a_defect_in_what_watches_stops_no_decision(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -11,7 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from diloco.errors import ConfigError, RunError
 from diloco.protocol.in_flight import Ledger
-from diloco.syncer.metrics import LearnerSample, RunSample, SyncerMetrics
+from diloco.protocol.members import Member
+from diloco.syncer.metrics import SyncerMetrics
 
 Labels = frozenset[tuple[str, str]]
 
@@ -33,19 +34,22 @@ def scrape(port: int) -> dict[str, dict[Labels, float]]:
     return samples
 
 
+def member(learner: str, step: int, step_s: float | None, *, healthy: bool) -> Member:
+    return Member(learner, 1, step, seen_at=0.0, progressed_at=0.0, step_s=step_s, ready=healthy)
+
+
 def labels(**pairs: str) -> Labels:
     return frozenset(pairs.items())
 
 
 def test_a_merge_shows_who_took_part(metrics: SyncerMetrics) -> None:
     port = metrics.serve()
-    metrics.set_learners(
-        [LearnerSample("site-a", 40, 0.5, healthy=True), LearnerSample("site-b", 3, None, healthy=False)]
-    )
+    metrics.set_learners([member("site-a", 40, 0.5, healthy=True), member("site-b", 3, None, healthy=False)])
     metrics.merged(1, contributors=1, live=2, seconds=0.02)
-    metrics.persisted(0.2)
-    metrics.published(1, 7)
-    metrics.set_data(done=40, leased=9, returned=2)
+    metrics.persist_seconds.observe(0.2)
+    metrics.version.labels(1).set(7)
+    for state, num_units in (("done", 40), ("leased", 9), ("returned", 2)):
+        metrics.data_units.labels(state).set(num_units)
     found = scrape(port)
     assert found["diloco_run"] == {labels(run="demo"): 1}
     assert found["diloco_learners"] == {labels(state="live"): 2, labels(state="healthy"): 1}
@@ -66,7 +70,15 @@ def test_a_merge_shows_who_took_part(metrics: SyncerMetrics) -> None:
 
 def test_how_the_run_goes(metrics: SyncerMetrics) -> None:
     port = metrics.serve()
-    metrics.set_run(RunSample(700, 1000, 2.25, {"site-a": 2.5}, 30.0, 10.0))
+    metrics.set_run(
+        tokens=700,
+        budget_tokens=1000,
+        held_out_loss=2.25,
+        training_losses={"site-a": 2.5},
+        tokens_per_s=30.0,
+        eta_s=10.0,
+        blocked_s={},
+    )
     found = scrape(port)
     assert found["diloco_run_tokens_total"] == {labels(): 700}
     assert found["diloco_budget_tokens"] == {labels(): 1000}
@@ -74,14 +86,22 @@ def test_how_the_run_goes(metrics: SyncerMetrics) -> None:
     assert found["diloco_training_loss"] == {labels(learner="site-a"): 2.5}
     assert found["diloco_tokens_per_second"] == {labels(): 30.0}
     assert found["diloco_eta_seconds"] == {labels(): 10.0}
-    metrics.set_run(RunSample(700, None, None, {}, None, None))
+    metrics.set_run(
+        tokens=700,
+        budget_tokens=None,
+        held_out_loss=None,
+        training_losses={},
+        tokens_per_s=None,
+        eta_s=None,
+        blocked_s={},
+    )
     found = scrape(port)
     assert not {"diloco_budget_tokens", "diloco_held_out_loss", "diloco_eta_seconds"} & set(found)
 
 
 def test_a_learner_that_left_leaves_no_line(metrics: SyncerMetrics) -> None:
     port = metrics.serve()
-    metrics.set_learners([LearnerSample("site-a", 40, 0.5, healthy=True)])
+    metrics.set_learners([member("site-a", 40, 0.5, healthy=True)])
     metrics.set_learners([])
     found = scrape(port)
     assert found["diloco_learners"] == {labels(state="live"): 0, labels(state="healthy"): 0}
@@ -93,11 +113,11 @@ def test_a_learner_that_left_leaves_no_line(metrics: SyncerMetrics) -> None:
 def test_counted_events(metrics: SyncerMetrics) -> None:
     port = metrics.serve()
     for staleness in (0, 1, 1):
-        metrics.merged_contribution("site-a", staleness=staleness)
-    metrics.rejected("site-b", "missed")
-    metrics.rejected("site-b", "missed")
-    metrics.joined("site-a")
-    metrics.evicted("site-a")
+        metrics.staleness.labels("site-a").observe(staleness)
+    metrics.rejected.labels("site-b", "missed").inc()
+    metrics.rejected.labels("site-b", "missed").inc()
+    metrics.joins.labels("site-a").inc()
+    metrics.evictions.labels("site-a").inc()
     found = scrape(port)
     assert found["diloco_contribution_staleness_versions_bucket"][labels(learner="site-a", le="0.0")] == 1
     assert found["diloco_contribution_staleness_versions_bucket"][labels(learner="site-a", le="1.0")] == 3
@@ -137,7 +157,7 @@ def test_two_runs_in_one_process_share_nothing(metrics: SyncerMetrics) -> None:
     other = SyncerMetrics("other")
     before = {family.name for family in REGISTRY.collect()}
     port, other_port = metrics.serve(), other.serve("[::1]:0") if _has_ipv6() else other.serve()
-    metrics.published(0, 3)
+    metrics.version.labels(0).set(3)
     other.close()
     assert scrape(port)["diloco_fragment_version"] == {labels(fragment="0"): 3}
     assert port != other_port

@@ -19,7 +19,8 @@ from tests.test_project import ROOT
 
 from diloco.demo.plan import free_port
 from diloco.protocol.in_flight import Ledger
-from diloco.syncer.metrics import LearnerSample, RunSample, SyncerMetrics
+from diloco.protocol.members import Member
+from diloco.syncer.metrics import SyncerMetrics
 
 DASHBOARD = json.loads((ROOT / "templates" / "grafana.json").read_text())
 QUERIES = sorted({target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]})
@@ -33,21 +34,29 @@ def filled() -> SyncerMetrics:
     """The metrics of a run in which everything has happened that a panel shows."""
     metrics = SyncerMetrics("demo")
     happen(metrics)
-    metrics.set_learners([LearnerSample("site-a", 40, 0.5, healthy=True)])
+    metrics.set_learners([Member("site-a", 1, 40, seen_at=0.0, progressed_at=0.0, step_s=0.5, ready=True)])
     metrics.set_ledgers({"site-a": [Ledger(100, 60, 10, {"overlap": 5})]})
-    metrics.set_run(RunSample(700, 1000, 2.25, {"site-a": 2.5}, 30.0, 10.0, blocked_s={"site-a": 1.5}))
-    metrics.published(0, 7)
+    metrics.set_run(
+        tokens=700,
+        budget_tokens=1000,
+        held_out_loss=2.25,
+        training_losses={"site-a": 2.5},
+        tokens_per_s=30.0,
+        eta_s=10.0,
+        blocked_s={"site-a": 1.5},
+    )
+    metrics.version.labels(0).set(7)
     return metrics
 
 
 def happen(metrics: SyncerMetrics) -> None:
     """Rates need counters that move."""
     metrics.merged(0, contributors=1, live=2, seconds=0.02)
-    metrics.persisted(0.2)
-    metrics.merged_contribution("site-a", staleness=1)
-    metrics.rejected("site-a", "missed")
-    metrics.evicted("site-a")
-    metrics.refused("Join", "AuthError")
+    metrics.persist_seconds.observe(0.2)
+    metrics.staleness.labels("site-a").observe(1)
+    metrics.rejected.labels("site-a", "missed").inc()
+    metrics.evictions.labels("site-a").inc()
+    metrics.refused.labels("Join", "AuthError").inc()
     metrics.set_bytes({("site-a", "updates", "sent"): 1000, ("site-a", "contributions", "received"): 500})
 
 

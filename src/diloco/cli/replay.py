@@ -28,7 +28,7 @@ def command(
     as_json: Json = False,
 ) -> None:
     """Repeat all decisions of a syncer from its journal, and all merges, and compare every digest."""
-    from diloco.run.journal.payloads import ReadPayloads, tensor_formats
+    from diloco.run.journal.payloads import TensorFormats
     from diloco.run.journal.replay import Replay
     from diloco.store.journal_reader import JournalReader
     from diloco.store.objects import is_url, open_store
@@ -37,7 +37,7 @@ def command(
     state_dir, store = _places(run)
     stored = newest_digests(open_store(store))  # before the journal, to which a syncer may write
     reader = JournalReader(state_dir)
-    replay = Replay(tensor_formats(ReadPayloads(reader.payload)), fragment=fragment)
+    replay = Replay(TensorFormats(reader.payload), fragment=fragment)
     span_s = _replay(reader, replay, until)
     if until is None and stored is not None:
         digests, epoch = stored
@@ -71,7 +71,7 @@ def _replay(reader: "JournalReader", replay: "Replay", until: float | None) -> f
     began_s = reported_s = time.monotonic()
     first_s, offset_s, span_s = None, 0.0, 0.0
     for line in reader:
-        head = entry_of(line.entry)
+        head = entry_of(line)
         if head["e"] == "#journal":
             offset_s = head["wall_s"] - head["t"]
         elif "t" in head:
@@ -80,10 +80,10 @@ def _replay(reader: "JournalReader", replay: "Replay", until: float | None) -> f
             if until is not None and at_s - first_s > until:
                 break
             span_s = at_s - first_s
-        replay.take(line.entry)
+        replay.take(line)
         if time.monotonic() - reported_s >= PROGRESS_EVERY_S:
             reported_s = time.monotonic()
-            done = line.read_bytes / max(1, reader.num_bytes)
+            done = reader.read_bytes / max(1, reader.num_bytes)
             num, seconds = replay.findings.num_entries, reported_s - began_s
             typer.echo(f"replayed {num} events ({done:.0%} of the journal) in {seconds:.0f} s", err=True)
     return span_s

@@ -45,7 +45,6 @@ from diloco.protocol.members import Claim, Deadlines, Report
 from diloco.protocol.steering import Order, Pool
 from diloco.protocol.syncer import SyncerCore
 from diloco.run import validation
-from diloco.run.assembly import Span
 from diloco.run.executor import ActionExecutor
 from diloco.run.global_model import FragmentAnswer
 from diloco.run.ports import (
@@ -61,7 +60,7 @@ from diloco.run.ports import (
     event,
 )
 from diloco.run.run_state import RunState
-from diloco.run.uploads import Upload
+from diloco.run.uploads import Span, Upload
 from diloco.watching import only_watching
 
 SUSPENDED_AFTER_S = 1.0

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, Generic, Protocol
 
 from diloco.core.update import Update
@@ -151,16 +152,11 @@ class PublishedStore(Generic[H, P]):
         epochs = (first_epoch(model, self.publisher.manifest.epoch),)
         prefixes = [self.publisher.next_name() for _ in range(len(model.fragments) + 2)]
 
-        def put_all() -> list[str] | StoreError:
-            try:
-                self._before()
-                names = iter(prefixes)
-                frozen = self._put_blob(next(names), self._format.frozen(run, method, model))
-                record = self._put_blob(next(names), self._format.record(None, epochs))
-                versions = (self._first(model.run_id, *each) for each in enumerate(model.fragments))
-                return [frozen, record, *(self._put_blob(next(names), each) for each in versions)]
-            except StoreError as error:
-                return error
+        def put_all() -> list[str]:
+            self._before()
+            first = (self._format.frozen(run, method, model), self._format.record(None, epochs))
+            versions = (self._first(model.run_id, *each) for each in enumerate(model.fragments))
+            return [self._put_blob(*each) for each in zip(prefixes, chain(first, versions), strict=True)]
 
         def put(found: list[str] | StoreError) -> None:
             if isinstance(found, StoreError):
@@ -173,15 +169,13 @@ class PublishedStore(Generic[H, P]):
                 "fragments": fragments,
             }  # fmt: skip
             change = Change(partial(self._initialised, model.run_id, epochs, done), initial=initial)
-            try:
-                assert self.publisher.manifest is not None
-                change.applied_to(self.publisher.manifest).to_bytes()
-            except StoreError as error:  # too many fragments
-                done(error)
+            assert self.publisher.manifest is not None
+            if isinstance(refusal := _or_refusal(change.applied_to(self.publisher.manifest).to_bytes), StoreError):
+                done(refusal)  # too many fragments
                 return
             self._do(self.publisher.change(self._clock.now_s(), change))
 
-        self._worker.submit("put", None, put_all, put)
+        self._worker.submit("put", None, partial(_or_refusal, put_all), put)
 
     def _first(self, run_id: str, fragment: int, held: H) -> Blob:
         update = Update(fragment, 0, 0, (), (), 1.0, held.digest, lossless=True)

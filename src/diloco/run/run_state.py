@@ -13,7 +13,7 @@ from diloco.protocol.steering import Pool
 from diloco.protocol.syncer import SyncerCore
 from diloco.run.experts import ExpertStatus
 from diloco.run.global_model import GlobalModel
-from diloco.run.ports import H, InitialModel, ModelLayout, P, RunMethod, SavedRun, first_epoch
+from diloco.run.ports import H, InitialModel, ModelLayout, P, RunMethod, SavedRun, T, first_epoch
 
 
 def require_run(served: str, run: str) -> None:
@@ -63,16 +63,17 @@ class RunState(Generic[H, P]):
         Raises:
             NotInitialisedError: there is no model yet.
         """
-        if self._core is None:
-            raise NotInitialisedError(f"run {self.run!r} has no model yet; start one learner that initialises it.")
-        return self._core
+        return self._given(self._core)
 
     @property
     def model(self) -> GlobalModel[H, P]:
         """The published model. Raises as `core`."""
-        if self._model is None:
+        return self._given(self._model)
+
+    def _given(self, value: T | None) -> T:
+        if value is None:
             raise NotInitialisedError(f"run {self.run!r} has no model yet; start one learner that initialises it.")
-        return self._model
+        return value
 
     @property
     def step(self) -> int:

@@ -150,13 +150,5 @@ def _fragment(core: SyncerCore, model: GlobalModel[Any, Any], now_s: float, inde
 
 
 def _newest_merge(model: GlobalModel[Any, Any]) -> dict[str, Any] | None:
-    update = model.newest
-    if update is None:
-        return None
-    return {
-        "fragment": update.fragment,
-        "version": update.version,
-        "contributors": list(update.contributors),
-        "weights": list(update.weights),
-        "scale": update.scale,
-    }
+    shown = "fragment", "version", "contributors", "weights", "scale"
+    return None if model.newest is None else {key: getattr(model.newest, key) for key in shown}

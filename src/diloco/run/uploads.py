@@ -1,15 +1,19 @@
-"""Room for the payloads of contributions: uploaded whole or in parts, resumed after a cut, and limited per learner."""
+"""Room for the payloads of contributions: uploaded whole or in parts, resumed after a cut, and limited per learner.
+
+Each rank of a learner uploads the bytes of its shard as a part, over a connection of its own. A complete part is not
+written again: a rank that uploads it once more did not receive the acknowledgement.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic
 
-from diloco.errors import BusyError
+from diloco.errors import BusyError, PayloadError
+from diloco.protocol.accounting import key_of
 from diloco.protocol.contribution import Contribution
 from diloco.run import validation
-from diloco.run.assembly import Assemblies, Assembly, Span
 from diloco.run.ports import S, SpoolPort
 
 KEPT_S = 600.0
@@ -19,6 +23,63 @@ the link is down."""
 MOST_MODELS = 2
 """Room for the uploads of one incarnation, as a multiple of contributions to all fragments: it sends one after the
 other, and the connection of an earlier one may not have ended."""
+
+
+Span = tuple[int, int]
+"""The bytes of a part in the payload: first, and last + 1."""
+
+
+@dataclass(eq=False)
+class Assembly(Generic[S]):
+    """A contribution that is being put together.
+
+    Attributes:
+        slot: the room for the whole payload.
+        here: the complete parts.
+        coming: the parts that are being uploaded, each over one connection.
+        cut: of parts whose upload was cut off, how many bytes were received.
+        is_over: its incarnation has ended; the slot is released once no part is being uploaded.
+    """
+
+    contribution: Contribution
+    num_bytes: int
+    slot: S
+    here: set[Span] = field(default_factory=set)
+    coming: set[Span] = field(default_factory=set)
+    cut: dict[Span, int] = field(default_factory=dict)
+    is_over: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the parts that are complete make up the payload."""
+        return sum(stop - start for start, stop in self.here) == self.num_bytes
+
+    def begin(self, contribution: Contribution, num_bytes: int, span: Span) -> int:
+        """The upload of a part begins. Returns how many of its bytes an earlier upload has left.
+
+        Raises:
+            PayloadError: it is a part of another contribution, or overlaps with another part.
+            BusyError: it is still being uploaded over an earlier connection.
+        """
+        if contribution != self.contribution or num_bytes != self.num_bytes:
+            raise PayloadError(
+                f"the ranks of learner {contribution.learner!r} describe contribution {contribution.number} to "
+                f"fragment {contribution.fragment} differently; let all of them take the same steps."
+            )
+        for start, stop in self.here | self.coming | self.cut.keys():
+            if (start, stop) != span and start < span[1] and span[0] < stop:
+                raise PayloadError(
+                    f"bytes {span[0]} to {span[1]} of a contribution of learner {contribution.learner!r} overlap with "
+                    f"bytes {start} to {stop}, which another rank sends; divide it as `core.shards` does."
+                )
+        if span in self.coming:
+            raise BusyError(
+                f"bytes {span[0]} to {span[1]} of contribution {contribution.number} of learner "
+                f"{contribution.learner!r} to fragment {contribution.fragment} are still being uploaded over an "
+                "earlier connection; they are taken once that has ended, within a minute."
+            )
+        self.coming.add(span)
+        return self.cut.pop(span, 0)
 
 
 @dataclass(eq=False)
@@ -66,11 +127,11 @@ class Uploads(Generic[S]):
     incarnation ends, sends another contribution, or does not resume in time, and all are dropped when room is needed.
 
     Attributes:
-        assemblies: contributions that are being put together.
+        assemblies: contributions that are being put together, by their keys.
     """
 
     def __init__(self, spool: SpoolPort[S]) -> None:
-        self.assemblies: Assemblies[S] = Assemblies()
+        self.assemblies: dict[tuple[str, int, int, int], Assembly[S]] = {}
         self._spool = spool
         self._prefixes: dict[tuple[str, int], Prefix[S]] = {}  # by learner and incarnation
         self._open_bytes = Counter[tuple[str, int]]()
@@ -96,12 +157,12 @@ class Uploads(Generic[S]):
             slot = self._allocate(c, num_bytes, most_bytes) if prefix is None else prefix.slot
             return Upload(c, num_bytes, slot, received=0 if prefix is None else prefix.received)
         validation.check_span(c, span, num_bytes)
-        assembly = self.assemblies.of(c)
+        assembly = self.assemblies.get(key_of(c))
         if is_here or (assembly is not None and span in assembly.here):  # the acknowledgement of this part was lost
             return Upload(c, num_bytes, self._allocate(c, span[1] - span[0], most_bytes), span)
         if assembly is None:
             assembly = Assembly(c, num_bytes, self._allocate(c, num_bytes, most_bytes))
-            self.assemblies.add(assembly)
+            self.assemblies[key_of(c)] = assembly
         return Upload(c, num_bytes, assembly.slot, span, assembly, assembly.begin(c, num_bytes, span))
 
     def cut(self, upload: Upload[S], now_s: float, *, received: int, is_wanted: bool) -> None:
@@ -122,16 +183,24 @@ class Uploads(Generic[S]):
         assembly = upload.assembly
         if assembly is None or assembly.is_over or not assembly.is_whole:
             return False
-        self.assemblies.remove(assembly)
+        del self.assemblies[key_of(assembly.contribution)]
         return True
 
     def _ended(self, upload: Upload[S], *, is_complete: bool, received: int = 0) -> None:
-        if (
-            upload.assembly is None
-            or upload.span is None
-            or self.assemblies.ended(upload.assembly, upload.span, is_complete=is_complete, received=received)
-        ):
-            self.release(upload.slot)
+        """An upload has ended after `received` bytes: release its slot unless that is still used."""
+        if (assembly := upload.assembly) is not None and upload.span is not None:
+            assembly.coming.discard(upload.span)
+            if is_complete:
+                assembly.here.add(upload.span)
+            elif received > 0:
+                assembly.cut[upload.span] = received
+            if not assembly.is_over and (assembly.here or assembly.coming or assembly.cut):
+                return
+            if not assembly.is_over:
+                del self.assemblies[key_of(assembly.contribution)]
+            if assembly.coming:
+                return
+        self.release(upload.slot)
 
     def taken(self, upload: Upload[S]) -> None:
         """The contribution is accepted, and its payload waits for its round."""
@@ -158,8 +227,12 @@ class Uploads(Generic[S]):
     def end(self, learner: str, incarnation: int) -> None:
         """An incarnation has ended: drop its incomplete payloads."""
         self._drop_prefix((learner, incarnation))
-        for slot in self.assemblies.end(learner, incarnation):
-            self.release(slot)
+        for key, assembly in list(self.assemblies.items()):
+            if key[:2] == (learner, incarnation):
+                del self.assemblies[key]
+                assembly.is_over = True
+                if not assembly.coming:  # otherwise its last upload releases the slot
+                    self.release(assembly.slot)
 
     def make_room(self) -> None:
         """Drop all prefixes: there is no room for new contributions."""

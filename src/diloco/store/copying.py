@@ -15,14 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from diloco import events
-from diloco.errors import (
-    ConfigError,
-    DamagedObjectError,
-    DilocoError,
-    MissingObjectError,
-    NotInitialisedError,
-    StoreError,
-)
+from diloco.errors import ConfigError, DilocoError, NotInitialisedError, StoreError
 from diloco.event_log import EventLog
 from diloco.protocol.manifest import Manifest
 from diloco.protocol.records import without_members
@@ -30,7 +23,7 @@ from diloco.run.objects import Objects
 from diloco.store.directory import Directory
 from diloco.store.format import TensorFormat
 from diloco.store.objects import open_store, opened, read_manifest, repeated
-from diloco.store.reading import ObjectReader
+from diloco.store.reading import NOT_WHOLE, ObjectReader
 from diloco.store.repair import fresh_epoch
 
 log = logging.getLogger("diloco.syncer")
@@ -97,7 +90,7 @@ def _whole_names(target: Objects, manifest: Manifest, before: Manifest) -> set[s
     found = set[str]()
     with ObjectReader(target) as reader:
         for name in manifest.names & before.names:
-            with suppress(MissingObjectError, DamagedObjectError):
+            with suppress(*NOT_WHOLE):
                 reader.read(name, reader.head(name, COPIED), COPIED)
                 found.add(name)
     return found

@@ -18,9 +18,9 @@ import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import IO, Self
+from typing import IO
 
 from diloco.core.buffers import new_buffer
 from diloco.errors import MissingObjectError, StoreError, SwapRefusedError, first_line
@@ -48,7 +48,7 @@ def ignore_point(point: str) -> None:
     """The default callback for durable steps: do nothing."""
 
 
-class Directory:
+class Directory(AbstractContextManager["Directory"]):
     """The `run.objects.Objects` of a directory. Any thread may call any method.
 
     Arguments:
@@ -72,14 +72,13 @@ class Directory:
         self._swapping = threading.Lock()
         self._making = threading.Lock()  # directories of epochs
         self._unsynced: set[Path] = set()  # directories with new names
-        self._known: set[Path] = set()  # directories of epochs whose own names are synced, or in `_unsynced`
         _require_format(self.path)
         is_new = not self.path.exists()
         self._lock = lock_directory(self.path) if lock else None
         if lock:
             with self._mapped("opened"):
                 self._objects.mkdir(exist_ok=True)
-                self._unsynced |= {self.path, self.path.parent} if is_new else {self.path}
+                self._unsynced |= {self._objects, self.path, *([self.path.parent] if is_new else [])}
                 for leftover in (
                     *self.path.glob(f"{TEMPORARY_PREFIX}*"),
                     *self._objects.glob(f"*/{TEMPORARY_PREFIX}*"),
@@ -90,9 +89,6 @@ class Directory:
         """Release the directory. Nothing is lost by not calling it."""
         if self._lock is not None:
             self._lock.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -120,9 +116,8 @@ class Directory:
 
     def _new_file(self, path: Path) -> IO[bytes]:
         with self._making:
-            if path.parent not in self._known:
+            if not path.parent.is_dir():
                 path.parent.mkdir(parents=True, exist_ok=True)
-                self._known.add(path.parent)
                 self._unsynced.add(self._objects)
             return path.open("wb")
 
@@ -162,7 +157,6 @@ class Directory:
             for directory in {(self._objects / name).parent for name in names}:
                 with suppress(OSError):  # other objects are in it
                     directory.rmdir()
-                    self._known.discard(directory)
                     self._unsynced.discard(directory)
 
     # --- the manifest -------------------------------------------------------------------------------------------------

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,21 +27,19 @@ from diloco.run.ports import InitialModel, Json, RunMethod, SavedRun
 from diloco.store.blobs import new_blob
 from diloco.store.reading import OUTER, READERS, ObjectReader, advice
 
+T = TypeVar("T")
+
 
 class TensorFormat:
-    """`run.objects.ObjectFormat` of a run with tensors. Blobs are views of the tensors' memory, without copies.
+    """`run.objects.ObjectFormat` of a run with tensors. Blobs are views of the tensors' memory, without copies. What
+    was read is kept, so that the next `read` reads only other objects, also after a `read` that failed."""
 
-    Arguments:
-        keeps: keep what was read, so that the next `read` reads only objects that are new.
-    """
-
-    def __init__(self, *, keeps: bool = False) -> None:
-        self._keeps = keeps
+    def __init__(self) -> None:
         self._kept: dict[str, Any] = {}
 
     def forget(self) -> None:
-        """Keep nothing any more."""
-        self._keeps, self._kept = False, {}
+        """Drop what was read."""
+        self._kept.clear()
 
     def version(self, run_id: str, held: GlobalFragment, update: Update, tokens: int) -> Blob:
         """As `ObjectFormat.version`."""
@@ -75,19 +72,26 @@ class TensorFormat:
         """As `ObjectFormat.read`, at the newest versions. No older version takes the place of one that is not whole."""
         assert manifest.frozen is not None
         assert manifest.record is not None
+        self._kept = {name: found for name, found in self._kept.items() if name in manifest.names}
         with ObjectReader(objects) as reader, ThreadPoolExecutor(READERS) as readers:
-            frozen = self._kept.get(manifest.frozen) or reader.frozen(manifest.frozen)
+            frozen = self._read(manifest.frozen, reader.frozen)
             if not frozen.is_of(manifest):
                 raise StoreError(f"the manifest of {objects.name} names objects of two runs; {advice(objects.name)}")
             record, epochs = reader.record(manifest.record)
             named = [versions[0] for versions in manifest.fragments]
-            kept = [self._kept.get(each.held) for each in named]
-            read = partial(reader.version, frozen=frozen)
-            versions = list(readers.map(lambda it, each, i: it or read(each, i), kept, named, range(len(named))))
-        if self._keeps:
-            self._kept = dict(zip((each.held for each in named), versions, strict=True)) | {manifest.frozen: frozen}
+
+            def version(index: int) -> tuple[GlobalFragment, Update]:
+                return self._read(named[index].held, lambda _: reader.version(named[index], index, frozen))
+
+            versions = list(readers.map(version, range(len(named))))
         return SavedRun(
             frozen.run, frozen.method, frozen.layout, tuple(held for held, _ in versions),
             tuple(update.contributors for _, update in versions), frozen.static, frozen.source, frozen.step,
             frozen.tokens, frozen.run_id, epochs, record,
         )  # fmt: skip
+
+    def _read(self, name: str, read: Callable[[str], T]) -> T:
+        found: T | None = self._kept.get(name)
+        if found is None:
+            found = self._kept[name] = read(name)
+        return found

@@ -21,9 +21,7 @@ from diloco.protocol.rounds.base import Rules
 from diloco.protocol.syncer import SyncerCore
 from diloco.run.objects import Found, Objects
 from diloco.store.directory import MANIFEST
-from diloco.store.reading import Frozen, ObjectReader
-
-_NOT_WHOLE = (MissingObjectError, DamagedObjectError)
+from diloco.store.reading import NOT_WHOLE, Frozen, ObjectReader
 
 _INVALID = (DilocoError, *MALFORMED)
 """Errors that invalid values in a record raise."""
@@ -190,7 +188,7 @@ class _Inspection:
         for name in (*([] if named is None else [named]), *self._others):
             try:
                 frozen = self._reader.frozen(name)
-            except _NOT_WHOLE as error:
+            except NOT_WHOLE as error:
                 if name == named:
                     self._problem(name, f"{_how(error)}: the layout, and frozen parameters and buffers")
                 continue
@@ -213,7 +211,7 @@ class _Inspection:
 
     def _header(self, name: str) -> _Header | None:
         """The description of a version; None: the object holds something else, or its header is damaged."""
-        with suppress(*_NOT_WHOLE, *MALFORMED):
+        with suppress(*NOT_WHOLE, *MALFORMED):
             head = self._reader.head(name, "a version")
             if "theta" in head.entries:
                 update, tokens = Update.from_dict(head.described["update"]), int(head.described["tokens"])
@@ -248,13 +246,13 @@ class _Inspection:
         assert self.found.frozen is not None
         try:
             self._reader.version(named, index, self.found.frozen)
-        except _NOT_WHOLE as error:
+        except NOT_WHOLE as error:
             findings.append(Problem(named.held, f"{_how(error)}: version {named.version} of fragment {index}"))
             return None
         try:
             if named.update is not None:
                 self._reader.update(named.update, index, named.version)
-        except _NOT_WHOLE as error:
+        except NOT_WHOLE as error:
             update = f"the update of fragment {index} to version {named.version}"
             findings.append(Problem(str(named.update), f"{_how(error)}: {update}"))
             return NamedVersion(named.version, named.held)
@@ -288,7 +286,7 @@ class _Inspection:
         assert frozen is not None
         try:
             record, epochs = self._reader.record(name)
-        except _NOT_WHOLE:
+        except NOT_WHOLE:
             return False
         try:
             core = SyncerCore(Rules.of(frozen.method, len(versions)), versions, step=frozen.step)

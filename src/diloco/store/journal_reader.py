@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -15,19 +14,6 @@ from diloco.store.journal_files import DIRECTORY, FLUSHED, FORMAT, GZIP, PAYLOAD
 
 _CHUNK_BYTES, _MOST_BYTES = 64 << 10, 16 << 20
 """Bytes of a part that are read at once, and at most decompressed at once."""
-
-
-@dataclass(frozen=True)
-class JournalLine:
-    """An entry of a journal.
-
-    Attributes:
-        entry: JSON on one line.
-        read_bytes: approximate number of bytes of all parts read so far.
-    """
-
-    entry: str
-    read_bytes: int
 
 
 class JournalReader:
@@ -41,6 +27,7 @@ class JournalReader:
 
     Attributes:
         num_bytes: of all parts.
+        read_bytes: of the parts that were read so far.
 
     Raises:
         StoreError: there is no journal, or it cannot be read, or it has another format.
@@ -56,35 +43,36 @@ class JournalReader:
             )
         with translated(OSError, StoreError, f"cannot read {self._directory}", "check the disk"):
             self.num_bytes = sum(path.stat().st_size for path in self._parts)
+        self.read_bytes = 0
 
-    def __iter__(self) -> Iterator[JournalLine]:
-        read_bytes, number, crc = 0, 0, 0
+    def __iter__(self) -> Iterator[str]:
+        number, crc = 0, 0
         for path in self._parts:
             if number_of(path) != number + 1:
                 first, last = number + 1, number_of(path) - 1
                 missing = f"part {first} is" if first == last else f"parts {first} to {last} are"
                 why = f"{missing} missing from {self._directory}"
                 if number:
-                    yield _damage(why, read_bytes)
+                    yield _damage(why)
                 else:  # an operator has removed old parts
-                    yield JournalLine(json.dumps({"e": "#gap", "missing": "all", "why": why}), read_bytes)
+                    yield json.dumps({"e": "#gap", "missing": "all", "why": why})
             number, follows, crc = number_of(path), crc, 0
             for position, (text, is_right) in enumerate(self._lines(path), start=1):
                 crc = int(text[:8], 16) if is_right else 0
                 if not is_right:
-                    yield _damage(f"line {position} of {path} is not what was written", read_bytes)
+                    yield _damage(f"line {position} of {path} is not what was written")
                     break
                 entry = text[9:]
                 if position == 1:
                     if (head := _head_of(entry)) is None:
-                        yield _damage(f"{path} does not begin as a part of a journal does", read_bytes)
+                        yield _damage(f"{path} does not begin as a part of a journal does")
                         break
                     self._require_format(path, head)
                     expected = head["follows"]
                     if expected not in (None, follows):
-                        yield _damage(f"the end of the part before {path} is missing", read_bytes)
-                yield JournalLine(entry, read_bytes)
-            read_bytes += path.stat().st_size
+                        yield _damage(f"the end of the part before {path} is missing")
+                yield entry
+            self.read_bytes += path.stat().st_size
 
     def payload(self, name: str) -> bytearray | None:
         """The payload kept under this name; None: there is none."""
@@ -152,5 +140,5 @@ def _head_of(entry: str) -> dict[str, Any] | None:
     return values if isinstance(values, dict) and values.get("e") == "#journal" and is_entry(values) else None
 
 
-def _damage(why: str, read_bytes: int) -> JournalLine:
-    return JournalLine(json.dumps({"e": "#damage", "why": why}), read_bytes)
+def _damage(why: str) -> str:
+    return json.dumps({"e": "#damage", "why": why})

@@ -37,6 +37,9 @@ from diloco.run.objects import Blob, Readable
 from diloco.store.blobs import ObjectHead, hasher_of
 from diloco.store.objects import read_manifest, repeated
 
+NOT_WHOLE = (MissingObjectError, DamagedObjectError)
+"""What reading an object raises if it is not there as it was written; the place itself has answered."""
+
 OUTER = "outer."
 """Prefix of the outer state's tensors."""
 

@@ -13,14 +13,14 @@ from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import grpc
 from torch import Tensor
 
 from diloco.core.global_fragment import GlobalFragment
 from diloco.core.method import Method
-from diloco.errors import ConfigError, DilocoError, MissingObjectError, StandbyError, StoreError, UnreachableError
+from diloco.errors import ConfigError, DilocoError, StandbyError, StoreError, UnreachableError
 from diloco.escaping import MALFORMED
 from diloco.protocol.contribution import Budget
 from diloco.protocol.manifest import Manifest
@@ -35,6 +35,7 @@ from diloco.run.published import PublishedStore
 from diloco.run.run_state import RunState
 from diloco.run.tensor_jobs import TensorJobs
 from diloco.store.format import TensorFormat
+from diloco.store.reading import NOT_WHOLE
 from diloco.syncer.journal import Journal
 from diloco.syncer.spool import Slot, Spool
 from diloco.syncer.threads import JobThreads, Ticker
@@ -116,12 +117,12 @@ class HostedDriver:
     ) -> None:  # fmt: skip
         self.run, self.method = run, method
         self._objects, self._spool = objects, spool
-        self._is_shared, mine = sharing is not None, sharing or Sharing()
-        self._is_standby, self._holds = mine.is_standby, mine.holds
-        self._boot, self._format = secrets.randbits(63) + 1, TensorFormat(keeps=mine.holds)
+        self._is_shared, self._sharing = sharing is not None, sharing or Sharing(lease_s=math.inf)
+        mine = self._sharing
+        self._boot, self._format = secrets.randbits(63) + 1, TensorFormat()
         self._publisher = Publisher(
             run, boot=self._boot, former=mine.former, address=mine.address, is_standby=mine.is_standby,
-            lease_s=mine.lease_s if self._is_shared else math.inf, keep_s=keep_s,
+            lease_s=mine.lease_s, keep_s=keep_s,
             shortest_swap_s=objects.shortest_swap_s,
         )  # fmt: skip
         self._deadlines, self._pool, self._budget = deadlines, pool, budget or Budget()
@@ -152,7 +153,7 @@ class HostedDriver:
             UnknownRunError, AlreadyInitialisedError: the store holds another run, or one with another method.
             StoreError: it is damaged, or refuses. Nothing was changed.
         """
-        if not self._is_standby:
+        if not self._sharing.is_standby:
             self._preload()
         with self._changed:
             self._leases.start()
@@ -203,8 +204,7 @@ class HostedDriver:
 
     def stands(self, standing: Standing, why: str) -> None:
         """As `StoreHost`."""
-        manifest = self._publisher.manifest
-        self._stands(standing, 0 if manifest is None else manifest.epoch, why)
+        self._stands(standing, self.manifest.epoch, why)
 
     def serve(self, manifest: Manifest) -> None:
         """As `StoreHost`."""
@@ -212,7 +212,7 @@ class HostedDriver:
 
     def saw(self, manifest: Manifest | None) -> None:
         """As `StoreHost`."""
-        if not self._holds or self._is_loading or manifest is None or not manifest.run_id:
+        if not self._sharing.holds or self._is_loading or manifest is None or not manifest.run_id:
             return
         if self._publisher.standing == "waiting" and (self._held is None or self._held[0].names != manifest.names):
             self._is_loading = True
@@ -229,20 +229,22 @@ class HostedDriver:
             self.refused(error)
 
     def _load(self, manifest: Manifest, is_claimed: bool) -> Saved | DilocoError | None:
-        """Load the run; None: it has no model."""
-        try:
-            if is_claimed:
-                self._claimed(manifest)
-            if not manifest.run_id:
-                return None
-            if self._held is not None and self._held[0].names == manifest.names:
-                return self._held[1]
-            objects: Any = self._objects
-            if is_claimed:
-                objects = _PatientReader(self._objects, lambda: not self._publisher.is_serving or self._is_stopped)
-            return self._format.read(cast("Objects", objects), manifest)
-        except DilocoError as error:
-            return error
+        """Load the run, one that was claimed as soon as its place answers; None: it has no model."""
+        if is_claimed:
+            self._claimed(manifest)
+        if not manifest.run_id:
+            return None
+        if self._held is not None and self._held[0].names == manifest.names:
+            return self._held[1]
+        while True:
+            try:
+                return self._format.read(self._objects, manifest)
+            except DilocoError as error:
+                is_final = not isinstance(error, StoreError) or isinstance(error, NOT_WHOLE)
+                if is_final or not is_claimed or not self._publisher.is_serving or self._is_stopped:
+                    return error
+                log.warning("the run cannot be loaded yet: %s", error)
+                time.sleep(RETRY_S)
 
     def _hold(self, manifest: Manifest, found: Saved | DilocoError | None) -> None:
         self._is_loading = False
@@ -323,19 +325,9 @@ class HostedDriver:
         return self._publisher.standing
 
     @property
-    def has_driver(self) -> bool:
-        """Whether this process has begun to serve the run."""
-        return self._driver is not None
-
-    @property
     def manifest(self) -> Manifest:
         """The newest manifest that is known: of a run that this process serves, the newest that is confirmed."""
         return self._publisher.manifest or Manifest(self.run)
-
-    @property
-    def versions(self) -> tuple[int, ...]:
-        """The newest versions in the store, as far as this process knows."""
-        return self.manifest.versions
 
     def store_status(self) -> dict[str, Any]:
         """Plain values for `diloco status`."""
@@ -347,15 +339,13 @@ class HostedDriver:
                 "is_refusing": self.store.is_refusing, "holds": self._held is not None,
             }  # fmt: skip
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether it will not serve the run any more."""
-        return self.refusal is not None or self._is_stopped or self.standing in ("fenced", "released")
-
     def until_ended(self) -> None:
         """Wait until it will not serve the run any more, or has failed."""
         with self._changed:
-            self._changed.wait_for(lambda: self.has_ended or self.failure is not None)
+            self._changed.wait_for(
+                lambda: self.refusal is not None or self.failure is not None or self._is_stopped
+                or self.standing in ("fenced", "released")
+            )  # fmt: skip
 
     def ask(self, event: Callable[[SyncerDriver], T]) -> T:
         """Execute one event of the driver; returns its result.
@@ -494,27 +484,6 @@ class HostedDriver:
         with self._changed:
             self._failure = self._failure or error
             self._changed.notify_all()
-
-
-class _PatientReader:
-    """Objects of a run that was claimed: a read is repeated while their place does not answer."""
-
-    def __init__(self, objects: Objects, gives_up: Callable[[], bool]) -> None:
-        self.name = objects.name
-        self._objects, self._gives_up = objects, gives_up
-
-    def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes | memoryview:
-        """As `Objects.get`."""
-        while True:
-            try:
-                return self._objects.get(name, start, stop)
-            except MissingObjectError:
-                raise
-            except StoreError as error:
-                if self._gives_up():
-                    raise
-                log.warning("the run cannot be loaded yet: %s", error)
-                time.sleep(RETRY_S)
 
 
 def _stopped() -> UnreachableError:

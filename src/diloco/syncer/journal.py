@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from diloco import events
@@ -18,7 +17,7 @@ from diloco.protocol.steering import Order
 from diloco.protocol.syncer import SyncerCore
 from diloco.protocol.units import Ranges, count, union
 from diloco.run.ports import InitialModel, MergedRound, Observer
-from diloco.syncer.metrics import LearnerSample, SyncerMetrics
+from diloco.syncer.metrics import SyncerMetrics
 
 log = logging.getLogger("diloco.syncer")
 
@@ -76,14 +75,6 @@ class Journal(Observer):
         self.merges = MergeLines()
         self._lacking: dict[int, int] = {}  # by fragment, the newest round that was logged as lacking learners
 
-    def set_aside(self, files: Sequence[Path]) -> None:
-        """Log files of the state directory that no version names."""
-        if files:
-            names = ", ".join(file.name for file in files)
-            log.warning(
-                "no version names %s: set aside in %s; look at them, and remove them yourself", names, files[0].parent
-            )
-
     def initialised(self, model: InitialModel[Any], cut: str) -> None:
         layout = model.layout
         num_parameters = sum(fragment.numel for fragment in layout.fragments)
@@ -99,7 +90,7 @@ class Journal(Observer):
     def joined(self, learner: str, incarnation: int, step: int) -> None:
         log.info("joined: %s (incarnation %d) at step %d", learner, incarnation, step)
         self._events.append(events.Joined(learner=learner, incarnation=incarnation, step=step))
-        self._metrics.joined(learner)
+        self._metrics.joins.labels(learner).inc()
 
     def left(self, learner: str, incarnation: int, tokens: int) -> None:
         log.info("left: %s (incarnation %d) after %s tokens", learner, incarnation, f"{tokens:,}")
@@ -110,7 +101,7 @@ class Journal(Observer):
         self._events.append(
             events.Evicted(learner=action.learner, incarnation=action.incarnation, reason=action.reason)
         )
-        self._metrics.evicted(action.learner)
+        self._metrics.evictions.labels(action.learner).inc()
 
     def steered(self, order: Order, by: str, said: str) -> None:
         log.warning("%s", said)
@@ -127,7 +118,7 @@ class Journal(Observer):
     def resumed(self, learner: str, what: str, num_bytes: int) -> None:
         """Record a transfer that was resumed. `what`: the kind of its connection."""
         self._events.append(events.Resumed(learner=learner, what=what, num_bytes=num_bytes))
-        self._metrics.resumed(learner, what, num_bytes)
+        self._metrics.resumed.labels(learner, what).inc(num_bytes)
 
     def rejected(self, action: Reject) -> None:
         c = action.contribution
@@ -140,13 +131,13 @@ class Journal(Observer):
                 tokens=c.tokens,
             )
         )  # fmt: skip
-        self._metrics.rejected(c.learner, action.reason)
+        self._metrics.rejected.labels(c.learner, action.reason).inc()
 
     def waits_for_room(self, error: NoRoomError) -> None:
         log.error("contributions wait with their learners: %s", error)
 
     def sent_back(self, c: Contribution) -> None:
-        self._metrics.sent_back()
+        self._metrics.sent_back.inc()
 
     def abandoned(self, action: MergeRound, error: PayloadError) -> None:
         log.error("round %d of fragment %d was abandoned: %s", action.round, action.fragment, error)
@@ -165,7 +156,7 @@ class Journal(Observer):
             )
         )  # fmt: skip
         for c in action.contributions:
-            self._metrics.merged_contribution(c.learner, staleness=action.round - c.base)
+            self._metrics.staleness.labels(c.learner).observe(action.round - c.base)
 
     def waits_for_store(self, what: str, error: StoreError) -> None:
         log.error("%s waits for the store: %s", what, error)
@@ -181,7 +172,7 @@ class Journal(Observer):
         self._metrics.merged(
             update.fragment, contributors=len(update.contributors), live=num_live, seconds=merged.merge_s
         )
-        self._metrics.persisted(persist_s)
+        self._metrics.persist_seconds.observe(persist_s)
         num = len(update.contributors)
         self.merges.merged(update.fragment, update.version, tokens=merged.tokens, contributors=num, live=num_live)
 
@@ -191,14 +182,13 @@ class Journal(Observer):
     def state_changed(self, core: SyncerCore) -> None:
         """Write the state of the run to the metrics and the log."""
         self.merges.say()
-        self._metrics.set_missing_events(self._events.num_missing)
+        self._metrics.missing_events.set(self._events.num_missing)
         self._metrics.set_ledgers({learner: account.ledgers for learner, account in core.accounting.accounts.items()})
         if (leases := core.leases).data is not None:
-            self._metrics.set_data(
-                done=count(leases.done), leased=count(leases.leased), returned=count(leases.returned)
-            )
+            for state, units in (("done", leases.done), ("leased", leases.leased), ("returned", leases.returned)):
+                self._metrics.data_units.labels(state).set(count(units))
         for index, fragment in enumerate(core.fragments):
-            self._metrics.published(index, fragment.version)
+            self._metrics.version.labels(index).set(fragment.version)
             present = core.rounds.lacks_learners(index)
             if present is not None and self._lacking.get(index) != fragment.version:
                 self._lacking[index] = fragment.version
@@ -207,9 +197,7 @@ class Journal(Observer):
                     "learner to wait for; it waits for another learner to join",
                     fragment.version, index, present, core.at_least,
                 )  # fmt: skip
-        self._metrics.set_learners(
-            [LearnerSample(m.learner, m.step, m.step_s, m.healthy) for m in core.members.values()]
-        )
+        self._metrics.set_learners(core.members.values())
 
     def data_moved(self, leases: Leases) -> None:
         self._events.append(

@@ -6,8 +6,8 @@ Participation is reported beside liveness: all learners may be alive while only 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 from diloco.errors import ConfigError
 from diloco.exchange.wire.address import is_loopback, split_address
 from diloco.protocol.in_flight import Ledger, total
+from diloco.protocol.members import Member
 from diloco.syncer.ports import port_refusal
 from diloco.syncer.wire_bytes import Direction
 
@@ -24,40 +25,14 @@ SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 VERSIONS_BEHIND = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0)
 
 
-@dataclass(frozen=True)
-class LearnerSample:
-    """A live learner: its step, its seconds per step (None: not measured), and whether it is healthy."""
-
-    learner: str
-    step: int
-    step_s: float | None
-    healthy: bool
-
-
-@dataclass(frozen=True)
-class RunSample:
-    """The progress of the run.
+class SyncerMetrics(Collector):
+    """The metrics of one run in a registry of their own. Any thread may call any method.
 
     Attributes:
-        tokens: trained by the run.
-        budget_tokens: planned for the run; None: not known.
-        held_out_loss: of the global model, as last reported by a learner; None: not reported.
-        training_losses: by learner, nats per token.
-        tokens_per_s, eta_s: from the last minute; None: not known.
-        blocked_s: by learner, seconds that its training thread has waited for answers.
+        registry: of all metrics.
+        version, staleness, persist_seconds, rejected, sent_back, resumed, refused, joins, evictions, missing_events,
+            data_units: of single events, with the labels that they have in the registry.
     """
-
-    tokens: int
-    budget_tokens: int | None
-    held_out_loss: float | None
-    training_losses: Mapping[str, float]
-    tokens_per_s: float | None
-    eta_s: float | None
-    blocked_s: Mapping[str, float] = field(default_factory=dict)
-
-
-class SyncerMetrics:
-    """The metrics of one run in a registry of their own. Any thread may call any method."""
 
     def __init__(self, run: str) -> None:
         self.registry = CollectorRegistry()
@@ -69,8 +44,8 @@ class SyncerMetrics:
         self._contributors = self._gauge(
             "merge_contributors", "Contributors of the newest merge of a fragment.", "fragment"
         )
-        self._version = self._gauge("fragment_version", "Newest published version of a fragment.", "fragment")
-        self._staleness = Histogram(
+        self.version = self._gauge("fragment_version", "Newest published version of a fragment.", "fragment")
+        self.staleness = Histogram(
             "diloco_contribution_staleness_versions",
             "Versions between the one a contribution was measured from and the one it is merged into.",
             ["learner"],
@@ -78,26 +53,24 @@ class SyncerMetrics:
             registry=self.registry,
         )
         self._merge_seconds = self._seconds("merge_seconds", "Merge, outer step and encoding of one fragment.")
-        self._persist_seconds = self._seconds("persist_seconds", "Making one version durable.")
-        self._rejected = self._counter(
+        self.persist_seconds = self._seconds("persist_seconds", "Making one version durable.")
+        self.rejected = self._counter(
             "rejected_contributions", "Contributions that will not be merged.", "learner", "reason"
         )
-        self._sent_back = self._counter(
+        self.sent_back = self._counter(
             "sent_back_contributions", "Contributions refused for lack of space; learners resend them."
         )
-        self._resumed = self._counter(
+        self.resumed = self._counter(
             "resumed_bytes",
             "Bytes of transfers that were cut off and did not have to be sent again.",
             "learner",
             "kind",
         )
-        self._refused = self._counter("refused_calls", "Calls that were refused.", "call", "reason")
-        self._joins = self._counter("joins", "Incarnations that joined.", "learner")
-        self._evictions = self._counter("evictions", "Incarnations that were evicted.", "learner")
-        self._missing_events = self._gauge(
-            "missing_events", "Events that this syncer could not write to its event log."
-        )
-        self._data_units = self._gauge(
+        self.refused = self._counter("refused_calls", "Calls that were refused.", "call", "reason")
+        self.joins = self._counter("joins", "Incarnations that joined.", "learner")
+        self.evictions = self._counter("evictions", "Incarnations that were evicted.", "learner")
+        self.missing_events = self._gauge("missing_events", "Events that this syncer could not write to its event log.")
+        self.data_units = self._gauge(
             "data_units",
             "Units of leased data, over all passes that were begun: done, leased, and returned by a learner.",
             "state",
@@ -106,8 +79,9 @@ class SyncerMetrics:
             "standing", "1 for what this syncer may do with the run in its bucket.", "standing"
         )
         self._claims = self._counter("claims", "Times that this syncer has claimed the run from its bucket.")
-        self._snapshots = _Snapshots()
-        self.registry.register(self._snapshots)
+        self._snapshots: dict[str, list[Metric]] = {}
+        self.set_learners(())
+        self.registry.register(self)
         self._server: tuple[WSGIServer, threading.Thread] | None = None
 
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
@@ -121,66 +95,11 @@ class SyncerMetrics:
 
     # events
 
-    def refused(self, call: str, reason: str) -> None:
-        """Count a refused call."""
-        self._refused.labels(call, reason).inc()
-
-    def resumed(self, learner: str, kind: str, num_bytes: int) -> None:
-        """Count the bytes that a resumed transfer did not repeat."""
-        self._resumed.labels(learner, kind).inc(num_bytes)
-
-    def joined(self, learner: str) -> None:
-        """Count an incarnation that joined."""
-        self._joins.labels(learner).inc()
-
-    def evicted(self, learner: str) -> None:
-        """Count an evicted incarnation."""
-        self._evictions.labels(learner).inc()
-
-    def merged_contribution(self, learner: str, *, staleness: int) -> None:
-        """Record a merged contribution; `staleness`: its round minus its base, in versions."""
-        self._staleness.labels(learner).observe(staleness)
-
-    def rejected(self, learner: str, reason: str) -> None:
-        """Count a rejected contribution. `reason`: one of a few fixed words."""
-        self._rejected.labels(learner, reason).inc()
-
-    def sent_back(self) -> None:
-        """Count a contribution that was sent back for lack of room."""
-        self._sent_back.inc()
-
     def merged(self, fragment: int, *, contributors: int, live: int, seconds: float) -> None:
         """Record the merge of a round."""
         self._contributors.labels(fragment).set(contributors)
         self._participation.labels(fragment).set(contributors / live if live else 0.0)
         self._merge_seconds.observe(seconds)
-
-    def persisted(self, seconds: float) -> None:
-        """Record the seconds of making a version durable."""
-        self._persist_seconds.observe(seconds)
-
-    def published(self, fragment: int, version: int) -> None:
-        """Record a published version."""
-        self._version.labels(fragment).set(version)
-
-    # snapshots: each call replaces the values of the one before
-
-    def set_learners(self, learners: Sequence[LearnerSample]) -> None:
-        """Set all learners that are live now; others are no longer reported."""
-        self._snapshots.learners = tuple(learners)
-
-    def set_ledgers(self, ledgers: Mapping[str, Sequence[Ledger]]) -> None:
-        """Set the sums of all learners' ledgers, which have one ledger per fragment."""
-        num_fragments = max((len(own) for own in ledgers.values()), default=0)
-        self._snapshots.ledgers = tuple(total(own[i] for own in ledgers.values()) for i in range(num_fragments))
-
-    def set_run(self, run: RunSample) -> None:
-        """Set the progress of the run."""
-        self._snapshots.run = run
-
-    def set_missing_events(self, number: int) -> None:
-        """Set the number of events that could not be written since this syncer started."""
-        self._missing_events.set(number)
 
     def standing_changed(self, standing: str) -> None:
         """Set the standing of this syncer, and count a claim."""
@@ -188,14 +107,74 @@ class SyncerMetrics:
         self._standing.labels(standing).set(1)
         self._claims.inc(standing == "claiming")
 
-    def set_data(self, *, done: int, leased: int, returned: int) -> None:
-        """Set the units of leased data by state."""
-        for state, num in (("done", done), ("leased", leased), ("returned", returned)):
-            self._data_units.labels(state).set(num)
+    # snapshots: each call replaces the values of the one before
+
+    def set_learners(self, members: Collection[Member]) -> None:
+        """Set all learners that are live now; others are no longer reported."""
+        steps = {(it.learner,): it.step for it in members}
+        seconds = {(it.learner,): it.step_s for it in members if it.step_s is not None}
+        states = {("live",): len(members), ("healthy",): sum(it.healthy for it in members)}
+        self._snapshots["learners"] = [
+            _gauges("learners", "Learners by state; the healthy are among the live.", states, "state"),
+            _gauges("learner_step", "Inner steps of a live learner.", steps, "learner"),
+            _gauges("learner_step_seconds", "Seconds per inner step of a live learner.", seconds, "learner"),
+        ]
+
+    def set_ledgers(self, ledgers: Mapping[str, Sequence[Ledger]]) -> None:
+        """Set the sums of all learners' ledgers, which have one ledger per fragment."""
+        num_fragments = max((len(own) for own in ledgers.values()), default=0)
+        trained, tokens = dict[tuple[str, ...], int](), dict[tuple[str, ...], int]()
+        for index in range(num_fragments):
+            fragment, ledger = str(index), total(own[index] for own in ledgers.values())
+            trained[fragment,] = ledger.trained
+            for state, number in (("pending", ledger.pending), ("merged", ledger.merged), ("lost", ledger.lost)):
+                tokens[fragment, state, ""] = number
+            tokens |= {(fragment, "discarded", reason): number for reason, number in ledger.discarded.items()}
+        where = "Where the trained tokens of a fragment are; over all states they add up to diloco_trained_tokens."
+        self._snapshots["ledgers"] = [
+            _gauges("trained_tokens", "Tokens that were trained on a fragment.", trained, "fragment"),
+            _gauges("ledger_tokens", where, tokens, "fragment", "state", "reason"),
+        ]
+
+    def set_run(
+        self, *, tokens: int, budget_tokens: int | None, held_out_loss: float | None,
+        training_losses: Mapping[str, float], tokens_per_s: float | None, eta_s: float | None,
+        blocked_s: Mapping[str, float],
+    ) -> None:  # fmt: skip
+        """Set the progress of the run; a value that is not known (None) has no sample.
+
+        Arguments:
+            tokens: trained by the run.
+            budget_tokens: planned for the run.
+            held_out_loss: of the global model, as last reported.
+            training_losses: by learner, nats per token.
+            tokens_per_s, eta_s: from the last minute.
+            blocked_s: by learner, seconds that its training thread has waited for answers.
+        """
+        known = {
+            "budget_tokens": ("Tokens that the run is to train.", budget_tokens),
+            "held_out_loss": ("Held-out loss of the global model, nats per token.", held_out_loss),
+            "tokens_per_second": ("Tokens per second of the run, over the last minute.", tokens_per_s),
+            "eta_seconds": ("Until the run has its tokens, at this speed.", eta_s),
+        }
+        losses, blocked = ({(it,): each[it] for it in sorted(each)} for each in (training_losses, blocked_s))
+        waited = "Seconds a learner's training thread has waited for answers."
+        self._snapshots["run"] = [
+            _counters("run_tokens", "Tokens that the run has trained.", {(): tokens}),
+            *(_gauges(name, text, {(): value}) for name, (text, value) in known.items() if value is not None),
+            _gauges("training_loss", "Training loss of a learner, nats per token.", losses, "learner"),
+            _counters("blocked_seconds", waited, blocked, "learner"),
+        ]
 
     def set_bytes(self, totals: Mapping[tuple[str, str, Direction], int]) -> None:
         """Set the bytes by (learner, kind, direction), as in `WireBytes.totals`."""
-        self._snapshots.bytes = dict(totals)
+        text = "Bytes of messages with gRPC's framing, without HTTP/2, TLS and TCP; direction as the syncer sees it."
+        self._snapshots["bytes"] = [_counters("wire_bytes", text, totals, "learner", "kind", "direction")]
+
+    def collect(self) -> Iterator[Metric]:
+        """As `Collector`: the snapshots. A learner that left has no sample in them."""
+        for metrics in list(self._snapshots.values()):
+            yield from metrics
 
     # the port
 
@@ -228,83 +207,19 @@ class SyncerMetrics:
             thread.join()
 
 
-class _Snapshots(Collector):
-    """Metrics that are replaced as a whole, so that a learner that left has none."""
-
-    def __init__(self) -> None:
-        self.learners: tuple[LearnerSample, ...] = ()
-        self.ledgers: tuple[Ledger, ...] = ()
-        self.bytes: Mapping[tuple[str, str, Direction], int] = {}
-        self.run: RunSample | None = None
-
-    def collect(self) -> Iterator[Metric]:
-        learners, ledgers, totals, run = self.learners, self.ledgers, self.bytes, self.run
-        if run is not None:
-            yield from _of_run(run)
-        count = GaugeMetricFamily(
-            "diloco_learners", "Learners by state; the healthy are among the live.", labels=["state"]
-        )
-        count.add_metric(["live"], len(learners))
-        count.add_metric(["healthy"], sum(it.healthy for it in learners))
-        yield count
-        step = GaugeMetricFamily("diloco_learner_step", "Inner steps of a live learner.", labels=["learner"])
-        seconds = GaugeMetricFamily(
-            "diloco_learner_step_seconds", "Seconds per inner step of a live learner.", labels=["learner"]
-        )
-        for it in learners:
-            step.add_metric([it.learner], it.step)
-            if it.step_s is not None:
-                seconds.add_metric([it.learner], it.step_s)
-        yield step
-        yield seconds
-        trained = GaugeMetricFamily(
-            "diloco_trained_tokens", "Tokens that were trained on a fragment.", labels=["fragment"]
-        )
-        tokens = GaugeMetricFamily(
-            "diloco_ledger_tokens",
-            "Where the trained tokens of a fragment are; over all states they add up to diloco_trained_tokens.",
-            labels=["fragment", "state", "reason"],
-        )
-        for fragment, ledger in enumerate(ledgers):
-            trained.add_metric([str(fragment)], ledger.trained)
-            states = {"pending": ledger.pending, "merged": ledger.merged, "lost": ledger.lost}
-            for state, number in states.items():
-                tokens.add_metric([str(fragment), state, ""], number)
-            for reason, number in ledger.discarded.items():
-                tokens.add_metric([str(fragment), "discarded", reason], number)
-        yield trained
-        yield tokens
-        on_the_wire = CounterMetricFamily(
-            "diloco_wire_bytes",
-            "Bytes of messages with gRPC's framing, without HTTP/2, TLS and TCP; direction as the syncer sees it.",
-            labels=["learner", "kind", "direction"],
-        )
-        for key, number in totals.items():
-            on_the_wire.add_metric(key, number)
-        yield on_the_wire
+Samples = Mapping[Any, float]
+"""Values by the tuples of their labels' values."""
 
 
-def _of_run(run: RunSample) -> Iterator[Metric]:
-    """The metrics of a run's progress; an unknown value has no sample."""
-    yield CounterMetricFamily("diloco_run_tokens", "Tokens that the run has trained.", value=run.tokens)
-    known = {
-        "diloco_budget_tokens": ("Tokens that the run is to train.", run.budget_tokens),
-        "diloco_held_out_loss": ("Held-out loss of the global model, nats per token.", run.held_out_loss),
-        "diloco_tokens_per_second": ("Tokens per second of the run, over the last minute.", run.tokens_per_s),
-        "diloco_eta_seconds": ("Until the run has its tokens, at this speed.", run.eta_s),
-    }
-    for name, (text, value) in known.items():
-        if value is not None:
-            yield GaugeMetricFamily(name, text, value=value)
-    losses = GaugeMetricFamily(
-        "diloco_training_loss", "Training loss of a learner, nats per token.", labels=["learner"]
-    )
-    for learner, loss in sorted(run.training_losses.items()):
-        losses.add_metric([learner], loss)
-    yield losses
-    blocked = CounterMetricFamily(
-        "diloco_blocked_seconds", "Seconds a learner's training thread has waited for answers.", labels=["learner"]
-    )
-    for learner, seconds in sorted(run.blocked_s.items()):
-        blocked.add_metric([learner], seconds)
-    yield blocked
+def _gauges(name: str, text: str, samples: Samples, *labels: str) -> Metric:
+    return _filled(GaugeMetricFamily(f"diloco_{name}", text, labels=labels), samples)
+
+
+def _counters(name: str, text: str, samples: Samples, *labels: str) -> Metric:
+    return _filled(CounterMetricFamily(f"diloco_{name}", text, labels=labels), samples)
+
+
+def _filled(family: GaugeMetricFamily | CounterMetricFamily, samples: Samples) -> Metric:
+    for labels, value in samples.items():
+        family.add_metric(labels, value)
+    return family

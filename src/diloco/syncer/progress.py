@@ -14,7 +14,7 @@ from diloco.event_log import EventLog
 from diloco.protocol.members import Claim, Report
 from diloco.protocol.units import Ranges, numbers
 from diloco.run.status import state_of
-from diloco.syncer.metrics import RunSample, SyncerMetrics
+from diloco.syncer.metrics import SyncerMetrics
 
 log = logging.getLogger("diloco.syncer")
 
@@ -120,7 +120,10 @@ class ProgressLog:
             loss = max(self._evaluated.values())[1] if self._evaluated else None
             blocked_s = dict(self._blocked_s)
         losses = {name: it.training_loss for name, it in progress.learners.items() if it.training_loss is not None}
-        self._metrics.set_run(RunSample(tokens, budget, loss, losses, speed, eta_s, blocked_s))
+        self._metrics.set_run(
+            tokens=tokens, budget_tokens=budget, held_out_loss=loss, training_losses=losses, tokens_per_s=speed,
+            eta_s=eta_s, blocked_s=blocked_s,
+        )  # fmt: skip
 
 
 def _learner(it: Mapping[str, Any], loss: float | None) -> events.LearnerProgress:

@@ -47,6 +47,7 @@ from diloco.syncer.page.live_page import LivePage
 from diloco.syncer.ports import connections_for, port_refusal, raise_file_limit, why_unbound
 from diloco.syncer.progress import EVERY_S, ProgressLog
 from diloco.syncer.spool import Slot, Spool
+from diloco.syncer.threads import Ticker
 from diloco.syncer.wire_bytes import WireBytes
 from diloco.whole_files import write_whole
 
@@ -219,6 +220,7 @@ class Syncer:
         """Answer calls."""
         options = self._options
         self._wire_bytes = WireBytes()
+        self._traffic_at_s = self._progress_at_s = time.monotonic() + TRAFFIC_EVERY_S
         self.page: LivePage | None = None
         self._audit = audit = Audit(self._events, self._metrics)
         self._calls = OpenCalls(auth, audit)
@@ -232,7 +234,8 @@ class Syncer:
             self.run, self._method, lambda: self.driver, guard=guard, transfers=self.transfers,
             incoming=self._incoming, audit=audit, lost_floor_s=options.deadlines.lost_floor_s,
             resumed=self._observer.resumed, status_extra=self._status_extra, reported=self.progress.record,
-            page_url=self._page_url, promote=self.promote,
+            page_url=self._page_url, promote=lambda: self._hosted.promote(),  # noqa: PLW0108 - of the newest one
+
             followers=FollowerCalls(lambda: self.driver, self._objects, signed, guard, self.progress.evaluated),
             is_suspended=lambda: self._hosted.is_suspended,
         )  # fmt: skip
@@ -245,11 +248,10 @@ class Syncer:
                 steer=lambda order, caller: service.execute(order, caller, "page"),
                 check=auth.check,
             )  # fmt: skip
-        self._traffic = threading.Thread(target=self._report_traffic, name="syncer-traffic", daemon=True)
-        for check in (self._calls, self._deadlines, self.transfers):
-            check.start(self._failed)
+        self._checks, self._reports = Ticker(self._check), Ticker(self._report)
+        self._checks.start()
         self._server.start()
-        self._traffic.start()
+        self._reports.start()
 
     @property
     def driver(self) -> HostedDriver:
@@ -267,10 +269,6 @@ class Syncer:
         """As in `Publisher`."""
         return self._hosted.standing
 
-    def promote(self) -> tuple[int, tuple[int, ...]]:
-        """As `HostedDriver.promote`."""
-        return self._hosted.promote()
-
     def _page_url(self, caller: Caller) -> str:
         if self.page is None:
             raise ConfigError("this syncer serves no page; start it with --page.")
@@ -278,7 +276,7 @@ class Syncer:
 
     def versions(self) -> tuple[int, ...]:
         """The newest durable version of each fragment, as far as this syncer knows."""
-        return self._hosted.versions
+        return self._hosted.manifest.versions
 
     def _claimed(self, manifest: Manifest) -> None:
         """Remember a claim. A disk that refuses costs the next start a lease."""
@@ -312,17 +310,11 @@ class Syncer:
                         "start it with --standby to wait for its turn."
                     )
                 self._hosted = self._begin(is_standby=True)
-            except DilocoError as error:
-                self._failed(error)
-                return
             except BaseException as error:
-                log.critical("this syncer cannot begin again", exc_info=error)
-                self._failed(error)
+                if not isinstance(error, DilocoError):
+                    log.critical("this syncer cannot begin again", exc_info=error)
+                self._failure = error
                 return
-
-    def _failed(self, error: BaseException) -> None:
-        """Keep the first error of a thread, which `wait` raises."""
-        self._failure = self._failure or error
 
     def _recorder(self, options: Options) -> Recorder[Slot] | None:
         if self._journal is None:
@@ -333,8 +325,8 @@ class Syncer:
     def wait(self, stop: threading.Event) -> None:
         """Serve until `stop` is set. Raises the error of the driver or of a thread, if one fails."""
         while not stop.wait(0.5):
-            if self._failure is not None:
-                raise self._failure
+            if (failure := self._failure or self._checks.failure) is not None:
+                raise failure
             self._hosted.raise_failure()
 
     def close(self) -> None:
@@ -348,16 +340,14 @@ class Syncer:
         hosted = self._hosted
         hosted.stop()  # where it has begun again as a standby meanwhile
         self._server.stop(grace=1.0).wait()
-        self._deadlines.close()
-        self.transfers.close()
-        self._calls.close()
-        self._audit.close()
-        self._traffic.join()
+        self._checks.stop()
+        self._audit.flush(after_s=0.0)
+        self._reports.stop()
         if self._copies is not None:
             self._copies.close()
         self._append_traffic()
         self._observer.merges.say(is_last=True)
-        if hosted.has_driver and hosted.failure is None:
+        with suppress(StandbyError, UnreachableError):  # it has not served the run, or has failed
             step, tokens = hosted.ask(lambda driver: (driver.state.step, driver.state.run_tokens))
             versions = self.versions()
             saved = f"versions {list(versions)}, step {step:,}, {tokens:,} tokens" if versions else "no model yet"
@@ -385,34 +375,33 @@ class Syncer:
     def _status_extra(self) -> dict[str, Any]:
         """The syncer's part of its status: time, events that could not be written, bytes by learner and kind."""
         now = time.time()
-        num_bytes: dict[str, dict[str, dict[str, int]]] = {}
-        for (learner, kind, direction), count in self._wire_bytes.totals().items():
-            num_bytes.setdefault(learner, {}).setdefault(kind, {})[direction] = count
         return {
             "time_s": now, "uptime_s": now - self._started_at, "missing_events": self._events.num_missing,
-            "budget_tokens": self._options.budget.tokens, "num_bytes": num_bytes,
+            "budget_tokens": self._options.budget.tokens, "num_bytes": self._wire_bytes.by_learner(),
             "store": {"place": self._objects.name, **self._hosted.store_status()},
         }  # fmt: skip
 
-    def _report_traffic(self) -> None:
-        due_at = time.monotonic()
-        while not self._stopping.wait(TRAFFIC_EVERY_S):
+    def _check(self, _late_s: float) -> None:
+        for each in (self._calls, self._deadlines, self.transfers):
+            each.check()
+        self._incoming.drop_expired()
+
+    def _report(self, _late_s: float) -> None:
+        """Report traffic and progress; called once a second."""
+        now_s = time.monotonic()
+        if now_s >= self._traffic_at_s:
+            self._traffic_at_s = now_s + TRAFFIC_EVERY_S
             self._append_traffic()
-            self._incoming.drop_expired()
-            if time.monotonic() >= due_at:
-                due_at = time.monotonic() + EVERY_S
-                self.progress.write()
+        if now_s >= self._progress_at_s:
+            self._progress_at_s = now_s + EVERY_S
+            self.progress.write()
 
     def _append_traffic(self) -> None:
-        totals = self._wire_bytes.totals()
-        self._metrics.set_bytes(totals)
-        by_learner: dict[str, dict[str, dict[str, int]]] = {}
-        for (learner, kind, direction), count in totals.items():
-            by_learner.setdefault(learner, {"sent": {}, "received": {}})[direction][kind] = count
-        for learner, counts in sorted(by_learner.items()):
-            self._events.append(
-                events.Traffic(learner=learner, sent_bytes=counts["sent"], received_bytes=counts["received"])
-            )
+        self._metrics.set_bytes(self._wire_bytes.totals())
+        for learner, kinds in sorted(self._wire_bytes.by_learner().items()):
+            sent = {kind: it["sent"] for kind, it in kinds.items() if "sent" in it}
+            received = {kind: it["received"] for kind, it in kinds.items() if "received" in it}
+            self._events.append(events.Traffic(learner=learner, sent_bytes=sent, received_bytes=received))
 
 
 def _check_store(method: Method, options: Options) -> None:

@@ -61,19 +61,17 @@ class Spool:
     Arguments:
         directory: for payloads beyond the budget; its files are unlinked at once, so that a crash leaves none.
         budget_bytes: most memory, of payloads and of buffers kept for reuse together.
+
+    Attributes:
+        held_bytes: of payloads in memory.
     """
 
     def __init__(self, directory: Path, budget_bytes: int) -> None:
         self._directory = directory
         self._budget_bytes = budget_bytes
-        self._held_bytes = 0
+        self.held_bytes = 0
         self._free: list[memoryview] = []  # oldest first
         self._lock = threading.Lock()
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of payloads in memory."""
-        return self._held_bytes
 
     def allocate(self, num_bytes: int) -> Slot:
         """Room for `num_bytes`, in memory, or on a disk at its first use; returns at once.
@@ -82,18 +80,19 @@ class Spool:
             NoRoomError: the process gets no memory.
         """
         with self._lock:
-            if self._held_bytes + num_bytes > self._budget_bytes and num_bytes > 0:
+            if self.held_bytes + num_bytes > self._budget_bytes and num_bytes > 0:
                 return Slot(num_bytes, None, self._map)
-            self._held_bytes += num_bytes
+            self.held_bytes += num_bytes
             used = next((index for index, buffer in enumerate(self._free) if len(buffer) == num_bytes), None)
             if used is not None:
                 return Slot(num_bytes, self._free.pop(used), self._map)
-            self._keep_within_budget()
+            while self._free and self.held_bytes + sum(map(len, self._free)) > self._budget_bytes:
+                self._free.pop(0)
         try:
             return Slot(num_bytes, new_buffer(num_bytes), self._map)
         except (MemoryError, OSError) as error:
             with self._lock:
-                self._held_bytes -= num_bytes
+                self.held_bytes -= num_bytes
             raise NoRoomError(
                 f"the syncer gets no memory for a contribution of {num_bytes} bytes ({error}); lower spool_bytes, so "
                 "that more of them wait on disk."
@@ -104,13 +103,9 @@ class Spool:
         buffer = slot.drop()
         if slot.in_memory and buffer is not None:
             with self._lock:
-                self._held_bytes -= slot.num_bytes
+                self.held_bytes -= slot.num_bytes
                 if slot.num_bytes:
                     self._free.append(buffer)
-
-    def _keep_within_budget(self) -> None:
-        while self._free and self._held_bytes + sum(map(len, self._free)) > self._budget_bytes:
-            self._free.pop(0)
 
     def _map(self, num_bytes: int) -> memoryview:
         try:

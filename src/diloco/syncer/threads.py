@@ -23,7 +23,8 @@ SHORTEST_S = 0.01
 
 
 class Ticker:
-    """The driver's clock: calls `tick(late_s)` at the last time given to `wake_at`, and at least once a second.
+    """A clock, such as the driver's: calls `tick(late_s)` at the last time given to `wake_at`, and at least once a
+    second.
 
     Arguments:
         tick: gets the delay of the call; it is long if the whole process was suspended.

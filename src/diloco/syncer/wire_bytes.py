@@ -85,3 +85,10 @@ class WireBytes:
         """Bytes by (learner, kind, direction) so far."""
         with self._lock:
             return dict(self._totals)
+
+    def by_learner(self) -> dict[str, dict[str, dict[Direction, int]]]:
+        """The same, by learner, then kind, then direction."""
+        found: dict[str, dict[str, dict[Direction, int]]] = {}
+        for (learner, kind, direction), num_bytes in self.totals().items():
+            found.setdefault(learner, {}).setdefault(kind, {})[direction] = num_bytes
+        return found

@@ -16,7 +16,6 @@ from diloco.core.layout import Layout
 from diloco.core.layout import digest as theta_digest
 from diloco.core.method import Method
 from diloco.errors import CorruptPayloadError
-from diloco.run.journal.replay_ports import Formats, KeptPayloads
 from diloco.run.ports import InitialModel, SavedRun
 from diloco.run.tensor_jobs import TensorJobs, TensorSlot
 
@@ -82,23 +81,29 @@ class TensorPayloads:
             self._keep(fragment_name(each.fragment, each.version, each.digest) + _STATE, [data])
 
 
-class ReadPayloads:
-    """Reads kept payloads (`replay_ports.KeptPayloads`).
+class TensorFormats:
+    """The formats of the journal of a run with tensors, and its kept payloads (`replay_ports.Formats`).
 
     Arguments:
-        read: returns bytes by name; None: they are not kept.
+        read: returns a kept payload by name; None: it is not kept.
     """
+
+    layout, method = staticmethod(Layout.from_dict), staticmethod(Method.from_dict)
 
     def __init__(self, read: Callable[[str], bytearray | None]) -> None:
         self._read = read
 
+    def jobs(self, method: Method) -> TensorJobs:
+        """As `replay_ports.Formats`."""
+        return TensorJobs(method, seconds=None)
+
     def contribution(self, digest: str) -> Tensor | None:
-        """As `replay_ports.KeptPayloads`."""
+        """As `replay_ports.Formats`."""
         data = self._read(contribution_name(digest))
         return None if data is None else _tensor_of(data, torch.uint8)
 
     def fragment(self, method: Method, index: int, version: int, digest: str) -> GlobalFragment | None:
-        """As `replay_ports.KeptPayloads`. Raises CorruptPayloadError if its digest differs."""
+        """As `replay_ports.Formats`. Raises CorruptPayloadError if its digest differs."""
         name = fragment_name(index, version, digest)
         if (data := self._read(name)) is not None:
             held = GlobalFragment.first(method.for_fragment(index), index, _tensor_of(data, torch.float32), version)
@@ -116,13 +121,8 @@ class ReadPayloads:
         return held
 
     def digest(self, payload: Tensor) -> str:
-        """As `replay_ports.KeptPayloads`."""
+        """As `replay_ports.Formats`."""
         return hashlib.sha256(_bytes_of(payload)).hexdigest()
-
-
-def tensor_formats(payloads: KeptPayloads | None) -> Formats:
-    """Return the formats for the journal of a run with tensors, and its payloads."""
-    return Formats(Layout.from_dict, Method.from_dict, lambda method: TensorJobs(method, seconds=None), payloads)
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

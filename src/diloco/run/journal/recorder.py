@@ -43,7 +43,6 @@ from diloco.run.ports import (
     ConnectionPort,
     H,
     InitialModel,
-    JobsPort,
     Json,
     MergedRound,
     P,
@@ -52,11 +51,8 @@ from diloco.run.ports import (
     S,
     S_contra,
     SavedRun,
-    SpoolPort,
-    StorePort,
     T,
     Work,
-    WorkerPort,
 )
 from diloco.run.uploads import Upload
 
@@ -160,15 +156,8 @@ class Recorder(Generic[S]):
     def around(self, ports: Ports[H, S, P]) -> Ports[H, S, P]:
         """Return the recorded ports of a driver."""
         self._clock = ports.clock
-        return replace(
-            ports,
-            clock=RecordedClock(self, ports.clock),
-            spool=RecordedSpool(self, ports.spool),
-            jobs=RecordedJobs(self, ports.jobs),
-            store=RecordedStore(self, ports.store),
-            worker=RecordedWorker(self, ports.worker),
-            recorder=self,
-        )
+        own = RecordedPorts(self, ports)
+        return replace(ports, clock=own, spool=own, jobs=own, store=own, worker=own, recorder=self)
 
     # --- calls of the driver ------------------------------------------------------------------------------------------
 
@@ -374,20 +363,6 @@ def _name_contribution(c: Contribution) -> str:
 # --- the recorded ports: each notes what the driver does through it --------------------------------------------------
 
 
-class RecordedClock:
-    """Returns one time per event (`ports.ClockPort`)."""
-
-    def __init__(self, recorder: Recorder[Any], clock: ClockPort) -> None:
-        self._recorder, self._clock = recorder, clock
-
-    def now_s(self) -> float:
-        return self._recorder.now_s(self._clock)
-
-    def wake_at(self, at_s: float) -> None:
-        self._recorder.did("wake at", at_s)
-        self._clock.wake_at(at_s)
-
-
 class RecordedConnection:
     """As `ports.ConnectionPort`."""
 
@@ -407,76 +382,72 @@ class RecordedConnection:
         self._connection.end()
 
 
-class RecordedSpool(Generic[S]):
-    """As `ports.SpoolPort`."""
+class RecordedPorts(Generic[H, S, P]):
+    """The clock, spool, jobs, store and worker of a driver, as the protocols in `ports`."""
 
-    def __init__(self, recorder: Recorder[S], spool: SpoolPort[S]) -> None:
-        self._recorder, self._spool = recorder, spool
+    def __init__(self, recorder: Recorder[S], ports: Ports[H, S, P]) -> None:
+        self._recorder, self._ports = recorder, ports
+
+    # the clock: one time per event
+
+    def now_s(self) -> float:
+        return self._recorder.now_s(self._ports.clock)
+
+    def wake_at(self, at_s: float) -> None:
+        self._recorder.did("wake at", at_s)
+        self._ports.clock.wake_at(at_s)
+
+    # the spool
 
     @property
     def held_bytes(self) -> int:
-        return self._spool.held_bytes
+        return self._ports.spool.held_bytes
 
     def allocate(self, num_bytes: int) -> S:
         self._recorder.did("allocate", num_bytes)
         try:
-            return self._spool.allocate(num_bytes)
+            return self._ports.spool.allocate(num_bytes)
         except NoRoomError as error:
             self._recorder.refused(error)
             raise
 
     def release(self, slot: S) -> None:
         self._recorder.did("release")
-        self._spool.release(slot)
+        self._ports.spool.release(slot)
 
-
-class RecordedJobs(Generic[H, S, P]):
-    """As `ports.JobsPort`; notes the digests of contributions."""
-
-    def __init__(self, recorder: Recorder[S], jobs: JobsPort[H, S, P]) -> None:
-        self._recorder, self._jobs = recorder, jobs
+    # the jobs: the digests of contributions are noted
 
     def contribution_bytes(self, fragment: int, num_elements: int) -> int:
-        return self._jobs.contribution_bytes(fragment, num_elements)
+        return self._ports.jobs.contribution_bytes(fragment, num_elements)
 
     def check(self, slot: S, fragment: int, num_elements: int) -> PayloadError | None:
-        error = self._jobs.check(slot, fragment, num_elements)
+        error = self._ports.jobs.check(slot, fragment, num_elements)
         NOTES.get().update(self._recorder.payloads.check(slot, is_usable=error is None))
         return error
 
     def close(self, action: MergeRound, layout: Any, held: H, slots: Sequence[S]) -> MergedRound[H, P] | PayloadError:
-        return self._jobs.close(action, layout, held, slots)
+        return self._ports.jobs.close(action, layout, held, slots)
 
-
-class RecordedStore(Generic[H, P]):
-    """As `ports.StorePort`."""
-
-    def __init__(self, recorder: Recorder[Any], store: StorePort[H, P]) -> None:
-        self._recorder, self._store = recorder, store
+    # the store
 
     @property
     def is_refusing(self) -> bool:
-        return self._store.is_refusing
+        return self._ports.store.is_refusing
 
     def initialise(
         self, run: str, method: RunMethod, model: InitialModel[H], done: Callable[[StoreError | None], None]
     ) -> None:
         self._recorder.initialises(model)
-        self._recorder.begin("initialise", None, partial(self._store.initialise, run, method, model), done, {})
+        self._recorder.begin("initialise", None, partial(self._ports.store.initialise, run, method, model), done, {})
 
     def put(self, merged: MergedRound[H, P], done: Callable[[], None]) -> None:
-        self._recorder.begin("put", merged.update.fragment, partial(self._store.put, merged), done, {})
+        self._recorder.begin("put", merged.update.fragment, partial(self._ports.store.put, merged), done, {})
 
     def commit(self, versions: Sequence[MergedRound[H, P]], record: Json, done: Callable[[], None]) -> None:
         self._recorder.did("commits", [(each.update.fragment, each.update.version) for each in versions], record)
-        self._recorder.begin("commit", None, partial(self._store.commit, versions, record), done, {})
+        self._recorder.begin("commit", None, partial(self._ports.store.commit, versions, record), done, {})
 
-
-class RecordedWorker:
-    """As `ports.WorkerPort`."""
-
-    def __init__(self, recorder: Recorder[Any], worker: WorkerPort) -> None:
-        self._recorder, self._worker = recorder, worker
+    # the worker
 
     def submit(self, what: Work, fragment: int | None, job: Callable[[], T], done: Callable[[T], None]) -> None:
         notes: dict[str, Any] = {}
@@ -488,4 +459,4 @@ class RecordedWorker:
             finally:
                 NOTES.reset(token)
 
-        self._recorder.begin(what, fragment, partial(self._worker.submit, what, fragment, run), done, notes)
+        self._recorder.begin(what, fragment, partial(self._ports.worker.submit, what, fragment, run), done, notes)

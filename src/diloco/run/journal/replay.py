@@ -21,16 +21,10 @@ from diloco.run.journal.recorder import Recorder, entry_of, is_entry
 from diloco.run.journal.replay_ports import (
     DeafConnection,
     Formats,
-    History,
     KnownFragment,
     Past,
-    PastClock,
     PastJobs,
-    PastJournal,
-    PastPayloads,
-    PastSpool,
     PastStore,
-    PastWorker,
 )
 from diloco.run.journal.serialization import PlainReader
 from diloco.run.memory import MemorySlot
@@ -77,17 +71,25 @@ class Replay:
         driver: in its current state; None: before the first start, or after a gap.
     """
 
+    driver: Driver[KnownFragment, MemorySlot, None] | None
+
     def __init__(self, formats: Formats, *, fragment: int | None = None) -> None:
         self.findings = Findings()
-        self.driver: Driver[KnownFragment, MemorySlot, None] | None = None
         self._formats, self._fragment = formats, fragment
-        reader = PlainReader(layout=formats.layout, method=formats.method, held=self._held, numbered=self._numbered)
-        self._past = Past(reader)
-        self._history = History()
-        self._new_store()
+        self._reader = PlainReader(
+            layout=formats.layout, method=formats.method, held=self._held, numbered=self._numbered
+        )
+        self._store = PastStore()
+        self._forget({})
+        self._began_s: float | None = None
+
+    def _forget(self, entry: Mapping[str, Any]) -> None:
+        """Forget the driver so far; the entry is the next one."""
+        self.driver = None
         self._is_whole = False  # the entries so far explain the durable state
         self._objects: dict[tuple[str, int], Any] = {}
-        self._began_s: float | None = None
+        self._past = Past(self._reader, self._formats, entry)
+        self._store.restart(self._past, None)
 
     def take(self, line: str) -> None:
         """Replay an entry of the journal.
@@ -107,8 +109,7 @@ class Replay:
         if self._began_s is None:
             self._began_s = entry["t"]
         self.findings.num_entries += 1
-        self._past.entry, self._past.now_s = entry, entry["t"]
-        self._past.written.clear()
+        self._past.begin_entry(entry)
         failure = ""
         try:
             self._happen(entry)
@@ -122,11 +123,11 @@ class Replay:
                 self._recorder.digest = entry["o"]  # compare the next entry independently
 
     def _happen(self, entry: Mapping[str, Any]) -> None:
-        name, read = entry["e"], self._past.reader.read
+        name, read = entry["e"], self._reader.read
         if name == "__init__":
-            self._begin(entry["a"])
+            self._begin(entry)
         elif name.startswith("#"):
-            what, job, done = self._worker.jobs.pop(entry["n"])
+            what, job, done = self._past.jobs.pop(entry["n"])
             if name != f"#{what}":
                 raise LookupError(f"job {entry['n']} is a {what}")
             found = job()
@@ -147,33 +148,26 @@ class Replay:
 
     # --- starts of a driver -------------------------------------------------------------------------------------------
 
-    def _begin(self, given: Mapping[str, Any]) -> None:
+    def _begin(self, entry: Mapping[str, Any]) -> None:
         """Start a driver from the durable state."""
         self.findings.num_boots += 1
+        given = entry["a"]
         saved = given.get("saved")
         if self._is_whole:
             self._finish_write(saved)
         elif saved is not None and not self.findings.gaps and self.findings.difference is None:
             self.findings.gaps.append(f"{self._start_with(saved['fragments'])}: the journal has nothing before it")
-        self.driver = None
-        self._method = self._past.reader.read(given["method"])
-        arguments = {key: self._past.reader.read(value) for key, value in given.items()}
-        self._objects = {}
-        self._new_store()
-        if saved is not None:
-            self._store.fragments, self._store.record = list(arguments["saved"].fragments), arguments["saved"].record
-        self._jobs = PastJobs(self._past, self._formats, self._method, fragment=self._fragment)
-        self._recorder: Recorder[MemorySlot] = Recorder(
-            PastJournal(self._past), PastPayloads(self._past, self._formats.payloads)
-        )
+        self._forget(entry)
+        self._method = self._reader.read(given["method"])
+        arguments = {key: self._reader.read(value) for key, value in given.items()}
+        past = self._past
+        self._store.restart(past, arguments.get("saved"))
+        self._jobs = PastJobs(past, self._formats, self._method, fragment=self._fragment)
+        self._recorder: Recorder[MemorySlot] = Recorder(past, past)
         observer = NullObserver()  # type: ignore[abstract] # omitted methods do nothing
-        ports = Ports(PastClock(self._past), PastSpool(self._past), self._jobs, self._store, self._worker, observer)
+        ports = Ports(past, past, self._jobs, self._store, past, observer)
         self._is_whole = True
         self.driver = Driver(**arguments, ports=self._recorder.around(ports))
-
-    def _new_store(self) -> None:
-        self._worker = PastWorker()
-        self._store = PastStore(self._past, self._history, self._worker)
 
     def finish(self, stored: Sequence[tuple[int, str]], epoch: int) -> None:
         """Compare the end of the journal with the newest durable version of each fragment.
@@ -202,7 +196,7 @@ class Replay:
     def _write_pending(self) -> None:
         """Finish the commit in progress, of which the journal may lack the end."""
         self._past.entry = {"r": None}
-        for what, job, _ in self._worker.jobs.values():
+        for what, job, _ in self._past.jobs.values():
             if what in ("initialise", "commit"):
                 job()
 
@@ -216,7 +210,7 @@ class Replay:
         held = [] if saved is None else saved["fragments"]
         ends = _versions([each.version for each in self._store.fragments])
         said = self._start_with(held)
-        if held and all(self._history.find(index, *each) for index, each in enumerate(held)):
+        if held and all(self._store.find(index, *each) for index, each in enumerate(held)):
             self.findings.gaps.append(f"{said}: the state was rolled back from {ends}")
         elif foreign := self._foreign(saved):
             self.findings.gaps.append(f"{said}: another syncer has served the run, in epoch {max(foreign)}")
@@ -243,12 +237,10 @@ class Replay:
         return is_record and is_model
 
     def _held(self, index: int, version: int, digest: str) -> KnownFragment:
-        found = self._history.find(index, version, digest)
+        found = self._store.find(index, version, digest)
         if found is not None and found.tensors is not None:
             return found
-        if self._formats.payloads is None:
-            return KnownFragment(version, digest)
-        return KnownFragment(version, digest, self._formats.payloads.fragment(self._method, index, version, digest))
+        return KnownFragment(version, digest, self._formats.fragment(self._method, index, version, digest))
 
     def _numbered(self, kind: str, number: int) -> Any:
         if kind == "connection":
@@ -259,8 +251,7 @@ class Replay:
 
     def _break_off(self, entry: Mapping[str, Any]) -> None:
         """Stop replaying this driver; the next start is replayed again."""
-        self.driver, self._is_whole = None, False
-        self._worker = PastWorker()
+        self._forget(entry)
         if entry["e"] == "#gap":
             why = entry.get("why", f"{entry['missing']} entries are missing")
             self.findings.gaps.append(f"{why}, {self._place(entry)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from diloco.errors import NoRoomError, PayloadError
@@ -14,8 +14,17 @@ from diloco.run.memory import MemorySlot, MemorySpool
 from diloco.run.ports import InitialModel, JobsPort, Json, MergedRound, RunMethod, SavedRun, T
 
 
-class KeptPayloads(Protocol):
-    """Kept payloads of a journal."""
+class Formats(Protocol):
+    """Functions of a run with tensors, and the kept payloads of its journal."""
+
+    def layout(self, values: Any, /) -> Any:
+        """Read a layout from the values of `to_dict`."""
+
+    def method(self, values: Any, /) -> Any:
+        """Read a method from the values of `to_dict`."""
+
+    def jobs(self, method: Any) -> JobsPort[Any, Any, Any]:
+        """Return the jobs of a method."""
 
     def contribution(self, digest: str) -> Any:
         """Return a contribution's payload, as in a slot; None: it is not kept."""
@@ -25,22 +34,6 @@ class KeptPayloads(Protocol):
 
     def digest(self, payload: Any) -> str:
         """Return the digest of a contribution's payload."""
-
-
-@dataclass(frozen=True)
-class Formats:
-    """Functions of a run with tensors.
-
-    Attributes:
-        layout, method: read the values of `to_dict`.
-        jobs: returns the jobs of a method.
-        payloads: kept payloads; None: the journal has none.
-    """
-
-    layout: Callable[[Any], Any]
-    method: Callable[[Any], Any]
-    jobs: Callable[[Any], JobsPort[Any, Any, Any]]
-    payloads: KeptPayloads | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,86 +49,75 @@ class KnownFragment:
     tensors: Any = None
 
 
-@dataclass
-class Past:
-    """The current event of a replay.
+NUM_HELD = 2
+"""Newest versions of a fragment whose tensors are kept in memory."""
+
+
+class Past(MemorySpool):
+    """The past of one driver: its clock, spool and worker, and the recorder's journal and payloads.
+
+    Jobs and requests wait for their end in the journal; wake-ups are ticks in the journal.
 
     Attributes:
-        entry: in the journal.
-        now_s: its time.
-        written: entries that the recorder writes in the replay.
+        entry: in the journal, of the current event.
+        written: entries that the recorder writes in the replay of that event.
+        jobs: under way, by number: kind, job, and callback for the result.
     """
 
-    reader: PlainReader
-    entry: Mapping[str, Any] = field(default_factory=dict)
-    now_s: float = 0.0
-    written: list[str] = field(default_factory=list)
+    def __init__(self, reader: PlainReader, formats: Formats, entry: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.reader, self._formats = reader, formats
+        self.jobs: dict[int, tuple[str, Callable[[], Any], Callable[[Any], None]]] = {}
+        self._num_jobs = 0
+        self.begin_entry(entry)
+
+    def begin_entry(self, entry: Mapping[str, Any]) -> None:
+        """The event of an entry begins."""
+        self.entry = entry
+        self.written: list[str] = []
 
     @property
     def found(self) -> Any:
         """The recorded result of the job that ends."""
         return self.reader.read(self.entry["r"])
 
-
-NUM_HELD = 2
-"""Newest versions of a fragment whose tensors are kept in memory."""
-
-
-class PastJournal:
-    """Collects the entries of the replay (`recorder.JournalPort`)."""
-
-    def __init__(self, past: Past) -> None:
-        self._past = past
-
-    def append(self, entry: str) -> None:
-        self._past.written.append(entry)
-
-    def sync(self) -> None:
-        pass
-
-
-class PastClock:
-    """Returns the recorded times (`ports.ClockPort`); wake-ups are ticks in the journal."""
-
-    def __init__(self, past: Past) -> None:
-        self._past = past
-
     def now_s(self) -> float:
-        return self._past.now_s
+        """As `ports.ClockPort`."""
+        at_s: float = self.entry["t"]
+        return at_s
 
     def wake_at(self, at_s: float) -> None:
-        pass
-
-
-class PastSpool(MemorySpool):
-    """Refuses an allocation where the journal has a refusal."""
-
-    def __init__(self, past: Past) -> None:
-        super().__init__()
-        self._past = past
+        """As `ports.ClockPort`."""
 
     def allocate(self, num_bytes: int) -> MemorySlot:
-        """As `ports.SpoolPort`."""
-        refusal = self._past.reader.read(self._past.entry.get("i", {}).get("no_room"))
+        """As `ports.SpoolPort`; refuses where the journal has a refusal."""
+        refusal = self.reader.read(self.entry.get("i", {}).get("no_room"))
         if isinstance(refusal, NoRoomError):
             raise refusal
         return super().allocate(num_bytes)
 
-
-class PastWorker:
-    """Holds jobs and requests until their end in the journal (`ports.WorkerPort`).
-
-    Attributes:
-        jobs: by number: kind, job, and callback for the result.
-    """
-
-    def __init__(self) -> None:
-        self.jobs: dict[int, tuple[str, Callable[[], Any], Callable[[Any], None]]] = {}
-        self._num_jobs = 0
-
     def submit(self, what: str, fragment: int | None, job: Callable[[], T], done: Callable[[T], None]) -> None:
+        """As `ports.WorkerPort`."""
         self._num_jobs += 1
         self.jobs[self._num_jobs] = what, job, done
+
+    def append(self, entry: str) -> None:
+        """As `recorder.JournalPort`."""
+        self.written.append(entry)
+
+    def sync(self) -> None:
+        """As `recorder.JournalPort`."""
+
+    def check(self, slot: MemorySlot, *, is_usable: bool) -> Mapping[str, Any]:
+        """As `recorder.PayloadsPort`: digests are computed again for kept payloads."""
+        notes: Mapping[str, Any] = self.entry["x"]
+        return notes if slot.payload is None else {**notes, "payload": self._formats.digest(slot.payload)}
+
+    def begin(self, model: InitialModel[Any]) -> None:
+        """As `recorder.PayloadsPort`."""
+
+    def resume(self, saved: SavedRun[Any]) -> None:
+        """As `recorder.PayloadsPort`."""
 
 
 class DeafConnection:
@@ -151,25 +133,6 @@ class DeafConnection:
         pass
 
 
-class PastPayloads:
-    """Digests of contributions, computed again for kept payloads (`recorder.PayloadsPort`)."""
-
-    def __init__(self, past: Past, kept: KeptPayloads | None) -> None:
-        self._past, self._kept = past, kept
-
-    def check(self, slot: MemorySlot, *, is_usable: bool) -> Mapping[str, Any]:
-        notes: Mapping[str, Any] = self._past.entry["x"]
-        if self._kept is None or slot.payload is None:
-            return notes
-        return {**notes, "payload": self._kept.digest(slot.payload)}
-
-    def begin(self, model: InitialModel[Any]) -> None:
-        pass
-
-    def resume(self, saved: SavedRun[Any]) -> None:
-        pass
-
-
 class PastJobs:
     """Executes jobs again whose payloads are kept, and returns recorded results otherwise (`ports.JobsPort`).
 
@@ -182,7 +145,7 @@ class PastJobs:
     """
 
     def __init__(self, past: Past, formats: Formats, method: Any, *, fragment: int | None) -> None:
-        self._past, self._real, self._kept, self._fragment = past, formats.jobs(method), formats.payloads, fragment
+        self._past, self._real, self._kept, self._fragment = past, formats.jobs(method), formats, fragment
         self.is_equal = False
 
     def contribution_bytes(self, fragment: int, num_elements: int) -> int:
@@ -190,7 +153,7 @@ class PastJobs:
 
     def check(self, slot: MemorySlot, fragment: int, num_elements: int) -> PayloadError | None:
         digest = self._past.entry["x"].get("payload")
-        slot.payload = None if self._kept is None or digest is None else self._kept.contribution(digest)
+        slot.payload = None if digest is None else self._kept.contribution(digest)
         if slot.payload is not None:
             return self._as_worded(self._real.check(slot, fragment, num_elements))
         error = self._past.found
@@ -230,27 +193,10 @@ class PastJobs:
         )
 
 
-class History:
-    """All published versions, and the tensors of the newest ones of each fragment: those that a store keeps and to
-    which a run may be rolled back."""
-
-    def __init__(self) -> None:
-        self._versions: dict[tuple[int, int], KnownFragment] = {}
-
-    def take(self, index: int, held: KnownFragment) -> None:
-        """Add a durable version of a fragment."""
-        self._versions[index, held.version] = held
-        if (old := self._versions.get((index, held.version - NUM_HELD))) is not None:
-            self._versions[index, held.version - NUM_HELD] = replace(old, tensors=None)
-
-    def find(self, index: int, version: int, digest: str) -> KnownFragment | None:
-        """Return a version with this digest; None: there is none."""
-        found = self._versions.get((index, version))
-        return found if found is not None and found.digest == digest else None
-
-
 class PastStore:
-    """The durable state (`ports.StorePort`). A recorded refusal of the initial model is repeated.
+    """The durable state (`ports.StorePort`), and all published versions: of each fragment the newest ones with their
+    tensors, those that a store keeps and to which a run may be rolled back. A recorded refusal of the initial model is
+    repeated.
 
     Attributes:
         fragments: the newest version of each; empty: there is no model.
@@ -259,10 +205,19 @@ class PastStore:
 
     is_refusing = False
 
-    def __init__(self, past: Past, history: History, worker: PastWorker) -> None:
-        self.fragments: list[KnownFragment] = []
-        self.record: Json | None = None
-        self._past, self._history, self._worker = past, history, worker
+    def __init__(self) -> None:
+        self._versions: dict[tuple[int, int], KnownFragment] = {}
+
+    def restart(self, past: Past, saved: SavedRun[KnownFragment] | None) -> None:
+        """A driver begins from this state; None: there is no model."""
+        self._past = past
+        self.fragments: list[KnownFragment] = [] if saved is None else list(saved.fragments)
+        self.record: Json | None = None if saved is None else saved.record
+
+    def find(self, index: int, version: int, digest: str) -> KnownFragment | None:
+        """Return a version with this digest; None: there is none."""
+        found = self._versions.get((index, version))
+        return found if found is not None and found.digest == digest else None
 
     def initialise(
         self, run: str, method: RunMethod, model: InitialModel[KnownFragment], done: Callable[[Any], None]
@@ -272,19 +227,21 @@ class PastStore:
                 self._take(None, enumerate(model.fragments))
             return self._past.found
 
-        self._worker.submit("initialise", None, initialised, done)
+        self._past.submit("initialise", None, initialised, done)
 
     def put(self, merged: MergedRound[KnownFragment, None], done: Callable[[], None]) -> None:
-        self._worker.submit("put", merged.update.fragment, lambda: None, lambda _: done())
+        self._past.submit("put", merged.update.fragment, lambda: None, lambda _: done())
 
     def commit(
         self, versions: Sequence[MergedRound[KnownFragment, None]], record: Json, done: Callable[[], None]
     ) -> None:
         held = [(each.update.fragment, each.held) for each in versions]
-        self._worker.submit("commit", None, lambda: self._take(record, held), lambda _: done())
+        self._past.submit("commit", None, lambda: self._take(record, held), lambda _: done())
 
     def _take(self, record: Json | None, held: Iterable[tuple[int, KnownFragment]]) -> None:
         self.record = record
         for index, each in held:
             self.fragments[index : index + 1] = [each]
-            self._history.take(index, each)
+            self._versions[index, each.version] = each
+            if (old := self._versions.get((index, each.version - NUM_HELD))) is not None:
+                self._versions[index, each.version - NUM_HELD] = replace(old, tensors=None)

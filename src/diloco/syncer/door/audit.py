@@ -71,7 +71,7 @@ class Audit:
         if not isinstance(error, REFUSALS):
             return
         reason, name = type(error).__name__, "" if caller is None else caller.name
-        self._metrics.refused(call, reason)
+        self._metrics.refused.labels(call, reason).inc()
         event = events.Refused(call=call, name=name, peer=peer, reason=reason, text=str(error)[:MAX_TEXT])
         key = name if caller not in (None, UNKNOWN) else peer.rpartition(":")[0]
         with self._lock:
@@ -84,25 +84,15 @@ class Audit:
             else:
                 sender.times, sender.newest = sender.times + 1, event
 
-    def flush(self) -> None:
-        """Write counts that are `AGAIN_S` old; call it regularly."""
+    def flush(self, after_s: float = AGAIN_S) -> None:
+        """Write counts that are this old; call it regularly."""
         now = self._clock()
         with self._lock:
             for key, sender in list(self._senders.items()):
-                if now - sender.written_at >= AGAIN_S:
-                    self._write(sender)
+                if now - sender.written_at >= after_s:
+                    if sender.newest is not None:
+                        self._append(sender.newest.model_copy(update={"times": sender.times}))
                     del self._senders[key]
-
-    def close(self) -> None:
-        """Write all counts."""
-        with self._lock:
-            for sender in self._senders.values():
-                self._write(sender)
-            self._senders.clear()
-
-    def _write(self, sender: _Sender) -> None:
-        if sender.newest is not None:
-            self._append(sender.newest.model_copy(update={"times": sender.times}))
 
     def _append(self, event: events.Refused) -> None:
         self._log.append(event)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from functools import partial
 
 import grpc
@@ -70,7 +69,7 @@ class Initialising:
         self, header: pb.InitialiseHeader, layout: Layout, seen: Lineage | None, stream: Iterator[bytes]
     ) -> Iterator[pb.InitialiseReply]:
         resumed = partial(self._resumed, header.learner, "joins")
-        buffer = yield from _replying(self._incoming.receive(header, stream, _room_for_model, resumed))
+        buffer = yield from self._incoming.receive(header, stream, _room_for_model, resumed)
         whole = pb.Received(num_bytes=len(buffer), all=True)
         with ThreadPoolExecutor(1, thread_name_prefix="diloco-initialise") as worker:
             making = worker.submit(self._initial_model, header, layout, seen, buffer)
@@ -121,20 +120,6 @@ def _check_sizes(sizes: list[int], layout: Layout) -> None:
 def _require_uninitialised(driver: SyncerDriver) -> None:
     if driver.state.is_initialised:
         raise driver.state.already_initialised()
-
-
-def _replying(
-    arriving: Generator[pb.Received, None, memoryview],
-) -> Generator[pb.InitialiseReply, None, memoryview]:
-    """Turn progress reports into replies."""
-    with closing(arriving):
-        while True:
-            try:
-                received = next(arriving)
-            except StopIteration as ended:
-                buffer: memoryview = ended.value
-                return buffer
-            yield pb.InitialiseReply(received=received)
 
 
 def _room_for_model(num_bytes: int) -> memoryview:

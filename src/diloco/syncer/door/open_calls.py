@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -49,40 +48,8 @@ NEXT_S = 300.0
 """Longest wait for every further message, and for a reply to be taken; also the wait where heartbeats show whether the
 peer lives. A message has half a megabyte: 14 kbit/s are enough."""
 
-CHECK_EVERY_S = 0.5
-
-
-class PeriodicCheck(ABC):
-    """Checks open calls every `CHECK_EVERY_S` on a thread of its own."""
-
-    _failed: Callable[[BaseException], None]
-
-    def __init__(self, name: str) -> None:
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-
-    def start(self, failed: Callable[[BaseException], None]) -> None:
-        """Start the thread. `failed` is called with the error of a check, after which there is none."""
-        self._failed = failed
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop the thread."""
-        self._closing.set()
-        self._thread.join()
-
-    @abstractmethod
-    def check(self) -> None:
-        """Cancel the calls that have to end."""
-
-    def _run(self) -> None:
-        while not self._closing.wait(CHECK_EVERY_S):
-            try:
-                self.check()
-            except BaseException as error:
-                log.critical("%s failed", self._thread.name, exc_info=error)
-                self._failed(error)
-                return
+LOOK_EVERY_S = 0.5
+"""A transfer looks this often whether its own call has ended, while it waits for the end of an earlier one."""
 
 
 @dataclass(eq=False)
@@ -92,14 +59,13 @@ class _Call:
     context: Any  # gRPC's, whose `cancel` has no types
 
 
-class OpenCalls(PeriodicCheck):
+class OpenCalls:
     """The long calls of a syncer, cancelled when the caller's credentials end. Any thread may call any method.
 
     The caller's next call is refused with the reason.
     """
 
     def __init__(self, auth: Authenticator, audit: Audit) -> None:
-        super().__init__("syncer-callers")
         self._auth, self._audit = auth, audit
         self._lock = threading.Lock()
         self._calls: set[_Call] = set()
@@ -116,14 +82,8 @@ class OpenCalls(PeriodicCheck):
             with self._lock:
                 self._calls.remove(call)
 
-    @property
-    def num_open(self) -> int:
-        """The number of open calls."""
-        with self._lock:
-            return len(self._calls)
-
     def check(self) -> None:
-        """As `PeriodicCheck`; also writes refusals that the audit has counted."""
+        """Cancel the calls that have to end; call it regularly. Also writes refusals that the audit has counted."""
         with self._lock:
             calls = list(self._calls)
         for call in calls:
@@ -144,7 +104,7 @@ class _Wait:
     ends_at: float
 
 
-class CallDeadlines(PeriodicCheck):
+class CallDeadlines:
     """Cancels calls whose peer does not send or receive in time: a stall timeout for each caller. Any thread may call
     any method.
 
@@ -161,7 +121,6 @@ class CallDeadlines(PeriodicCheck):
         self, floor_s: float, *, first_s: float = FIRST_S, next_s: float = NEXT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        super().__init__("syncer-deadlines")
         self._first_s, self._next_s, self._clock = first_s, next_s, clock
         self._lock = threading.Lock()
         self._timeouts: defaultdict[str, StallTimeout] = defaultdict(lambda: StallTimeout(floor_s, next_s))
@@ -213,7 +172,7 @@ class CallDeadlines(PeriodicCheck):
                     timeout.waited(self._clock() - began_at)
 
     def check(self) -> None:
-        """As `PeriodicCheck`."""
+        """Cancel the calls that have to end; call it regularly."""
         now = self._clock()
         with self._lock:
             late = [wait for wait in self._waits if wait.ends_at <= now]
@@ -237,7 +196,7 @@ class _Transfer:
         driver.core.check(self.learner, self.incarnation)
 
 
-class OpenTransfers(PeriodicCheck):
+class OpenTransfers:
     """The transfers of learners, cancelled when the incarnation has left the run or starts the same transfer again over
     another connection. Any thread may call any method.
 
@@ -247,7 +206,6 @@ class OpenTransfers(PeriodicCheck):
     """
 
     def __init__(self, host: Callable[[], HostedDriver], deadlines: CallDeadlines) -> None:
-        super().__init__("syncer-transfers")
         self._host, self._deadlines = host, deadlines
         self._lock = threading.Lock()
         self._open: set[_Transfer] = set()
@@ -271,7 +229,7 @@ class OpenTransfers(PeriodicCheck):
             for earlier in same:
                 log.info("%s repeats %s over a new connection: the earlier one is ended", learner, content)
                 earlier.context.cancel()
-                while not earlier.ended.wait(CHECK_EVERY_S) and context.is_active():
+                while not earlier.ended.wait(LOOK_EVERY_S) and context.is_active():
                     pass
             with nullcontext() if incarnation is None else self._deadlines.member(context):
                 yield
@@ -280,14 +238,8 @@ class OpenTransfers(PeriodicCheck):
             with self._lock:
                 self._open.remove(mine)
 
-    @property
-    def num_open(self) -> int:
-        """The number of open transfers."""
-        with self._lock:
-            return len(self._open)
-
     def check(self) -> None:
-        """As `PeriodicCheck`."""
+        """Cancel the calls that have to end; call it regularly."""
         with self._lock:
             transfers = [it for it in self._open if it.incarnation is not None]
         for it in transfers:

@@ -50,12 +50,6 @@ class IncomingModel:
         self._clock, self._lock = clock, threading.Lock()
         self._kept: _Kept | None = None
 
-    @property
-    def kept_bytes(self) -> int:
-        """Memory of a kept upload, in bytes."""
-        with self._lock:
-            return 0 if self._kept is None else len(self._kept.buffer)
-
     def drop_expired(self) -> None:
         """Drop an upload that was kept for `KEPT_S`."""
         with self._lock:
@@ -65,7 +59,7 @@ class IncomingModel:
     def receive(
         self, header: pb.InitialiseHeader, stream: Iterator[bytes], room: Callable[[int], memoryview],
         resumed: Callable[[int], None],
-    ) -> Generator[pb.Received, None, memoryview]:  # fmt: skip
+    ) -> Generator[pb.InitialiseReply, None, memoryview]:  # fmt: skip
         """Yield progress reports; return the buffer of the whole model.
 
         Arguments:
@@ -89,14 +83,15 @@ class IncomingModel:
         start, is_whole = 0, False
         try:
             if header.resumes:
-                yield pb.Received(num_bytes=filled, checksum=zlib.crc32(buffer[:filled]))
+                checksum = zlib.crc32(buffer[:filled])
+                yield pb.InitialiseReply(received=pb.Received(num_bytes=filled, checksum=checksum))
                 filled = start = resumed_at(read_header(stream, pb.Resume).start, filled)
             if start:
                 resumed(start)
             progress = ArrivalReports()
             for filled in filling(stream, buffer, filled=start):
                 if progress.is_due():
-                    yield pb.Received(num_bytes=filled)
+                    yield pb.InitialiseReply(received=pb.Received(num_bytes=filled))
             is_whole = True
         finally:
             if not is_whole and filled < len(buffer):  # a whole buffer means that the checksum is wrong

@@ -132,7 +132,7 @@ class Authority:
     def new(cls, run: str) -> Authority:
         """Make a new authority: ECDSA P-256, with a unique name, since two are trusted while one replaces the other."""
         key, name = ec.generate_private_key(ec.SECP256R1()), _subject(f"diloco {run}"[:55] + f" {secrets.token_hex(4)}")
-        begins = _now() - dt.timedelta(hours=1)
+        begins = now() - dt.timedelta(hours=1)
         ends = begins + dt.timedelta(days=AUTHORITY_DAYS)
         cert = (
             x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number(), begins, ends)
@@ -177,8 +177,8 @@ class Authority:
         key = ec.generate_private_key(ec.SECP256R1())
         uri = f"{SCHEME}:{urllib.parse.quote(run, safe='')}/{role}/{name}"
         names = [x509.UniformResourceIdentifier(uri), *(general_name(host) for host in dict.fromkeys(hosts))]
-        serial, now = x509.random_serial_number(), _now()
-        begins, ends = now - dt.timedelta(hours=1), min(now + lifetime, self._cert.not_valid_after_utc)
+        serial, begins = x509.random_serial_number(), now() - dt.timedelta(hours=1)
+        ends = min(now() + lifetime, self._cert.not_valid_after_utc)
         uses = [ExtendedKeyUsageOID.CLIENT_AUTH, *([ExtendedKeyUsageOID.SERVER_AUTH] if hosts else [])]
         authority = self._cert.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
         cert = (
@@ -265,7 +265,8 @@ def left(now: dt.datetime, expires: dt.datetime) -> str:
     return f"{hours} hours" if hours < 48 else f"{round(rest / dt.timedelta(days=1))} days"
 
 
-def _now() -> dt.datetime:
+def now() -> dt.datetime:
+    """The time, in the whole seconds of a certificate."""
     return dt.datetime.now(dt.UTC).replace(microsecond=0)
 
 

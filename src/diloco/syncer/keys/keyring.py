@@ -18,7 +18,7 @@ from diloco.errors import ConfigError, StoreError, translated
 from diloco.exchange.key_pair import CA, CERT, KEY
 from diloco.run.validation import NAME
 from diloco.syncer.keys.auth import REVOKED, Revoked, write_revoked
-from diloco.syncer.keys.certificates import ROLES, Authority, Role, Signed, general_name
+from diloco.syncer.keys.certificates import ROLES, Authority, Role, Signed, general_name, now
 from diloco.tables import Table, read_text, read_toml, validate, write_toml
 from diloco.whole_files import replace_secret, write_secret
 
@@ -219,7 +219,7 @@ class Keyring:
             raise ConfigError(f"{name!r} is a {role} and serves at no host; drop --host and --drop-host.")
         self._change_hosts(add_hosts, drop_hosts)
         signed = self._sign(name, role, lifetime)
-        self._refuse(self._valid(name), _now() + grace)
+        self._refuse(self._valid(name), now() + grace)
         return self._keep(signed)
 
     def revoke(self, name: str) -> list[Issued]:
@@ -234,7 +234,7 @@ class Keyring:
                 "learners would not learn that the syncer's certificate was revoked; if its key was stolen, replace "
                 "the authority (`diloco keys rotate ca`), otherwise rotate the certificate."
             )
-        refused = self._refuse(valid, _now())
+        refused = self._refuse(valid, now())
         self._write()
         with _writing(self.directory):
             for file in (CA, CERT, KEY, REVOKED):
@@ -272,7 +272,7 @@ class Keyring:
                 if not cert.exists() or not signers.newest.has_signed(cert.read_bytes()):
                     self._keep(self._sign(name, role, lifetime, is_last=is_last))
             if is_last:
-                self._refuse(self._valid(name)[:-1], _now())
+                self._refuse(self._valid(name)[:-1], now())
         self._write()
         trusted = signers.newest.cert if is_last else signers.bundle
         with _writing(self.directory):
@@ -283,8 +283,8 @@ class Keyring:
 
     def _valid(self, name: str) -> list[Issued]:
         """The valid certificates of a name, the newest last."""
-        now = _now()
-        found = [each for each in self.issued if each.name == name and (each.revoked is None or each.revoked > now)]
+        at = now()
+        found = [each for each in self.issued if each.name == name and (each.revoked is None or each.revoked > at)]
         if not found:
             if any(each.name == name for each in self.issued):
                 raise ConfigError(f"{name!r} is revoked already; `diloco keys add` makes new keys for it.")
@@ -348,10 +348,6 @@ def check_name(name: str, role: str) -> None:
         raise ConfigError(f"{name!r} is the name of one of the authority's files; choose another name.")
     if role not in ROLES:
         raise ConfigError(f"{name!r} cannot have the role {role!r}; use one of {', '.join(ROLES)}.")
-
-
-def _now() -> dt.datetime:
-    return dt.datetime.now(dt.UTC).replace(microsecond=0)
 
 
 def _writing(directory: Path) -> AbstractContextManager[None]:
