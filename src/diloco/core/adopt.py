@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from diloco.core.choices import Choice, Registry, fraction
+from diloco.core.choices import UP_TO_1, Choice, Registry, checked
 
 
 class Adopt(Choice):
@@ -64,10 +64,7 @@ class Mix(Adopt):
     >>> Mix(0.25).adopt(torch.tensor([4.0]), torch.tensor([8.0]))   # [7.0]
     """
 
-    alpha: float
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "alpha", fraction("Mix(alpha=…)", self.alpha, below_one=False))
+    alpha: float = checked(UP_TO_1)
 
     @property
     def keeps_pending(self) -> bool:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from diloco.core.choices import Choice, Registry, whole_number
+from diloco.core.choices import FROM_1, Choice, Registry, checked, whole_number
 from diloco.core.codecs import codec_from_name
 from diloco.core.layout import (
     BaseTensor,
@@ -207,11 +207,11 @@ class ByLayer(Fragmentation):
     or Named there.
     """
 
-    layers: int = 3
+    layers: int = checked(FROM_1, 3)
     pattern: Literal["strided", "sequential"] = "strided"
 
     def __post_init__(self) -> None:
-        whole_number("ByLayer(layers=…)", self.layers, minimum=1)
+        super().__post_init__()
         if self.pattern not in ("strided", "sequential"):
             raise ConfigError(f"ByLayer(pattern=…) must be 'strided' or 'sequential', not {self.pattern!r}.")
 
@@ -241,10 +241,7 @@ class Balanced(Fragmentation):
     2604.21428). Raises ConfigError when there are more fragments than tensors.
     """
 
-    num_fragments: int
-
-    def __post_init__(self) -> None:
-        whole_number("Balanced(num_fragments=…)", self.num_fragments, minimum=1)
+    num_fragments: int = checked(FROM_1)
 
     def split(self, specs: Sequence[TensorSpec]) -> tuple[tuple[str, ...], ...]:
         if self.num_fragments > len(specs):

@@ -22,7 +22,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from diloco.core.choices import Choice, Registry, fraction, positive, whole_number
+from diloco.core.choices import BELOW_1, FROM_1, UP_TO_1, Choice, Registry, checked, positive
 from diloco.core.memory import blocks, new_like
 from diloco.errors import ConfigError, LayoutError
 
@@ -91,10 +91,7 @@ class SGD(Outer):
     >>> new, state = SGD(lr=0.5).step({}, torch.tensor([1.0]), torch.tensor([1.0]))   # new is [0.5], state is {}
     """
 
-    lr: float
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "lr", positive("SGD(lr=…)", self.lr))
+    lr: float = checked(positive)
 
     def step_block(self, state: Mapping[str, Tensor], params: Tensor, delta: Tensor) -> tuple[Tensor, State]:
         return _descend(params, delta.mul(self.lr)), {}
@@ -116,12 +113,8 @@ class Nesterov(Outer):
 
     vectors: ClassVar[tuple[str, ...]] = ("momentum",)
 
-    lr: float = 0.7
-    momentum: float = 0.9
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "lr", positive("Nesterov(lr=…)", self.lr))
-        object.__setattr__(self, "momentum", fraction("Nesterov(momentum=…)", self.momentum, below_one=True))
+    lr: float = checked(positive, 0.7)
+    momentum: float = checked(BELOW_1, 0.9)
 
     def step_block(self, state: Mapping[str, Tensor], params: Tensor, delta: Tensor) -> tuple[Tensor, State]:
         momentum = state["momentum"].mul(self.momentum).add_(delta)
@@ -149,16 +142,13 @@ class DelayedNesterov(Outer):
     vectors: ClassVar[tuple[str, ...]] = ("momentum", "buffer")
     counts: ClassVar[bool] = True
 
-    lr: float = 0.7
-    momentum: float = 0.9
-    buffer: int = 1
-    c: float = 0.0
+    lr: float = checked(positive, 0.7)
+    momentum: float = checked(BELOW_1, 0.9)
+    buffer: int = checked(FROM_1, 1)
+    c: float = checked(UP_TO_1, 0.0)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "lr", positive("DelayedNesterov(lr=…)", self.lr))
-        object.__setattr__(self, "momentum", fraction("DelayedNesterov(momentum=…)", self.momentum, below_one=True))
-        whole_number("DelayedNesterov(buffer=…)", self.buffer, minimum=1)
-        object.__setattr__(self, "c", fraction("DelayedNesterov(c=…)", self.c, below_one=False))
+        super().__post_init__()
         if self.c > 1 / self.buffer:
             raise ConfigError(f"DelayedNesterov(c={self.c}) exceeds 1/buffer = {1 / self.buffer:g}; lower it.")
 
@@ -181,6 +171,13 @@ class DelayedNesterov(Outer):
         return params.sub(delta.div(torch.tensor(float(self.buffer), device=params.device)))
 
 
+def _betas(name: str, value: object) -> tuple[float, float]:
+    match value:
+        case [beta1, beta2]:  # a tuple, or a list as JSON and TOML have it
+            return BELOW_1(f"each of {name}", beta1), BELOW_1(f"each of {name}", beta2)
+    raise ConfigError(f"{name} must be two numbers, not {value!r}.")
+
+
 @dataclass(frozen=True)
 class Adam(Outer):
     """Adam with bias correction (arXiv 1412.6980, algorithm 1), as `torch.optim.Adam` computes it; at step k = 1, 2, …:
@@ -195,14 +192,9 @@ class Adam(Outer):
     vectors: ClassVar[tuple[str, ...]] = ("first_moment", "second_moment")
     counts: ClassVar[bool] = True
 
-    lr: float
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 0.1
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "lr", positive("Adam(lr=…)", self.lr))
-        object.__setattr__(self, "eps", positive("Adam(eps=…)", self.eps))
-        object.__setattr__(self, "betas", _betas(self.betas))
+    lr: float = checked(positive)
+    betas: tuple[float, float] = checked(_betas, (0.9, 0.95))
+    eps: float = checked(positive, 0.1)
 
     def step_block(self, state: Mapping[str, Tensor], params: Tensor, delta: Tensor) -> tuple[Tensor, State]:
         beta1, beta2 = self.betas
@@ -216,14 +208,6 @@ class Adam(Outer):
 
 
 OUTER_OPTIMIZERS: Registry[Outer] = Registry("outer optimizer", SGD, Nesterov, DelayedNesterov, Adam)
-
-
-def _betas(value: object) -> tuple[float, float]:
-    match value:
-        case [beta1, beta2]:  # a tuple, or a list as JSON and TOML have it
-            name = "each of Adam(betas=…)"
-            return fraction(name, beta1, below_one=True), fraction(name, beta2, below_one=True)
-    raise ConfigError(f"Adam(betas=…) must be two numbers, not {value!r}.")
 
 
 def _descend(params: Tensor, update: Tensor) -> Tensor:

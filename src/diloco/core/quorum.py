@@ -15,7 +15,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from diloco.core.choices import Choice, Registry, fraction, positive, whole_number
+from diloco.core.choices import BELOW_1, FROM_0, FROM_1, UP_TO_1, Choice, Registry, checked, positive
 from diloco.errors import ConfigError
 
 
@@ -30,10 +30,7 @@ class Quorum(Choice):
     reports_every_step: ClassVar[bool] = False
     """Whether learners report each inner step when it is taken."""
 
-    at_least: int = 1
-
-    def __post_init__(self) -> None:
-        whole_number(f"{type(self).__name__}(at_least=…)", self.at_least, minimum=1)
+    at_least: int = checked(FROM_1, 1)
 
 
 @dataclass(frozen=True)
@@ -51,13 +48,11 @@ class AllLive(Quorum):
         drop_seed: the seed of these draws, each a function of the seed, the learner, the fragment and the round.
     """
 
-    drop: float = 0.0
-    drop_seed: int = 0
+    drop: float = checked(BELOW_1, 0.0)
+    drop_seed: int = checked(FROM_0, 0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "drop", fraction("AllLive(drop=…)", self.drop, below_one=True))
-        whole_number("AllLive(drop_seed=…)", self.drop_seed, minimum=0)
         if self.drop_seed and not self.drop:
             raise ConfigError(
                 f"AllLive(drop_seed={self.drop_seed}) has no effect with drop=0; set drop, or leave drop_seed out."
@@ -103,14 +98,12 @@ class Called(Quorum):
 
     reports_every_step: ClassVar[bool] = True
 
-    grace: float = 0.8
-    grace_cap_s: float = 10.0
+    grace: float = checked(UP_TO_1, 0.8)
+    grace_cap_s: float = checked(positive, 10.0)
     late: Late = "merge"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "grace", fraction("Called(grace=…)", self.grace, below_one=False))
-        object.__setattr__(self, "grace_cap_s", positive("Called(grace_cap_s=…)", self.grace_cap_s))
         _check_late("Called", self.late)
 
     def grace_s(self, slack_s: float | None) -> float:

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from diloco.core.choices import fraction
+from diloco.core.choices import BELOW_1, checked
 from diloco.core.merges.decoding import Decoder
 from diloco.core.merges.linear import LinearMerge
 from diloco.core.merges.measures import Measured, measure_tensors, norm
@@ -45,11 +45,11 @@ class HeLoCo(LinearMerge[Angles]):
 
     elementwise: ClassVar[bool] = False
 
-    threshold: float = 0.2
+    threshold: float = checked(BELOW_1, 0.2)
     damping: float = 0.25
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "threshold", fraction("HeLoCo(threshold=…)", self.threshold, below_one=True))
+        super().__post_init__()
         if isinstance(self.damping, bool) or not 0 <= self.damping < math.inf:
             raise ConfigError(f"HeLoCo(damping=…) must be a finite number of at least 0, not {self.damping!r}.")
 
