@@ -190,6 +190,12 @@ class Whole(Fragmentation):
         return (tuple(spec.name for spec in specs),)
 
 
+def _pattern(name: str, value: object) -> object:
+    if value not in ("strided", "sequential"):
+        raise ConfigError(f"{name} must be 'strided' or 'sequential', not {value!r}.")
+    return value
+
+
 @dataclass(frozen=True)
 class ByLayer(Fragmentation):
     """Whole transformer layers, `layers` to a fragment; everything outside them is a fragment of its own, the last one.
@@ -208,12 +214,7 @@ class ByLayer(Fragmentation):
     """
 
     layers: int = checked(FROM_1, 3)
-    pattern: Literal["strided", "sequential"] = "strided"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.pattern not in ("strided", "sequential"):
-            raise ConfigError(f"ByLayer(pattern=…) must be 'strided' or 'sequential', not {self.pattern!r}.")
+    pattern: Literal["strided", "sequential"] = checked(_pattern, "strided")
 
     def split(self, specs: Sequence[TensorSpec]) -> tuple[tuple[str, ...], ...]:
         layer_of = _find_layers(specs)
@@ -265,13 +266,9 @@ class LayersOrBalanced(Fragmentation):
     tensors than `num_fragments` has a fragment for each.
     """
 
-    layers: int = 3
-    pattern: Literal["strided", "sequential"] = "strided"
-    num_fragments: int = 4  # as many as a model of 12 layers has by the default, besides its embedding
-
-    def __post_init__(self) -> None:
-        ByLayer(self.layers, self.pattern)  # refuses what cannot be
-        Balanced(self.num_fragments)
+    layers: int = checked(FROM_1, 3)
+    pattern: Literal["strided", "sequential"] = checked(_pattern, "strided")
+    num_fragments: int = checked(FROM_1, 4)  # as many as a model of 12 layers has by the default, besides its embedding
 
     def resolved(self, specs: Sequence[TensorSpec]) -> Fragmentation:
         if isinstance(_find_layers(specs), str):

@@ -69,10 +69,10 @@ class AllLive(Quorum):
 Late = Literal["merge", "drop"]
 
 
-def _check_late(kind: str, late: str) -> None:
-    """Raise ConfigError unless `late` is "merge" or "drop"."""
-    if late not in ("merge", "drop"):
-        raise ConfigError(f"{kind}(late={late!r}) is unknown; use 'merge' or 'drop'.")
+def _late(name: str, value: object) -> object:
+    if value not in ("merge", "drop"):
+        raise ConfigError(f"{name} must be 'merge' or 'drop', not {value!r}.")
+    return value
 
 
 @dataclass(frozen=True)
@@ -100,11 +100,7 @@ class Called(Quorum):
 
     grace: float = checked(UP_TO_1, 0.8)
     grace_cap_s: float = checked(positive, 10.0)
-    late: Late = "merge"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_late("Called", self.late)
+    late: Late = checked(_late, "merge")
 
     def grace_s(self, slack_s: float | None) -> float:
         """The length of the grace window; `slack_s` is τ·ξ_step − ξ_quorum − ξ_sync, None before it is measured."""
@@ -126,12 +122,11 @@ class Pushed(Quorum):
             paper).
     """
 
-    late: Late = "merge"
+    late: Late = checked(_late, "merge")
     dynamic_steps: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_late("Pushed", self.late)
         if type(self.dynamic_steps) is not bool:
             raise ConfigError(f"Pushed(dynamic_steps={self.dynamic_steps!r}) is not a truth value; use true or false.")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -40,9 +39,10 @@ class PeerExchange(Exchange):
             self._offers.popleft()
         return events
 
-    @abstractmethod
     def _events_of(self, finished: Any) -> Sequence[Event]:
         """The events of a finished round, as the background thread returned it."""
+        events: Sequence[Event] = finished
+        return events
 
     def wait(self, timeout_s: float) -> None:
         if not self._offers:

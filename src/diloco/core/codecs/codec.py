@@ -98,12 +98,6 @@ class Codec(ABC):
 
     def segment_span(self, num_elements: int, start_segment: int, stop_segment: int) -> slice:
         """The bytes of segments start ≤ i < stop in a payload, which are the payload of these elements alone."""
-        num_segments = math.ceil(num_elements / SEGMENT_ELEMENTS)
-        if not 0 <= start_segment <= stop_segment <= num_segments:
-            raise ConfigError(
-                f"segments {start_segment} to {stop_segment} do not exist in a vector of {num_segments}; "
-                f"stay within 0 to {num_segments}"
-            )
         start, stop = (
             self.encoded_bytes(min(i * SEGMENT_ELEMENTS, num_elements)) for i in (start_segment, stop_segment)
         )

@@ -55,8 +55,8 @@ class Bitmap:
 
 @dataclass(frozen=True)
 class EliasFano:
-    """As `Bitmap`, as the `low_bits` = l lowest bits of each position p_i, then a bit string with bit (p_i >> l) + i set
-    for each i.
+    """As `Bitmap`, in other bytes: the `low_bits` = l lowest bits of each position p_i, then a bit string with bit
+    (p_i >> l) + i set for each i.
 
     About l + 2 bits a position, 7 for 128 of 4096. Elias 1974 (10.1145/321812.321820), Vigna 2013
     (10.1145/2433396.2433409).
