@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save
+from tests.frames import frames
 from torch import Tensor
 
 from benchmarks.rawsocket import RawSocket, client_context, tls_of
@@ -39,7 +40,6 @@ from diloco.core.outer import SGD, Nesterov
 from diloco.core.quorum import AllLive
 from diloco.exchange.connection import Connection
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import frames
 from diloco.exchange.wire.outgoing import OutgoingUpload
 from diloco.exchange.wire.tensors import bytes_of
 from diloco.protocol.members import Deadlines

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from diloco.core.adopt import ADOPTIONS, Adopt, Mix, Replace
-from diloco.errors import ConfigError, LayoutError
+from diloco.errors import ConfigError
 
 
 def test_replace_takes_the_global_value() -> None:
@@ -67,12 +67,3 @@ def test_a_typo_is_named() -> None:
         ADOPTIONS.read({"type": "Replac"})
     with pytest.raises(ConfigError, match="Mix needs a value for 'alpha'"):
         ADOPTIONS.read({"type": "Mix"})
-
-
-@pytest.mark.parametrize("adopt", [Replace(), Mix(0.5)], ids=str)
-@pytest.mark.parametrize("local", [torch.zeros(2), torch.zeros(3).double(), torch.zeros(3).bfloat16()])
-def test_what_does_not_fit_is_refused(adopt: Adopt, local: torch.Tensor) -> None:
-    with pytest.raises(LayoutError, match="two float32 tensors of one shape"):
-        adopt.adopt(local, torch.zeros(3))
-    with pytest.raises(LayoutError, match="two float32 tensors of one shape"):
-        adopt.adopt(torch.zeros(3), local)

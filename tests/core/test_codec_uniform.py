@@ -89,7 +89,7 @@ def test_sums_do_not_depend_on_the_order_of_the_values() -> None:
 def test_a_codebook_that_no_encoder_writes_is_refused(number: float) -> None:
     payload = CODEC.encode(torch.randn(100))
     payload[1020:1024] = torch.tensor(list(struct.pack("<f", number)), dtype=torch.uint8)
-    with pytest.raises(CorruptPayloadError, match="uniform8 payload holds a bucket mean"):
+    with pytest.raises(CorruptPayloadError, match="uniform8 payload holds a codebook mean"):
         CODEC.decode(payload, 100)
 
 

@@ -14,7 +14,7 @@ from diloco.core.layout import Placement, TensorSpec
 from diloco.core.merges import MERGES, Encoded, Mean, shard_of
 from diloco.core.merges.decoding import RUN_SEGMENTS
 from diloco.core.weights import weights_of
-from diloco.errors import ConfigError, CorruptPayloadError, LayoutError, NonFiniteError
+from diloco.errors import ConfigError, CorruptPayloadError, NonFiniteError
 from diloco.protocol.contribution import Contribution
 from diloco.run.tensor_jobs import encoded_of
 
@@ -164,19 +164,10 @@ def test_a_payload_of_the_wrong_size_names_the_contribution(codec: Codec) -> Non
         mean(codec, payloads, [1.0, 1.0], 1000)
 
 
-@pytest.mark.parametrize(
-    ("num_payloads", "weights", "message"),
-    [
-        (0, [], "at least one contribution"),
-        (2, [0.0, 0.0], "weights of all 2 contributions are 0"),
-        (2, [1.0, -1.0], "weight of learner-1 must be finite and not negative, not -1.0"),
-        (2, [float("nan"), 1.0], "weight of learner-0 .* not nan"),
-        (2, [1.0, float("inf")], "weight of learner-1 .* not inf"),
-    ],
-)
-def test_unusable_weights_are_refused(num_payloads: int, weights: list[float], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        mean(FP32(), encoded(FP32(), num_payloads, 10), weights, 10)
+@pytest.mark.parametrize("weights", [[], [0.0, 0.0]])
+def test_a_merge_without_weights_is_refused(weights: list[float]) -> None:
+    with pytest.raises(ConfigError, match=f"weights of all {len(weights)} contributions are 0"):
+        mean(FP32(), encoded(FP32(), len(weights), 10), weights, 10)
 
 
 # --- partial learners, several payloads -------------------------------------------------------------------------------
@@ -267,31 +258,6 @@ def test_a_shard_has_the_tensors_that_lie_in_it() -> None:
     assert shard_of(places, slice(0, 35)) == (places, range(4))
     assert shard_of(places, slice(3, 15))[1] == range(3)
     assert shard_of(places, slice(7, 7)) == ((), range(0))
-
-
-@pytest.mark.parametrize(
-    ("sizes", "own", "message"),
-    [
-        ((10, 9), None, "have 19 elements together, and its contributions 20"),
-        ((20,), 1, "a trains tensor 1, .* 0 to 0"),
-    ],
-)
-def test_places_must_fit(sizes: tuple[int, ...], own: int | None, message: str) -> None:
-    brought = Encoded("a", (encoded(FP32(), 1, 20)[0],), 1.0, tensors=None if own is None else frozenset({own}))
-    with pytest.raises(LayoutError, match=message):
-        merged_vector(Mean(), FP32(), [brought], tensors(*sizes), 20)
-
-
-def test_places_have_no_gaps() -> None:
-    one, two = tensors(10, 10)
-    brought = Encoded("a", (encoded(FP32(), 1, 20)[0],), 1.0)
-    with pytest.raises(LayoutError, match="'w1' begins at element 10, and the one before ends at 0"):
-        merged_vector(Mean(), FP32(), [brought], [two, one], 20)
-
-
-def test_a_learner_without_a_payload_is_refused() -> None:
-    with pytest.raises(ConfigError, match="the contribution of a has no payload"):
-        merged_vector(Mean(), FP32(), [Encoded("a", (), 1.0)], whole(10), 10)
 
 
 # --- who brings what, and how much it counts --------------------------------------------------------------------------

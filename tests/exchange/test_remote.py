@@ -28,13 +28,24 @@ from diloco.exchange.connection import Connection
 from diloco.exchange.dialling import Dialler
 from diloco.exchange.remote import Remote, remote
 from diloco.exchange.remote.entry import Initial
-from diloco.exchange.remote.messages import push_header
+from diloco.exchange.remote.messages import (
+    grant_of,
+    heartbeat_request,
+    lease_request,
+    leave_request,
+    pull_request,
+    push_header,
+    standing_of,
+)
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.protocol.contribution import OVERLAP, Contribution
-from diloco.protocol.members import Claim, Member, Report
+from diloco.protocol.contribution import OVERLAP, Budget, Contribution, Standing, Verdict
+from diloco.protocol.leases import Ask, DataSet, Grant
+from diloco.protocol.lineage import Lineage
+from diloco.protocol.members import Claim, Evaluation, Member, Report
 from diloco.protocol.rounds.called import CalledSyncer
-from diloco.protocol.session.requests import Push
-from diloco.syncer.door.messages import contribution_of
+from diloco.protocol.session import requests
+from diloco.protocol.session.requests import Beat, Lease, Leave, Push
+from diloco.syncer.door.messages import ask_of, claim_of, contribution_of, lease_reply, report_of, standing_message
 
 EXCHANGE_BYTES = 4 * (8 * 4 + 8 + 3 * 8 + 3)
 """Both fragments in fp32."""
@@ -421,3 +432,47 @@ def test_a_contribution_is_read_as_it_was_sent(tensors: tuple[int, ...] | None, 
             assert getattr(sent, each.name) != getattr(blank, each.name), each.name
     header = push_header("run", Push(Claim("a", 2, process=12), sent, 13)).SerializeToString()
     assert contribution_of(pb.PushHeader.FromString(header)) == sent
+
+
+SEEN = Lineage("0f" * 16, 3, 12)
+REPORT = Report(
+    7, 70, 0.25, waiting=True, finished=True, steps=6, blocked_with=(1, 2), earlier_tokens=8, training_loss=0.0,
+    evaluation=Evaluation(2.5, 60), blocked_s=1.5, confirmed=(3, 4),
+)  # fmt: skip
+STANDING = Standing(
+    9, 8, 900, 3, 5, (2, 1), ((0, 2),), (Verdict(0, 1, None, 2), Verdict(1, 2, "late", 1)), drained=True, order=4,
+    paused=True, at_least=2, settled=True, budget=Budget(1000, 20),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("report", [REPORT, Report()])
+@pytest.mark.parametrize("claim", [Claim("a", 2, 12, SEEN, (5, 0)), Claim("a", 2, 12)])
+def test_what_a_learner_reports_arrives_as_it_was(claim: Claim, report: Report) -> None:
+    beat = heartbeat_request("run", Beat(claim, 1, 1.0, report))
+    assert (claim_of(beat), report_of(beat)) == (claim, report)
+    leave = leave_request("run", Leave(claim, 1, 1.0, report))
+    left = Report(
+        report.step, report.tokens, earlier_tokens=report.earlier_tokens, training_loss=report.training_loss,
+        evaluation=report.evaluation, blocked_s=report.blocked_s,
+    )  # fmt: skip
+    assert (claim_of(leave), report_of(leave)) == (replace(claim, versions=()), left)
+
+
+@pytest.mark.parametrize("standing", [STANDING, Standing(0, 0, 0, 1, None, (0,))])
+def test_what_a_syncer_tells_arrives_as_it_was(standing: Standing) -> None:
+    assert standing_of(pb.Standing.FromString(standing_message(standing).SerializeToString())) == standing
+
+
+def test_a_lease_arrives_as_it_was() -> None:
+    ask = Ask(1, 8, DataSet(100, 2, "d", 16), (((0, 2), (5, 6)), ()))
+    request = lease_request("run", Lease(Claim("a", 2, 12, SEEN), 1, 1.0, ask))
+    assert (claim_of(request), ask_of(request)) == (Claim("a", 2, 12, SEEN), ask)
+    grant = Grant(1, ((3, 5), (8, 9)), ((0, 1),))
+    assert grant_of(1, lease_reply(grant)) == grant
+
+
+@pytest.mark.parametrize(("fragment", "part"), [(0, "fragment"), (2, "fragment"), (None, "static")])
+def test_a_fetch_asks_for_one_part(fragment: int | None, part: str) -> None:
+    request = pull_request("run", requests.Fetch(Claim("a", 2, 12, SEEN, (-1, 4)), fragment, -1, joining=True))
+    assert (request.WhichOneof("part"), request.fragment, request.static) == (part, fragment or 0, fragment is None)
+    assert (request.base, request.joining, list(request.versions), claim_of(request).seen) == (-1, True, [0, 4], SEEN)

@@ -18,6 +18,7 @@ import torch
 from google.protobuf import message as protobuf_message
 from google.protobuf.message import DecodeError
 from safetensors.torch import save
+from tests.frames import frames
 from tests.fuzz.examining import Target
 from tests.fuzz.mutations import JSON, Form, joined, mutated, mutated_parts, parted, protobuf
 from tests.syncer.runs import RUN, Raw, layout, method, start, versions_of
@@ -37,7 +38,6 @@ from diloco.exchange.probe import probe
 from diloco.exchange.remote.messages import grant_of, layout_of, lineage_of, method_of, standing_of
 from diloco.exchange.remote.transfers import Receiver
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import frames
 from diloco.exchange.wire.rpc import ERROR_KEY, from_rpc_error, path
 from diloco.exchange.wire.tensors import bytes_of
 from diloco.following.follower import newest_model

@@ -13,8 +13,8 @@ from diloco.protocol.accounting import Account, Accounting
 from diloco.protocol.contribution import MISSED, OUT_OF_STEP, Contribution, Verdict
 from diloco.protocol.learner import LearnerCore
 from diloco.protocol.members import Deadlines
-from diloco.protocol.rounds import late_contributions as late
 from diloco.protocol.rounds.called import CalledLearner, CalledSyncer
+from diloco.protocol.rounds.late_contributions import LateRounds
 from diloco.protocol.rounds.pushed import PushedLearner
 from diloco.protocol.session import session_core
 from diloco.protocol.session.transfers import ModelCache, Outbox
@@ -96,7 +96,7 @@ def scales_too_much(patch: pytest.MonkeyPatch) -> None:
 
 
 def never_scales(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(late, "scale", lambda *_: 1.0)
+    patch.setattr(LateRounds, "scale", lambda *_: 1.0)
 
 
 def pushes_only_once(patch: pytest.MonkeyPatch) -> None:

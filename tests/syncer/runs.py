@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save
+from tests.frames import frames
 from torch import nn
 
 import diloco
@@ -21,7 +22,6 @@ from diloco.core.quorum import AllLive
 from diloco.exchange.base import Exchange
 from diloco.exchange.connection import Connection
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import frames
 from diloco.exchange.wire.tensors import bytes_of
 from diloco.protocol.members import Claim, Deadlines
 from diloco.syncer.hosting import SyncerDriver

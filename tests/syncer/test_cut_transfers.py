@@ -17,6 +17,7 @@ import torch
 from benchmarks.processes import until
 from safetensors.torch import save
 from tests.chaos.relay import Link, Relay
+from tests.frames import frames
 from tests.syncer.runs import RUN, Net, Raw, method, start, status_of
 
 from diloco import events
@@ -29,7 +30,7 @@ from diloco.exchange.dialling import Dialler
 from diloco.exchange.remote.entry import Entry, Initial, describe, model_parts
 from diloco.exchange.remote.transfers import Payload, Receiver, Sender
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import FIRST_BYTES, MAX_UNACKNOWLEDGED, frames
+from diloco.exchange.wire.frames import FIRST_BYTES, MAX_UNACKNOWLEDGED
 from diloco.exchange.wire.incoming import start_of
 from diloco.exchange.wire.tensors import bytes_of
 from diloco.protocol.members import Claim, Deadlines

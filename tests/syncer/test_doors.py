@@ -17,6 +17,7 @@ from typing import Any
 import grpc
 import pytest
 import torch
+from tests.frames import frames
 from tests.syncer.runs import RUN, Raw, is_initialised, layout, method, start, status_of, train
 from tests.syncer.test_faults import until
 
@@ -27,7 +28,6 @@ from diloco.event_log import read_events
 from diloco.exchange.dialling import fetch_status
 from diloco.exchange.probe import measure_link, probe
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import frames
 from diloco.exchange.wire.rpc import path
 from diloco.exchange.wire.tensors import bytes_of
 from diloco.following.follower import newest_model

@@ -16,12 +16,12 @@ import pytest
 from benchmarks.hostile import END_HEADERS, HEADERS, Http2, Target, frame, headers
 from benchmarks.processes import until
 from safetensors.torch import save
+from tests.frames import frames
 from tests.syncer.runs import RUN, Raw, layout, method, start, status_of
 
 import diloco
 from diloco.errors import AlreadyInitialisedError, BusyError, UnreachableError
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import frames
 from diloco.exchange.wire.rpc import SERVER_OPTIONS
 from diloco.syncer.door.admission import Limits, Shares
 from diloco.syncer.door.open_calls import CallDeadlines

@@ -19,6 +19,7 @@ import torch
 from benchmarks.processes import until
 from safetensors.torch import save
 from tests.chaos.relay import Link, Relay
+from tests.frames import frames
 from tests.syncer.runs import RUN, Net, Raw, method, start, train
 
 import diloco
@@ -34,7 +35,6 @@ from diloco.exchange.wire.frames import (
     LONGEST_CHUNK_BYTES,
     MAX_UNACKNOWLEDGED,
     SHORTEST_CHUNK_BYTES,
-    frames,
     read_header,
 )
 from diloco.exchange.wire.tensors import bytes_of

@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 import pytest
 import torch
+from tests.frames import frames
 from tests.syncer.runs import (
     RUN,
     Fetch,
@@ -35,7 +36,6 @@ from diloco import errors
 from diloco.core.fragments import digest, gather, make_layout
 from diloco.exchange.key_pair import read_key_pair
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import frames
 from diloco.exchange.wire.rpc import from_rpc_error
 from diloco.exchange.wire.rpc import path as rpc_path
 from diloco.exchange.wire.tensors import bytes_of

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks.processes import until
+from tests.frames import frames
 from tests.syncer.runs import Raw, layout, method, start, status_of
 
 from diloco.errors import NoRoomError, StaleIncarnationError, StoreError
-from diloco.exchange.wire.frames import frames
 from diloco.exchange.wire.tensors import bytes_of
 from diloco.syncer.spool import Slot, Spool
 

@@ -10,6 +10,7 @@ from typing import cast
 import grpc
 import pytest
 import torch
+from tests.frames import frames
 from tests.syncer.runs import RUN, Raw, layout, method, start
 
 import diloco
@@ -17,7 +18,6 @@ from diloco.errors import UnknownRunError
 from diloco.event_log import read_events
 from diloco.events import Traffic
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import frames
 from diloco.exchange.wire.tensors import bytes_of
 from diloco.syncer.wire_bytes import FRAME_BYTES, WireBytes
 

@@ -13,11 +13,9 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from diloco.core.choices import Choice, Registry, fraction
-from diloco.errors import LayoutError
+from diloco.core.choices import UP_TO_1, Choice, Registry, checked
 
 
 class Adopt(Choice):
@@ -40,8 +38,7 @@ class Adopt(Choice):
         """The learner's new parameters, fp32 of the arguments' shape (any, the same for all, all fp32).
 
         `origin`: the parameters when they were last sent; if nothing was sent since the last adoption, the value then
-        adopted. No argument is written to, and the result may be one of them: copy it before changing it. Raises
-        LayoutError when the arguments do not fit each other.
+        adopted. No argument is written to, and the result may be one of them: copy it before changing it.
         """
 
 
@@ -54,7 +51,6 @@ class Replace(Adopt):
         return False
 
     def adopt(self, local: Tensor, global_: Tensor, origin: Tensor | None = None) -> Tensor:
-        _check_fit(local, global_)
         return global_
 
 
@@ -68,17 +64,13 @@ class Mix(Adopt):
     >>> Mix(0.25).adopt(torch.tensor([4.0]), torch.tensor([8.0]))   # [7.0]
     """
 
-    alpha: float
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "alpha", fraction("Mix(alpha=…)", self.alpha, below_one=False))
+    alpha: float = checked(UP_TO_1)
 
     @property
     def keeps_pending(self) -> bool:
         return self.alpha > 0
 
     def adopt(self, local: Tensor, global_: Tensor, origin: Tensor | None = None) -> Tensor:
-        _check_fit(local, global_)
         if self.alpha == 0:
             return global_
         if self.alpha == 1:
@@ -102,9 +94,7 @@ class KeepDisplacement(Adopt):
         return True
 
     def adopt(self, local: Tensor, global_: Tensor, origin: Tensor | None = None) -> Tensor:
-        _check_fit(local, global_)
         assert origin is not None
-        _check_fit(local, origin)
         return local.sub(origin).add_(global_)
 
 
@@ -121,7 +111,6 @@ class Eager(Adopt):
         return True
 
     def adopt(self, local: Tensor, global_: Tensor, origin: Tensor | None = None) -> Tensor:
-        _check_fit(local, global_)
         return global_
 
 
@@ -146,11 +135,3 @@ def eager_gradient(own: Tensor | None, mean: Tensor | None, added: Tensor | None
 
 
 ADOPTIONS: Registry[Adopt] = Registry("adoption", Replace, Mix, KeepDisplacement, Eager)
-
-
-def _check_fit(local: Tensor, global_: Tensor) -> None:
-    if local.dtype != torch.float32 or global_.dtype != torch.float32 or local.shape != global_.shape:
-        raise LayoutError(
-            f"adoption takes two float32 tensors of one shape, not {tuple(local.shape)} {local.dtype}"
-            f" and {tuple(global_.shape)} {global_.dtype}."
-        )

@@ -8,8 +8,9 @@ import dataclasses
 import difflib
 import math
 from abc import ABC
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Generic, TypeGuard, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any, Generic, TypeGuard, TypeVar
 
 from diloco.errors import ConfigError
 
@@ -18,10 +19,21 @@ from diloco.errors import ConfigError
 class Choice(ABC):  # noqa: B024 - each question's own base class declares the abstract methods
     """Base of the frozen dataclasses that answer one question of a Method."""
 
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if (check := field.metadata.get("check")) is not None:
+                name = f"{type(self).__name__}({field.name}=…)"
+                object.__setattr__(self, field.name, check(name, getattr(self, field.name)))
+
     def to_dict(self) -> dict[str, object]:
         """The type's name and every field, in plain JSON types (tuples become lists)."""
         fields = {field.name: plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
         return {"type": type(self).__name__, **fields}
+
+
+def checked(check: Callable[[str, object], Any], default: Any = dataclasses.MISSING) -> Any:
+    """A field of a choice whose value is what `check` returns, given its name and value; it raises ConfigError."""
+    return dataclasses.field(default=default, metadata={"check": check})
 
 
 ChoiceT_co = TypeVar("ChoiceT_co", bound=Choice, covariant=True)
@@ -86,10 +98,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; known are {', '.join(repr(each) for each in names)}." if names else "; it takes none."
 
 
-def whole_number(name: str, value: object, minimum: int) -> None:
-    """Raise ConfigError unless `value` is an int (no bool) of at least `minimum`."""
+def whole_number(name: str, value: object, minimum: int) -> int:
+    """`value`, or ConfigError unless it is an int (no bool) of at least `minimum`."""
     if type(value) is not int or value < minimum:
         raise ConfigError(f"{name} must be a whole number of at least {minimum}, not {value!r}.")
+    return value
 
 
 def positive(name: str, value: object) -> float:
@@ -104,6 +117,11 @@ def fraction(name: str, value: object, *, below_one: bool) -> float:
     if _is_number(value) and 0 <= value <= 1 and not (below_one and value == 1):
         return float(value)
     raise ConfigError(f"{name} must be a number from 0 to 1{' but below 1' if below_one else ''}, not {value!r}.")
+
+
+FROM_0, FROM_1 = (partial(whole_number, minimum=minimum) for minimum in (0, 1))
+BELOW_1, UP_TO_1 = (partial(fraction, below_one=below_one) for below_one in (True, False))
+"""Whole numbers and fractions, as checks of fields."""
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:

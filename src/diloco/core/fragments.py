@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from diloco.core.choices import Choice, Registry, whole_number
+from diloco.core.choices import FROM_1, Choice, Registry, checked, whole_number
 from diloco.core.codecs import codec_from_name
 from diloco.core.layout import (
     BaseTensor,
@@ -190,6 +190,12 @@ class Whole(Fragmentation):
         return (tuple(spec.name for spec in specs),)
 
 
+def _pattern(name: str, value: object) -> object:
+    if value not in ("strided", "sequential"):
+        raise ConfigError(f"{name} must be 'strided' or 'sequential', not {value!r}.")
+    return value
+
+
 @dataclass(frozen=True)
 class ByLayer(Fragmentation):
     """Whole transformer layers, `layers` to a fragment; everything outside them is a fragment of its own, the last one.
@@ -207,13 +213,8 @@ class ByLayer(Fragmentation):
     or Named there.
     """
 
-    layers: int = 3
-    pattern: Literal["strided", "sequential"] = "strided"
-
-    def __post_init__(self) -> None:
-        whole_number("ByLayer(layers=…)", self.layers, minimum=1)
-        if self.pattern not in ("strided", "sequential"):
-            raise ConfigError(f"ByLayer(pattern=…) must be 'strided' or 'sequential', not {self.pattern!r}.")
+    layers: int = checked(FROM_1, 3)
+    pattern: Literal["strided", "sequential"] = checked(_pattern, "strided")
 
     def split(self, specs: Sequence[TensorSpec]) -> tuple[tuple[str, ...], ...]:
         layer_of = _find_layers(specs)
@@ -241,10 +242,7 @@ class Balanced(Fragmentation):
     2604.21428). Raises ConfigError when there are more fragments than tensors.
     """
 
-    num_fragments: int
-
-    def __post_init__(self) -> None:
-        whole_number("Balanced(num_fragments=…)", self.num_fragments, minimum=1)
+    num_fragments: int = checked(FROM_1)
 
     def split(self, specs: Sequence[TensorSpec]) -> tuple[tuple[str, ...], ...]:
         if self.num_fragments > len(specs):
@@ -268,13 +266,9 @@ class LayersOrBalanced(Fragmentation):
     tensors than `num_fragments` has a fragment for each.
     """
 
-    layers: int = 3
-    pattern: Literal["strided", "sequential"] = "strided"
-    num_fragments: int = 4  # as many as a model of 12 layers has by the default, besides its embedding
-
-    def __post_init__(self) -> None:
-        ByLayer(self.layers, self.pattern)  # refuses what cannot be
-        Balanced(self.num_fragments)
+    layers: int = checked(FROM_1, 3)
+    pattern: Literal["strided", "sequential"] = checked(_pattern, "strided")
+    num_fragments: int = checked(FROM_1, 4)  # as many as a model of 12 layers has by the default, besides its embedding
 
     def resolved(self, specs: Sequence[TensorSpec]) -> Fragmentation:
         if isinstance(_find_layers(specs), str):

@@ -232,17 +232,11 @@ class Layout:
 
     def _difference(self, other: "Layout") -> str | None:
         mine, theirs = self._entries(), other._entries()
-        for name, (spec, _) in mine.items():
-            if name not in theirs:
-                return f"tensor {name!r} is {spec} here and missing there"
-            if spec != theirs[name][0]:
-                return f"tensor {name!r} is {spec} here and {theirs[name][0]} there"
-        for name, (spec, _) in theirs.items():
-            if name not in mine:
-                return f"tensor {name!r} is missing here and {spec} there"
-        for name, (_, where) in mine.items():
-            if where != theirs[name][1]:
-                return f"tensor {name!r} is {where} here and {theirs[name][1]} there"
+        for of_each in (0, 1):  # the tensors themselves, then where they are
+            for name in {**mine, **theirs}:
+                here, there = (each[name][of_each] if name in each else "missing" for each in (mine, theirs))
+                if here != there:
+                    return f"tensor {name!r} is {here} here and {there} there"
         return None
 
     def _entries(self) -> dict[str, tuple[TensorSpec | BaseTensor, str]]:

@@ -27,7 +27,7 @@ from diloco.core.codecs import FP32, Codec, codec_from_name
 from diloco.core.fragments import FRAGMENTATIONS, Experts, Fragmentation, Layout, Whole, cut_in_words
 from diloco.core.merges import MERGES, SCREENS, HeLoCo, Mean, Merge, Screen
 from diloco.core.outer import OUTER_OPTIMIZERS, SGD, DelayedNesterov, Outer
-from diloco.core.quorum import QUORUMS, AllLive, Quorum
+from diloco.core.quorum import QUORUMS, AllLive, Called, Pushed, Quorum
 from diloco.core.schedule import Schedule, SyncEvery, sync_every_of
 from diloco.core.weights import WEIGHTS
 from diloco.errors import ConfigError
@@ -144,8 +144,22 @@ class Method:
         intervals = [self.sync_every] if isinstance(self.sync_every, int) else [every for _, every in self.sync_every]
         has_experts, plain = isinstance(self.fragments, Experts), self.exchanged == "outer gradients"
         own_outer = self.fragments.own_answers(0).get("outer", self.outer)
+        quorum = self.quorum
         return (
-            *self.quorum.contradictions(self),
+            (isinstance(quorum, AllLive) and self.partial == "scale",
+             "partial='scale' is for asynchronous rounds; a scheduled round takes the mean of those present."),
+            (isinstance(quorum, AllLive) and quorum.drop > 0 and self.overlap > 0,
+             f"{quorum} needs overlap=0, not {self.overlap}."),
+            (isinstance(quorum, AllLive) and self.adopt.needs_origin and self.overlap == 0,
+             "KeepDisplacement() keeps the work of an overlap, and there is none; set overlap."),
+            (not isinstance(quorum, AllLive) and self.outer_at == "learners",
+             (f"outer_at='learners' needs a schedule that all learners follow, not {type(quorum).__name__}; use "
+              "AllLive.")),
+            (isinstance(quorum, Called) and self.wait,
+             "a learner cannot wait for an answer that the syncer calls for; use wait=False with Called()."),
+            (isinstance(quorum, Pushed) and self.overlap > 0,
+             (f"overlap={self.overlap} has no effect where learners push: each adopts an answer when it arrives; use "
+              "overlap=0.")),
             (self.overlap > min(intervals) and self.outer_at == "syncer",
              (f"overlap={self.overlap} exceeds sync_every={min(intervals)}; an overlap is at most one interval unless "
              "outer_at='learners'.")),
@@ -230,7 +244,7 @@ class Method:
         Raises:
             ConfigError: the method does not allow own overlaps, or no learner of it could have this one.
         """
-        if not self.quorum.has_own_overlaps or self.outer_at == "learners" or self.exchanged != "outer gradients":
+        if not isinstance(self.quorum, AllLive) or self.outer_at == "learners" or self.exchanged != "outer gradients":
             raise ConfigError(
                 f"overlap={overlap} of one learner's own has no meaning with {self.name}; drop it, or use a method "
                 "whose rounds are scheduled and whose outer step is on the syncer."
@@ -241,11 +255,6 @@ class Method:
                 "learners of different overlaps would contribute to a round after different steps; drop it."
             )
         return replace(self, overlap=overlap)
-
-    @property
-    def keeps_overlap(self) -> bool:
-        """Whether adoption adds the work of an overlap, θ − θ_sent, to the new global value (`Adopt.needs_origin`)."""
-        return self.adopt.needs_origin
 
     @property
     def needs_whole_fragments(self) -> bool:

@@ -22,7 +22,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from diloco.core.choices import Choice, Registry, fraction, positive, whole_number
+from diloco.core.choices import BELOW_1, FROM_1, UP_TO_1, Choice, Registry, checked, positive
 from diloco.core.memory import blocks, new_like
 from diloco.errors import ConfigError, LayoutError
 
@@ -35,9 +35,15 @@ class Outer(Choice):
     one_at_a_time: ClassVar[bool] = False
     """Whether a step takes the outer gradient of a single learner, never the merge of several."""
 
-    @abstractmethod
+    vectors: ClassVar[tuple[str, ...]] = ()
+    """Names of the state's vectors; the first one is a decaying sum or mean of outer gradients."""
+    counts: ClassVar[bool] = False
+    """Whether the state has the number of steps."""
+
     def init(self, num_elements: int) -> State:
-        """The state before the first step: flat fp32 vectors of shape (num_elements,), and 0-dimensional counters."""
+        """The state before the first step: `vectors`, flat fp32 of shape (num_elements,), and "step", 0-dimensional."""
+        step = {"step": torch.zeros((), dtype=torch.int64)} if self.counts else {}
+        return {name: torch.zeros(num_elements) for name in self.vectors} | step
 
     @abstractmethod
     def step_block(self, state: Mapping[str, Tensor], params: Tensor, delta: Tensor) -> tuple[Tensor, State]:
@@ -73,7 +79,7 @@ class Outer(Choice):
     def momentum_of(self, state: Mapping[str, Tensor]) -> Tensor | None:
         """The decaying sum or mean of outer gradients in a state, fp32 [num_elements]; None if this optimizer keeps
         none."""
-        return None
+        return state[self.vectors[0]] if self.vectors else None
 
 
 @dataclass(frozen=True)
@@ -85,13 +91,7 @@ class SGD(Outer):
     >>> new, state = SGD(lr=0.5).step({}, torch.tensor([1.0]), torch.tensor([1.0]))   # new is [0.5], state is {}
     """
 
-    lr: float
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "lr", positive("SGD(lr=…)", self.lr))
-
-    def init(self, num_elements: int) -> State:
-        return {}
+    lr: float = checked(positive)
 
     def step_block(self, state: Mapping[str, Tensor], params: Tensor, delta: Tensor) -> tuple[Tensor, State]:
         return _descend(params, delta.mul(self.lr)), {}
@@ -111,23 +111,15 @@ class Nesterov(Outer):
     >>> new, state = outer.step(outer.init(1), torch.tensor([1.0]), torch.tensor([1.0]))   # new is [0.25]
     """
 
-    lr: float = 0.7
-    momentum: float = 0.9
+    vectors: ClassVar[tuple[str, ...]] = ("momentum",)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "lr", positive("Nesterov(lr=…)", self.lr))
-        object.__setattr__(self, "momentum", fraction("Nesterov(momentum=…)", self.momentum, below_one=True))
-
-    def init(self, num_elements: int) -> State:
-        return {"momentum": torch.zeros(num_elements)}
+    lr: float = checked(positive, 0.7)
+    momentum: float = checked(BELOW_1, 0.9)
 
     def step_block(self, state: Mapping[str, Tensor], params: Tensor, delta: Tensor) -> tuple[Tensor, State]:
         momentum = state["momentum"].mul(self.momentum).add_(delta)
         direction = momentum.mul(self.momentum).add_(delta)
         return _descend(params, direction.mul_(self.lr)), {"momentum": momentum}
-
-    def momentum_of(self, state: Mapping[str, Tensor]) -> Tensor | None:
-        return state["momentum"]
 
 
 @dataclass(frozen=True)
@@ -147,26 +139,18 @@ class DelayedNesterov(Outer):
     """
 
     one_at_a_time: ClassVar[bool] = True
+    vectors: ClassVar[tuple[str, ...]] = ("momentum", "buffer")
+    counts: ClassVar[bool] = True
 
-    lr: float = 0.7
-    momentum: float = 0.9
-    buffer: int = 1
-    c: float = 0.0
+    lr: float = checked(positive, 0.7)
+    momentum: float = checked(BELOW_1, 0.9)
+    buffer: int = checked(FROM_1, 1)
+    c: float = checked(UP_TO_1, 0.0)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "lr", positive("DelayedNesterov(lr=…)", self.lr))
-        object.__setattr__(self, "momentum", fraction("DelayedNesterov(momentum=…)", self.momentum, below_one=True))
-        whole_number("DelayedNesterov(buffer=…)", self.buffer, minimum=1)
-        object.__setattr__(self, "c", fraction("DelayedNesterov(c=…)", self.c, below_one=False))
+        super().__post_init__()
         if self.c > 1 / self.buffer:
             raise ConfigError(f"DelayedNesterov(c={self.c}) exceeds 1/buffer = {1 / self.buffer:g}; lower it.")
-
-    def init(self, num_elements: int) -> State:
-        return {
-            "momentum": torch.zeros(num_elements),
-            "buffer": torch.zeros(num_elements),
-            "step": torch.zeros((), dtype=torch.int64),
-        }
 
     def step_block(self, state: Mapping[str, Tensor], params: Tensor, delta: Tensor) -> tuple[Tensor, State]:
         num = torch.tensor(float(self.buffer), device=params.device)
@@ -186,8 +170,12 @@ class DelayedNesterov(Outer):
         """Θ − Δ/N: each outer gradient is that of one of N learners."""
         return params.sub(delta.div(torch.tensor(float(self.buffer), device=params.device)))
 
-    def momentum_of(self, state: Mapping[str, Tensor]) -> Tensor | None:
-        return state["momentum"]
+
+def _betas(name: str, value: object) -> tuple[float, float]:
+    match value:
+        case [beta1, beta2]:  # a tuple, or a list as JSON and TOML have it
+            return BELOW_1(f"each of {name}", beta1), BELOW_1(f"each of {name}", beta2)
+    raise ConfigError(f"{name} must be two numbers, not {value!r}.")
 
 
 @dataclass(frozen=True)
@@ -201,21 +189,12 @@ class Adam(Outer):
     outer optimizer it needs a large eps (0.1, arXiv 2311.08105), which lets small coordinates move in proportion to Δ.
     """
 
-    lr: float
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 0.1
+    vectors: ClassVar[tuple[str, ...]] = ("first_moment", "second_moment")
+    counts: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "lr", positive("Adam(lr=…)", self.lr))
-        object.__setattr__(self, "eps", positive("Adam(eps=…)", self.eps))
-        object.__setattr__(self, "betas", _betas(self.betas))
-
-    def init(self, num_elements: int) -> State:
-        return {
-            "first_moment": torch.zeros(num_elements),
-            "second_moment": torch.zeros(num_elements),
-            "step": torch.zeros((), dtype=torch.int64),
-        }
+    lr: float = checked(positive)
+    betas: tuple[float, float] = checked(_betas, (0.9, 0.95))
+    eps: float = checked(positive, 0.1)
 
     def step_block(self, state: Mapping[str, Tensor], params: Tensor, delta: Tensor) -> tuple[Tensor, State]:
         beta1, beta2 = self.betas
@@ -227,19 +206,8 @@ class Adam(Outer):
         update = first.div(denominator).mul_(self.lr / (1 - beta1**step))
         return _descend(params, update), {"first_moment": first, "second_moment": second, "step": torch.tensor(step)}
 
-    def momentum_of(self, state: Mapping[str, Tensor]) -> Tensor | None:
-        return state["first_moment"]
-
 
 OUTER_OPTIMIZERS: Registry[Outer] = Registry("outer optimizer", SGD, Nesterov, DelayedNesterov, Adam)
-
-
-def _betas(value: object) -> tuple[float, float]:
-    match value:
-        case [beta1, beta2]:  # a tuple, or a list as JSON and TOML have it
-            name = "each of Adam(betas=…)"
-            return fraction(name, beta1, below_one=True), fraction(name, beta2, below_one=True)
-    raise ConfigError(f"Adam(betas=…) must be two numbers, not {value!r}.")
 
 
 def _descend(params: Tensor, update: Tensor) -> Tensor:

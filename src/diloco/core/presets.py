@@ -14,11 +14,11 @@ from typing import Any, Literal
 from diloco.core.adopt import Adopt, Eager, Mix, Replace
 from diloco.core.choices import nearest, whole_number
 from diloco.core.codecs import Codec, codec_from_name
-from diloco.core.fragments import Balanced, LayersOrBalanced, Whole
+from diloco.core.fragments import Balanced, LayersOrBalanced
 from diloco.core.merges import Mean, RadialDirectional, SenderMean
 from diloco.core.method import Method, Partial, check_keys, parse_answer
 from diloco.core.outer import SGD, DelayedNesterov, Nesterov
-from diloco.core.quorum import AllLive, Called, Pushed, Quorum
+from diloco.core.quorum import Called, Pushed, Quorum
 from diloco.core.schedule import SyncEvery
 from diloco.errors import ConfigError
 
@@ -36,7 +36,7 @@ def DataParallel(
     if average not in ("gradients", "parameters"):
         raise ConfigError(f"average is {average!r}; use 'gradients' or 'parameters'.")
     paper = "Dean et al. 2012, Large Scale Distributed Deep Networks"
-    return _method("DataParallel", paper, codec, exchanged=average, fragments=_or(fragments, Whole()))
+    return _method("DataParallel", paper, codec, exchanged=average, fragments=fragments)
 
 
 def LocalSGD(
@@ -51,8 +51,8 @@ def LocalSGD(
     Reference: Stich 2018, Local SGD Converges Fast and Communicates Little, arXiv 1805.09767.
     """
     return _method(
-        "LocalSGD", "arXiv 1805.09767", codec, fragments=_or(fragments, Whole()), sync_every=sync_every,
-        overlap=overlap, offsets=offsets, error_feedback=error_feedback, weight=weight, quorum=_or(quorum, AllLive()),
+        "LocalSGD", "arXiv 1805.09767", codec, fragments=fragments, sync_every=sync_every,
+        overlap=overlap, offsets=offsets, error_feedback=error_feedback, weight=weight, quorum=quorum,
         outer=SGD(lr=1.0), adopt=_mixing(mix),
     )  # fmt: skip
 
@@ -71,8 +71,8 @@ def DiLoCo(
     Reference: Douillard et al. 2023, DiLoCo, arXiv 2311.08105, algorithm 1.
     """
     return _method(
-        "DiLoCo", "arXiv 2311.08105", codec, fragments=_or(fragments, Whole()), sync_every=sync_every,
-        overlap=overlap, offsets=offsets, error_feedback=error_feedback, weight=weight, quorum=_or(quorum, AllLive()),
+        "DiLoCo", "arXiv 2311.08105", codec, fragments=fragments, sync_every=sync_every,
+        overlap=overlap, offsets=offsets, error_feedback=error_feedback, weight=weight, quorum=quorum,
         outer=_or(outer, Nesterov(lr=0.7, momentum=0.9)), adopt=_mixing(mix),
     )  # fmt: skip
 
@@ -95,7 +95,7 @@ def StreamingDiLoCo(
     return _method(
         "StreamingDiLoCo", "arXiv 2501.18512", codec, fragments=_or(fragments, LayersOrBalanced()),
         sync_every=sync_every, overlap=overlap, offsets=offsets, error_feedback=error_feedback, weight=weight,
-        quorum=_or(quorum, AllLive()), outer=_or(outer, Nesterov(lr=0.4, momentum=0.9)), adopt=_mixing(mix),
+        quorum=quorum, outer=_or(outer, Nesterov(lr=0.4, momentum=0.9)), adopt=_mixing(mix),
     )  # fmt: skip
 
 
@@ -114,8 +114,8 @@ def MuLoCo(
     Reference: Thérien et al. 2025, MuLoCo, arXiv 2505.23725.
     """
     return _method(
-        "MuLoCo", "arXiv 2505.23725", codec, fragments=_or(fragments, Whole()), sync_every=sync_every,
-        overlap=overlap, offsets=offsets, error_feedback=error_feedback, weight=weight, quorum=_or(quorum, AllLive()),
+        "MuLoCo", "arXiv 2505.23725", codec, fragments=fragments, sync_every=sync_every,
+        overlap=overlap, offsets=offsets, error_feedback=error_feedback, weight=weight, quorum=quorum,
         outer=_or(outer, Nesterov(lr=0.8, momentum=0.7)), adopt=_mixing(mix),
     )  # fmt: skip
 
@@ -141,8 +141,8 @@ def SparseLoCo(
     if error_feedback is None:
         error_feedback = 0.0 if _codecs(codec)[0].lossless else 0.95
     return _method(
-        "SparseLoCo", "arXiv 2508.15706", codec, fragments=_or(fragments, Whole()), sync_every=sync_every,
-        error_feedback=error_feedback, weight=weight, quorum=_or(quorum, AllLive()),
+        "SparseLoCo", "arXiv 2508.15706", codec, fragments=fragments, sync_every=sync_every,
+        error_feedback=error_feedback, weight=weight, quorum=quorum,
         merge=SenderMean() if average == "senders" else Mean(), outer=_or(outer, SGD(lr=1.0)),
     )  # fmt: skip
 
@@ -163,10 +163,9 @@ def DelayedDiLoCo(
     Reference: Kale et al. 2025, Eager Updates for Overlapped Communication and Computation in DiLoCo, arXiv 2502.12996.
     """
     return _method(
-        "DelayedDiLoCo", "arXiv 2502.12996", codec, fragments=_or(fragments, Whole()), sync_every=sync_every,
+        "DelayedDiLoCo", "arXiv 2502.12996", codec, fragments=fragments, sync_every=sync_every,
         overlap=_whole_intervals(intervals) * sync_every, error_feedback=error_feedback, weight=weight,
-        quorum=_or(quorum, AllLive()), outer=_or(outer, Nesterov(lr=0.4, momentum=0.9)), outer_at="learners",
-        adopt=Replace(),
+        quorum=quorum, outer=_or(outer, Nesterov(lr=0.4, momentum=0.9)), outer_at="learners",
     )  # fmt: skip
 
 
@@ -185,12 +184,11 @@ def EagerDiLoCo(
 
     Reference: Kale et al. 2025, Eager Updates for Overlapped Communication and Computation in DiLoCo, arXiv 2502.12996.
     """
-    return _method(
-        "EagerDiLoCo", "arXiv 2502.12996", codec, fragments=_or(fragments, Whole()), sync_every=sync_every,
-        overlap=_whole_intervals(intervals) * sync_every, error_feedback=error_feedback, weight=weight,
-        quorum=_or(quorum, AllLive()), outer=_or(outer, Nesterov(lr=0.4, momentum=0.9)), outer_at="learners",
-        adopt=Eager(),
+    delayed = DelayedDiLoCo(
+        sync_every=sync_every, intervals=intervals, fragments=fragments, codec=codec, outer=outer,
+        error_feedback=error_feedback, weight=weight, quorum=quorum,
     )  # fmt: skip
+    return replace(delayed, name="EagerDiLoCo", adopt=Eager())
 
 
 def DecoupledDiLoCo(
@@ -218,8 +216,8 @@ def DecoupledDiLoCo(
         "DecoupledDiLoCo", "arXiv 2604.21428", codec, fragments=_or(fragments, Balanced(24)), sync_every=sync_every,
         overlap=overlap, offsets=offsets, wait=False, error_feedback=error_feedback, weight=weight,
         quorum=_or(quorum, Called()),
-        merge=_or(merge, RadialDirectional()), partial=partial, outer=_or(outer, Nesterov(lr=0.7, momentum=0.9)),
-        adopt=_or(adopt, Replace()),
+        merge=_or(merge, RadialDirectional()), partial=partial, adopt=adopt,
+        outer=_or(outer, Nesterov(lr=0.7, momentum=0.9)),
     )  # fmt: skip
 
 
@@ -252,11 +250,10 @@ def AsyncDiLoCo(
             raise ConfigError(f"dynamic_steps belongs to Pushed(), not {quorum}; drop it or use quorum=Pushed().")
         quorum = replace(quorum, dynamic_steps=dynamic_steps)
     return _method(
-        "AsyncDiLoCo", "arXiv 2401.09135", codec, fragments=_or(fragments, Whole()), sync_every=sync_every, wait=wait,
+        "AsyncDiLoCo", "arXiv 2401.09135", codec, fragments=fragments, sync_every=sync_every, wait=wait,
         error_feedback=error_feedback, weight=weight, quorum=quorum,
-        merge=_or(merge, Mean()), partial=partial,
+        merge=merge, partial=partial, adopt=adopt,
         outer=_or(outer, DelayedNesterov(lr=0.7, momentum=0.9, buffer=learners)),
-        adopt=_or(adopt, Replace()),
     )  # fmt: skip
 
 
@@ -308,9 +305,13 @@ REPLACEABLE = ("merge", "screen", "partial", "adopt")
 
 
 def _method(name: str, paper: str, codec: Any, **answers: Any) -> Method:
-    """The method of a preset: each answer is a value, or the table of one from a run file."""
+    """The method of a preset: each answer is a value, or the table of one from a run file; None: that of `Method`."""
     up, down = _codecs(codec)
-    values = {key: parse_answer(key, each) if isinstance(each, Mapping) else each for key, each in answers.items()}
+    values = {
+        key: parse_answer(key, each) if isinstance(each, Mapping) else each
+        for key, each in answers.items()
+        if each is not None
+    }
     return Method(name=name, paper=paper, up=up, down=down, **values)
 
 

@@ -12,28 +12,11 @@ The state machines of each value, the syncer's half and the learner's, are one f
 from __future__ import annotations
 
 import hashlib
-from abc import abstractmethod
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal
 
-from diloco.core.choices import Choice, Registry, fraction, positive, whole_number
+from diloco.core.choices import BELOW_1, FROM_0, FROM_1, UP_TO_1, Choice, Registry, checked, positive
 from diloco.errors import ConfigError
-
-
-class QuorumOptions(Protocol):
-    """The options of a Method that a quorum may exclude."""
-
-    @property
-    def overlap(self) -> int: ...
-    @property
-    def wait(self) -> bool: ...
-    @property
-    def partial(self) -> str: ...
-    @property
-    def outer_at(self) -> str: ...
-    @property
-    def keeps_overlap(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -44,25 +27,10 @@ class Quorum(Choice):
         at_least: K ≥ 1, the fewest learners that a round is merged with.
     """
 
-    has_own_overlaps: ClassVar[bool] = False
-    """Whether each learner may have an overlap of its own."""
-
     reports_every_step: ClassVar[bool] = False
     """Whether learners report each inner step when it is taken."""
 
-    at_least: int = 1
-
-    def __post_init__(self) -> None:
-        whole_number(f"{type(self).__name__}(at_least=…)", self.at_least, minimum=1)
-
-    @property
-    @abstractmethod
-    def needs_syncer(self) -> str | None:
-        """The reason why this quorum needs a syncer; None: a process group can run it too."""
-
-    @abstractmethod
-    def contradictions(self, answers: QuorumOptions) -> Iterable[tuple[bool, str]]:
-        """Pairs (whether an excluded combination of options is set, the error message)."""
+    at_least: int = checked(FROM_1, 1)
 
 
 @dataclass(frozen=True)
@@ -80,15 +48,11 @@ class AllLive(Quorum):
         drop_seed: the seed of these draws, each a function of the seed, the learner, the fragment and the round.
     """
 
-    has_own_overlaps: ClassVar[bool] = True
-
-    drop: float = 0.0
-    drop_seed: int = 0
+    drop: float = checked(BELOW_1, 0.0)
+    drop_seed: int = checked(FROM_0, 0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "drop", fraction("AllLive(drop=…)", self.drop, below_one=True))
-        whole_number("AllLive(drop_seed=…)", self.drop_seed, minimum=0)
         if self.drop_seed and not self.drop:
             raise ConfigError(
                 f"AllLive(drop_seed={self.drop_seed}) has no effect with drop=0; set drop, or leave drop_seed out."
@@ -101,42 +65,14 @@ class AllLive(Quorum):
         drawn = hashlib.sha256(f"{self.drop_seed}/{learner}/{fragment}/{round_}".encode()).digest()
         return int.from_bytes(drawn[:8], "big") < self.drop * 2**64
 
-    @property
-    def needs_syncer(self) -> str | None:
-        return (
-            "AllLive(drop=…) needs a syncer that drops contributions; use run_local or a syncer." if self.drop else None
-        )
-
-    def contradictions(self, answers: QuorumOptions) -> Iterable[tuple[bool, str]]:
-        yield (
-            answers.partial == "scale",
-            "partial='scale' is for asynchronous rounds; a scheduled round takes the mean of those present.",
-        )
-        yield (
-            self.drop > 0 and answers.overlap > 0,
-            f"AllLive(drop={self.drop}) needs overlap=0, not {answers.overlap}.",
-        )
-        yield (
-            answers.keeps_overlap and answers.overlap == 0,
-            "KeepDisplacement() keeps the work of an overlap, and there is none; set overlap.",
-        )
-
 
 Late = Literal["merge", "drop"]
 
 
-def _check_late(kind: str, late: str) -> None:
-    """Raise ConfigError unless `late` is "merge" or "drop"."""
-    if late not in ("merge", "drop"):
-        raise ConfigError(f"{kind}(late={late!r}) is unknown; use 'merge' or 'drop'.")
-
-
-def _needs_no_schedule(kind: str, answers: QuorumOptions) -> tuple[bool, str]:
-    """The contradiction of `outer_at="learners"`: learners without a common schedule cannot take equal outer steps."""
-    return (
-        answers.outer_at == "learners",
-        f"outer_at='learners' needs a schedule that all learners follow, not {kind}; use AllLive.",
-    )
+def _late(name: str, value: object) -> object:
+    if value not in ("merge", "drop"):
+        raise ConfigError(f"{name} must be 'merge' or 'drop', not {value!r}.")
+    return value
 
 
 @dataclass(frozen=True)
@@ -162,32 +98,15 @@ class Called(Quorum):
 
     reports_every_step: ClassVar[bool] = True
 
-    grace: float = 0.8
-    grace_cap_s: float = 10.0
-    late: Late = "merge"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "grace", fraction("Called(grace=…)", self.grace, below_one=False))
-        object.__setattr__(self, "grace_cap_s", positive("Called(grace_cap_s=…)", self.grace_cap_s))
-        _check_late("Called", self.late)
+    grace: float = checked(UP_TO_1, 0.8)
+    grace_cap_s: float = checked(positive, 10.0)
+    late: Late = checked(_late, "merge")
 
     def grace_s(self, slack_s: float | None) -> float:
         """The length of the grace window; `slack_s` is τ·ξ_step − ξ_quorum − ξ_sync, None before it is measured."""
         if self.grace == 0:
             return 0.0
         return self.grace_cap_s if slack_s is None else min(self.grace_cap_s, max(0.0, self.grace * slack_s))
-
-    @property
-    def needs_syncer(self) -> str | None:
-        return "Called needs a syncer; use AllLive over a group."
-
-    def contradictions(self, answers: QuorumOptions) -> Iterable[tuple[bool, str]]:
-        yield _needs_no_schedule("Called", answers)
-        yield (
-            answers.wait,
-            "a learner cannot wait for an answer that the syncer calls for; use wait=False with Called().",
-        )
 
 
 @dataclass(frozen=True)
@@ -203,28 +122,13 @@ class Pushed(Quorum):
             paper).
     """
 
-    late: Late = "merge"
+    late: Late = checked(_late, "merge")
     dynamic_steps: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_late("Pushed", self.late)
         if type(self.dynamic_steps) is not bool:
             raise ConfigError(f"Pushed(dynamic_steps={self.dynamic_steps!r}) is not a truth value; use true or false.")
-
-    @property
-    def needs_syncer(self) -> str | None:
-        return "Pushed needs a syncer; use AllLive over a group."
-
-    def contradictions(self, answers: QuorumOptions) -> Iterable[tuple[bool, str]]:
-        yield _needs_no_schedule("Pushed", answers)
-        yield (
-            answers.overlap > 0,
-            (
-                f"overlap={answers.overlap} has no effect where learners push: each adopts an answer when it arrives; "
-                "use overlap=0."
-            ),
-        )
 
 
 QUORUMS: Registry[Quorum] = Registry("quorum", AllLive, Called, Pushed)

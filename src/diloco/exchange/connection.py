@@ -18,6 +18,7 @@ from diloco.errors import AuthError, CorruptPayloadError, DilocoError, ExchangeE
 from diloco.exchange.credentials import Credentials, FailureReason
 from diloco.exchange.key_pair import AnyKeys
 from diloco.exchange.wire import syncer_pb2 as pb
+from diloco.exchange.wire.frames import parse
 from diloco.exchange.wire.incoming import Download
 from diloco.exchange.wire.rpc import CHANNEL_OPTIONS, from_rpc_error, is_retryable, path
 from diloco.protocol.members import Deadlines
@@ -190,15 +191,13 @@ class Connection:
         The syncer acknowledges bytes in replies with `received`, which keep the call from stalling; `heard` is called
         with each.
         """
-        with self._mapping():
-            stub = self._channel(channel).stream_stream(path(method), None, kind.FromString)
-            call: Any = stub(stream)
-            reply: Any = None
-            with self._watching(call, channel) as watchdog:
-                for reply in call:
-                    watchdog.moved()
-                    if reply.HasField("received"):
-                        heard(reply.received)
+        reply: Any = None
+        with self.stream(channel, method, stream) as (replies, moved):
+            for message in replies:
+                moved()
+                reply = parse(kind, message)
+                if reply.HasField("received"):
+                    heard(reply.received)
         last: R = reply
         return last
 

@@ -82,19 +82,18 @@ class Keys:
         if (start := compact.find(KEY_LINE)) == 0:
             self.where = f"the line of {name}"
             self._pair = parse_key_line(text, self.where)
-        elif os.path.exists(text):  # noqa: PTH110 # no error for a long name
-            self.directory, self.where = Path(given), text
-        elif start > 0:
+            return
+        is_there = os.path.exists(text)  # noqa: PTH110 # no error for a long name
+        if start > 0 and not is_there:
             raise ConfigError(
                 f"{name} has {start} characters before {KEY_LINE}; give the line alone, without a name or quotes."
             )
-        elif _NO_PATH.search(compact):
+        if _NO_PATH.search(compact) and not is_there:
             raise ConfigError(
                 f"{name} is a text of {len(compact)} characters that names no directory and does not begin with "
                 f"{KEY_LINE}; copy the line whole, as `diloco keys add` printed it."
             )
-        else:
-            self.directory, self.where = Path(given), text
+        self.directory, self.where = Path(given), text
 
     def read(self) -> KeyPair:
         """Read the keys; those of a directory may have changed.

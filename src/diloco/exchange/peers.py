@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -13,6 +12,7 @@ from torch import Tensor
 from diloco.core.layout import Placement
 from diloco.core.merges import Encoded
 from diloco.core.method import Method
+from diloco.core.quorum import AllLive
 from diloco.core.weights import merge_weights
 from diloco.errors import ConfigError, DigestError, ExchangeError
 from diloco.exchange.base import Event, Exchange, required_method
@@ -39,9 +39,10 @@ class PeerExchange(Exchange):
             self._offers.popleft()
         return events
 
-    @abstractmethod
     def _events_of(self, finished: Any) -> Sequence[Event]:
         """The events of a finished round, as the background thread returned it."""
+        events: Sequence[Event] = finished
+        return events
 
     def wait(self, timeout_s: float) -> None:
         if not self._offers:
@@ -57,8 +58,10 @@ def require_no_syncer(method: Method) -> None:
     """Raise ConfigError for a method that needs a syncer."""
     if not method.wait:
         raise ConfigError("wait=False needs a syncer, whose answers learners need not block on; use wait=True.")
-    if (why := method.quorum.needs_syncer) is not None:
-        raise ConfigError(why)
+    if not isinstance(method.quorum, AllLive):
+        raise ConfigError(f"{type(method.quorum).__name__} needs a syncer; use AllLive over a group.")
+    if method.quorum.drop:
+        raise ConfigError("AllLive(drop=…) needs a syncer that drops contributions; use run_local or a syncer.")
 
 
 def merge_inputs(

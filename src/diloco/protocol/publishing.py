@@ -187,14 +187,10 @@ class Publisher:
 
     # --- the start ----------------------------------------------------------------------------------------------------
 
-    def start(self, now: float) -> list[Act]:
-        """Begin: look at the manifest, and claim the run once no other syncer has it."""
-        return self._read(now)
-
     def promote(self, now: float) -> list[Act]:
         """Claim the run at once, by an operator's decision. The syncer that has it is fenced by its next swap."""
         self._is_promoted = True
-        return [] if self.standing != "waiting" or self._is_reading else self._read(now)
+        return [] if self.standing != "waiting" or self._is_reading else self.start(now)
 
     def read(self, now: float, found: Manifest | None, token: str | None) -> list[Act]:
         """The manifest was read; None: there is none."""
@@ -238,7 +234,8 @@ class Publisher:
         self.standing = "claiming"
         return [Stand("claiming", "the run is free"), *self._send(now, claim, ())]
 
-    def _read(self, now: float) -> list[Act]:
+    def start(self, now: float) -> list[Act]:
+        """Read the manifest; at first, to claim the run once no other syncer has it."""
         self._is_reading, self._read_at = True, math.inf
         return [Read()]
 
@@ -257,7 +254,7 @@ class Publisher:
     def change(self, now: float, change: Change) -> list[Act]:
         """Make a change with the next swap. Its objects are there."""
         self._changes.append(change)
-        return self._go_on(now)
+        return self.tick(now)
 
     def swapped(self, now: float, token: str) -> list[Act]:
         """The swap in flight has succeeded."""
@@ -270,18 +267,18 @@ class Publisher:
         if self.standing == "claiming":
             self.standing = "serving"
             self._list_at = now + self._keep_s
-            return [Stand("serving", f"epoch {done.manifest.epoch}"), Serve(done.manifest), *self._go_on(now)]
+            return [Stand("serving", f"epoch {done.manifest.epoch}"), Serve(done.manifest), *self.tick(now)]
         if done.manifest.boot == 0:
             self.standing = "released"
             return [Confirmed(done.tickets), Stand("released", "this syncer stops")]
         assert before is not None
         for name in before.names - done.manifest.names:
             self._unnamed[name] = now + self._keep_s
-        return [*([Confirmed(done.tickets)] if done.tickets else []), *self._go_on(now)]
+        return [*([Confirmed(done.tickets)] if done.tickets else []), *self.tick(now)]
 
     def refused(self, now: float) -> list[Act]:
         """Another manifest is there than the swap in flight expects."""
-        return [] if self._is_over else self._read(now)
+        return [] if self._is_over else self.start(now)
 
     def failed(self, now: float) -> list[Act]:
         """A read or a swap was not answered, or the store could not execute it now."""
@@ -289,7 +286,7 @@ class Publisher:
             self._is_reading, self._read_at = False, now + RETRY_S
         elif self._in_flight is not None:
             self._in_flight.retry_at = now + RETRY_S
-        return self._go_on(now)
+        return self.tick(now)
 
     def _settle(self, now: float, found: Manifest | None, token: str | None) -> list[Act]:
         """The swap in flight was refused, and this is the manifest."""
@@ -308,17 +305,13 @@ class Publisher:
 
     # --- time ---------------------------------------------------------------------------------------------------------
 
-    def tick(self, now: float) -> list[Act]:
-        """Time has passed."""
-        return self._go_on(now)
-
     def release(self, now: float) -> list[Act]:
         """Give up the run, after all changes so far: a standby, or the next start, claims it at once."""
         self._is_stopping = True
         if self.standing in ("waiting", "claiming"):
             self.standing = "released"
             return [Stand("released", "this syncer stops")]
-        return self._go_on(now)
+        return self.tick(now)
 
     def listed(self, now: float, names: Sequence[str]) -> list[Act]:
         """These objects are in the store."""
@@ -331,7 +324,7 @@ class Publisher:
         for name in names:
             if epoch_of(name) < manifest.epoch and name not in kept:
                 self._unnamed[name] = now
-        return self._go_on(now)
+        return self.tick(now)
 
     @property
     def wake_at(self) -> float:
@@ -381,12 +374,12 @@ class Publisher:
             return soonest
         return max(soonest, self._began_at + self._lease_s / RENEWALS)
 
-    def _go_on(self, now: float) -> list[Act]:
-        """Do what is due."""
+    def tick(self, now: float) -> list[Act]:
+        """Time may have passed: do what is due."""
         if self._is_over:
             return []
         if self._read_at <= now:
-            return self._read(now)
+            return self.start(now)
         acts: list[Act] = []
         is_held = now < self._held_from + self._lease_s
         if self.standing == "serving" and not is_held:

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from diloco.protocol.leases import Ask, DataSet, Grant
-from diloco.protocol.units import Ranges, common, union
+from diloco.protocol.units import Ranges, common, ranges_of, union
 
 
 class UnitQueue:
@@ -104,7 +104,7 @@ class UnitQueue:
             if cut < stop:
                 self._held.appendleft((cut, stop))
         if units:
-            self._drawn.append(_as_ranges(units))
+            self._drawn.append(ranges_of((unit, unit + 1) for unit in units))
         return units
 
     def put_back(self) -> None:
@@ -123,7 +123,3 @@ class UnitQueue:
         None: no batch was taken."""
         units, num, self._taken, self._num_taken = self._taken, self._num_taken, (), 0
         return units if num else None
-
-
-def _as_ranges(units: Sequence[int]) -> Ranges:
-    return union(*(((unit, unit + 1),) for unit in units))

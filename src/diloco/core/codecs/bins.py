@@ -5,67 +5,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diloco.core.codecs.chunks import Chunked, corrupt, fold, pack, scaled, short, unpack, unscale
+from diloco.core.codecs.chunks import Chunked, checked_means, fold, pack, scaled, short, unpack, unscale
 from diloco.core.codecs.codec import Scratch
 from diloco.core.codecs.formats import CODEBOOK_BYTES, PAPER_RANGE_SIGMAS, TWO_BIT_BLOCK
 
 _SMALLEST_NORMAL = 2.0**-126
 _LARGEST_BF16 = (2 - 2**-7) * 2.0**127
-
-
-def encode_bins(x: Tensor, out: Tensor, range_sigmas: float, scratch: Scratch) -> None:
-    """Encode blocks: x fp32 [blocks, n] into out uint8 [blocks, bytes]; NonFiniteError on inf or NaN.
-
-    With σ the root mean square of a block and t = range_sigmas / 4 · σ, the bins are x < −t, −t ≤ x < 0, 0 ≤ x ≤ t and
-    t < x; a code is the index of a bin, its value the mean of the bin's elements. Arithmetic is fp32 after scaling by a
-    power of two, and sums fold halves, so that every device writes the same bits.
-    """
-    blocks, n = x.shape
-    y, exponent = scaled(x, scratch)
-    width = y.shape[1]
-    sums = scratch.take("sums", (4, blocks, width), torch.float32)
-    squares = fold(torch.mul(y, y, out=sums[0]))
-    mean_square = squares.div(torch.full_like(squares, n))  # a GPU would multiply by a number's reciprocal
-    edge = mean_square.sqrt_().mul_(range_sigmas / 4)
-
-    # Where a value lies in bin 1 or above, 2 or above, and in bin 3. Sums and counts of a bin are differences of these.
-    above = scratch.take("above", (3, blocks, width), torch.float32)
-    torch.ge(y, -edge, out=above[0])
-    torch.ge(y, 0.0, out=above[1])
-    torch.gt(y, edge, out=above[2])
-    counts = above.sum(-1, keepdim=True)  # of zeros and ones: exact in any order
-    torch.mul(above, y, out=sums[1:])
-    torch.sub(y, sums[1], out=sums[0])  # a value minus itself or minus zero: exact
-    sums[1].sub_(sums[2])
-    sums[2].sub_(sums[3])
-    above[0].add_(above[1]).add_(above[2])
-    codes = scratch.take("codes", (blocks, width), torch.uint8)
-    codes.view(torch.int8).copy_(above[0])  # several times faster than to uint8
-
-    numbers = torch.cat([width - counts[:1], counts[:2] - counts[1:], counts[2:]])
-    numbers[2] -= width - n
-    means = fold(sums).div(numbers.clamp_min_(1.0))
-    out[:, :CODEBOOK_BYTES] = _codebook(means, exponent).view(torch.uint8)
-    pack(codes[:, :n], 2, out[:, CODEBOOK_BYTES:], scratch)
-
-
-def decode_bins(payload: Tensor, out: Tensor, name: str, scratch: Scratch) -> None:
-    """Decode blocks: payload uint8 [blocks, bytes] into out fp32 [blocks, n]; raises as `checked_codebooks`."""
-    codebooks = checked_codebooks(payload, name, scratch).float()
-    codes = unpack(payload[:, CODEBOOK_BYTES:], 2, scratch)
-    index = scratch.take("code index", tuple(codes.shape), torch.int64).copy_(codes)
-    torch.gather(codebooks, 1, index[:, : out.shape[1]], out=out)
-
-
-def checked_codebooks(payload: Tensor, name: str, scratch: Scratch) -> Tensor:
-    """The codebooks (bf16 [blocks, 4]) of blocks; CorruptPayloadError on what is neither +0 nor a normal number."""
-    codebooks = scratch.take("codebooks", (payload.shape[0], 4), torch.bfloat16)
-    codebooks.view(torch.uint8).copy_(payload[:, :CODEBOOK_BYTES])  # a payload may start at any address
-    bits = codebooks.view(torch.int16)
-    magnitude = bits.bitwise_and(0x7FFF)
-    if bool(((magnitude > 0x7F7F) | ((magnitude < 0x0080) & (bits != 0))).any()):
-        raise corrupt(name, "a bin mean that is inf, NaN, -0 or subnormal")
-    return codebooks
 
 
 def _codebook(means: Tensor, exponent: Tensor) -> Tensor:
@@ -80,9 +25,13 @@ class TwoBit(Chunked):
     """Four bins over `range_sigmas` · σ with bin means as the codebook of each block; 2.015625 bits per element at
     block 4096.
 
-    `encode_bins` has the maths; σ is taken about zero, a block's mean being small beside it. MuLoCo, arXiv 2505.23725
-    (2 bits with bin means where 2 bits linear fail), and SparseLoCo, arXiv 2508.15706, have a range of 6σ. Edges at ± σ
-    (a range of 4) are near the best ones for Gaussian values.
+    With σ the root mean square of a block and t = range_sigmas / 4 · σ, the bins are x < −t, −t ≤ x < 0, 0 ≤ x ≤ t and
+    t < x; a code is the index of a bin, its value the mean of the bin's elements. Arithmetic is fp32 after scaling by a
+    power of two, and sums fold halves, so that every device writes the same bits.
+
+    σ is taken about zero, a block's mean being small beside it. MuLoCo, arXiv 2505.23725 (2 bits with bin means where 2
+    bits linear fail), and SparseLoCo, arXiv 2508.15706, have a range of 6σ. Edges at ± σ (a range of 4) are near the
+    best ones for Gaussian values.
     """
 
     block: int = TWO_BIT_BLOCK
@@ -94,10 +43,44 @@ class TwoBit(Chunked):
         return f"2bit{sigmas}" + ("" if self.block == TWO_BIT_BLOCK else f":{self.block}")
 
     def encode_chunks(self, x: Tensor, out: Tensor, scratch: Scratch) -> None:
-        encode_bins(x, out, self.range_sigmas, scratch)
+        blocks, n = x.shape
+        y, exponent = scaled(x, scratch)
+        width = y.shape[1]
+        sums = scratch.take("sums", (4, blocks, width), torch.float32)
+        squares = fold(torch.mul(y, y, out=sums[0]))
+        mean_square = squares.div(torch.full_like(squares, n))  # a GPU would multiply by a number's reciprocal
+        edge = mean_square.sqrt_().mul_(self.range_sigmas / 4)
+
+        # Where a value lies in bin 1 or above, 2 or above, and in bin 3. Sums and counts of a bin are differences of
+        # these.
+        above = scratch.take("above", (3, blocks, width), torch.float32)
+        torch.ge(y, -edge, out=above[0])
+        torch.ge(y, 0.0, out=above[1])
+        torch.gt(y, edge, out=above[2])
+        counts = above.sum(-1, keepdim=True)  # of zeros and ones: exact in any order
+        torch.mul(above, y, out=sums[1:])
+        torch.sub(y, sums[1], out=sums[0])  # a value minus itself or minus zero: exact
+        sums[1].sub_(sums[2])
+        sums[2].sub_(sums[3])
+        above[0].add_(above[1]).add_(above[2])
+        codes = scratch.take("codes", (blocks, width), torch.uint8)
+        codes.view(torch.int8).copy_(above[0])  # several times faster than to uint8
+
+        numbers = torch.cat([width - counts[:1], counts[:2] - counts[1:], counts[2:]])
+        numbers[2] -= width - n
+        means = fold(sums).div(numbers.clamp_min_(1.0))
+        out[:, :CODEBOOK_BYTES] = _codebook(means, exponent).view(torch.uint8)
+        pack(codes[:, :n], 2, out[:, CODEBOOK_BYTES:], scratch)
 
     def decode_chunks(self, payload: Tensor, out: Tensor, scratch: Scratch) -> None:
-        decode_bins(payload, out, self.name, scratch)
+        codebooks = self._checked(payload, scratch).float()
+        codes = unpack(payload[:, CODEBOOK_BYTES:], 2, scratch)
+        index = scratch.take("code index", tuple(codes.shape), torch.int64).copy_(codes)
+        torch.gather(codebooks, 1, index[:, : out.shape[1]], out=out)
 
     def check_chunks(self, payload: Tensor, num_elements: int, scratch: Scratch) -> None:
-        checked_codebooks(payload, self.name, scratch)
+        self._checked(payload, scratch)
+
+    def _checked(self, payload: Tensor, scratch: Scratch) -> Tensor:
+        """The codebooks (bf16 [blocks, 4]) of blocks."""
+        return checked_means(payload[:, :CODEBOOK_BYTES], torch.bfloat16, self.name, scratch)

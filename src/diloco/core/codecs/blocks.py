@@ -4,6 +4,7 @@ import functools
 import math
 import struct
 from abc import abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -13,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from diloco.core.codecs.codec import Codec, Scratch, magnitude_bits, refuse_nonfinite
+from diloco.core.codecs.codec import Codec, Scratch, magnitude_bits, refuse_nonfinite, whole_and_rest
 from diloco.core.codecs.formats import SCALE_BYTES, SEGMENT_ELEMENTS
 from diloco.errors import CorruptPayloadError
 
@@ -38,7 +39,6 @@ class ScaledBlocks(Codec):
     cpu_group_segments: ClassVar[int] = 64
     device_group_segments: ClassVar[int] = 2048  # the kernels have no scratch
     default_block: ClassVar[int]
-    family: ClassVar[str]
     code_bits: ClassVar[int]
     levels: ClassVar[float]
     largest_scale: ClassVar[float]
@@ -108,22 +108,17 @@ class ScaledBlocks(Codec):
     def _in_cache(self, rows: Tensor) -> tuple[Tensor, ...]:
         """Few rows at a time, so that their scratch stays in cache; scales, being small, are read for more at once."""
         step = _CPU_CACHED_SEGMENTS if rows.device.type == "cpu" else len(rows)
-        return tuple(rows[first : first + step] for first in range(0, len(rows), step))
+        return tuple(rows.split(step))
 
     def _split(self, payload: Tensor, num_elements: int) -> tuple[Tensor, Tensor]:
         scale_bytes = math.ceil(num_elements / self.block) * SCALE_BYTES
         return payload[:, :scale_bytes], payload[:, scale_bytes:]
 
-    def _parts(self, num_elements: int) -> list[tuple[slice, slice, slice]]:
+    def _parts(self, num_elements: int) -> Iterator[tuple[slice, slice, slice]]:
         """(elements, blocks, code bytes) of a segment's full blocks and of its shorter last one."""
-        num_full, tail = divmod(num_elements, self.block)
-        end = num_full * self.block
-        end_bytes = end * self.code_bits // 8
-        parts = [(slice(0, end), slice(0, num_full), slice(0, end_bytes))] if num_full else []
-        if tail:
-            stop_bytes = end_bytes + math.ceil(tail * self.code_bits / 8)
-            parts.append((slice(end, num_elements), slice(num_full, num_full + 1), slice(end_bytes, stop_bytes)))
-        return parts
+        for part in whole_and_rest(num_elements, self.block):
+            blocks = slice(part.start // self.block, math.ceil(part.stop / self.block))
+            yield part, blocks, slice(part.start * self.code_bits // 8, math.ceil(part.stop * self.code_bits / 8))
 
     def _blocks(self, x: Tensor, blocks: slice, scratch: Scratch) -> Tensor:
         """x [rows, m] as [rows, blocks, width]; a block whose codes do not fill whole bytes is padded with a zero."""

@@ -1,12 +1,13 @@
 """The base of chunked codecs: the loop over chunks, sums with the same bits on every device, and packed codes."""
 
 from abc import abstractmethod
+from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from diloco.core.codecs.codec import Codec, Scratch, magnitude_bits, refuse_nonfinite
+from diloco.core.codecs.codec import Codec, Scratch, magnitude_bits, refuse_nonfinite, whole_and_rest
 from diloco.core.codecs.formats import SEGMENT_ELEMENTS
 from diloco.errors import CorruptPayloadError
 
@@ -111,37 +112,43 @@ class Chunked(Codec):
         """CorruptPayloadError unless every chunk (uint8 [chunks, chunk_bytes(n)]) decodes to finite numbers only."""
 
     def encode_rows(self, x: Tensor, out: Tensor, scratch: Scratch) -> None:
-        for width, elements, payload_bytes in self._chunks(x.shape[1]):
-            own_bytes = self.chunk_bytes(width)
-            parts = x[:, elements].view(-1, width), out[:, payload_bytes].view(-1, own_bytes)
-            for x_, out_ in zip(*(self._in_cache(part, width) for part in parts), strict=True):
-                self.encode_chunks(x_, out_, scratch)
+        for x_, out_ in self._few(x, out):
+            self.encode_chunks(x_, out_, scratch)
 
     def decode_rows(self, payload: Tensor, out: Tensor, scratch: Scratch) -> None:
-        for width, elements, payload_bytes in self._chunks(out.shape[1]):
-            own_bytes = self.chunk_bytes(width)
-            parts = payload[:, payload_bytes].view(-1, own_bytes), out[:, elements].view(-1, width)
-            for payload_, out_ in zip(*(self._in_cache(part, width) for part in parts), strict=True):
-                self.decode_chunks(payload_, out_, scratch)
+        for out_, payload_ in self._few(out, payload):
+            self.decode_chunks(payload_, out_, scratch)
 
     def check_rows(self, payload: Tensor, num_elements: int, scratch: Scratch) -> None:
         for width, _, payload_bytes in self._chunks(num_elements):
             self.check_chunks(payload[:, payload_bytes].view(-1, self.chunk_bytes(width)), width, scratch)
 
-    def _chunks(self, num_elements: int) -> list[tuple[int, slice, slice]]:
-        """(width of a chunk, elements, bytes) of a segment's whole chunks and of its shorter last one."""
-        num_full, tail = divmod(num_elements, self.chunk_elements)
-        end, end_bytes = num_full * self.chunk_elements, num_full * self.chunk_bytes(self.chunk_elements)
-        parts = [(self.chunk_elements, slice(0, end), slice(0, end_bytes))] if num_full else []
-        if tail:
-            stop_bytes = end_bytes + self.chunk_bytes(tail)
-            parts.append((tail, slice(end, num_elements), slice(end_bytes, stop_bytes)))
-        return parts
+    def _few(self, x: Tensor, payload: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Chunks of segments and their payloads, a few at a time, so that their scratch stays in cache."""
+        for width, elements, payload_bytes in self._chunks(x.shape[1]):
+            own = x[:, elements].view(-1, width)
+            step = max(1, _CPU_CACHED_ELEMENTS // width) if x.device.type == "cpu" else len(own)
+            own_bytes = payload[:, payload_bytes].view(-1, self.chunk_bytes(width))
+            yield from zip(own.split(step), own_bytes.split(step), strict=True)
 
-    def _in_cache(self, chunks: Tensor, width: int) -> tuple[Tensor, ...]:
-        """A few chunks at a time, so that their scratch stays in cache."""
-        step = max(1, _CPU_CACHED_ELEMENTS // width) if chunks.device.type == "cpu" else len(chunks)
-        return tuple(chunks[first : first + step] for first in range(0, len(chunks), step))
+    def _chunks(self, num_elements: int) -> Iterator[tuple[int, slice, slice]]:
+        """(width of a chunk, elements, bytes) of a segment's whole chunks and of its shorter last one."""
+        for part in whole_and_rest(num_elements, self.chunk_elements):
+            payload_bytes = slice(self.encoded_bytes(part.start), self.encoded_bytes(part.stop))
+            yield min(self.chunk_elements, part.stop - part.start), part, payload_bytes
+
+
+def checked_means(stored: Tensor, dtype: torch.dtype, name: str, scratch: Scratch) -> Tensor:
+    """The means of a codebook (uint8 [rows, bytes]), bf16 or fp32; CorruptPayloadError on what is neither +0 nor a
+    normal number."""
+    means = scratch.take("means", (len(stored), stored.shape[1] // dtype.itemsize), dtype)
+    means.view(torch.uint8).copy_(stored)  # a payload may start at any address
+    whole, mantissa_bits = (torch.int16, 7) if dtype == torch.bfloat16 else (torch.int32, 23)
+    bits = means.view(whole)
+    magnitude = bits.bitwise_and(torch.iinfo(whole).max)
+    if bool(((magnitude >= 0xFF << mantissa_bits) | ((magnitude < 1 << mantissa_bits) & (bits != 0))).any()):
+        raise corrupt(name, "a codebook mean that is inf, NaN, -0 or subnormal")
+    return means
 
 
 def corrupt(name: str, what: str) -> CorruptPayloadError:

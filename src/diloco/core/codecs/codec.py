@@ -62,10 +62,13 @@ class Codec(ABC):
     def __post_init__(self) -> None:
         wire_format(self.name)
 
+    family: ClassVar[str]
+    """Of a format without parameters, its name."""
+
     @property
-    @abstractmethod
     def name(self) -> str:
         """The name that `codec_from_name` turns back into this codec."""
+        return self.family
 
     @property
     def lossless(self) -> bool:
@@ -95,12 +98,6 @@ class Codec(ABC):
 
     def segment_span(self, num_elements: int, start_segment: int, stop_segment: int) -> slice:
         """The bytes of segments start ≤ i < stop in a payload, which are the payload of these elements alone."""
-        num_segments = math.ceil(num_elements / SEGMENT_ELEMENTS)
-        if not 0 <= start_segment <= stop_segment <= num_segments:
-            raise ConfigError(
-                f"segments {start_segment} to {stop_segment} do not exist in a vector of {num_segments}; "
-                f"stay within 0 to {num_segments}"
-            )
         start, stop = (
             self.encoded_bytes(min(i * SEGMENT_ELEMENTS, num_elements)) for i in (start_segment, stop_segment)
         )
@@ -160,16 +157,12 @@ class Codec(ABC):
 
     def _groups(self, num_elements: int, device: torch.device) -> Iterator[tuple[slice, slice, int]]:
         """(elements, payload bytes, rows) of each group of equally long segments."""
-        group = self.cpu_group_segments if device.type == "cpu" else self.device_group_segments
-        num_full, tail = divmod(num_elements, SEGMENT_ELEMENTS)
-        segment_bytes = self.encoded_bytes(SEGMENT_ELEMENTS)
-        for first in range(0, num_full, group):
-            last = min(first + group, num_full)
-            elements = slice(first * SEGMENT_ELEMENTS, last * SEGMENT_ELEMENTS)
-            yield elements, slice(first * segment_bytes, last * segment_bytes), last - first
-        if tail:
-            start = num_full * segment_bytes
-            yield slice(num_full * SEGMENT_ELEMENTS, num_elements), slice(start, start + self.encoded_bytes(tail)), 1
+        most = SEGMENT_ELEMENTS * (self.cpu_group_segments if device.type == "cpu" else self.device_group_segments)
+        for part in whole_and_rest(num_elements, SEGMENT_ELEMENTS):
+            for start in range(part.start, part.stop, most):
+                stop = min(start + most, part.stop)
+                payload_bytes = slice(self.encoded_bytes(start), self.encoded_bytes(stop))
+                yield slice(start, stop), payload_bytes, math.ceil((stop - start) / SEGMENT_ELEMENTS)
 
 
 def compress(codec: Codec, x: Tensor, residual: Tensor | None, decay: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -180,11 +173,6 @@ def compress(codec: Codec, x: Tensor, residual: Tensor | None, decay: float = 1.
     that is not from 0 to 1. Karimireddy et al. 2019, arXiv 1901.09847, algorithm 2; a decay below 1: SparseLoCo, arXiv
     2508.15706.
     """
-    _require(x, torch.float32, None, "input of compress")
-    if not 0 <= decay <= 1:
-        raise ConfigError(
-            f"an error feedback decay of {decay} is not from 0 to 1; 1 keeps what was not sent, 0.95 is SparseLoCo's"
-        )
     if residual is None:
         total = x.detach()
     else:
@@ -196,6 +184,12 @@ def compress(codec: Codec, x: Tensor, residual: Tensor | None, decay: float = 1.
         return payload, torch.zeros_like(total)
     decoded = codec.decode(payload, total.numel())
     return payload, torch.sub(total, decoded, out=decoded)
+
+
+def whole_and_rest(num_elements: int, size: int) -> list[slice]:
+    """The elements of all whole parts of this size, and those of a shorter last one."""
+    end = num_elements - num_elements % size
+    return [part for part in (slice(0, end), slice(end, num_elements)) if part.start < part.stop]
 
 
 def magnitude_bits(x: Tensor, scratch: Scratch) -> Tensor:

@@ -20,6 +20,9 @@ class _Cast(Codec):
     def _largest_bits(self, cast: Tensor, scratch: Scratch) -> int:
         """The largest bits, without signs, of the cast values."""
 
+    def decode_rows(self, payload: Tensor, out: Tensor, scratch: Scratch) -> None:
+        out.copy_(self._checked(payload, out.shape[1], scratch))
+
     def check_rows(self, payload: Tensor, num_elements: int, scratch: Scratch) -> None:
         self._checked(payload, num_elements, scratch)
 
@@ -37,15 +40,12 @@ class _Cast(Codec):
 class FP32(_Cast):
     """IEEE binary32, bit for bit."""
 
+    family: ClassVar[str] = "fp32"
     dtype: ClassVar[torch.dtype] = torch.float32
 
     @property
     def lossless(self) -> bool:
         return True
-
-    @property
-    def name(self) -> str:
-        return "fp32"
 
     def _largest_bits(self, cast: Tensor, scratch: Scratch) -> int:
         return int(magnitude_bits(cast, scratch).amax())
@@ -53,9 +53,6 @@ class FP32(_Cast):
     def encode_rows(self, x: Tensor, out: Tensor, scratch: Scratch) -> None:
         refuse_nonfinite(self._largest_bits(x, scratch))
         out.copy_(x.view(torch.uint8))
-
-    def decode_rows(self, payload: Tensor, out: Tensor, scratch: Scratch) -> None:
-        out.copy_(self._checked(payload, out.shape[1], scratch))
 
 
 class _Half(_Cast):
@@ -78,32 +75,23 @@ class _Half(_Cast):
             )
         out.copy_(cast.view(torch.uint8))
 
-    def decode_rows(self, payload: Tensor, out: Tensor, scratch: Scratch) -> None:
-        out.copy_(self._checked(payload, out.shape[1], scratch))
-
 
 @dataclass(frozen=True)
 class BF16(_Half):
     """bfloat16: the range of fp32, 8 bits of precision; largest value 0x7F7F ≈ 3.39e38."""
 
+    family: ClassVar[str] = "bf16"
     dtype: ClassVar[torch.dtype] = torch.bfloat16
     wider: ClassVar[str] = "fp32"
-
-    @property
-    def name(self) -> str:
-        return "bf16"
 
 
 @dataclass(frozen=True)
 class FP16(_Half):
     """IEEE binary16: 11 bits of precision, largest value 65504; magnitudes of at most 2^-25 become zero."""
 
+    family: ClassVar[str] = "fp16"
     dtype: ClassVar[torch.dtype] = torch.float16
     wider: ClassVar[str] = "bf16 or fp32"
-
-    @property
-    def name(self) -> str:
-        return "fp16"
 
 
 def _infinity_bits(dtype: torch.dtype) -> int:

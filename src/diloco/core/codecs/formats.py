@@ -43,19 +43,8 @@ class Sizes(ABC):
 
 
 @dataclass(frozen=True)
-class PlainSizes(Sizes):
-    """Elements encoded separately, in equally many bytes each."""
-
-    element_bytes: int
-    block: int = 1
-
-    def block_bytes(self, num_elements: int) -> int:
-        return num_elements * self.element_bytes
-
-
-@dataclass(frozen=True)
 class CodedSizes(Sizes):
-    """Codes of `code_bits` bits, and for each block a header from which the codes' values follow."""
+    """Codes of `code_bits` bits, and for each block a header from which the codes' values follow, if there is one."""
 
     block: int
     header_bytes: int
@@ -165,8 +154,8 @@ def _require_block(block: int, smallest: int) -> None:
 
 
 _VALUES: Mapping[str, Sizes] = {
-    "fp32": PlainSizes(4),
-    "bf16": PlainSizes(2),
+    "fp32": CodedSizes(1, 0, 32),
+    "bf16": CodedSizes(1, 0, 16),
     "2bit": CodedSizes(CHUNK_ELEMENTS, CODEBOOK_BYTES, 2),
 }
 
@@ -174,9 +163,9 @@ _BLOCK = r"(?::(?P<block>\d+))?"
 _KEPT_AS = r"(?:-(?P<values>bf16|2bit))?"
 
 FAMILIES = (
-    CodecFamily("floats.FP32", "fp32", lambda: PlainSizes(4), ("fp32",)),
-    CodecFamily("floats.BF16", "bf16", lambda: PlainSizes(2), ("bf16",)),
-    CodecFamily("floats.FP16", "fp16", lambda: PlainSizes(2), ("fp16",)),
+    CodecFamily("floats.FP32", "fp32", lambda: CodedSizes(1, 0, 32), ("fp32",)),
+    CodecFamily("floats.BF16", "bf16", lambda: CodedSizes(1, 0, 16), ("bf16",)),
+    CodecFamily("floats.FP16", "fp16", lambda: CodedSizes(1, 0, 16), ("fp16",)),
     CodecFamily("integers.Int8", "int8" + _BLOCK, _blocks(SCALE_BYTES, 8, INT8_BLOCK), ("int8",)),
     CodecFamily("integers.Int4", "int4" + _BLOCK, _blocks(SCALE_BYTES, 4, NIBBLE_BLOCK), ("int4",)),
     CodecFamily("e3m0.E3M0", "e3m0" + _BLOCK, _blocks(SCALE_BYTES, 4, NIBBLE_BLOCK), ("e3m0",)),

@@ -2,7 +2,6 @@
 
 import functools
 import math
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -14,49 +13,31 @@ from diloco.core.codecs.formats import smallest_positions
 
 
 @dataclass(frozen=True)
-class Positions(ABC):
-    """An encoding of the positions of k kept elements among n (1 ≤ k < n), in `num_bytes` bytes for every choice."""
+class Bitmap:
+    """The positions of k kept elements among n (1 ≤ k < n) as one bit per element, set if it is kept."""
 
     n: int
     k: int
 
     @property
-    @abstractmethod
     def num_bytes(self) -> int:
-        """Exact bytes of the positions of a chunk."""
-
-    @abstractmethod
-    def encode(self, chosen: Tensor, x: Tensor, out: Tensor, scratch: Scratch) -> Tensor:
-        """Write the positions of chosen (bool [chunks, n], k each) into out (uint8). Returns x at them: [chunks, k]."""
-
-    @abstractmethod
-    def decode(self, payload: Tensor, scratch: Scratch) -> Tensor | None:
-        """The argument `positions` of `spread`, from uint8 [chunks, num_bytes]; None: no encoder writes these."""
-
-    @abstractmethod
-    def spread(self, positions: Tensor, kept: Tensor, out: Tensor, scratch: Scratch) -> None:
-        """Write kept values (fp32 [chunks, k]) at their positions in out (fp32 [chunks, n]), +0 elsewhere."""
-
-
-@dataclass(frozen=True)
-class Bitmap(Positions):
-    """One bit per element, set if it is kept."""
-
-    @property
-    def num_bytes(self) -> int:
+        """Exact bytes of the positions of a chunk, for every choice."""
         return math.ceil(self.n / 8)
 
     def encode(self, chosen: Tensor, x: Tensor, out: Tensor, scratch: Scratch) -> Tensor:
+        """Write the positions of chosen (bool [chunks, n], k each) into out (uint8). Returns x at them: [chunks, k]."""
         pack(chosen.view(torch.uint8), 1, out, scratch)
         table = scratch.take("table", (len(x), self.k + 1), torch.float32)
         return table.scatter_(1, self._ranks(chosen, scratch), x)[:, 1:]
 
     def decode(self, payload: Tensor, scratch: Scratch) -> Tensor | None:
+        """The argument `positions` of `spread`, from uint8 [chunks, num_bytes]; None: no encoder writes these."""
         bits = unpack(payload, 1, scratch)
         wrong = (bits.sum(-1, dtype=torch.int32) != self.k).any() | bits[:, self.n :].any()
         return None if bool(wrong) else bits[:, : self.n]
 
     def spread(self, positions: Tensor, kept: Tensor, out: Tensor, scratch: Scratch) -> None:
+        """Write kept values (fp32 [chunks, k]) at their positions in out (fp32 [chunks, n]), +0 elsewhere."""
         table = scratch.take("table", (len(kept), self.k + 1), torch.float32)
         table[:, 0] = 0.0
         table[:, 1:] = kept
@@ -73,13 +54,16 @@ class Bitmap(Positions):
 
 
 @dataclass(frozen=True)
-class EliasFano(Positions):
-    """The `low_bits` = l lowest bits of each position p_i, then a bit string with bit (p_i >> l) + i set for each i.
+class EliasFano:
+    """As `Bitmap`, in other bytes: the `low_bits` = l lowest bits of each position p_i, then a bit string with bit
+    (p_i >> l) + i set for each i.
 
     About l + 2 bits a position, 7 for 128 of 4096. Elias 1974 (10.1145/321812.321820), Vigna 2013
     (10.1145/2433396.2433409).
     """
 
+    n: int
+    k: int
     low_bits: int
 
     @property
@@ -127,7 +111,7 @@ class EliasFano(Positions):
 
 
 @functools.lru_cache(maxsize=256)
-def positions_of(n: int, k: int) -> Positions:
+def positions_of(n: int, k: int) -> Bitmap | EliasFano:
     """The encoding with the fewest bytes."""
     _, low_bits = smallest_positions(n, k)
     return EliasFano(n, k, low_bits) if low_bits else Bitmap(n, k)

@@ -14,7 +14,7 @@ from diloco.core.codecs.codec import Codec, Scratch, magnitude_bits, refuse_nonf
 from diloco.core.codecs.floats import BF16, FP32
 from diloco.core.codecs.formats import CHUNK_ELEMENTS, SparseSizes
 from diloco.core.codecs.positions import positions_of
-from diloco.errors import ConfigError, CorruptPayloadError
+from diloco.errors import CorruptPayloadError
 
 _VALUE_CODECS: dict[str, Codec] = {"fp32": FP32(), "bf16": BF16(), "2bit": TwoBit(block=CHUNK_ELEMENTS)}
 _GROUP = 8
@@ -86,11 +86,6 @@ class _Sparse(Chunked):
             yield
         except CorruptPayloadError as error:
             raise CorruptPayloadError(f"values of a {self.name} payload are damaged: {error}") from error
-
-    def __post_init__(self) -> None:
-        if self.values not in _VALUE_CODECS:
-            raise ConfigError(f"values of {self.values!r} are unknown; use one of {', '.join(_VALUE_CODECS)}")
-        super().__post_init__()
 
     @property
     def _suffix(self) -> str:

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from diloco.core.codecs.chunks import corrupt, fold, power_of_two, scaled
+from diloco.core.codecs.chunks import checked_means, fold, power_of_two, scaled
 from diloco.core.codecs.codec import Codec, Scratch
 
 NUM_BUCKETS = 256
@@ -34,11 +34,8 @@ class Uniform8(Codec):
     ring.
     """
 
+    family: ClassVar[str] = "uniform8"
     cpu_group_segments: ClassVar[int] = 4
-
-    @property
-    def name(self) -> str:
-        return "uniform8"
 
     def encode_rows(self, x: Tensor, out: Tensor, scratch: Scratch) -> None:
         rows, n = x.shape
@@ -65,19 +62,9 @@ class Uniform8(Codec):
         out[:, _CODEBOOK_BYTES:] = index
 
     def decode_rows(self, payload: Tensor, out: Tensor, scratch: Scratch) -> None:
-        codebook = self._checked(payload, scratch)
+        codebook = checked_means(payload[:, :_CODEBOOK_BYTES], torch.float32, self.name, scratch)
         index = scratch.take("index", tuple(out.shape), torch.int64).copy_(payload[:, _CODEBOOK_BYTES:])
         torch.gather(codebook, 1, index, out=out)
 
     def check_rows(self, payload: Tensor, num_elements: int, scratch: Scratch) -> None:
-        self._checked(payload, scratch)
-
-    def _checked(self, payload: Tensor, scratch: Scratch) -> Tensor:
-        """The codebooks, fp32 [rows, 256]."""
-        codebook = scratch.take("codebook", (payload.shape[0], NUM_BUCKETS), torch.float32)
-        codebook.view(torch.uint8).copy_(payload[:, :_CODEBOOK_BYTES])  # a payload may start at any address
-        bits = codebook.view(torch.int32)
-        magnitude = bits.bitwise_and(0x7FFFFFFF)
-        if bool(((magnitude > 0x7F7FFFFF) | ((magnitude < 0x00800000) & (bits != 0))).any()):
-            raise corrupt(self.name, "a bucket mean that is inf, NaN, -0 or subnormal")
-        return codebook
+        checked_means(payload[:, :_CODEBOOK_BYTES], torch.float32, self.name, scratch)

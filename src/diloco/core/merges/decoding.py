@@ -13,7 +13,7 @@ from torch import Tensor
 from diloco.core.codecs import SEGMENT_ELEMENTS, Codec
 from diloco.core.codecs.codec import Scratch
 from diloco.core.layout import Placement
-from diloco.errors import ConfigError, CorruptPayloadError, LayoutError
+from diloco.errors import ConfigError, CorruptPayloadError
 
 RUN_SEGMENTS = 16
 """Segments of one learner that are decoded at once: enough to spread the cost of a call, few enough for a processor's
@@ -102,8 +102,7 @@ class Decoder:
         device: of the payloads and of all computation.
 
     Raises:
-        ConfigError: unusable weights, or a contribution without a payload.
-        LayoutError: places that do not cover the elements, or a contribution with the index of an unknown tensor.
+        ConfigError: no contribution has a weight.
         CorruptPayloadError: a payload of the wrong size; names the learner.
     """
 
@@ -115,7 +114,8 @@ class Decoder:
         num_elements: int,
         momentum: Tensor | None = None,
     ) -> None:
-        _check(contributions, places, num_elements)
+        if not any(each.weight for each in contributions):
+            raise ConfigError(f"the weights of all {len(contributions)} contributions are 0; at least one must count.")
         _check_sizes(codec, contributions, num_elements)
         self.contributions = contributions
         self.places = places
@@ -167,32 +167,6 @@ class Decoder:
             raise CorruptPayloadError(
                 f"the contribution of {contribution.learner} cannot be merged: {error}"
             ) from error
-
-
-def _check(contributions: Sequence[Encoded], places: Sequence[Placement], num_elements: int) -> None:
-    if not contributions:
-        raise ConfigError("a merge needs at least one contribution.")
-    for each in contributions:
-        if not math.isfinite(each.weight) or each.weight < 0:
-            raise ConfigError(f"the weight of {each.learner} must be finite and not negative, not {each.weight!r}.")
-        if not each.payloads and each.tensors != frozenset():
-            raise ConfigError(f"the contribution of {each.learner} has no payload; leave it out of the merge.")
-        for index in each.tensors or ():
-            if not 0 <= index < len(places):
-                raise LayoutError(
-                    f"{each.learner} trains tensor {index}, and the merge has tensors 0 to {len(places) - 1}."
-                )
-    if not any(each.weight for each in contributions):
-        raise ConfigError(f"the weights of all {len(contributions)} contributions are 0; at least one must count.")
-    end = 0
-    for place in places:
-        if place.offset != end:
-            raise LayoutError(
-                f"tensor {place.spec.name!r} begins at element {place.offset}, and the one before ends at {end}."
-            )
-        end = place.elements.stop
-    if end != num_elements:
-        raise LayoutError(f"the tensors of a merge have {end} elements together, and its contributions {num_elements}.")
 
 
 def _check_sizes(codec: Codec, contributions: Sequence[Encoded], num_elements: int) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from diloco.core.choices import whole_number
+from diloco.core.choices import FROM_1, checked
 from diloco.core.merges.decoding import Decoder
 from diloco.core.merges.linear import LinearMerge
 from diloco.core.merges.measures import Matrix, squared_distances
@@ -25,10 +25,7 @@ class GeometricMedian(LinearMerge[Sequence[Matrix]]):
     elementwise: ClassVar[bool] = False
     weighs_tensors: ClassVar[bool] = False
 
-    iterations: int = 8
-
-    def __post_init__(self) -> None:
-        whole_number("GeometricMedian(iterations=…)", self.iterations, minimum=1)
+    iterations: int = checked(FROM_1, 8)
 
     def measure(self, decoder: Decoder) -> Sequence[Matrix]:
         stretches = means_of(decoder.contributions, decoder.places)

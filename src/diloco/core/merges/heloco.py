@@ -16,11 +16,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from diloco.core.choices import fraction
+from diloco.core.choices import BELOW_1, checked
 from diloco.core.merges.decoding import Decoder
 from diloco.core.merges.linear import LinearMerge
 from diloco.core.merges.measures import Measured, measure_tensors, norm
-from diloco.core.merges.weighted_sum import WeightedSum, weights_at
+from diloco.core.merges.weighted_sum import WeightedSum, counting_at
 from diloco.errors import ConfigError
 
 
@@ -45,11 +45,11 @@ class HeLoCo(LinearMerge[Angles]):
 
     elementwise: ClassVar[bool] = False
 
-    threshold: float = 0.2
+    threshold: float = checked(BELOW_1, 0.2)
     damping: float = 0.25
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "threshold", fraction("HeLoCo(threshold=…)", self.threshold, below_one=True))
+        super().__post_init__()
         if isinstance(self.damping, bool) or not 0 <= self.damping < math.inf:
             raise ConfigError(f"HeLoCo(damping=…) must be a finite number of at least 0, not {self.damping!r}.")
 
@@ -57,7 +57,7 @@ class HeLoCo(LinearMerge[Angles]):
         if decoder.momentum is None:
             return Angles({}, {})
         norms = {index: norm(decoder.momentum[place.elements]) for index, place in enumerate(decoder.places)}
-        corrected = {index: self._counting(decoder, index) for index, length in norms.items() if length}
+        corrected = {index: counting_at(decoder.contributions, index) for index, length in norms.items() if length}
         return Angles(norms, measure_tensors(decoder, corrected, decoder.momentum))
 
     def coefficients(self, decoder: Decoder, measured: Angles) -> list[WeightedSum]:
@@ -66,7 +66,7 @@ class HeLoCo(LinearMerge[Angles]):
         sums = []
         for index, place in enumerate(decoder.places):
             factors, towards, total = {}, {}, 0.0
-            for i in self._counting(decoder, index):
+            for i in counting_at(contributions, index):
                 own, along = 1.0, 0.0
                 if found := measured.measured.get((index, i)):
                     own, along = self._corrected(found, measured.momentum_norms[index])
@@ -78,9 +78,6 @@ class HeLoCo(LinearMerge[Angles]):
                 total += share
             sums.append(WeightedSum(place.elements, factors, total or 1.0, towards))
         return sums
-
-    def _counting(self, decoder: Decoder, index: int) -> list[int]:
-        return [i for i, weight in weights_at(decoder.contributions, index).items() if weight > 0]
 
     def _corrected(self, v: Measured, m_norm: float) -> tuple[float, float]:
         """a, b of the corrected outer gradient a·v + b·m."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from diloco.core.choices import whole_number
+from diloco.core.choices import FROM_0, checked
 from diloco.core.merges.decoding import Decoder
 from diloco.core.merges.linear import LinearMerge
 from diloco.core.merges.measures import Matrix, squared_distances
@@ -24,10 +24,7 @@ class MultiKrum(LinearMerge[Sequence[Matrix]]):
     elementwise: ClassVar[bool] = False
     weighted: ClassVar[bool] = False
 
-    num_byzantine: int = 1
-
-    def __post_init__(self) -> None:
-        whole_number("MultiKrum(num_byzantine=…)", self.num_byzantine, minimum=0)
+    num_byzantine: int = checked(FROM_0, 1)
 
     def measure(self, decoder: Decoder) -> Sequence[Matrix]:
         judged = _counting(decoder)

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from diloco.core.choices import fraction
+from diloco.core.choices import BELOW_1, checked
 from diloco.core.merges.coordinates import CoordinateMerge
 from diloco.errors import ConfigError
 
@@ -40,10 +40,10 @@ class _Trimmed(CoordinateMerge):
 class TrimmedMean(_Trimmed):
     """Per coordinate the mean without the ⌊trim·n⌋ largest and smallest of n values; `trim` from 0 to below 0.5."""
 
-    trim: float = 0.25
+    trim: float = checked(BELOW_1, 0.25)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "trim", fraction("TrimmedMean(trim=…)", self.trim, below_one=True))
+        super().__post_init__()
         if self.trim >= 0.5:
             raise ConfigError(f"TrimmedMean(trim={self.trim}) leaves nothing; use less than 0.5.")
 

@@ -65,8 +65,7 @@ def merged_runs(
     Each tensor is merged over the learners that train it, with their weights; a tensor that no learner trains gets 0.
 
     Raises:
-        ConfigError: unusable weights.
-        LayoutError: places that do not cover the elements, or a contribution with the index of an unknown tensor.
+        ConfigError: no contribution has a weight.
         CorruptPayloadError: a payload of the wrong size or with inf or NaN in it; names the learner.
         NonFiniteError: the merge itself overflows.
     """

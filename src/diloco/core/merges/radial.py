@@ -15,7 +15,7 @@ from typing import ClassVar
 from diloco.core.merges.decoding import Decoder
 from diloco.core.merges.linear import LinearMerge
 from diloco.core.merges.measures import Measured, measure_tensors
-from diloco.core.merges.weighted_sum import WeightedSum, mean_of, weights_at
+from diloco.core.merges.weighted_sum import WeightedSum, counting_at, mean_of, weights_at
 
 CANCELLED = 1e-3
 """Directions cancel if their mean is shorter than this."""
@@ -70,7 +70,7 @@ class RadialDirectional(LinearMerge[Norms]):
         """The tensors that are merged by direction, with the contributions that count for them."""
         directed = {}
         for index, place in enumerate(decoder.places):
-            learners = [i for i, weight in weights_at(decoder.contributions, index).items() if weight > 0]
+            learners = counting_at(decoder.contributions, index)
             if place.spec.is_averaged:  # the merge of statistics is their mean, and not a longer vector
                 continue
             if len(learners) > 1 and not any(fnmatchcase(place.spec.name, pattern) for pattern in self.averaged):

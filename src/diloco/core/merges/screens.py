@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median, pstdev
 
-from diloco.core.choices import Choice, Registry, positive
+from diloco.core.choices import Choice, Registry, checked, positive
 from diloco.core.codecs import Codec
 from diloco.core.layout import Placement
 from diloco.core.merges.decoding import Decoder, Encoded
@@ -26,10 +26,10 @@ class Screen(Choice):
 class NormOutliers(Screen):
     """Refuse contributions whose norm is above `max_ratio` times the median norm."""
 
-    max_ratio: float = 4.0
+    max_ratio: float = checked(positive, 4.0)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "max_ratio", positive("NormOutliers(max_ratio=…)", self.max_ratio))
+        super().__post_init__()
         if self.max_ratio < 1:
             raise ConfigError(f"NormOutliers(max_ratio={self.max_ratio}) refuses the median itself; use at least 1.")
 
@@ -46,10 +46,7 @@ class NormZScore(Screen):
     With n learners no z-score exceeds √(n − 1), so few learners need a low threshold.
     """
 
-    threshold: float = 3.0
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "threshold", positive("NormZScore(threshold=…)", self.threshold))
+    threshold: float = checked(positive, 3.0)
 
     def refused(self, norms: Sequence[float]) -> tuple[int, ...]:
         mean, deviation = math.fsum(norms) / len(norms), pstdev(norms)

@@ -43,6 +43,11 @@ def weights_at(contributions: Sequence[Encoded], index: int) -> dict[int, float]
     return {i: each.weight_of(index) for i, each in enumerate(contributions) if each.trains(index)}
 
 
+def counting_at(contributions: Sequence[Encoded], index: int) -> list[int]:
+    """The contributions with a weight in the merge of a tensor."""
+    return [i for i, weight in weights_at(contributions, index).items() if weight > 0]
+
+
 def mean_of(weights: Mapping[int, float], elements: slice) -> WeightedSum:
     """The weighted mean of these elements.
 

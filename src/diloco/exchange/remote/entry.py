@@ -15,10 +15,10 @@ from diloco.core.fragments import Layout
 from diloco.errors import AuthError, DilocoError, NoRoomError, StandbyError, UnreachableError
 from diloco.exchange.base import FlatModel
 from diloco.exchange.dialling import Dialler
-from diloco.exchange.remote.messages import lineage_message
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.outgoing import OutgoingUpload
 from diloco.exchange.wire.tensors import bytes_of
+from diloco.exchange.wire.values import message_of
 from diloco.protocol.lineage import Lineage
 from diloco.protocol.session import requests
 from diloco.protocol.session.joining import Initialises
@@ -108,17 +108,10 @@ class Entry:
         assert model is not None
         static = memoryview(save(dict(model.static)))
         sizes = [*(4 * fragment.numel for fragment in self._layout.fragments), len(static)]
-        header = pb.InitialiseHeader(
-            run=self._run,
-            learner=call.claim.learner,
-            layout=json.dumps(self._layout.to_dict()),
-            source=self._initial.source,
-            step=self._initial.step,
-            tokens=self._initial.tokens,
-            part_bytes=sizes,
-            seen=lineage_message(self._initial.seen),
-            resumes=self._has_uploaded,
-        )
+        header = message_of(
+            pb.InitialiseHeader, call.claim, self._initial, run=self._run, layout=json.dumps(self._layout.to_dict()),
+            part_bytes=sizes, resumes=self._has_uploaded,
+        )  # fmt: skip
         self._has_uploaded = True
         with OutgoingUpload(header, lambda: self._parts(model, static)) as upload:
             try:
@@ -132,16 +125,10 @@ class Entry:
     def join(self, call: requests.Join) -> pb.JoinReply:
         """Join as a new incarnation. Raises as `Connection.call`, and StaleIncarnationError, LayoutError."""
         claim, self._model = call.claim, None  # the run has been initialised
-        request = pb.JoinRequest(
-            run=self._run,
-            learner=claim.learner,
-            layout=json.dumps(self._layout.to_dict()),
-            process=claim.process,
-            after=claim.incarnation,
-            overlap=self._overlap,
-            tokens_per_step=self._tokens_per_step or 0,
-            seen=lineage_message(claim.seen),
-        )
+        request = message_of(
+            pb.JoinRequest, claim, run=self._run, layout=json.dumps(self._layout.to_dict()), after=claim.incarnation,
+            overlap=self._overlap, tokens_per_step=self._tokens_per_step,
+        )  # fmt: skip
         return self._dialler.current.call("joins", "Join", request, pb.JoinReply)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import wait
 from dataclasses import replace
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor
 from diloco.core.fragments import Layout
 from diloco.core.method import Method
 from diloco.errors import CheckpointError
-from diloco.exchange.base import Event, FlatModel, Overview, StartingState
+from diloco.exchange.base import FlatModel, Overview, StartingState
 from diloco.exchange.group import to_bytes, to_tensor
 from diloco.exchange.peers import PeerExchange, require_no_syncer
 from diloco.exchange.torchft.elastic_rounds import ElasticRounds
@@ -68,9 +68,6 @@ class TorchFT(PeerExchange):
 
     def offer(self, contribution: Contribution, payload: Callable[[], Tensor]) -> None:
         self._offers.append(self._worker.submit(self._rounds.make, contribution, payload))
-
-    def _events_of(self, finished: tuple[Event, ...]) -> Sequence[Event]:
-        return finished
 
     @property
     def overview(self) -> Overview:

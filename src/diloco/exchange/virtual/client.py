@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -142,7 +143,7 @@ class SessionClient:
     def lost(self, call: requests.Request, error: UnreachableError) -> None:
         """Fail a call whose connection is broken."""
         for each in [each for each in self._open if each.call is call]:
-            self._finish(each, error)
+            self.finish(each, error)
 
     @property
     def _now(self) -> float:
@@ -150,7 +151,7 @@ class SessionClient:
 
     def _wake(self) -> None:
         for each in [each for each in self._open if each.deadline_s <= self._now]:
-            self._finish(each, UnreachableError("the syncer did not answer in time; is the link up?"))
+            self.finish(each, UnreachableError("the syncer did not answer in time; is the link up?"))
         self._do(self.core.tick(self._now))
 
     # --- actions ------------------------------------------------------------------------------------------------------
@@ -179,7 +180,7 @@ class SessionClient:
                 case _:
                     self._call(action)
         while self._hung_up:
-            self._finish(self._hung_up.pop(0), UnreachableError("the connection was closed."))
+            self.finish(self._hung_up.pop(0), UnreachableError("the connection was closed."))
         timeout_s = min((each.deadline_s for each in self._open), default=math.inf)
         self._clock.wake_at(math.inf if self.is_closed else min(timeout_s, self.core.wake_at))
 
@@ -202,7 +203,7 @@ class SessionClient:
         """Send a request to the syncer, and its answer back."""
 
         def reply(answer: object = None, num_bytes: int = 0) -> None:
-            self._wire.down(open_.call, num_bytes, lambda: self._finish(open_, answer))
+            self._wire.down(open_.call, num_bytes, lambda: self.finish(open_, answer))
 
         def arrive(door: SyncerProcess) -> None:
             try:
@@ -234,7 +235,7 @@ class SessionClient:
                 fetched = driver.fetch(fragment, base, claim)
                 reply((driver.lineage, fetched), self._replicas.num_bytes(fetched))
             case requests.Watch(claim=claim):
-                stream = _Stream(self, self._wire, open_, driver.lineage)
+                stream = _Stream(self, self._wire, open_, call, driver.lineage)
                 driver.connected(claim, stream)
                 self._wire.on_break(call, lambda: driver.disconnected(claim, stream))
             case requests.Beat(claim=claim, report=report):
@@ -252,7 +253,7 @@ class SessionClient:
         self.num_bytes["contributions"] += payload.numel()
 
         def reply(error: DilocoError | None) -> None:
-            self._wire.down(call, 0, lambda: self._finish(open_, error))
+            self._wire.down(call, 0, lambda: self.finish(open_, error))
 
         def begin(door: SyncerProcess) -> None:
             try:
@@ -284,7 +285,7 @@ class SessionClient:
 
     # --- answers ------------------------------------------------------------------------------------------------------
 
-    def _finish(self, open_: _Open, answer: Any) -> None:
+    def finish(self, open_: _Open, answer: Any) -> None:
         """End a call with its answer or error."""
         if open_ not in self._open:
             return
@@ -333,46 +334,37 @@ class SessionClient:
         self._last = fetched.update, advanced
         return self.core.fetched(self._now, call, lineage, advanced.held.version, fetched.verdicts)
 
-    # --- notices ------------------------------------------------------------------------------------------------------
-
-    def noticed(self, open_: _Open, lineage: Lineage, standing: Standing, *, is_first: bool) -> None:
-        """Receive a notice with the syncer's state."""
-        if open_ in self._open and isinstance(open_.call, requests.Watch):
-            hear = self.core.welcomed if is_first else self.core.heard
-            self._do(hear(self._now, open_.call, lineage, standing))
-
-    def evicted(self, open_: _Open, reason: str, *, replaced: bool) -> None:
-        """Receive a notice that the incarnation was evicted."""
-        if open_ in self._open and isinstance(open_.call, requests.Watch):
-            self._do(self.core.evicted(self._now, open_.call, reason, replaced=replaced))
-
-    def stream_ended(self, open_: _Open) -> None:
-        """End the stream of notices."""
-        self._finish(open_, None)
+    def noticed(self, open_: _Open, hear: Callable[[float], Sequence[requests.SessionAction]]) -> None:
+        """Receive a notice of an open stream."""
+        if open_ in self._open:
+            self._do(hear(self._now))
 
 
 class _Stream:
-    """A stream of notices, at the syncer's end."""
+    """A stream of notices, at the syncer's end (`ports.ConnectionPort`)."""
 
-    def __init__(self, client: SessionClient, wire: Wire, open_: _Open, lineage: Lineage) -> None:
-        self._client, self._wire, self._open, self._lineage = client, wire, open_, lineage
+    def __init__(
+        self, client: SessionClient, wire: Wire, open_: _Open, watch: requests.Watch, lineage: Lineage
+    ) -> None:  # fmt: skip
+        self._client, self._wire, self._open, self._watch, self._lineage = client, wire, open_, watch, lineage
         self._has_begun = False
 
     def standing(self, standing: Standing) -> None:
         """As `ports.ConnectionPort`."""
-        is_first, self._has_begun = not self._has_begun, True
-        self._send(lambda: self._client.noticed(self._open, self._lineage, standing, is_first=is_first))
+        hear = self._client.core.heard if self._has_begun else self._client.core.welcomed
+        self._has_begun = True
+        self._send(partial(hear, watch=self._watch, lineage=self._lineage, standing=standing))
 
     def evicted(self, reason: str, *, replaced: bool) -> None:
         """As `ports.ConnectionPort`."""
-        self._send(lambda: self._client.evicted(self._open, reason, replaced=replaced))
+        self._send(partial(self._client.core.evicted, watch=self._watch, reason=reason, replaced=replaced))
 
     def end(self) -> None:
         """As `ports.ConnectionPort`."""
-        self._send(lambda: self._client.stream_ended(self._open))
+        self._wire.down(self._watch, 0, lambda: self._client.finish(self._open, None))
 
-    def _send(self, arrive: Callable[[], None]) -> None:
-        self._wire.down(self._open.call, 0, arrive)
+    def _send(self, hear: Callable[[float], Sequence[requests.SessionAction]]) -> None:
+        self._wire.down(self._watch, 0, lambda: self._client.noticed(self._open, hear))
 
 
 def _connection_of(call: requests.Request) -> int | None:

@@ -43,19 +43,11 @@ class SyncerProcess(Protocol):
 
 @dataclass(frozen=True)
 class OneSyncer:
-    """The process of a run's only syncer."""
+    """The process of a syncer that always serves its run, from a store in memory."""
 
     driver: SimulatedDriver
-
-    @property
-    def serves(self) -> bool:
-        """Always: there is no other syncer."""
-        return True
-
-    @property
-    def is_suspended(self) -> bool:
-        """Never: its store is in memory."""
-        return False
+    serves: bool = True
+    is_suspended: bool = False
 
 
 class InstantWorker:

@@ -120,16 +120,6 @@ class SendPace(Protocol):
         """Record that a chunk is sent."""
 
 
-class Unpaced(SendPace):
-    """Sends as fast as the flow control of HTTP/2 permits."""
-
-    def next_bytes(self) -> int:
-        return LONGEST_CHUNK_BYTES
-
-    def sent(self, num_bytes: int) -> None:
-        pass
-
-
 def room_for(num_bytes: int) -> memoryview:
     """A buffer for the bytes that a header announces; the system allocates it page by page, as they arrive.
 
@@ -139,11 +129,6 @@ def room_for(num_bytes: int) -> memoryview:
     failed, advice = f"there is no memory for {num_bytes} bytes", "is the other side of another version?"
     with translated((MemoryError, OSError, OverflowError), CorruptPayloadError, failed, advice):
         return new_buffer(num_bytes)
-
-
-def frames(header: Message, *parts: memoryview) -> Iterator[bytes]:
-    """As `streamed`, without flow control of its own."""
-    return streamed(header, parts, Unpaced())
 
 
 def streamed(

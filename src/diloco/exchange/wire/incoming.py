@@ -32,15 +32,6 @@ class ArrivalReports:
         return True
 
 
-def acknowledged(fillings: Iterator[int], acknowledge: queue.SimpleQueue[bytes | None]) -> Iterator[int]:
-    """Acknowledge the bytes of a download as they arrive; yields the same numbers."""
-    progress = ArrivalReports()
-    for filled in fillings:
-        if progress.is_due():
-            acknowledge.put(pb.Received(num_bytes=filled).SerializeToString())
-        yield filled
-
-
 class Download:
     """A part of the model that is fetched, over one call after the other until it is whole.
 
@@ -94,8 +85,10 @@ class Download:
         self.resumed_bytes += header.start
         yield
         try:
-            for filled in acknowledged(filling(stream, self.buffer, filled=header.start), acknowledge):
-                self.filled = filled
+            progress = ArrivalReports()
+            for self.filled in filling(stream, self.buffer, filled=header.start):
+                if progress.is_due():
+                    acknowledge.put(pb.Received(num_bytes=self.filled).SerializeToString())
                 yield
         except CorruptPayloadError:
             self.header, self.filled = None, 0

@@ -37,24 +37,10 @@ class MethodAnswers(Protocol):
     @property
     def wait(self) -> bool: ...
     @property
-    def adopt(self) -> Adoption: ...
+    def adopt(self) -> Any: ...
     @property
-    def outer(self) -> OuterStep: ...
+    def outer(self) -> Any: ...
     def schedule(self, num_fragments: int) -> Schedule: ...
-
-
-class Adoption(Protocol):
-    """As `core.adopt.Adopt`, without tensors."""
-
-    @property
-    def keeps_pending(self) -> bool: ...
-
-
-class OuterStep(Protocol):
-    """As `core.outer.Outer`, without tensors."""
-
-    @property
-    def one_at_a_time(self) -> bool: ...
 
 
 @dataclass(frozen=True)

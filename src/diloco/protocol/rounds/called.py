@@ -117,7 +117,7 @@ class CalledSyncer(LateRounds):
         turns.open.take(c)
         if turns.call is not None:
             turns.open.fresh.add(c.learner)
-        self._last.sent(c)
+        self.sent(c)
         return None
 
     def update(self, now: float) -> set[str]:
@@ -169,14 +169,9 @@ class CalledSyncer(LateRounds):
         self._called.remove(fragment)
         return closed
 
-    def scale(self, fragment: int, closed: ClosedRound, weights: Sequence[float]) -> float:
-        """An absent learner is weighted by the pending work of its last heartbeat."""
-
-        def work_of(member: Member) -> tuple[int, int]:
-            tokens = self._run.pending_tokens(member.learner, fragment)
-            return tokens, self._last.steps_since(member, fragment)
-
-        return late.scale(self._run, closed, weights, work_of)
+    def work_of(self, absent: Member, fragment: int) -> tuple[int, int]:
+        """Its pending work at the last heartbeat."""
+        return self.pending_work(absent, fragment)
 
     def stored(self, now: float, fragment: int, closed: ClosedRound) -> None:
         self._fragments[fragment].begun = None

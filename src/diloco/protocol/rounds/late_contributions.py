@@ -7,7 +7,8 @@ steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,79 +106,51 @@ class LastSent:
     steps: int = 1
 
 
-class LastContributions:
-    """The last contribution by learner and fragment. The work of a learner absent from a round counts from it."""
+class LateRounds(SyncerRounds):
+    """The base of the syncer's halves of called and pushed rounds, with the last contribution of each learner to each
+    fragment. The work of a learner absent from a round counts from it."""
 
-    def __init__(self, num_fragments: int) -> None:
+    def __init__(self, run: RunView) -> None:
+        self._run = run
         self._last: dict[str, list[LastSent]] = {}
-        self._num_fragments = num_fragments
 
-    def joined(self, learner: str, step: int) -> None:
-        """A new incarnation, at this inner step of the run."""
-        self._last[learner] = [LastSent(step)] * self._num_fragments
+    def joined(self, learner: str) -> None:
+        self._last[learner] = [LastSent(self._run.step)] * len(self._run.fragments)
 
     def removed(self, learner: str) -> None:
-        """It left or was evicted."""
         del self._last[learner]
 
     def sent(self, c: Contribution) -> None:
         """A contribution was acknowledged. Retransmissions may arrive in any order."""
-        if c.step < self.of(c.learner, c.fragment).step:
-            return
-        self._last[c.learner][c.fragment] = LastSent(c.step, c.tokens, max(1, c.steps))
+        if c.step >= self._last[c.learner][c.fragment].step:
+            self._last[c.learner][c.fragment] = LastSent(c.step, c.tokens, max(1, c.steps))
 
-    def of(self, learner: str, fragment: int) -> LastSent:
-        """The learner's last contribution of the fragment."""
-        return self._last[learner][fragment]
+    @abstractmethod
+    def work_of(self, absent: Member, fragment: int) -> tuple[int, int]:
+        """The tokens and steps with which an absent learner counts."""
 
-    def steps_since(self, member: Member, fragment: int) -> int:
-        """Inner steps that a learner has taken since its last contribution, at least 1."""
-        return max(1, member.step - self.of(member.learner, fragment).step)
+    def pending_work(self, member: Member, fragment: int) -> tuple[int, int]:
+        """Tokens and inner steps, at least 1, since a learner's last contribution, by its last heartbeat."""
+        steps = member.step - self._last[member.learner][fragment].step
+        return self._run.pending_tokens(member.learner, fragment), max(1, steps)
+
+    def scale(self, fragment: int, closed: ClosedRound, weights: Sequence[float]) -> float:
+        """Contributing ÷ live weight of a round; 1 for `partial="full"`."""
+        run = self._run
+        if run.rules.partial == "full":
+            return 1.0
+        absent = sorted(closed.members - {c.learner for c in closed.contributions})
+        work = [self.work_of(run.members[learner], fragment) for learner in absent if learner in run.members]
+        tokens, steps = [each for each, _ in work], [each for _, each in work]
+        contributed = sum(weights)
+        return contributed / (contributed + sum(weights_of(run.rules.weight, tokens, steps, [0] * len(work))))
 
     def saved_of(self, learner: str) -> dict[str, Any]:
-        """Plain values."""
         return {"last": [[each.step, each.tokens, each.steps] for each in self._last[learner]]}
 
     def restore_of(self, learner: str, values: Mapping[str, Any]) -> None:
-        """Continue from `saved_of`."""
         require_whole_numbers(*(number for each in values["last"] for number in each))
         self._last[learner] = [LastSent(*each) for each in values["last"]]
-
-
-class LateRounds(SyncerRounds):
-    """The base of the syncer's halves of called and pushed rounds, with the last contribution of each learner."""
-
-    def __init__(self, run: RunView) -> None:
-        self._run = run
-        self._last = LastContributions(len(run.fragments))
-
-    def joined(self, learner: str) -> None:
-        self._last.joined(learner, self._run.step)
-
-    def removed(self, learner: str) -> None:
-        self._last.removed(learner)
-
-    def saved_of(self, learner: str) -> dict[str, Any]:
-        return self._last.saved_of(learner)
-
-    def restore_of(self, learner: str, values: Mapping[str, Any]) -> None:
-        self._last.restore_of(learner, values)
-
-
-def scale(
-    run: RunView, closed: ClosedRound, weights: Sequence[float], work_of: Callable[[Member], tuple[int, int]]
-) -> float:
-    """Contributing ÷ live weight of a round; 1 for `partial="full"`.
-
-    `work_of`: the tokens and steps that an absent member would have contributed.
-    """
-    if run.rules.partial == "full":
-        return 1.0
-    absent = sorted(closed.members - {c.learner for c in closed.contributions})
-    work = [work_of(run.members[learner]) for learner in absent if learner in run.members]
-    kind, tokens, steps = run.rules.weight, [each for each, _ in work], [each for _, each in work]
-    contributed = sum(weights)
-    return contributed / (contributed + sum(weights_of(kind, tokens, steps, [0] * len(work))))
 
 
 def is_answered(work: FragmentWork) -> bool:

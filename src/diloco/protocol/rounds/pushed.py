@@ -40,7 +40,7 @@ class PushedSyncer(LateRounds):
         round_ = rounds.setdefault(number, OpenRound(c.step))
         round_.take(c)
         round_.fresh.add(c.learner)
-        self._last.sent(c)
+        self.sent(c)
         return None
 
     def update(self, now: float) -> set[str]:
@@ -70,15 +70,10 @@ class PushedSyncer(LateRounds):
         number = self._run.fragments[fragment].version
         return self._rounds[fragment].pop(number).closed(number, late.ready(self._run), now)
 
-    def scale(self, fragment: int, closed: ClosedRound, weights: Sequence[float]) -> float:
-        """An absent learner is weighted by its pending work at the last heartbeat, or its last push if that is more."""
-        return late.scale(self._run, closed, weights, lambda member: self._work(member, fragment))
-
-    def _work(self, member: Member, fragment: int) -> tuple[int, int]:
-        tokens, last = self._run.pending_tokens(member.learner, fragment), self._last.of(member.learner, fragment)
-        if last.tokens > tokens:
-            return last.tokens, last.steps
-        return tokens, self._last.steps_since(member, fragment)
+    def work_of(self, absent: Member, fragment: int) -> tuple[int, int]:
+        """Its pending work at the last heartbeat, or its last push if that has more tokens."""
+        pending, last = self.pending_work(absent, fragment), self._last[absent.learner][fragment]
+        return (last.tokens, last.steps) if last.tokens > pending[0] else pending
 
     def stored(self, now: float, fragment: int, closed: ClosedRound) -> None:
         pass

@@ -175,8 +175,8 @@ class Lanes:
 
     def of(self, request: requests.Request) -> Lane:
         """The lane of a request."""
-        names = ("control", "watch", "receive", "send", "data")
-        return dict(zip(names, self.all, strict=True))[request.lane]
+        lane: Lane = getattr(self, request.lane)
+        return lane
 
     def answered(self, request: requests.Describe | requests.Beat) -> list[requests.CloseConnection | requests.Dial]:
         """A control request was answered."""

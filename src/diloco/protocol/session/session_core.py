@@ -59,21 +59,21 @@ class SessionCore(SessionState):
     def begin(self, now: float) -> Actions:
         """Begin to enter the run."""
         self._entrance.begin(now)
-        return self._go_on(now)
+        return self.tick(now)
 
     def offered(self, now: float, c: Contribution) -> Actions:
         """A new contribution. It is dropped if its incarnation was evicted."""
         if not self._has_started_as(c.incarnation):
             return [requests.Drop(c)]
         self._outbox.add(c)
-        return self._go_on(now)
+        return self.tick(now)
 
     def asked(self, now: float, incarnation: int, ask: Ask) -> Actions:
         """The learner asks for units of data, one request at a time. Ignored if the incarnation was evicted."""
         if not self._has_started_as(incarnation):
             return []
         self._ask = ask
-        return self._go_on(now)
+        return self.tick(now)
 
     def report(self, now: float, incarnation: int, report: Report) -> Actions:
         """Set the content of the next heartbeats. Of an evicted incarnation, only its trained tokens count."""
@@ -81,7 +81,7 @@ class SessionCore(SessionState):
             self._heartbeat.trained_earlier(report.all_tokens)
             return []
         self._heartbeat.reported(report)
-        return self._go_on(now)
+        return self.tick(now)
 
     def restored(self, versions: Sequence[int]) -> None:
         """The run was taken back to a checkpoint, from which the learner has these versions of the fragments."""
@@ -99,11 +99,7 @@ class SessionCore(SessionState):
         self.phase = "leaving"
         self._departure.begin(now, timeout_s)
         self._heartbeat.leave(now)
-        return self._go_on(now)
-
-    def tick(self, now: float) -> Actions:
-        """Time has passed."""
-        return self._go_on(now)
+        return self.tick(now)
 
     # --- becoming part of the run -------------------------------------------------------------------------------------
 
@@ -118,20 +114,20 @@ class SessionCore(SessionState):
         self._looks_around = False
         self._departure.heard(now)
         if self.phase != "entering":
-            return actions + self._go_on(now)
+            return actions + self.tick(now)
         if (error := self._entrance.described(now, has_model=initialised)) is not None:
             return actions + self._fail(self._lanes.control, error)
         if self._entrance.step == "ask":
             self._lanes.control.ready_at = now + ASK_AGAIN_S
             text = f"run {self.run!r} has no model yet; waiting for the learner that initialises it"
             actions += self._warn_once("no model", text)
-        return actions + self._go_on(now)
+        return actions + self.tick(now)
 
     def initialised(self, now: float) -> Actions:
         """The run was initialised with this learner's model."""
         self._lanes.receive.ended()
         self._entrance.uploaded()
-        return self._go_on(now)
+        return self.tick(now)
 
     def joined(self, now: float, join: requests.Join, lineage: Lineage, incarnation: int) -> Actions:
         """The learner has a new incarnation, which holds no model yet."""
@@ -143,7 +139,7 @@ class SessionCore(SessionState):
             self._follow(lineage)
             self.phase, self._claim = "fetching", replace(self._claim, incarnation=incarnation)
             self._heartbeat.plan(now)
-        return self._go_on(now)
+        return self.tick(now)
 
     def _start(self) -> Actions:
         """Start once the syncer counts the learner as live and enough learners are live.
@@ -197,7 +193,7 @@ class SessionCore(SessionState):
         verdicts on contributions to it."""
         self._lanes.receive.ended()
         if not self._is_current(fetch.claim):
-            return self._go_on(now)
+            return self.tick(now)
         self._follow(lineage)
         self._cache.fetched(fetch, version)
         actions = self._take(verdicts)
@@ -207,7 +203,7 @@ class SessionCore(SessionState):
         elif self.phase == "running" and fetch.fragment is not None:
             merged = self._outbox.merged_in(fetch.fragment, version)
             actions.append(requests.TellArrival(fetch.fragment, version, merged))
-        return actions + self._settle() + self._go_on(now)
+        return actions + self._settle() + self.tick(now)
 
     def pushed(self, now: float, push: requests.Push) -> Actions:
         """A contribution was acknowledged by the process of the syncer that it was addressed to."""
@@ -216,15 +212,15 @@ class SessionCore(SessionState):
             self._outbox.acknowledged(push.contribution, push.boot)
             if self._heartbeat.report.finished or self._heartbeat.report.blocked_with:
                 self._heartbeat.urge()
-        return self._go_on(now)
+        return self.tick(now)
 
     def leased(self, now: float, lease: requests.Lease, grant: Grant) -> Actions:
         """A request for units of data was answered."""
         self._lanes.data.ended()
         if not self._is_current(lease.claim):
-            return self._go_on(now)
+            return self.tick(now)
         self._ask = None
-        return [grant, *self._go_on(now)]
+        return [grant, *self.tick(now)]
 
     # --- answers and notices of the syncer ----------------------------------------------------------------------------
 
@@ -279,13 +275,13 @@ class SessionCore(SessionState):
             for lane in self._lanes.all:
                 lane.is_stopped = True
             return [requests.Fail(StaleIncarnationError(text))]
-        return self._join_again(now, reason) + self._go_on(now)
+        return self._join_again(now, reason) + self.tick(now)
 
     def ended(self, now: float, watch: requests.Watch) -> Actions:
         """The syncer has closed a stream of notices."""
         self._lanes.watch.is_busy, self._welcome = False, None
         self._lanes.watch.pause(now)
-        return self._go_on(now)
+        return self.tick(now)
 
     def left(self, now: float) -> Actions:
         """The syncer has acknowledged the goodbye."""
@@ -294,14 +290,14 @@ class SessionCore(SessionState):
     def _hear(self, now: float, claim: Claim, lineage: Lineage, standing: Standing) -> Actions:
         self._departure.heard(now)
         if not self._is_current(claim):
-            return self._go_on(now)
+            return self.tick(now)
         self._follow(lineage)
         if self.standing is None or self.standing.order <= standing.order:  # answers and notices overtake each other
             self.standing = self.last_standing = standing
             self._cache.published(standing.versions)
         actions = self._take(standing.verdicts)
         actions += self._tell(self.standing) if self.phase == "running" else self._start()
-        return actions + self._settle() + self._go_on(now)
+        return actions + self._settle() + self.tick(now)
 
     def _settle(self) -> Actions:
         """Tell the learner whether a version may follow those that it was told of, when that changes."""
@@ -350,7 +346,7 @@ class SessionCore(SessionState):
             self._heartbeat.urge()
         elif isinstance(request, requests.Watch):
             self._welcome = None
-        return self._mend(now, request, lane, error) + self._go_on(now)
+        return self._mend(now, request, lane, error) + self.tick(now)
 
     def _mend(self, now: float, request: requests.Request, lane: Lane, error: DilocoError) -> Actions:
         match request, error:

@@ -145,8 +145,8 @@ class SessionState:
 
     # --- the next requests --------------------------------------------------------------------------------------------
 
-    def _go_on(self, now: float) -> Actions:
-        """The requests that are due, one per free lane; sets `wake_at`."""
+    def tick(self, now: float) -> Actions:
+        """Time may have passed: the requests that are due, one per free lane. Sets `wake_at`."""
         lanes, actions = self._lanes, list[SessionAction]()
         self.wake_at = math.inf
         if self.phase in ("drained", "parting", "over"):

@@ -28,6 +28,7 @@ from diloco.exchange.wire.link_probe import answer_probe
 from diloco.exchange.wire.outgoing import Acknowledged
 from diloco.exchange.wire.rpc import MAX_CONTROL_BYTES, MAX_MESSAGE_BYTES
 from diloco.exchange.wire.tensors import bytes_of
+from diloco.exchange.wire.values import message_of
 from diloco.protocol.contribution import Contribution
 from diloco.protocol.leases import Grant
 from diloco.protocol.members import Claim, Report
@@ -49,7 +50,6 @@ from diloco.syncer.door.messages import (
     report_of,
     seen_of,
     standing_message,
-    verdict_message,
 )
 from diloco.syncer.door.open_calls import CallGuard, OpenTransfers
 from diloco.syncer.door.receiving import IncomingModel, resumed_at
@@ -346,11 +346,9 @@ class Service:
         if fetched.payload is None and held.outer_state and self._driver.method.outer_at == "learners":
             state = {name: each[elements].clone() if each.dim() else each for name, each in held.outer_state.items()}
             outer = memoryview(save(state))
-        header = pb.PullHeader(
-            fragment=update.fragment, base=max(update.base, 0), version=update.version,
-            contributors=update.contributors, weights=update.weights, scale=update.scale, digest=update.digest,
-            lossless=update.lossless, num_bytes=len(payload) + len(outer), outer_bytes=len(outer),
-            verdicts=[verdict_message(verdict) for verdict in fetched.verdicts], lineage=lineage,
+        header = message_of(
+            pb.PullHeader, update, base=max(update.base, 0), num_bytes=len(payload) + len(outer),
+            outer_bytes=len(outer), verdicts=fetched.verdicts, lineage=lineage,
         )  # fmt: skip
         yield from self._send(request, kind, header, [payload, outer], stream, context)
 
