@@ -26,13 +26,13 @@ import typer
 from diloco.cli._options import Insecure, Json, Keys, Overrides
 from diloco.cli._output import print_result
 from diloco.cli._run_address import RunAddress, address_from
+from diloco.config import RunConfig, load_config
 from diloco.errors import ConfigError, DilocoError, StandbyError
 from diloco.escaping import printable
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from diloco.config import RunConfig
     from diloco.exchange.connection import Connection
 
 State = Literal["ok", "absent", "missing"]
@@ -89,7 +89,6 @@ def command(
 
     Exit code 1: something required is missing.
     """
-    from diloco.config import load_config
 
     config = None if run_file is None else load_config(run_file, overrides or (), learner=name)
     if config is None and overrides:
@@ -124,7 +123,7 @@ def _print(finding: Finding) -> None:
 
 
 def _checks(
-    config: "RunConfig | None", directory: Path | None, syncer: RunAddress | None, learner: str | None,
+    config: RunConfig | None, directory: Path | None, syncer: RunAddress | None, learner: str | None,
     serve: str | None,
 ) -> Iterator[Finding]:  # fmt: skip
     """All checks, in order."""

@@ -10,6 +10,7 @@ import typer
 from diloco.cli._options import Every, Insecure, Json, Keys
 from diloco.cli._output import make_table, print_result
 from diloco.cli._signals import ending_by_signals
+from diloco.config import load_config
 from diloco.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -81,7 +82,6 @@ def _follow(
     insecure: bool,
 ) -> None:  # fmt: skip
     """Evaluate each version, print a line for it, and report it to a syncer if there is one."""
-    from diloco.config import load_config
     from diloco.evaluation.followed import Reporter, evaluate_versions
     from diloco.following.follower import follow
     from diloco.following.sources import is_address
