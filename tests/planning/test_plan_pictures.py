@@ -133,7 +133,6 @@ def test_a_phase_that_takes_no_time_has_no_key_and_the_link_that_is_asked_about_
 # ------------------------------------------------------------------------------------------------------------- scaling
 
 
-@pytest.mark.filterwarnings("ignore:the")
 @pytest.mark.parametrize(("parameters", "learners"), [(1.3e9, 4), (7e10, 3), (3.5e7, 1)])
 def test_this_model_is_on_the_curve_of_its_learners(parameters: float, learners: int) -> None:
     for picture in pictures.scaling_pictures(estimate_scaling(parameters, learners)):

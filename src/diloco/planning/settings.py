@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from diloco.core.codecs.formats import wire_format
 from diloco.core.schedule import Schedule
 from diloco.errors import ConfigError
 from diloco.planning.workload import Workload
+from diloco.tables import nearest
 
 MethodName = Literal["data-parallel", "diloco", "streaming", "eager", "decoupled"]
 METHODS: tuple[MethodName, ...] = get_args(MethodName)
@@ -141,9 +141,7 @@ def setting_for(
         ConfigError: numbers that are invalid for the method or the model.
     """
     if method not in METHODS:
-        close = difflib.get_close_matches(method, METHODS, n=1, cutoff=0.4)
-        known = f"did you mean {close[0]!r}?" if close else f"choose {', '.join(METHODS)}."
-        raise ConfigError(f"there is no method {method!r}; {known}")
+        raise ConfigError(f"there is no method {method!r}; {nearest(method, METHODS)}")
     num_layers = workload.num_layers
     every = _SYNC_EVERY[method] if sync_every is None else sync_every
     if num_fragments is None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from diloco.core.choices import positive, whole_number
 from diloco.errors import ConfigError
@@ -35,7 +34,6 @@ class Link:
         return 0.0 if num_chips <= 1 else 2 * num_bits / self.bit_per_s * (1 - 1 / num_chips) + self.latency_s
 
 
-PaperNetwork = Literal["high", "medium", "low"]
 NETWORKS: Mapping[str, Link] = {name: Link(**it) for name, it in PUBLISHED["networks"].items()}
 """The three networks of the paper."""
 
