@@ -95,35 +95,27 @@ def write_secret(path: Path, data: bytes) -> None:
     Raises:
         FileExistsError: the file exists.
     """
-    with _written(path, data) as temporary:
-        try:
-            path.hardlink_to(temporary)
-        except FileExistsError:
-            raise
-        except OSError:  # a file system without hard links
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
-            temporary.replace(path)
+    partial = path.with_name(hidden_name(path.name))
+    replace_secret(partial, data)
+    try:
+        path.hardlink_to(partial)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without hard links
+        open(path, "xb", opener=_for_the_owner).close()
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def replace_secret(path: Path, data: bytes) -> None:
     """Replace a file atomically; only its owner can read the new one."""
-    with _written(path, data) as temporary:
-        temporary.replace(path)
+    with whole_file(path) as partial, open(partial, "xb", opener=_for_the_owner) as file:
+        file.write(data)
 
 
-@contextmanager
-def _written(path: Path, data: bytes) -> Iterator[Path]:
-    """A temporary file beside `path` with this data."""
-    temporary = path.with_name(f".tmp-{path.name}")
-    temporary.unlink(missing_ok=True)
-    try:
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        yield temporary
-    finally:
-        temporary.unlink(missing_ok=True)
+def _for_the_owner(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def read_secret(path: str | Path, what: str) -> bytes:

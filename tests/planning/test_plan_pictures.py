@@ -65,7 +65,7 @@ def test_the_link_asked_for_is_on_the_curve_and_the_key_names_the_curves(asked: 
     own = pictures.curve_title(asked)
     assert set(names_of(key_of(figure))) == {own, "asked for", *others}
     require_on_its_curve(figure, "asked for", own)
-    assert picture.text.startswith(f"{own}: {asked.setting}.")
+    assert picture.text.startswith(f"{own}: {asked.setting.label}.")
     assert ("Dashed: other methods" in picture.text) == bool(others)
     assert [row[2] for row in picture.rows] == [f"{100 * asked.value(rate):.4g} %" for rate in rates]
     assert "computing" in key_of(figure_of(timeline))

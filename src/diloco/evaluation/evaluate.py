@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 from torch import Tensor
@@ -54,7 +53,7 @@ class EvaluationRequest:
 
 
 class EvaluationData:
-    """The data and tasks of a request, loaded once for all exports; a context manager. Exports with the same tokenizer
+    """The data and tasks of a request, loaded once for all exports. Exports with the same tokenizer
     get the same sequences and documents.
 
     Arguments:
@@ -81,10 +80,8 @@ class EvaluationData:
             self._harness = _harness(stack, request, text, self._corpus) if request.tasks else None
             self._opened = stack.pop_all()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Remove the files of the tasks."""
         self._opened.close()
 
     def of(self, name: str, export: Export) -> ExportScores:
@@ -111,7 +108,7 @@ def evaluate_exports(paths: Sequence[Path], request: EvaluationRequest) -> list[
     Raises:
         ConfigError: not an export; others as `EvaluationData`. ExchangeError: the data of a task cannot be loaded.
     """
-    with EvaluationData(request, {path: context_of(path) for path in paths}) as evaluation:
+    with closing(EvaluationData(request, {path: context_of(path) for path in paths})) as evaluation:
         named = zip(_names(paths), paths, strict=True)
         return [evaluation.of(name, load_export(path, evaluation.device)) for name, path in named]  # one at a time
 

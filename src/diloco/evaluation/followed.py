@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 
 from diloco.config import load_config
 from diloco.errors import ConfigError
@@ -29,7 +30,7 @@ def evaluate_versions(
     if request.run is None:
         raise ConfigError("to evaluate versions of a run, its model and data must be known; give --run RUN_FILE")
     config = load_config(request.run, request.overrides)
-    with EvaluationData(request, {}) as evaluation:
+    with closing(EvaluationData(request, {})) as evaluation:
         for model in models:
             yield model, evaluation.of(str(model), followed_export(model, config, evaluation.device))
 

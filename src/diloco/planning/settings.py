@@ -86,14 +86,6 @@ class Setting:
     latency_s: float = 0.0
     experts: ExpertSetting | None = None
 
-    def __str__(self) -> str:
-        numbers = f"H = {self.sync_every}, τ = {self.overlap}, P = {self.num_fragments}, {self.up}"
-        return ", ".join([self.method, numbers, *self._expert_detail])
-
-    @property
-    def _expert_detail(self) -> list[str]:
-        return [] if self.experts is None else [self.experts.detail]
-
     @property
     def title(self) -> str:
         """The method's name in a table."""
@@ -104,7 +96,7 @@ class Setting:
         """The numbers that apply to the method."""
         numbers = [f"H = {self.sync_every}", f"τ = {self.overlap}", f"P = {self.num_fragments}", self.up]
         shown = {"data-parallel": (3,), "diloco": (0, 3), "eager": (0, 3)}.get(self.method, (0, 1, 2, 3))
-        return ", ".join([*(numbers[i] for i in shown), *self._expert_detail])
+        return ", ".join([*(numbers[i] for i in shown), *([] if self.experts is None else [self.experts.detail])])
 
     @property
     def label(self) -> str:

@@ -11,10 +11,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from diloco.core.choices import positive, whole_number
+from diloco.core.choices import whole_number
 from diloco.errors import ConfigError
 from diloco.planning.goodput import check_chips
-from diloco.planning.units import amount, not_negative
+from diloco.planning.units import amount
 from diloco.planning.workload import PUBLISHED
 
 
@@ -24,10 +24,6 @@ class Link:
 
     bit_per_s: float
     latency_s: float
-
-    def __post_init__(self) -> None:
-        positive("Link(bit_per_s=…)", self.bit_per_s)
-        not_negative("Link(latency_s=…)", self.latency_s)
 
     def all_reduce_s(self, num_bits: float, num_chips: float) -> float:
         """2·bits/W·(1 − 1/R) + ε: a bandwidth-bound all-reduce over R chips; 0 for a single chip."""

@@ -92,12 +92,6 @@ def amount(name: str, value: float) -> float:
     return value
 
 
-def not_negative(name: str, value: float) -> None:
-    """Raise ConfigError naming `name` unless the value is finite and at least 0."""
-    if not 0 <= value < math.inf:
-        raise ConfigError(f"{name} must be a finite number of at least 0, not {value!r}.")
-
-
 def significant(value: float, digits: int = 3) -> str:
     """Format `value` to `digits` significant digits, without exponent or trailing zeros; integer digits are kept."""
     if value == 0:

@@ -8,7 +8,7 @@ from typing import Any
 
 from diloco import events as ev
 from diloco.escaping import printable
-from diloco.report.members import LearnerSummary, live
+from diloco.report.members import LearnerSummary
 from diloco.report.sentences import Tone, sentence
 from diloco.report.series import Newest, Numbers, Series, ring_all_reduce_bytes
 
@@ -269,17 +269,13 @@ class Story:
             shown |= {"step": stepped.step, "tokens": max(stepped.tokens, shown["tokens"] or 0), "loss": stepped.loss}
         return shown
 
-    def _newest_loss(self, who: str) -> tuple[int, float] | None:
-        seen = self._evaluated.get(who)
-        return None if not seen else max(seen.items())
-
     def _summary(self) -> dict[str, Any]:
-        num_live, speed, budget = live(self._members.values()), self._tokens_per_s, self._head.get("budget")
+        num_live, speed, budget = len(self._live_names()), self._tokens_per_s, self._head.get("budget")
         left = None if budget is None else max(0, budget - self._tokens)
         runs, state = self._head["state"] == "training" and self._ordered is None, self._head["state"]
         if state == "training":
             state = self._ordered or ("training" if num_live else "no learner is live")
-        losses = [newest for who in self._members if (newest := self._newest_loss(who)) is not None]
+        losses = [max(seen.items()) for who in self._members if (seen := self._evaluated.get(who))]
         tokens, loss = max(losses, default=(None, None))
         ratio = self._parallel_bytes / self._num_bytes if self._num_bytes and self._parallel_bytes else None
         return {

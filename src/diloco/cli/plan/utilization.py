@@ -216,7 +216,7 @@ def _print(rows: Rows, source: Source, convention: str) -> None:
     """Print a table, and the reason if a target is never reached."""
     console, workload, measure = Console(highlight=False), source.workload, source.measure
     steps = f"steps of {TIME.show(workload.step_s)}"
-    console.print(f"[bold]{workload.name}[/], {source.setting}, {steps}, {convention}", soft_wrap=True)
+    console.print(f"[bold]{workload.name}[/], {source.setting.label}, {steps}, {convention}", soft_wrap=True)
     shown = [key for key in DECOUPLED_COLUMNS if measure == "pace" and any(key in row for row in rows)]
     cells = []
     for row in rows:
