@@ -3,16 +3,15 @@
 import re
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from diloco.cli._keys_report import KeysReport
 from diloco.cli._options import Json
-from diloco.config import NAME
 from diloco.errors import ConfigError
-from diloco.syncer.keys.certificates import Role
-from diloco.syncer.keys.keyring import AUTHORITY, SYNCER, Keyring
+
+if TYPE_CHECKING:
+    from diloco.syncer.keys.certificates import Role
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -38,6 +37,10 @@ def init(
     as_json: Json = False,
 ) -> None:
     """Make the authority of a run and its syncer's keys. Existing keys are never overwritten."""
+    from diloco.cli._keys_report import KeysReport
+    from diloco.config import NAME
+    from diloco.syncer.keys.keyring import SYNCER, Keyring
+
     if not re.fullmatch(NAME, run):
         raise ConfigError(f"{run!r} is not a valid name of a run; use letters, digits, dots, dashes and underscores.")
     keyring = Keyring.new(directory, run, host, (), _duration(expires))
@@ -58,6 +61,9 @@ def add(
     for DILOCO_KEYS or a secret store; a reader of the line can act under that name. A learner's certificate is valid
     for the learner of the same name only.
     """
+    from diloco.cli._keys_report import KeysReport
+    from diloco.syncer.keys.keyring import Keyring
+
     keyring, lifetime = Keyring.read(directory), _duration(expires)
     issued = [keyring.add(name, cast("Role", role), lifetime) for name in names]
     KeysReport(keyring, issued, new=names).show(as_json)
@@ -66,6 +72,9 @@ def add(
 @app.command("list")
 def list_(directory: Directory = Path("keys"), as_json: Json = False) -> None:
     """List the keys of a run: names, roles, ends of validity, revocations."""
+    from diloco.cli._keys_report import KeysReport
+    from diloco.syncer.keys.keyring import Keyring
+
     keyring = Keyring.read(directory)
     KeysReport(keyring, keyring.issued).show(as_json)
 
@@ -77,6 +86,9 @@ def revoke(
     as_json: Json = False,
 ) -> None:
     """Revoke all keys of NAME. A syncer with the new list refuses them at once."""
+    from diloco.cli._keys_report import KeysReport
+    from diloco.syncer.keys.keyring import SYNCER, Keyring
+
     keyring = Keyring.read(directory)
     issued = keyring.revoke(name)
     if any(it.role == "standby" for it in issued):
@@ -107,6 +119,9 @@ def rotate(
     A process with a directory uses the new keys from its next connection on. Restart a process with a line, with the
     new line that is printed.
     """
+    from diloco.cli._keys_report import KeysReport
+    from diloco.syncer.keys.keyring import AUTHORITY, SYNCER, Keyring
+
     if name == AUTHORITY:
         if given := [option for option, it in (("--grace", grace), ("--host", host), ("--drop-host", drop_host)) if it]:
             raise ConfigError(f"{given[0]} has no effect on the authority; drop it.")
@@ -121,6 +136,9 @@ def rotate(
 
 
 def _rotate_authority(directory: Path, expires: str, *, finish: bool, as_json: bool) -> None:
+    from diloco.cli._keys_report import KeysReport
+    from diloco.syncer.keys.keyring import Keyring
+
     keyring, lifetime = Keyring.read(directory), _duration(expires)
     names = keyring.retire_authority(lifetime) if finish else keyring.replace_authority(lifetime)
     issued = list({each.name: each for each in keyring.issued if each.revoked is None}.values())  # the newest ones
