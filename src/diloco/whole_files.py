@@ -1,11 +1,12 @@
 """Atomic writes of files, and files that other users may not read."""
 
 import glob
+import itertools
 import os
 import shutil
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -44,6 +45,11 @@ def whole_file(path: Path) -> Iterator[Path]:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def unused(named: Callable[[int], Path]) -> Path:
+    """The first path, by numbers from 1 on, that does not exist."""
+    return next(path for path in map(named, itertools.count(1)) if not path.exists())
 
 
 def sync_directory(directory: Path) -> None:

@@ -8,6 +8,7 @@ import typer
 
 from diloco.config import RunConfig
 from diloco.errors import AlreadyInitialisedError, CheckpointError, RunError, StoreError, UnreachableError, translated
+from diloco.whole_files import unused
 
 if TYPE_CHECKING:
     from diloco.training.rank_group import RankGroup
@@ -45,9 +46,7 @@ def check_directory(config: RunConfig, name: str, *, force: bool) -> None:
             f"{directory} holds an earlier start of {name}; {how}--force begins anew and keeps it, and --name or "
             "another [run] dir leaves it alone."
         )
-    number = 1
-    while (kept := config.dir.parent / f"{config.dir.name}-before-{number}" / name).exists():
-        number += 1
+    kept = unused(lambda number: config.dir.with_name(f"{config.dir.name}-before-{number}") / name)
     with translated(OSError, StoreError, f"cannot move {directory} to {kept}", "move it yourself"):
         kept.parent.mkdir(parents=True, exist_ok=True)
         directory.rename(kept)

@@ -101,7 +101,7 @@ def _follow(
         if reporter is not None:
             opened.enter_context(closing(reporter))
         opened.enter_context(ending_by_signals(follower.close, "after the version that is being evaluated"))
-        for model, scores in evaluate_versions(follower, wanted):
+        for model, scores in evaluate_versions(follower, wanted, config):
             if reporter is not None:
                 reporter.report(model, scores)
             results = ", ".join(f"{it.name} {it.score.value:.4f}" for it in scores.results.values())

@@ -15,7 +15,7 @@ from diloco.config import load_config
 from diloco.errors import ConfigError
 from diloco.evaluation.builtin_tasks import BUILTIN_TASKS, write_task_files
 from diloco.evaluation.exports import LONGEST, Export, context_of, held_out_loss, load_export
-from diloco.evaluation.harness import Harness, require_harness
+from diloco.evaluation.harness import Harness
 from diloco.evaluation.scores import ExportScores, TaskResult
 from diloco.tables import read_text
 from diloco.training.data.corpus import Corpus, Tokens, load_corpus
@@ -115,7 +115,6 @@ def evaluate_exports(paths: Sequence[Path], request: EvaluationRequest) -> list[
 
 def _harness(stack: ExitStack, request: EvaluationRequest, text: str | None, corpus: Corpus | None) -> Harness:
     """The harness of the tasks, with the built-in ones in a directory that `stack` removes."""
-    require_harness()
     names = [name for name in BUILTIN_TASKS if name in request.tasks]
     if "diloco_cloze" in names and corpus is not None:
         text = held_out_text(corpus)
