@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from diloco.cli._options import Insecure, Keys
-from diloco.config import RunConfig, load_config
 from diloco.errors import ConfigError
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
+    from diloco.config import RunConfig
 
 R = TypeVar("R", bound="Message")
 
@@ -46,7 +46,7 @@ class RunAddress:
 
 
 def address_from(
-    config: RunConfig | None, address: str | None, run: str | None, keys: str | None, insecure: bool
+    config: "RunConfig | None", address: str | None, run: str | None, keys: str | None, insecure: bool
 ) -> RunAddress | None:
     """The run address from the options, with the run file as default; None: neither names a syncer and a run."""
     if config is not None:
@@ -63,6 +63,7 @@ def run_address(
     insecure: Insecure = False,
 ) -> RunAddress:
     """The run address of a command. Raises ConfigError if neither the options nor the run file name a syncer."""
+    from diloco.config import load_config
 
     if run_file is not None and ":" in run_file.name and not run_file.exists():
         raise ConfigError(f"there is no run file {run_file}; pass a syncer's address with --address.")

@@ -29,6 +29,7 @@ from diloco.cli._run_address import RunAddress, address_from
 from diloco.config import RunConfig, load_config
 from diloco.errors import ConfigError, DilocoError, StandbyError
 from diloco.escaping import printable
+from diloco.planning.units import SIZE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -147,7 +148,7 @@ def _checks(
 def _python() -> Finding:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     cores = f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} cores"
-    machine = f"{cores}, {platform.machine()}, {_shown_bytes(memory)} of memory"
+    machine = f"{cores}, {platform.machine()}, {SIZE.show(memory)} of memory"
     return Finding("python", "ok", f"{platform.python_version()}, {sys.executable}; {machine}")
 
 
@@ -158,7 +159,7 @@ def _disk(store: Path) -> Iterator[Finding]:
         yield Finding("disk", "missing", f"{place.absolute()} is no directory", "remove it, or set run.dir elsewhere")
         return
     free = shutil.disk_usage(place).free
-    found = f"{_shown_bytes(free)} free at {place.absolute()}"
+    found = f"{SIZE.show(free)} free at {place.absolute()}"
     if free < NO_DISK_BYTES:
         yield Finding("disk", "missing", found, "no run fits; free space, or set run.dir elsewhere")
         return
@@ -192,10 +193,6 @@ def _sync_s(directory: Path) -> float:
     return statistics.median(times)
 
 
-def _shown_bytes(number: float) -> str:
-    return f"{number / 1e9:.1f} GB" if number >= 1e9 else f"{number / 1e6:.0f} MB"
-
-
 # --- torch and packages -----------------------------------------------------------------------------------------------
 
 
@@ -223,7 +220,7 @@ def _gpu(needed: bool) -> Finding:
     driver = DRIVER.read_text(encoding="utf-8").splitlines()[0] if DRIVER.is_file() else None
     if torch.cuda.is_available():
         devices = (torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count()))
-        names = ", ".join(f"{it.name} ({_shown_bytes(it.total_memory)}, sm_{it.major}{it.minor})" for it in devices)
+        names = ", ".join(f"{it.name} ({SIZE.show(it.total_memory)}, sm_{it.major}{it.minor})" for it in devices)
         return Finding("gpu", "ok", f"{names}; {driver or 'driver version unknown'}")
     state: State = "missing" if needed else "absent"
     if driver is None:
