@@ -75,66 +75,30 @@ __all__ = [
     "DilocoError", "errors", "__version__",
 ]  # fmt: skip
 
-_MODULES = {
-    "diloco.learner": ("Learner",),
-    "diloco.learner.sampler": ("LeasedSampler",),
-    "diloco.learner.pieces": ("Box", "Gather", "Piece"),
-    "diloco.exchange.local": ("run_local",),
-    "diloco.exchange.collective": ("Collective",),
-    "diloco.exchange.remote": ("connect",),
-    "diloco.following.follower": ("follow",),
-    "diloco.core.method": ("Method",),
-    "diloco.protocol.steering": ("Pool",),
-    "diloco.core.presets": (
-        "DataParallel",
-        "LocalSGD",
-        "DiLoCo",
-        "StreamingDiLoCo",
-        "MuLoCo",
-        "SparseLoCo",
-        "DelayedDiLoCo",
-        "EagerDiLoCo",
-        "DecoupledDiLoCo",
-        "AsyncDiLoCo",
-    ),
-    "diloco.core.quorum": ("AllLive", "Called", "Pushed"),
-    "diloco.core.fragments": ("Whole", "ByLayer", "Balanced", "LayersOrBalanced", "Named", "Experts"),
-    "diloco.core.outer": ("SGD", "Nesterov", "DelayedNesterov", "Adam"),
-    "diloco.core.merges": (
-        "Mean",
-        "SenderMean",
-        "RadialDirectional",
-        "HeLoCo",
-        "CoordinateMedian",
-        "TrimmedMean",
-        "GeometricMedian",
-        "MultiKrum",
-        "MedianNormClip",
-        "NormOutliers",
-        "NormZScore",
-    ),
-    "diloco.core.adopt": ("Replace", "Mix", "KeepDisplacement", "Eager"),
-    "diloco.core.codecs": ("FP32", "BF16", "FP16", "Int8", "Int4", "E3M0", "TwoBit", "TopK", "SignPruned"),
-    "diloco.errors": ("DilocoError",),
-}
-_HOME = {name: module for module, names in _MODULES.items() for name in names}
+_MODULES = (
+    "errors", "protocol.steering", "core.quorum", "core.codecs", "core.fragments", "core.merges", "core.outer",
+    "core.adopt", "core.method", "core.presets", "learner", "learner.pieces", "learner.sampler", "exchange.local",
+    "exchange.collective", "exchange.remote", "following.follower",
+)  # fmt: skip
+"""Homes of the public names, those without torch first: a name is looked up in one after the other."""
 
 
 def __getattr__(name: str) -> object:
     """Import a public name from its module at its first use (PEP 562)."""
     import importlib
 
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value: object
-    if name in _HOME:
-        value = getattr(importlib.import_module(_HOME[name]), name)
-    elif name == "errors":
-        value = importlib.import_module("diloco.errors")
-    elif name == "__version__":
+    if name == "__version__":
         from importlib.metadata import version
 
         value = version("diloco")
+    elif name == "errors":
+        value = importlib.import_module("diloco.errors")
     else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        homes = (importlib.import_module(f"diloco.{module}") for module in _MODULES)
+        value = next(getattr(home, name) for home in homes if hasattr(home, name))
     globals()[name] = value
     return value
 

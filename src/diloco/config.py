@@ -78,57 +78,39 @@ class DataTable(Table):
 
     @model_validator(mode="after")
     def _sources(self) -> Self:
-        if self.lease_steps is not None and self.deal != "leases":
-            raise ValueError('lease_steps has no effect without deal = "leases"; drop it')
-        if self.shared_fraction and self.deal == "leases":
-            raise ValueError(
-                f'shared_fraction = {self.shared_fraction} has no effect with deal = "leases", which gives each '
-                'sequence to one learner; set deal = "shards", or drop shared_fraction'
-            )
-        self._check_stream()
-        if self.directory is not None and self.kind != "tokens":
-            raise ValueError(f'directory has no effect with kind = "{self.kind}"; drop it')
-        others = self.paths or self.held_out_paths or self.vocab_size is not None or self.dtype != "uint16"
-        if self.directory is not None and others:
-            raise ValueError("directory determines all sources; drop paths, held_out_paths, dtype and vocab_size")
-        if self.kind in ("text", "tokens") and not self.paths and self.directory is None:
-            also = ", or the directory that `diloco tokenize` wrote" if self.kind == "tokens" else ""
-            raise ValueError(f'kind = "{self.kind}" needs paths = [...]{also}')
-        if self.kind not in ("text", "tokens") and (self.paths or self.held_out_paths):
-            raise ValueError(f'paths and held_out_paths have no effect with kind = "{self.kind}"; drop them')
-        if self.kind == "huggingface" and self.dataset is None:
-            raise ValueError('kind = "huggingface" needs dataset = "..."')
-        if self.kind != "huggingface" and (self.dataset or self.dataset_config or self.held_out_split):
-            raise ValueError('dataset, dataset_config and held_out_split need kind = "huggingface"; drop them')
-        if self.kind == "stdlib" and self.tokenizer != "bytes":
-            raise ValueError('kind = "stdlib" is tokenised as bytes; drop tokenizer')
-        has_vocabulary = self.vocab_size is not None or self.directory is not None
-        if self.kind == "tokens" and (not has_vocabulary or self.tokenizer != "bytes"):
-            raise ValueError('kind = "tokens" needs vocab_size and takes no tokenizer')
-        if self.kind != "tokens" and self.vocab_size is not None:
-            raise ValueError('vocab_size is for kind = "tokens"; otherwise the tokenizer decides')
-        return self
-
-    def _check_stream(self) -> None:
-        """Raise ValueError for an impossible stream, and for keys of the other way of reading."""
-        is_named = bool(self.held_out_paths or self.held_out_split)
-        for key, is_used, why in (
+        kind, is_leased, is_named = self.kind, self.deal == "leases", bool(self.held_out_paths or self.held_out_split)
+        of_kind = f'with kind = "{kind}"'
+        self.refuse_unused(
+            ("lease_steps", is_leased, 'without deal = "leases"'),
+            ("shared_fraction", not is_leased, 'with deal = "leases", which gives each sequence to one learner'),
+            ("stream", kind in ("text", "huggingface"), f"{of_kind}, which has no texts to read"),
             ("held_out_fraction", not self.stream, "with stream = true"),
             ("shuffle_sequences", self.stream, "without stream = true"),
             ("held_out_documents", self.stream, "without stream = true"),
             ("held_out_documents", not is_named, "with held-out paths or a held-out split"),
-        ):
-            if not is_used and getattr(self, key) != type(self).model_fields[key].default:
-                raise ValueError(f"{key} has no effect {why}; drop it")
-        if not self.stream:
-            return
-        if self.kind not in ("text", "huggingface"):
-            raise ValueError(f'stream has no effect with kind = "{self.kind}", which has no texts to read; drop it')
-        if self.deal == "leases":
+            ("directory", kind == "tokens", of_kind),
+            *((key, kind in ("text", "tokens"), of_kind) for key in ("paths", "held_out_paths")),
+            *((key, kind == "huggingface", of_kind) for key in ("dataset", "dataset_config", "held_out_split")),
+            ("tokenizer", kind in ("text", "huggingface"), of_kind),
+            *((key, kind == "tokens", of_kind) for key in ("vocab_size", "dtype")),
+            *(
+                (key, self.directory is None, "beside directory, which determines all sources")
+                for key in ("paths", "held_out_paths", "vocab_size", "dtype")
+            ),
+        )
+        if kind in ("text", "tokens") and not self.paths and self.directory is None:
+            also = ", or the directory that `diloco tokenize` wrote" if kind == "tokens" else ""
+            raise ValueError(f'kind = "{kind}" needs paths = [...]{also}')
+        if kind == "huggingface" and self.dataset is None:
+            raise ValueError('kind = "huggingface" needs dataset = "..."')
+        if kind == "tokens" and self.vocab_size is None and self.directory is None:
+            raise ValueError('kind = "tokens" needs vocab_size')
+        if self.stream and is_leased:
             raise ValueError(
                 'deal = "leases" needs the number of sequences, which a stream does not know; set deal = "shards", or '
                 "make token shards with `diloco tokenize`"
             )
+        return self
 
 
 class InnerTable(Table):
@@ -259,12 +241,11 @@ class SyncerTable(Table):
                 raise ValueError(f"{kind}_cap_s = {cap} is below {kind}_floor_s = {floor}; raise the cap")
         if self.keys is not None and self.insecure:
             raise ValueError("insecure and keys contradict each other; drop one of them")
-        if self.record_contributions and not self.journal:
-            raise ValueError("record_contributions has no effect with journal = false; drop one of them")
-        if self.hold and not self.standby:
-            raise ValueError("hold has no effect without standby = true; drop it")
-        if self.copy_to is None and self.copy_every_s != type(self).model_fields["copy_every_s"].default:
-            raise ValueError("copy_every_s has no effect without copy_to; drop it")
+        self.refuse_unused(
+            ("record_contributions", self.journal, "with journal = false"),
+            ("hold", self.standby, "without standby = true"),
+            ("copy_every_s", self.copy_to is not None, "without copy_to"),
+        )
         return self
 
     @field_serializer("keys")
@@ -287,10 +268,11 @@ class TrackTable(Table):
     def _have_effect(self) -> Self:
         if len(set(self.trackers)) < len(self.trackers):
             raise ValueError(f"trackers = {list(self.trackers)} names one twice")
-        for key, tracker in (("wandb_mode", "wandb"), ("mlflow_tracking_uri", "mlflow")):
-            # In [learner.NAME.track], an empty list switches the trackers of [track] off.
-            if self.trackers and tracker not in self.trackers and getattr(self, key) is not None:
-                raise ValueError(f'{key} has no effect without "{tracker}" among the trackers')
+        if self.trackers:  # in [learner.NAME.track], an empty list switches the trackers of [track] off
+            self.refuse_unused(
+                ("wandb_mode", "wandb" in self.trackers, 'without "wandb" among the trackers'),
+                ("mlflow_tracking_uri", "mlflow" in self.trackers, 'without "mlflow" among the trackers'),
+            )
         return self
 
 

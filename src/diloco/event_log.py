@@ -20,6 +20,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from diloco.errors import StoreError, translated
 from diloco.events import Event, Gap, event_types
+from diloco.whole_files import unused
 
 log = logging.getLogger("diloco")
 
@@ -99,7 +100,7 @@ class EventLog:
         if self._has_whole_lines:
             return
         if self.path.exists() and not _cut_torn_line(self.path):
-            aside = _unused(self.path)
+            aside = unused(lambda number: self.path.with_name(f"{self.path.name}.set-aside-{number}"))
             self.path.rename(aside)
             log.warning("%s does not end like an event log: renamed to %s, and begun anew", self.path, aside)
         if not self.path.exists():  # renamed here or by another process
@@ -228,11 +229,3 @@ def _cut_torn_line(path: Path) -> bool:
         if start + keep < end:
             file.truncate(start + keep)
     return True
-
-
-def _unused(path: Path) -> Path:
-    """An unused name beside a file."""
-    number = 1
-    while (aside := path.with_name(f"{path.name}.set-aside-{number}")).exists():
-        number += 1
-    return aside

@@ -24,6 +24,12 @@ class Table(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), hide_input_in_errors=True)
 
+    def refuse_unused(self, *rules: tuple[str, bool, str]) -> None:
+        """Raise ValueError for a key that is set without effect; a rule: key, whether it has an effect, why not."""
+        for key, is_used, why in rules:
+            if not is_used and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{key} has no effect {why}; drop it")
+
 
 def read_text(path: str | Path, what: str) -> str:
     """Read a UTF-8 file. Raises ConfigError that names the file and its kind, `what`."""

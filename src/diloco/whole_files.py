@@ -1,11 +1,12 @@
 """Atomic writes of files, and files that other users may not read."""
 
 import glob
+import itertools
 import os
 import shutil
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -44,6 +45,11 @@ def whole_file(path: Path) -> Iterator[Path]:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def unused(named: Callable[[int], Path]) -> Path:
+    """The first path, by numbers from 1 on, that does not exist."""
+    return next(path for path in map(named, itertools.count(1)) if not path.exists())
 
 
 def sync_directory(directory: Path) -> None:
@@ -95,35 +101,27 @@ def write_secret(path: Path, data: bytes) -> None:
     Raises:
         FileExistsError: the file exists.
     """
-    with _written(path, data) as temporary:
-        try:
-            path.hardlink_to(temporary)
-        except FileExistsError:
-            raise
-        except OSError:  # a file system without hard links
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
-            temporary.replace(path)
+    partial = path.with_name(hidden_name(path.name))
+    replace_secret(partial, data)
+    try:
+        path.hardlink_to(partial)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without hard links
+        open(path, "xb", opener=_for_the_owner).close()
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def replace_secret(path: Path, data: bytes) -> None:
     """Replace a file atomically; only its owner can read the new one."""
-    with _written(path, data) as temporary:
-        temporary.replace(path)
+    with whole_file(path) as partial, open(partial, "xb", opener=_for_the_owner) as file:
+        file.write(data)
 
 
-@contextmanager
-def _written(path: Path, data: bytes) -> Iterator[Path]:
-    """A temporary file beside `path` with this data."""
-    temporary = path.with_name(f".tmp-{path.name}")
-    temporary.unlink(missing_ok=True)
-    try:
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        yield temporary
-    finally:
-        temporary.unlink(missing_ok=True)
+def _for_the_owner(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def read_secret(path: str | Path, what: str) -> bytes:

@@ -17,7 +17,7 @@ from tests.syncer.test_doors import DAY
 import diloco
 from diloco import events
 from diloco.cli import main
-from diloco.config import parse_config
+from diloco.config import load_config, parse_config
 from diloco.errors import AuthError, ConfigError, StoreError
 from diloco.evaluation.evaluate import EvaluationRequest
 from diloco.evaluation.followed import Reporter, evaluate_versions
@@ -156,7 +156,7 @@ def test_versions_of_a_run_are_evaluated(tmp_path: Path, capsys: pytest.CaptureF
         found = json.loads(line)
     assert found["versions"] == [1]
     request = EvaluationRequest(tasks=("diloco_brackets",), run=file, limit=4)
-    ((_, scores),) = evaluate_versions([newest_model(tmp_path / "state", run="small")], request)
+    ((_, scores),) = evaluate_versions([newest_model(tmp_path / "state", run="small")], request, load_config(file))
     assert found["results"] == scores.to_dict()["results"]
     reported = reports(tmp_path / "state")[-1]
     loss, brackets = (it["value"] for it in found["results"])

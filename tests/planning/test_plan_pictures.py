@@ -65,7 +65,7 @@ def test_the_link_asked_for_is_on_the_curve_and_the_key_names_the_curves(asked: 
     own = pictures.curve_title(asked)
     assert set(names_of(key_of(figure))) == {own, "asked for", *others}
     require_on_its_curve(figure, "asked for", own)
-    assert picture.text.startswith(f"{own}: {asked.setting}.")
+    assert picture.text.startswith(f"{own}: {asked.setting.label}.")
     assert ("Dashed: other methods" in picture.text) == bool(others)
     assert [row[2] for row in picture.rows] == [f"{100 * asked.value(rate):.4g} %" for rate in rates]
     assert "computing" in key_of(figure_of(timeline))
@@ -133,7 +133,6 @@ def test_a_phase_that_takes_no_time_has_no_key_and_the_link_that_is_asked_about_
 # ------------------------------------------------------------------------------------------------------------- scaling
 
 
-@pytest.mark.filterwarnings("ignore:the")
 @pytest.mark.parametrize(("parameters", "learners"), [(1.3e9, 4), (7e10, 3), (3.5e7, 1)])
 def test_this_model_is_on_the_curve_of_its_learners(parameters: float, learners: int) -> None:
     for picture in pictures.scaling_pictures(estimate_scaling(parameters, learners)):

@@ -233,14 +233,14 @@ def test_pictures(call: Call, tmp_path: Path, around: tuple[str, ...]) -> None:
         (("--convention", "streaming-diloco", "--step-time", "1 s"), "--step-time has no effect"),
         (("--convention", "streaming-diloco", "--learners", "2"), "--learners has no effect"),
         (("--learners", "0"), "give --learners 1 or more"),
-        (("--learners", "-1"), "-1 learners train nothing"),
+        (("--learners", "-1"), "--learners -1 is too few"),
         (("--learners", "3", "--speeds", "1,1"), "is of 2 learners, not of 3"),
         (("--speeds", "fast"), "is not a list of numbers"),
         (("--speeds", "1,0"), "give speeds above 0"),
         (("--learners", "3", "--shards", "2"), "add --syncer or --merge"),
         (("--learners", "3", "--shards", "0"), "give --shards 1 or more"),
         (("--method", "data-parallel", "--learners", "3"), "data parallel has no syncer"),
-        (("--method", "steaming",), "did you mean 'streaming'"),
+        (("--method", "steaming",), 'did you mean "streaming"'),
     ],
 )  # fmt: skip
 def test_wrong_use_is_one_sentence_and_exit_code_2(call: Call, arguments: tuple[str, ...], says: str) -> None:

@@ -221,7 +221,7 @@ def test_cost_of_directions() -> None:
 @pytest.mark.parametrize(
     ("method", "options", "says"),
     [
-        ("streming", {}, "did you mean 'streaming'"),
+        ("streming", {}, 'did you mean "streaming"'),
         ("streaming", {"num_fragments": 25}, "25 fragments do not fit a model of 24 layers"),
         ("streaming", {"num_fragments": 0}, "P = 0"),
         ("streaming", {"overlap": 101}, "longer than H = 100"),

@@ -68,12 +68,6 @@ def test_wrong_jobs(changed: dict[str, float], message: str) -> None:
         replace(JOB, **changed)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("rate", "latency"), [(0.0, 0.0), (-1e9, 0.0), (1e9, -1.0), (float("nan"), 0.0)])
-def test_wrong_links(rate: float, latency: float) -> None:
-    with pytest.raises(ConfigError, match="must be a finite number"):
-        Link(rate, latency)
-
-
 def test_the_page_is_up_to_date() -> None:
     page = scaling_laws.PAGE.read_text(encoding="utf-8")
     assert filled(page, scaling_laws.tables()) == page, "run python -m studies.scaling_laws"

@@ -94,7 +94,7 @@ def test_the_dump_reads_back_to_the_same_value() -> None:
         (MINIMAL + '[data]\npaths = ["a"]\n', "no effect"),
         (
             MINIMAL + 'learners = 2\n[data]\nshared_fraction = 0.1\ndeal = "leases"\n',
-            'shared_fraction = 0.1 has no effect with deal = "leases", which gives each sequence to one learner',
+            'shared_fraction has no effect with deal = "leases", which gives each sequence to one learner',
         ),
         (MINIMAL + "[data]\nshared_fraction = 0.1\n", "data.shared_fraction has no effect with run.learners = 1"),
         (MINIMAL + "[data]\nshared_fraction = 1.5\n", "data.shared_fraction = 1.5: input should be less than or equal"),

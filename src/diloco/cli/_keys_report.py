@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any
 
 from diloco.cli._output import make_table, print_result
 from diloco.exchange.key_pair import CERT, key_line, read_key_pair
@@ -58,8 +57,8 @@ class KeysReport:
     def show(self, as_json: bool) -> None:
         """Print a table and sentences, or JSON. The only secrets in it are the lines of new keys."""
         now, directory = datetime.now(UTC), self.keyring.directory
-        rows = [_row(each, now) for each in self.issued]
-        soon = [row["name"] for row in rows if row["state"] == "ends soon"]
+        states = [(each, _state(each, now)) for each in self.issued]
+        soon = [each.name for each, state in states if state == "ends soon"]
         copies, key_lines = self._copies(), self._key_lines()
         never = [str(directory / name) for name in (CA_KEY, NEXT_KEY) if copies and (directory / name).exists()]
 
@@ -67,13 +66,16 @@ class KeysReport:
             from rich.console import Console
 
             console = Console(markup=False, highlight=False)
-            cells = [(row["name"], _role(row["name"], row["role"]), _ends(row, now), _state(row)) for row in rows]
+            cells = [
+                (it.name, _role(it.name, it.role), _ends(it, state, now), _told(it, state)) for it, state in states
+            ]
             console.print(make_table(("name", "role", "ends (UTC)", "state"), cells, num_text=4))
             for line in (*self._notes(soon), *self._instructions(copies, never, key_lines)):
                 console.print(line, soft_wrap=True)
 
+        keys = [{**each.model_dump(mode="json"), "state": state} for each, state in states]
         value = {
-            "directory": str(directory), "keys": rows, "copy": copies, "never_copy": never, "ends_soon": soon,
+            "directory": str(directory), "keys": keys, "copy": copies, "never_copy": never, "ends_soon": soon,
             "lines": key_lines,
         }  # fmt: skip
         print_result(as_json, value, show_text, indent=2)
@@ -149,27 +151,21 @@ def _remote(machine: str) -> str:
     return f"[{machine}]:" if ":" in machine else f"{machine}:"
 
 
-def _row(it: Issued, now: datetime) -> dict[str, Any]:
-    state = "valid"
+def _state(it: Issued, now: datetime) -> str:
     if it.revoked is not None and it.revoked <= now:
-        state = "revoked"
-    elif it.expires <= now:
-        state = "expired"
-    elif it.revoked is not None:
-        state = "replaced"
-    elif it.expires - now <= SOON:
-        state = "ends soon"
-    return {**it.model_dump(mode="json"), "state": state}
+        return "revoked"
+    if it.expires <= now:
+        return "expired"
+    if it.revoked is not None:
+        return "replaced"
+    return "ends soon" if it.expires - now <= SOON else "valid"
 
 
-def _ends(row: dict[str, Any], now: datetime) -> str:
-    expires = datetime.fromisoformat(row["expires"])
-    rest = f" ({left(now, expires)})" if row["state"] in ("valid", "ends soon") else ""
-    return f"{expires.astimezone(UTC):%Y-%m-%d}{rest}"
+def _ends(it: Issued, state: str, now: datetime) -> str:
+    rest = f" ({left(now, it.expires)})" if state in ("valid", "ends soon") else ""
+    return f"{it.expires.astimezone(UTC):%Y-%m-%d}{rest}"
 
 
-def _state(row: dict[str, Any]) -> str:
-    if row["state"] in ("revoked", "replaced") and row.get("revoked"):
-        at = datetime.fromisoformat(row["revoked"])
-        return f"revoked {at:%Y-%m-%d}" if row["state"] == "revoked" else f"replaced, refused from {at:%Y-%m-%d} on"
-    return str(row["state"])
+def _told(it: Issued, state: str) -> str:
+    told = {"revoked": "revoked {:%Y-%m-%d}", "replaced": "replaced, refused from {:%Y-%m-%d} on"}
+    return told.get(state, state).format(it.revoked)

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
+from diloco.config import RunConfig
 from diloco.errors import AlreadyInitialisedError, CheckpointError, RunError, StoreError, UnreachableError, translated
+from diloco.whole_files import unused
 
 if TYPE_CHECKING:
-    from diloco.config import RunConfig
     from diloco.training.rank_group import RankGroup
     from diloco.training.spec import LearnerSpec
 
@@ -23,7 +24,7 @@ LEFT_STEPS = 10
 ends by an estimate of the others' tokens."""
 
 
-def check_directory(config: "RunConfig", name: str, *, force: bool) -> None:
+def check_directory(config: RunConfig, name: str, *, force: bool) -> None:
     """Refuse to begin a part anew in a directory that an earlier start has used.
 
     Arguments:
@@ -45,9 +46,7 @@ def check_directory(config: "RunConfig", name: str, *, force: bool) -> None:
             f"{directory} holds an earlier start of {name}; {how}--force begins anew and keeps it, and --name or "
             "another [run] dir leaves it alone."
         )
-    number = 1
-    while (kept := config.dir.parent / f"{config.dir.name}-before-{number}" / name).exists():
-        number += 1
+    kept = unused(lambda number: config.dir.with_name(f"{config.dir.name}-before-{number}") / name)
     with translated(OSError, StoreError, f"cannot move {directory} to {kept}", "move it yourself"):
         kept.parent.mkdir(parents=True, exist_ok=True)
         directory.rename(kept)
@@ -55,7 +54,7 @@ def check_directory(config: "RunConfig", name: str, *, force: bool) -> None:
 
 
 def look_at_run(
-    config: "RunConfig", part: "LearnerSpec", *, begins_anew: bool
+    config: RunConfig, part: "LearnerSpec", *, begins_anew: bool
 ) -> Literal["over", "has model", "empty", "unknown"]:
     """The run's state at its syncer: whether it has nothing left to train, or has a model.
 
@@ -96,7 +95,7 @@ def look_at_run(
     return "has model"
 
 
-def _status(config: "RunConfig", *, waits: bool) -> dict[str, Any] | None:
+def _status(config: RunConfig, *, waits: bool) -> dict[str, Any] | None:
     """The syncer's status of the run; None: it does not answer, and this learner waits for it later on (`waits`)."""
     from diloco.exchange.dialling import fetch_status
 
@@ -114,7 +113,7 @@ def _status(config: "RunConfig", *, waits: bool) -> dict[str, Any] | None:
         time.sleep(RETRY_S)
 
 
-def with_usable_checkpoint(config: "RunConfig", part: "LearnerSpec", job: "RankGroup") -> "LearnerSpec":
+def with_usable_checkpoint(config: RunConfig, part: "LearnerSpec", job: "RankGroup") -> "LearnerSpec":
     """The part with its newest usable checkpoint, or without a checkpoint if none is usable.
 
     The first rank tests the checkpoints and renames unusable ones; the other ranks list them afterwards.

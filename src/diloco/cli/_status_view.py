@@ -13,8 +13,10 @@ from rich.text import Text
 
 from diloco.cli._output import cell
 from diloco.escaping import printable, shortened
+from diloco.planning.units import SIZE
 from diloco.protocol.contribution import UNMERGED
 from diloco.protocol.units import numbers
+from diloco.report.drawing import short
 from diloco.run.status import state_of
 
 MAX_NAMES, MAX_REASONS = 6, 3
@@ -86,9 +88,9 @@ def view(status: dict[str, Any], *, wide: bool = False, whole_names: bool = Fals
 
 def _run(status: dict[str, Any]) -> str:
     tokens, budget = status["tokens"], status.get("budget_tokens")
-    of = "" if budget is None else f" of {_short(budget)} ({_percent(min(tokens, budget), budget)})"
+    of = "" if budget is None else f" of {short(budget, 3)} ({_percent(min(tokens, budget), budget)})"
     return (
-        f"{status['method']['name']}, step {status['step']:,}, {_short(tokens)} tokens{of}; epoch {status['epoch']}, "
+        f"{status['method']['name']}, step {status['step']:,}, {short(tokens, 3)} tokens{of}; epoch {status['epoch']}, "
         f"this syncer started {timedelta(seconds=round(status['uptime_s']))} ago"
     )
 
@@ -184,7 +186,7 @@ def _learners(status: dict[str, Any], *, wide: bool, whole_names: bool) -> Table
         if wide:
             step_s = "" if it["step_s"] is None else f"{it['step_s']:.2g}"
             behind, stale = ("" if it[key] is None else str(it[key]) for key in ("versions_behind", "staleness"))
-            row += [step_s, _short(it["tokens"]), behind, stale, *_traffic(num_bytes, name)]
+            row += [step_s, short(it["tokens"], 3), behind, stale, *_traffic(num_bytes, name)]
         table.add_row(cell(shown), state, *row)
     if wide:
         for name in sorted(name for name in num_bytes if name not in status["learners"] and name != "viewers"):
@@ -197,7 +199,7 @@ def _traffic(num_bytes: dict[str, dict[str, dict[str, int]]], name: str) -> tupl
     """Bytes sent and received by a learner."""
     kinds = num_bytes.get(name, {}).values()  # counted by the syncer: what it received, the learner sent
     sent, received = (sum(kind.get(way, 0) for kind in kinds) for way in ("received", "sent"))
-    return _short(sent, "B"), _short(received, "B")
+    return SIZE.show(sent), SIZE.show(received)
 
 
 def _fragments(status: dict[str, Any]) -> Table:
@@ -227,13 +229,3 @@ def _legend(status: dict[str, Any], *, wide: bool) -> str:
     reasons = sorted({reason for fragment in status["fragments"] for reason in fragment["ledger"]["discarded"]})
     explained = "".join(f" {reason}: {DISCARDED[reason]}." for reason in reasons if reason in DISCARDED)
     return f"{LEGEND}{explained}{f' {MORE_LEGEND}' if wide else ''}"
-
-
-def _short(count: float, unit: str = "") -> str:
-    """1,234,567 as 1.23M, or with a unit as 1.23 MB."""
-    prefixes = ["", "k", "M", "G", "T"]
-    while count >= 999.5 and len(prefixes) > 1:
-        count /= 1000
-        del prefixes[0]
-    digits = str(count) if isinstance(count, int) else f"{count:#.3g}".rstrip(".")
-    return f"{digits} {prefixes[0]}{unit}" if unit else f"{digits}{prefixes[0]}"

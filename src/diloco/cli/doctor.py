@@ -26,13 +26,14 @@ import typer
 from diloco.cli._options import Insecure, Json, Keys, Overrides
 from diloco.cli._output import print_result
 from diloco.cli._run_address import RunAddress, address_from
+from diloco.config import RunConfig, load_config
 from diloco.errors import ConfigError, DilocoError, StandbyError
 from diloco.escaping import printable
+from diloco.planning.units import SIZE
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from diloco.config import RunConfig
     from diloco.exchange.connection import Connection
 
 State = Literal["ok", "absent", "missing"]
@@ -89,7 +90,6 @@ def command(
 
     Exit code 1: something required is missing.
     """
-    from diloco.config import load_config
 
     config = None if run_file is None else load_config(run_file, overrides or (), learner=name)
     if config is None and overrides:
@@ -124,7 +124,7 @@ def _print(finding: Finding) -> None:
 
 
 def _checks(
-    config: "RunConfig | None", directory: Path | None, syncer: RunAddress | None, learner: str | None,
+    config: RunConfig | None, directory: Path | None, syncer: RunAddress | None, learner: str | None,
     serve: str | None,
 ) -> Iterator[Finding]:  # fmt: skip
     """All checks, in order."""
@@ -148,7 +148,7 @@ def _checks(
 def _python() -> Finding:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     cores = f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} cores"
-    machine = f"{cores}, {platform.machine()}, {_shown_bytes(memory)} of memory"
+    machine = f"{cores}, {platform.machine()}, {SIZE.show(memory)} of memory"
     return Finding("python", "ok", f"{platform.python_version()}, {sys.executable}; {machine}")
 
 
@@ -159,7 +159,7 @@ def _disk(store: Path) -> Iterator[Finding]:
         yield Finding("disk", "missing", f"{place.absolute()} is no directory", "remove it, or set run.dir elsewhere")
         return
     free = shutil.disk_usage(place).free
-    found = f"{_shown_bytes(free)} free at {place.absolute()}"
+    found = f"{SIZE.show(free)} free at {place.absolute()}"
     if free < NO_DISK_BYTES:
         yield Finding("disk", "missing", found, "no run fits; free space, or set run.dir elsewhere")
         return
@@ -193,10 +193,6 @@ def _sync_s(directory: Path) -> float:
     return statistics.median(times)
 
 
-def _shown_bytes(number: float) -> str:
-    return f"{number / 1e9:.1f} GB" if number >= 1e9 else f"{number / 1e6:.0f} MB"
-
-
 # --- torch and packages -----------------------------------------------------------------------------------------------
 
 
@@ -224,7 +220,7 @@ def _gpu(needed: bool) -> Finding:
     driver = DRIVER.read_text(encoding="utf-8").splitlines()[0] if DRIVER.is_file() else None
     if torch.cuda.is_available():
         devices = (torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count()))
-        names = ", ".join(f"{it.name} ({_shown_bytes(it.total_memory)}, sm_{it.major}{it.minor})" for it in devices)
+        names = ", ".join(f"{it.name} ({SIZE.show(it.total_memory)}, sm_{it.major}{it.minor})" for it in devices)
         return Finding("gpu", "ok", f"{names}; {driver or 'driver version unknown'}")
     state: State = "missing" if needed else "absent"
     if driver is None:

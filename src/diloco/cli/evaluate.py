@@ -10,6 +10,7 @@ import typer
 from diloco.cli._options import Every, Insecure, Json, Keys
 from diloco.cli._output import make_table, print_result
 from diloco.cli._signals import ending_by_signals
+from diloco.config import load_config
 from diloco.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -81,7 +82,6 @@ def _follow(
     insecure: bool,
 ) -> None:  # fmt: skip
     """Evaluate each version, print a line for it, and report it to a syncer if there is one."""
-    from diloco.config import load_config
     from diloco.evaluation.followed import Reporter, evaluate_versions
     from diloco.following.follower import follow
     from diloco.following.sources import is_address
@@ -101,7 +101,7 @@ def _follow(
         if reporter is not None:
             opened.enter_context(closing(reporter))
         opened.enter_context(ending_by_signals(follower.close, "after the version that is being evaluated"))
-        for model, scores in evaluate_versions(follower, wanted):
+        for model, scores in evaluate_versions(follower, wanted, config):
             if reporter is not None:
                 reporter.report(model, scores)
             results = ", ".join(f"{it.name} {it.score.value:.4f}" for it in scores.results.values())

@@ -7,12 +7,11 @@ import typer
 
 from diloco.cli._options import Json, Keys, Overrides, RunFile, with_keys
 from diloco.cli._output import print_result
+from diloco.config import RunConfig, load_config
 from diloco.errors import ConfigError, StoreError, UnreachableError
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from diloco.config import RunConfig
 
 
 def command(
@@ -32,7 +31,6 @@ def command(
     as_json: Json = False,
 ) -> None:
     """Write the global model: a directory that transformers can load, or one safetensors file (--raw)."""
-    from diloco.config import load_config
 
     config = load_config(run_file, with_keys(overrides, keys))
     if sum(source is not None for source in (address, store, checkpoint)) > 1:
@@ -64,7 +62,7 @@ def command(
     print_result(as_json, value, f"wrote the global model of {config.run.name} to {out}; load it with {loading}")
 
 
-def _followed(store: str | None, address: str | None, config: "RunConfig") -> "dict[str, Tensor]":
+def _followed(store: str | None, address: str | None, config: RunConfig) -> "dict[str, Tensor]":
     """The newest model of the run's store, served or not, or else of its syncer."""
     from diloco.following.follower import newest_model
 

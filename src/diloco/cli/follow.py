@@ -9,9 +9,9 @@ import typer
 from diloco.cli._options import Every, Insecure, Json, Keys, Source
 from diloco.cli._output import print_result
 from diloco.cli._signals import ending_by_signals
+from diloco.config import RunConfig, load_config
 
 if TYPE_CHECKING:
-    from diloco.config import RunConfig
     from diloco.following.copies import Writer
     from diloco.following.follower import FollowedModel
 
@@ -54,7 +54,6 @@ def command(
 
 def named_run(run: str) -> "tuple[str, RunConfig | None]":
     """The name of a run, and its configuration where `run` is a run file."""
-    from diloco.config import load_config
 
     if not run.endswith(".toml"):
         return run, None
@@ -62,7 +61,7 @@ def named_run(run: str) -> "tuple[str, RunConfig | None]":
     return config.run.name, config
 
 
-def _writer(name: str, config: "RunConfig | None") -> "Writer":
+def _writer(name: str, config: RunConfig | None) -> "Writer":
     if config is None:
         from diloco.following.copies import write_tensors
 

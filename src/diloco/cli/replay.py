@@ -9,6 +9,7 @@ import typer
 
 from diloco.cli._options import Json
 from diloco.cli._output import make_table, print_result
+from diloco.config import load_config
 from diloco.errors import ConfigError, StoreError
 
 if TYPE_CHECKING:
@@ -58,7 +59,6 @@ def _places(run: Path) -> tuple[Path, str]:
         return run, str(run)
     if not run.exists():
         raise ConfigError(f"there is no {run}; give the run file, or the syncer's state directory")
-    from diloco.config import load_config
 
     config = load_config(run)
     return config.state_dir, config.store

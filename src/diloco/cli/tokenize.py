@@ -11,6 +11,7 @@ import typer
 
 from diloco.cli._options import Json, Overrides, RunFile
 from diloco.cli._output import print_result
+from diloco.config import load_config
 from diloco.escaping import printable
 from diloco.tables import write_toml
 
@@ -29,7 +30,6 @@ def command(
     as_json: Json = False,
 ) -> None:
     """Make token shards of the texts that RUN_FILE describes; continues after an interruption."""
-    from diloco.config import load_config
 
     data = load_config(run_file, overrides or ()).data
 

@@ -15,13 +15,13 @@ from diloco.cli._options import JsonSummary, Keys, LearnerName, Overrides, RunFi
 from diloco.cli._output import print_result
 from diloco.cli._preflight import check_directory, look_at_run, with_usable_checkpoint
 from diloco.cli._signals import ending_by_signals
+from diloco.config import RunConfig, load_config
 from diloco.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from diloco.config import RunConfig
     from diloco.protocol.session.joining import Initialises
     from diloco.tracking.feed import Feed
     from diloco.training.learners import AnyLearner, Attach
@@ -70,7 +70,6 @@ def command(
     as_json: JsonSummary = False,
 ) -> None:
     """Train one learner's part of the run that RUN_FILE describes. Started by torchrun, the ranks are one learner."""
-    from diloco.config import load_config
 
     if alone and isolated:
         raise ConfigError("--alone and --isolated are two different controls; choose one")
@@ -129,7 +128,7 @@ def _own_rank() -> int:
 
 
 def _train(
-    config: "RunConfig",
+    config: RunConfig,
     part: "LearnerSpec",
     collective: bool,
     as_json: bool,
@@ -182,7 +181,7 @@ def _train(
 
 
 def _trainer(
-    config: "RunConfig", part: "LearnerSpec", job: "RankGroup", collective: bool, as_json: bool, feed: "Feed | None"
+    config: RunConfig, part: "LearnerSpec", job: "RankGroup", collective: bool, as_json: bool, feed: "Feed | None"
 ) -> "Trainer":
     """The trainer of this process: one rank of a learner, or with `collective` a whole learner."""
     from diloco.training.loop import Trainer
@@ -213,7 +212,7 @@ def _sentence(summary: "Summary") -> str:
     return f"{summary.name} trained {trained}{loss}{again}"
 
 
-def _connector(config: "RunConfig", part: "LearnerSpec", stopping: "StopRequest") -> "Attach":
+def _connector(config: RunConfig, part: "LearnerSpec", stopping: "StopRequest") -> "Attach":
     """The function that connects this learner to the syncer; `stopping` interrupts its waiting."""
     syncer = config.syncer
 
@@ -250,7 +249,7 @@ def _connector(config: "RunConfig", part: "LearnerSpec", stopping: "StopRequest"
     return attach
 
 
-def _source(config: "RunConfig", part: "LearnerSpec") -> str:
+def _source(config: RunConfig, part: "LearnerSpec") -> str:
     """The origin of the model with which this part initialises the run."""
     if part.resume_from is not None or config.warm_start.checkpoint is not None:
         return "checkpoint"

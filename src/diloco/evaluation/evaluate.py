@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 from torch import Tensor
@@ -16,7 +15,7 @@ from diloco.config import load_config
 from diloco.errors import ConfigError
 from diloco.evaluation.builtin_tasks import BUILTIN_TASKS, write_task_files
 from diloco.evaluation.exports import LONGEST, Export, context_of, held_out_loss, load_export
-from diloco.evaluation.harness import Harness, require_harness
+from diloco.evaluation.harness import Harness
 from diloco.evaluation.scores import ExportScores, TaskResult
 from diloco.tables import read_text
 from diloco.training.data.corpus import Corpus, Tokens, load_corpus
@@ -54,7 +53,7 @@ class EvaluationRequest:
 
 
 class EvaluationData:
-    """The data and tasks of a request, loaded once for all exports; a context manager. Exports with the same tokenizer
+    """The data and tasks of a request, loaded once for all exports. Exports with the same tokenizer
     get the same sequences and documents.
 
     Arguments:
@@ -81,10 +80,8 @@ class EvaluationData:
             self._harness = _harness(stack, request, text, self._corpus) if request.tasks else None
             self._opened = stack.pop_all()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Remove the files of the tasks."""
         self._opened.close()
 
     def of(self, name: str, export: Export) -> ExportScores:
@@ -111,14 +108,13 @@ def evaluate_exports(paths: Sequence[Path], request: EvaluationRequest) -> list[
     Raises:
         ConfigError: not an export; others as `EvaluationData`. ExchangeError: the data of a task cannot be loaded.
     """
-    with EvaluationData(request, {path: context_of(path) for path in paths}) as evaluation:
+    with closing(EvaluationData(request, {path: context_of(path) for path in paths})) as evaluation:
         named = zip(_names(paths), paths, strict=True)
         return [evaluation.of(name, load_export(path, evaluation.device)) for name, path in named]  # one at a time
 
 
 def _harness(stack: ExitStack, request: EvaluationRequest, text: str | None, corpus: Corpus | None) -> Harness:
     """The harness of the tasks, with the built-in ones in a directory that `stack` removes."""
-    require_harness()
     names = [name for name in BUILTIN_TASKS if name in request.tasks]
     if "diloco_cloze" in names and corpus is not None:
         text = held_out_text(corpus)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 
-from diloco.config import load_config
-from diloco.errors import ConfigError
+from diloco.config import RunConfig
 from diloco.evaluation.evaluate import EvaluationData, EvaluationRequest
 from diloco.evaluation.exports import followed_export
 from diloco.evaluation.scores import HELD_OUT, ExportScores
@@ -19,17 +19,14 @@ from diloco.following.sources import until_answered
 
 
 def evaluate_versions(
-    models: Iterable[FollowedModel], request: EvaluationRequest
+    models: Iterable[FollowedModel], request: EvaluationRequest, config: RunConfig
 ) -> Iterator[tuple[FollowedModel, ExportScores]]:
-    """The scores of each version, on the held-out data and by the model of the request's run file.
+    """The scores of each version, on the held-out data and by the model of its run, as `config` describes it.
 
     Raises:
         LayoutError: a version is not a model of the run file. Others as `EvaluationData`.
     """
-    if request.run is None:
-        raise ConfigError("to evaluate versions of a run, its model and data must be known; give --run RUN_FILE")
-    config = load_config(request.run, request.overrides)
-    with EvaluationData(request, {}) as evaluation:
+    with closing(EvaluationData(request, {})) as evaluation:
         for model in models:
             yield model, evaluation.of(str(model), followed_export(model, config, evaluation.device))
 

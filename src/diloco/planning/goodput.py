@@ -21,9 +21,9 @@ import statistics
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from diloco.core.choices import positive, whole_number
+from diloco.core.choices import whole_number
 from diloco.errors import ConfigError
-from diloco.planning.units import YEAR_S, amount, not_negative
+from diloco.planning.units import YEAR_S, amount
 
 CONFIDENCE = 0.95
 RUNS = 64
@@ -54,12 +54,6 @@ class FailureTimes:
     up_s: float = 15.0
     step_s: float = 4.0
 
-    def __post_init__(self) -> None:
-        for name in ("mtbi_s", "step_s"):
-            positive(f"FailureTimes({name}=…)", getattr(self, name))
-        for name in ("down_s", "repair_s", "up_s"):
-            not_negative(f"FailureTimes({name}=…)", getattr(self, name))
-
 
 @dataclass(frozen=True)
 class LearnerSpeeds:
@@ -74,8 +68,7 @@ class LearnerSpeeds:
     relative: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        not_negative("LearnerSpeeds(jitter=…)", self.jitter)
-        if self.jitter > MOST_JITTER:
+        if not 0 <= self.jitter <= MOST_JITTER:
             raise ConfigError(
                 f"step times that vary by {100 * self.jitter:g} % of their mean cannot be simulated; give "
                 f"{100 * MOST_JITTER:g} % or less."

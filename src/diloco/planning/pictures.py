@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -30,10 +29,8 @@ GRAPH_STEPS, SYNCER_STEPS = 60, 25
 SHOWN: tuple[Kind, ...] = ("compute", "waiting", "up", "down")
 SKIPPED = 3
 """Periods before the one drawn."""
-WIDEST, NUM_TRIED = 1000.0, 40
-"""Largest ratio of the axis's ends to the requested bandwidths, and number of bandwidths tried to find its range."""
-LEAST_SHOWN, MOST_SHOWN = 0.1, 0.98
-"""Utilisation at which curves begin and end."""
+BELOW, ABOVE = 5.0, 30.0
+"""Ratios of the requested bandwidths to the axis's ends."""
 Spans = dict[str, list[Span]]
 
 
@@ -46,7 +43,7 @@ def _link_curve(link_model: LinkModel, asked_bit_per_s: Mapping[str, float]) -> 
     asked = list(asked_bit_per_s.values())
     relatives = list(_relatives(link_model))
     num_steps = GRAPH_STEPS if isinstance(link_model, GraphLinkModel) else SYNCER_STEPS
-    grid = steps_between(*_range(relatives, asked), num_steps)
+    grid = steps_between(min(asked) / BELOW, ABOVE * max(asked), num_steps)
     rates = sorted({*grid, *asked})  # the requested points lie on the curve
     gbit_per_s = [rate / 1e9 for rate in rates]
     drawn = []
@@ -61,7 +58,7 @@ def _link_curve(link_model: LinkModel, asked_bit_per_s: Mapping[str, float]) -> 
     label = "compute utilisation, %" if link_model.measure == "computing" else "pace of merges kept, %"
     figure = lines([*drawn, points], Axis("link of a learner, Gbit/s", log=True), Axis(label, low=0, high=103))
     rows = [(name, RATE.show(rate), f"{worth[rate]:.4g} %") for name, rate in asked_bit_per_s.items()]
-    text = f"{curve_title(link_model)}: {link_model.setting}."
+    text = f"{curve_title(link_model)}: {link_model.setting.label}."
     if every := {each.setting.sync_every for each in relatives[1:] if each.setting.method != "data-parallel"}:
         text += f" Dashed: other methods with the same codec and latency, at H = {every.pop()}."
     heading = f"{link_model.workload.name}: utilisation against bandwidth"
@@ -75,16 +72,6 @@ def curve_title(link_model: LinkModel) -> str:
     numbers = {f"τ = {own.overlap}": own.overlap != usual.overlap}
     numbers[f"P = {own.num_fragments}"] = own.num_fragments != usual.num_fragments
     return ", ".join([own.title, *(number for number, is_own in numbers.items() if is_own)])
-
-
-def _range(relatives: Sequence[LinkModel], asked: Sequence[float]) -> tuple[float, float]:
-    """Return the range of the axis: from the rise of the first curve to that of the last, with the requested links."""
-    if isinstance(relatives[0], SyncerLinkModel):  # a search is slow
-        return min(asked) / 5, 30 * max(asked)
-    rates = steps_between(min(asked) / WIDEST, WIDEST * max(asked), NUM_TRIED)
-    rising = [rate for rate in rates if max(each.value(rate) for each in relatives) > LEAST_SHOWN]
-    risen = [rate for rate in rates if all(each.value(rate) > MOST_SHOWN * each.value(math.inf) for each in relatives)]
-    return min([min(asked) / 2, *rising[:1]]), max([2 * max(asked), *risen[:1]])
 
 
 def _relatives(link_model: LinkModel) -> Iterator[LinkModel]:
@@ -116,7 +103,7 @@ def _period(link_model: LinkModel, bit_per_s: float) -> Picture:
         seconds = (sum(span.end_s - span.begin_s for span in of_learner if span.kind == kind) for kind in SHOWN)
         rows.append((name, *map(TIME.show, seconds)))
     heading = f"{link_model.workload.name}: one period on {RATE.show(bit_per_s)}"
-    text = f"{link_model.setting}. Transfers run beside the computation."
+    text = f"{link_model.setting.label}. Transfers run beside the computation."
     return Picture(heading, text, timeline(spans), ("learner", *(drawing.KINDS[kind][0] for kind in SHOWN)), rows)
 
 

@@ -53,6 +53,8 @@ class PublishedRun:
     pattern: Pattern
     num_steps: int
 
+    measure = "computing"
+
     def utilization(self, gbit_per_s: float) -> float:
         """Compute ÷ wall clock over the run."""
         num_layers, bits = self.workload.num_layers, self.workload.num_parameters * BITS[self.setting.up]

@@ -113,7 +113,9 @@ class _UndisturbedRun(NamedTuple):
 def _scheduled(inputs: AdviceInputs, setting: Setting) -> _UndisturbedRun:
     """All learners take the same steps and wait for due answers."""
     exchange = exchange_of(inputs.workload, setting, inputs.site.merging())
-    prediction, counts = _predict(inputs, exchange, one_each=not _share_something(inputs.site))
+    site = inputs.site
+    is_shared = site.syncer.up is not None or site.syncer.down is not None or any(place.shares for place in site.site)
+    prediction, counts = _predict(inputs, exchange, one_each=not is_shared)
     utilization = tuple(u for u, count in zip(prediction.utilization, counts, strict=True) for _ in range(count))
     step_s = max(learner.step_s / u for learner, u in zip(inputs.learners, utilization, strict=True))
     rounds = inputs.num_steps / setting.sync_every * len(inputs.learners)
@@ -186,10 +188,6 @@ def _part_of(site: Site, kept: Sequence[int], copies: int) -> Site:
         "link": tuple(link.model_copy(update={"up": part(link.up), "down": part(link.down)}) for link in site.link),
         "syncer": site.syncer.model_copy(update=shared),
     })  # fmt: skip
-
-
-def _share_something(site: Site) -> bool:
-    return site.syncer.up is not None or site.syncer.down is not None or any(place.shares for place in site.site)
 
 
 # --- failures, money and loss ----------------------------------------------------------------------------------------

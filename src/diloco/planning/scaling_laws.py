@@ -1,14 +1,13 @@
 """Published scaling laws: expected loss, and initial values for learning rates and batch.
 
 All numbers are from "Scaling Laws for DiLoCo" (arXiv 2503.09799): power laws f(N, M) = A·N^a·M^b in the number of
-parameters N and of learners M, fitted to decoders trained on 20 tokens per parameter with H = 30. Extrapolation raises
-a warning, and unmeasured values are None.
+parameters N and of learners M, fitted to decoders trained on 20 tokens per parameter with H = 30. An estimate says what
+is extrapolated, and unmeasured values are None.
 """
 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -60,6 +59,7 @@ class ScalingEstimate:
         inner_lr, data_parallel_lr: peak learning rate of AdamW.
         batch_sequences, batch_tokens, data_parallel_batch_sequences: global batch over all learners.
         outer_lr: of Nesterov SGD; None where unmeasured.
+        warnings: a sentence for each input outside the measured range.
     """
 
     num_parameters: float
@@ -73,6 +73,7 @@ class ScalingEstimate:
     batch_tokens: float
     data_parallel_batch_sequences: float
     outer_lr: float | None
+    warnings: tuple[str, ...]
 
 
 def estimate_scaling(
@@ -83,14 +84,11 @@ def estimate_scaling(
     Arguments:
         num_parameters: N.
         num_learners: M; 1 is DiLoCo with a single learner, which is not data parallel.
-        sync_every: H. The fits do not depend on it; a value other than theirs raises a warning.
+        sync_every: H. The fits do not depend on it; a value other than theirs has a warning.
         tokens: the token budget; None: 20 per parameter, as in the fits.
 
     Raises:
         ConfigError: a number that is not positive, or not whole.
-
-    Warns:
-        UserWarning: one for each input outside the measured range.
 
     Source: arXiv 2503.09799, the joint fits in N and M, and the table of best outer learning rates.
     """
@@ -99,14 +97,12 @@ def estimate_scaling(
     whole_number("sync_every", sync_every, minimum=1)
     if tokens is not None:
         amount("the number of tokens", tokens)
-    for sentence in _outside(num_parameters, num_learners, sync_every, tokens):
-        warnings.warn(sentence, UserWarning, stacklevel=2)
     fits = {name: law(num_parameters, num_learners) for name, law in LAWS.items()}
     penalty_percent = 100 * (fits["loss"] / fits["data_parallel_loss"] - 1)
     batch_tokens, outer_lr = fits["batch_sequences"] * SEQUENCE_LENGTH, OUTER_LR.get(num_learners)
     return ScalingEstimate(
         num_parameters, num_learners, loss_penalty_percent=penalty_percent, batch_tokens=batch_tokens,
-        outer_lr=outer_lr, **fits,
+        outer_lr=outer_lr, warnings=tuple(_outside(num_parameters, num_learners, sync_every, tokens)), **fits,
     )  # fmt: skip
 
 

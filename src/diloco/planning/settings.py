@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from diloco.core.codecs.formats import wire_format
 from diloco.core.schedule import Schedule
 from diloco.errors import ConfigError
 from diloco.planning.workload import Workload
+from diloco.tables import nearest
 
 MethodName = Literal["data-parallel", "diloco", "streaming", "eager", "decoupled"]
 METHODS: tuple[MethodName, ...] = get_args(MethodName)
@@ -86,14 +86,6 @@ class Setting:
     latency_s: float = 0.0
     experts: ExpertSetting | None = None
 
-    def __str__(self) -> str:
-        numbers = f"H = {self.sync_every}, τ = {self.overlap}, P = {self.num_fragments}, {self.up}"
-        return ", ".join([self.method, numbers, *self._expert_detail])
-
-    @property
-    def _expert_detail(self) -> list[str]:
-        return [] if self.experts is None else [self.experts.detail]
-
     @property
     def title(self) -> str:
         """The method's name in a table."""
@@ -104,7 +96,7 @@ class Setting:
         """The numbers that apply to the method."""
         numbers = [f"H = {self.sync_every}", f"τ = {self.overlap}", f"P = {self.num_fragments}", self.up]
         shown = {"data-parallel": (3,), "diloco": (0, 3), "eager": (0, 3)}.get(self.method, (0, 1, 2, 3))
-        return ", ".join([*(numbers[i] for i in shown), *self._expert_detail])
+        return ", ".join([*(numbers[i] for i in shown), *([] if self.experts is None else [self.experts.detail])])
 
     @property
     def label(self) -> str:
@@ -141,9 +133,7 @@ def setting_for(
         ConfigError: numbers that are invalid for the method or the model.
     """
     if method not in METHODS:
-        close = difflib.get_close_matches(method, METHODS, n=1, cutoff=0.4)
-        known = f"did you mean {close[0]!r}?" if close else f"choose {', '.join(METHODS)}."
-        raise ConfigError(f"there is no method {method!r}; {known}")
+        raise ConfigError(f"there is no method {method!r}; {nearest(method, METHODS)}")
     num_layers = workload.num_layers
     every = _SYNC_EVERY[method] if sync_every is None else sync_every
     if num_fragments is None:

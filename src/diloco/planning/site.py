@@ -157,11 +157,11 @@ class SiteLearner(NamedTuple):
 
 
 class Outage(NamedTuple):
-    """The absence of a learner, by its index, from `at_s` until `back_s` (infinity: permanent)."""
+    """The absence of a learner, by its index, from `at_s` until `back_s` (None: permanent)."""
 
     learner: int
     at_s: float
-    back_s: float
+    back_s: float | None
 
 
 class Site(Table):
@@ -254,8 +254,7 @@ class Site(Table):
         """
         found = []
         for fault in self.fault:
-            back_s = math.inf if fault.back is None else fault.back
-            found += [Outage(index, fault.at, back_s) for index in self._named(fault.learner) if fault.at < until_s]
+            found += [Outage(index, fault.at, fault.back) for index in self._named(fault.learner) if fault.at < until_s]
         for index, name in enumerate(self.names if self.faults is not None else ()):
             assert self.faults is not None
             stream = random.Random(f"{self.faults.seed}/{name}")

@@ -10,12 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
-from diloco.core.choices import positive, whole_number
+from diloco.core.choices import whole_number
 from diloco.errors import ConfigError
 from diloco.planning.goodput import check_chips
-from diloco.planning.units import amount, not_negative
+from diloco.planning.units import amount
 from diloco.planning.workload import PUBLISHED
 
 
@@ -26,16 +25,11 @@ class Link:
     bit_per_s: float
     latency_s: float
 
-    def __post_init__(self) -> None:
-        positive("Link(bit_per_s=…)", self.bit_per_s)
-        not_negative("Link(latency_s=…)", self.latency_s)
-
     def all_reduce_s(self, num_bits: float, num_chips: float) -> float:
         """2·bits/W·(1 − 1/R) + ε: a bandwidth-bound all-reduce over R chips; 0 for a single chip."""
         return 0.0 if num_chips <= 1 else 2 * num_bits / self.bit_per_s * (1 - 1 / num_chips) + self.latency_s
 
 
-PaperNetwork = Literal["high", "medium", "low"]
 NETWORKS: Mapping[str, Link] = {name: Link(**it) for name, it in PUBLISHED["networks"].items()}
 """The three networks of the paper."""
 

@@ -9,7 +9,6 @@ L layers of attention and feed-forward, a final norm and a head. Families differ
 of attention and feed-forward; `FAMILIES` lists the supported ones.
 """
 
-import difflib
 import json
 import math
 import tomllib
@@ -22,6 +21,7 @@ from typing import Annotated, Any, NamedTuple, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from diloco.errors import ConfigError, translated
+from diloco.escaping import read_json
 from diloco.planning.units import TIME, amount
 from diloco.tables import Table, nearest, read_text, read_toml, validate
 
@@ -186,15 +186,12 @@ def count_parameters(path: str | Path) -> ModelSize:
         ConfigError: the file cannot be read, is of an unsupported family, or lacks a number.
     """
     text = read_text(path, "model's config").removeprefix("\ufeff")
-    with translated(json.JSONDecodeError, ConfigError, f"{path} is not JSON", "give the model's own config.json"):
-        values = json.loads(text)
+    values = read_json(text, str(path), ConfigError, "give the model's own config.json")
     family = values.get("model_type") if isinstance(values, dict) else None
     if family not in FAMILIES:
-        close = difflib.get_close_matches(str(family), FAMILIES, n=1)
-        meant = f" (did you mean {close[0]!r}?)" if close else ""
         raise ConfigError(
-            f"{path}: counting the parameters of {family!r} is not supported{meant}; supported are "
-            f"{', '.join(FAMILIES)}: for others give parameters and layers in a TOML file."
+            f"{path}: counting the parameters of {family!r} is not supported; {nearest(str(family), list(FAMILIES))}: "
+            "for others give parameters and layers in a TOML file."
         )
     wrong = f"{path} has a value that no {family} model has"
     with translated((TypeError, ZeroDivisionError), ConfigError, wrong, "give the model's own config.json"):

@@ -348,7 +348,7 @@ def _log_ticks(low: float, high: float) -> list[float]:
 def short(value: float, digits: int = 6) -> str:
     """A count with a suffix, to `digits` significant digits: 1500 → "1.5k", 1.2e6 → "1.2M", 70e9 → "70B"."""
     for factor, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= factor:
+        if float(f"{abs(value):.{digits}g}") >= factor:
             return f"{value / factor:.{digits}g}{suffix}"
     return f"{value:.{digits}g}"
 

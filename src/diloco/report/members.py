@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,8 +94,3 @@ class LearnerSummary:
 def _ways(traffic: Traffic) -> tuple[int, int]:
     """Bytes sent and received by the learner; the syncer's counts have the opposite direction."""
     return sum(traffic.received_bytes.values()), sum(traffic.sent_bytes.values())
-
-
-def live(members: Iterable[LearnerSummary]) -> int:
-    """Number of live learners."""
-    return sum(member.is_live for member in members)

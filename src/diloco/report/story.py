@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
+from functools import partial
 from typing import Any
 
 from diloco import events as ev
 from diloco.escaping import printable
-from diloco.report.members import LearnerSummary, live
+from diloco.report.members import LearnerSummary
 from diloco.report.sentences import Tone, sentence
 from diloco.report.series import Newest, Numbers, Series, ring_all_reduce_bytes
 
@@ -39,10 +40,14 @@ class Story:
         self._fragments: dict[int, dict[str, Any]] = {}
         self._merges = Newest(self._numbers, MAX_MERGES)
         self._events = Newest(self._numbers, MAX_EVENTS)
-        self._losses: dict[str, Series] = {}
+        self._losses: dict[str, Series] = defaultdict(partial(Series, self._numbers))
         self._evaluated: dict[str, dict[int, float]] = {}  # loss by the run's tokens
-        self._training: dict[str, Series] = {}  # reported by learners to the syncer
-        self._own_training: dict[str, Series] = {}  # from the processes' own event logs
+        self._training: dict[str, Series] = defaultdict(
+            partial(Series, self._numbers)
+        )  # reported by learners to the syncer
+        self._own_training: dict[str, Series] = defaultdict(
+            partial(Series, self._numbers)
+        )  # from the processes' own event logs
         self._stepped: dict[str, ev.Stepped] = {}
         self._routed: dict[str, ev.Routed] = {}  # the newest of each trainer
         self._speed, self._wire = Series(self._numbers), Series(self._numbers)
@@ -76,7 +81,7 @@ class Story:
             case ev.Evaluated():
                 self._evaluate(event.who, event.tokens, event.loss)
             case ev.Stepped():
-                self._curve(self._own_training, event.who).add(event.step, event.loss)
+                self._own_training[event.who].add(event.step, event.loss)
                 self._stepped[event.who] = event
             case ev.Routed():
                 self._routed[event.who] = event
@@ -155,7 +160,7 @@ class Story:
         for name, it in event.learners.items():
             member = self._member(name)
             if it.training_loss is not None and (member.progress is None or member.progress.step < it.step):
-                self._curve(self._training, name).add(it.step, it.training_loss)
+                self._training[name].add(it.step, it.training_loss)
             member.progress, member.state = it, it.state
         for name, member in self._members.items():
             if name not in event.learners and member.is_live:
@@ -192,13 +197,10 @@ class Story:
         seen = self._evaluated.setdefault(who, {})
         if tokens not in seen and math.isfinite(loss):
             seen[tokens] = loss
-            self._curve(self._losses, who).add(tokens, loss)
+            self._losses[who].add(tokens, loss)
 
     def _member(self, name: str) -> LearnerSummary:
         return self._members.setdefault(name, LearnerSummary(name, len(self._members)))
-
-    def _curve(self, curves: dict[str, Series], name: str) -> Series:
-        return curves.setdefault(name, Series(self._numbers))
 
     # --- what is shown ------------------------------------------------------------------------------------------------
 
@@ -269,17 +271,13 @@ class Story:
             shown |= {"step": stepped.step, "tokens": max(stepped.tokens, shown["tokens"] or 0), "loss": stepped.loss}
         return shown
 
-    def _newest_loss(self, who: str) -> tuple[int, float] | None:
-        seen = self._evaluated.get(who)
-        return None if not seen else max(seen.items())
-
     def _summary(self) -> dict[str, Any]:
-        num_live, speed, budget = live(self._members.values()), self._tokens_per_s, self._head.get("budget")
+        num_live, speed, budget = len(self._live_names()), self._tokens_per_s, self._head.get("budget")
         left = None if budget is None else max(0, budget - self._tokens)
         runs, state = self._head["state"] == "training" and self._ordered is None, self._head["state"]
         if state == "training":
             state = self._ordered or ("training" if num_live else "no learner is live")
-        losses = [newest for who in self._members if (newest := self._newest_loss(who)) is not None]
+        losses = [max(seen.items()) for who in self._members if (seen := self._evaluated.get(who))]
         tokens, loss = max(losses, default=(None, None))
         ratio = self._parallel_bytes / self._num_bytes if self._num_bytes and self._parallel_bytes else None
         return {

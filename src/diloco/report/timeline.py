@@ -19,7 +19,6 @@ class Timeline:
 
     Attributes:
         presence: by learner, the periods in which it was a member; the last one is open while it is a member.
-        left: learners that left and did not rejoin.
         steps, evaluated: by process (learners, baseline, isolated), in the order of writing.
         waits: by process, the periods in which the training thread waited.
         finished: by process, its newest `Finished` event.
@@ -35,7 +34,6 @@ class Timeline:
     ended_at: float = 0.0
     merges: list[ev.Merged] = field(default_factory=list)
     presence: dict[str, list[Span]] = field(default_factory=dict)
-    left: set[str] = field(default_factory=set)
     evictions: list[ev.Evicted] = field(default_factory=list)
     syncer_starts: list[float] = field(default_factory=list)
     run: str = ""
@@ -89,11 +87,9 @@ class Timeline:
             case ev.Joined():
                 self._close_span(event.learner, event.t)
                 self.presence.setdefault(event.learner, []).append((event.t, None))
-                self.left.discard(event.learner)
                 self._incarnations[event.learner] = event.incarnation
             case ev.Left():
                 self._close_span(event.learner, event.t)
-                self.left.add(event.learner)
             case ev.Evicted():
                 if event.incarnation >= self._incarnations.get(event.learner, 0):  # not replaced by a newer one
                     self._close_span(event.learner, event.t)

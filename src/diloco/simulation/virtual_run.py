@@ -67,10 +67,7 @@ def scenario_of_site(site: Site, run: RunConfig) -> Scenario:
     """Return the scenario of a site file. Random failures cover a hundred times the length of an undisturbed run."""
     learners = site.learners()
     horizon_s = 100.0 * run.schedule_steps * max(each.step_s for each in learners)
-    faults = [
-        Fault(outage.learner, outage.at_s, None if math.isinf(outage.back_s) else outage.back_s)
-        for outage in site.outages(horizon_s)
-    ]
+    faults = [Fault(*outage) for outage in site.outages(horizon_s)]
     return Scenario(lambda index, step: learners[index].step_seconds(step, run.run.seed), site.network(), faults)
 
 

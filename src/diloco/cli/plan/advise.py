@@ -38,8 +38,8 @@ def command(
         raise ConfigError(f"--choose {choose} does not exist; choose one of the {len(ranked)} settings of --all")
     chosen = ranked[choose - 1]
     text = run_file(inputs, chosen.setting)
-    best = _best_of_methods(ranked)
-    picked = [(rank, each) for rank, each in enumerate(ranked, 1) if each in best or rank == choose]
+    best = {each.setting.method: each for each in reversed(ranked)}
+    picked = [(rank, each) for rank, each in enumerate(ranked, 1) if each in best.values() or rank == choose]
     if out is not None:
         _write(out, text, inputs, picked, choose)
 
@@ -49,14 +49,6 @@ def command(
 
     candidates = [_plain(inputs, rank, each) for rank, each in enumerate(ranked, 1)]
     print_result(as_json, {"candidates": candidates, "chosen": choose, "run_file": text}, show_text, indent=1)
-
-
-def _best_of_methods(ranked: list[RunEstimate]) -> list[RunEstimate]:
-    """The best-ranked estimate of each method, in the order of their ranks."""
-    best: dict[str, RunEstimate] = {}
-    for estimate in ranked:
-        best.setdefault(estimate.setting.method, estimate)
-    return list(best.values())
 
 
 def _plain(inputs: AdviceInputs, rank: int, estimate: RunEstimate) -> dict[str, Any]:

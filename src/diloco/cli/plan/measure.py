@@ -17,8 +17,6 @@ from diloco.tables import read_text
 from diloco.whole_files import write_whole
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from diloco.exchange.probe import LinkSpeed
     from diloco.training.rank_group import RankGroup
     from diloco.training.step_time import StepTime
@@ -47,7 +45,11 @@ def command(
     if out is not None:
         _read(out)  # fails before the measurement
     with ExitStack() as stack:
-        job = None if only == "link" else stack.enter_context(_job(config))
+        job = None
+        if only != "link":
+            from diloco.training.rank_group import ranks_of_process
+
+            job = stack.enter_context(ranks_of_process(config.train.device))
         is_first = job is None or job.is_first
         link = _measure_link(config, name) if is_first and only != "step" else None
         step = None if job is None else _measure_step_time(config, shard, seconds, job)
@@ -58,12 +60,6 @@ def command(
         say_written(out)
     values = {"learner": name, **(asdict(step) if step else {}), **(asdict(link) if link else {})}
     print_result(as_json, values, _sentences(name, step, link))
-
-
-def _job(config: RunConfig) -> "AbstractContextManager[RankGroup]":
-    from diloco.training.rank_group import ranks_of_process
-
-    return ranks_of_process(config.train.device)
 
 
 def _measure_link(config: RunConfig, name: str) -> "LinkSpeed":

@@ -1,6 +1,5 @@
 """`diloco plan scaling`: expected loss, learning rates and batch size."""
 
-import warnings
 from dataclasses import asdict
 from typing import Annotated
 
@@ -31,13 +30,9 @@ def command(
     Extrapolation beyond the paper's measurements prints a warning.
     """
     require_html(out)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        found = estimate_scaling(parameters_of(model, parameters), learners, sync_every=sync_every, tokens=tokens)
-    outside = [str(each.message) for each in caught]
-    value = {**asdict(found), "warnings": outside, "source": "arXiv 2503.09799"}
-    print_result(as_json, value, lambda: _print(found), indent=1)
-    for sentence in outside:
+    found = estimate_scaling(parameters_of(model, parameters), learners, sync_every=sync_every, tokens=tokens)
+    print_result(as_json, {**asdict(found), "source": "arXiv 2503.09799"}, lambda: _print(found), indent=1)
+    for sentence in found.warnings:
         typer.echo(f"warning: {sentence}", err=True)
     if out is not None:
         size = f"{short(found.num_parameters, 3)} parameters, {found.num_learners} learners"

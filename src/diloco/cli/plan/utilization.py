@@ -1,7 +1,7 @@
 """`diloco plan utilization`: the bandwidth that keeps the learners computing."""
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +14,7 @@ from diloco.errors import ConfigError
 from diloco.planning.bandwidth import GraphLinkModel, LinkModel, SyncerLinkModel, required_bit_per_s
 from diloco.planning.discrete_events import Merging
 from diloco.planning.pictures import link_pictures
-from diloco.planning.published_tables import CONVENTIONS, published_run
+from diloco.planning.published_tables import CONVENTIONS, PublishedRun, published_run
 from diloco.planning.settings import ExpertSetting, Setting, setting_for
 from diloco.planning.units import RATE, SIZE, TIME
 from diloco.planning.workload import Workload, load_workload
@@ -27,26 +27,13 @@ DECOUPLED_LEARNERS = 8
 """As in the paper."""
 
 Rows = list[dict[str, Any]]
+Source = LinkModel | PublishedRun
+"""What rows are computed with: a model, or the simulation of a published table."""
 
 DECOUPLED_COLUMNS = {
     "period_steps": "H achieved", "stale_steps": "answer's age, steps", "contributors": "learners in a merge"
 }  # fmt: skip
 """Additional columns for decoupled learners, by key of a row."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A row for each target or for the given link, with the model; `link_model` is None for a published table."""
-
-    rows: Rows
-    workload: Workload
-    setting: Setting
-    link_model: LinkModel | None = None
-
-    @property
-    def measure(self) -> str:
-        """What the percentages measure."""
-        return "computing" if self.link_model is None else self.link_model.measure
 
 
 def command(
@@ -103,15 +90,15 @@ def command(
             "--step-time": step_time, "--bandwidth": bandwidth, "--out": out, "--expert-groups": options.pop("experts")
         }  # fmt: skip
         _refuse_beside(convention, {**own, **topology})
-        answer = _published(convention, model, method, percentages, options)
+        source: Source
+        source = run = published_run(convention, model, method, **options)
+        rows = _published(run, percentages)
     else:
-        link_model = _link_model(model, method, step_time, options, topology)
-        answer = Answer(
-            _steady(link_model, percentages, bandwidth), link_model.workload, link_model.setting, link_model
-        )
-    print_result(as_json, _plain_rows(answer, convention), lambda: _print(answer, convention), indent=1)
-    if out is not None and answer.link_model is not None:
-        _draw(answer.rows, answer.link_model, out)
+        source = _link_model(model, method, step_time, options, topology)
+        rows = _steady(source, percentages, bandwidth)
+    print_result(as_json, _plain_rows(rows, source, convention), lambda: _print(rows, source, convention), indent=1)
+    if out is not None and not isinstance(source, PublishedRun):
+        _draw(rows, source, out)
 
 
 def _experts(groups: int | None, **given: Any) -> ExpertSetting | None:
@@ -155,12 +142,11 @@ def _link_model(
 def _syncer_model(workload: Workload, setting: Setting, topology: dict[str, Any]) -> SyncerLinkModel:
     """Learners around a syncer, from the options."""
     num, text, shards = topology["--learners"], topology["--speeds"], topology["--shards"]
-    if shards is not None and shards < 1:
-        raise ConfigError(f"--shards {shards} is not a number of shards; give --shards 1 or more.")
+    for option in ("--learners", "--shards"):
+        if topology[option] is not None and topology[option] < 1:
+            raise ConfigError(f"{option} {topology[option]} is too few; give {option} 1 or more.")
     if shards is not None and topology["--syncer"] is None and topology["--merge"] is None:
         raise ConfigError(f"--shards {shards} has no effect without a limit of a shard; add --syncer or --merge.")
-    if num is not None and num < 1:
-        raise ConfigError(f"{num} learners train nothing; give --learners 1 or more.")
     if text is None:
         speeds = (1.0,) * (DECOUPLED_LEARNERS if num is None else num)
     else:
@@ -174,16 +160,12 @@ def _syncer_model(workload: Workload, setting: Setting, topology: dict[str, Any]
     return SyncerLinkModel(workload, setting, speeds, rate, Merging(bytes_per_s=merged / 8))
 
 
-def _published(
-    convention: str, model: str, method: str, percentages: tuple[float, ...], options: dict[str, Any]
-) -> Answer:
-    run = published_run(convention, model, method, **options)
-    cells = run.cells([percent / 100 for percent in percentages])
+def _published(run: PublishedRun, percentages: tuple[float, ...]) -> Rows:
     rows: Rows = []
-    for percent, cell in zip(percentages, cells, strict=True):
+    for percent, cell in zip(percentages, run.cells([percent / 100 for percent in percentages]), strict=True):
         shown = None if cell.gbit_per_s is None else round(round(cell.gbit_per_s, 2), 1)
         rows.append({"target": _plain(percent), "gbit_per_s": shown, "printed": cell.text})
-    return Answer(rows, run.workload, run.setting)
+    return rows
 
 
 def _steady(link_model: LinkModel, percentages: tuple[float, ...], bandwidth: str | None) -> Rows:
@@ -207,37 +189,37 @@ def _rounded(value: float) -> float:
     return float(f"{value:.{DIGITS}g}")
 
 
-def _plain_rows(answer: Answer, convention: str) -> Rows:
+def _plain_rows(rows: Rows, source: Source, convention: str) -> Rows:
     """Each row with the question, as plain values."""
-    workload, setting = answer.workload, answer.setting
+    workload, setting = source.workload, source.setting
     asked = {
-        "measure": answer.measure, "convention": convention, "model": workload.name,
+        "measure": source.measure, "convention": convention, "model": workload.name,
         "parameters": workload.num_parameters, "layers": workload.num_layers, "step_s": workload.step_s,
         "method": setting.method, "sync_every": setting.sync_every, "overlap": setting.overlap,
         "fragments": setting.num_fragments, "codec": setting.up, "codec_down": setting.down,
         "latency_s": setting.latency_s, "experts": setting.experts and asdict(setting.experts),
-        **_bytes_per_step(answer),
+        **_bytes_per_step(source),
     }  # fmt: skip
-    return [{**row, **asked} for row in answer.rows]
+    return [{**row, **asked} for row in rows]
 
 
-def _bytes_per_step(answer: Answer) -> dict[str, float]:
+def _bytes_per_step(source: Source) -> dict[str, float]:
     """Mean bytes that a learner sends and receives in an inner step, with a syncer."""
-    if not isinstance(answer.link_model, SyncerLinkModel):
+    if not isinstance(source, SyncerLinkModel):
         return {}
-    exchange, every = answer.link_model.exchange, answer.setting.sync_every
+    exchange, every = source.exchange, source.setting.sync_every
     sizes = {"up_bytes_per_step": exchange.up_bytes, "down_bytes_per_step": exchange.down_bytes}
     return {key: exchange.per_interval(each) / every for key, each in sizes.items()}
 
 
-def _print(answer: Answer, convention: str) -> None:
+def _print(rows: Rows, source: Source, convention: str) -> None:
     """Print a table, and the reason if a target is never reached."""
-    console, workload, measure = Console(highlight=False), answer.workload, answer.measure
+    console, workload, measure = Console(highlight=False), source.workload, source.measure
     steps = f"steps of {TIME.show(workload.step_s)}"
-    console.print(f"[bold]{workload.name}[/], {answer.setting}, {steps}, {convention}", soft_wrap=True)
-    shown = [key for key in DECOUPLED_COLUMNS if measure == "pace" and any(key in row for row in answer.rows)]
+    console.print(f"[bold]{workload.name}[/], {source.setting.label}, {steps}, {convention}", soft_wrap=True)
+    shown = [key for key in DECOUPLED_COLUMNS if measure == "pace" and any(key in row for row in rows)]
     cells = []
-    for row in answer.rows:
+    for row in rows:
         gbit_per_s = row["gbit_per_s"]
         link = "never" if gbit_per_s is None else RATE.show(gbit_per_s * 1e9)
         if "printed" in row:
@@ -247,11 +229,11 @@ def _print(answer: Answer, convention: str) -> None:
         cells.append((f"{percent:.4g} %", link, *more))
     heads = (measure, "link", *(DECOUPLED_COLUMNS[key] for key in shown))
     console.print(make_table(heads, cells, num_text=0))
-    if per_step := _bytes_per_step(answer):
+    if per_step := _bytes_per_step(source):
         up, down = map(SIZE.show, per_step.values())
         console.print(f"a learner's bytes in the mean of its inner steps: {up} up, {down} down")
-    if answer.link_model is not None and any(row["gbit_per_s"] is None for row in answer.rows):
-        console.print(f"never: {answer.link_model.never}.")
+    if not isinstance(source, PublishedRun) and any(row["gbit_per_s"] is None for row in rows):
+        console.print(f"never: {source.never}.")
 
 
 def _draw(rows: Rows, link_model: LinkModel, out: Path) -> None:

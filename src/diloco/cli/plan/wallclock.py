@@ -10,7 +10,7 @@ from diloco.cli._output import make_table, print_result, say_written
 from diloco.core.codecs.formats import wire_format
 from diloco.errors import ConfigError
 from diloco.planning.pictures import hours_pictures, plan_title
-from diloco.planning.training_time import NETWORKS, Link, PaperNetwork, TrainingPlan, WallClock, wall_clock
+from diloco.planning.training_time import NETWORKS, Link, TrainingPlan, WallClock, wall_clock
 from diloco.planning.units import COMPUTE, RATE, SIZE, TIME, significant
 from diloco.planning.workload import parameters_of
 from diloco.report.drawing import short
@@ -28,11 +28,10 @@ def command(
     learners: Annotated[str, typer.Option(help="Numbers of learners to compare; 1 is data parallel.")] = "1,2,4,8",
     sync_every: SyncEvery = 30,
     codec: Annotated[str, typer.Option(help="Codec of outer gradients: bf16, e3m0, int4, …")] = "bf16",
-    network: Annotated[
-        PaperNetwork | None,
-        typer.Option(help="Across sites: 400, 100 or 10 Gbit/s with 0.1, 1 or 10 ms. Default: all three."),
+    across: Annotated[
+        str | None,
+        typer.Option(help="Rate of your link across sites. Default: 400, 100 and 10 Gbit/s with 0.1, 1 and 10 ms."),
     ] = None,
-    across: Annotated[str | None, typer.Option(help='Rate of your link across sites, such as "1 Gbit/s".')] = None,
     across_latency: Annotated[str | None, typer.Option(help='Latency of it, such as "20 ms"; default 0.')] = None,
     within: Annotated[str, typer.Option(help="Rate of the network within a learner.")] = "400 Gbit/s",
     within_latency: Annotated[str, typer.Option(help="Latency of it.")] = "0.1 ms",
@@ -51,7 +50,7 @@ def command(
     inside = Link(RATE.parse(within, "--within", positive=True), TIME.parse(within_latency, "--within-latency"))
     rate, bits = COMPUTE.parse(flops, "--flops", positive=True), wire_format(codec).bits_per_value
     found: Found = []
-    for name, link in _links(network, across, across_latency).items():
+    for name, link in _links(across, across_latency).items():
         for number in parse_list("--learners", learners, int, "whole numbers", "1,2,4"):
             plan = TrainingPlan(
                 num_parameters, tokens, batch_tokens, chips, number, sync_every, inside, link, rate, outer_bits=bits
@@ -64,13 +63,11 @@ def command(
         say_written(out)
 
 
-def _links(network: PaperNetwork | None, across: str | None, latency: str | None) -> dict[str, Link]:
+def _links(across: str | None, latency: str | None) -> dict[str, Link]:
     if across is None:
         if latency is not None:
             raise ConfigError("--across-latency has no effect without --across; add --across, or drop it.")
-        return dict(NETWORKS) if network is None else {network: NETWORKS[network]}
-    if network is not None:
-        raise ConfigError("--network and --across both describe the link; drop one of them.")
+        return dict(NETWORKS)
     rate = RATE.parse(across, "--across", positive=True)
     return {RATE.show(rate): Link(rate, 0.0 if latency is None else TIME.parse(latency, "--across-latency"))}
 
