@@ -575,7 +575,7 @@ def remove(model: nn.Module) -> None:
         (add_statistics, r"buffer '5\.running_mean' was added.*attach a new one"),
         (replace_statistics, r"buffer '4\.running_mean' was replaced with its module.*attach a new one"),
         (remove_statistics, r"buffer '4\.running_var' was removed.*attach a new one"),
-        (widen, r"'0\.weight' is \(.*\) float64, and the layout has .* float32; bring the model into its dtype"),
+        (widen, r"'0\.weight' is .* in torch.float64, and was .* in torch.float32 .*; bring the model into its dtype"),
     ],
 )
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ import diloco
 from diloco.core.codecs import codec_from_name
 from diloco.core.fragments import make_layout
 from diloco.learner.device import DeviceDisplacement, Snapshots
-from diloco.learner.partition import Undivided
+from diloco.learner.partition import partition_of
+from diloco.learner.units import Units
 
 DEVICES = [
     "cpu",
@@ -37,7 +38,7 @@ def test_displacement_from_the_anchor_rounded_to_the_parameters_dtype(dtype: tor
     model = make_model(dtype, device)
     layout = make_layout(model, diloco.Whole())
     (fragment,) = layout.fragments
-    snapshots = Snapshots(Undivided(layout))
+    snapshots = Snapshots(partition_of(layout, dict(model.named_parameters()), Units(layout)))
     anchor = torch.randn(fragment.numel)
     expected = anchor.to(dtype).float() - flat_of(model)
 
@@ -59,7 +60,7 @@ def test_parameters_of_several_dtypes() -> None:
     model[1].to(torch.bfloat16)
     layout = make_layout(model, diloco.Whole())
     (fragment,) = layout.fragments
-    snapshots = Snapshots(Undivided(layout))
+    snapshots = Snapshots(partition_of(layout, dict(model.named_parameters()), Units(layout)))
     anchor = torch.randn(fragment.numel)
     rounded = torch.cat([anchor[:18], anchor[18:].bfloat16().float()])
     snapshot = snapshots.take(0, dict(model.named_parameters()))
@@ -69,7 +70,7 @@ def test_parameters_of_several_dtypes() -> None:
 def test_without_an_anchor_it_is_the_tensors_themselves() -> None:
     model = make_model(torch.bfloat16)
     layout = make_layout(model, diloco.Whole())
-    snapshots = Snapshots(Undivided(layout))
+    snapshots = Snapshots(partition_of(layout, dict(model.named_parameters()), Units(layout)))
     snapshot = snapshots.take(0, dict(model.named_parameters()))
     assert torch.equal(values_of(snapshots.displacement(0, None, snapshot)), flat_of(model))
 
@@ -77,7 +78,7 @@ def test_without_an_anchor_it_is_the_tensors_themselves() -> None:
 def test_buffers_are_reused_once_given_back() -> None:
     model = make_model(torch.float32)
     layout = make_layout(model, diloco.Balanced(2))
-    snapshots = Snapshots(Undivided(layout))
+    snapshots = Snapshots(partition_of(layout, dict(model.named_parameters()), Units(layout)))
     tensors = dict(model.named_parameters())
     first = snapshots.take(0, tensors)
     second = snapshots.take(0, tensors)  # two in flight

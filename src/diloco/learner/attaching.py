@@ -22,7 +22,7 @@ from diloco.learner.frozen import exchanged_tensors
 from diloco.learner.island_model import described_by_all, static_of_all
 from diloco.learner.master_weights import MasterWeightDetector
 from diloco.learner.own_ranks import RanksOfLearner, island_of
-from diloco.learner.partition import Partition, Undivided, divided
+from diloco.learner.partition import partition_of
 from diloco.learner.pieces import Gather, read_dtensor
 from diloco.learner.rewarm import Rewarm
 from diloco.learner.roles import Buffers, ModelDescription, Static, described, require_answers
@@ -69,9 +69,8 @@ def attach(
         if resume is not None and "layout" in resume:
             require_layout(resume["layout"], layout)
         units = Units(layout, read)
-        partition: Partition = Undivided(layout)
-        if island is not None:
-            partition = divided(layout, exchanged_tensors(model, layout), units, island.group)
+        held = exchanged_tensors(model, layout)
+        partition = partition_of(layout, held, units, None if island is None else island.group)
         tensors = LearnerTensors(model, layout, agreed, partition, units)
         experts = chosen_experts(trains_experts, layout, agreed)
         trained = trained_tensors(layout, trains, experts, agreed)
