@@ -12,7 +12,7 @@ from diloco.tracking.values import Point, learner_values, trainer_point
 from diloco.training.held_out import HeldOutEvaluator, global_values
 from diloco.training.inner import StepResult
 from diloco.training.learners import AnyLearner
-from diloco.training.progress import ProgressDisplay, StepStatus
+from diloco.training.progress import ProgressDisplay, status_line
 from diloco.training.rank_group import RankGroup
 from diloco.training.spec import Clock, LearnerSpec, Summary
 from diloco.training.state import TrainingState
@@ -166,24 +166,12 @@ class Monitor:
             self.append(ev.Waited(step=step, seconds=seconds - self._waits[0], times=times - self._waits[1]))
         self._waits = (seconds, times)
 
-    def _status(self, lr: float, loss: float, note: str) -> StepStatus:
-        training, metrics = self._training, self._training.learner.metrics()
-        num_bytes = metrics.get("num_bytes", {})
-        num_updates = metrics.get("updates", 0)
-        return StepStatus(
-            name=self._spec.name,
-            step=training.step,
-            loss=loss,
-            lr=lr,
-            tokens_per_s=training.tokens_per_s,
-            run_tokens=training.run_tokens,
-            budget=self._config.run.tokens,
-            versions=training.learner.versions,
-            sent_bytes=num_bytes.get("contributions", 0),
-            received_bytes=num_bytes.get("updates", 0) + num_bytes.get("joins", 0),
-            participation=metrics["merges"] / num_updates if num_updates else None,
-            note=note,
-        )
+    def _status(self, lr: float, loss: float, note: str) -> str:
+        training = self._training
+        return status_line(
+            self._spec.name, training.step, loss, lr, training.tokens_per_s, training.run_tokens,
+            self._config.run.tokens, training.learner.metrics(), note,
+        )  # fmt: skip
 
     def _evaluate(self) -> float:
         """The held-out loss of the global model, on all ranks; the first rank computes it."""
