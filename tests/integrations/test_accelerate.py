@@ -137,7 +137,7 @@ def test_fsdp1_is_refused(process_group: None, syncer: Syncer) -> None:
     model = FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))
     accelerator = Accelerator(cpu=True)
     optimizer = accelerator.prepare(torch.optim.SGD(model.parameters()))
-    with pytest.raises(ConfigError, match="FSDP1 .* set fsdp_version to 2"):
+    with pytest.raises(ConfigError, match=r"\(FSDP1\) flattens .* fsdp_version=2 in accelerate"):
         AcceleratedLearner(accelerator, model, optimizer, exchange=diloco.connect(syncer.address, run=RUN))
 
 

@@ -13,19 +13,17 @@ restores it; call it after the learner is constructed and before the first step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
 
-from diloco.core.method import Method
 from diloco.errors import ConfigError
 from diloco.exchange.base import Exchange
-from diloco.integrations.accelerator import PreparedOptimizer, is_first_copy, refuse_fsdp1, require_part
-from diloco.integrations.common import forward_schedule, required_library, warn_resumed_behind
+from diloco.integrations.accelerator import PreparedOptimizer, is_first_copy, require_part
+from diloco.integrations.common import LearnerOptions, forward_schedule, required_library, warn_resumed_behind
 from diloco.learner import Learner
-from diloco.learner.roles import Buffers, Static
 from diloco.training.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 
 with required_library("accelerate"):
@@ -45,8 +43,8 @@ class AcceleratedLearner(Learner):
     Arguments:
         model, optimizer, scheduler: results of `accelerator.prepare`. The schedule follows the run's steps: it is
             advanced when the learner joins, or rejoins, a run that has advanced.
-        exchange, method, trains, overlap, buffers, static, rewarm_steps: arguments of `Learner`. Loading a checkpoint
-            by `load_state` ends the re-warm-up.
+        exchange, options: arguments of `Learner`: method, trains, overlap, buffers, static, rewarm_steps. Loading a
+            checkpoint by `load_state` ends the re-warm-up.
 
     Raises:
         ConfigError: an unsupported setting of the Accelerator, and as `Learner`.
@@ -60,19 +58,13 @@ class AcceleratedLearner(Learner):
         scheduler: object = None,
         *,
         exchange: Exchange,
-        method: Method | None = None,
-        trains: Sequence[str] | None = None,
-        overlap: int | None = None,
-        buffers: Buffers | Mapping[str, Buffers] = "refuse",
-        static: Static = "exchange",
-        rewarm_steps: int | None = None,
+        **options: Unpack[LearnerOptions],
     ) -> None:
         if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
             raise ConfigError(
                 f"{accelerator.distributed_type.value} trains copies of the parameters, so that adopted global values "
                 "would be ignored; use DDP or FSDP2."
             )
-        refuse_fsdp1(model)
         if not isinstance(optimizer, AcceleratedOptimizer):
             raise ConfigError(
                 "the optimizer is not prepared; pass the result of accelerator.prepare(model, optimizer)."
@@ -80,10 +72,7 @@ class AcceleratedLearner(Learner):
         self._accelerator, self._prepared, self._scheduler = accelerator, PreparedOptimizer(optimizer), scheduler
         self._tokens = 0  # of the micro-batches since the last optimizer step
         self._is_first_copy = is_first_copy(accelerator.parallelism_config, accelerator.torch_device_mesh)
-        super().__init__(
-            model, self._prepared.inner, exchange=exchange, method=method, trains=trains, overlap=overlap,
-            buffers=buffers, static=static, rewarm_steps=rewarm_steps,
-        )  # fmt: skip
+        super().__init__(model, self._prepared.inner, exchange=exchange, **options)
         self._forward_schedule(self.steps)
         accelerator.register_for_checkpointing(_Checkpoint(self))
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from diloco.errors import CheckpointError, ConfigError
+from diloco.errors import CheckpointError
 from diloco.integrations.common import required_library
 
 with required_library("accelerate"):
@@ -44,16 +44,6 @@ class PreparedOptimizer:
         if isinstance(self._outer, AcceleratedOptimizer) and self._outer.step_was_skipped:
             return True
         return self._found_inf is not None and bool(self._found_inf)
-
-
-def refuse_fsdp1(model: nn.Module) -> None:
-    """Raise ConfigError if the model is sharded with FSDP1."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
-        raise ConfigError(
-            "FSDP1 flattens the parameters, so checkpoints would not contain the global model; set fsdp_version to 2."
-        )
 
 
 def num_copies(parallelism: ParallelismConfig | None) -> int:

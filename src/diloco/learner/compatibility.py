@@ -59,8 +59,9 @@ def check_compatible(
 
     if gather is None and any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise ConfigError(
-            "FullyShardedDataParallel (FSDP1) flattens the parameters; use fully_shard (FSDP2), or say with gather=… "
-            "which piece of each parameter a rank holds (docs/islands.md)."
+            "FullyShardedDataParallel (FSDP1) flattens the parameters; use fully_shard (FSDP2; fsdp_version=2 in "
+            "accelerate and transformers), or say with gather=… which piece of each parameter a rank holds "
+            "(docs/islands.md)."
         )
     _check_tensors(model)
     require_model_parameters(optimizers, set(map(id, model.parameters())))

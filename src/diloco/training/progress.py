@@ -31,7 +31,7 @@ def status_line(
     if versions := metrics.get("versions"):
         low, high = min(versions), max(versions)
         parts.append(f"versions {low}" if low == high else f"versions {low}-{high}")
-    num_bytes = Counter(metrics.get("num_bytes"))
+    num_bytes = Counter[str](metrics.get("num_bytes"))
     sent, received = num_bytes["contributions"], num_bytes["updates"] + num_bytes["joins"]
     if sent or received:
         parts.append(f"up {sent / 1e6:.2f} MB down {received / 1e6:.2f} MB")
