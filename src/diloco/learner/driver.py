@@ -74,7 +74,7 @@ class LearnerDriver:
     ) -> None:  # fmt: skip
         self.method, self.layout, self.exchange = method, layout, exchange
         self.core, self.tensors = core, tensors
-        self.timing = Timing(lambda: exchange.now_s, exchange.remind_after_s)
+        self.timing = Timing(lambda: exchange.now_s)
         self.received: dict[tuple[int, int], Arrived] = {}
         self.digests: list[str] = []
         self.merges = self.updates = 0
@@ -348,12 +348,23 @@ class LearnerDriver:
     def _block_while(
         self, is_waiting: Callable[[], bool], reason: Callable[[], str], wait: Callable[[float], None]
     ) -> bool:
-        """`Timing.wait_while`, with a warning that gives the reason, once for all ranks of this learner."""
+        """Wait as long as `is_waiting`, and count the time. Warn with the reason after `Exchange.remind_after_s`, and
+        each time that the wait has doubled. Returns whether there was anything to wait for.
 
-        def warn(seconds: float) -> None:
-            self.say(f"has been blocked after step {self.core.step} for {seconds:.0f} s: {reason()}")
-
-        return self.timing.wait_while(is_waiting, wait, warn)
+        Arguments:
+            wait: blocks for at most the given seconds.
+        """
+        if not is_waiting():
+            return False
+        exchange, began_s, say_at_s = self.exchange, self.exchange.now_s, self.exchange.remind_after_s
+        while is_waiting():
+            waited_s = exchange.now_s - began_s
+            if waited_s >= say_at_s:
+                self.say(f"has been blocked after step {self.core.step} for {waited_s:.0f} s: {reason()}")
+                say_at_s = 2 * waited_s
+            wait(say_at_s - waited_s)
+        self.timing.waited(exchange.now_s - began_s)
+        return True
 
     def say(self, text: str) -> None:
         """Log a warning about this learner, once for all of its ranks."""

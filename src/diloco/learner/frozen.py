@@ -150,16 +150,12 @@ class FrozenState:
         return name in self._local or is_number
 
     def _refuse(self, name: str) -> None:
-        if isinstance(current(self._places[name]), nn.Parameter):
-            raise LayoutError(
-                f"training changed {name!r}, a parameter that requires no gradient, so learners would drift apart; "
-                f"pass buffers={{{name!r}: 'average'}} to average it with the others or 'local' for each learner to "
-                "keep its own, or make it trainable before attaching."
-            )
+        is_parameter = isinstance(current(self._places[name]), nn.Parameter)
         raise LayoutError(
-            f"training changed {name!r}, which is not a trainable parameter, so learners would drift apart; pass "
-            "buffers='average' to average it with the parameters or buffers='local' for each learner to keep its own, "
-            "or use a model without running statistics (LayerNorm or GroupNorm for BatchNorm)."
+            f"training changed {name!r}, a {'parameter that requires no gradient' if is_parameter else 'buffer'}, so "
+            f"learners would drift apart; pass buffers={{{name!r}: 'average'}} to average it with the parameters or "
+            "'local' for each learner to keep its own, make a parameter trainable before attaching, or use a model "
+            "without running statistics (LayerNorm or GroupNorm for BatchNorm)."
         )
 
 

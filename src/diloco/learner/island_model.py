@@ -75,14 +75,9 @@ def static_of_all(mine: Mapping[str, Tensor], layout: Layout, group: Group) -> d
         if owner == 0:
             continue
         dtype = getattr(torch, spec.dtype)
-        num_bytes, is_sender = spec.numel * dtype.itemsize, group.rank == owner
-        send = as_bytes(mine[spec.name].contiguous()) if is_sender else torch.empty(0, dtype=torch.uint8)
-        received = group.all_to_all(
-            send,
-            [num_bytes if is_sender and rank == 0 else 0 for rank in range(group.size)],
-            [num_bytes if group.rank == 0 and rank == owner else 0 for rank in range(group.size)],
-            f"tensor {spec.name!r} of this learner's model",
-        )
+        sizes = [spec.numel * dtype.itemsize if rank == owner else 0 for rank in range(group.size)]
+        own = as_bytes(mine[spec.name].contiguous()) if group.rank == owner else torch.empty(0, dtype=torch.uint8)
+        received = group.collect(own, sizes, f"tensor {spec.name!r} of this learner's model")
         if group.rank == 0:
             found[spec.name] = received.view(dtype).view(spec.shape)
     return found

@@ -86,7 +86,7 @@ class Partition:
         self._layout, self._rank, self._boxes = layout, rank, boxes
         self._gather, self._all_to_all, self._wire = gather, all_to_all, wire
         self._shards = even_shards((fragment.numel for fragment in layout.fragments), len(boxes))
-        self._dtypes = {p.spec.name: _dtype(p) for f in layout.fragments for p in f.tensors}
+        self._dtypes = {p.spec.name: getattr(torch, p.spec.dtype) for f in layout.fragments for p in f.tensors}
         self._sending: list[_Route] = []
         self._adopting: list[_Route] = []
         for fragment in layout.fragments:
@@ -232,12 +232,6 @@ class Partition:
                         for holder in chosen:
                             route.owned[holder].extend(blocks)
         return route
-
-
-def _dtype(place: Placement) -> torch.dtype:
-    dtype = getattr(torch, place.spec.dtype)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
 
 
 def _require_all(place: Placement, boxes: Sequence[Box | None]) -> None:
