@@ -18,8 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import diloco
 from diloco.errors import CheckpointError, ConfigError
-from diloco.integrations.accelerate import AcceleratedLearner
-from diloco.integrations.accelerator import is_first_copy, num_copies, require_part
+from diloco.integrations.accelerate import AcceleratedLearner, is_first_copy, num_copies, require_part
 from diloco.syncer.server import Syncer
 
 METHOD = diloco.StreamingDiLoCo(sync_every=4, overlap=1, fragments=diloco.Balanced(2))

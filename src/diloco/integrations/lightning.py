@@ -276,15 +276,10 @@ def _refuse(trainer: Trainer) -> None:
             "ModelParallelStrategy with fully_shard in configure_model."
         )
     for callback in trainer.callbacks:  # type: ignore[attr-defined] # set by a connector of Lightning
-        if "StochasticWeightAveraging" in _names(callback):
+        if not _names(callback).isdisjoint({"StochasticWeightAveraging", "WeightAveraging"}):
             raise ConfigError(
-                "StochasticWeightAveraging replaces the learner's weights; remove it, since the global model is an "
-                "average already."
-            )
-        if "WeightAveraging" in _names(callback):
-            raise ConfigError(
-                f"{type(callback).__name__} validates and saves its own average of this learner's weights in place of "
-                "the global model; remove it."
+                f"{type(callback).__name__} puts an average of this learner's own weights in the place of the global "
+                "model, which is an average already; remove it."
             )
         if getattr(callback, "save_weights_only", False):
             raise ConfigError(

@@ -15,7 +15,7 @@ import secrets
 import weakref
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from diloco.errors import CheckpointError, ConfigError
 from diloco.exchange.base import Exchange
-from diloco.integrations.accelerator import PreparedOptimizer, num_copies, require_part
+from diloco.integrations.accelerate import PreparedOptimizer, num_copies, require_part
 from diloco.integrations.common import (
     LearnerOptions,
     forward_schedule,
@@ -105,7 +105,7 @@ class DilocoCallback(TrainerCallback):
             self._check_again(state, model, optimizer)
             behind = self.learner.steps
         forward_schedule(given["lr_scheduler"], behind)
-        _records(state)[DIRECTORY] = {"attributes": {"life": self._training_id}}
+        cast("dict[str, Any]", state.stateful_callbacks)[DIRECTORY] = {"attributes": {"life": self._training_id}}
         self._is_over = self.learner.steps >= state.max_steps or self.learner.drained
         control.should_training_stop |= self._is_over
         if args.eval_on_start:
@@ -190,7 +190,7 @@ class DilocoCallback(TrainerCallback):
             "life": self._training_id, "global_step": state.global_step, "steps": self.learner.steps,
             "learner": self.learner.state_dict(),
         }  # fmt: skip
-        directory = _output(args) / f"checkpoint-{state.global_step}" / _own(args)
+        directory = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / _own(args)
         save_checkpoint(directory, self.learner.steps, saved, keep=1)
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
@@ -251,18 +251,6 @@ def _refuse(args: TrainingArguments, state: TrainerState) -> None:
         )
 
 
-def _records(state: TrainerState) -> dict[str, Any]:
-    """The state of callbacks in the checkpoints of a Trainer. (The library annotates the constructor's argument.)"""
-    records: Any = state.stateful_callbacks
-    assert isinstance(records, dict)
-    return records
-
-
-def _output(args: TrainingArguments) -> Path:
-    assert args.output_dir is not None  # TrainingArguments sets it
-    return Path(args.output_dir)
-
-
 def _own(args: TrainingArguments) -> str:
     """Directory of this rank's state in a checkpoint."""
     return f"{DIRECTORY}/rank-{args.process_index}"
@@ -275,12 +263,12 @@ def _saved_state(args: TrainingArguments, state: TrainerState) -> dict[str, Any]
     and where its arguments point; the ids of the training in both files must match.
     """
     place = f"checkpoint-{state.global_step}"
-    if (known := _records(state).get(DIRECTORY)) is None:
+    if (known := cast("dict[str, Any]", state.stateful_callbacks).get(DIRECTORY)) is None:
         raise CheckpointError(
             f"the Trainer resumes from {place}, which was saved without a learner's state; begin from its model with "
             "from_pretrained, or resume from a checkpoint that was saved with DilocoCallback."
         )
-    candidates = [_output(args) / place]
+    candidates = [Path(str(args.output_dir)) / place]
     if args.resume_from_checkpoint is not None:
         candidates.insert(0, Path(args.resume_from_checkpoint))
     for candidate in candidates:

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from diloco import events as ev
-from diloco.config import RunConfig
 from diloco.event_log import EventLog
 from diloco.tracking.feed import Feed
 from diloco.tracking.values import Point, learner_values, trainer_point
@@ -13,8 +12,7 @@ from diloco.training.held_out import HeldOutEvaluator, global_values
 from diloco.training.inner import StepResult
 from diloco.training.learners import AnyLearner
 from diloco.training.progress import ProgressDisplay, status_line
-from diloco.training.rank_group import RankGroup
-from diloco.training.spec import Clock, LearnerSpec, Summary
+from diloco.training.spec import LearnerSpec, Summary
 from diloco.training.state import TrainingState
 
 FragmentVersions = tuple[tuple[int, str], ...]
@@ -36,22 +34,19 @@ class Monitor:
 
     def __init__(
         self,
-        config: RunConfig,
         spec: LearnerSpec,
         training: TrainingState,
         evaluator: HeldOutEvaluator,
-        ranks: RankGroup,
         event_log: Path | None,
         progress: ProgressDisplay,
-        clock: Clock,
         feed: Feed | None,
     ) -> None:
-        self._config, self._spec, self._training = config, spec, training
-        self._evaluator, self._ranks, self._clock = evaluator, ranks, clock
-        self._log = None if event_log is None else EventLog(event_log, who=spec.name, clock=clock.stamp)
+        self._spec, self._training, self._evaluator = spec, training, evaluator
+        self._config, self._ranks, self._clock = training.config, training.ranks, training.clock
+        self._log = None if event_log is None else EventLog(event_log, who=spec.name, clock=self._clock.stamp)
         self._progress = ProgressDisplay() if event_log is None else progress
         self._feed = None if event_log is None else feed
-        self._last_logged = (clock.seconds(), 0)  # time and tokens
+        self._last_logged = (self._clock.seconds(), 0)  # time and tokens
         self._waits = (0.0, 0)
 
     def append(self, event: ev.Event) -> None:
