@@ -28,8 +28,8 @@ from diloco.core.memory import flush_denormals
 from diloco.core.outer import OUTER_OPTIMIZERS, Adam
 from diloco.core.update import Update
 from diloco.learner.partition import partition_of
+from diloco.learner.pieces import Units
 from diloco.learner.tensors import LearnerTensors
-from diloco.learner.units import Units
 from diloco.protocol.manifest import Manifest, NamedVersion
 from diloco.store.directory import Directory
 from diloco.store.format import TensorFormat

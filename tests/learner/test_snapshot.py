@@ -9,7 +9,7 @@ from diloco.core.codecs import codec_from_name
 from diloco.core.fragments import Layout, make_layout
 from diloco.learner.device import DeviceDisplacement, Snapshots
 from diloco.learner.partition import partition_of
-from diloco.learner.units import Units
+from diloco.learner.pieces import Units
 
 DEVICES = [
     "cpu",

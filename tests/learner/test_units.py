@@ -24,8 +24,7 @@ from diloco.errors import LayoutError
 from diloco.exchange.base import Exchange
 from diloco.learner.frozen import exchanged_tensors
 from diloco.learner.partition import AllToAll, Partition, partition_of
-from diloco.learner.pieces import Box, Gather, Piece
-from diloco.learner.units import Units, rows_of
+from diloco.learner.pieces import Box, Gather, Piece, Units, rows_of
 
 CUT = diloco.Experts(groups=2, trunk=diloco.Whole())
 EVERY = 3

@@ -19,20 +19,17 @@ from diloco.errors import ConfigError
 from diloco.exchange.base import Exchange, FlatModel, StartingState
 from diloco.exchange.island import Ranks
 from diloco.learner.driver import LearnerDriver
-from diloco.learner.experts import RoutedWork, UntrainedRows, chosen_experts
+from diloco.learner.experts import RoutedTokens, RoutedWork, UntrainedRows, chosen_experts
 from diloco.learner.frozen import exchanged_tensors
-from diloco.learner.island_model import described_by_all, static_of_all
+from diloco.learner.island import RanksOfLearner, described_by_all, island_of, static_of_all
 from diloco.learner.master_weights import MasterWeightDetector
 from diloco.learner.optimizers import require_hooks, require_model_parameters
-from diloco.learner.own_ranks import RanksOfLearner, island_of
 from diloco.learner.partition import partition_of
-from diloco.learner.pieces import Gather, read_dtensor
+from diloco.learner.pieces import Gather, Units, read_dtensor
 from diloco.learner.rewarm import Rewarm
 from diloco.learner.roles import Buffers, ModelDescription, Static, described, require_answers
-from diloco.learner.routing import RoutedTokens
 from diloco.learner.state_dict import require_layout
 from diloco.learner.tensors import LearnerTensors, trained_tensors
-from diloco.learner.units import Units
 from diloco.protocol.learner import LearnerCore
 from diloco.protocol.rounds.base import Rules
 

@@ -149,11 +149,10 @@ class LearnerDriver:
     def report(self, *, waiting: bool = False, blocked_with: tuple[int, ...] = ()) -> None:
         """Report this learner's progress to the exchange."""
         core, step_s = self.core, self.timing.step_s
-        report = Report(
+        self.exchange.report(Report(
             core.step, core.tokens, step_s, waiting, self.has_finished, core.steps, blocked_with, core.earlier_tokens,
             self.training_loss, self.evaluation, self.timing.blocked_s,
-        )  # fmt: skip
-        self.exchange.report(report)
+        ))  # fmt: skip
 
     @property
     def _keeps_origins(self) -> bool:
@@ -338,11 +337,10 @@ class LearnerDriver:
     def _wait_out_pause(self) -> None:
         """Block while the run is paused. Versions that arrive meanwhile are adopted afterwards."""
 
-        def is_waiting() -> bool:
-            return self.is_paused and not self.has_finished
-
         self.receive()
-        if self._block_while(is_waiting, lambda: "the run is paused.", self._wait):
+        if self._block_while(
+            lambda: self.is_paused and not self.has_finished, lambda: "the run is paused.", self._wait
+        ):
             self.report()
 
     def _block_while(

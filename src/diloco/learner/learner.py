@@ -22,10 +22,10 @@ from diloco.errors import ConfigError, translated
 from diloco.exchange.base import Call, Exchange, StartingState
 from diloco.exchange.island import Ranks
 from diloco.learner.attaching import attach
+from diloco.learner.island import RanksOfLearner
 from diloco.learner.leased_units import LeasedUnits
 from diloco.learner.models import joined, reshard
 from diloco.learner.optimizers import ModeCheck, in_eval_mode, listed, require_hooks
-from diloco.learner.own_ranks import RanksOfLearner
 from diloco.learner.pieces import Gather
 from diloco.learner.roles import Buffers, Static
 from diloco.learner.state_dict import learner_state, resume

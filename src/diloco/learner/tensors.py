@@ -24,7 +24,7 @@ from diloco.learner.device import DeviceUploads, Snapshots
 from diloco.learner.frozen import FrozenState, averaged_tensors, exchanged_tensors
 from diloco.learner.models import Registered
 from diloco.learner.partition import Partition
-from diloco.learner.units import Units, parameter_of
+from diloco.learner.pieces import Units, parameter_of
 
 
 class LearnerTensors:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from diloco.config import RunConfig
-from diloco.learner.frozen_base import digest_of
+from diloco.learner.frozen import digest_of
 from diloco.training.data.corpus import Corpus
 from diloco.training.data.streams import held_out_batches
 from diloco.training.expert_parallel import is_sharded
