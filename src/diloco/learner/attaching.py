@@ -161,7 +161,7 @@ def _check_compatible(
     require_model_parameters(optimizers, set(map(id, model.parameters())))
     if method.exchanged == "parameters":
         for optimizer in optimizers:
-            if not _is_stateless(optimizer):
+            if not isinstance(optimizer, torch.optim.SGD) or any(group["momentum"] for group in optimizer.param_groups):
                 raise ConfigError(
                     "averaging parameters at every step equals data parallel only without optimizer state, and "
                     f"{type(optimizer).__name__} keeps some; use DataParallel(average='gradients'), or DiLoCo."
@@ -201,7 +201,3 @@ def _check_tensors(model: nn.Module) -> None:
                 f"{name!r} is on the meta device, where it has no values; call model.to_empty(device=…) and initialise "
                 "it before the learner attaches."
             )
-
-
-def _is_stateless(optimizer: torch.optim.Optimizer) -> bool:
-    return isinstance(optimizer, torch.optim.SGD) and all(group["momentum"] == 0 for group in optimizer.param_groups)

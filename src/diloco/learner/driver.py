@@ -107,9 +107,8 @@ class LearnerDriver:
 
     def rejoin(self, opened: StartingState, *, step: int = 0) -> None:
         """Start a new incarnation, at the later of the run's step and the learner's own (`step`)."""
-        self.core.rejoined(
-            opened.versions, opened.step if opened.awaited else max(opened.step, step), awaited=opened.awaited
-        )
+        step = opened.step if opened.awaited else max(opened.step, step)
+        self.core.rejoined(opened.versions, step, awaited=opened.awaited)
         self._begin(opened)
         if self.units is not None:
             self.units.start_over()

@@ -357,10 +357,8 @@ class TextStream(BatchStream):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """As `BatchStream.load_state_dict`."""
         super().load_state_dict(state)
-        saved = state["streams"]
-        self._streams = {
-            shard: TextShard(self, shard, saved[str(shard)]) for shard in self.shards if str(shard) in saved
-        }
+        saved = {int(shard): each for shard, each in state["streams"].items()}
+        self._streams = {shard: TextShard(self, shard, saved[shard]) for shard in self.shards if shard in saved}
 
 
 def held_out_batches(corpus: Corpus, sequence_length: int, num_sequences: int, batch: int) -> list[Tensor]:
