@@ -27,9 +27,9 @@ from diloco.core.layout import digest
 from diloco.core.memory import flush_denormals
 from diloco.core.outer import OUTER_OPTIMIZERS, Adam
 from diloco.core.update import Update
-from diloco.learner.partition import Undivided
+from diloco.learner.partition import partition_of
+from diloco.learner.pieces import Units
 from diloco.learner.tensors import LearnerTensors
-from diloco.learner.units import Units
 from diloco.protocol.manifest import Manifest, NamedVersion
 from diloco.store.directory import Directory
 from diloco.store.format import TensorFormat
@@ -84,7 +84,9 @@ def _values(num_elements: int, dtype: torch.dtype, how: Any, origin: Tensor) -> 
     model = nn.Module()
     model.weight = nn.Parameter(torch.zeros(num_elements // WIDTH, WIDTH, dtype=dtype))
     layout = make_layout(model, diloco.Whole())
-    values = LearnerTensors(model, layout, replace(METHOD, adopt=how), Undivided(layout), Units(layout))
+    units = Units(layout)
+    partition = partition_of(layout, dict(model.named_parameters()), units)
+    values = LearnerTensors(model, layout, replace(METHOD, adopt=how), partition, units)
     values.anchors = [origin]
     return values
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from diloco.config import DataTable
 from diloco.training.data.corpus import load_corpus
-from diloco.training.data.reading import DocumentShard, SharedRows
+from diloco.training.data.reading import DocumentShard
 
 SEQUENCE = 64
 BATCH = 16  # sequences in a step of all learners together: 1,024 tokens
@@ -128,7 +128,7 @@ def topic_shares(count: int) -> list[float]:
 def stretches_of(learner: int, learners: int, shared_fraction: float, seed: int) -> Tensor:
     """The stretches that a learner reads: those of its own topic, and the shared ones of every topic, which are chosen
     as the rows of a run's files are (`[data] shared_fraction`)."""
-    deal = DocumentShard(learner, learners, by_parts=True, shared=SharedRows(shared_fraction, seed))
+    deal = DocumentShard(learner, learners, by_parts=True, shared_fraction=shared_fraction, seed=seed)
     found = [stretch for k, topic in enumerate(topics(learners)) for row, stretch in enumerate(topic.tolist())
              if deal.contains(k, row)]  # fmt: skip
     return torch.tensor(found)

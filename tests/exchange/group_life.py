@@ -24,7 +24,7 @@ import diloco
 from diloco.core.fragments import make_layout
 from diloco.errors import ExchangeError
 from diloco.exchange.group import DeviceGroup, Group
-from diloco.learner.partition import Divided, divided
+from diloco.learner.partition import Partition, partition_of
 from diloco.learner.pieces import Box, Piece
 
 FOR_EVER_S = 3600.0
@@ -134,10 +134,10 @@ def moves_pieces_by_both_transports(rank: int, directory: Path) -> dict[str, Any
         return Piece(tuple(whole[name].shape), boxes[rank][name], tensor)
 
     own = DeviceGroup(ranks).all_to_all
-    chosen = divided(layout, pieces, gather, group)
+    chosen = partition_of(layout, pieces, gather, group)
     partitions = [
-        Divided(layout, rank, boxes, gather, group.all_to_all, torch.device("cpu")),
-        Divided(layout, rank, boxes, gather, own, device),
+        Partition(layout, rank, boxes, gather, group.all_to_all),
+        Partition(layout, rank, boxes, gather, own, device),
         chosen,
     ]
     right = []

@@ -28,7 +28,7 @@ from diloco import Collective, Learner, Method
 from diloco.errors import DilocoError, UnknownRunError
 from diloco.exchange.base import Overview
 from diloco.exchange.group import ranks_in
-from diloco.learner.own_ranks import island_of
+from diloco.learner.island import island_of
 
 STEPS = 10
 METHODS = {

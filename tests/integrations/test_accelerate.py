@@ -18,8 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import diloco
 from diloco.errors import CheckpointError, ConfigError
-from diloco.integrations.accelerate import AcceleratedLearner
-from diloco.integrations.accelerator import is_first_copy, num_copies, require_part
+from diloco.integrations.accelerate import AcceleratedLearner, is_first_copy, num_copies, require_part
 from diloco.syncer.server import Syncer
 
 METHOD = diloco.StreamingDiLoCo(sync_every=4, overlap=1, fragments=diloco.Balanced(2))
@@ -137,7 +136,7 @@ def test_fsdp1_is_refused(process_group: None, syncer: Syncer) -> None:
     model = FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))
     accelerator = Accelerator(cpu=True)
     optimizer = accelerator.prepare(torch.optim.SGD(model.parameters()))
-    with pytest.raises(ConfigError, match="FSDP1 .* set fsdp_version to 2"):
+    with pytest.raises(ConfigError, match=r"\(FSDP1\) flattens .* fsdp_version=2 in accelerate"):
         AcceleratedLearner(accelerator, model, optimizer, exchange=diloco.connect(syncer.address, run=RUN))
 
 

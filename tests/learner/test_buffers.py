@@ -16,9 +16,8 @@ from diloco import Learner
 from diloco.errors import ConfigError, LayoutError
 from diloco.exchange.base import Exchange
 from diloco.learner.frozen import FrozenState
-from diloco.learner.pieces import read_dtensor
+from diloco.learner.pieces import Units, read_dtensor
 from diloco.learner.roles import described
-from diloco.learner.units import Units
 
 FAR = diloco.DiLoCo(sync_every=1000)
 

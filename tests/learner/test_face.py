@@ -482,18 +482,18 @@ def test_the_hook_is_on_the_last_of_several_optimizers() -> None:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda model: ({}, SGD(model.parameters())), "has no model"),
-        (lambda model: ([], SGD(model.parameters())), "has no model"),
+        (lambda model: ({}, SGD(model.parameters())), r"model=\{\}\) is no model"),
+        (lambda model: ([], SGD(model.parameters())), r"model=\[\]\) is no model"),
         (lambda model: ({"a.b": model}, SGD(model.parameters())), r"'a\.b'.*choose another"),
         (lambda model: ({"train": model}, SGD(model.parameters())), "'train'.*choose another"),
         (lambda model: ({"a": 3}, SGD(model.parameters())), "'a'.*choose another"),
-        (lambda model: (3, SGD(model.parameters())), r"is a int; pass a module, or modules by name"),
+        (lambda model: (3, SGD(model.parameters())), r"model=3\) is no model; pass a module, modules by name"),
         (lambda model: ([3], SGD(model.parameters())), r"has a int; pass the parts of a model, as modules"),
         (lambda model: (model.to("meta"), SGD(model.parameters())), r"'0\.weight' is on the meta device"),
         (lambda model: (nn.LazyLinear(3), SGD(model.parameters())), "'weight' has no shape yet.*run one batch"),
-        (lambda model: (model, []), "has no optimizer"),
-        (lambda model: (model, [SGD(model.parameters()), "adamw"]), "has a str, which is no optimizer"),
-        (lambda model: (model, SimpleNamespace(param_groups=[])), "has a SimpleNamespace, which is no optimizer"),
+        (lambda model: (model, []), "needs optimizers, and got none"),
+        (lambda model: (model, [SGD(model.parameters()), "adamw"]), "needs optimizers, and got SGD, str; pass"),
+        (lambda model: (model, SimpleNamespace(param_groups=[])), "needs optimizers, and got SimpleNamespace; pass"),
     ],
 )
 def test_what_is_no_model_or_optimizer_is_refused(make: Callable[[nn.Module], Any], text: str) -> None:
@@ -575,7 +575,7 @@ def remove(model: nn.Module) -> None:
         (add_statistics, r"buffer '5\.running_mean' was added.*attach a new one"),
         (replace_statistics, r"buffer '4\.running_mean' was replaced with its module.*attach a new one"),
         (remove_statistics, r"buffer '4\.running_var' was removed.*attach a new one"),
-        (widen, r"'0\.weight' is \(.*\) float64, and the layout has .* float32; bring the model into its dtype"),
+        (widen, r"'0\.weight' is .* in torch.float64, and was .* in torch.float32 .*; bring the model into its dtype"),
     ],
 )
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from diloco import Learner
 from diloco.core.layout import spec_of
 from diloco.errors import LayoutError
 from diloco.exchange.base import Exchange
-from diloco.learner.frozen_base import FrozenBase, base_tensor, digest_of
+from diloco.learner.frozen import FrozenBase, base_tensor, digest_of
 
 WIDTH = 256
 

@@ -7,7 +7,7 @@ from torch import nn
 import diloco
 from diloco.core.layout import TensorSpec
 from diloco.errors import LayoutError
-from diloco.learner.island_model import merged
+from diloco.learner.island import merged
 from diloco.learner.models import joined
 from diloco.learner.pieces import read_dtensor
 from diloco.learner.roles import Buffers, ModelDescription, Static, described

@@ -16,7 +16,7 @@ from diloco.core.fragments import make_layout
 from diloco.errors import ConfigError
 from diloco.exchange.base import Exchange
 from diloco.learner.master_weights import MasterWeightDetector
-from diloco.learner.units import Units
+from diloco.learner.pieces import Units
 
 MakeInner = Callable[[nn.Module], torch.optim.Optimizer]
 

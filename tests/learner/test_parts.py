@@ -26,9 +26,8 @@ from diloco.errors import CheckpointError, ConfigError
 from diloco.exchange.base import Exchange
 from diloco.learner.experts import UntrainedRows
 from diloco.learner.frozen import exchanged_tensors
-from diloco.learner.pieces import read_dtensor
+from diloco.learner.pieces import Units, read_dtensor
 from diloco.learner.roles import described
-from diloco.learner.units import Units
 from diloco.training.optimizers import Chained, Muon
 
 CUT = diloco.Experts(groups=2, trunk=diloco.Whole())

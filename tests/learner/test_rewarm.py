@@ -205,7 +205,7 @@ def test_a_damaged_re_warm_up_is_refused() -> None:
         model = make_model()
         with Learner(model, torch.optim.SGD(model.parameters(), lr=0.1), method=METHOD, exchange=exchange) as learner:
             state = learner.state_dict() | {"rewarm": {"num_steps": 3, "num_taken": -1}}
-            with pytest.raises(CheckpointError, match="re-warm-up"):
+            with pytest.raises(CheckpointError, match=r"state in the checkpoint is damaged \(.*-1"):
                 learner.load_state_dict(state)
 
     diloco.run_local(life, learners=1)

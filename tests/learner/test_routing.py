@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from diloco.learner.routing import RoutedTokens
+from diloco.learner.experts import RoutedTokens
 
 SMALL = {
     "vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,

@@ -6,9 +6,10 @@ from torch import Tensor, nn
 
 import diloco
 from diloco.core.codecs import codec_from_name
-from diloco.core.fragments import make_layout
+from diloco.core.fragments import Layout, make_layout
 from diloco.learner.device import DeviceDisplacement, Snapshots
-from diloco.learner.partition import Undivided
+from diloco.learner.partition import partition_of
+from diloco.learner.pieces import Units
 
 DEVICES = [
     "cpu",
@@ -24,6 +25,11 @@ def flat_of(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().float().cpu().flatten() for p in model.parameters()])
 
 
+def snapshots_of(model: nn.Module, layout: Layout) -> Snapshots:
+    parameters = dict(model.named_parameters())
+    return Snapshots(partition_of(layout, parameters, Units(layout)), next(model.parameters()).device)
+
+
 def values_of(displacement: Tensor | DeviceDisplacement) -> Tensor:
     """On the host: a displacement on a device gives nothing but payloads."""
     if isinstance(displacement, Tensor):
@@ -37,7 +43,7 @@ def test_displacement_from_the_anchor_rounded_to_the_parameters_dtype(dtype: tor
     model = make_model(dtype, device)
     layout = make_layout(model, diloco.Whole())
     (fragment,) = layout.fragments
-    snapshots = Snapshots(Undivided(layout))
+    snapshots = snapshots_of(model, layout)
     anchor = torch.randn(fragment.numel)
     expected = anchor.to(dtype).float() - flat_of(model)
 
@@ -59,7 +65,7 @@ def test_parameters_of_several_dtypes() -> None:
     model[1].to(torch.bfloat16)
     layout = make_layout(model, diloco.Whole())
     (fragment,) = layout.fragments
-    snapshots = Snapshots(Undivided(layout))
+    snapshots = snapshots_of(model, layout)
     anchor = torch.randn(fragment.numel)
     rounded = torch.cat([anchor[:18], anchor[18:].bfloat16().float()])
     snapshot = snapshots.take(0, dict(model.named_parameters()))
@@ -69,7 +75,7 @@ def test_parameters_of_several_dtypes() -> None:
 def test_without_an_anchor_it_is_the_tensors_themselves() -> None:
     model = make_model(torch.bfloat16)
     layout = make_layout(model, diloco.Whole())
-    snapshots = Snapshots(Undivided(layout))
+    snapshots = snapshots_of(model, layout)
     snapshot = snapshots.take(0, dict(model.named_parameters()))
     assert torch.equal(values_of(snapshots.displacement(0, None, snapshot)), flat_of(model))
 
@@ -77,7 +83,7 @@ def test_without_an_anchor_it_is_the_tensors_themselves() -> None:
 def test_buffers_are_reused_once_given_back() -> None:
     model = make_model(torch.float32)
     layout = make_layout(model, diloco.Balanced(2))
-    snapshots = Snapshots(Undivided(layout))
+    snapshots = snapshots_of(model, layout)
     tensors = dict(model.named_parameters())
     first = snapshots.take(0, tensors)
     second = snapshots.take(0, tensors)  # two in flight

@@ -23,9 +23,8 @@ from diloco.core.layout import Layout, Origin, named_tensors
 from diloco.errors import LayoutError
 from diloco.exchange.base import Exchange
 from diloco.learner.frozen import exchanged_tensors
-from diloco.learner.partition import AllToAll, Divided, Undivided
-from diloco.learner.pieces import Box, Gather, Piece
-from diloco.learner.units import Units, rows_of
+from diloco.learner.partition import AllToAll, Partition, partition_of
+from diloco.learner.pieces import Box, Gather, Piece, Units, rows_of
 
 CUT = diloco.Experts(groups=2, trunk=diloco.Whole())
 EVERY = 3
@@ -138,7 +137,7 @@ def test_units_divided_over_ranks_have_the_bits_of_one_process(
     layout = described(model, method, "average" if averaged else "local", "exchange", read_dtensor).layout(method)
     whole = exchanged_tensors(model, layout)
     assert any(place.spec.role for place in layout.fragments[0].tensors) == averaged
-    alone = Undivided(layout)
+    alone = partition_of(layout, whole, Units(layout))
     new = [torch.randn(fragment.numel) for fragment in layout.fragments]
     parameters: dict[str, Tensor] = {Units(layout).parameter(name): each.detach() for name, each in whole.items()}
     boxes = [{name: held(rank, tuple(each.shape)) for name, each in parameters.items()} for rank in range(3)]
@@ -160,7 +159,7 @@ def test_units_divided_over_ranks_have_the_bits_of_one_process(
         own = {name: parameters[name][box.within(Box.whole(box.shape))].clone() for name, box in boxes[rank].items()}
         tensors = Units(layout).by_name(own)
         of_ranks = [{unit: cut_to(unit, source) for unit in whole} for source in range(3)]
-        partition = Divided(layout, rank, of_ranks, units, ranks.of(rank), torch.device("cpu"))
+        partition = Partition(layout, rank, of_ranks, units, ranks.of(rank))
         for fragment in layout.fragments:
             elements = partition.elements(fragment.index)
             expected = alone.gather(fragment.index, whole)

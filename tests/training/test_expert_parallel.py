@@ -35,7 +35,7 @@ from diloco.training.loop import Trainer
 from diloco.training.mixture import buffer_roles
 from diloco.training.model import build_model
 from diloco.training.pretrained import checkpoint_state
-from diloco.training.progress import ProgressDisplay, StepStatus
+from diloco.training.progress import ProgressDisplay
 from diloco.training.spec import LearnerSpec, StopRequest, Summary
 
 pytestmark = pytest.mark.timeout(900)  # each test includes processes that import torch
@@ -200,7 +200,7 @@ class Stopping(ProgressDisplay):
     def is_due(self) -> bool:
         return True
 
-    def show(self, status: StepStatus) -> None:
+    def show(self, status: str) -> None:
         self._steps -= 1
         if self._steps == 0:
             self.request.set()

@@ -4,19 +4,21 @@ import io
 
 from rich.console import Console
 
-from diloco.training.progress import LineProgress, LiveProgress, StepStatus, make_progress
+from diloco.training.progress import LineProgress, LiveProgress, make_progress, status_line
 
-STATUS = StepStatus(
-    name="a", step=12, loss=2.5, lr=1e-3, tokens_per_s=20_000, run_tokens=50, budget=100,
-    versions=(3, 4), sent_bytes=1_500_000, received_bytes=2_000_000, participation=0.75, note="warm start",
+STATUS = status_line(
+    "a", 12, 2.5, 1e-3, 20_000, 50, 100,
+    {"versions": [3, 4], "num_bytes": {"contributions": 1_500_000, "joins": 2_000_000}, "updates": 4, "merges": 3},
+    "warm start",
 )  # fmt: skip
 
 
 def test_a_status_is_one_line_with_everything() -> None:
-    assert STATUS.line() == (
+    assert STATUS == (
         "a step 12 | loss 2.500 | lr 1.00e-03 | 20,000 tokens/s | run 50% of 100 tokens | versions 3-4 | "
         "up 1.50 MB down 2.00 MB | participation 75% | warm start"
     )
+    assert status_line("a", 12, 2.5, 1e-3, 20_000, 50, 100, {}) == STATUS.partition(" | versions")[0]
 
 
 def test_plain_lines_keep_their_pace() -> None:

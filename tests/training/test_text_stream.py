@@ -19,7 +19,7 @@ from diloco.config import DataTable, RunConfig, dump_config
 from diloco.errors import CheckpointError, ConfigError
 from diloco.training.data.corpus import load_corpus
 from diloco.training.data.documents import PIECE_BYTES, open_documents
-from diloco.training.data.reading import BATCH_CHARACTERS, DocumentReader, DocumentShard, SharedRows
+from diloco.training.data.reading import BATCH_CHARACTERS, DocumentReader, DocumentShard
 from diloco.training.data.streams import Stream, TextStream
 
 LENGTH = 16
@@ -147,9 +147,12 @@ def test_shared_documents_are_read_by_every_learner_and_the_others_as_they_are_d
     texts = load_corpus(table(tables[kind])).texts
     assert texts is not None
 
-    def read(shared: SharedRows) -> list[list[str]]:
+    def read(fraction: float = 0.0, seed: int = 0) -> list[list[str]]:
         by_parts = kind == "hub"
-        shards = [DocumentShard(m, num_shards, by_parts, texts.begin, shared=shared) for m in range(num_shards)]
+        shards = [
+            DocumentShard(m, num_shards, by_parts, texts.begin, shared_fraction=fraction, seed=seed)
+            for m in range(num_shards)
+        ]
         readers = [DocumentReader(texts.documents, shard, seed=1) for shard in shards]
         passes = [
             [[str(each.text) for batch in reader.one_pass() for each in batch] for reader in readers] for _ in range(2)
@@ -157,7 +160,7 @@ def test_shared_documents_are_read_by_every_learner_and_the_others_as_they_are_d
         assert [sorted(each) for each in passes[0]] == [sorted(each) for each in passes[1]]  # the same in every pass
         return passes[0]
 
-    dealt, shared = read(SharedRows()), read(SharedRows(fraction, seed=3))
+    dealt, shared = read(), read(fraction, seed=3)
     common = set.intersection(*map(set, shared))
     num_rows = sum(map(len, dealt))
     assert num_rows == len(ROWS) - 10
@@ -165,7 +168,7 @@ def test_shared_documents_are_read_by_every_learner_and_the_others_as_they_are_d
     for own, read_now in zip(dealt, shared, strict=True):
         assert len(read_now) == len(set(read_now))
         assert set(read_now) == set(own) | common
-    assert set.intersection(*map(set, read(SharedRows(fraction, seed=4)))) != common or fraction == 1
+    assert set.intersection(*map(set, read(fraction, seed=4))) != common or fraction == 1
 
 
 def test_a_stream_with_shared_documents_resumes_to_the_bit_and_has_an_order_of_its_own(tables: Tables) -> None:

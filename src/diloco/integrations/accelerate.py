@@ -13,28 +13,90 @@ restores it; call it after the learner is constructed and before the first step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from diloco.core.method import Method
-from diloco.errors import ConfigError
+from diloco.errors import CheckpointError, ConfigError
 from diloco.exchange.base import Exchange
-from diloco.integrations.accelerator import PreparedOptimizer, is_first_copy, refuse_fsdp1, require_part
-from diloco.integrations.common import forward_schedule, required_library, warn_resumed_behind
+from diloco.integrations.common import LearnerOptions, forward_schedule, required_library, warn_resumed_behind
 from diloco.learner import Learner
-from diloco.learner.roles import Buffers, Static
 from diloco.training.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 
 with required_library("accelerate"):
-    from accelerate import Accelerator, DistributedType
+    from accelerate import Accelerator, DistributedType, ParallelismConfig
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.scheduler import AcceleratedScheduler
 
 DIRECTORY = "diloco"
 """Directory in a checkpoint of the Accelerator; it has a directory for each rank."""
+
+
+class PreparedOptimizer:
+    """A prepared optimizer, and whether the gradient scaler skipped its last step.
+
+    Arguments:
+        optimizer: result of `accelerator.prepare`, or a plain optimizer.
+
+    Attributes:
+        inner: the wrapped optimizer.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._outer = optimizer
+        while isinstance(optimizer, AcceleratedOptimizer):
+            optimizer = optimizer.optimizer
+        self.inner = optimizer
+        self._found_inf: Tensor | None = None
+        self.inner.register_step_post_hook(self._stepped)
+
+    def _stepped(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Record `found_inf`: a fused optimizer skips a step itself, and accelerate counts that as a step."""
+        self._found_inf = getattr(optimizer, "found_inf", None)
+
+    @property
+    def has_skipped(self) -> bool:
+        """Whether the gradient scaler has skipped the last step."""
+        if isinstance(self._outer, AcceleratedOptimizer) and self._outer.step_was_skipped:
+            return True
+        return self._found_inf is not None and bool(self._found_inf)
+
+
+def num_copies(parallelism: ParallelismConfig | None) -> int:
+    """Number of ranks with the same batch, as in tensor and context parallelism."""
+    return 1 if parallelism is None else parallelism.tp_size * parallelism.cp_size
+
+
+def is_first_copy(parallelism: ParallelismConfig | None, mesh: DeviceMesh | None) -> bool:
+    """Whether this rank is the first of the ranks with its batch.
+
+    Arguments:
+        mesh: the device mesh of the Accelerator.
+    """
+    if num_copies(parallelism) == 1:
+        return True
+    assert mesh is not None
+    assert mesh.mesh_dim_names is not None
+    return all(mesh.get_local_rank(name) == 0 for name in ("tp", "cp") if name in mesh.mesh_dim_names)
+
+
+def require_part(own: Path, num_ranks: int) -> None:
+    """Check that a checkpoint has the part of this rank.
+
+    Arguments:
+        own: the directory of this rank's part, beside those of the other ranks.
+
+    Raises:
+        CheckpointError: the checkpoint has parts of fewer ranks.
+    """
+    saved = [] if own.is_dir() else list(own.parent.glob("rank-*"))
+    if saved:
+        raise CheckpointError(
+            f"the checkpoint is of a job of {len(saved)} ranks, and this one has {num_ranks}; use the same number."
+        )
 
 
 class AcceleratedLearner(Learner):
@@ -45,8 +107,8 @@ class AcceleratedLearner(Learner):
     Arguments:
         model, optimizer, scheduler: results of `accelerator.prepare`. The schedule follows the run's steps: it is
             advanced when the learner joins, or rejoins, a run that has advanced.
-        exchange, method, trains, overlap, buffers, static, rewarm_steps: arguments of `Learner`. Loading a checkpoint
-            by `load_state` ends the re-warm-up.
+        exchange, options: arguments of `Learner`: method, trains, overlap, buffers, static, rewarm_steps. Loading a
+            checkpoint by `load_state` ends the re-warm-up.
 
     Raises:
         ConfigError: an unsupported setting of the Accelerator, and as `Learner`.
@@ -60,19 +122,13 @@ class AcceleratedLearner(Learner):
         scheduler: object = None,
         *,
         exchange: Exchange,
-        method: Method | None = None,
-        trains: Sequence[str] | None = None,
-        overlap: int | None = None,
-        buffers: Buffers | Mapping[str, Buffers] = "refuse",
-        static: Static = "exchange",
-        rewarm_steps: int | None = None,
+        **options: Unpack[LearnerOptions],
     ) -> None:
         if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
             raise ConfigError(
                 f"{accelerator.distributed_type.value} trains copies of the parameters, so that adopted global values "
                 "would be ignored; use DDP or FSDP2."
             )
-        refuse_fsdp1(model)
         if not isinstance(optimizer, AcceleratedOptimizer):
             raise ConfigError(
                 "the optimizer is not prepared; pass the result of accelerator.prepare(model, optimizer)."
@@ -80,10 +136,7 @@ class AcceleratedLearner(Learner):
         self._accelerator, self._prepared, self._scheduler = accelerator, PreparedOptimizer(optimizer), scheduler
         self._tokens = 0  # of the micro-batches since the last optimizer step
         self._is_first_copy = is_first_copy(accelerator.parallelism_config, accelerator.torch_device_mesh)
-        super().__init__(
-            model, self._prepared.inner, exchange=exchange, method=method, trains=trains, overlap=overlap,
-            buffers=buffers, static=static, rewarm_steps=rewarm_steps,
-        )  # fmt: skip
+        super().__init__(model, self._prepared.inner, exchange=exchange, **options)
         self._forward_schedule(self.steps)
         accelerator.register_for_checkpointing(_Checkpoint(self))
 

@@ -1,16 +1,40 @@
-"""Shared by all integrations: the import of a library that may be absent, and a schedule that follows the run."""
+"""Shared by all integrations: the import of a library that may be absent, the arguments of the learner, and a schedule
+that follows the run."""
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from inspect import signature
+from typing import TypedDict, Unpack
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from diloco.core.method import Method
 from diloco.errors import ConfigError
+from diloco.exchange.base import Exchange
 from diloco.learner import Learner
+from diloco.learner.roles import Buffers, Static
 
 log = logging.getLogger("diloco")
+
+
+class LearnerOptions(TypedDict, total=False):
+    """Arguments of `Learner` that callbacks and loops pass on, with its defaults."""
+
+    method: Method | None
+    trains: Sequence[str] | None
+    overlap: int | None
+    buffers: Buffers | Mapping[str, Buffers]
+    static: Static
+    rewarm_steps: int | None
+
+
+def learner_with(exchange: Exchange, **options: Unpack[LearnerOptions]) -> Callable[..., Learner]:
+    """`Learner` with these arguments, for the start of training. Raises TypeError for an argument that it lacks."""
+    signature(Learner).bind_partial(**options)
+    return partial(Learner, exchange=exchange, **options)
 
 
 @contextmanager

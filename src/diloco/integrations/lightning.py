@@ -12,19 +12,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from diloco.core.method import Method
 from diloco.errors import CheckpointError, ConfigError, DilocoError
 from diloco.exchange.base import Exchange
 from diloco.exchange.group import Group
-from diloco.integrations.common import forward_schedule, required_library, warn_resumed_behind
+from diloco.integrations.common import (
+    LearnerOptions,
+    forward_schedule,
+    learner_with,
+    required_library,
+    warn_resumed_behind,
+)
 from diloco.learner import Learner
-from diloco.learner.roles import Buffers, Static
 from diloco.training.checkpoint import from_bytes, to_bytes
 
 try:
@@ -56,11 +60,11 @@ class DilocoCallback(Callback):
 
     Arguments:
         exchange: from `diloco.connect(…)`; a callback and its exchange serve one `fit`.
-        method, trains, overlap, buffers, static, rewarm_steps: arguments of `Learner`.
         tokens: counts the tokens of a batch on this rank. None: every batch counts as one token. Ranks that share a
             batch (`tensor_parallel_size`) count it once.
         validate: the model that `fit` validates: the "global" model, or this learner's own ("local"). The sanity check
             before training validates the module as given.
+        options: arguments of `Learner`: method, trains, overlap, buffers, static, rewarm_steps.
 
     Attributes:
         learner: the learner, from the start of training; closed when training ends.
@@ -74,18 +78,12 @@ class DilocoCallback(Callback):
         self,
         exchange: Exchange,
         *,
-        method: Method | None = None,
-        trains: Sequence[str] | None = None,
-        overlap: int | None = None,
-        buffers: Buffers | Mapping[str, Buffers] = "refuse",
-        static: Static = "exchange",
-        rewarm_steps: int | None = None,
         tokens: Callable[[Any], int] | None = None,
         validate: Literal["global", "local"] = "global",
+        **options: Unpack[LearnerOptions],
     ) -> None:
         self.learner: Learner | None = None
-        self._exchange, self._method, self._trains, self._overlap = exchange, method, trains, overlap
-        self._buffers, self._static, self._rewarm_steps = buffers, static, rewarm_steps
+        self._exchange, self._make = exchange, learner_with(exchange, **options)
         self._count_tokens, self._validates_global = tokens, validate == "global"
         self._state: Mapping[str, Any] = {}  # before training the loaded state, after it the final one
         self._entry: str | None = None  # entry of a distributed checkpoint that contains the learner's state
@@ -109,11 +107,7 @@ class DilocoCallback(Callback):
         assert model is not None
         if self._exchange.dials_out and getattr(trainer.strategy, "_save_distributed_checkpoint", False):
             self._entry = f"optimizer_{len(trainer.optimizers)}"
-        self.learner = learner = Learner(
-            model, trainer.optimizers, method=self._method, exchange=self._exchange, trains=self._trains,
-            overlap=self._overlap, buffers=self._buffers, static=self._static, resume=self._state_of_rank(trainer),
-            rewarm_steps=self._rewarm_steps,
-        )  # fmt: skip
+        self.learner = learner = self._make(model, trainer.optimizers, resume=self._state_of_rank(trainer))
         if (entry := self._state.get("entry")) is not None:
             path = trainer.strategy.broadcast(trainer.ckpt_path)
             assert path is not None
@@ -282,15 +276,10 @@ def _refuse(trainer: Trainer) -> None:
             "ModelParallelStrategy with fully_shard in configure_model."
         )
     for callback in trainer.callbacks:  # type: ignore[attr-defined] # set by a connector of Lightning
-        if "StochasticWeightAveraging" in _names(callback):
+        if not _names(callback).isdisjoint({"StochasticWeightAveraging", "WeightAveraging"}):
             raise ConfigError(
-                "StochasticWeightAveraging replaces the learner's weights; remove it, since the global model is an "
-                "average already."
-            )
-        if "WeightAveraging" in _names(callback):
-            raise ConfigError(
-                f"{type(callback).__name__} validates and saves its own average of this learner's weights in place of "
-                "the global model; remove it."
+                f"{type(callback).__name__} puts an average of this learner's own weights in the place of the global "
+                "model, which is an average already; remove it."
             )
         if getattr(callback, "save_weights_only", False):
             raise ConfigError(

@@ -13,22 +13,25 @@ from __future__ import annotations
 import logging
 import secrets
 import weakref
-from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from diloco.core.method import Method
 from diloco.errors import CheckpointError, ConfigError
 from diloco.exchange.base import Exchange
-from diloco.integrations.accelerator import PreparedOptimizer, num_copies, refuse_fsdp1, require_part
-from diloco.integrations.common import forward_schedule, required_library, warn_resumed_behind
+from diloco.integrations.accelerate import PreparedOptimizer, num_copies, require_part
+from diloco.integrations.common import (
+    LearnerOptions,
+    forward_schedule,
+    learner_with,
+    required_library,
+    warn_resumed_behind,
+)
 from diloco.learner import Learner
-from diloco.learner.roles import Buffers, Static
 from diloco.training.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 
 with required_library("accelerate"), required_library("transformers"):
@@ -61,7 +64,7 @@ class DilocoCallback(TrainerCallback):
 
     Arguments:
         exchange: from `diloco.connect(…)`; a callback and its exchange serve one `Trainer.train`.
-        method, trains, overlap, buffers, static, rewarm_steps: arguments of `Learner`.
+        options: arguments of `Learner`: method, trains, overlap, buffers, static, rewarm_steps.
 
     Attributes:
         learner: the learner, from the start of training; closed when training ends.
@@ -72,20 +75,9 @@ class DilocoCallback(TrainerCallback):
             ranks.
     """
 
-    def __init__(
-        self,
-        exchange: Exchange,
-        *,
-        method: Method | None = None,
-        trains: Sequence[str] | None = None,
-        overlap: int | None = None,
-        buffers: Buffers | Mapping[str, Buffers] = "refuse",
-        static: Static = "exchange",
-        rewarm_steps: int | None = None,
-    ) -> None:
+    def __init__(self, exchange: Exchange, **options: Unpack[LearnerOptions]) -> None:
         self.learner: Learner | None = None
-        self._exchange, self._method, self._trains, self._overlap = exchange, method, trains, overlap
-        self._buffers, self._static, self._rewarm_steps = buffers, static, rewarm_steps
+        self._make = learner_with(exchange, **options)
         self._optimizer: PreparedOptimizer
         self._training_id = secrets.randbits(62)  # id of this training in its checkpoints; all ranks use rank 0's
         self._tokens = 0  # count of the Trainer before this step
@@ -101,7 +93,6 @@ class DilocoCallback(TrainerCallback):
         """Join the run, and restore the learner if the Trainer resumes."""
         _refuse(args, state)
         model, optimizer = given["model"], given["optimizer"]
-        refuse_fsdp1(model)
         if args.include_num_input_tokens_seen == "no":
             args.include_num_input_tokens_seen = "all"
         self._tokens = state.num_input_tokens_seen
@@ -114,7 +105,7 @@ class DilocoCallback(TrainerCallback):
             self._check_again(state, model, optimizer)
             behind = self.learner.steps
         forward_schedule(given["lr_scheduler"], behind)
-        _records(state)[DIRECTORY] = {"attributes": {"life": self._training_id}}
+        cast("dict[str, Any]", state.stateful_callbacks)[DIRECTORY] = {"attributes": {"life": self._training_id}}
         self._is_over = self.learner.steps >= state.max_steps or self.learner.drained
         control.should_training_stop |= self._is_over
         if args.eval_on_start:
@@ -128,11 +119,9 @@ class DilocoCallback(TrainerCallback):
             raise ConfigError("the Trainer has two DilocoCallbacks for one model; give it one.")
         _attached[model] = self
         self._optimizer = PreparedOptimizer(optimizer)
-        learner = Learner(
-            model, self._optimizer.inner, exchange=self._exchange,
-            ranks=dist.group.WORLD if args.world_size > 1 else None,
-            method=self._method, trains=self._trains, overlap=self._overlap, buffers=self._buffers, static=self._static,
-            resume=None if saved is None else saved["learner"], rewarm_steps=self._rewarm_steps,
+        learner = self._make(
+            model, self._optimizer.inner, ranks=dist.group.WORLD if args.world_size > 1 else None,
+            resume=None if saved is None else saved["learner"],
         )  # fmt: skip
         if saved is not None and not learner.resumed:
             warn_resumed_behind(learner, saved["steps"])
@@ -201,7 +190,7 @@ class DilocoCallback(TrainerCallback):
             "life": self._training_id, "global_step": state.global_step, "steps": self.learner.steps,
             "learner": self.learner.state_dict(),
         }  # fmt: skip
-        directory = _output(args) / f"checkpoint-{state.global_step}" / _own(args)
+        directory = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / _own(args)
         save_checkpoint(directory, self.learner.steps, saved, keep=1)
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
@@ -262,18 +251,6 @@ def _refuse(args: TrainingArguments, state: TrainerState) -> None:
         )
 
 
-def _records(state: TrainerState) -> dict[str, Any]:
-    """The state of callbacks in the checkpoints of a Trainer. (The library annotates the constructor's argument.)"""
-    records: Any = state.stateful_callbacks
-    assert isinstance(records, dict)
-    return records
-
-
-def _output(args: TrainingArguments) -> Path:
-    assert args.output_dir is not None  # TrainingArguments sets it
-    return Path(args.output_dir)
-
-
 def _own(args: TrainingArguments) -> str:
     """Directory of this rank's state in a checkpoint."""
     return f"{DIRECTORY}/rank-{args.process_index}"
@@ -286,12 +263,12 @@ def _saved_state(args: TrainingArguments, state: TrainerState) -> dict[str, Any]
     and where its arguments point; the ids of the training in both files must match.
     """
     place = f"checkpoint-{state.global_step}"
-    if (known := _records(state).get(DIRECTORY)) is None:
+    if (known := cast("dict[str, Any]", state.stateful_callbacks).get(DIRECTORY)) is None:
         raise CheckpointError(
             f"the Trainer resumes from {place}, which was saved without a learner's state; begin from its model with "
             "from_pretrained, or resume from a checkpoint that was saved with DilocoCallback."
         )
-    candidates = [_output(args) / place]
+    candidates = [Path(str(args.output_dir)) / place]
     if args.resume_from_checkpoint is not None:
         candidates.insert(0, Path(args.resume_from_checkpoint))
     for candidate in candidates:

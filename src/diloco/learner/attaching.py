@@ -6,30 +6,30 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from diloco.core.fragments import Experts
 from diloco.core.method import Method
+from diloco.errors import ConfigError
 from diloco.exchange.base import Exchange, FlatModel, StartingState
 from diloco.exchange.island import Ranks
-from diloco.learner.compatibility import check_compatible, require_joiners
 from diloco.learner.driver import LearnerDriver
-from diloco.learner.experts import RoutedWork, UntrainedRows, chosen_experts
+from diloco.learner.experts import RoutedTokens, RoutedWork, UntrainedRows, chosen_experts
 from diloco.learner.frozen import exchanged_tensors
-from diloco.learner.island_model import described_by_all, static_of_all
+from diloco.learner.island import RanksOfLearner, described_by_all, island_of, static_of_all
 from diloco.learner.master_weights import MasterWeightDetector
-from diloco.learner.own_ranks import RanksOfLearner, island_of
-from diloco.learner.partition import Partition, Undivided, divided
-from diloco.learner.pieces import Gather, read_dtensor
+from diloco.learner.optimizers import require_hooks, require_model_parameters
+from diloco.learner.partition import partition_of
+from diloco.learner.pieces import Gather, Units, read_dtensor
 from diloco.learner.rewarm import Rewarm
 from diloco.learner.roles import Buffers, ModelDescription, Static, described, require_answers
-from diloco.learner.routing import RoutedTokens
 from diloco.learner.state_dict import require_layout
 from diloco.learner.tensors import LearnerTensors, trained_tensors
-from diloco.learner.units import Units
 from diloco.protocol.learner import LearnerCore
 from diloco.protocol.rounds.base import Rules
 
@@ -46,6 +46,8 @@ def attach(
         resume: the state that is loaded next; None: none is.
         others: as in `Learner`, whose errors it raises, before anything is joined where they can be known.
     """
+    _require_exchange(exchange)
+    _require_method(method)
     group = island_of(ranks, model, exchange)
     island = None if group is None else Ranks(exchange, group)
     own_exchange = exchange if island is None else island
@@ -56,7 +58,7 @@ def attach(
         agreed = own_exchange.method(method)
 
         def describe() -> ModelDescription:
-            check_compatible(model, optimizers, agreed, exchange, gather)
+            _check_compatible(model, optimizers, agreed, exchange, gather)
             return described(model, agreed, buffers, static, read)
 
         whole = describe() if island is None else described_by_all(island.each("attaching", describe), island.group)
@@ -69,9 +71,8 @@ def attach(
         if resume is not None and "layout" in resume:
             require_layout(resume["layout"], layout)
         units = Units(layout, read)
-        partition: Partition = Undivided(layout)
-        if island is not None:
-            partition = divided(layout, exchanged_tensors(model, layout), units, island.group)
+        held = exchanged_tensors(model, layout)
+        partition = partition_of(layout, held, units, None if island is None else island.group)
         tensors = LearnerTensors(model, layout, agreed, partition, units)
         experts = chosen_experts(trains_experts, layout, agreed)
         trained = trained_tensors(layout, trains, experts, agreed)
@@ -88,7 +89,7 @@ def attach(
         if island is not None:
             island.require_same("rewarm_steps", rewarm_steps)
             island.require_same("trains_experts", trains_experts)
-        require_joiners(exchange, rewarm_steps)
+        _require_joiners(exchange, rewarm_steps)
         exchange.take(trained)
         routed = None
         if isinstance(agreed.fragments, Experts):
@@ -109,3 +110,94 @@ def attach(
             rewarm.join()
         undo.pop_all()
     return driver, opened
+
+
+def _require_exchange(exchange: object) -> None:
+    """Raise ConfigError unless `exchange` is an exchange; an address is none."""
+    if not isinstance(exchange, Exchange):
+        raise ConfigError(
+            f"Learner(exchange={exchange!r}) is no exchange; pass what diloco.connect(…) or Collective(…) "
+            "returns, or what run_local gives."
+        )
+
+
+def _require_method(method: object) -> None:
+    """Raise ConfigError unless `method` is a method or None; a preset that was not called is none."""
+    if method is not None and not isinstance(method, Method):
+        preset = getattr(method, "__name__", None)
+        raise ConfigError(
+            f"Learner(method={preset or repr(method)}) is no method; call a preset, which returns one: "
+            f"diloco.{preset or 'DiLoCo'}(…)."
+        )
+
+
+def _require_joiners(exchange: Exchange, rewarm_steps: int | None) -> None:
+    """Raise ConfigError for a re-warm-up that no learner of this exchange ever takes."""
+    if rewarm_steps and not exchange.joins_late:
+        raise ConfigError(
+            f"rewarm_steps={rewarm_steps} has no effect over {type(exchange).__name__}: all of its learners start a "
+            "run together or resume it, so none joins late and re-warms; leave rewarm_steps out."
+        )
+
+
+def _check_compatible(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], method: Method, exchange: Exchange,
+    gather: Gather | None,
+) -> None:  # fmt: skip
+    """Refuse a combination that cannot work.
+
+    Raises:
+        ConfigError: names the parts that do not fit, and what to use instead.
+    """
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    if gather is None and any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise ConfigError(
+            "FullyShardedDataParallel (FSDP1) flattens the parameters; use fully_shard (FSDP2; fsdp_version=2 in "
+            "accelerate and transformers), or say with gather=… which piece of each parameter a rank holds "
+            "(docs/islands.md)."
+        )
+    _check_tensors(model)
+    require_model_parameters(optimizers, set(map(id, model.parameters())))
+    if method.exchanged == "parameters":
+        for optimizer in optimizers:
+            if not isinstance(optimizer, torch.optim.SGD) or any(group["momentum"] for group in optimizer.param_groups):
+                raise ConfigError(
+                    "averaging parameters at every step equals data parallel only without optimizer state, and "
+                    f"{type(optimizer).__name__} keeps some; use DataParallel(average='gradients'), or DiLoCo."
+                )
+    if method.exchanged != "gradients":
+        return
+    if not exchange.gradients:
+        raise ConfigError(
+            "a syncer or an elastic group cannot run DataParallel on gradients: only the learners would hold the "
+            "model, so a lost learner could not rejoin; use Collective over a process group, or a method that "
+            "exchanges outer gradients."
+        )
+    require_hooks(optimizers[0])
+    if len(optimizers) > 1:
+        raise ConfigError(
+            f"{method.name} exchanges all gradients before the optimizer's step, and {len(optimizers)} optimizers may "
+            "step at different times; join them into one (diloco.training.optimizers.Chained), or use a method that "
+            "exchanges outer gradients."
+        )
+
+
+def _check_tensors(model: nn.Module) -> None:
+    """Refuse tensors that have no values yet, or that only TorchScript can access."""
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        raise ConfigError(
+            "the model holds a ScriptModule, whose tensors only TorchScript can access; attach to the model as it was "
+            "before torch.jit.script, or use torch.compile."
+        )
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if is_lazy(tensor):
+            raise ConfigError(
+                f"{name!r} has no shape yet, as it belongs to a lazy module; run one batch through the model before "
+                "the learner attaches."
+            )
+        if tensor.is_meta:
+            raise ConfigError(
+                f"{name!r} is on the meta device, where it has no values; call model.to_empty(device=…) and initialise "
+                "it before the learner attaches."
+            )

@@ -191,13 +191,15 @@ class Snapshots:
     """Takes snapshots of the part of each fragment that this process exchanges, on the host into reused buffers.
 
     On CUDA a snapshot is one flat copy on the device, where a thread of the exchange encodes it on a side stream.
+
+    Arguments:
+        device: of the parameters.
     """
 
-    def __init__(self, partition: Partition) -> None:
-        self._partition = partition
+    def __init__(self, partition: Partition, device: torch.device) -> None:
+        self._partition, self._queue = partition, DeviceQueue(device)
         self._free: dict[int, list[Tensor]] = {}
         self._lock = threading.Lock()
-        self._queue: DeviceQueue | None = None
 
     @torch.no_grad()
     def take(self, fragment: int, tensors: Mapping[str, Tensor]) -> DeviceSnapshot:
@@ -225,8 +227,8 @@ class Snapshots:
         The anchor is first rounded to each parameter's dtype. Without an anchor the result is the snapshot itself.
         """
         if snapshot.values.device.type == "cuda":
-            queue, places = self._queue_of(snapshot.values.device), self._partition.places(fragment)
-            return DeviceDisplacement(queue, snapshot.values, snapshot.ready, anchor, places)
+            places = self._partition.places(fragment)
+            return DeviceDisplacement(self._queue, snapshot.values, snapshot.ready, anchor, places)
         if anchor is None:
             return snapshot.values
         for place in self._partition.places(fragment):
@@ -242,9 +244,3 @@ class Snapshots:
             return
         with self._lock:
             self._free[snapshot.values.numel()].append(snapshot.values)
-
-    def _queue_of(self, device: torch.device) -> DeviceQueue:
-        with self._lock:
-            if self._queue is None:
-                self._queue = DeviceQueue(device)
-            return self._queue

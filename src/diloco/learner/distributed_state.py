@@ -84,10 +84,8 @@ def distributed_state(learner: LearnerDriver) -> dict[str, Any]:
     Raises:
         ConfigError: the exchange has state of its own, which cannot be divided by fragments.
     """
-    state = learner_state(learner)
-    _require_no_exchange_state(state)
+    state = _state_of_parts(learner)
     del state["rank"]
-    state["parameters"] = {str(fragment): here for fragment, here in enumerate(learner.tensors.parts_here())}
     tensors: dict[str, Any] = {}
 
     def packed(path: tuple[str, ...], tensor: Tensor) -> Any:
@@ -153,9 +151,7 @@ def whole_state(learner: LearnerDriver, group: Group) -> dict[str, Any]:
     Raises:
         ConfigError: as `distributed_state`.
     """
-    state = learner_state(learner)
-    _require_no_exchange_state(state)
-    state["parameters"] = {str(fragment): here for fragment, here in enumerate(learner.tensors.parts_here())}
+    state = _state_of_parts(learner)
 
     def joined(path: tuple[str, ...], tensor: Tensor) -> Tensor:
         if _fragment_of(path) is None or tensor.dim() != 1:
@@ -196,12 +192,15 @@ def own_part(learner: LearnerDriver, state: Mapping[str, Any]) -> dict[str, Any]
     return {**own, "rank": list(learner.exchange.rank), "parameters": learner.tensors.pieces_of(parts)}
 
 
-def _require_no_exchange_state(state: Mapping[str, Any]) -> None:
+def _state_of_parts(learner: LearnerDriver) -> dict[str, Any]:
+    """`learner_state`, with the parameters by fragment, as the part that this process exchanges."""
+    state = learner_state(learner)
     if state["exchange"]:
         raise ConfigError(
             "a checkpoint with any number of ranks needs an exchange without state of its own, a syncer's; save "
             "learner.state_dict() of every rank."
         )
+    return {**state, "parameters": {str(f): here for f, here in enumerate(learner.tensors.parts_here())}}
 
 
 def _shard(learner: LearnerDriver, local: Tensor, fragment: int) -> FragmentShard:

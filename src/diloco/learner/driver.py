@@ -74,7 +74,7 @@ class LearnerDriver:
     ) -> None:  # fmt: skip
         self.method, self.layout, self.exchange = method, layout, exchange
         self.core, self.tensors = core, tensors
-        self.timing = Timing(lambda: exchange.now_s, exchange.remind_after_s)
+        self.timing = Timing(lambda: exchange.now_s)
         self.received: dict[tuple[int, int], Arrived] = {}
         self.digests: list[str] = []
         self.merges = self.updates = 0
@@ -107,9 +107,8 @@ class LearnerDriver:
 
     def rejoin(self, opened: StartingState, *, step: int = 0) -> None:
         """Start a new incarnation, at the later of the run's step and the learner's own (`step`)."""
-        self.core.rejoined(
-            opened.versions, opened.step if opened.awaited else max(opened.step, step), awaited=opened.awaited
-        )
+        step = opened.step if opened.awaited else max(opened.step, step)
+        self.core.rejoined(opened.versions, step, awaited=opened.awaited)
         self._begin(opened)
         if self.units is not None:
             self.units.start_over()
@@ -149,11 +148,10 @@ class LearnerDriver:
     def report(self, *, waiting: bool = False, blocked_with: tuple[int, ...] = ()) -> None:
         """Report this learner's progress to the exchange."""
         core, step_s = self.core, self.timing.step_s
-        report = Report(
+        self.exchange.report(Report(
             core.step, core.tokens, step_s, waiting, self.has_finished, core.steps, blocked_with, core.earlier_tokens,
             self.training_loss, self.evaluation, self.timing.blocked_s,
-        )  # fmt: skip
-        self.exchange.report(report)
+        ))  # fmt: skip
 
     @property
     def _keeps_origins(self) -> bool:
@@ -338,22 +336,32 @@ class LearnerDriver:
     def _wait_out_pause(self) -> None:
         """Block while the run is paused. Versions that arrive meanwhile are adopted afterwards."""
 
-        def is_waiting() -> bool:
-            return self.is_paused and not self.has_finished
-
         self.receive()
-        if self._block_while(is_waiting, lambda: "the run is paused.", self._wait):
+        if self._block_while(
+            lambda: self.is_paused and not self.has_finished, lambda: "the run is paused.", self._wait
+        ):
             self.report()
 
     def _block_while(
         self, is_waiting: Callable[[], bool], reason: Callable[[], str], wait: Callable[[float], None]
     ) -> bool:
-        """`Timing.wait_while`, with a warning that gives the reason, once for all ranks of this learner."""
+        """Wait as long as `is_waiting`, and count the time. Warn with the reason after `Exchange.remind_after_s`, and
+        each time that the wait has doubled. Returns whether there was anything to wait for.
 
-        def warn(seconds: float) -> None:
-            self.say(f"has been blocked after step {self.core.step} for {seconds:.0f} s: {reason()}")
-
-        return self.timing.wait_while(is_waiting, wait, warn)
+        Arguments:
+            wait: blocks for at most the given seconds.
+        """
+        if not is_waiting():
+            return False
+        exchange, began_s, say_at_s = self.exchange, self.exchange.now_s, self.exchange.remind_after_s
+        while is_waiting():
+            waited_s = exchange.now_s - began_s
+            if waited_s >= say_at_s:
+                self.say(f"has been blocked after step {self.core.step} for {waited_s:.0f} s: {reason()}")
+                say_at_s = 2 * waited_s
+            wait(say_at_s - waited_s)
+        self.timing.waited(exchange.now_s - began_s)
+        return True
 
     def say(self, text: str) -> None:
         """Log a warning about this learner, once for all of its ranks."""

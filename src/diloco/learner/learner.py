@@ -19,14 +19,13 @@ from torch import Tensor, nn
 from diloco.core.choices import positive
 from diloco.core.method import Method
 from diloco.errors import ConfigError, translated
-from diloco.exchange.base import Exchange, StartingState
+from diloco.exchange.base import Call, Exchange, StartingState
 from diloco.exchange.island import Ranks
 from diloco.learner.attaching import attach
-from diloco.learner.compatibility import require_exchange, require_method
+from diloco.learner.island import RanksOfLearner
 from diloco.learner.leased_units import LeasedUnits
-from diloco.learner.models import FullyShardedModules, joined
+from diloco.learner.models import joined, reshard
 from diloco.learner.optimizers import ModeCheck, in_eval_mode, listed, require_hooks
-from diloco.learner.own_ranks import RanksOfLearner
 from diloco.learner.pieces import Gather
 from diloco.learner.roles import Buffers, Static
 from diloco.learner.state_dict import learner_state, resume
@@ -127,14 +126,11 @@ class Learner:
         resume: Mapping[str, Any] | None = None,
         rewarm_steps: int | None = None,
     ) -> None:
-        require_exchange(exchange)
-        require_method(method)
         self.model, self.optimizer = model, optimizer
-        root, self._optimizers = joined(model), listed(optimizer)
-        self._fully_sharded = FullyShardedModules(root)
-        self._fully_sharded.reshard()
+        self._root, self._optimizers = joined(model), listed(optimizer)
+        reshard(self._root)
         driver, opened = attach(
-            root, self._optimizers, method=method, exchange=exchange, ranks=ranks, trains=trains,
+            self._root, self._optimizers, method=method, exchange=exchange, ranks=ranks, trains=trains,
             trains_experts=trains_experts, overlap=overlap, buffers=buffers, static=static, gather=gather,
             resume=resume, rewarm_steps=rewarm_steps,
         )  # fmt: skip
@@ -239,13 +235,15 @@ class Learner:
         self._require_training()
         tokens = _number_of(tokens)
         self._modes.stepped()
-        self._fully_sharded.reshard()
+        reshard(self._root)
         timing = self._driver.timing
         if not self._exchanges_gradients:
             self._exchange.stepped()
         timing.step_begins()
         if self._start_model is not None:
-            self._begins()
+            self._start_model = None  # a copy of the model that the anchors replace; no checkpoint can be loaded now
+            if notice := self._driver.rewarm.notice(self._core.step + 1):
+                self._driver.say(notice)
         self._driver.rewarm.stepped()
         tokens = self._exchange.sum_over_ranks(tokens)
         if self._exchanges_gradients:
@@ -256,12 +254,6 @@ class Learner:
         else:
             self._driver.after_step(tokens)
         timing.step_ends()
-
-    def _begins(self) -> None:
-        """The first step was taken: from now on no checkpoint can be loaded."""
-        self._start_model = None  # a copy of the model that the anchors replace
-        if notice := self._driver.rewarm.notice(self._core.step + 1):
-            self._driver.say(notice)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._require_training()
@@ -414,7 +406,7 @@ class Learner:
             yield
             return
         self._exchange.meet("global_model")
-        self._fully_sharded.reshard()
+        reshard(self._root)
         own, counters = self._tensors.own_parameters(), self._tensors.frozen.counters()
         self._holds_global_model = True
         try:
@@ -423,7 +415,7 @@ class Learner:
                     self._tensors.write(fragment, theta)
                 yield
         finally:
-            self._fully_sharded.reshard()
+            reshard(self._root)
             self._tensors.restore_parameters(own)
             self._tensors.frozen.load_counters(counters)
             self._holds_global_model = False
@@ -472,10 +464,7 @@ class Learner:
         Raises:
             ConfigError: the learner is closed, or the global weights are in its model (`global_model`).
         """
-        self._require_open()
-        self._require_own_parameters()
-        self._exchange.meet("state_dict")
-        self._fully_sharded.reshard()
+        self._begin_together("state_dict")
         if not (whole and isinstance(self._exchange, Ranks)):
             return learner_state(self._driver)
         from diloco.learner.distributed_state import whole_state
@@ -496,13 +485,10 @@ class Learner:
             CheckpointError: the state belongs to another model or method.
             ConfigError: this learner has already taken a step, or is closed.
         """
-        self._require_open()
-        self._require_own_parameters()
+        self._begin_together("load_state_dict")
         opened = self._start_model
         if opened is None:
             raise ConfigError("load_state_dict was called after a step; load the state before the first one.")
-        self._exchange.meet("load_state_dict")
-        self._fully_sharded.reshard()
         if isinstance(self._exchange, Ranks) and state.get("rank") == [0, 1]:
             from diloco.learner.distributed_state import own_part
 
@@ -522,10 +508,7 @@ class Learner:
         Example:
             >>> dcp.save({"learner": learner.distributed_state_dict(), "optimizer": …}, checkpoint_id=directory)
         """
-        self._require_open()
-        self._require_own_parameters()
-        self._exchange.meet("distributed_state_dict")
-        self._fully_sharded.reshard()
+        self._begin_together("distributed_state_dict")
         from diloco.learner.distributed_state import distributed_state
 
         return distributed_state(self._driver)
@@ -608,6 +591,13 @@ class Learner:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _begin_together(self, call: Call) -> None:
+        """Begin a call that all ranks of this learner make, with the learner's own parameters, sharded."""
+        self._require_open()
+        self._require_own_parameters()
+        self._exchange.meet(call)
+        reshard(self._root)
 
     def _require_training(self) -> None:
         self._require_open()

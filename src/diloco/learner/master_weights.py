@@ -24,8 +24,7 @@ from torch import Tensor
 from diloco.core.fragments import Fragment, Layout
 from diloco.errors import ConfigError
 from diloco.learner.optimizers import require_model_parameters
-from diloco.learner.pieces import local_of
-from diloco.learner.units import Units
+from diloco.learner.pieces import Units, local_of
 
 MIN_STEPS = 8
 """The least length of an adoption with a result, in lengths of an inner step."""

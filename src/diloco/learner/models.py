@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
+from typing import NoReturn
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -22,10 +23,8 @@ def joined(model: nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module]) -> 
     """
     if isinstance(model, nn.Module):
         return model
-    if not isinstance(model, Mapping | Sequence):
-        raise ConfigError(f"Learner(model=…) is a {type(model).__name__}; pass a module, or modules by name.")
-    if not model:
-        raise ConfigError(f"Learner(model={model}) has no model; pass a model, models by name, or the parts of one.")
+    if not model or not isinstance(model, Mapping | Sequence):
+        raise ConfigError(f"Learner(model={model!r}) is no model; pass a module, modules by name, or the parts of one.")
     if isinstance(model, Sequence):
         return _whole(model)
     root = nn.Module()
@@ -54,20 +53,15 @@ def _whole(parts: Sequence[nn.Module]) -> Parts:
     return Parts(parts)
 
 
-class FullyShardedModules:
-    """The modules of a model that `fully_shard` (FSDP2) was applied to.
+def reshard(model: nn.Module) -> None:
+    """Replace whole parameters of FSDP2 modules by their shards, which the next forward pass gathers again.
 
-    Between the passes their parameters are sharded, except in the root module after a forward pass without a backward
-    pass, as in an evaluation. Whole tensors are then in the place of the shards, and the next forward pass uses them,
+    Between the passes parameters are sharded, except in the root module after a forward pass without a backward pass,
+    as in an evaluation. Whole tensors are then in the place of the shards, and the next forward pass uses them,
     whatever was written to the shards meanwhile.
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._modules = [each for each in model.modules() if isinstance(each, FSDPModule)]
-
-    def reshard(self) -> None:
-        """Replace whole parameters by their shards, which the next forward pass gathers again."""
-        for module in self._modules:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
             module.reshard()
 
 
@@ -81,39 +75,28 @@ class Registered:
         self._holders = buffer_holders(model)
 
     def check(self) -> None:
-        """Compare the model's parameters with those at attaching, by identity, and its buffers by their modules.
+        """Compare the model's parameters with those at attaching, by identity, and its buffers by their modules. A
+        buffer without floating-point values may be added (`learner.frozen`).
 
         Raises:
             LayoutError: a parameter or buffer was added, replaced or removed; names it.
         """
-        now = dict(named_parameters(self._model))
+        now, holders = dict(named_parameters(self._model)), buffer_holders(self._model)
         for name, parameter in self._parameters.items():
             if now.get(name) is not parameter and parameter.requires_grad:
-                what = "replaced by another tensor" if name in now else "removed"
-                raise LayoutError(
-                    f"parameter {name!r} was {what} after the learner was attached, so training would no longer be "
-                    "exchanged; change parameters in place, or close this learner and attach a new one."
-                )
-        for name in now:
-            if name not in self._parameters:
-                raise LayoutError(
-                    f"parameter {name!r} was added after the learner was attached, so it would never be exchanged; "
-                    "complete the model first, or close this learner and attach a new one."
-                )
-        self._check_buffers()
-
-    def _check_buffers(self) -> None:
-        """Compare buffers by their modules. A buffer without floating-point values may be added (`learner.frozen`)."""
-        now = buffer_holders(self._model)
+                _refuse(f"parameter {name!r}", "replaced by another tensor" if name in now else "removed")
         for name, module in self._holders.items():
-            if now.get(name) is not module:
-                raise LayoutError(
-                    f"buffer {name!r} was {'replaced with its module' if name in now else 'removed'} after the learner "
-                    "was attached; keep it, or close this learner and attach a new one."
-                )
+            if holders.get(name) is not module:
+                _refuse(f"buffer {name!r}", "replaced with its module" if name in holders else "removed")
+        for name in (each for each in now if each not in self._parameters):
+            _refuse(f"parameter {name!r}", "added")
         for name, buffer in named_buffers(self._model):
-            if name in now and name not in self._holders and buffer.is_floating_point():
-                raise LayoutError(
-                    f"buffer {name!r} was added after the learner was attached, so it would be neither exchanged nor "
-                    "compared; complete the model first, or close this learner and attach a new one."
-                )
+            if name in holders and name not in self._holders and buffer.is_floating_point():
+                _refuse(f"buffer {name!r}", "added")
+
+
+def _refuse(what: str, happened: str) -> NoReturn:
+    raise LayoutError(
+        f"{what} was {happened} after the learner was attached, so that its values would not be exchanged; complete "
+        "the model before attaching and change tensors in place, or close this learner and attach a new one."
+    )

@@ -25,14 +25,9 @@ def listed(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -
         ConfigError: there is none, or an object is no optimizer.
     """
     optimizers = tuple(optimizer) if isinstance(optimizer, Sequence) else (optimizer,)
-    if not optimizers:
-        raise ConfigError("Learner(optimizer=[]) has no optimizer; pass those that train the model.")
-    for each in optimizers:
-        if not (hasattr(each, "param_groups") and hasattr(each, "state")):
-            raise ConfigError(
-                f"Learner(optimizer=…) has a {type(each).__name__}, which is no optimizer; pass those that train the "
-                "model."
-            )
+    if not optimizers or not all(hasattr(each, "param_groups") and hasattr(each, "state") for each in optimizers):
+        kinds = ", ".join(type(each).__name__ for each in optimizers) or "none"
+        raise ConfigError(f"Learner(optimizer=…) needs optimizers, and got {kinds}; pass those that train the model.")
     return optimizers
 
 

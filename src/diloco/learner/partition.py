@@ -1,15 +1,14 @@
 """Conversion between the tensors of a model, as this process holds them, and the part of each fragment that it
 exchanges.
 
-A process alone exchanges whole fragments (`Undivided`). The ranks of an island divide each fragment among them
-(`core.shards`): rank r owns a run of its elements, independent of the pieces of the model that it holds. Before a send
-every rank sends the owners the elements that they lack, and after an adoption the owners send every rank the elements
-of its pieces (`Divided`). So no rank ever holds a whole fragment, and only one of equal replicas is exchanged.
+The ranks of an island divide each fragment among them (`core.shards`): rank r owns a run of its elements, independent
+of the pieces of the model that it holds. Before a send every rank sends the owners the elements that they lack, and
+after an adoption the owners send every rank the elements of its pieces. So no rank ever holds a whole fragment, and
+only one of equal replicas is exchanged. A process alone owns and holds all elements.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from diloco.core.fragments import Fragment, Layout, gather, scatter
+from diloco.core.fragments import Fragment, Layout, scatter
 from diloco.core.layout import Placement
 from diloco.core.memory import new_vector
 from diloco.core.merges import shard_of
@@ -27,66 +26,11 @@ from diloco.core.shards import even_shards
 from diloco.errors import LayoutError
 from diloco.exchange.group import Group, device_group, device_of
 from diloco.learner.pieces import Box, Gather, Piece, cut
-from diloco.learner.units import Units
+
+CPU = torch.device("cpu")
 
 AllToAll = Callable[[Tensor, Sequence[int], Sequence[int], str], Tensor]
 """Cut uint8 into parts of these sizes, one for each rank; return those of all ranks, of these sizes, in rank order."""
-
-
-class Partition(ABC):
-    """The part of every fragment that this process exchanges."""
-
-    @abstractmethod
-    def elements(self, fragment: int) -> slice:
-        """The part's elements in the fragment's flat vector."""
-
-    @abstractmethod
-    def gather(
-        self, fragment: int, tensors: Mapping[str, Tensor], out: Tensor | None = None, *, of_first: bool = False
-    ) -> Tensor:
-        """The part of a fragment, flat fp32, from tensors as the model holds them; on their device, or in `out`.
-
-        `of_first`: take replicas from the first rank that holds them, because they may differ.
-        """
-
-    @abstractmethod
-    def spread(self, fragment: int, part: Tensor, device: torch.device) -> dict[str, Tensor]:
-        """The fp32 values that this process holds of each tensor, from the part of every rank. May share memory with
-        `part`."""
-
-    @abstractmethod
-    def local(self, name: str, tensor: Tensor) -> Tensor:
-        """The memory of a tensor's piece in this process."""
-
-    @abstractmethod
-    def places(self, fragment: int) -> tuple[Placement, ...]:
-        """The tensors of the part, clipped to it."""
-
-
-class Undivided(Partition):
-    """One process that holds and exchanges the whole model."""
-
-    def __init__(self, layout: Layout) -> None:
-        self._fragments, self._units = layout.fragments, Units(layout)
-
-    def elements(self, fragment: int) -> slice:
-        return slice(0, self._fragments[fragment].numel)
-
-    def gather(
-        self, fragment: int, tensors: Mapping[str, Tensor], out: Tensor | None = None, *, of_first: bool = False
-    ) -> Tensor:
-        names = self._fragments[fragment].names
-        own = {name: self.local(name, tensors[name]) for name in names if name in tensors}
-        return gather(self._fragments[fragment], own, out)
-
-    def spread(self, fragment: int, part: Tensor, device: torch.device) -> dict[str, Tensor]:
-        return scatter(self._fragments[fragment], part.to(device))
-
-    def local(self, name: str, tensor: Tensor) -> Tensor:
-        return self._units.local(name, tensor)
-
-    def places(self, fragment: int) -> tuple[Placement, ...]:
-        return self._fragments[fragment].tensors
 
 
 @dataclass(frozen=True)
@@ -121,13 +65,14 @@ class _Route:
     crosses: bool = False
 
 
-class Divided(Partition):
-    """The partition over the ranks of an island. All ranks call every method that takes tensors, in the same order.
+class Partition:
+    """The part of every fragment that this process exchanges. All ranks of an island call every method that takes
+    tensors, in the same order.
 
     Arguments:
         boxes: of every rank, the box that it holds of each tensor, by name. A box that several ranks hold is a replica.
         gather: returns the piece of a tensor of the layout that this rank holds (`Units`).
-        all_to_all: exchanges bytes between the ranks.
+        all_to_all: exchanges bytes between the ranks; None: there is one.
         wire: the device of the bytes that it exchanges.
 
     Raises:
@@ -135,13 +80,13 @@ class Divided(Partition):
     """
 
     def __init__(
-        self, layout: Layout, rank: int, boxes: Sequence[Mapping[str, Box]], gather: Gather, all_to_all: AllToAll,
-        wire: torch.device,
+        self, layout: Layout, rank: int, boxes: Sequence[Mapping[str, Box]], gather: Gather,
+        all_to_all: AllToAll | None = None, wire: torch.device = CPU,
     ) -> None:  # fmt: skip
         self._layout, self._rank, self._boxes = layout, rank, boxes
         self._gather, self._all_to_all, self._wire = gather, all_to_all, wire
         self._shards = even_shards((fragment.numel for fragment in layout.fragments), len(boxes))
-        self._dtypes = {p.spec.name: _dtype(p) for f in layout.fragments for p in f.tensors}
+        self._dtypes = {p.spec.name: getattr(torch, p.spec.dtype) for f in layout.fragments for p in f.tensors}
         self._sending: list[_Route] = []
         self._adopting: list[_Route] = []
         for fragment in layout.fragments:
@@ -151,18 +96,25 @@ class Divided(Partition):
             self._adopting.append(self._route(fragment, "all"))
 
     def elements(self, fragment: int) -> slice:
+        """The part's elements in the fragment's flat vector."""
         return self._shards[fragment].elements(self._rank)
 
     def local(self, name: str, tensor: Tensor) -> Tensor:
+        """The memory of a tensor's piece in this process."""
         return self._piece(name, tensor).local
 
     def places(self, fragment: int) -> tuple[Placement, ...]:
+        """The tensors of the part, clipped to it."""
         return shard_of(self._layout.fragments[fragment].tensors, self.elements(fragment))[0]
 
     @torch.no_grad()
     def gather(
         self, fragment: int, tensors: Mapping[str, Tensor], out: Tensor | None = None, *, of_first: bool = False
     ) -> Tensor:
+        """The part of a fragment, flat fp32, from tensors as the model holds them; on their device, or in `out`.
+
+        `of_first`: take replicas from the first rank that holds them, because they may differ.
+        """
         route, own = self._sending[fragment], self._boxes[self._rank]
         if of_first:
             route = self._route(self._layout.fragments[fragment], "first")
@@ -185,7 +137,12 @@ class Divided(Partition):
 
     @torch.no_grad()
     def spread(self, fragment: int, part: Tensor, device: torch.device) -> dict[str, Tensor]:
+        """The fp32 values that this process holds of each tensor, from the part of every rank. May share memory with
+        `part`."""
         route, own = self._adopting[fragment], self._boxes[self._rank]
+        if len(self._boxes) == 1:
+            views = scatter(self._layout.fragments[fragment], part.to(device))
+            return {name: view.view(own[name].sizes) for name, view in views.items()}
         names = [place.spec.name for place in self._layout.fragments[fragment].tensors if place.spec.name in own]
         found = {name: new_vector(own[name].numel, device=device).view(own[name].sizes) for name in names}
         blocks = [[(block, block.in_part(part)) for block in each] for each in route.owned]
@@ -196,10 +153,11 @@ class Divided(Partition):
 
     def _piece(self, name: str, tensor: Tensor) -> Piece:
         piece = self._gather(name, tensor)
-        if piece.box != self._boxes[self._rank][name]:
+        box, dtype = self._boxes[self._rank][name], self._dtypes[name]
+        if piece.box != box or piece.local.dtype != dtype:
             raise LayoutError(
-                f"this rank held {self._boxes[self._rank][name]} of {name!r} when the learner was made, and holds "
-                f"{piece.box} now; make a new Learner after the model is sharded anew."
+                f"{name!r} is {piece.box} in {piece.local.dtype}, and was {box} in {dtype} when the learner was made; "
+                "bring the model into its dtype, and shard it, before the learner attaches, and leave it so."
             )
         if piece.local.shape != piece.box.sizes:
             raise LayoutError(
@@ -215,7 +173,7 @@ class Divided(Partition):
     ) -> Iterator[tuple[_Block, Tensor]]:  # fmt: skip
         """Send blocks to each rank; yields the blocks expected from each, with their values."""
         yield from sent[self._rank]
-        if not route.crosses:
+        if self._all_to_all is None or not route.crosses:
             return
         sent = [[] if rank == self._rank else blocks for rank, blocks in enumerate(sent)]
         expected = [[] if rank == self._rank else blocks for rank, blocks in enumerate(expected)]
@@ -276,12 +234,6 @@ class Divided(Partition):
         return route
 
 
-def _dtype(place: Placement) -> torch.dtype:
-    dtype = getattr(torch, place.spec.dtype)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
-
-
 def _require_all(place: Placement, boxes: Sequence[Box | None]) -> None:
     """Raise LayoutError unless the distinct boxes of a tensor have as many elements as it."""
     distinct = {box for box in boxes if box is not None}
@@ -292,12 +244,17 @@ def _require_all(place: Placement, boxes: Sequence[Box | None]) -> None:
         )
 
 
-def divided(layout: Layout, parameters: Mapping[str, Tensor], gather: Gather, group: Group) -> Divided:
-    """The partition of a model whose parameters the ranks of `group` hold in pieces. Every rank calls it.
+def partition_of(
+    layout: Layout, parameters: Mapping[str, Tensor], gather: Gather, group: Group | None = None
+) -> Partition:
+    """The partition of a model whose parameters the ranks of `group` hold in pieces. Every rank calls it. Without a
+    group this process is alone.
 
     If all ranks have NCCL, the pieces are exchanged between the devices, over the ranks' own process group.
     """
     own = {name: gather(name, parameter) for name, parameter in parameters.items()}
+    if group is None:
+        return Partition(layout, 0, [{name: piece.box for name, piece in own.items()}], gather)
     device = device_of({name: piece.local for name, piece in own.items()})
     on_device = device_group(group.parent, device)
     of_ranks = group.gather_values(
@@ -309,5 +266,5 @@ def divided(layout: Layout, parameters: Mapping[str, Tensor], gather: Gather, gr
     )
     boxes = [{name: Box(*map(tuple, box)) for name, box in each["boxes"].items()} for each in of_ranks]
     if on_device is not None and all(each["on device"] for each in of_ranks):
-        return Divided(layout, group.rank, boxes, gather, on_device.all_to_all, device)
-    return Divided(layout, group.rank, boxes, gather, group.all_to_all, torch.device("cpu"))
+        return Partition(layout, group.rank, boxes, gather, on_device.all_to_all, device)
+    return Partition(layout, group.rank, boxes, gather, group.all_to_all)

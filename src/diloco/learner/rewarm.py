@@ -8,15 +8,14 @@ At the k-th of n inner steps every parameter group has k/n of the schedule's lea
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from diloco.core.choices import whole_number
-from diloco.errors import CheckpointError, ConfigError
-from diloco.escaping import MAX_REASON, printable
+from diloco.errors import ConfigError
 
 REWARM_STEPS = 5
 """Default of a joining learner. Measured (docs/studies.md, healing): 5 steps cost nothing, 60 steps 0.01 nats/byte."""
@@ -138,18 +137,3 @@ def _require_rates(optimizers: Sequence[torch.optim.Optimizer]) -> None:
         raise ConfigError(
             f"{type(optimizer).__name__} {what}, and cannot be re-warmed; pass rewarm_steps=0 to Learner."
         )
-
-
-def rewarm_of(state: Mapping[str, Any]) -> tuple[int, int]:
-    """The arguments of `Rewarm.begin` that continue from `Rewarm.state_dict`.
-
-    Raises:
-        CheckpointError: the state is damaged.
-    """
-    num_steps, num_taken = state.get("num_steps"), state.get("num_taken")
-    if type(num_steps) is not int or type(num_taken) is not int or min(num_steps, num_taken) < 0:
-        raise CheckpointError(
-            f"the checkpoint's re-warm-up is {printable(repr(dict(state)), MAX_REASON)}; it is damaged, use another "
-            "one."
-        )
-    return num_steps, num_taken

@@ -18,8 +18,7 @@ from diloco.core.layout import BaseTensor, Layout, TensorSpec
 from diloco.core.method import Method
 from diloco.core.names import holder, named_children, named_parameters, tensor_names
 from diloco.errors import ConfigError, LayoutError
-from diloco.learner.frozen import current
-from diloco.learner.frozen_base import base_tensor
+from diloco.learner.frozen import base_tensor, current
 from diloco.learner.pieces import Gather
 
 Buffers = Literal["refuse", "average", "local"]

@@ -17,7 +17,6 @@ from diloco.errors import AuthError, CheckpointError, StoppedError, translated
 from diloco.escaping import MALFORMED
 from diloco.exchange.base import Arrived, StartingState
 from diloco.learner.driver import LearnerDriver
-from diloco.learner.rewarm import rewarm_of
 from diloco.protocol.in_flight import require_whole_numbers
 from diloco.protocol.lineage import Lineage, refusal
 
@@ -66,14 +65,15 @@ def resume(learner: LearnerDriver, opened: StartingState, state: Mapping[str, An
         _check(learner, state)
         _check_tensors(learner, state)
         core.check_state_dict(state["core"])
-        exchange, rewarm = state["exchange"], rewarm_of(state["rewarm"])
+        exchange, rewarm = state["exchange"], state["rewarm"]
+        require_whole_numbers(rewarm["num_steps"], rewarm["num_taken"])
         has_gone_on = _has_gone_on(opened, state)
         received = {key: _arrived_in(saved) for key, saved in _by_version(state["received"])}
         for key, it in received.items():
             if key != (it.update.fragment, it.update.version):
                 raise ValueError(f"version {it.update.version} of fragment {it.update.fragment} as {key}")
         has_gone_on = has_gone_on or not learner.exchange.load_state_dict(exchange)
-    learner.rewarm.begin(*rewarm)
+    learner.rewarm.begin(rewarm["num_steps"], rewarm["num_taken"])
     if has_gone_on:
         learner.rejoin(opened, step=state["core"]["step"])
         learner.tensors.frozen.load_counters(state["counters"])  # the learner's own

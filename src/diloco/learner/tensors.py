@@ -24,7 +24,7 @@ from diloco.learner.device import DeviceUploads, Snapshots
 from diloco.learner.frozen import FrozenState, averaged_tensors, exchanged_tensors
 from diloco.learner.models import Registered
 from diloco.learner.partition import Partition
-from diloco.learner.units import Units, parameter_of
+from diloco.learner.pieces import Units, parameter_of
 
 
 class LearnerTensors:
@@ -50,8 +50,8 @@ class LearnerTensors:
         self.parameters = exchanged_tensors(model, layout)
         self.anchors: list[Tensor] = []
         self.origins: dict[int, Tensor] = {}
-        self.snapshots = Snapshots(partition)
-        self.uploads = DeviceUploads(device_of(self.parameters))
+        device = device_of(self.parameters)
+        self.snapshots, self.uploads = Snapshots(partition, device), DeviceUploads(device)
         self.frozen = FrozenState(model, layout, units)
         self.registered = Registered(model)
         self._aliases = _aliases(model, {units.parameter(name): each for name, each in self.parameters.items()})

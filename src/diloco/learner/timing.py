@@ -29,7 +29,6 @@ class Timing:
 
     Arguments:
         now_s: the time in seconds from an arbitrary origin (`Exchange.now_s`).
-        remind_after_s: the duration of a wait after which `wait_while` first reports it.
 
     Attributes:
         step_s: moving average of the time of an inner step, without `Learner.step`; deadlines are multiples of it.
@@ -38,8 +37,8 @@ class Timing:
         histogram: calls of `step` by the time for which they were blocked.
     """
 
-    def __init__(self, now_s: Callable[[], float], remind_after_s: float) -> None:
-        self._now_s, self._remind_after_s = now_s, remind_after_s
+    def __init__(self, now_s: Callable[[], float]) -> None:
+        self._now_s = now_s
         self.step_s: float | None = None
         self.blocked_s = 0.0
         self.num_blocked = 0
@@ -59,24 +58,7 @@ class Timing:
         self.histogram.add(self.blocked_s - self._blocked_before_s)
         self._ended_at = self._now_s()
 
-    def wait_while(
-        self, missing: Callable[[], bool], wait: Callable[[float], None], blocked: Callable[[float], None]
-    ) -> bool:
-        """Call `wait` as long as something is `missing`, and count the time. Returns whether anything was missing.
-
-        Arguments:
-            wait: blocks for at most the given seconds.
-            blocked: called with the seconds waited so far, after `remind_after_s` and each time that they have doubled.
-        """
-        if not missing():
-            return False
-        started, remind_at_s = self._now_s(), self._remind_after_s
-        while missing():
-            waited_s = self._now_s() - started
-            if waited_s >= remind_at_s:
-                blocked(waited_s)
-                remind_at_s = 2 * waited_s
-            wait(remind_at_s - waited_s)
-        self.blocked_s += self._now_s() - started
+    def waited(self, seconds: float) -> None:
+        """Count a wait for updates."""
+        self.blocked_s += seconds
         self.num_blocked += 1
-        return True

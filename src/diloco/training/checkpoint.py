@@ -15,7 +15,6 @@ tensor file. Nothing is pickled.
 import hashlib
 import json
 import logging
-import os
 import random
 import shutil
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from torch import Tensor
 
 from diloco.errors import CheckpointError, StoreError, first_line, translated
 from diloco.escaping import MALFORMED
-from diloco.whole_files import hidden_name, remove_leftovers, sync_directory
+from diloco.whole_files import hidden_name, remove_leftovers, sync_directory, whole_file
 
 log = logging.getLogger("diloco")
 
@@ -82,10 +81,8 @@ def save_checkpoint(directory: Path, step: int, state: dict[str, Any], keep: int
         remove_leftovers(directory, "step-*")
         temporary.mkdir()
         for name, content in ((_TENSORS, payload), (_MANIFEST, text)):
-            with open(temporary / name, "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
+            with whole_file(temporary / name) as partial:
+                partial.write_bytes(content)
         sync_directory(temporary)
         _publish(temporary, final)
     except OSError as error:

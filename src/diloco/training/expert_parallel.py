@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from diloco.errors import ConfigError, translated
+from diloco.learner.experts import mixture_blocks
 from diloco.learner.pieces import Box, read_dtensor
-from diloco.learner.routing import mixture_blocks
 
 KEY = "train.expert_parallel"
 

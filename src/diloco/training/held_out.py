@@ -1,6 +1,5 @@
 """The held-out loss of a global model, and a sample of its text. The model that is being trained does not change."""
 
-import hashlib
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -9,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from diloco.config import RunConfig
+from diloco.learner.frozen import digest_of
 from diloco.training.data.corpus import Corpus
 from diloco.training.data.streams import held_out_batches
 from diloco.training.expert_parallel import is_sharded
@@ -134,7 +134,9 @@ class HeldOutEvaluator:
         self._losses[self._key(learner)] = loss
 
     def _key(self, learner: AnyLearner) -> Hashable:
-        return _digest_of(learner.global_state_dict()) if self._is_shared else (learner.steps, learner.versions)
+        if self._is_shared:
+            return tuple(map(digest_of, learner.global_state_dict().values()))
+        return learner.steps, learner.versions
 
     def sample(self, state: Mapping[str, Tensor]) -> str:
         """Text that a global model generates after the run's prompt; empty unless its tokens are bytes."""
@@ -144,12 +146,3 @@ class HeldOutEvaluator:
         return sample_bytes(
             self._model, state, prompt=table.prompt, num_bytes=table.sample_bytes, context=self._context
         )
-
-
-def _digest_of(state: Mapping[str, Tensor]) -> str:
-    """A digest of names and values."""
-    found = hashlib.blake2b(digest_size=16)
-    for name, tensor in state.items():
-        found.update(name.encode())
-        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()

@@ -16,7 +16,7 @@ from diloco.errors import CheckpointError
 from diloco.exchange.base import FlatModel, Overview, StartingState
 from diloco.exchange.collective import Collective
 from diloco.learner import Learner
-from diloco.learner.models import FullyShardedModules
+from diloco.learner.models import reshard
 from diloco.training.mixture import buffer_roles
 
 
@@ -56,7 +56,7 @@ class StandaloneLearner:
     def global_model(self) -> Iterator[None]:
         """As of `Learner`; the learner's own model is the global one."""
         yield
-        FullyShardedModules(self._model).reshard()
+        reshard(self._model)
 
     def state_dict(self, *, whole: bool = False) -> dict[str, Any]:
         """The counters, the same on every rank."""

@@ -119,9 +119,8 @@ class Trainer:
                 self._save_config()
             event_log = self.directory / "events.jsonl" if self._ranks.is_first else None
             with Monitor(
-                self.config, self.spec, self._training, self._evaluator, self._ranks, event_log, self._progress,
-                self._clock, self._feed,
-            ) as self._monitor:  # fmt: skip
+                self.spec, self._training, self._evaluator, event_log, self._progress, self._feed
+            ) as self._monitor:
                 started, interrupted = self._clock.seconds(), False
                 try:
                     self._prepare()
@@ -167,7 +166,7 @@ class Trainer:
             if not self._has_joined and not self._is_warming_up:
                 self._join()
                 continue  # the run may have ended
-            if not self._training.has_data():
+            if not self._training.stream.has_next():
                 continue  # the learner was drained while it waited
             lr = self.learner.lr_factor * learning_rate(self.config, self._training.step + 1)
             before = fragment_versions(self.learner)

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from diloco import events as ev
 from diloco.core.names import named_buffers
 from diloco.errors import ConfigError
+from diloco.learner.experts import RoutedTokens
 from diloco.learner.roles import Buffers
-from diloco.learner.routing import RoutedTokens
 from diloco.training.rank_group import RankGroup
 
 BIAS = "e_score_correction_bias"

@@ -5,16 +5,14 @@ from pathlib import Path
 from typing import Any, Self
 
 from diloco import events as ev
-from diloco.config import RunConfig
 from diloco.event_log import EventLog
 from diloco.tracking.feed import Feed
 from diloco.tracking.values import Point, learner_values, trainer_point
 from diloco.training.held_out import HeldOutEvaluator, global_values
 from diloco.training.inner import StepResult
 from diloco.training.learners import AnyLearner
-from diloco.training.progress import ProgressDisplay, StepStatus
-from diloco.training.rank_group import RankGroup
-from diloco.training.spec import Clock, LearnerSpec, Summary
+from diloco.training.progress import ProgressDisplay, status_line
+from diloco.training.spec import LearnerSpec, Summary
 from diloco.training.state import TrainingState
 
 FragmentVersions = tuple[tuple[int, str], ...]
@@ -36,22 +34,19 @@ class Monitor:
 
     def __init__(
         self,
-        config: RunConfig,
         spec: LearnerSpec,
         training: TrainingState,
         evaluator: HeldOutEvaluator,
-        ranks: RankGroup,
         event_log: Path | None,
         progress: ProgressDisplay,
-        clock: Clock,
         feed: Feed | None,
     ) -> None:
-        self._config, self._spec, self._training = config, spec, training
-        self._evaluator, self._ranks, self._clock = evaluator, ranks, clock
-        self._log = None if event_log is None else EventLog(event_log, who=spec.name, clock=clock.stamp)
+        self._spec, self._training, self._evaluator = spec, training, evaluator
+        self._config, self._ranks, self._clock = training.config, training.ranks, training.clock
+        self._log = None if event_log is None else EventLog(event_log, who=spec.name, clock=self._clock.stamp)
         self._progress = ProgressDisplay() if event_log is None else progress
         self._feed = None if event_log is None else feed
-        self._last_logged = (clock.seconds(), 0)  # time and tokens
+        self._last_logged = (self._clock.seconds(), 0)  # time and tokens
         self._waits = (0.0, 0)
 
     def append(self, event: ev.Event) -> None:
@@ -166,24 +161,12 @@ class Monitor:
             self.append(ev.Waited(step=step, seconds=seconds - self._waits[0], times=times - self._waits[1]))
         self._waits = (seconds, times)
 
-    def _status(self, lr: float, loss: float, note: str) -> StepStatus:
-        training, metrics = self._training, self._training.learner.metrics()
-        num_bytes = metrics.get("num_bytes", {})
-        num_updates = metrics.get("updates", 0)
-        return StepStatus(
-            name=self._spec.name,
-            step=training.step,
-            loss=loss,
-            lr=lr,
-            tokens_per_s=training.tokens_per_s,
-            run_tokens=training.run_tokens,
-            budget=self._config.run.tokens,
-            versions=training.learner.versions,
-            sent_bytes=num_bytes.get("contributions", 0),
-            received_bytes=num_bytes.get("updates", 0) + num_bytes.get("joins", 0),
-            participation=metrics["merges"] / num_updates if num_updates else None,
-            note=note,
-        )
+    def _status(self, lr: float, loss: float, note: str) -> str:
+        training = self._training
+        return status_line(
+            self._spec.name, training.step, loss, lr, training.tokens_per_s, training.run_tokens,
+            self._config.run.tokens, training.learner.metrics(), note,
+        )  # fmt: skip
 
     def _evaluate(self) -> float:
         """The held-out loss of the global model, on all ranks; the first rank computes it."""

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 from diloco.config import MUON_PRESET, InnerTable, RunConfig, ScheduleTable
 from diloco.errors import ConfigError
-from diloco.learner.routing import mixture_blocks
+from diloco.learner.experts import mixture_blocks
 from diloco.training.expert_parallel import sharded_like
 
 

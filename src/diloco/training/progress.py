@@ -1,60 +1,53 @@
 """Display of a learner's progress for people: a live line in a terminal, plain lines elsewhere, or nothing."""
 
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
 
-@dataclass(frozen=True)
-class StepStatus:
-    """The state of a learner after a step."""
+def status_line(
+    name: str, step: int, loss: float, lr: float, tokens_per_s: float, run_tokens: int, budget: int,
+    metrics: Mapping[str, Any], note: str = "",
+) -> str:  # fmt: skip
+    """The state of a learner after a step, as one line of text.
 
-    name: str
-    step: int
-    loss: float
-    lr: float
-    tokens_per_s: float
-    run_tokens: int
-    budget: int  # tokens of the whole run
-    versions: tuple[int, ...] = ()
-    sent_bytes: int = 0
-    received_bytes: int = 0
-    participation: float | None = None  # share of the merges known to this learner that include its work
-    note: str = ""
-
-    def line(self) -> str:
-        """The status as one line of text."""
-        parts = [
-            f"{self.name} step {self.step}",
-            f"loss {self.loss:.3f}",
-            f"lr {self.lr:.2e}",
-            f"{self.tokens_per_s:,.0f} tokens/s",
-            f"run {self.run_tokens / self.budget:.0%} of {self.budget:,} tokens",
-        ]
-        if self.versions:
-            low, high = min(self.versions), max(self.versions)
-            parts.append(f"versions {low}" if low == high else f"versions {low}-{high}")
-        if self.sent_bytes or self.received_bytes:
-            parts.append(f"up {self.sent_bytes / 1e6:.2f} MB down {self.received_bytes / 1e6:.2f} MB")
-        if self.participation is not None:
-            parts.append(f"participation {self.participation:.0%}")
-        return " | ".join([*parts, self.note] if self.note else parts)
+    Arguments:
+        budget: tokens of the whole run.
+        metrics: as `Learner.metrics`; empty for a learner that exchanges nothing.
+    """
+    parts = [
+        f"{name} step {step}",
+        f"loss {loss:.3f}",
+        f"lr {lr:.2e}",
+        f"{tokens_per_s:,.0f} tokens/s",
+        f"run {run_tokens / budget:.0%} of {budget:,} tokens",
+    ]
+    if versions := metrics.get("versions"):
+        low, high = min(versions), max(versions)
+        parts.append(f"versions {low}" if low == high else f"versions {low}-{high}")
+    num_bytes = Counter[str](metrics.get("num_bytes"))
+    sent, received = num_bytes["contributions"], num_bytes["updates"] + num_bytes["joins"]
+    if sent or received:
+        parts.append(f"up {sent / 1e6:.2f} MB down {received / 1e6:.2f} MB")
+    if metrics.get("updates"):  # the share of the merges known to this learner that include its work
+        parts.append(f"participation {metrics['merges'] / metrics['updates']:.0%}")
+    return " | ".join([*parts, note] if note else parts)
 
 
 class ProgressDisplay:
-    """A display that shows nothing; its subclasses show a status every few seconds."""
+    """A display that shows nothing; its subclasses show a line of status every few seconds."""
 
     def is_due(self) -> bool:
         """Whether to show a status now; computing one may wait for the device."""
         return False
 
-    def show(self, status: StepStatus) -> None:
+    def show(self, status: str) -> None:
         """Show a status."""
 
     def say(self, text: str) -> None:
@@ -85,9 +78,9 @@ class LineProgress(_PeriodicDisplay):
         super().__init__(every_s, clock)
         self._file = file
 
-    def show(self, status: StepStatus) -> None:
+    def show(self, status: str) -> None:
         """Print the status as a line."""
-        self.say(status.line())
+        self.say(status)
 
     def say(self, text: str) -> None:
         """Print a sentence."""
@@ -103,9 +96,9 @@ class LiveProgress(_PeriodicDisplay):
         self._live = Live(console=console, auto_refresh=False)
         self._live.start()
 
-    def show(self, status: StepStatus) -> None:
+    def show(self, status: str) -> None:
         """Redraw the line."""
-        self._live.update(Text(status.line()), refresh=True)
+        self._live.update(Text(status), refresh=True)
 
     def say(self, text: str) -> None:
         """Print a sentence above the line."""

@@ -71,6 +71,7 @@ class TrainingState:
     make it a learner of the run. Every rank has a training state of its own, and calls the same methods.
 
     Attributes:
+        config, ranks, clock: as given.
         mixture: the experts of the model; a dense model has none.
         tokens: trained by this learner.
         num_steps, inner_s: steps of this process, and the time they took.
@@ -80,9 +81,9 @@ class TrainingState:
         self, config: RunConfig, corpus: Corpus, ranks: RankGroup, clock: Clock | None = None,
         peers: RankGroup | None = None,
     ) -> None:  # fmt: skip
-        self._config = config
-        self._clock = clock or Clock()
-        self._ranks, self._peers = ranks, peers or ranks
+        self.config = config
+        self.clock = clock or Clock()
+        self.ranks, self._peers = ranks, peers or ranks
         device = choose_device(config.train.device)
         length = config.data.sequence_length
         model: nn.Module = build_model(config.model, corpus.vocab_size, length, config.run.seed)
@@ -120,23 +121,19 @@ class TrainingState:
 
     def take_step(self) -> StepResult:
         """Take one inner step and the learner's part of it."""
-        started = self._clock.seconds()
-        batch = self.stream.next(self._ranks.rows(self.stream.num_rows))
-        result = self._inner.run(batch, schedule_factor(self._config, self.step + 1))
+        started = self.clock.seconds()
+        batch = self.stream.next(self.ranks.rows(self.stream.num_rows))
+        result = self._inner.run(batch, schedule_factor(self.config, self.step + 1))
         self.mixture.balance()
         tokens = batch[:, 1:].numel()
-        self.tokens += tokens * self._ranks.size
-        self._trained_here += tokens * self._ranks.size
+        self.tokens += tokens * self.ranks.size
+        self._trained_here += tokens * self.ranks.size
         self.learner.step(tokens=tokens)
         if isinstance(self.learner, StandaloneLearner):
-            self._clock.stepped_alone()
-        self.inner_s += self._clock.seconds() - started
+            self.clock.stepped_alone()
+        self.inner_s += self.clock.seconds() - started
         self.num_steps += 1
         return result
-
-    def has_data(self) -> bool:
-        """Whether there is a next batch; False where the learner was drained while it waited for a lease."""
-        return self.stream.has_next()
 
     # --- from standalone to a learner of the run
 
@@ -147,7 +144,7 @@ class TrainingState:
 
     def exclude_untrained(self) -> None:
         """Train only the parameters that the run file selects for this learner (`train.trains`)."""
-        self._inner.exclude(untrained_parameters(self.model, self._config.train.trains))
+        self._inner.exclude(untrained_parameters(self.model, self.config.train.trains))
 
     def attach(self, attach: Attach) -> None:
         """Replace the learner by one that `attach` makes, at the current step."""
@@ -156,13 +153,13 @@ class TrainingState:
         self.learner.close()
         self.learner = attach(self._trained, self.optimizer, step, tokens)
         exchanges_gradients = isinstance(self.learner, Learner) and self.learner.method.exchanged == "gradients"
-        self.mixture.ranks = self._peers if exchanges_gradients else self._ranks
+        self.mixture.ranks = self._peers if exchanges_gradients else self.ranks
         if isinstance(self.stream, LeasedStream) and isinstance(self.learner, Learner):
             self.stream.lease(self.learner)
         if self.step > step:
             # A late joiner starts its shard at the run's step: all learners are in the same pass, and no learner reads
             # the sequences of a warm start again.
-            self.stream.position = self.step * max(self._config.share, self.stream.batch)
+            self.stream.position = self.step * max(self.config.share, self.stream.batch)
         self.reset_token_estimate()
 
     def reset_token_estimate(self) -> None:
@@ -172,14 +169,14 @@ class TrainingState:
     def warm_start_tokens(self, step: int) -> int:
         """Exact tokens of the run at a step of the warm start. A report of its last step would arrive a step later."""
         first, tokens = self._beginning
-        return tokens + (step - first) * self._config.tokens_per_full_step
+        return tokens + (step - first) * self.config.tokens_per_full_step
 
     # --- checkpoints
 
     def state(self, *, warming_up: bool) -> dict[str, Any]:
         """The state that `load` and `start_from` restore, complete on the first rank. Every rank must call it."""
         # Before the model: it may wait for answers. Several ranks have a syncer, and the state of one process.
-        learner = self.learner.state_dict(whole=self._ranks.size > 1)
+        learner = self.learner.state_dict(whole=self.ranks.size > 1)
         layout, model = self.learner.layout, self.model.state_dict()
         if layout is not None:  # the learner's state has the trained tensors
             model = {spec.name: model[spec.name] for spec in layout.static}
@@ -190,11 +187,11 @@ class TrainingState:
             "budget": self._run_tokens.state_dict(),
             "layout": None if layout is None else layout.to_dict(),
             "learner": learner,
-            "model": self._ranks.whole(model),
-            "optimizer": self._ranks.whole(self.optimizer.state_dict()),
-            "schedule": self._config.schedule.model_dump(),
+            "model": self.ranks.whole(model),
+            "optimizer": self.ranks.whole(self.optimizer.state_dict()),
+            "schedule": self.config.schedule.model_dump(),
             "cursor": self.stream.state_dict(),
-            "random": self._ranks.gather(to_bytes(random_state())),  # of every rank
+            "random": self.ranks.gather(to_bytes(random_state())),  # of every rank
         }
 
     def restore_global(self, saved: dict[str, Any], path: Path) -> None:
@@ -212,7 +209,7 @@ class TrainingState:
     def start_from(self, saved: dict[str, Any], path: Path) -> None:
         """Start a run from a checkpoint of any run. Raises CheckpointError or ConfigError."""
         self.restore_global(saved, path)
-        budget = self._config.run.tokens
+        budget = self.config.run.tokens
         if saved["run_tokens"] >= budget:
             raise ConfigError(
                 f"the checkpoint {path} has trained {saved['run_tokens']} tokens and run.tokens is {budget}; raise it"
@@ -224,7 +221,7 @@ class TrainingState:
 
         The learner then continues with the run's newest model, otherwise exactly.
         """
-        rank = self._ranks.rank
+        rank = self.ranks.rank
         exact = self.learner.load_state_dict(saved["learner"])
         self.stream.load_state_dict(saved["cursor"])
         if rank < len(saved["random"]):

@@ -29,26 +29,11 @@ SEPARATOR = b"\0"
 
 
 @dataclass(frozen=True)
-class SharedRows:
-    """The rows that belong to every shard: those whose hash of seed, part and row is below `fraction` of all values."""
-
-    fraction: float = 0.0
-    seed: int = 0
-
-    def contains(self, part: int, row: int) -> bool:
-        """Whether a row belongs to every shard."""
-        if not self.fraction:
-            return False
-        place = part.to_bytes(8, "little") + row.to_bytes(8, "little")
-        key = self.seed.to_bytes(8, "little") + b"shared"
-        return int.from_bytes(hashlib.blake2b(place, digest_size=8, key=key).digest()) < self.fraction * 2**64
-
-
-@dataclass(frozen=True)
 class DocumentShard:
     """The documents that belong to one of `num_shards` shards, from position `begin` until before `end` (part, row).
 
-    `shared` rows belong to every shard. Of the others, row r of part p belongs to shard (p + r) mod `num_shards`; with
+    The rows whose hash of `seed`, part and row is below `shared_fraction` of all values belong to every shard. Of the
+    others, row r of part p belongs to shard (p + r) mod `num_shards`; with
     `by_parts`, part p to shard p mod `num_shards`.
     """
 
@@ -57,18 +42,26 @@ class DocumentShard:
     by_parts: bool = False
     begin: tuple[int, int] = (0, 0)
     end: tuple[int, int] | None = None
-    shared: SharedRows = SharedRows()
+    shared_fraction: float = 0.0
+    seed: int = 0
 
     def may_continue(self, part: int, row: int) -> bool:
         """Whether this row or a later row of the part may belong to this shard."""
         if part < self.begin[0] or (self.end is not None and (part, row) >= self.end):
             return False
-        return not self.by_parts or self.shared.fraction > 0 or part % self.num_shards == self.shard
+        return not self.by_parts or self.shared_fraction > 0 or part % self.num_shards == self.shard
 
     def contains(self, part: int, row: int) -> bool:
         """Whether a row belongs to this shard, where `may_continue` is true."""
         is_own = (part if self.by_parts else part + row) % self.num_shards == self.shard
-        return (part, row) >= self.begin and (is_own or self.shared.contains(part, row))
+        return (part, row) >= self.begin and (is_own or self._is_shared(part, row))
+
+    def _is_shared(self, part: int, row: int) -> bool:
+        if not self.shared_fraction:
+            return False
+        place = part.to_bytes(8, "little") + row.to_bytes(8, "little")
+        key = self.seed.to_bytes(8, "little") + b"shared"
+        return int.from_bytes(hashlib.blake2b(place, digest_size=8, key=key).digest()) < self.shared_fraction * 2**64
 
 
 _ALL = DocumentShard()

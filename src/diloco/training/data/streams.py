@@ -33,7 +33,7 @@ from diloco.learner.leased_units import LeasedUnits
 from diloco.protocol.leases import DataSet
 from diloco.protocol.units import permute, place_of_unit
 from diloco.training.data.corpus import Corpus, TextSource, Tokens
-from diloco.training.data.reading import DocumentReader, DocumentShard, SharedRows
+from diloco.training.data.reading import DocumentReader, DocumentShard
 
 
 class BatchStream:
@@ -230,27 +230,20 @@ class TextShard:
         num_drawn: sequences drawn so far.
     """
 
-    def __init__(
-        self,
-        source: TextSource,
-        length: int,
-        shard: int,
-        num_shards: int,
-        seed: int,
-        state: dict[str, Any] | None = None,
-        shared_fraction: float = 0.0,
-    ) -> None:
+    def __init__(self, stream: "TextStream", shard: int, state: dict[str, Any] | None = None) -> None:
+        source, num_shards, seed = stream.source, stream.num_shards, stream.seed
         documents, parts = source.documents, len(source.documents.parts)
-        by_parts = documents.by_parts and parts % num_shards == 0
-        shared = SharedRows(shared_fraction, seed)
-        documents_of_shard = DocumentShard(shard % num_shards, num_shards, by_parts, source.begin, shared=shared)
-        self._encoder, self._length = source.encoder, length
+        documents_of_shard = DocumentShard(
+            shard % num_shards, num_shards, documents.by_parts and parts % num_shards == 0, source.begin,
+            shared_fraction=stream.shared_fraction, seed=seed,
+        )  # fmt: skip
+        self._encoder, self._length = source.encoder, stream.length
         self._name = f"shard {shard} of {num_shards}"
         self._key = seed.to_bytes(8, "little") + b"draw" + shard.to_bytes(8, "little")
         # Seeds are below 2**32. Shards with common documents have orders of their own.
-        order = seed + ((shard if shared_fraction else shard // num_shards) << 32)
+        order = seed + ((shard if stream.shared_fraction else shard // num_shards) << 32)
         self._reader = DocumentReader(documents, documents_of_shard, order, None if state is None else state["reader"])
-        self._buffer = np.empty((source.shuffle_sequences, length + 1), dtype=np.int32)
+        self._buffer = np.empty((source.shuffle_sequences, stream.length + 1), dtype=np.int32)
         self._pending: npt.NDArray[np.int32] = np.empty(0, dtype=np.int32)
         self.num_drawn = self._num_buffered = 0
         self._is_over = False  # the reader is at the end of the pass
@@ -311,6 +304,9 @@ class TextShard:
 class TextStream(BatchStream):
     """Batches of texts that are read while training.
 
+    Attributes:
+        source, length, num_shards, seed, shared_fraction: as given; all of its shards have them in common.
+
     After a change of `position` the next draw reads up to the new position; for an earlier position it reads from the
     beginning.
     """
@@ -319,8 +315,8 @@ class TextStream(BatchStream):
         self, source: TextSource, sequence_length: int, num_shards: int, shards: Sequence[int], batch: int, seed: int,
         shared_fraction: float = 0.0,
     ) -> None:  # fmt: skip
-        self._source, self._length, self._num_shards, self._seed = source, sequence_length, num_shards, seed
-        self._shared_fraction = shared_fraction
+        self.source, self.length, self.num_shards, self.seed = source, sequence_length, num_shards, seed
+        self.shared_fraction = shared_fraction
         self._streams: dict[int, TextShard] = {}
         identity = {
             "data": source.fingerprint(),
@@ -349,13 +345,10 @@ class TextStream(BatchStream):
     def _at_position(self, shard: int) -> TextShard:
         stream = self._streams.get(shard)
         if stream is None or stream.num_drawn > self.position:
-            stream = self._streams[shard] = self._open(shard)
+            stream = self._streams[shard] = TextShard(self, shard)
         while stream.num_drawn < self.position:
             stream.draw()
         return stream
-
-    def _open(self, shard: int, state: dict[str, Any] | None = None) -> TextShard:
-        return TextShard(self._source, self._length, shard, self._num_shards, self._seed, state, self._shared_fraction)
 
     def state_dict(self) -> dict[str, Any]:
         """As `BatchStream.state_dict`, with the state of each shard that was read."""
@@ -364,8 +357,8 @@ class TextStream(BatchStream):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """As `BatchStream.load_state_dict`."""
         super().load_state_dict(state)
-        saved = state["streams"]
-        self._streams = {shard: self._open(shard, saved[str(shard)]) for shard in self.shards if str(shard) in saved}
+        saved = {int(shard): each for shard, each in state["streams"].items()}
+        self._streams = {shard: TextShard(self, shard, saved[shard]) for shard in self.shards if shard in saved}
 
 
 def held_out_batches(corpus: Corpus, sequence_length: int, num_sequences: int, batch: int) -> list[Tensor]:

@@ -12,7 +12,6 @@ shards: a restart after a crash writes the same bytes.
 
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ from diloco.escaping import MALFORMED
 from diloco.tables import Table, validate
 from diloco.training.data.documents import Documents, open_documents
 from diloco.training.data.reading import DocumentReader, DocumentShard, Encoder, held_out_end
-from diloco.whole_files import hidden_name, remove_leftovers, write_whole
+from diloco.whole_files import whole_file, write_whole
 
 INDEX, UNFINISHED, TOKENIZER = "index.json", "unfinished.json", "tokenizer"
 PartName = Literal["held_out", "train"]
@@ -224,8 +223,6 @@ class _Writer:
         self._directory, self._encoder, self._shard_tokens, self._report = directory, encoder, shard_tokens, report
         self._unfinished = PartialIndex(made_from=made_from, shards={part: [] for part in PARTS}, cursors={})
         path = directory / UNFINISHED
-        for part in PARTS:
-            remove_leftovers(directory, f"{part}-*")
         if path.exists():
             with translated(MALFORMED, StoreError, f"{path} cannot be read", "remove the directory"):
                 self._unfinished = validate(PartialIndex, json.loads(path.read_bytes()), "its values")
@@ -256,25 +253,19 @@ class _Writer:
         progress = self._progress
         tokens_before, documents_before = progress.num_tokens, progress.num_documents
         found, at_end = hashlib.sha256(), False
-        partial = self._directory / hidden_name(name)
-        try:
-            with partial.open("wb") as file:
-                while progress.num_tokens - tokens_before < self._shard_tokens and not at_end:
-                    batch, at_end = reader.batch()
-                    tokens = self._encoder.encode(batch)
-                    raw = tokens.astype(self._encoder.dtype.newbyteorder("<"), copy=False).tobytes()
-                    file.write(raw)
-                    found.update(raw)
-                    progress.num_documents += sum(each.is_end for each in batch)
-                    progress.num_tokens += len(tokens)
-                    progress.num_new_tokens += len(tokens)
-                    self._report(progress)
-                file.flush()
-                os.fsync(file.fileno())
-            if progress.num_tokens > tokens_before:
-                partial.replace(self._directory / name)
-        finally:
-            partial.unlink(missing_ok=True)
+        with whole_file(self._directory / name) as partial, partial.open("wb") as file:
+            while progress.num_tokens - tokens_before < self._shard_tokens and not at_end:
+                batch, at_end = reader.batch()
+                tokens = self._encoder.encode(batch)
+                raw = tokens.astype(self._encoder.dtype.newbyteorder("<"), copy=False).tobytes()
+                file.write(raw)
+                found.update(raw)
+                progress.num_documents += sum(each.is_end for each in batch)
+                progress.num_tokens += len(tokens)
+                progress.num_new_tokens += len(tokens)
+                self._report(progress)
+        if progress.num_tokens == tokens_before:
+            (self._directory / name).unlink()
         num_tokens, num_documents = progress.num_tokens - tokens_before, progress.num_documents - documents_before
         shard = TokenShard(file=name, num_tokens=num_tokens, num_documents=num_documents, sha256=found.hexdigest())
         return shard, at_end
