@@ -2,6 +2,7 @@
 
     python -m benchmarks.reliability                     write the page from what is there
     python -m benchmarks.reliability chaos 11 --minutes 20 --learners 4 --every 1     a run of `tests.chaos`
+    python -m benchmarks.reliability standby 7 --faults 200                           one of `tests.chaos.standby`
     python -m benchmarks.reliability soak 1                                           a soak of an hour
     python -m benchmarks.reliability storms 1-100000                                  storms in virtual time
     python -m benchmarks.reliability again                                            those of them that have failed
@@ -11,8 +12,8 @@
     python -m benchmarks.reliability stopping                                         `python -m benchmarks.stopping`
     python -m benchmarks.reliability fuzz FILE       what  make fuzz ARGS="--json FILE"  has found
 
-Each keeps its numbers with the commit they were measured at, and writes the page again. A run of chaos or storms is not
-kept in place of another one: remove that first. What was not measured is said to be that.
+Each keeps its numbers with the commit they were measured at, and writes the page again. A run of chaos, of two syncers
+or of storms is not kept in place of another one: remove that first. What was not measured is said to be that.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ ALONE = ("restart", "stopping", "floods", "control")
 
 def read_results() -> dict[str, Any]:
     """All that is in benchmarks/results. "made": of each, its name, commit and day."""
-    found: dict[str, Any] = {"chaos": [], "storms": [], "made": []}
+    found: dict[str, Any] = {"chaos": [], "standby": [], "storms": [], "made": []}
     for path in sorted(RESULTS.glob("*.json")):
         kind, kept = path.stem.partition("-")[0], json.loads(path.read_text())
         found["made"].append((path.stem, kept["commit"], kept["on"]))
         values = kept["result"]
-        if kind in ("chaos", "storms"):
+        if kind in ("chaos", "standby", "storms"):
             found[kind].append(values)
         else:
             found[kind] = values
@@ -90,7 +91,7 @@ def failed_again(results: list[dict[str, Any]]) -> dict[str, Any]:
     """The storms that have failed, run again: `tried` and `failed`, by seed."""
     tried, failed = list[int](), list[int]()
     for each in results:
-        kinds = [f"--{kind.replace('_', '-')}" for kind in ("leased", "goes_back") if each[kind]]
+        kinds = [f"--{kind.replace('_', '-')}" for kind in ("leased", "standby", "goes_back") if each[kind]]
         for text in each["failed"]:
             seed = text.removeprefix("seed ").partition(":")[0]
             tried.append(int(seed))
@@ -113,18 +114,23 @@ def chaos(*arguments: str) -> Any:
 def main() -> None:
     """Measure what is asked for, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=("chaos", "soak", "storms", "again", "fuzz", *ALONE))
-    parser.add_argument("which", nargs="?", help="the seed of chaos, hours of a soak, FIRST-LAST of storms, or a file")
+    parser.add_argument("what", nargs="?", choices=("chaos", "standby", "soak", "storms", "again", "fuzz", *ALONE))
+    parser.add_argument(
+        "which", nargs="?", help="the seed of chaos or standby, hours of a soak, FIRST-LAST of storms, or a file"
+    )
     chosen, more = parser.parse_known_args()
     measured = commit()
     match chosen.what:
         case "chaos":
             name = require_new(f"chaos-{chosen.which}")
             keep(name, chaos("--seed", chosen.which, *more), measured)
+        case "standby":
+            name = require_new(f"standby-{chosen.which}")
+            keep(name, _output("tests.chaos.standby", "--json", "--seed", chosen.which, *more), measured)
         case "soak":
             keep("soak", chaos("--soak", "--hours", chosen.which, *more), measured)
         case "storms":
-            kinds = "".join(f"-{kind}" for kind in ("leased", "goes-back") if f"--{kind}" in more)
+            kinds = "".join(f"-{kind}" for kind in ("leased", "standby", "goes-back") if f"--{kind}" in more)
             name = require_new(f"storms-{chosen.which}{kinds}")
             keep(name, _output("tests.storms", chosen.which, "--json", *more), measured)
         case "again":

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from statistics import median
 from typing import Any
 
 from tests.chaos.invariants import INVARIANTS
 from tests.chaos.measures import RECOVERIES
 from tests.chaos.plan import LOST_S, kinds
+from tests.chaos.standby import AND_REQUESTS, KINDS
 
 NOT_MEASURED = "not measured"
 
@@ -23,10 +25,11 @@ with what else ran on it that day.
 
 
 def page(results: dict[str, Any]) -> str:
-    """The page, from results by name: lists of "chaos" and "storms"; "restart", "stopping", "floods", "control",
-    "again", "fuzz" and "soak" may be absent; "made" says of each its name, commit and day."""
+    """The page, from results by name: lists of "chaos", "standby" and "storms"; "restart", "stopping", "floods",
+    "control", "again", "fuzz" and "soak" may be absent; "made" says of each its name, commit and day."""
     parts = (
-        INTRODUCTION, _summary(results), _real(results["chaos"]), _virtual(results["storms"], results.get("again")),
+        INTRODUCTION, _summary(results), _real(results["chaos"]), _shared(results["standby"]),
+        _virtual(results["storms"], results.get("again")),
         _recovery(results["chaos"]), _restart(results.get("restart")), _stopping(results.get("stopping")),
         _floods(results.get("floods")), _control(results.get("control")), _others(results),
         _made(results["made"]),
@@ -40,17 +43,19 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def _summary(results: dict[str, Any]) -> str:
-    chaos, storms = results["chaos"], results["storms"]
+    chaos, standby, storms = (results[key] for key in ("chaos", "standby", "storms"))
     faults, survived = (sum(each[key] for each in chaos) for key in ("num_faults", "num_survived"))
+    shared = sum(each["num_faults"] for each in standby)
+    versions = sum(each["versions_published"] for each in chaos) + sum(sum(each["versions"]) for each in standby)
     num_storms = sum(each["storms"] for each in storms)
     virtual = sum(sum(each["faults"].values()) for each in storms)
     ledgers = [not each["invariants"]["every token is accounted for"] for each in chaos]
     rows = [
         ("faults of real processes, sockets and files", f"{faults:,} of 1,000", f"{survived:,} survived"),
+        ("of two syncers over a bucket, or of the bucket", f"{shared:,} of 200", f"{shared:,} survived"),
         ("runs in virtual time", f"{num_storms:,} of 100,000", _failed(storms, results.get("again"))),
         ("faults in them", f"{virtual:,}", ""),
-        ("published versions lost", f"of {sum(each['versions_published'] for each in chaos):,}",
-         str(sum(each["versions_lost"] for each in chaos))),
+        ("published versions lost", f"of {versions:,}", str(sum(each["versions_lost"] for each in chaos))),
         ("published versions that were given up", "where the state was damaged or restored on purpose",
          f"{sum(each['versions_given_up'] for each in chaos):,}"),
         ("reported holdings compared by digest", f"{sum(each['holdings_compared'] for each in chaos):,}",
@@ -121,6 +126,39 @@ seconds of its processor time. What must hold after a run:
 {_table(("fault", "what is done", "injected", "survived"), rows)}"""
 
 
+def _shared(runs: Sequence[dict[str, Any]]) -> str:
+    head = """## Two syncers
+
+`python -m benchmarks.reliability standby SEED --faults K`, a run of `tests.chaos.standby`: two syncers as processes, a
+bucket server, and two learners, which train through all of it. After each fault one syncer serves, the other one waits,
+and a version is published. In the end no version is lost, none was published twice, each epoch was served by one
+syncer, no learner was evicted, and each has the very bits of a run in one process; a run in which one of these does not
+hold has no result. Faults "with requests" come with requests that the bucket refuses, or executes without an answer.
+"""
+    if not runs:
+        return f"{head}\n{NOT_MEASURED}.\n"
+    each = [
+        (run["seed"], run["num_faults"], f"{run['seconds']:,.0f} s", sum(run["versions"]), 0, run["epoch"])
+        for run in runs
+    ]
+    tried = sum((Counter(run["faults"]) for run in runs), Counter[str]())
+    rows = [
+        (kind, " ".join((does.__doc__ or "").split()).removesuffix("."), tried[kind], tried[f"{kind}{AND_REQUESTS}"])
+        for kind, (_, does) in sorted(KINDS.items())
+    ]  # fmt: skip
+    times = defaultdict[str, list[float]](list)
+    for kind, seconds in (takeover for run in runs for takeover in run["takeovers"]):
+        times[kind].append(seconds)
+    taken = [(kind, len(them), f"{median(them):.2f} s", f"{max(them):.2f} s") for kind, them in sorted(times.items())]
+    leases = ", ".join(f"{each:g} s" for each in sorted({run["lease_s"] for run in runs}))
+    return f"""{head}
+{_table(("seed", "faults", "for", "versions", "lost", "epochs"), each)}
+{_table(("fault", "what is done", "tried", "with requests"), rows)}
+From the fault until the standby serves, with a lease of {leases}, whatever else was wrong:
+
+{_table(("takeover after", "times", "median", "worst"), taken)}"""
+
+
 def _invariants() -> str:
     return "".join(f"- {name}: {' '.join((holds.__doc__ or '').split())}\n" for name, holds, _ in INVARIANTS)
 
@@ -169,7 +207,7 @@ def _seeds_that_failed(runs: Sequence[dict[str, Any]]) -> list[int]:
 
 
 def _seeds(run: dict[str, Any]) -> str:
-    kinds = {"leased": "leased data", "goes_back": "a run that goes back"}
+    kinds = {"leased": "leased data", "standby": "two syncers", "goes_back": "a run that goes back"}
     named = [f", {kind}" for key, kind in kinds.items() if run[key]]
     return f"{run['first']} to {run['first'] + run['storms'] - 1}{''.join(named)}"
 

@@ -208,9 +208,9 @@ def _record(state_dir: Path) -> tuple[dict[str, int], tuple[Epoch, ...]]:
     """What each learner has trained, and the epochs; both empty where the state is damaged."""
     try:
         objects = open_store(state_dir)
-        name = read_manifest(objects).record
+        manifest = read_manifest(objects)
         with ObjectReader(objects) as reader:
-            record, epochs = reader.record(str(name))
+            record, epochs = reader.record(str(manifest.record), len(manifest.fragments))
     except DilocoError:
         return {}, ()
     accounts = {name: Account.from_dict(each) for name, each in ({} if record is None else record["accounts"]).items()}

@@ -12,6 +12,7 @@ of as many steps in one process.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import signal
@@ -38,7 +39,10 @@ MORE_STEPS = 16
 """Inner steps after the last fault."""
 
 BESIDES = 0.25
-"""Share of faults that come with a fault of requests."""
+"""Share of faults that come with a fault of requests: refused, or executed without an answer."""
+
+AND_REQUESTS = ", and requests"
+"""Ends the kind of such a fault."""
 
 
 class Chaos:
@@ -67,7 +71,7 @@ class Chaos:
         KINDS[self._kind][1](self)
         self._settle()
         until(lambda: sum(self.pair.manifest().versions) > before, "nothing is published")
-        return f"{self._kind}, and requests" if besides else self._kind
+        return f"{self._kind}{AND_REQUESTS}" if besides else self._kind
 
     def _settle(self) -> None:
         """One of the two serves and the other one waits."""
@@ -93,21 +97,25 @@ class Chaos:
     # --- kinds --------------------------------------------------------------------------------------------------------
 
     def kill_first(self) -> None:
+        """SIGKILL until the standby serves; back as its standby."""
         began_s = time.monotonic()
         self.first.kill()
         self.until_taken_over(began_s)
         self.first.start()
 
     def kill_briefly(self) -> None:
+        """SIGKILL, and started again at once."""
         self.first.kill()
         self.first.start()
 
     def kill_standby(self) -> None:
+        """SIGKILL, and started again within a lease."""
         self.standby.kill()
         self.rest(0.1, 1.0)
         self.standby.start()
 
     def kill_both(self) -> None:
+        """SIGKILL of both; started again in any order."""
         both = [self.first, self.standby]
         for it in both:
             it.kill()
@@ -116,11 +124,13 @@ class Chaos:
             it.start()
 
     def stop_first(self) -> None:
+        """SIGTERM until the standby serves; back as its standby."""
         self.first.terminate()
         self.until_taken_over(time.monotonic())
         self.first.start()
 
     def freeze_first(self) -> None:
+        """SIGSTOP until the standby serves, then SIGCONT."""
         began_s = time.monotonic()
         self.first.freeze()
         self.until_taken_over(began_s)
@@ -128,32 +138,38 @@ class Chaos:
         self.first.thaw()
 
     def nap_first(self) -> None:
+        """SIGSTOP, SIGCONT within about a lease."""
         self.first.freeze()
         self.rest(0.1, 1.2)
         self.first.thaw()
 
     def freeze_standby(self) -> None:
+        """SIGSTOP, SIGCONT within two leases."""
         self.standby.freeze()
         self.rest(0.5, 2.0)
         self.standby.thaw()
 
     def part_first(self) -> None:
+        """No way from it to the bucket until the standby serves."""
         began_s = time.monotonic()
         self.first.cut_off()
         self.until_taken_over(began_s)
         self.first.heal()
 
     def blip_first(self) -> None:
+        """The same, within about a lease."""
         self.first.cut_off()
         self.rest(0.1, 1.2)
         self.first.heal()
 
     def part_standby(self) -> None:
+        """No way from it to the bucket within two leases."""
         self.standby.cut_off()
         self.rest(0.5, 2.0)
         self.standby.heal()
 
     def part_both(self) -> None:
+        """The same for both."""
         both = [self.first, self.standby]
         for it in both:
             it.cut_off()
@@ -163,29 +179,32 @@ class Chaos:
             it.heal()
 
     def freeze_bucket(self) -> None:
-        """What was sent meanwhile lands when it wakes."""
+        """SIGSTOP of the bucket server, SIGCONT within two leases and a half: what was sent meanwhile lands then."""
         os.kill(self.pair.server.pid(), signal.SIGSTOP)
         self.rest(0.3, 2.5)
         os.kill(self.pair.server.pid(), signal.SIGCONT)
 
     def refuse(self) -> None:
+        """Up to eight requests are answered by 409, 429, 500 or 503."""
         path = self._draws.choice(("manifest.json", ""))
         status = self._draws.choice((409, 429, 500, 503))
         self.pair.server.fault("status", path=path, status=status, num=self._draws.randint(1, 8))
         until(lambda: self.pair.server.num_pending == 0, "nothing is refused")
 
     def lose_answers(self) -> None:
+        """Up to four swaps are executed without an answer."""
         self.pair.server.fault("lost", num=self._draws.randint(1, 4))
         until(lambda: self.pair.server.num_pending == 0, "no answer is lost")
 
     def land_late(self) -> None:
-        """A swap is executed after its sender has given up."""
+        """A swap is executed within two leases and a half, whatever its sender has done meanwhile."""
         self.pair.server.fault("late")
         until(lambda: self.pair.server.num_waiting == 1, "no request is held")
         self.rest(0.1, 2.5)
         self.pair.server.release()
 
     def promote(self) -> None:
+        """`diloco syncer promote`: they change places."""
         connection = Connection(self.standby.address)
         connection.call("control", "Promote", pb.PromoteRequest(run=RUN), pb.PromoteReply, timeout_s=60)
         connection.close()
@@ -247,7 +266,10 @@ def run(directory: Path, seed: int, num_faults: int, say: Callable[[str], None])
     for (mine, metrics), (theirs, _) in zip(ends, undisturbed, strict=True):
         assert metrics["incarnation"] == 1, "a learner was evicted"
         assert all(torch.equal(mine[name], theirs[name]) for name in theirs), "the bits differ"
-    return {"faults": dict(done), "versions": versions, "epoch": epoch, "takeovers": chaos.takeovers}
+    return {
+        "seed": seed, "seconds": round(time.monotonic() - began_s, 1), "num_faults": num_faults, "faults": dict(done),
+        "versions": versions, "epoch": epoch, "lease_s": LEASE_S, "takeovers": chaos.takeovers,
+    }  # fmt: skip
 
 
 def main() -> None:
@@ -257,12 +279,16 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--faults", type=int, default=200, help="how many (default: 200)")
     parser.add_argument("--out", type=Path, help="an empty directory (default: a temporary one)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as temporary:
         directory = options.out or Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
         found = run(directory, options.seed, options.faults, lambda text: print(text, file=sys.stderr, flush=True))
+    if options.json:
+        print(json.dumps(found))
+        return
     for kind, number in sorted(found["faults"].items()):
         print(f"{number:4}  {kind}")
     print(f"{sum(found['faults'].values())} faults: no version is lost, none is published twice, every bit is the same")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import shutil
 import tempfile
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from random import Random
@@ -13,17 +15,33 @@ from random import Random
 import torch
 from tests.fuzz.examining import Target, contents, unchanged
 from tests.fuzz.files import directory_of, fill
-from tests.fuzz.mutations import JOURNAL, JSON, MANIFEST, SAFETENSORS, UNREADABLE, Form, joined, mutated_parts, parted
+from tests.fuzz.mutations import (
+    JOURNAL,
+    JSON,
+    MANIFEST,
+    SAFETENSORS,
+    UNREADABLE,
+    Form,
+    joined,
+    mutated,
+    mutated_parts,
+    parted,
+)
 from tests.syncer.runs import RUN, Raw, layout, method, start
 
 import diloco
 from diloco.cli.replay import _numbers, _replay
 from diloco.errors import AlreadyInitialisedError, DilocoError, UnknownRunError
 from diloco.event_log import EventLog
+from diloco.following.follower import Follower
+from diloco.following.sources import StoreSource
+from diloco.protocol.manifest import Manifest
 from diloco.protocol.members import Deadlines
+from diloco.protocol.publishing import Publisher, RefuseStart, Stand, Swap
 from diloco.run.journal.payloads import TensorFormats
 from diloco.run.journal.replay import Replay
 from diloco.store.copying import copy
+from diloco.store.directory import MANIFEST as NAME
 from diloco.store.directory import Directory
 from diloco.store.inspection import check
 from diloco.store.journal_reader import JournalReader
@@ -52,50 +70,138 @@ def healthy() -> dict[str, bytes]:
         return contents(Path(root))
 
 
-def _below(prefix: str) -> dict[str, bytes]:
-    return {
-        name.removeprefix(prefix): data for name, data in sorted(healthy().items()) if name.startswith(prefix)
-    }  # fmt: skip
+@functools.cache
+def lossy() -> tuple[dict[str, bytes], dict[str, bytes]]:
+    """The store of a run with encoded updates, at two moments: after its first version and after its second."""
+    given = method(codec="e3m0")
+    payload = given.for_fragment(0).up.encode(torch.ones(layout().fragments[0].numel))
+    with tempfile.TemporaryDirectory() as root, start(Path(root), given) as syncer:
+        raw, moments = Raw(syncer.address), list[dict[str, bytes]]()
+        raw.initialise()
+        raw.join()
+        for version in range(2):
+            raw.push(payload, round=version, base=version, step=2 + 4 * version, trained=5 + 5 * version)
+            syncer.driver.drain()
+            moments.append(_store_in(contents(Path(root))))
+        raw.connection.close()
+    return moments[0], moments[1]
+
+
+def _below(prefix: str, files: dict[str, bytes]) -> dict[str, bytes]:
+    return {name.removeprefix(prefix): data for name, data in sorted(files.items()) if name.startswith(prefix)}
 
 
 # --- the store --------------------------------------------------------------------------------------------------------
 
 
-def _store() -> dict[str, bytes]:
+def _store_in(files: dict[str, bytes]) -> dict[str, bytes]:
     """The manifest, and the objects that it names and has named."""
-    return {name: data for name, data in _below("state/").items() if name.split("/")[0] in ("manifest.json", "objects")}
+    return {name: it for name, it in _below("state/", files).items() if name.split("/")[0] in (NAME, "objects")}
 
 
-def _named(data: bytes) -> dict[str, bytes]:
-    """The files of an input: objects whose header has changed have names, here and in the manifest, that say so. A
-    record that has changed is damaged: only its writer could name it, who has the run."""
-    files = dict(zip(_store(), parted(data), strict=False))
-    manifest = files.get("manifest.json", b"")
+def _store() -> dict[str, bytes]:
+    return _store_in(healthy())
+
+
+def _named(store: dict[str, bytes], data: bytes) -> dict[str, bytes]:
+    """The files of an input, as one who may write to the store makes them: an object that has changed has a name, here
+    and in the manifest, that says so."""
+    files = dict(zip(store, parted(data), strict=False))
+    manifest = files.get(NAME, b"")
     for name, content in list(files.items()):
-        length = 8 + int.from_bytes(content[:8], "little")
+        length = len(content) if content[:1] == b"{" else 8 + int.from_bytes(content[:8], "little")
         own = hashlib.sha256(content[:length]).hexdigest()
         place, _, before = name.rpartition("-")
-        if place and before != own and content[:1] != b"{":
+        if place and before != own:
             files[f"{place}-{own}"] = files.pop(name)
             manifest = manifest.replace(before.encode(), own.encode())
-    if "manifest.json" in files:
-        files["manifest.json"] = manifest
+    if NAME in files:
+        files[NAME] = manifest
         with suppress(*UNREADABLE):
             plain = MANIFEST.load(manifest)
-            if manifest != _store()["manifest.json"] and plain.keys() >= {"sha256"}:
-                files["manifest.json"] = MANIFEST.dump(plain)
+            if manifest != store[NAME] and plain.keys() >= {"sha256"}:
+                files[NAME] = MANIFEST.dump(plain)
     return files
 
 
-def _mutate_store(data: bytes, random: Random) -> bytes:
-    names, parts = list(_store()), parted(data)
+def _mutate_store(store: dict[str, bytes]) -> Callable[[bytes, Random], bytes]:
+    names = list(store)
 
-    def form_of(index: int) -> Form | None:
-        if index < len(names) and names[index] == "manifest.json":
-            return MANIFEST
-        return JSON if index < len(parts) and parts[index][:1] == b"{" else SAFETENSORS
+    def mutate(data: bytes, random: Random) -> bytes:
+        parts = parted(data)
 
-    return mutated_parts(data, form_of, random)
+        def form_of(index: int) -> Form | None:
+            if index < len(names) and names[index] == NAME:
+                return MANIFEST
+            return JSON if index < len(parts) and parts[index][:1] == b"{" else SAFETENSORS
+
+        return mutated_parts(data, form_of, random)
+
+    return mutate
+
+
+def manifest() -> Target:
+    """The one object that a syncer reads again and again: as a start reads it, and as a standby does before its
+    claim, which others can read."""
+
+    def read(data: bytes) -> None:
+        found = Manifest.from_bytes(data, "s3://bucket/run")
+        assert Manifest.from_bytes(found.to_bytes(), "a copy") == found
+        refusals = list[DilocoError]()
+        for is_standby in (False, True):
+            publisher = Publisher(RUN, boot=7, is_standby=is_standby, lease_s=10.0)
+            publisher.start(0.0)
+            for now_s, token in ((0.0, "before"), (1.0, "now"), (12.0, "now")):
+                for act in publisher.read(now_s, found, token):
+                    match act:
+                        case RefuseStart(error=error):
+                            refusals.append(error)
+                        case Stand(why=why):
+                            assert why.isprintable()
+                        case Swap(data=claim):
+                            assert Manifest.from_bytes(claim, "the claim").epoch == found.epoch + 1
+        if refusals:
+            raise refusals[0]
+
+    data = _store()[NAME]
+    served = {**MANIFEST.load(data), "boot": 5, "address": "a.example.org:7700"}
+    return Target(
+        "manifest", (data,), read, lambda it, random: mutated(it, MANIFEST, random), others=(MANIFEST.dump(served),)
+    )
+
+
+def followed() -> Target:
+    """A store that one who may write to it has changed: before a follower that holds the version before, and before a
+    new one."""
+    older, newer = lossy()
+
+    def read(data: bytes) -> None:
+        refusals = list[DilocoError]()
+        with tempfile.TemporaryDirectory() as root:
+            path = Path(root) / "state"
+            path.mkdir()
+            fill(path, older)
+            with (
+                Follower(StoreSource(open_store(path)), RUN) as old,
+                Follower(StoreSource(open_store(path)), RUN) as new,
+            ):
+                assert old.newer() is not None
+                shutil.rmtree(path)
+                path.mkdir()
+                fill(path, _named(newer, data))
+                with unchanged(path):
+                    for follower in (old, new):
+                        try:
+                            if (model := follower.newer()) is not None:
+                                json.dumps(model.describe())
+                                assert str(model).isprintable()
+                                assert model.state_dict()
+                        except DilocoError as error:
+                            refusals.append(error)
+        if refusals:
+            raise refusals[-1]
+
+    return Target("follow", (joined(list(newer.values())),), read, _mutate_store(newer))
 
 
 def state() -> Target:
@@ -105,7 +211,7 @@ def state() -> Target:
         with tempfile.TemporaryDirectory() as root:
             path = Path(root) / "state"
             path.mkdir()
-            fill(path, _named(data))
+            fill(path, _named(_store(), data))
             with unchanged(path):
                 found = check(open_store(path))
             json.dumps(found.to_dict())
@@ -125,7 +231,7 @@ def state() -> Target:
             if refusal is not None:
                 raise refusal
 
-    return Target("state", (joined(list(_store().values())),), read, _mutate_store)
+    return Target("state", (joined(list(_store().values())),), read, _mutate_store(_store()))
 
 
 def _serves(path: Path) -> bool:
@@ -146,7 +252,7 @@ def copied() -> Target:
     """A store that is copied: it stays as it is, and nothing is written but the copy."""
 
     def read(data: bytes) -> None:
-        with directory_of({f"state/{name}": content for name, content in _named(data).items()}) as path:
+        with directory_of({f"state/{name}": content for name, content in _named(_store(), data).items()}) as path:
             with tempfile.TemporaryDirectory() as other:
                 try:
                     with opened(Path(other) / "within" / "state", lock=True) as target:
@@ -155,7 +261,7 @@ def copied() -> Target:
                     written = {name for name in contents(Path(other)) if not name.startswith("within/state/")}
                     assert not written, f"{written} were written"
 
-    return Target("copy", (joined(list(_store().values())),), read, _mutate_store)
+    return Target("copy", (joined(list(_store().values())),), read, _mutate_store(_store()))
 
 
 # --- the journal ------------------------------------------------------------------------------------------------------
@@ -163,7 +269,7 @@ def copied() -> Target:
 
 def journal() -> Target:
     """The parts of a journal, as `diloco replay` reads and replays them, with payloads."""
-    files = {name: data for name, data in _below("state/").items() if name.startswith("journal/")}
+    files = {name: data for name, data in _below("state/", healthy()).items() if name.startswith("journal/")}
     parts = [name for name in files if name.endswith(".gz")]
     kept = {name: data for name, data in files.items() if name not in parts}
 

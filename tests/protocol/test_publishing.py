@@ -724,7 +724,7 @@ def test_the_same_bytes_never_come_twice() -> None:
 def test_a_manifest_of_the_most_fragments_fits_and_of_more_is_refused() -> None:
     name = f"{10**7 - 1}/{10**12 - 1}-{'f' * 64}"
     versions = tuple(NamedVersion(10**9 + number, name, name) for number in (1, 0))
-    full = Manifest("r" * 64, "0" * 32, 10**7, 2**62, 2**62, "a" * 250, name, name, (versions,) * MOST_FRAGMENTS)
+    full = Manifest("r" * 64, "0" * 32, 10**7, 2**62, 10**18 - 1, "a" * 250, name, name, (versions,) * MOST_FRAGMENTS)
     assert MOST_BYTES * 0.8 < len(full.to_bytes()) <= MOST_BYTES
     assert Manifest.from_bytes(full.to_bytes(), "here") == full
     with pytest.raises(

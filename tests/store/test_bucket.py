@@ -7,16 +7,25 @@ import random
 import re
 import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import pytest
 from benchmarks.processes import until
 from tests.bucket_server import CREDENTIALS, BucketServer
+from tests.store.small_run import SmallRun
 
+from diloco.cli import main
 from diloco.errors import ConfigError, DilocoError, MissingObjectError, StoreError, SwapRefusedError
+from diloco.protocol.manifest import FORMAT, MOST_BYTES
+from diloco.run.objects import Objects
 from diloco.store import bucket as module
+from diloco.store import directory as directory_module
 from diloco.store.bucket import PART_BYTES, Bucket
+from diloco.store.directory import Directory
+from diloco.store.objects import open_store, opened
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +88,14 @@ def test_a_manifest_is_swapped_only_for_the_one_that_was_read(bucket: Bucket) ->
     found = bucket.manifest()
     assert found is not None
     assert found.data == b"3"
+
+
+def test_a_manifest_that_is_too_large_is_not_read(bucket: Bucket) -> None:
+    bucket.swap(bytes(MOST_BYTES + 1), None)
+    found = bucket.manifest()
+    assert found is not None
+    assert found.data == b""
+    assert bucket.swap(b"mended", found.token)
 
 
 def test_of_two_writers_one_wins(bucket: Bucket, server: BucketServer) -> None:
@@ -214,3 +231,110 @@ def test_a_store_that_cannot_be_is_refused_in_one_sentence(
 )
 def test_the_other_clouds_have_their_urls(bucket: Bucket, url: str) -> None:
     assert Bucket(url).name == url
+
+
+# --- `diloco syncer` on a store that it cannot serve ------------------------------------------------------------------
+
+RUN_FILE = """
+[run]
+name = "demo"
+tokens = 1_000_000
+[method]
+preset = "DiLoCo"
+sync_every = 30
+[syncer]
+store = "{}"
+"""
+
+
+def make_run(objects: Objects, run: str = "demo") -> SmallRun:
+    it = SmallRun(objects)
+    it.initialise(run)
+    it.publish(0, 1)
+    it.release()
+    return it
+
+
+def shorten(objects: Objects) -> None:
+    name = make_run(objects).manifest.fragments[0][0].held
+    objects.put(name, [bytes(objects.get(name))[:-8]])
+
+
+def make_later(objects: Objects) -> None:
+    run = make_run(objects)
+    with pytest.MonkeyPatch.context() as later:
+        later.setattr("diloco.protocol.manifest.FORMAT", FORMAT + 1)
+        run.release()
+
+
+PREPARED: dict[str, tuple[Callable[[Objects], object], str]] = {
+    "another run": (lambda it: make_run(it, "other"), r"the store holds run 'other', not 'demo'; use another place"),
+    "a short object": (shorten, r"version 1\) is damaged \(it has not the \d+ bytes of its header\); `diloco syncer"),
+    "a later format": (make_later, rf"has format {FORMAT + 1} and this version reads up to {FORMAT}; upgrade diloco"),
+}  # fmt: skip
+"""Of a directory as of a bucket: what is there, and what is said."""
+
+FAULTS: dict[str, tuple[dict[str, Any], str]] = {
+    "ignores conditions": ({"kind": "ignored"}, r"ignores the conditions .*; use another bucket, or a directory"),
+    "may not write": ({"kind": "status", "status": 403}, r"cannot write probe/\w+ .* \(403 \w+\); check the bucket"),
+}  # fmt: skip
+
+
+def refusal(store: str, directory: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    (directory / "run.toml").write_text(RUN_FILE.format(store))
+    arguments = ["--address", "127.0.0.1:0", "--no-page", "--set", f"run.dir={directory}/dir"]
+    with pytest.raises(SystemExit, match="1"):
+        main(["syncer", str(directory / "run.toml"), *arguments])
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    return said.splitlines()[-1]
+
+
+def contents(objects: Objects) -> dict[str, bytes]:
+    found = objects.manifest()
+    assert found is not None
+    return {"manifest": found.data} | {name: bytes(objects.get(name)) for name in objects.list()}
+
+
+@pytest.mark.parametrize("kind", PREPARED)
+@pytest.mark.parametrize("place", ["directory", "bucket"])
+def test_a_syncer_refuses_what_is_not_its_run_and_changes_nothing(
+    place: str, kind: str, bucket: Bucket, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepare, match = PREPARED[kind]
+    store = bucket.name if place == "bucket" else str(tmp_path / "state")
+    with opened(store, lock=True) as objects:
+        prepare(objects)
+        before = contents(objects)
+    assert re.search(match, refusal(store, tmp_path, capsys))
+    assert contents(open_store(store)) == before
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_syncer_refuses_a_bucket_that_cannot_be_its_store_and_changes_nothing(
+    kind: str, bucket: Bucket, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fault, match = FAULTS[kind]
+    with BucketServer() as server:
+        store = server.url("run")
+        make_run(Bucket(store))
+        before = contents(Bucket(store))
+        server.fault(**fault, path="", num=1 << 30)
+        assert re.search(match, refusal(store, tmp_path, capsys))
+        assert contents(Bucket(store)) == before
+
+
+def test_a_syncer_refuses_a_directory_that_is_served_or_on_a_network_and_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = tmp_path / "state"
+    with Directory(store) as objects:
+        make_run(objects)
+        before = contents(objects)
+        assert re.search(r"is in use by process \d+ .*; ", refusal(str(store), tmp_path, capsys))
+        assert contents(objects) == before
+    (tmp_path / "mounts").write_text(f"server:/export {store.resolve()} nfs rw 0 0\n")
+    monkeypatch.setattr(directory_module, "MOUNTS", tmp_path / "mounts")
+    said = refusal(str(store), tmp_path, capsys)
+    assert re.search(r"network file system \(nfs\).*use a directory on a disk of this machine, or a bucket", said)
+    assert contents(Directory(store, lock=False)) == before

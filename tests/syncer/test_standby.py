@@ -3,23 +3,29 @@ away, promotion, clean stops and restarts. No version is lost, and never do two 
 
 from __future__ import annotations
 
+import itertools
+import resource
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from benchmarks.processes import until
-from tests.syncer.runs import RUN, LearnerThreads, method, train
+from tests.chaos.relay import Relay
+from tests.syncer.runs import RUN, LearnerThreads, Raw, layout, method, train
 from tests.syncer.standbys import Pair, SharingSyncer
 
 import diloco
 from diloco import events
 from diloco.cli import main
+from diloco.errors import StandbyError
 from diloco.exchange.dialling import fetch_status
+from diloco.syncer.server import BOOT
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -126,6 +132,25 @@ def test_a_first_that_sleeps_through_its_lease_is_fenced_when_it_wakes(world: Wo
     assert len(world.a.told(events.Published)) == before
 
 
+@pytest.mark.slow
+def test_a_first_that_sleeps_in_the_middle_of_a_swap_is_refused(world: World, undisturbed: Any) -> None:
+    """Its request lands after the standby's claim."""
+    server = world.pair.server
+    server.fault("late")
+    until(lambda: server.num_waiting == 1, "it does not swap")
+    world.a.freeze()
+    world.learners.open(0)
+    world.pair.until_serving(world.b)
+    server.release()
+    until(lambda: server.num_waiting == 0, "the request does not land")
+    world.learners.until_at(1)
+    world.a.thaw()
+    until(lambda: world.a.standing() == "waiting", "it does not become the standby")
+    assert "fenced" in [each.standing for each in world.a.told(events.StandingChanged)]
+    world.end(undisturbed, world.b)
+    assert world.pair.manifest().epoch == 2
+
+
 def test_a_first_that_does_not_reach_the_bucket_is_suspended_and_its_learners_go_to_the_standby(
     world: World, undisturbed: Any
 ) -> None:
@@ -149,6 +174,119 @@ def test_a_standby_that_does_not_reach_the_bucket_changes_nothing(world: World, 
     epoch = world.pair.manifest().epoch
     world.end(undisturbed, world.a)
     assert world.pair.manifest().epoch == epoch == 1
+
+
+@pytest.mark.slow
+def test_a_standby_that_fails_or_whose_disk_is_full_changes_nothing(world: World, undisturbed: Any) -> None:
+    """Nor does what is between the two: they do not speak to each other."""
+    world.b.kill()
+    world.learners.open(0)
+    world.learners.until_at(1)
+    world.b.start()
+    until(lambda: world.b.standing() == "waiting", "it does not wait")
+    resource.prlimit(world.b.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+    world.learners.open(1)
+    world.learners.until_at(2)
+    assert world.b.standing() == "waiting"
+    for syncer in (world.a, world.b):
+        assert port_of(world.pair.other(syncer)) not in {
+            each.raddr.port for each in psutil.Process(syncer.pid).net_connections("tcp") if each.raddr
+        }
+    world.end(undisturbed, world.a)
+    assert world.pair.manifest().epoch == 1
+
+
+def port_of(syncer: SharingSyncer) -> int:
+    return int(syncer.address.rpartition(":")[2])
+
+
+@pytest.mark.slow
+def test_learners_that_do_not_reach_the_first_are_evicted_and_go_on_once_the_standby_is_promoted(
+    tmp_path: Path,
+) -> None:
+    """One of two. The standby does not take over by itself, since the first reaches the bucket."""
+    with ExitStack() as stack:
+        pair = stack.enter_context(Pair(tmp_path, at_least=1, lost_floor_s=2.5))
+        way = stack.enter_context(Relay(port_of(pair.a)))
+        pool, is_over = stack.enter_context(LearnerThreads(2)), threading.Event()
+
+        def steps() -> Iterator[int]:
+            return itertools.takewhile(lambda _: not is_over.is_set(), itertools.count(1))
+
+        def is_told(syncer: SharingSyncer, kind: type[events.Event], learner: str) -> bool:
+            return learner in [each.learner for each in syncer.told(kind)]
+
+        def publishes() -> None:
+            before = sum(pair.manifest().versions)
+            until(lambda: sum(pair.manifest().versions) > before, "nothing is published")
+
+        addresses = pair.a.address, f"{way.address},{pair.b.address}"
+        near, far = (
+            pool.connect(f"{address},{pair.b.address}" if index == 0 else address, learner=f"learner-{index}",
+                         initialise=index == 0)
+            for index, address in enumerate(addresses)
+        )  # fmt: skip
+        lives = [pool.submit(train, index, exchange, None, steps()) for index, exchange in enumerate((near, far))]
+        until(lambda: is_told(pair.a, events.Joined, "learner-1"), "it does not join")
+        publishes()
+        way.refuse()
+        way.cut()
+        until(lambda: is_told(pair.a, events.Evicted, "learner-1"), "it is not evicted")
+        publishes()
+        assert (pair.b.standing(), pair.manifest().epoch) == ("waiting", 1)
+        with pytest.raises(SystemExit) as done:
+            main(["syncer", "promote", pair.b.address, "--run", RUN])
+        assert done.value.code == 0
+        until(lambda: is_told(pair.b, events.Joined, "learner-1"), "it does not go to the other syncer")
+        merged = lambda: [name for each in pair.b.told(events.Merged) for name in each.contributors]  # noqa: E731
+        until(lambda: {"learner-0", "learner-1"} <= set(merged()), "they do not train on together")
+        is_over.set()
+        for life in lives:
+            life.result(timeout=300)
+        pair.check()
+
+
+def test_all_learners_fail_together_with_the_first(tmp_path: Path) -> None:
+    """The standby serves a run that no learner is in; one that comes back goes on from the last version."""
+    given = method(codec="e3m0").for_fragment(0)
+    payload = given.up.encode(torch.ones(layout().fragments[0].numel))
+    with Pair(tmp_path, at_least=1) as pair:
+        raw = Raw(pair.a.address)
+        raw.initialise()
+        raw.join()
+        raw.push(payload)
+        until(lambda: pair.manifest().versions == (1, 0), "nothing is published")
+        pair.a.kill()
+        raw.connection.close()
+        pair.until_serving(pair.b)
+        assert pair.manifest().versions == (1, 0)
+        raw = Raw(pair.b.address)
+
+        def has_joined() -> bool:
+            with suppress(StandbyError):  # it has still to load the run
+                raw.join(process=1)
+            return raw.incarnation > 0
+
+        until(has_joined, "no learner can join")
+        raw.push(payload, round=1, base=1, step=6)
+        until(lambda: pair.manifest().versions == (2, 0), "nothing is published")
+        raw.connection.close()
+        pair.check()
+
+
+@pytest.mark.slow
+def test_a_swap_whose_answer_is_lost_is_no_swap_of_another(tmp_path: Path, undisturbed: Any) -> None:
+    """Three times, for swaps of versions or of the lease, which is longer than the test."""
+    with ExitStack() as stack:
+        pair = stack.enter_context(Pair(tmp_path, lease_s=3600.0))
+        learners = Learners(pair, stack.enter_context(LearnerThreads(2)))
+        stack.callback(learners.open)
+        learners.until_at(0)
+        pair.server.fault("lost", num=3)
+        learners.open(0)
+        until(lambda: pair.server.num_pending == 0, "no answer is lost")
+        World(pair, learners).end(undisturbed, pair.a)
+        assert pair.manifest().epoch == 1
 
 
 @pytest.mark.slow
@@ -190,6 +328,19 @@ def test_a_first_that_is_started_again_goes_on_at_once(tmp_path: Path) -> None:
             syncer.start()
         pair.until_serving(pair.a)
         assert pair.b.standing() == "waiting"
+        assert pair.manifest().epoch == 2
+
+
+@pytest.mark.slow
+def test_of_two_that_are_started_again_and_know_nothing_one_serves_after_the_lease(tmp_path: Path) -> None:
+    with Pair(tmp_path) as pair:
+        both = pair.a, pair.b
+        for syncer in both:
+            syncer.kill()
+        (tmp_path / "a" / "state" / BOOT).unlink()
+        for syncer in both:
+            syncer.start()
+        until(lambda: sorted(str(it.standing()) for it in both) == ["serving", "waiting"], "not one of them serves")
         assert pair.manifest().epoch == 2
 
 

@@ -301,7 +301,7 @@ def test_a_reason_to_discard_that_is_not_known_is_shown_as_it_is(tmp_path: Path)
         manifest = read_manifest(store)
         assert manifest.record is not None
         with ObjectReader(store) as reader:
-            record, epochs = reader.record(manifest.record)
+            record, epochs = reader.record(manifest.record, len(manifest.fragments))
         assert record is not None
         for ledger in record["accounts"]["first"]["ledgers"]:
             ledger[2:] = [0, {"bored": 5}]  # lost, and discarded by reason

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -16,8 +16,13 @@ from transformers import AutoModelForCausalLM
 
 import diloco
 from diloco.cli import main
+from diloco.cli._preflight import with_usable_checkpoint
 from diloco.config import RunConfig, dump_config
 from diloco.syncer.server import Options, Syncer
+from diloco.training.checkpoint import save_checkpoint
+from diloco.training.loop import CHECKPOINTS
+from diloco.training.rank_group import ranks_of_process
+from diloco.training.spec import LearnerSpec
 
 Tiny = Callable[..., RunConfig]
 Run = Callable[..., "Done"]
@@ -152,3 +157,15 @@ def test_export_says_what_is_wrong(run: Run, run_file: Path, tmp_path: Path) -> 
     done = run("export", str(run_file), str(tmp_path / "out"), "--store", str(tmp_path))
     assert done.returncode == 2
     assert "there is no run in" in done.stderr
+
+
+def test_a_part_that_resumes_gives_the_run_its_model_only_if_it_is_empty(tiny: Tiny, tmp_path: Path) -> None:
+    """Also where no syncer has told yet whether the run has one."""
+    config = tiny()
+    save_checkpoint(config.dir / "a" / CHECKPOINTS, 4, {"x": torch.ones(1)}, keep=1)
+    with ranks_of_process("cpu") as job:
+        for initialise in ("if-empty", True, False):
+            part = LearnerSpec("a", initialise=initialise, supervised=True)  # type: ignore[arg-type]
+            found = with_usable_checkpoint(config, part, job)
+            assert (found.initialise, found.resume_from is None) == (initialise, False)
+        assert with_usable_checkpoint(config, replace(part, name="new", initialise="if-empty"), job).initialise is False

@@ -43,10 +43,10 @@ def learner_of(config: RunConfig, part: LearnerSpec) -> Trainer:
 def durable_leases(directory: Path) -> dict[str, Any]:
     """Of the record on the disk."""
     objects = open_store(directory)
-    name = read_manifest(objects).record
-    assert name is not None
+    manifest = read_manifest(objects)
+    assert manifest.record is not None
     with ObjectReader(objects) as reader:
-        record, _ = reader.record(name)
+        record, _ = reader.record(manifest.record, len(manifest.fragments))
     assert record is not None
     leases: dict[str, Any] = record["leases"]
     return leases

@@ -131,5 +131,5 @@ def with_usable_checkpoint(config: RunConfig, part: "LearnerSpec", job: "RankGro
             "give the run; a start without --resume begins with a new one, and one without --initialise joins the run."
         )
     # A part that has trained before never begins the run anew: without its checkpoint it waits for the run's model.
-    initialise = part.initialise and bool(usable)
+    initialise = part.initialise if usable else False
     return replace(part, resume_from=usable[-1] if usable else None, unusable=unusable, initialise=initialise)

@@ -26,7 +26,7 @@ from diloco.following.sources import PatientSource, Place, RunSource, open_sourc
 from diloco.protocol.manifest import Manifest, NamedVersion
 from diloco.protocol.records import progress_of
 from diloco.store.objects import read_manifest, repeated
-from diloco.store.reading import OUTER, READERS, Frozen, ObjectReader
+from diloco.store.reading import OUTER, READERS, RECORD, Frozen, ObjectReader, require_one_run
 
 log = logging.getLogger("diloco")
 
@@ -148,12 +148,13 @@ class Follower:
         manifest, shown = read_manifest(self._source), self._shown
         if manifest.run != self._run:
             raise ConfigError(f"{self._source.name} holds run {manifest.run!r}, not {self._run!r}; name that run.")
-        if shown is not None:
+        if shown is not None and self._frozen is not None:
             if manifest.run_id != shown.run_id:
                 raise LineageError(
                     f"{self._source.name} serves another run {self._run!r} than before, with id {manifest.run_id}; "
                     "start this follower again to read it."
                 )
+            require_one_run(self._frozen, manifest, self._source.name)
             is_newer = (manifest.epoch, manifest.serial) > (shown.epoch, shown.serial)
             if not is_newer or _num_newer(manifest, shown) < (1 if self._source.is_over else self._every):
                 return None
@@ -166,7 +167,10 @@ class Follower:
         assert manifest.record is not None
         with ObjectReader(self._source) as reader, ThreadPoolExecutor(READERS) as readers:
             frozen = self._frozen = self._frozen or reader.frozen(manifest.frozen)
-            record, _ = reader.record(manifest.record)
+            require_one_run(frozen, manifest, self._source.name)
+            record, _ = reader.record(manifest.record, len(manifest.fragments))
+            with reader.checked(manifest.record, RECORD):
+                step, tokens = (0, 0) if record is None else progress_of(record)
 
             def hold(index: int) -> GlobalFragment:
                 versions = manifest.fragments[index]
@@ -175,7 +179,6 @@ class Follower:
                 return held
 
             fragments = tuple(readers.map(hold, range(len(manifest.fragments))))
-        step, tokens = (0, 0) if record is None else progress_of(record)
         return FollowedModel(
             manifest.run, manifest.run_id, manifest.epoch, manifest.versions, tuple(it.digest for it in fragments),
             max(step, frozen.step), frozen.tokens + tokens, frozen.layout, tuple(it.theta for it in fragments),
@@ -196,7 +199,8 @@ class Follower:
                 for each in missing:
                     assert each.update is not None
                     update, payload = reader.update(each.update, index, each.version)
-                    held = apply_update(method, held, update, payload, places).held
+                    with reader.checked(each.update, f"the update of fragment {index} to version {each.version}"):
+                        held = apply_update(method, held, update, payload, places).held
                 return held
             except VersionError as error:  # the run went back to an older version, and on from there
                 log.info("fragment %d is read whole: %s", index, error)

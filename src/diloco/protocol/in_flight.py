@@ -284,7 +284,7 @@ def _sum(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def require_whole_numbers(*values: object) -> None:
-    """Check that values from a file are whole numbers, none of them negative. Raises ValueError."""
+    """Check that values from a file are whole numbers of 63 bits. Raises ValueError."""
     for each in values:
-        if type(each) is not int or each < 0:
+        if type(each) is not int or not 0 <= each < 2**63:
             raise ValueError(f"{str(each)[:40]!r} is no whole number")

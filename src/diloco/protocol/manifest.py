@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
@@ -19,8 +20,13 @@ FORMAT = 11
 MOST_BYTES = 64 << 10
 """Of a manifest."""
 
+MOST_NUMBER = 10**18
+"""Of an epoch, a serial, a version or an object; 64-bit integers have room for what follows."""
+
 MOST_FRAGMENTS = 150
 """Of a run. Two versions of so many, each with its update, take fewer bytes than that."""
+
+_NAME = re.compile(r"[0-9]{1,18}/[0-9]{1,18}-[0-9a-f]{64}")
 
 _MALFORMED = ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError
 """Errors that other JSON than a manifest's can raise."""
@@ -151,11 +157,13 @@ class Manifest:
 
     @property
     def _is_plausible(self) -> bool:
-        numbers = (self.epoch, self.boot, self.serial, *(it.version for each in self.fragments for it in each))
+        numbers = (self.epoch, self.serial, *(it.version for each in self.fragments for it in each))
         has_model = (self.run_id != "", self.frozen is not None, self.record is not None, bool(self.fragments))
         return (
-            all(type(each) is int and 0 <= each < 2**63 for each in numbers)
-            and all(type(each) is str for each in (self.run, self.run_id, self.address))
+            all(type(each) is int and 0 <= each < MOST_NUMBER for each in numbers)
+            and type(self.boot) is int
+            and 0 <= self.boot <= 2**63
+            and all(type(each) is str and each.isprintable() for each in (self.run, self.run_id, self.address))
             and all(is_object_name(each) for each in self.names)
             and type(self.copied_at) in (float, int, type(None))
             and len(set(has_model)) == 1
@@ -178,12 +186,7 @@ def _descends(versions: tuple[NamedVersion, ...]) -> bool:
 
 def is_object_name(name: Any) -> bool:
     """Whether this is the name of an object, `<epoch>/<counter>-<hash>`: two numbers, and 64 hexadecimal digits."""
-    if type(name) is not str or len(name) > 120:
-        return False
-    epoch, _, rest = name.partition("/")
-    counter, _, digest = rest.partition("-")
-    is_number = epoch.isascii() and epoch.isdigit() and counter.isascii() and counter.isdigit()
-    return is_number and len(digest) == 64 and set(digest) <= set("0123456789abcdef")
+    return type(name) is str and _NAME.fullmatch(name) is not None
 
 
 def epoch_of(name: str) -> int:

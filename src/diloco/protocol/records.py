@@ -26,8 +26,33 @@ class Record:
 
 
 def progress_of(record: Mapping[str, Any]) -> tuple[int, int]:
-    """The highest inner step of a record's run, and the tokens that its learners have trained."""
-    return record["step"], sum(account["ledgers"][0][0] for account in record["accounts"].values())
+    """The highest inner step of a record's run, and the tokens that its learners have trained.
+
+    Raises:
+        ValueError, TypeError, LookupError or AttributeError: this is no record.
+    """
+    found = record["step"], sum(account["ledgers"][0][0] for account in record["accounts"].values())
+    require_whole_numbers(*found)
+    return found
+
+
+def require_numbers(record: Mapping[str, Any]) -> None:
+    """Check the numbers of a record that are used only when the run goes on.
+
+    Raises:
+        ValueError, TypeError, LookupError or AttributeError: this is no record.
+    """
+    for member in record["members"].values():
+        require_whole_numbers(member["step"], member["tokens"], int(member["step_s"] or 0))
+    for account in record["accounts"].values():
+        numbers = (account[each] for each in ("incarnation", "earlier_tokens", "others_tokens"))
+        require_whole_numbers(*numbers, *account["confirmed"])
+        _require_ledgers(account["ledgers"])
+
+
+def _require_ledgers(ledgers: Sequence[Any]) -> None:
+    for trained, merged, lost, by_reason in ledgers:
+        require_whole_numbers(trained, merged, lost, *map(abs, by_reason.values()))
 
 
 def without_members(record: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -52,8 +77,7 @@ def rewound(
         ValueError, TypeError or LookupError: `saved` is no such state.
     """
     require_whole_numbers(saved["step"], *saved["fragment_steps"])
-    for trained, merged, lost, by_reason in saved["ledgers"]:
-        require_whole_numbers(trained, merged, lost, *map(abs, by_reason.values()))
+    _require_ledgers(saved["ledgers"])
     member = {**record["members"][learner], "step": saved["step"], "rounds": saved["own_rounds"]}
     account = {**record["accounts"][learner], "ledgers": saved["ledgers"]}
     run = {key: saved[key] for key in ("step", "fragment_steps", "rounds")} if with_run else {}

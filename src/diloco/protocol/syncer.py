@@ -27,7 +27,7 @@ from diloco.protocol.actions import Acknowledge, Action, Evict, MergeRound, Pers
 from diloco.protocol.contribution import OUTLIER, Contribution, Decided, Standing, Verdict
 from diloco.protocol.leases import Ask, Grant, Leases
 from diloco.protocol.members import Deadlines, Member, Report
-from diloco.protocol.records import Record
+from diloco.protocol.records import Record, require_numbers
 from diloco.protocol.rounds import HALVES
 from diloco.protocol.rounds.base import ClosedRound, Decision, FragmentState, Rules
 from diloco.protocol.steering import Order, Pool, Steering
@@ -113,7 +113,9 @@ class SyncerCore:
         return Record(self._serial, values)
 
     def restore(self, now: float, values: Mapping[str, Any]) -> None:
-        """Continue from a record. Members have until their deadline to reconnect, and rounds wait for them."""
+        """Continue from a record. Members have until their deadline to reconnect, and rounds wait for them. Raises as
+        `records.require_numbers`."""
+        require_numbers(values)
         self.step = values["step"]
         for state, step in zip(self.fragments, values["fragment_steps"], strict=True):
             state.step = step

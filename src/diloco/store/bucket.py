@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlsplit
 
 from diloco.errors import ConfigError, MissingObjectError, StoreError, SwapRefusedError, first_line
+from diloco.protocol.manifest import MOST_BYTES
 from diloco.run.objects import Found
 
 if TYPE_CHECKING:
@@ -132,7 +133,8 @@ class Bucket:
         try:
             with self._mapped("read", MANIFEST):
                 found = obstore.get(self._small, MANIFEST)
-                return Found(bytes(found.bytes()), _token(found.meta))
+                is_small = found.meta["size"] <= MOST_BYTES  # what is larger is damaged, and not read
+                return Found(bytes(found.bytes()) if is_small else b"", _token(found.meta))
         except MissingObjectError:
             return None
 

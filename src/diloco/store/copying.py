@@ -73,7 +73,7 @@ def _copy(source: Objects, target: Objects, progress: Callable[[int, int, int], 
             target.put(name, blob.parts)
             num_bytes += blob.num_bytes
             progress(number, len(wanted), num_bytes)
-        record, epochs = reader.record(manifest.record)
+        record, epochs = reader.record(manifest.record, len(manifest.fragments))
     blob = TensorFormat().record(None if record is None else without_members(record), epochs)
     target.put(name := f"{epoch}/1-{blob.hash}", blob.parts)
     copied = replace(

@@ -19,13 +19,12 @@ from torch import Tensor
 
 from diloco.core.global_fragment import GlobalFragment
 from diloco.core.update import Update
-from diloco.errors import StoreError
 from diloco.protocol.lineage import Epoch
 from diloco.protocol.manifest import Manifest
 from diloco.run.objects import Blob, Objects
 from diloco.run.ports import InitialModel, Json, RunMethod, SavedRun
 from diloco.store.blobs import new_blob
-from diloco.store.reading import OUTER, READERS, ObjectReader, advice
+from diloco.store.reading import OUTER, READERS, ObjectReader, require_one_run
 
 T = TypeVar("T")
 
@@ -75,9 +74,8 @@ class TensorFormat:
         self._kept = {name: found for name, found in self._kept.items() if name in manifest.names}
         with ObjectReader(objects) as reader, ThreadPoolExecutor(READERS) as readers:
             frozen = self._read(manifest.frozen, reader.frozen)
-            if not frozen.is_of(manifest):
-                raise StoreError(f"the manifest of {objects.name} names objects of two runs; {advice(objects.name)}")
-            record, epochs = reader.record(manifest.record)
+            require_one_run(frozen, manifest, objects.name)
+            record, epochs = reader.record(manifest.record, len(manifest.fragments))
             named = [versions[0] for versions in manifest.fragments]
 
             def version(index: int) -> tuple[GlobalFragment, Update]:

@@ -285,15 +285,13 @@ class _Inspection:
         frozen, versions = self.found.frozen, [each.serves or 0 for each in self.found.fragments]
         assert frozen is not None
         try:
-            record, epochs = self._reader.record(name)
+            record, epochs = self._reader.record(name, len(versions))
         except NOT_WHOLE:
             return False
         try:
             core = SyncerCore(Rules.of(frozen.method, len(versions)), versions, step=frozen.step)
             if record is not None:
                 core.restore(0.0, record)
-            if {len(each.versions) for each in epochs} != {len(versions)}:
-                return False
         except _INVALID:
             return False
         self.found.record, self.found.epochs = record, epochs

@@ -51,6 +51,8 @@ PIECE_BYTES = 4 << 20
 """Of a request for a part of a tensor; it fits the processor's cache. A multiple of any element size."""
 PIECES_AHEAD = 4
 
+RECORD = "the record of members and tokens"
+
 HEAD_BYTES = 64 << 10
 """Of the first request for an object."""
 MOST_HEADER_BYTES = 64 << 20
@@ -99,6 +101,12 @@ class Frozen:
         return mine == (manifest.run, manifest.run_id, len(manifest.fragments))
 
 
+def require_one_run(frozen: Frozen, manifest: Manifest, place: str) -> None:
+    """Raise StoreError if a manifest names what is frozen of another run."""
+    if not frozen.is_of(manifest):
+        raise StoreError(f"the manifest of {place} names objects of two runs; {advice(place)}")
+
+
 class ObjectReader:
     """Reads objects of a store; a context manager. Any thread may call any method.
 
@@ -118,7 +126,7 @@ class ObjectReader:
 
     def head(self, name: str, holds: str) -> ObjectHead:
         """The beginning of a safetensors file."""
-        with self._checked(name, holds):
+        with self.checked(name, holds):
             data = bytes(self.objects.get(name, 0, HEAD_BYTES))
             num_bytes = 8 + int.from_bytes(data[:8], "little")
             if len(data) < 8 or num_bytes > MOST_HEADER_BYTES:
@@ -130,7 +138,7 @@ class ObjectReader:
 
     def read(self, name: str, head: ObjectHead, holds: str, only: Callable[[str], bool] = lambda _: True) -> ReadObject:
         """A safetensors file, with tensors in memory of their own. `only`: which tensors are read."""
-        with self._checked(name, holds), ThreadPoolExecutor(READERS_OF_AN_OBJECT) as readers:
+        with self.checked(name, holds), ThreadPoolExecutor(READERS_OF_AN_OBJECT) as readers:
             last = head.num_bytes - 1
             if len(self.objects.get(name, last, last + 2)) != 1:  # before memory is reserved
                 raise ValueError(f"it has not the {last + 1} bytes of its header")
@@ -168,7 +176,7 @@ class ObjectReader:
         """What training does not change."""
         holds = "the layout and the frozen parameters"
         found = self.read(name, self.head(name, holds), holds)
-        with self._checked(name, holds):
+        with self.checked(name, holds):
             plain = dict(found.head.described)
             plain |= {"method": Method.from_dict(plain["method"]), "layout": Layout.from_dict(plain["layout"])}
             numbers, texts = [plain[key] for key in ("step", "tokens")], [plain[key] for key in ("run", "source")]
@@ -182,7 +190,7 @@ class ObjectReader:
         """A version of a fragment, and the update that led to it. `only`: as in `read`; Θ is read in any case."""
         holds = f"fragment {fragment}, version {named.version}"
         head = self.head(named.held, holds)
-        with self._checked(named.held, holds):
+        with self.checked(named.held, holds):
             update, num_elements = Update.from_dict(head.described["update"]), frozen.layout.fragments[fragment].numel
             found = (head.described["run_id"], update.fragment, update.version, head.entries["theta"].shape)
             if found != (frozen.run_id, fragment, named.version, (num_elements,)):
@@ -198,23 +206,26 @@ class ObjectReader:
         """An encoded update and its payload, uint8."""
         holds = f"the update of fragment {fragment} to version {version}"
         head = self.head(name, holds)
-        with self._checked(name, holds):
+        with self.checked(name, holds):
             update = Update.from_dict(head.described["update"])
             if (update.fragment, update.version) != (fragment, version) or set(head.entries) != {"payload"}:
                 raise ValueError("it is another object")
         return update, self.read(name, head, holds).tensors["payload"]
 
-    def record(self, name: str) -> tuple[dict[str, Any] | None, tuple[Epoch, ...]]:
-        """The record of a run, and its epochs."""
-        with self._checked(name, "the record of members and tokens"):
+    def record(self, name: str, num_fragments: int) -> tuple[dict[str, Any] | None, tuple[Epoch, ...]]:
+        """The record of a run with so many fragments, and its epochs."""
+        with self.checked(name, RECORD):
             data = self.objects.get(name, 0, MOST_RECORD_BYTES)
             _require_hash(name, data)
             plain = json.loads(bytes(data))
             epochs = tuple(Epoch(int(number), tuple(map(int, versions))) for number, versions in plain["epochs"])
+            if {len(each.versions) for each in epochs} != {num_fragments}:
+                raise ValueError("its epochs are of another model")
             return plain["record"], epochs
 
     @contextmanager
-    def _checked(self, name: str, holds: str) -> Iterator[None]:
+    def checked(self, name: str, holds: str) -> Iterator[None]:
+        """Raise DamagedObjectError where what is inside fails because of an object's content."""
         what = f"object {name} of {self.objects.name} ({holds})"
         try:
             yield
