@@ -114,7 +114,8 @@ class SendPace(Protocol):
     """The flow control of a stream's sender."""
 
     def next_bytes(self) -> int:
-        """Block until the next chunk may be sent; returns its maximum size."""
+        """Block until the next chunk may be sent; returns its maximum size, 0 for an empty one while it goes on
+        waiting."""
 
     def sent(self, num_bytes: int) -> None:
         """Record that a chunk is sent."""
