@@ -67,7 +67,7 @@ class Case:
 
 
 CASES = (
-    Case("4M, follow", 2000, False, "200mbit", 0.05, 10),
+    Case("4M, follow", 2000, False, "500mbit", 0.2, 6),
     Case("100M, drains", 10_000, True, "400mbit", 0.5, 3),
 )
 QUICK = (

@@ -19,7 +19,7 @@ from diloco.exchange.local import Local, Lost, run_virtual
 from diloco.exchange.virtual.delivery import Arrival, Direction
 from diloco.exchange.virtual.run import VirtualRun
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import Window, filling, read_header
+from diloco.exchange.wire.frames import SHORT_QUEUE_S, Window, filling, read_header
 from diloco.exchange.wire.incoming import acknowledged
 from diloco.exchange.wire.outgoing import LEARNERS_SHARE, LearnersFirst
 from diloco.following.sources import READ_BYTES
@@ -160,7 +160,7 @@ class SimulatedFollower:
         self._index, self._order = index, order
         self._wanted = 0
         self._sent = self._received = self._start = self._stop = 0
-        self._window = Window()
+        self._window = Window(queue_s=SHORT_QUEUE_S)
 
     def go_on(self) -> None:
         if self._received == self._stop:
@@ -183,7 +183,7 @@ class SimulatedFollower:
                 return
             self._wanted, self._sent, self._received, self._stop = self.newest, 0, 0, 0
         self._start, self._stop = self._stop, min(UPDATE_BYTES, self._stop + READ_BYTES)
-        self._window = Window()
+        self._window = Window(queue_s=SHORT_QUEUE_S)
 
     def _arrived(self, num_bytes: int) -> None:
         assert self.run is not None

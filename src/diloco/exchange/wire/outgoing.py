@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 
 from diloco.errors import UnreachableError
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import LONGEST_CHUNK_BYTES, SendPace, Window, parse, streamed
+from diloco.exchange.wire.frames import LONGEST_CHUNK_BYTES, QUEUE_S, SHORT_QUEUE_S, SendPace, Window, parse, streamed
 
 Resumable = pb.PushHeader | pb.InitialiseHeader
 
@@ -42,10 +42,11 @@ class Acknowledged(SendPace):
     Arguments:
         replies: those of the receiver. After their end, the rest is sent without waiting.
         start: bytes that the receiver has already.
+        queue_s: as `Window`'s.
     """
 
-    def __init__(self, replies: Iterator[bytes], start: int) -> None:
-        self._replies, self._window, self._has_replies = replies, Window(start), True
+    def __init__(self, replies: Iterator[bytes], start: int, queue_s: float = QUEUE_S) -> None:
+        self._replies, self._window, self._has_replies = replies, Window(start, queue_s), True
 
     def next_bytes(self) -> int:
         while self._has_replies and not self._window.has_room:
@@ -117,7 +118,7 @@ class ToFollower(Acknowledged):
     """Flow control of a follower's download. `link`: which it shares with learners."""
 
     def __init__(self, replies: Iterator[bytes], link: LearnersFirst) -> None:
-        super().__init__(replies, 0)
+        super().__init__(replies, 0, SHORT_QUEUE_S)
         self._link = link
 
     def next_bytes(self) -> int:
