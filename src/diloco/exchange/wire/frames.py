@@ -23,7 +23,8 @@ from diloco.exchange.wire.rpc import MAX_MESSAGE_BYTES
 # The window grows to the capacity of the link within a few round trips.
 
 QUEUE_S, SHORT_QUEUE_S = 0.5, 0.05
-"""The delay that a transfer may add to other traffic on the same link; a follower's."""
+"""The delay that a transfer may add to other traffic on the same link. A follower's adds the second, or half of its
+round trip where that is more."""
 
 FIRST_BYTES, FEWEST_BYTES, MOST_BYTES = 1 << 19, 1 << 17, 1 << 26
 """The window before the link was measured, its minimum and its maximum. The minimum takes 1 s at 1 Mbit/s."""
@@ -105,7 +106,8 @@ class Window:
         taken_s = now_s - newest.arrived_at_s
         if taken_s > 0:
             self._rates.append((newest.sent_bytes - newest.arrived_bytes) / taken_s)
-            wanted = max(self._rates) * max(self._queue_s, self._shortest_s + self._queue_s / 2)
+            queue_s = max(self._queue_s, min(self._shortest_s, QUEUE_S))
+            wanted = max(self._rates) * max(self._queue_s, self._shortest_s + queue_s / 2)
             self.limit_bytes = round(min(max(wanted, FEWEST_BYTES), MOST_BYTES))
 
 
