@@ -115,7 +115,7 @@ def _measure(
         subprocess.run(command, cwd=directory, check=True, capture_output=True)
     go, stop, log = directory / "go", directory / "stop", directory / "state" / "events.jsonl"
     with ExitStack() as stack:
-        stack.enter_context(_syncer(directory))
+        stack.enter_context(syncer(directory))
         learners = {
             name: stack.enter_context(_learner(directory, name, go, stop, initialise=name == names[0]))
             for name in names
@@ -164,17 +164,17 @@ def _stretch(seconds: float) -> Stretch:
 
 
 @contextmanager
-def _syncer(directory: Path) -> Iterator[None]:
+def syncer(directory: Path) -> Iterator[subprocess.Popen[bytes]]:
     port_file = directory / "port"
     command = [
         "diloco", "syncer", "run.toml", "--address", f"{SITES['site-a']}:{PORT}", "--state-dir", "state",
         "--port-file", str(port_file),
     ]  # fmt: skip
-    with _process(directory, "site-a", "syncer", *command) as process:
+    with at_site(directory, "site-a", "syncer", *command) as process:
         until(lambda: port_file.exists() or process.poll() is not None, "the syncer does not start")
         if process.poll() is not None:
             raise RuntimeError((directory / "syncer.log").read_text())
-        yield
+        yield process
 
 
 @contextmanager
@@ -185,12 +185,12 @@ def _learner(
         "benchmarks.control_learner", f"{SITES['site-a']}:{PORT}", RUN, name, "--keys", f"keys/{name}",
         "--go", str(go), "--stop", str(stop), *["--initialise"] * initialise,
     ]  # fmt: skip
-    with _process(directory, "site-b", name, *command) as process:
+    with at_site(directory, "site-b", name, *command) as process:
         yield process
 
 
 @contextmanager
-def _process(directory: Path, site: str, name: str, *command: str) -> Iterator[subprocess.Popen[bytes]]:
+def at_site(directory: Path, site: str, name: str, *command: str) -> Iterator[subprocess.Popen[bytes]]:
     """A module of Python at a site; killed at the end, if it still runs."""
     root = str(Path(__file__).parents[1])
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}

@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from benchmarks.processes import SyncerProcess
 
 from diloco.config import DataTable, load_config
 from diloco.core.fragments import make_layout
@@ -100,6 +101,31 @@ def test_moe_learners_of_parts_of_the_experts_train_all_of_them(moe: ModuleType)
     assert loss < moe.judge(before, held_out)[0] < 5.7
     # Every token takes as many places as experts are chosen; fp32 means of them.
     torch.testing.assert_close(loads.sum(dim=1), torch.ones(moe.LAYERS))
+
+
+@pytest.mark.slow
+def test_a_follower_keeps_the_best_version_of_a_run(tmp_path: Path) -> None:
+    run_file = (EXAMPLES / "start" / "run.toml").read_text()
+    run_file = run_file.replace("tokens = 500_000", "tokens = 30_000").replace("learners = 2", "learners = 1")
+    syncer = SyncerProcess(tmp_path, run_file)
+    learner = tmp_path / "learner.py"
+    learner.write_text((EXAMPLES / "start" / "learner.py").read_text().replace("127.0.0.1:7700", syncer.address))
+    follow = [sys.executable, str(EXAMPLES / "follow.py"), syncer.address]
+    with subprocess.Popen(follow, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as follower:
+        try:
+            subprocess.run([sys.executable, learner, "paris"], cwd=tmp_path, timeout=300, check=True)
+            *judged, last = follower.communicate(timeout=300)[0].splitlines()
+        finally:
+            follower.kill()
+            syncer.kill()
+    losses = [float(line.rsplit(" ", 1)[1]) for line in judged]
+    assert len(losses) >= 2
+    assert losses[-1] < losses[0]
+    best = judged[losses.index(min(losses))].split(":")[0]
+    assert last == f"best.pt is {best}"
+    ended = torch.load(tmp_path / "paris.pt")
+    kept = torch.load(tmp_path / "best.pt")
+    assert {name: value.shape for name, value in kept.items()} == {name: value.shape for name, value in ended.items()}
 
 
 @pytest.mark.slow

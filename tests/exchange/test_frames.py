@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from diloco.exchange.wire.frames import FEWEST_BYTES, QUEUE_S, SHORTEST_CHUNK_BYTES, Window
+from diloco.exchange.wire.frames import FEWEST_BYTES, QUEUE_S, SHORT_QUEUE_S, SHORTEST_CHUNK_BYTES, Window
 from diloco.exchange.wire.incoming import MAX_UNACKNOWLEDGED
 
 MBIT = 1e6 / 8
@@ -41,15 +41,18 @@ def carry(window: Window, num_bytes: int, bytes_s: float, latency_s: float, *, c
     return Outcome(now, longest)
 
 
+@pytest.mark.parametrize("queue_s", [QUEUE_S, SHORT_QUEUE_S])
 @pytest.mark.parametrize("latency_s", [0.0005, 0.02, 0.15])
 @pytest.mark.parametrize("mbit_s", [2, 10, 100, 1000])
-def test_a_transfer_fills_its_link_and_little_of_the_buffers(mbit_s: int, latency_s: float) -> None:
+def test_a_transfer_fills_its_link_and_little_of_the_buffers(mbit_s: int, latency_s: float, queue_s: float) -> None:
     bytes_s = mbit_s * MBIT
     num_bytes = round(20 * bytes_s)
-    found = carry(Window(), num_bytes, bytes_s, latency_s)
-    assert found.taken_s < 1.15 * num_bytes / bytes_s + 8 * latency_s
-    chunk_s = max(SHORTEST_CHUNK_BYTES / bytes_s, QUEUE_S / 8)
-    assert found.longest_queue_s <= max(QUEUE_S + 2 * chunk_s, FEWEST_BYTES / bytes_s + chunk_s)
+    found = carry(Window(queue_s=queue_s), num_bytes, bytes_s, latency_s)
+    grows_s = (8 if queue_s == QUEUE_S else 16) * latency_s  # a short window grows more slowly
+    assert found.taken_s < 1.15 * num_bytes / bytes_s + grows_s
+    queue_s = max(queue_s, latency_s)
+    chunk_s = max(SHORTEST_CHUNK_BYTES / bytes_s, queue_s / 8)
+    assert found.longest_queue_s <= max(queue_s + 2 * chunk_s, FEWEST_BYTES / bytes_s + chunk_s)
 
 
 def test_a_receiver_that_speaks_of_few_chunks_never_stops_the_sender() -> None:

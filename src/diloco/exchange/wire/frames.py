@@ -22,8 +22,9 @@ from diloco.exchange.wire.rpc import MAX_MESSAGE_BYTES
 # `QUEUE_S`; if the round trip over the empty link is longer than half of `QUEUE_S`, in the round trip plus that half.
 # The window grows to the capacity of the link within a few round trips.
 
-QUEUE_S = 0.5
-"""The delay that a transfer may add to other traffic on the same link."""
+QUEUE_S, SHORT_QUEUE_S = 0.5, 0.05
+"""The delay that a transfer may add to other traffic on the same link. A follower's adds the second, or half of its
+round trip where that is more."""
 
 FIRST_BYTES, FEWEST_BYTES, MOST_BYTES = 1 << 19, 1 << 17, 1 << 26
 """The window before the link was measured, its minimum and its maximum. The minimum takes 1 s at 1 Mbit/s."""
@@ -58,14 +59,16 @@ class Window:
 
     Arguments:
         start: bytes that had arrived before it.
+        queue_s: the delay that it may add to other traffic.
 
     Attributes:
         limit_bytes: bytes that may be in flight.
         in_flight_bytes: bytes that are in flight.
     """
 
-    def __init__(self, start: int = 0) -> None:
-        self.limit_bytes = FIRST_BYTES
+    def __init__(self, start: int = 0, queue_s: float = QUEUE_S) -> None:
+        self.limit_bytes = max(FEWEST_BYTES, round(FIRST_BYTES * queue_s / QUEUE_S))
+        self._queue_s = queue_s
         self.in_flight_bytes = 0
         self._sent: deque[_Sent] = deque()
         self._rates: deque[float] = deque(maxlen=NUM_RATES)
@@ -103,7 +106,8 @@ class Window:
         taken_s = now_s - newest.arrived_at_s
         if taken_s > 0:
             self._rates.append((newest.sent_bytes - newest.arrived_bytes) / taken_s)
-            wanted = max(self._rates) * max(QUEUE_S, self._shortest_s + QUEUE_S / 2)
+            queue_s = max(self._queue_s, min(self._shortest_s, QUEUE_S))
+            wanted = max(self._rates) * max(self._queue_s, self._shortest_s + queue_s / 2)
             self.limit_bytes = round(min(max(wanted, FEWEST_BYTES), MOST_BYTES))
 
 
@@ -114,7 +118,8 @@ class SendPace(Protocol):
     """The flow control of a stream's sender."""
 
     def next_bytes(self) -> int:
-        """Block until the next chunk may be sent; returns its maximum size."""
+        """Block until the next chunk may be sent; returns its maximum size, 0 for an empty one while it goes on
+        waiting."""
 
     def sent(self, num_bytes: int) -> None:
         """Record that a chunk is sent."""

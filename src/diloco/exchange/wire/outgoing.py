@@ -1,4 +1,5 @@
-"""The sender's end of a transfer: flow control by acknowledgements, and uploads that resume after a cut."""
+"""The sender's end of a transfer: flow control by acknowledgements, learners' downloads before those of followers,
+uploads that resume after a cut."""
 
 from __future__ import annotations
 
@@ -6,15 +7,22 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Self
 
 from google.protobuf.message import Message
 
 from diloco.errors import UnreachableError
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import SendPace, Window, parse, streamed
+from diloco.exchange.wire.frames import LONGEST_CHUNK_BYTES, QUEUE_S, SHORT_QUEUE_S, SendPace, Window, parse, streamed
 
 Resumable = pb.PushHeader | pb.InitialiseHeader
+
+LEARNERS_SHARE = 64
+"""While learners download, they are sent so many bytes for each byte that is sent to followers."""
+
+WAIT_S = 1.0
+"""A follower that waits for learners is sent an empty chunk so often: it knows that the syncer lives."""
 
 
 def _checksum(parts: Iterable[memoryview], num_bytes: int) -> int | None:
@@ -34,10 +42,11 @@ class Acknowledged(SendPace):
     Arguments:
         replies: those of the receiver. After their end, the rest is sent without waiting.
         start: bytes that the receiver has already.
+        queue_s: as `Window`'s.
     """
 
-    def __init__(self, replies: Iterator[bytes], start: int) -> None:
-        self._replies, self._window, self._has_replies = replies, Window(start), True
+    def __init__(self, replies: Iterator[bytes], start: int, queue_s: float = QUEUE_S) -> None:
+        self._replies, self._window, self._has_replies = replies, Window(start, queue_s), True
 
     def next_bytes(self) -> int:
         while self._has_replies and not self._window.has_room:
@@ -49,6 +58,75 @@ class Acknowledged(SendPace):
 
     def sent(self, num_bytes: int) -> None:
         self._window.sent(time.monotonic(), num_bytes)
+
+
+class LearnersFirst:
+    """The order of downloads that share one link: those of learners, then those of followers. Any thread may call any
+    method.
+
+    While a learner downloads, followers get a part of `1 / LEARNERS_SHARE`: they slow no download by more than that,
+    and a learner on a slow link of its own does not stop them.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._num_downloads, self._spare_bytes = 0, 0.0
+
+    @contextmanager
+    def download(self) -> Iterator[None]:
+        """A learner downloads during the block."""
+        with self._changed:
+            self._num_downloads += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_downloads -= 1
+                if not self._num_downloads:
+                    self._spare_bytes = 0.0
+                    self._changed.notify_all()
+
+    def sent(self, num_bytes: int) -> None:
+        """Record bytes of a learner's download."""
+        with self._changed:
+            self._spare_bytes += num_bytes / LEARNERS_SHARE
+            if self._spare_bytes >= LONGEST_CHUNK_BYTES:
+                self._changed.notify()
+
+    def take(self, num_bytes: int, wait_s: float = 0.0) -> int:
+        """How many bytes may be sent to a follower, after at most `wait_s`: `num_bytes`, or 0."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._num_downloads or self._spare_bytes >= num_bytes, wait_s):
+                return 0
+            self._spare_bytes = max(0.0, self._spare_bytes - num_bytes)
+        return num_bytes
+
+
+class ToLearner(Acknowledged):
+    """Flow control of a learner's download. `link`: which it shares with followers."""
+
+    def __init__(self, replies: Iterator[bytes], start: int, link: LearnersFirst) -> None:
+        super().__init__(replies, start)
+        self._link = link
+
+    def sent(self, num_bytes: int) -> None:
+        super().sent(num_bytes)
+        self._link.sent(num_bytes)
+
+
+class ToFollower(Acknowledged):
+    """Flow control of a follower's download. `link`: which it shares with learners."""
+
+    def __init__(self, replies: Iterator[bytes], link: LearnersFirst) -> None:
+        super().__init__(replies, 0, SHORT_QUEUE_S)
+        self._link = link
+
+    def next_bytes(self) -> int:
+        return self._link.take(super().next_bytes(), WAIT_S)
+
+    def sent(self, num_bytes: int) -> None:
+        if num_bytes:
+            super().sent(num_bytes)
 
 
 class OutgoingUpload(SendPace):

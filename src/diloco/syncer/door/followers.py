@@ -16,7 +16,7 @@ from diloco.escaping import printable
 from diloco.events import Reported
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import streamed
-from diloco.exchange.wire.outgoing import Acknowledged
+from diloco.exchange.wire.outgoing import LearnersFirst, ToFollower
 from diloco.protocol.manifest import is_object_name
 from diloco.run.objects import Objects
 from diloco.syncer.door.admission import Call, Kind
@@ -65,6 +65,9 @@ class FollowerCalls:
         signed: URLs of the objects.
         guard: wraps the handlers.
         reported: called with each report of an evaluator.
+
+    Attributes:
+        link: on which learners' downloads go before reads.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class FollowerCalls:
     ) -> None:  # fmt: skip
         self._host, self._objects, self._signed, self._reported = host, objects, signed, reported
         self._guard, self._admit = guard, guard.admit
+        self.link = LearnersFirst()
 
     def handlers(self) -> Mapping[str, tuple[Kind, Call]]:
         """By method."""
@@ -103,7 +107,7 @@ class FollowerCalls:
             yield pb.PullHeader(url=url).SerializeToString()
             return
         data = memoryview(self._objects.get(wanted.name, wanted.start, wanted.stop))
-        yield from streamed(pb.PullHeader(num_bytes=len(data)), [data], Acknowledged(stream, 0))
+        yield from streamed(pb.PullHeader(num_bytes=len(data)), [data], ToFollower(stream, self.link))
 
     def report(self, caller: Caller, request: pb.ReportRequest, context: grpc.ServicerContext) -> pb.ReportReply:
         self._admit(context, caller, request, "evaluator")

@@ -25,7 +25,7 @@ from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import filling, read_header, streamed
 from diloco.exchange.wire.incoming import ArrivalReports, start_of
 from diloco.exchange.wire.link_probe import answer_probe
-from diloco.exchange.wire.outgoing import Acknowledged
+from diloco.exchange.wire.outgoing import ToLearner
 from diloco.exchange.wire.rpc import MAX_CONTROL_BYTES, MAX_MESSAGE_BYTES
 from diloco.exchange.wire.tensors import bytes_of
 from diloco.exchange.wire.values import message_of
@@ -363,7 +363,7 @@ class Service:
             checksum = zlib.crc32(parts[0][: header.start])
         if header.start:
             self._resumed(request.learner, kind, header.start)
-        pace = Acknowledged(stream, header.start)
+        pace = ToLearner(stream, header.start, self._followers.link)
         frames = streamed(header, parts, pace, start=header.start, checksum=checksum)
         segments = request.segments
         is_empty = request.HasField("segments") and segments.first == segments.stop  # several ranks may have this part
@@ -371,7 +371,7 @@ class Service:
             yield from frames
             return
         what = "Pull", request.fragment, request.static, segments.first, segments.stop
-        with self._transfers.open(request.learner, request.incarnation, what, context):
+        with self._transfers.open(request.learner, request.incarnation, what, context), self._followers.link.download():
             yield from frames
 
     def probe(
