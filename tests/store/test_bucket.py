@@ -12,8 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from benchmarks.processes import until
-from tests.bucket_server import CREDENTIALS, BucketServer
+from tests.bucket_server import BucketServer
 
+from diloco.demo.bucket_server import CREDENTIALS
 from diloco.errors import ConfigError, DilocoError, MissingObjectError, StoreError, SwapRefusedError
 from diloco.store import bucket as module
 from diloco.store.bucket import PART_BYTES, Bucket
