@@ -35,19 +35,18 @@ class OneAtATime:
     executed while no other is.
 
     Attributes:
-        num_writes, num_bytes: of requests that put something, and of their bodies.
+        num_bytes: that were put.
     """
 
     def __init__(self, application: Application) -> None:
         self._application = application
         self._one = threading.Lock()
-        self.num_writes = self.num_bytes = 0
+        self.num_bytes = 0
 
     def __call__(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
         data = read_body(environ)
         with self._one:
-            if environ["REQUEST_METHOD"] == "PUT":
-                self.num_writes, self.num_bytes = self.num_writes + 1, self.num_bytes + len(data)
+            self.num_bytes += len(data)
             return list(self._application(environ, start))
 
 
@@ -76,7 +75,6 @@ def serving(
     os.environ.update(CREDENTIALS)
     application = OneAtATime(DomainDispatcherApplication(create_backend_app))
     application(create_environ(f"/{bucket}", "http://127.0.0.1", method="PUT"), lambda *_: None)
-    application.num_writes = 0
     server = make_server("127.0.0.1", 0, around(application), threaded=True, request_handler=Quiet)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID
 
 from diloco.demo.processes import DemoProcesses, Kill
-from diloco.demo.summary import back_after_s, works_again
+from diloco.demo.summary import back
 from diloco.report.timeline import Timeline
 
 LINE_EVERY_S = 60.0
@@ -79,11 +79,11 @@ class Display:
             self._down.append(kill)
         self._num_kills = len(kills)
         for kill in list(self._down):
-            if (seconds := back_after_s(timeline, kill)) is not None:
+            seconds, by = back(timeline, kill)
+            if seconds is not None:
                 self._down.remove(kill)
-                by = works_again(timeline, kill)
-                then = f"{by} works again" if by == kill.name else f"{by} serves the run in the place of {kill.name}"
-                self.say(f"{then}, {seconds:.1f} s after {'it' if by == kill.name else 'that'} was killed")
+                how = "again" if by == kill.name else f"in the place of {kill.name}"
+                self.say(f"{by} works {how}, {seconds:.1f} s after the kill")
 
 
 def _progress(timeline: Timeline, family: DemoProcesses) -> list[str]:
@@ -102,7 +102,7 @@ def _wire(timeline: Timeline) -> str:
 
 
 def _doing(name: str, timeline: Timeline, family: DemoProcesses) -> str:
-    child = family.children.get(name)
+    child = family.children.get(timeline.serving if name == "syncer" else name)
     if child is not None and child.restart_at is not None:
         return "[bold red]killed[/]"
     return _wire(timeline) if name == "syncer" else f"loss {timeline.steps[name][-1].loss:.3f}"

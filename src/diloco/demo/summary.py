@@ -34,10 +34,8 @@ def summarise(outcome: DemoOutcome, bucket: OneAtATime | None = None) -> dict[st
     assert baseline.loss is not None
     wire_bytes = sum(timeline.traffic.values())
     baseline_wire_bytes = baseline_bytes(timeline, config.tokens_per_full_step)
-    kills = [
-        {"name": kill.name, "back_s": back_after_s(timeline, kill), "by": works_again(timeline, kill)}
-        for kill in outcome.kills
-    ]
+    keys = ("name", "back_s", "by")
+    kills = [dict(zip(keys, (kill.name, *back(timeline, kill)), strict=True)) for kill in outcome.kills]
     found = {
         "global_loss": outcome.global_loss,
         "baseline_loss": baseline.loss,
@@ -54,7 +52,7 @@ def summarise(outcome: DemoOutcome, bucket: OneAtATime | None = None) -> dict[st
         "kills_survived": sum(kill["back_s"] is not None for kill in kills),
         "versions": sum(outcome.versions),
         "versions_lost": num_lost(config.dir, outcome.versions),
-        "bucket": None if bucket is None else {"writes": bucket.num_writes, "bytes": bucket.num_bytes},
+        "bucket_bytes": None if bucket is None else bucket.num_bytes,
         "seed": config.run.seed,
         "seconds": outcome.seconds,
         "run": numbers(timeline),
@@ -83,25 +81,19 @@ def baseline_bytes(timeline: Timeline, tokens_per_step: int) -> int:
     return round(num_bytes)
 
 
-def back_after_s(timeline: Timeline, kill: Kill) -> float | None:
-    """Seconds from a kill until the process worked again; None: it never did.
+def back(timeline: Timeline, kill: Kill) -> tuple[float | None, str]:
+    """Seconds from a kill until the work of the process went on, None: it never did; and the process that does it.
 
-    A syncer works again once it, or its standby, serves; a learner once it has rejoined and contributed to a merge.
+    A syncer is back once it serves, or its standby; a learner once it has rejoined and contributed to a merge.
     """
     if kill.name in SYNCERS:
-        times, since = [*timeline.syncer_starts, *(t for t, _ in timeline.takeovers)], kill.t
+        times, since = [*timeline.syncer_starts, *timeline.takeovers], kill.t
     else:
         joined = [begin for begin, _ in timeline.presence.get(kill.name, []) if begin > kill.t]
-        times = [merge.t for merge in timeline.merges if kill.name in merge.contributors]
+        times = [(merge.t, kill.name) for merge in timeline.merges if kill.name in merge.contributors]
         since = min(joined, default=math.inf)
-    back_at = min((t for t in times if t > since), default=None)
-    return None if back_at is None else back_at - kill.t
-
-
-def works_again(timeline: Timeline, kill: Kill) -> str:
-    """The process that does the work of a killed one: itself, or the syncer that took over next."""
-    takeovers = [(t, log) for t, log in timeline.takeovers if t > kill.t and kill.name in SYNCERS]
-    return min(takeovers)[1] if takeovers else kill.name
+    at, by = min((each for each in times if each[0] > since), default=(None, kill.name))
+    return None if at is None else at - kill.t, by
 
 
 def num_lost(directory: Path, newest: Sequence[int]) -> int:
@@ -147,8 +139,8 @@ def _loss(gap_percent: float) -> str:
 
 
 def _kills(kills: list[dict[str, Any]]) -> str:
-    """`kills`: for each, the name of the process, and `back_s`, the seconds until it worked again, or None; `by`: as
-    `works_again`."""
+    """`kills`: for each, the name of the process, and `back_s`, the seconds until it worked again, or None, and `by`,
+    the process that did."""
     if not kills:
         return "no process killed"
     back_s = [kill["back_s"] for kill in kills if kill["back_s"] is not None]

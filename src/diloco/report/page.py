@@ -58,7 +58,7 @@ def event_files(folders: Sequence[Path]) -> tuple[list[Path], Event | None]:
 def numbers(timeline: Timeline) -> dict[str, Any]:
     """Plain values: seconds; `as_of` in Unix time, None where the run has ended; bytes on the syncer's connections,
     both directions; losses in nats per token."""
-    begun = timeline.syncer_starts[0]
+    begun, _ = timeline.syncer_starts[0]
     losses = [(event.tokens, event.loss) for name in timeline.presence for event in timeline.evaluated.get(name, [])]
     learners = {name: _learner(timeline, name) for name in sorted(timeline.presence)}
     ended = timeline.finished.get("syncer")

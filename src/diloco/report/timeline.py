@@ -23,8 +23,8 @@ class Timeline:
         left: learners that left and did not rejoin.
         steps, evaluated: by process (learners, baseline, isolated), in the order of writing.
         waits: by process, the periods in which the training thread waited.
-        syncer_starts: of every syncer process; `syncers`: the newest one of each syncer, by its event log.
-        takeovers: of a run with two syncers, when one began to serve, and its event log.
+        syncer_starts: of every syncer process, and its event log.
+        takeovers: of a run in a bucket, when a syncer began to serve, and its event log.
         finished: by process, its newest `Finished` event.
         tokens: largest number of trained tokens that a progress event of the syncer names.
         missing: number of events that could not be written, over all processes.
@@ -40,8 +40,7 @@ class Timeline:
     presence: dict[str, list[Span]] = field(default_factory=dict)
     left: set[str] = field(default_factory=set)
     evictions: list[ev.Evicted] = field(default_factory=list)
-    syncer_starts: list[float] = field(default_factory=list)
-    syncers: dict[str, float] = field(default_factory=dict)
+    syncer_starts: list[tuple[float, str]] = field(default_factory=list)
     takeovers: list[tuple[float, str]] = field(default_factory=list)
     run: str = ""
     method: dict[str, Any] = field(default_factory=dict)
@@ -53,7 +52,7 @@ class Timeline:
     missing: int = 0
     as_of: float | None = None
     _incarnations: dict[str, int] = field(default_factory=dict)
-    _traffic: dict[tuple[str, float, str], ev.Traffic] = field(default_factory=dict)  # of each syncer process
+    _traffic: dict[tuple[str, int, str], ev.Traffic] = field(default_factory=dict)  # by log, start, learner
 
     def includes(self, event: ev.Event) -> bool:
         """Whether an event belongs to the run at `as_of`: those of controls and admins' orders do at any time."""
@@ -86,8 +85,7 @@ class Timeline:
         match event:
             case ev.SyncerStarted():
                 self.run, self.method = event.run, event.method
-                self.syncer_starts.append(event.t)
-                self.syncers[log] = event.t
+                self.syncer_starts.append((event.t, log))
             case ev.StandingChanged(standing="serving"):
                 self.takeovers.append((event.t, log))
             case ev.Initialised():
@@ -110,7 +108,8 @@ class Timeline:
             case ev.Progress():
                 self.tokens = max(self.tokens, event.tokens)
             case ev.Traffic():
-                self._traffic[log, self.syncers.get(log, 0.0), event.learner] = event
+                num_starts = sum(log == each for _, each in self.syncer_starts)
+                self._traffic[log, num_starts, event.learner] = event
             case _:
                 pass
 
@@ -137,12 +136,12 @@ class Timeline:
     @property
     def serving(self) -> str:
         """The event log of the syncer that served the run last; "": no syncer has started."""
-        return max(self.takeovers)[1] if self.takeovers else next(iter(self.syncers), "")
+        return max(self.takeovers or self.syncer_starts, default=(0.0, ""))[1]
 
     @property
     def num_restarts(self) -> int:
         """Of syncers."""
-        return len(self.syncer_starts) - len(self.syncers)
+        return len(self.syncer_starts) - len({log for _, log in self.syncer_starts})
 
     @property
     def step(self) -> int:
