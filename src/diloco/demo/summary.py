@@ -159,13 +159,7 @@ def describe(summary: dict[str, Any]) -> str:
     """The numbers behind the headline, one line each."""
     it, isolated = summary, summary["isolated_loss"]
     alone = "" if isolated is None else f", isolated learner {isolated:.4f}"
-    bucket = (
-        ""
-        if it["bucket"] is None
-        else "; {writes:,} writes of {mb:,.1f} MB to the bucket".format(
-            writes=it["bucket"]["writes"], mb=it["bucket"]["bytes"] / 1e6
-        )
-    )
+    bucket = "" if it["bucket_bytes"] is None else f", {it['bucket_bytes'] / 1e6:,.1f} MB written to the bucket"
     return (
         f"held-out loss: {it['global_loss']:.4f} nats per byte, data parallel {it['baseline_loss']:.4f} "
         f"({it['loss_gap_percent']:+.1f} %){alone}\n"
