@@ -1,6 +1,7 @@
 # Everything a visitor or a CI machine does. Needs GNU make and Python 3.11 or newer with pip; the rest is installed into .venv.
 #
-#   make demo     train a language model with a syncer and three learners on this machine, losing one of them on the way
+#   make demo     train a language model with a syncer and three learners on this machine, losing one of them on the way; with
+#                 ARGS="--store bucket" the syncer of two, over a bucket of this machine
 #   make test     the tests that a change needs, in two processes
 #   make test-all all tests, and which lines and branches they run
 #   make lint     ruff, mypy, import directions
@@ -33,9 +34,10 @@ LEARNERS ?= 3
 HOURS ?= 1
 VENV := .venv
 BIN := $(VENV)/bin
-# Two stamps: the demo needs less than the tests. What is installed for the tests serves the demo; a demo's .venv is completed.
+# Three stamps: the demo needs less than the tests, and more for a bucket. What is installed for the tests serves the demo; a demo's .venv is completed.
 MADE := $(VENV)/.made
 FOR_DEMO := $(VENV)/.installed-for-demo
+FOR_BUCKET := $(VENV)/.installed-for-demo-bucket
 FOR_ALL := $(VENV)/.installed
 
 # Runs where the version is right, venv is complete or pip is at hand. Names that are mere shims fail here and are passed over.
@@ -52,7 +54,7 @@ PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 2 --dist loa
 
 all: lint test
 
-demo: $(FOR_DEMO)
+demo: $(if $(findstring bucket,$(ARGS)),$(FOR_BUCKET),$(FOR_DEMO))
 	$(BIN)/diloco demo $(ARGS)
 
 test: $(FOR_ALL)
@@ -167,11 +169,15 @@ $(FOR_DEMO): constraints.txt pyproject.toml setup.py | $(MADE)
 	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c "import $(DEMO_IMPORTS)"
 	@touch $@
 
+$(FOR_BUCKET): $(FOR_DEMO)
+	@$(INSTALL) -e ".[demo-bucket]"
+	@touch $@
+
 $(FOR_ALL): constraints.txt pyproject.toml setup.py | $(MADE)
 	@echo "installing what the tests need into $(VENV), once; this takes some minutes"
 	@$(INSTALL) torch -e ".[train,dashboard,dev]"
 	@$(COMPILE)
-	@touch $(FOR_DEMO) $@
+	@touch $(FOR_DEMO) $(FOR_BUCKET) $@
 
 clean:
 	rm -rf $(VENV) $(SKY) $(TITAN) $(TRACKERS) build dist site src/*.egg-info .coverage .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .fuzz

@@ -1,16 +1,11 @@
-"""A bucket that speaks S3's protocol, in a process of its own: moto's server, one request at a time, and faults.
+"""The demo's bucket in a process of its own, with faults.
 
-moto's own server answers requests in threads and first checks a condition, then writes: two writers have both won. Here
-a request is read by its own thread, so that a slow sender holds up no other, and executed while no other is.
-
-    python -m tests.bucket_server BUCKET    prints its port; ends with its standard input
+python -m tests.bucket_server BUCKET    prints its port; ends with its standard input
 """
 
 from __future__ import annotations
 
-import io
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -21,9 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Self
 
-CREDENTIALS = {
-    "AWS_ACCESS_KEY_ID": "anyone", "AWS_SECRET_ACCESS_KEY": "not-checked", "AWS_REGION": "us-east-1",
-}  # fmt: skip
+from diloco.demo.bucket_server import CREDENTIALS, Application, read_body, serving
 
 CONTROL = "/-/faults"
 
@@ -104,25 +97,17 @@ class BucketServer:
         self._process.communicate()
 
 
-class _Application:
-    """moto's application with faults, one request at a time."""
+class _Faulty:
+    """An application with faults before it."""
 
-    def __init__(self, bucket: str, application: Callable[..., Iterable[bytes]]) -> None:
+    def __init__(self, application: Application) -> None:
         self._application = application
-        self._one = threading.Lock()
         self._changed = threading.Condition()
         self._faults: list[Fault] = []
         self._num_waiting = self._generation = 0
-        self._call("PUT", f"/{bucket}")
-
-    def _call(self, method: str, path: str) -> None:
-        from werkzeug.test import EnvironBuilder
-
-        environ = EnvironBuilder(path, "http://127.0.0.1", method=method).get_environ()
-        list(self._application(environ, lambda *_: None))
 
     def __call__(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
-        data = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+        data = read_body(environ)
         if environ["PATH_INFO"] == CONTROL:
             return self._controlled(environ["REQUEST_METHOD"], data, start)
         fault = self._fault_of(environ)
@@ -134,9 +119,7 @@ class _Application:
         if fault is not None and fault.kind == "ignored":
             for name in ("HTTP_IF_MATCH", "HTTP_IF_NONE_MATCH"):
                 environ.pop(name, None)
-        environ["wsgi.input"] = io.BytesIO(data)
-        with self._one:
-            answer = list(self._application(environ, start))
+        answer = self._application(environ, start)
         if fault is not None and fault.kind in ("lost", "late"):
             with suppress(OSError):
                 environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
@@ -171,24 +154,7 @@ class _Application:
         return [answer]
 
 
-def _serve(bucket: str) -> None:
-    from moto.server import DomainDispatcherApplication, create_backend_app
-    from werkzeug.serving import WSGIRequestHandler, make_server
-
-    class Quiet(WSGIRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def log(self, kind: str, message: str, *args: Any) -> None:
-            if kind == "error":
-                super().log(kind, message, *args)
-
-    os.environ.update(CREDENTIALS)
-    application = _Application(bucket, DomainDispatcherApplication(create_backend_app))
-    server = make_server("127.0.0.1", 0, application, threaded=True, request_handler=Quiet)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    print(server.port, flush=True)
-    sys.stdin.read()
-
-
 if __name__ == "__main__":
-    _serve(sys.argv[1])
+    with serving(sys.argv[1], _Faulty) as (port, _):
+        print(port, flush=True)
+        sys.stdin.read()

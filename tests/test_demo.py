@@ -16,12 +16,21 @@ from tests.store.small_run import read_newest
 
 from diloco import events as ev
 from diloco.demo.display import Display, is_wanted
-from diloco.demo.plan import LEARNERS, QUICK, Plan, free_port, prepared
+from diloco.demo.plan import LEARNERS, QUICK, SYNCERS, Plan, free_port, prepared
 from diloco.demo.processes import DemoProcesses, Kill
 from diloco.demo.story import tell
-from diloco.demo.summary import back_after_s, baseline_bytes, describe, headline, summarise, write_report
+from diloco.demo.summary import (
+    back,
+    baseline_bytes,
+    describe,
+    headline,
+    num_lost,
+    summarise,
+    write_report,
+)
 from diloco.errors import ConfigError, RunError
 from diloco.event_log import EventLog, read_events
+from diloco.report.page import read_run
 from diloco.report.series import ring_all_reduce_bytes
 from diloco.report.timeline import Timeline, TimelineFollower
 from diloco.store.objects import open_store
@@ -82,8 +91,52 @@ def run(tmp_path: Path) -> Path:
 def test_bytes_are_summed_over_syncer_processes(run: Path) -> None:
     timeline = read(run)
     assert timeline.traffic == {"updates": 11, "contributions": 7, "control": 2}
-    assert timeline.syncer_starts == [1, 40]
+    assert timeline.syncer_starts == [(1, "syncer"), (40, "syncer")]
     assert timeline.initial_tokens == 100
+
+
+@pytest.fixture
+def shared_run(tmp_path: Path) -> Path:
+    """Two syncers; the standby takes over at second 43, and the first comes back at 45 to wait."""
+    with EventLog(tmp_path / "syncer" / "events.jsonl", who="syncer") as log:
+        log.append(ev.StandingChanged(t=1, standing="serving", epoch=1, why=""))
+        log.append(ev.SyncerStarted(t=1.5, run="r", address="x"))
+        log.append(
+            ev.Initialised(t=5, learner="learner-0", source="", layout_digest="", num_parameters=1000, tokens=100)
+        )
+        log.append(ev.Joined(t=5, learner="learner-0", incarnation=1))
+        for version in (1, 2):
+            log.append(ev.Published(t=30 + version, fragment=0, version=version, digest="", num_bytes=1))
+        log.append(ev.Traffic(t=37, learner="learner-0", sent_bytes={"updates": 10}, received_bytes={}))
+        log.append(ev.SyncerStarted(t=45, run="r", address="x", versions=(2,)))
+    with EventLog(tmp_path / "standby" / "events.jsonl", who="syncer") as log:
+        log.append(ev.SyncerStarted(t=2, run="r", address="y"))
+        log.append(ev.StandingChanged(t=43, standing="serving", epoch=2, why=""))
+        log.append(merged(44, 3, "learner-0"))
+        log.append(ev.Published(t=44, fragment=0, version=3, digest="", num_bytes=1))
+        for t, num_bytes in ((46, 3), (48, 4)):
+            log.append(ev.Traffic(t=t, learner="learner-0", sent_bytes={"updates": num_bytes}, received_bytes={}))
+        log.append(ev.Finished(t=50, steps=9, tokens=400, seconds=1, reason="stopped"))
+    return tmp_path
+
+
+def test_two_syncers_are_one_run(shared_run: Path) -> None:
+    """A standby's start is no restart, and each syncer counts its own bytes, in whatever order the files are read."""
+    timeline, story = read_run([shared_run])
+    for each in (timeline, read(shared_run)):
+        assert (each.traffic, each.num_restarts) == ({"updates": 14}, 1)
+    shown = story.since(0)
+    assert (shown["head"]["state"], shown["head"]["restarts"], shown["head"]["num_bytes"]) == ("ended", 1, 14)
+    assert back(read(shared_run), Kill("syncer", 38.5)) == (4.5, "standby")
+    assert back(read(shared_run), Kill("standby", 44.5)) == (0.5, "syncer")
+
+
+def test_a_version_that_is_published_again_or_not_in_the_end_is_lost(shared_run: Path) -> None:
+    assert num_lost(shared_run, [3]) == 0
+    assert num_lost(shared_run, [2]) == 1
+    with EventLog(shared_run / "standby" / "events.jsonl", who="syncer") as log:
+        log.append(ev.Published(t=49, fragment=0, version=2, digest="", num_bytes=1))
+    assert num_lost(shared_run, [3]) == 1
 
 
 def test_the_baseline_pays_only_where_two_or_more_trained(run: Path) -> None:
@@ -148,11 +201,12 @@ def test_a_killed_process_is_away_until_it_does_its_work_again(run: Path) -> Non
         log.append(merged(63, 4, "learner-0", "learner-1"))
     timeline = read(run)
     kills = [Kill("learner-1", 52), Kill("syncer", 38.5), Kill("learner-2", 33)]
-    assert [back_after_s(timeline, kill) for kill in kills] == [11, 1.5, None]
+    assert [back(timeline, kill) for kill in kills] == [(11, "learner-1"), (1.5, "syncer"), (None, "learner-2")]
 
 
-LEARNER, SYNCER = {"name": "learner-2", "back_s": 5.25}, {"name": "syncer", "back_s": 3.5}
-GONE = {"name": "learner-0", "back_s": None}
+LEARNER = {"name": "learner-2", "back_s": 5.25, "by": "learner-2"}
+SYNCER = {"name": "syncer", "back_s": 3.5, "by": "syncer"}
+GONE = {"name": "learner-0", "back_s": None, "by": "learner-0"}
 FEWER, SAME, BACK = "49 times fewer bytes", "same loss within 0.4 %", "one learner killed and back in 5.2 s"
 
 
@@ -172,6 +226,10 @@ FEWER, SAME, BACK = "49 times fewer bytes", "same loss within 0.4 %", "one learn
         ({"baseline_wire_bytes": 0}, ("more bytes than data parallel, which needed none", SAME, BACK)),
         ({"kills": []}, (FEWER, SAME, "no process killed")),
         ({"kills": [SYNCER]}, (FEWER, SAME, "the syncer killed and back in 3.5 s")),
+        (
+            {"kills": [{**SYNCER, "by": "standby"}]},
+            (FEWER, SAME, "the syncer killed and the standby serving 3.5 s later"),
+        ),
         ({"kills": [GONE]}, (FEWER, SAME, "one learner killed and not back before the end")),
         ({"kills": [LEARNER, SYNCER]}, (FEWER, SAME, "2 kills and all back, the slowest in 5.2 s")),
         ({"kills": [LEARNER, GONE]}, (FEWER, SAME, "2 kills, 1 of the processes back")),
@@ -201,7 +259,7 @@ def test_a_browser_is_opened_for_people_only(
 
 def test_in_a_pipe_a_phase_and_a_kill_are_said_once(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     family = DemoProcesses(run)
-    with Display(100, "http://page", opens=False, to_stderr=True) as display:
+    with Display(100, {"syncer": "http://page"}, opens=False, to_stderr=True) as display:
         display.show("starting", Timeline(), family)
         for _ in range(3):
             display.show("together", read(run), family)
@@ -213,7 +271,27 @@ def test_in_a_pipe_a_phase_and_a_kill_are_said_once(run: Path, capsys: pytest.Ca
         "watch the run at http://page",
         "together",
         "syncer was killed; it will be restarted",
-        "syncer works again, 1.5 s after it was killed",
+        "syncer works again, 1.5 s after the kill",
+    ]
+
+
+def test_of_two_syncers_the_one_that_takes_over_is_said(shared_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    family = DemoProcesses(shared_run)
+    pages = {"syncer": "http://one", "standby": "http://two"}
+    first = Timeline()
+    for event in read_events(shared_run / "syncer" / "events.jsonl")[:-1]:
+        first.take(event, "syncer")
+    with Display(100, pages, opens=False, to_stderr=True) as display:
+        family.kills.append(Kill("syncer", 38.5))
+        display.show("together", first, family)
+        for _ in range(2):
+            display.show("together", read(shared_run), family)
+    assert [line.partition("] ")[2] for line in capsys.readouterr().err.splitlines()] == [
+        "syncer was killed; its standby takes over",
+        "watch the run at http://one",
+        "together",
+        "standby works in the place of syncer, 4.5 s after the kill",
+        "watch the run at http://two",
     ]
 
 
@@ -222,7 +300,7 @@ def start_endless(family: DemoProcesses, *, restarts: bool = False) -> None:
     run_file = family.directory / "run.toml"
     run_file.write_text("run = {name = 'demo', tokens = 1_000_000}\nsyncer = {insecure = true}\n")
     where = ("--address", "127.0.0.1:0", "--state-dir", str(family.directory / "state"))
-    family.start("syncer", "syncer", str(run_file), *where, restarts=restarts)
+    family.start("syncer", "syncer", str(run_file), *where, restart_after_s=1.0 if restarts else None)
 
 
 def test_a_killed_process_comes_back_and_a_failed_one_is_shown(tmp_path: Path) -> None:
@@ -239,7 +317,7 @@ def test_a_killed_process_comes_back_and_a_failed_one_is_shown(tmp_path: Path) -
         family.start("methods", "methods", "--json")
         until(lambda: family.are_done("methods"), "its end")
         assert json.loads(family.output("methods"))
-        family.start("failing", "train", str(tmp_path / "none.toml"), restarts=True)
+        family.start("failing", "train", str(tmp_path / "none.toml"), restart_after_s=1.0)
         family.children["failing"].process.join()
         with pytest.raises(RunError, match=r"(?s)failing failed with exit code 2.*none\.toml"):
             family.watch()
@@ -358,6 +436,7 @@ def test_a_tiny_demo_survives_kills_from_outside(tmp_path: Path) -> None:
     saved = read_newest(open_store(tmp_path / "demo" / "syncer"))
     versions = [fragment.version for fragment in saved.fragments]
     check_published(read_events(tmp_path / "demo" / "syncer" / "events.jsonl"), versions)
+    assert (summary["versions"], summary["versions_lost"], summary["bucket_bytes"]) == (sum(versions), 0, None)
     assert summary["tokens"] <= summary["baseline_tokens"] < summary["tokens"] + 18 * 64  # it makes whole steps
     assert summary["wire_bytes"] == sum(summary["wire_bytes_by_kind"].values()) > 0
     assert summary["global_loss"] < 4.0  # uniform bytes cost 5.5
@@ -426,3 +505,28 @@ def test_the_quick_demo(tmp_path: Path) -> None:
     assert summary["kills_survived"] == 1
     assert summary["bytes_ratio"] > 40
     assert abs(summary["loss_gap_percent"]) < 5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_quick_demo_over_a_bucket(tmp_path: Path) -> None:
+    """The standby takes over from the killed syncer, with its versions and its members; the first one waits then."""
+    command = [sys.executable, "-m", "diloco", "demo", "--quick", "--store", "bucket", "--json"]
+    done = subprocess.run([*command, "--dir", str(tmp_path / "demo")], check=True, capture_output=True)
+    summary = json.loads(done.stdout)
+    assert [(kill["name"], kill["by"]) for kill in summary["kills"]] == [("syncer", "standby")]
+    assert summary["versions_lost"] == 0 < summary["versions"]
+    assert summary["bucket_bytes"] > 0
+    assert [learner["joined"] for learner in summary["run"]["learners"].values()] == [1] * len(LEARNERS)
+    stands = {
+        name: [
+            (each.standing, each.epoch)
+            for each in read_events(tmp_path / "demo" / name / "events.jsonl")
+            if isinstance(each, ev.StandingChanged) and each.standing == "serving"
+        ]
+        for name in SYNCERS
+    }
+    assert stands == {"syncer": [("serving", 1)], "standby": [("serving", 2)]}
+    assert (
+        f"the syncer killed and the standby serving {summary['kills'][0]['back_s']:.1f} s later" in summary["headline"]
+    )

@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks.processes import until
-from tests.bucket_server import CREDENTIALS, BucketServer
+from tests.bucket_server import BucketServer
 from tests.chaos.relay import Relay
 from tests.following.published import METHODS, RUN, PublishedRun, RecordedSource, published_run
 from tests.syncer.runs import status_of, versions_of
 from tests.syncer.test_cut_transfers import Cutter
 from tests.syncer.test_doors import DAY
 
+from diloco.demo.bucket_server import CREDENTIALS
 from diloco.errors import AuthError, ConfigError, DilocoError, LineageError, UnknownRunError
 from diloco.following.follower import FollowedModel, Follower, follow, newest_model
 from diloco.following.sources import READ_BYTES, open_source

@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 from benchmarks.processes import until
-from tests.bucket_server import CREDENTIALS, BucketServer
+from tests.bucket_server import BucketServer
 from tests.store.small_run import SmallRun
 
 from diloco.cli import main
+from diloco.demo.bucket_server import CREDENTIALS
 from diloco.errors import ConfigError, DilocoError, MissingObjectError, StoreError, SwapRefusedError
 from diloco.protocol.manifest import FORMAT, MOST_BYTES
 from diloco.run.objects import Objects

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from benchmarks.processes import until
-from tests.bucket_server import CREDENTIALS, BucketServer
+from tests.bucket_server import BucketServer
 from tests.store.small_run import (
     SmallRun,
     check_versions,
@@ -29,6 +29,7 @@ from tests.store.small_run import (
 )
 
 from diloco.cli import main
+from diloco.demo.bucket_server import CREDENTIALS
 from diloco.errors import ConfigError, DamagedObjectError, NotInitialisedError, StoreError
 from diloco.event_log import EventLog, read_events
 from diloco.events import Copied, CopyRefused

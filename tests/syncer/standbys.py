@@ -11,13 +11,14 @@ from typing import Any, Self
 
 import psutil
 from benchmarks.processes import until
-from tests.bucket_server import CREDENTIALS, BucketServer
+from tests.bucket_server import BucketServer
 from tests.chaos.relay import Relay
 from tests.processes import ForkedSyncer
 from tests.syncer.runs import RUN
 from tests.syncer.test_faults import RUN_FILE
 
 from diloco import events
+from diloco.demo.bucket_server import CREDENTIALS
 from diloco.errors import DilocoError
 from diloco.event_log import read_events
 from diloco.exchange.dialling import fetch_status

@@ -1,11 +1,13 @@
-"""`diloco demo`: a complete run on this machine, during which a learner is killed."""
+"""`diloco demo`: a complete run on this machine, during which a process is killed."""
 
 import json
 import os
 import sys
+from contextlib import ExitStack
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -30,12 +32,22 @@ def command(
             help="Open the live page and the report in a browser. Default: in a terminal with a display, not in CI.",
         ),
     ] = None,
+    store: Annotated[
+        Literal["directory", "bucket"],
+        typer.Option(
+            help="bucket: two syncers share a bucket of this machine; the first is killed instead of a learner, and "
+            "the other one takes over."
+        ),
+    ] = "directory",
     as_json: JsonSummary = False,
 ) -> None:
     """Train with a syncer and three learners on this machine, kill one learner, and compare with data parallel."""
-    for package in NEEDS:
+    from diloco.demo import bucket_server
+
+    is_shared = store == "bucket"
+    for package in (*NEEDS, *(bucket_server.NEEDS if is_shared else ())):
         if find_spec(package) is None:
-            raise ConfigError(f"the demo needs {package}; pip install 'diloco[demo]'")
+            raise ConfigError(f"the demo needs {package}; pip install 'diloco[demo{',demo-bucket' * is_shared}]'")
 
     from diloco.demo.display import Display, is_wanted, open_page
     from diloco.demo.plan import FULL, QUICK, prepared
@@ -46,12 +58,19 @@ def command(
         opens = is_wanted(os.environ, is_terminal=sys.stdout.isatty())
     plan = QUICK if quick else FULL
     report, numbers = directory / "report.html", directory / "summary.json"
-    with interrupted_by_signals(), prepared(directory, plan, seed) as config:
-        page_url = f"http://127.0.0.1:{config.syncer.page_port}/"
-        with Display(plan.steps, page_url, opens=opens, to_stderr=as_json) as display:
+    with ExitStack() as opened:
+        opened.enter_context(interrupted_by_signals())
+        bucket = None
+        if is_shared:
+            port, bucket = opened.enter_context(bucket_server.serving("demo"))
+            plan = replace(plan, bucket=f"s3://demo/run?endpoint=http://127.0.0.1:{port}")
+        config = opened.enter_context(prepared(directory, plan, seed))
+        ports = enumerate(plan.syncers, start=config.syncer.page_port)
+        page_urls = {name: f"http://127.0.0.1:{port}/" for port, name in ports}
+        with Display(plan.steps, page_urls, opens=opens, to_stderr=as_json) as display:
             outcome = tell(config, plan, display.show)
             display.say("writing the report")
-        summary = summarise(outcome)
+        summary = summarise(outcome, bucket)
         with translated(OSError, StoreError, f"cannot write the report to {directory}", "free disk space"):
             numbers.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
             write_report(report, outcome, summary)

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID
 
 from diloco.demo.processes import DemoProcesses, Kill
-from diloco.demo.summary import back_after_s
+from diloco.demo.summary import back
 from diloco.report.timeline import Timeline
 
 LINE_EVERY_S = 60.0
@@ -24,19 +24,19 @@ class Display:
 
     Arguments:
         num_steps: steps of the run.
-        page_url: address of the run's live page.
+        page_urls: addresses of the run's live page, by syncer.
         opens: open that page in a browser.
     """
 
-    def __init__(self, num_steps: int, page_url: str, *, opens: bool, to_stderr: bool) -> None:
-        self._num_steps, self._page_url, self._opens = num_steps, page_url, opens
+    def __init__(self, num_steps: int, page_urls: Mapping[str, str], *, opens: bool, to_stderr: bool) -> None:
+        self._num_steps, self._page_urls, self._opens = num_steps, page_urls, opens
         self._console = Console(stderr=to_stderr)
         columns = ("{task.description}", BarColumn(20), MofNCompleteColumn(), "{task.fields[doing]}")
         self._progress = Progress(*columns, console=self._console, disable=not self._console.is_terminal)
         self._bars: dict[str, TaskID] = {}
         self._started = self._last_line = time.monotonic()
         self._phase = ""
-        self._is_served = False
+        self._serving = ""
         self._num_kills = 0
         self._down: list[Kill] = []
 
@@ -55,12 +55,13 @@ class Display:
 
     def show(self, phase: str, timeline: Timeline, family: DemoProcesses) -> None:
         """Update the display; call it often."""
-        if timeline.syncer_starts and not self._is_served:
-            self._is_served = True
-            self.say(f"watch the run at {self._page_url}")
-            if self._opens and not open_page(self._page_url):
-                self.say("found no browser; open the page yourself")
         self._report_kills(timeline, family.kills)
+        if timeline.serving != self._serving:
+            self._serving = timeline.serving
+            url = self._page_urls[self._serving]
+            self.say(f"watch the run at {url}")
+            if self._opens and not open_page(url):
+                self.say("found no browser; open the page yourself")
         is_silent = not self._console.is_terminal and time.monotonic() - self._last_line >= LINE_EVERY_S
         if phase != self._phase or is_silent:
             self._phase = phase
@@ -73,13 +74,16 @@ class Display:
 
     def _report_kills(self, timeline: Timeline, kills: list[Kill]) -> None:
         for kill in kills[self._num_kills :]:
-            self.say(f"{kill.name} was killed; it will be restarted")
+            is_shared = kill.name == timeline.serving and len(self._page_urls) > 1
+            self.say(f"{kill.name} was killed; {'its standby takes over' if is_shared else 'it will be restarted'}")
             self._down.append(kill)
         self._num_kills = len(kills)
         for kill in list(self._down):
-            if (seconds := back_after_s(timeline, kill)) is not None:
+            seconds, by = back(timeline, kill)
+            if seconds is not None:
                 self._down.remove(kill)
-                self.say(f"{kill.name} works again, {seconds:.1f} s after it was killed")
+                how = "again" if by == kill.name else f"in the place of {kill.name}"
+                self.say(f"{by} works {how}, {seconds:.1f} s after the kill")
 
 
 def _progress(timeline: Timeline, family: DemoProcesses) -> list[str]:
@@ -98,7 +102,7 @@ def _wire(timeline: Timeline) -> str:
 
 
 def _doing(name: str, timeline: Timeline, family: DemoProcesses) -> str:
-    child = family.children.get(name)
+    child = family.children.get(timeline.serving if name == "syncer" else name)
     if child is not None and child.restart_at is not None:
         return "[bold red]killed[/]"
     return _wire(timeline) if name == "syncer" else f"loss {timeline.steps[name][-1].loss:.3f}"

@@ -18,9 +18,12 @@ from diloco.errors import ConfigError, RunError, translated
 from diloco.tables import write_toml
 
 LEARNERS = ("learner-0", "learner-1", "learner-2")
-VICTIM = LEARNERS[2]
+SYNCERS = ("syncer", "standby")
 MARK = "# Written by `diloco demo`"
 PORTS = range(20_000, 30_000)
+
+LEASE_S = 5.0
+"""Of the syncers over a bucket."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,8 @@ class Plan:
         kill_after: the victim is killed after this share of the steps that follow the warm start: late enough to have
             merged, early enough to rejoin.
         isolated: also train a learner that never communicates.
+        bucket: URL of a store that two syncers share, of which the first is killed; None: one syncer with a directory,
+            and a learner is killed.
     """
 
     steps: int
@@ -43,6 +48,17 @@ class Plan:
     sequences: int = 18
     sequence_length: int = 64
     held_out: int = 512
+    bucket: str | None = None
+
+    @property
+    def syncers(self) -> tuple[str, ...]:
+        """Names of the syncers."""
+        return SYNCERS[: 1 if self.bucket is None else 2]
+
+    @property
+    def victim(self) -> str:
+        """The process that is killed."""
+        return LEARNERS[2] if self.bucket is None else SYNCERS[0]
 
     @property
     def every(self) -> int:
@@ -93,7 +109,9 @@ def prepared(directory: Path, plan: Plan, seed: int) -> Iterator[RunConfig]:
 def _tables(directory: Path, plan: Plan, seed: int) -> dict[str, dict[str, Any]]:
     """The run file of a demo."""
     tokens = plan.steps * plan.sequences * plan.sequence_length
-    port = free_port()
+    num = len(plan.syncers)
+    port = free_port(2 * num)
+    shared = {} if plan.bucket is None else {"store": plan.bucket, "lease_s": LEASE_S}
     return {
         "run": {"name": "demo", "dir": str(directory), "seed": seed, "learners": len(LEARNERS), "tokens": tokens},
         "data": {"kind": "stdlib", "sequence_length": plan.sequence_length},
@@ -113,25 +131,25 @@ def _tables(directory: Path, plan: Plan, seed: int) -> dict[str, dict[str, Any]]
             "outer": {"type": "Nesterov", "lr": 0.9, "momentum": 0.8},
         },
         "syncer": {
-            "address": f"127.0.0.1:{port}",
+            "address": ",".join(f"127.0.0.1:{each}" for each in range(port, port + num)),
             "insecure": True,  # ignore DILOCO_KEYS, which is for another run
             "page": True,
-            "page_port": free_port(besides=port),  # keeps the page's address over a restart
+            "page_port": port + num,  # keeps the page's address over a restart
             "lost_floor_s": 3.0,
+            **shared,
         },
     }
 
 
-def free_port(besides: int = 0) -> int:
-    """A free port other than `besides`, below the ephemeral ports, which outgoing connections could take during a
-    restart.
+def free_port(number: int = 1) -> int:
+    """The first of so many free ports in a row, below the ephemeral ports, which outgoing connections could take during
+    a restart.
 
     Drawn from the system's random numbers, so that processes with the same seed draw different ports.
     """
     for port in random.SystemRandom().sample(PORTS, len(PORTS)):
-        if port == besides:
-            continue
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
+        with contextlib.ExitStack() as probes, contextlib.suppress(OSError):
+            for each in range(port, port + number):
+                probes.enter_context(socket.socket()).bind(("127.0.0.1", each))
             return port
-    raise RunError(f"no port between {PORTS[0]} and {PORTS[-1]} is free; stop a process that listens there.")
+    raise RunError(f"no {number} ports between {PORTS[0]} and {PORTS[-1]} are free; stop a process that listens there.")

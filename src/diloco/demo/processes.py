@@ -26,9 +26,6 @@ IMPORTS = (
     "transformers.models.llama.modeling_llama",
 )  # fmt: skip
 
-RESTART_AFTER_S = 1.0
-"""Delay of a restart, as in a service manager; it makes the absence visible."""
-
 STOPPED = 128 + signal.SIGTERM
 """Exit code of a supervised learner that was stopped by a signal."""
 
@@ -50,14 +47,14 @@ class Child:
 
     Attributes:
         serves: the process never ends by itself.
-        restarts: restart it if a signal ends it.
+        restart_after_s: restart it so long after a signal has ended it; None: its end by a signal is a failure.
         restart_at: monotonic time of the restart, while it is down.
     """
 
     command: tuple[str, ...]
     process: BaseProcess
     serves: bool
-    restarts: bool
+    restart_after_s: float | None
     restart_at: float | None = None
 
     @property
@@ -80,7 +77,7 @@ class DemoProcesses:
     children: dict[str, Child] = field(default_factory=dict)
     kills: list[Kill] = field(default_factory=list)
 
-    def start(self, name: str, *command: str, serves: bool = False, restarts: bool = False) -> None:
+    def start(self, name: str, *command: str, serves: bool = False, restart_after_s: float | None = None) -> None:
         """Run `diloco` with these arguments; standard output and error go to `logs/`.
 
         The first call waits for the imports.
@@ -95,7 +92,7 @@ class DemoProcesses:
         log.touch()
         process = context.Process(target=_run, args=(command, out, log))
         process.start()
-        self.children[name] = Child(command, process, serves, restarts)
+        self.children[name] = Child(command, process, serves, restart_after_s)
         # For tests and users that kill a process; written atomically.
         partial = self.directory / ".pids.json"
         partial.write_text(json.dumps({name: child.process.pid for name, child in self.children.items()}))
@@ -111,22 +108,29 @@ class DemoProcesses:
             code = child.process.exitcode
             if code is None or child.done:
                 continue
-            if not child.restarts or (code > 0 and code != STOPPED):
+            if child.restart_after_s is None or (code > 0 and code != STOPPED):
                 raise self._failure(name, code)
             now = time.monotonic()
             if child.restart_at is None:
-                child.restart_at = now + RESTART_AFTER_S
+                child.restart_at = now + child.restart_after_s
                 self.kills.append(Kill(name, time.time()))
             elif now >= child.restart_at:
-                self.start(name, *child.command, serves=child.serves, restarts=True)
+                self.start(name, *child.command, serves=child.serves, restart_after_s=child.restart_after_s)
 
     def are_done(self, *names: str) -> bool:
         """Whether all these processes have finished their work."""
         return all(self.children[name].done for name in names)
 
     def stop(self, name: str) -> None:
-        """Terminate a serving process and wait for its end. Raises RunError if it fails or does not end in time."""
-        process = self.children.pop(name).process
+        """Terminate a serving process, unless it was killed, and wait for its end.
+
+        Raises:
+            RunError: it fails or does not end in time.
+        """
+        child = self.children.pop(name)
+        process = child.process
+        if child.restart_at is not None:
+            return
         process.terminate()
         process.join(END_TIMEOUT_S)
         if process.exitcode != 0:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from diloco import events as ev
+from diloco.demo.bucket_server import OneAtATime
+from diloco.demo.plan import SYNCERS
 from diloco.demo.processes import Kill
 from diloco.demo.story import DemoOutcome
 from diloco.event_log import read_events
 from diloco.report.frame import frozen_page
-from diloco.report.page import numbers
+from diloco.report.page import event_files, numbers
 from diloco.report.series import ring_all_reduce_bytes
 from diloco.report.story import Story
 from diloco.report.timeline import Timeline, is_learner
@@ -23,15 +26,16 @@ CURVES = {"baseline": "data parallel", "isolated": "isolated learner, at the sam
 """Names of the controls' curves, by process."""
 
 
-def summarise(outcome: DemoOutcome) -> dict[str, Any]:
+def summarise(outcome: DemoOutcome, bucket: OneAtATime | None = None) -> dict[str, Any]:
     """Plain values: losses in nats per byte on the same held-out sequences; bytes of both directions, counted by the
-    syncer."""
+    syncer. `bucket`: holds the run."""
     timeline, config = outcome.timeline, outcome.config
     baseline, isolated = timeline.finished["baseline"], timeline.finished.get("isolated")
     assert baseline.loss is not None
     wire_bytes = sum(timeline.traffic.values())
     baseline_wire_bytes = baseline_bytes(timeline, config.tokens_per_full_step)
-    kills = [{"name": kill.name, "back_s": back_after_s(timeline, kill)} for kill in outcome.kills]
+    keys = ("name", "back_s", "by")
+    kills = [dict(zip(keys, (kill.name, *back(timeline, kill)), strict=True)) for kill in outcome.kills]
     found = {
         "global_loss": outcome.global_loss,
         "baseline_loss": baseline.loss,
@@ -46,6 +50,9 @@ def summarise(outcome: DemoOutcome) -> dict[str, Any]:
         "bytes_ratio": baseline_wire_bytes / max(1, wire_bytes),
         "kills": kills,
         "kills_survived": sum(kill["back_s"] is not None for kill in kills),
+        "versions": sum(outcome.versions),
+        "versions_lost": num_lost(config.dir, outcome.versions),
+        "bucket_bytes": None if bucket is None else bucket.num_bytes,
         "seed": config.run.seed,
         "seconds": outcome.seconds,
         "run": numbers(timeline),
@@ -74,19 +81,27 @@ def baseline_bytes(timeline: Timeline, tokens_per_step: int) -> int:
     return round(num_bytes)
 
 
-def back_after_s(timeline: Timeline, kill: Kill) -> float | None:
-    """Seconds from a kill until the process worked again; None: it never did.
+def back(timeline: Timeline, kill: Kill) -> tuple[float | None, str]:
+    """Seconds from a kill until the work of the process went on, None: it never did; and the process that does it.
 
-    A syncer works again once it serves, a learner once it has rejoined and contributed to a merge.
+    A syncer is back once it serves, or its standby; a learner once it has rejoined and contributed to a merge.
     """
-    if kill.name == "syncer":
-        times, since = timeline.syncer_starts, kill.t
+    if kill.name in SYNCERS:
+        times, since = [*timeline.syncer_starts, *timeline.takeovers], kill.t
     else:
         joined = [begin for begin, _ in timeline.presence.get(kill.name, []) if begin > kill.t]
-        times = [merge.t for merge in timeline.merges if kill.name in merge.contributors]
+        times = [(merge.t, kill.name) for merge in timeline.merges if kill.name in merge.contributors]
         since = min(joined, default=math.inf)
-    back_at = min((t for t in times if t > since), default=None)
-    return None if back_at is None else back_at - kill.t
+    at, by = min((each for each in times if each[0] > since), default=(None, kill.name))
+    return None if at is None else at - kill.t, by
+
+
+def num_lost(directory: Path, newest: Sequence[int]) -> int:
+    """Published versions that are not in the store's history in the end: published again, or newer than the `newest`
+    of their fragment."""
+    logs = [read_events(file) for file in directory.glob("*/events.jsonl")]
+    published = [(each.fragment, each.version) for log in logs for each in log if isinstance(each, ev.Published)]
+    return len(published) - len({each for each in published if each[1] <= newest[each[0]]})
 
 
 # --------------------------------------------------------------------------------------------------------- in words
@@ -124,11 +139,14 @@ def _loss(gap_percent: float) -> str:
 
 
 def _kills(kills: list[dict[str, Any]]) -> str:
-    """`kills`: for each, the name of the process, and `back_s`, the seconds until it worked again, or None."""
+    """`kills`: for each, the name of the process, and `back_s`, the seconds until it worked again, or None, and `by`,
+    the process that did."""
     if not kills:
         return "no process killed"
     back_s = [kill["back_s"] for kill in kills if kill["back_s"] is not None]
     slowest = f"{max(back_s):.1f} s" if back_s else ""
+    if len(kills) == 1 and back_s and kills[0]["by"] != kills[0]["name"]:
+        return f"the {kills[0]['name']} killed and the {kills[0]['by']} serving {slowest} later"
     if len(kills) == 1:
         process = "one learner" if is_learner(kills[0]["name"]) else "the syncer"
         return f"{process} killed and back in {slowest}" if back_s else f"{process} killed and not back before the end"
@@ -141,10 +159,12 @@ def describe(summary: dict[str, Any]) -> str:
     """The numbers behind the headline, one line each."""
     it, isolated = summary, summary["isolated_loss"]
     alone = "" if isolated is None else f", isolated learner {isolated:.4f}"
+    bucket = "" if it["bucket_bytes"] is None else f", {it['bucket_bytes'] / 1e6:,.1f} MB written to the bucket"
     return (
         f"held-out loss: {it['global_loss']:.4f} nats per byte, data parallel {it['baseline_loss']:.4f} "
         f"({it['loss_gap_percent']:+.1f} %){alone}\n"
         f"on the wire: {it['wire_bytes'] / 1e6:,.1f} MB, data parallel {it['baseline_wire_bytes'] / 1e6:,.1f} MB\n"
+        f"in the store: {it['versions']:,} versions, {it['versions_lost']:,} lost{bucket}\n"
         f"{it['run']['merges']} merges, {it['tokens']:,} tokens, {it['seconds']:.0f} s"
     )
 
@@ -158,18 +178,19 @@ def write_report(path: Path, outcome: DemoOutcome, summary: dict[str, Any]) -> N
     The last point of the global model's curve is that of the saved model: learners may have evaluated older versions.
     """
     story, tokens = Story(), summary["tokens"]
-    for file in sorted(outcome.config.dir.glob("*/events.jsonl")):
+    for file in event_files([outcome.config.dir])[0]:
         for event in read_events(file):
             if event.who in CURVES:
                 event = event.model_copy(update={"who": CURVES[event.who]})
             elif isinstance(event, ev.Evaluated | ev.Reported) and event.tokens >= tokens:
                 continue
-            story.take(event)
+            story.take(event, str(file))
     story.take(
         ev.Evaluated(who=outcome.timeline.initialiser, step=0, tokens=tokens, loss=outcome.global_loss, num_sequences=0)
     )
     for kill, found in zip(outcome.kills, summary["kills"], strict=True):
-        back = "" if found["back_s"] is None else f"; it worked again {found['back_s']:.1f} s later"
+        by = "it worked again" if found["by"] == kill.name else f"{found['by']} served the run"
+        back = "" if found["back_s"] is None else f"; {by} {found['back_s']:.1f} s later"
         story.tell(kill.t, "bad", f"{kill.name} was killed{back}", "killed", kill.name)
     shown = story.since(0)
     shown["head"] |= {

@@ -9,7 +9,7 @@ from typing import Any
 
 from diloco.errors import ConfigError, StoreError, translated
 from diloco.event_log import EventTail, newest_event
-from diloco.events import Progress
+from diloco.events import Event, Progress
 from diloco.report.frame import frozen_page
 from diloco.report.story import Story
 from diloco.report.timeline import Timeline
@@ -26,30 +26,39 @@ def read_run(folders: Sequence[Path]) -> tuple[Timeline, Story]:
     Raises:
         ConfigError: no event log, or none of a syncer. StoreError: an unreadable event log.
     """
-    files = sorted({path for folder in folders for path in folder.rglob("events.jsonl")})
+    files, last = event_files(folders)
     where = ", ".join(map(str, folders))
     if not files:
         raise ConfigError(f"there is no events.jsonl below {where}; name the folder of a run.")
-    newest = {path: newest_event(path, "progress", "finished") for path in files}
-    of_syncer = [event for event in newest.values() if event is not None and event.who == "syncer"]
-    last = max(of_syncer, key=lambda event: event.t, default=None)
     timeline, story = Timeline(as_of=last.t if isinstance(last, Progress) else None), Story()
-    for path in sorted(files, key=lambda path: newest[path] not in of_syncer):  # the syncer's name the learners
+    for path in files:
         tail = EventTail(path)
         while events := tail.read(READ_BYTES):
             for event in events:
                 if timeline.includes(event):
-                    timeline.take(event.who, event)
-                    story.take(event)
+                    timeline.take(event, str(path))
+                    story.take(event, str(path))
     if not timeline.syncer_starts:
         raise ConfigError(f"no events.jsonl below {where} is of a syncer; name the syncer's folder too.")
     return timeline, story
 
 
+def event_files(folders: Sequence[Path]) -> tuple[list[Path], Event | None]:
+    """Every `events.jsonl` below the folders, and a syncer's newest progress, or its end.
+
+    Those of syncers come first, since they name the learners, in the order in which their syncers served the run last.
+    """
+    files = sorted({path for folder in folders for path in folder.rglob("events.jsonl")})
+    newest = {path: newest_event(path, "initialised", "progress", "finished") for path in files}
+    served = {path: event for path, event in newest.items() if event is not None and event.who == "syncer"}
+    order = sorted(served, key=lambda path: served[path].t)
+    return [*order, *(path for path in files if path not in served)], served[order[-1]] if order else None
+
+
 def numbers(timeline: Timeline) -> dict[str, Any]:
     """Plain values: seconds; `as_of` in Unix time, None where the run has ended; bytes on the syncer's connections,
     both directions; losses in nats per token."""
-    begun = timeline.syncer_starts[0]
+    begun, _ = timeline.syncer_starts[0]
     losses = [(event.tokens, event.loss) for name in timeline.presence for event in timeline.evaluated.get(name, [])]
     learners = {name: _learner(timeline, name) for name in sorted(timeline.presence)}
     ended = timeline.finished.get("syncer")
@@ -64,7 +73,7 @@ def numbers(timeline: Timeline) -> dict[str, Any]:
         "loss": max(losses)[1] if losses else None,
         "merges": len(timeline.merges),
         "num_bytes": sum(timeline.traffic.values()),
-        "syncer_restarts": len(timeline.syncer_starts) - 1,
+        "syncer_restarts": timeline.num_restarts,
         "missing_events": timeline.missing,
         "learners": learners,
     }

@@ -34,7 +34,7 @@ class Story:
         self._ordered: str | None = None  # of `ORDERED`
         self._started_at: float | None = None
         self._newest_t = 0.0
-        self._restarts = -1
+        self._starts: Counter[str] = Counter()  # of syncer processes, by event log
         self._members: dict[str, LearnerSummary] = {}
         self._versions: dict[int, int] = {}
         self._fragments: dict[int, dict[str, Any]] = {}
@@ -61,12 +61,12 @@ class Story:
 
     # --- events -------------------------------------------------------------------------------------------------------
 
-    def take(self, event: ev.Event) -> None:
-        """Add an event."""
+    def take(self, event: ev.Event, log: str = "") -> None:
+        """Add an event of an event log."""
         if event.who == "syncer":
             if not isinstance(event, ev.Steered):  # as in `Timeline`
                 self._newest_t = max(self._newest_t, event.t)
-            self._take_syncers(event)
+            self._take_syncers(event, log)
         else:
             self._take_trainers(event)
         if (description := sentence(event)) is not None:
@@ -88,9 +88,10 @@ class Story:
             case _:
                 pass
 
-    def _take_syncers(self, event: ev.Event) -> None:
+    def _take_syncers(self, event: ev.Event, log: str) -> None:
         match event:
             case ev.SyncerStarted():
+                self._starts[log] += 1
                 self._start(event)
             case ev.Initialised():
                 self._head |= {"num_parameters": event.num_parameters, "state": "training", "began_at": event.tokens}
@@ -122,16 +123,17 @@ class Story:
 
     def _start(self, event: ev.SyncerStarted) -> None:
         self._started_at = event.t if self._started_at is None else self._started_at
-        self._restarts += 1
         self._head |= {
             "run": event.run, "method": event.method, "planned": event.learners, "budget": event.budget_tokens,
-            "state": "training" if event.versions else "waiting for a model",
         }  # fmt: skip
+        if event.t == self._newest_t:  # not that of a standby beside a run that goes on
+            self._head["state"] = "training" if event.versions else "waiting for a model"
         self._versions |= dict(enumerate(event.versions))
         for member in self._members.values():
             member.settle()
 
     def _merge(self, event: ev.Merged) -> None:
+        self._head["state"] = "training"  # also where a standby's log begins without a model
         self._versions[event.fragment] = event.version
         self._fragments[event.fragment] = {"t": event.t, "contributors": len(event.contributors), "scale": event.scale}
         for name in event.contributors:
@@ -282,7 +284,7 @@ class Story:
         ratio = self._parallel_bytes / self._num_bytes if self._num_bytes and self._parallel_bytes else None
         return {
             **self._head, "state": state, "live": num_live, "started_at": self._started_at,
-            "ended_at": self._newest_t, "restarts": max(0, self._restarts),
+            "ended_at": self._newest_t, "restarts": self._starts.total() - len(self._starts),
             "tokens": max(self._tokens, tokens or 0),
             "tokens_per_s": speed if runs else None, "loss": loss, "loss_at": tokens,
             "eta_s": left / speed if runs and left is not None and speed else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ class Timeline:
         presence: by learner, the periods in which it was a member; the last one is open while it is a member.
         steps, evaluated: by process (learners, baseline, isolated), in the order of writing.
         waits: by process, the periods in which the training thread waited.
+        syncer_starts: of every syncer process, and its event log.
+        takeovers: of a run in a bucket, when a syncer began to serve, and its event log.
         finished: by process, its newest `Finished` event.
         tokens: largest number of trained tokens that a progress event of the syncer names.
         missing: number of events that could not be written, over all processes.
@@ -35,7 +38,8 @@ class Timeline:
     merges: list[ev.Merged] = field(default_factory=list)
     presence: dict[str, list[Span]] = field(default_factory=dict)
     evictions: list[ev.Evicted] = field(default_factory=list)
-    syncer_starts: list[float] = field(default_factory=list)
+    syncer_starts: list[tuple[float, str]] = field(default_factory=list)
+    takeovers: list[tuple[float, str]] = field(default_factory=list)
     run: str = ""
     method: dict[str, Any] = field(default_factory=dict)
     steps: dict[str, list[ev.Stepped]] = field(default_factory=dict)
@@ -46,16 +50,16 @@ class Timeline:
     missing: int = 0
     as_of: float | None = None
     _incarnations: dict[str, int] = field(default_factory=dict)
-    _settled: dict[str, Counts] = field(default_factory=dict)
-    _newest: dict[str, ev.Traffic] = field(default_factory=dict)
+    _traffic: dict[tuple[str, int, str], ev.Traffic] = field(default_factory=dict)  # by log, start, learner
 
     def includes(self, event: ev.Event) -> bool:
         """Whether an event belongs to the run at `as_of`: those of controls and admins' orders do at any time."""
         is_of_run = event.who in ("syncer", *self.presence) and not isinstance(event, ev.Steered)
         return self.as_of is None or event.t <= self.as_of or not is_of_run
 
-    def take(self, process: str, event: ev.Event) -> None:
-        """Add one event."""
+    def take(self, event: ev.Event, log: str) -> None:
+        """Add one event of an event log."""
+        process = event.who
         match event:
             case ev.Gap():
                 self.missing += event.missing
@@ -69,18 +73,19 @@ class Timeline:
                 self.finished[process] = event
                 self.ended_at = max(self.ended_at, event.t if process == "syncer" else 0.0)
             case _ if process == "syncer":
-                self._take_syncers(event)
+                self._take_syncers(event, log)
             case _:
                 pass
 
-    def _take_syncers(self, event: ev.Event) -> None:
+    def _take_syncers(self, event: ev.Event, log: str) -> None:
         if not isinstance(event, ev.Steered):  # which may be later than `as_of`
-            self.ended_at = event.t
+            self.ended_at = max(self.ended_at, event.t)
         match event:
             case ev.SyncerStarted():
-                self._settle()
                 self.run, self.method = event.run, event.method
-                self.syncer_starts.append(event.t)
+                self.syncer_starts.append((event.t, log))
+            case ev.StandingChanged(standing="serving"):
+                self.takeovers.append((event.t, log))
             case ev.Initialised():
                 self.initialised_at, self.initial_tokens = event.t, event.tokens
                 self.initialiser, self.num_parameters = event.learner, event.num_parameters
@@ -99,7 +104,8 @@ class Timeline:
             case ev.Progress():
                 self.tokens = max(self.tokens, event.tokens)
             case ev.Traffic():
-                self._newest[event.learner] = event
+                num_starts = sum(log == each for _, each in self.syncer_starts)
+                self._traffic[log, num_starts, event.learner] = event
             case _:
                 pass
 
@@ -109,28 +115,29 @@ class Timeline:
         if spans and spans[-1][1] is None:
             spans[-1] = (spans[-1][0], at)
 
-    def _settle(self) -> None:
-        """Keep the last counts of a syncer process when the next one starts: counts are totals of one process."""
-        self._settled = {learner: self.traffic_of(learner) for learner in {*self._settled, *self._newest}}
-        self._newest = {}
-
-    def traffic_of(self, learner: str) -> Counts:
-        """Bytes by kind on a learner's connections, both directions, all syncer processes."""
-        totals = dict(self._settled.get(learner, {}))
-        if (newest := self._newest.get(learner)) is not None:
-            for counts in (newest.sent_bytes, newest.received_bytes):
-                for kind, num_bytes in counts.items():
-                    totals[kind] = totals.get(kind, 0) + num_bytes
-        return totals
+    def traffic_of(self, *learners: str) -> Counts:
+        """Bytes by kind on the connections of these learners, both directions, all syncer processes."""
+        totals = Counter[str]()
+        for (_, _, learner), newest in self._traffic.items():
+            if learner in learners:
+                totals.update(newest.sent_bytes)
+                totals.update(newest.received_bytes)
+        return dict(totals)
 
     @property
     def traffic(self) -> Counts:
         """Bytes by kind, over all learners."""
-        totals: Counts = {}
-        for learner in {*self._settled, *self._newest}:
-            for kind, num_bytes in self.traffic_of(learner).items():
-                totals[kind] = totals.get(kind, 0) + num_bytes
-        return totals
+        return self.traffic_of(*{learner for _, _, learner in self._traffic})
+
+    @property
+    def serving(self) -> str:
+        """The event log of the syncer that served the run last; "": no syncer has started."""
+        return max(self.takeovers or self.syncer_starts, default=(0.0, ""))[1]
+
+    @property
+    def num_restarts(self) -> int:
+        """Of syncers."""
+        return len(self.syncer_starts) - len({log for _, log in self.syncer_starts})
 
     @property
     def step(self) -> int:
@@ -168,10 +175,9 @@ class TimelineFollower:
     def read(self) -> Timeline:
         """Add new events to the timeline and return it."""
         for path in sorted(self._directory.glob("*/events.jsonl")):
-            process = path.parent.name
-            tail = self._tails.setdefault(process, EventTail(path))
-            for event in tail.read():
-                self.timeline.take(process, event)
+            log = path.parent.name
+            for event in self._tails.setdefault(log, EventTail(path)).read():
+                self.timeline.take(event, log)
         return self.timeline
 
 
