@@ -16,6 +16,7 @@ from typing import Any
 from diloco.core.choices import Choice
 from diloco.core.codecs import Codec
 from diloco.core.method import Method
+from diloco.core.quorum import AllLive
 from studies import world
 from studies.world import LR
 
@@ -102,7 +103,8 @@ def _sparse(value: Any) -> Any:
 
 def in_flight_at_the_end(method: Method) -> bool:
     """Whether the run has a newer global model at its last step than its learners have adopted."""
-    return method.quorum.needs_syncer is None and method.overlap > 0
+    quorum = method.quorum
+    return isinstance(quorum, AllLive) and not quorum.drop and method.overlap > 0
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ Late = Literal["merge", "drop"]
 
 def _late(name: str, value: object) -> object:
     if value not in ("merge", "drop"):
-        raise ConfigError(f"{name} must be 'merge' or 'drop', not {value!r}.")
+        raise ConfigError(f"{name} is {value!r}; use 'merge' or 'drop'.")
     return value
 
 

@@ -86,9 +86,10 @@ class Download:
         yield
         try:
             progress = ArrivalReports()
-            for self.filled in filling(stream, self.buffer, filled=header.start):
+            for filled in filling(stream, self.buffer, filled=header.start):
+                self.filled = filled
                 if progress.is_due():
-                    acknowledge.put(pb.Received(num_bytes=self.filled).SerializeToString())
+                    acknowledge.put(pb.Received(num_bytes=filled).SerializeToString())
                 yield
         except CorruptPayloadError:
             self.header, self.filled = None, 0
