@@ -169,7 +169,7 @@ class Chaos:
         self.standby.heal()
 
     def part_both(self) -> None:
-        """The same for both."""
+        """No way from either to the bucket within two leases and a half."""
         both = [self.first, self.standby]
         for it in both:
             it.cut_off()
