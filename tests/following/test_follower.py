@@ -21,6 +21,9 @@ from tests.syncer.test_doors import DAY
 from diloco.errors import AuthError, ConfigError, DilocoError, LineageError, UnknownRunError
 from diloco.following.follower import FollowedModel, Follower, follow, newest_model
 from diloco.following.sources import READ_BYTES, open_source
+from diloco.protocol.contribution import Budget
+from diloco.protocol.manifest import Manifest
+from diloco.store.objects import open_store, read_manifest
 from diloco.syncer.keys.keyring import Keyring
 
 SOURCES = ("syncer", "store")
@@ -28,6 +31,10 @@ SOURCES = ("syncer", "store")
 
 def place_of(kind: str, run: PublishedRun, tmp_path: Path) -> str:
     return run.syncer.address if kind == "syncer" else str(tmp_path / "state")
+
+
+def manifest_of(tmp_path: Path) -> Manifest:
+    return read_manifest(open_store(tmp_path / "state"))
 
 
 @pytest.mark.parametrize("kind", SOURCES)
@@ -97,11 +104,13 @@ def test_every_nth_version(tmp_path: Path) -> None:
         assert numbers == [0, 3, 6]
 
 
-def test_the_iteration_ends_with_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", SOURCES)
+def test_the_iteration_ends_with_the_run(kind: str, tmp_path: Path) -> None:
     """With the last version, also where it is not the next n-th one."""
     with published_run(tmp_path, METHODS["lossless"]) as run:
         found: list[FollowedModel] = []
-        with follow(run.syncer.address, run=RUN, every=5, poll_s=0.01, callback=found.append) as follower:
+        place = place_of(kind, run, tmp_path)
+        with follow(place, run=RUN, every=5, poll_s=0.01, callback=found.append) as follower:
             until(lambda: len(found) == 1, "no model comes")
             run.publish(0, 1)
             seen = run.raw.beat(4, 20).lineage
@@ -109,6 +118,25 @@ def test_the_iteration_ends_with_the_run(tmp_path: Path) -> None:
             assert follower.wait(300)
             run.require_same(found[-1])
             assert [model.number for model in found] == [0, 2]
+
+
+def test_a_store_says_that_its_run_is_over_and_not_that_it_is_stopped(tmp_path: Path) -> None:
+    budget = {"budget": Budget(steps=10)}
+    with published_run(tmp_path, METHODS["lossless"], **budget) as run:
+        run.publish(0, 1)
+        run.raw.beat(4, 20, finished=True, seen=run.raw.beat(4, 20).lineage)  # its own end
+        run.raw.leave(20)
+    stopped = manifest_of(tmp_path)
+    assert (stopped.versions, stopped.boot, stopped.is_over) == ((1, 1), 0, False)
+    with published_run(tmp_path, METHODS["lossless"], **budget) as run:
+        run.publish(0, 0)
+        assert not manifest_of(tmp_path).is_over
+        run.raw.leave(run.raw.beat(10, 50).standing.run_tokens)
+    with published_run(tmp_path, METHODS["lossless"], joins=False, **budget):
+        assert manifest_of(tmp_path).is_over  # a start alone does not make it go on
+    assert [model.versions for model in follow(tmp_path / "state", run=RUN)] == [(3, 1)]
+    with published_run(tmp_path, METHODS["lossless"], **budget):
+        assert not manifest_of(tmp_path).is_over
 
 
 def test_no_learner_yet_is_not_the_end(tmp_path: Path) -> None:

@@ -48,14 +48,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 
 
 class RunSource(Readable, Protocol):
-    """Objects and a manifest of a run. Any thread may call any method.
-
-    Attributes:
-        is_over: no version follows the ones of the last manifest that was read.
-    """
-
-    @property
-    def is_over(self) -> bool: ...
+    """Objects and a manifest of a run. Any thread may call any method."""
 
     def close(self) -> None:
         """Hang up; calls that wait fail."""
@@ -67,8 +60,6 @@ class StoreSource:
     Arguments:
         objects: the store.
     """
-
-    is_over = False
 
     def __init__(self, objects: Objects) -> None:
         self.name, self.get, self.manifest = objects.name, objects.get, objects.manifest
@@ -90,7 +81,7 @@ class SyncerSource:
     """
 
     def __init__(self, addresses: str, run: str, *, keys: AnyKeys | None = None, insecure: bool = False) -> None:
-        self.name, self.is_over = addresses, False
+        self.name = addresses
         self._run, self._syncers = run, dialler(addresses, keys=keys, insecure=insecure)
         self._urls = UrlReader()
         self._lanes: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -109,7 +100,6 @@ class SyncerSource:
         except UnreachableError:
             found(self._syncers, self._run)
             reply = self._syncers.current.call("control", "Manifest", request, pb.ManifestReply)
-        self.is_over = reply.is_over
         return Found(reply.manifest, "")
 
     def get(self, name: str, start: int = 0, stop: int | None = None) -> memoryview | bytes:
@@ -157,11 +147,6 @@ class PatientSource:
         self.name = source.name
         self._closing = threading.Event()
         self._source, self._patience_s = source, patience_s
-
-    @property
-    def is_over(self) -> bool:
-        """As `RunSource`."""
-        return self._source.is_over
 
     def manifest(self) -> Found | None:
         """As `Readable`."""

@@ -59,6 +59,7 @@ class Manifest:
         fragments: of each fragment the newest versions, newest first.
         origin: of a copy: epoch and serial of the manifest that was copied.
         copied_at: of a copy: Unix time in seconds.
+        is_over: the run has ended, with these versions; a learner that joins makes it go on.
     """
 
     run: str
@@ -72,6 +73,7 @@ class Manifest:
     fragments: tuple[tuple[NamedVersion, ...], ...] = ()
     origin: tuple[int, int] | None = None
     copied_at: float | None = None
+    is_over: bool = False
 
     @property
     def names(self) -> frozenset[str]:
@@ -158,6 +160,7 @@ class Manifest:
             and all(type(each) is str for each in (self.run, self.run_id, self.address))
             and all(is_object_name(each) for each in self.names)
             and type(self.copied_at) in (float, int, type(None))
+            and type(self.is_over) is bool
             and len(set(has_model)) == 1
             and all(versions and _descends(versions) for versions in self.fragments)
         )

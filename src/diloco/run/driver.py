@@ -133,16 +133,6 @@ class Driver(Generic[H, S, P]):
         """Whether tensor work is under way, or a commit to a store that does not refuse it."""
         return self._executor.is_busy or bool(self._beginnings)
 
-    @property
-    def is_over(self) -> bool:
-        """Whether the run has ended and nothing is left to merge: all learners that are there have finished, or none is
-        there and the budget is spent, or an operator has ended the run."""
-        state = self.state
-        if not state.is_initialised or not state.core.is_settled:
-            return False
-        has_ended = state.budget.is_spent(state.run_tokens, state.step) or state.core.steering.ended is not None
-        return has_ended or bool(state.core.members)
-
     def fetch(self, fragment: int, base: int, claim: Claim | None = None) -> FragmentAnswer[H, P]:
         """The update that follows version `base`, or the newest whole fragment if that update is not kept.
 

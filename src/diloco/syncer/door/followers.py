@@ -84,9 +84,7 @@ class FollowerCalls:
 
     def manifest(self, caller: Caller, request: pb.ManifestRequest, context: grpc.ServicerContext) -> pb.ManifestReply:
         self._admit(context, caller, request, "viewer")
-        hosted = self._host()
-        is_over = hosted.ask(lambda driver: driver.is_over)  # before the manifest, which then has the last versions
-        return pb.ManifestReply(manifest=hosted.manifest.to_bytes(), is_over=is_over)
+        return pb.ManifestReply(manifest=self._host().manifest.to_bytes())
 
     def read(
         self, caller: Caller, request: pb.PullRequest, stream: Iterator[bytes], context: grpc.ServicerContext
