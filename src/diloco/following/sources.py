@@ -28,7 +28,6 @@ from diloco.errors import (
 from diloco.exchange.dialling import dialler, found
 from diloco.exchange.key_pair import AnyKeys
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.urls import UrlReader
 from diloco.run.objects import Found, Objects, Readable
 from diloco.store.objects import is_url, open_store
 
@@ -83,7 +82,6 @@ class SyncerSource:
     def __init__(self, addresses: str, run: str, *, keys: AnyKeys | None = None, insecure: bool = False) -> None:
         self.name = addresses
         self._run, self._syncers = run, dialler(addresses, keys=keys, insecure=insecure)
-        self._urls = UrlReader()
         self._lanes: queue.SimpleQueue[str] = queue.SimpleQueue()
         for lane in range(LANES):
             self._lanes.put(f"reads {lane}")
@@ -114,18 +112,10 @@ class SyncerSource:
         return memoryview(whole)
 
     def _read(self, name: str, start: int, stop: int) -> memoryview:
-        request = pb.PullRequest(
-            run=self._run, object=pb.ObjectRange(name=name, start=start, stop=stop), direct=not self._urls.is_usable
-        )
+        request = pb.PullRequest(run=self._run, object=pb.ObjectRange(name=name, start=start, stop=stop))
         lane = self._lanes.get()
         try:
-            header, buffer = self._syncers.current.pull(lane, request, method="Read")
-            if header.url:
-                if (found := self._urls.read(header.url, start, stop)) is not None:
-                    return found
-                request.direct = True
-                _, buffer = self._syncers.current.pull(lane, request, method="Read")
-            return buffer
+            return self._syncers.current.pull(lane, request, method="Read")[1]
         finally:
             self._lanes.put(lane)
 

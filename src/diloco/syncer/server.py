@@ -234,6 +234,7 @@ class Syncer:
             resumed=self._observer.resumed, status_extra=self._status_extra, reported=self.progress.record,
             page_url=self._page_url, promote=self.promote,
             followers=FollowerCalls(lambda: self.driver, self._objects, signed, guard, self.progress.evaluated),
+            signed=signed,
             is_suspended=lambda: self._hosted.is_suspended,
         )  # fmt: skip
         self._server.add_generic_rpc_handlers((service.handlers(),))
