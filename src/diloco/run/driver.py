@@ -154,24 +154,8 @@ class Driver(Generic[H, S, P]):
         """Plain values for `diloco status`."""
         no_room_at_s, reason = self._no_room
         waits_for = reason if self._clock.now_s() - no_room_at_s < RETRY_EXPECTED_S else None
-        state = self.state
-        base = {
-            "run": state.run,
-            "method": state.method.to_dict(),
-            "initialised": state.is_initialised,
-            "cut": state.cut,
-            "run_id": self.lineage.run_id,
-            "epoch": self.lineage.epoch,
-            "step": state.step,
-            "tokens": state.run_tokens,
-            "initial_tokens": state.initial_tokens,
-            "spooled_bytes": self._ports.spool.held_bytes,
-            "waits_for": waits_for,
-        }
-        if not state.is_initialised:
-            nothing = dict.fromkeys(("steering", "newest_merge", "data", "experts"))
-            return {**base, **nothing, "learners": {}, "fragments": []}
-        return {**base, **self._status.as_dict(state.core, state.model, state.experts, self._clock.now_s())}
+        values = self._status.as_dict(self.state, self._clock.now_s())
+        return {**values, "spooled_bytes": self._ports.spool.held_bytes, "waits_for": waits_for}
 
     # --- a run's beginning --------------------------------------------------------------------------------------------
 

@@ -28,10 +28,12 @@ from diloco.exchange.wire.link_probe import answer_probe
 from diloco.exchange.wire.outgoing import Acknowledged
 from diloco.exchange.wire.rpc import MAX_CONTROL_BYTES, MAX_MESSAGE_BYTES
 from diloco.exchange.wire.tensors import bytes_of
-from diloco.protocol.contribution import Contribution
+from diloco.protocol.contribution import Budget, Contribution
 from diloco.protocol.leases import Grant
-from diloco.protocol.members import Claim, Report
+from diloco.protocol.members import Claim, Deadlines, Report
 from diloco.protocol.steering import Order
+from diloco.run.run_state import RunState
+from diloco.run.status import RunStatus
 from diloco.run.uploads import Upload
 from diloco.syncer.door.admission import Admission
 from diloco.syncer.door.audit import Audit
@@ -218,7 +220,8 @@ class Service:
         try:
             status = self._host().ask(lambda driver: driver.status())
         except StandbyError:
-            status = idle_status(self._run, self._method)
+            idle = RunState[Any, Any](self._run, self._method, Deadlines(), None, Budget())
+            status = {**RunStatus().as_dict(idle, 0.0), "spooled_bytes": 0, "waits_for": None}
         return pb.StatusReply(status=json.dumps({**status, **self._status_extra()}))
 
     def promote(self, caller: Caller, request: pb.PromoteRequest, context: grpc.ServicerContext) -> pb.PromoteReply:
@@ -404,15 +407,6 @@ class Service:
             yield from answer_probe(header, stream)
         finally:
             self._probing.release()
-
-
-def idle_status(run: str, method: Method) -> dict[str, Any]:
-    """The status of a syncer that does not serve the run, as `Driver.status`."""
-    return {
-        "run": run, "run_id": "", "epoch": 0, "method": method.to_dict(), "initialised": False, "cut": "", "step": 0,
-        "tokens": 0, "initial_tokens": 0, "spooled_bytes": 0, "waits_for": None, "steering": None, "learners": {},
-        "fragments": [], "newest_merge": None, "data": None, "experts": None,
-    }  # fmt: skip
 
 
 def _segments(request: pb.PullRequest, num_elements: int) -> Segments:
