@@ -106,10 +106,6 @@ class RecordedSource:
         self._source = source
         self.reads: list[tuple[str, int]] = []
 
-    @property
-    def is_over(self) -> bool:
-        return self._source.is_over
-
     def get(self, name: str, start: int = 0, stop: int | None = None) -> bytes | memoryview:
         data = self._source.get(name, start, stop)
         self.reads.append((name, len(data)))

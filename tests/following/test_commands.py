@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import threading
 from pathlib import Path
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 from tests.evaluation.test_evaluate import RUN as RUN_FILE
 from tests.evaluation.test_evaluate import TEXT
 from tests.following.published import METHODS, RUN, published_run
+from tests.syncer.runs import status_of
 from tests.syncer.test_doors import DAY
 
 import diloco
@@ -25,6 +27,7 @@ from diloco.evaluation.scores import ExportScores, Score, TaskResult
 from diloco.event_log import read_events
 from diloco.following.copies import DESCRIPTION, FollowedFolder, write_tensors
 from diloco.following.follower import newest_model
+from diloco.following.stored_status import stored_status
 from diloco.protocol.contribution import Budget
 from diloco.syncer.keys.keyring import Keyring
 from diloco.syncer.server import Options, Syncer
@@ -97,6 +100,43 @@ def test_a_folder_of_others_is_left_alone(tmp_path: Path, capsys: pytest.Capture
         assert "is not empty" in said(capsys, *arguments, other, code=2)
         assert "--every" in said(capsys, *arguments, tmp_path / "new", "--every", 0, code=2)
         assert not (tmp_path / "new").exists()
+
+
+def test_the_status_and_the_page_of_a_run_without_its_syncer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They have the syncer's values, as far as the store has them."""
+    state, page = tmp_path / "state", tmp_path / "page.html"
+    with published_run(tmp_path, METHODS["4 bits"], budget=Budget(steps=6)) as run:
+        run.publish(0, 1, 0)
+        run.raw.leave(5 * 6)
+        theirs = status_of(run.syncer)
+        served = json.loads(said(capsys, "status", "--store", state, "--json"))
+        assert (served["store"]["standing"], served["store"]["is_over"]) == ("serving", True)
+        run.raw.join()
+        (learner,) = stored_status(state)["learners"].values()
+        assert (learner["incarnation"], learner["live"]) == (2, None)
+        assert "in the run" in said(capsys, "status", "--store", state)
+    same = ("run", "run_id", "epoch", "method", "cut", "step", "tokens", "steering", "newest_merge", "data")
+    assert {key: served[key] for key in same} == json.loads(json.dumps({key: theirs[key] for key in same}))
+    for mine, its in zip(served["fragments"], theirs["fragments"], strict=True):
+        assert [mine[key] for key in ("version", "ledger", "last_contributors")] == [
+            its[key] for key in ("version", "ledger", "last_contributors")
+        ]
+    text = said(capsys, "status", "--store", state)
+    assert "no syncer was asked" in text
+    assert f"made from: {state}, manifest " in text
+    assert "no syncer serves it" in text
+    assert "newest merge: version 2 of fragment 0 by raw" in text
+    assert said(capsys, "page", "--store", state, "--out", page) == f"see {page}\n"
+    shown = html.unescape(page.read_text())
+    assert f"{state}, manifest " in shown
+    assert "version 2 of fragment 0 by raw" in shown
+    for arguments, words, code in (
+        ((state, "--run", RUN), "reads the run without its syncer; drop the run file, --address, --run", 2),
+        ((tmp_path / "none",), "there is no run in", 2),
+    ):
+        assert words in said(capsys, "status", "--store", *arguments, code=code)
 
 
 # --- evaluation -------------------------------------------------------------------------------------------------------

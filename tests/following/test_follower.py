@@ -5,7 +5,8 @@ from __future__ import annotations
 import shutil
 import threading
 import urllib.request
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,14 +15,26 @@ from benchmarks.processes import until
 from tests.bucket_server import BucketServer
 from tests.chaos.relay import Relay
 from tests.following.published import METHODS, RUN, PublishedRun, RecordedSource, published_run
-from tests.syncer.runs import status_of, versions_of
+from tests.syncer.runs import Net, status_of, versions_of
 from tests.syncer.test_cut_transfers import Cutter
 from tests.syncer.test_doors import DAY
 
+import diloco
+from diloco.core.codecs import SEGMENT_ELEMENTS
+from diloco.core.shards import Segments
 from diloco.demo.bucket_server import CREDENTIALS
 from diloco.errors import AuthError, ConfigError, DilocoError, LineageError, UnknownRunError
+from diloco.exchange.connection import Connection
+from diloco.exchange.dialling import Dialler
+from diloco.exchange.remote.transfers import Receiver
+from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.following.follower import FollowedModel, Follower, follow, newest_model
 from diloco.following.sources import READ_BYTES, open_source
+from diloco.protocol.contribution import Budget
+from diloco.protocol.manifest import Manifest
+from diloco.store.blobs import ObjectHead
+from diloco.store.bucket import Bucket
+from diloco.store.objects import open_store, read_manifest
 from diloco.syncer.keys.keyring import Keyring
 
 SOURCES = ("syncer", "store")
@@ -29,6 +42,10 @@ SOURCES = ("syncer", "store")
 
 def place_of(kind: str, run: PublishedRun, tmp_path: Path) -> str:
     return run.syncer.address if kind == "syncer" else str(tmp_path / "state")
+
+
+def manifest_of(tmp_path: Path) -> Manifest:
+    return read_manifest(open_store(tmp_path / "state"))
 
 
 @pytest.mark.parametrize("kind", SOURCES)
@@ -98,11 +115,13 @@ def test_every_nth_version(tmp_path: Path) -> None:
         assert numbers == [0, 3, 6]
 
 
-def test_the_iteration_ends_with_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", SOURCES)
+def test_the_iteration_ends_with_the_run(kind: str, tmp_path: Path) -> None:
     """With the last version, also where it is not the next n-th one."""
     with published_run(tmp_path, METHODS["lossless"]) as run:
         found: list[FollowedModel] = []
-        with follow(run.syncer.address, run=RUN, every=5, poll_s=0.01, callback=found.append) as follower:
+        place = place_of(kind, run, tmp_path)
+        with follow(place, run=RUN, every=5, poll_s=0.01, callback=found.append) as follower:
             until(lambda: len(found) == 1, "no model comes")
             run.publish(0, 1)
             seen = run.raw.beat(4, 20).lineage
@@ -110,6 +129,25 @@ def test_the_iteration_ends_with_the_run(tmp_path: Path) -> None:
             assert follower.wait(300)
             run.require_same(found[-1])
             assert [model.number for model in found] == [0, 2]
+
+
+def test_a_store_says_that_its_run_is_over_and_not_that_it_is_stopped(tmp_path: Path) -> None:
+    budget = {"budget": Budget(steps=10)}
+    with published_run(tmp_path, METHODS["lossless"], **budget) as run:
+        run.publish(0, 1)
+        run.raw.beat(4, 20, finished=True, seen=run.raw.beat(4, 20).lineage)  # its own end
+        run.raw.leave(20)
+    stopped = manifest_of(tmp_path)
+    assert (stopped.versions, stopped.boot, stopped.is_over) == ((1, 1), 0, False)
+    with published_run(tmp_path, METHODS["lossless"], **budget) as run:
+        run.publish(0, 0)
+        assert not manifest_of(tmp_path).is_over
+        run.raw.leave(run.raw.beat(10, 50).standing.run_tokens)
+    with published_run(tmp_path, METHODS["lossless"], joins=False, **budget):
+        assert manifest_of(tmp_path).is_over  # a start alone does not make it go on
+    assert [model.versions for model in follow(tmp_path / "state", run=RUN)] == [(3, 1)]
+    with published_run(tmp_path, METHODS["lossless"], **budget):
+        assert not manifest_of(tmp_path).is_over
 
 
 def test_no_learner_yet_is_not_the_end(tmp_path: Path) -> None:
@@ -254,27 +292,112 @@ def test_bad_input_is_refused_in_one_sentence(tmp_path: Path) -> None:
 # --- a bucket ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_reachable", [True, False])
-def test_a_syncer_refers_to_its_bucket_and_sends_itself_what_cannot_be_read_there(
-    is_reachable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def sent(run: PublishedRun, kind: str) -> int:
+    """Bytes that the syncer itself has sent."""
+    totals = run.syncer._wire_bytes.totals()
+    return sum(number for (_, it, way), number in totals.items() if (it, way) == (kind, "sent"))
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[BucketServer]:
+    with BucketServer() as bucket:
+        yield bucket
+
+
+@contextmanager
+def run_in(
+    bucket: BucketServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: diloco.Method, width: int
+) -> Iterator[tuple[PublishedRun, str]]:
+    """A run, and the URL of its store."""
     for name, value in CREDENTIALS.items():
         monkeypatch.setenv(name, value)
-    method = METHODS["4 bits"]
-    with BucketServer() as bucket, published_run(tmp_path, method, store=bucket.url("run"), width=2000) as run:
+    url = bucket.url(tmp_path.name)
+    with published_run(tmp_path, method, store=url, width=width) as run:
+        yield run, url
+
+
+def hide_the_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From readers of URLs."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # nothing listens there
+    monkeypatch.setenv("no_grpc_proxy", "127.0.0.1")
+    monkeypatch.setattr(urllib.request, "_opener", None)  # it would keep the proxies of its first use
+
+
+@pytest.mark.parametrize("is_reachable", [True, False])
+def test_a_syncer_refers_to_its_bucket_and_sends_itself_what_cannot_be_read_there(
+    is_reachable: bool,
+    bucket: BucketServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with run_in(bucket, tmp_path, monkeypatch, METHODS["4 bits"], 2000) as (run, _):
         run.publish(0)
         for name in CREDENTIALS:
             monkeypatch.delenv(name)  # a follower has none
         if not is_reachable:
-            monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # nothing listens there
-            monkeypatch.setenv("no_grpc_proxy", "127.0.0.1")
-            monkeypatch.setattr(urllib.request, "_opener", None)  # it would keep the proxies of its first use
+            hide_the_bucket(monkeypatch)
         with follow(run.syncer.address, run=RUN) as follower:
             run.require_same(follower.newer())
             run.publish(1, 0, 0)
             run.require_same(follower.newer())
-        totals = run.syncer._wire_bytes.totals()
-        sent = sum(number for (_, kind, way), number in totals.items() if (kind, way) == ("reads", "sent"))
-        assert (sent > 4 * sum(each.theta.numel() for each in run.held())) is not is_reachable
+        assert (sent(run, "reads") > 4 * sum(each.theta.numel() for each in run.held())) is not is_reachable
         said = [record.message for record in caplog.records if "bytes come from the syncer itself" in record.message]
         assert len(said) == (0 if is_reachable else 1)
+
+
+@pytest.mark.parametrize("how", ["from the store", "unreachable", "damaged", "outer steps on learners"])
+def test_a_joiner_takes_the_model_from_the_bucket(
+    how: str,
+    bucket: BucketServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Or from the syncer, where the URL cannot be read, the object is damaged, or outer state belongs to the model."""
+    method = METHODS["outer steps on learners" if how.startswith("outer") else "4 bits"]
+    with run_in(bucket, tmp_path, monkeypatch, method, 2000) as (run, url):
+        run.publish(0, 1, 0)
+        if how == "damaged":
+            versions = run.syncer.driver.manifest.fragments
+            for name, tensor in ((versions[0][0].held, "theta"), (run.syncer.driver.manifest.frozen, "static")):
+                data = bytearray(Bucket(url).get(str(name)))
+                num_bytes = 8 + int.from_bytes(data[:8], "little")
+                data[num_bytes + ObjectHead.from_bytes(bytes(data[:num_bytes])).entries[tensor].first] ^= 1
+                Bucket(url).put(str(name), [data])
+        for name in CREDENTIALS:
+            monkeypatch.delenv(name)
+        if how == "unreachable":
+            hide_the_bucket(monkeypatch)
+        before, (first, second) = sent(run, "joins"), (each.theta for each in run.held())
+        model = Net(2000)
+        exchange = diloco.connect(run.syncer.address, run=RUN, learner="joiner")
+        with diloco.Learner(model, torch.optim.SGD(model.parameters(), lr=0.1), exchange=exchange) as learner:
+            state = learner.global_state_dict()
+        found = [torch.cat([state[f"layers.{n}.{it}"].flatten() for it in ("weight", "bias")]) for n in (0, 1)]
+        assert sorted(found[0].tolist()) == sorted(first.tolist())
+        assert sorted(found[1].tolist()) == sorted(second.tolist())
+        num_bytes = sent(run, "joins") - before
+        whole = first.numel() + second.numel()
+        of = {"from the store": 0, "damaged": first.numel(), "unreachable": whole}.get(how, 2 * whole)
+        assert 4 * of <= num_bytes < 4 * of + 4000  # headers
+        said = [it.message for it in caplog.records if "from the syncer itself" in it.message]
+        assert len(said) == {"damaged": 2, "unreachable": 1}.get(how, 0), said
+
+
+def test_a_rank_reads_its_shard_from_the_bucket(
+    bucket: BucketServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with run_in(bucket, tmp_path, monkeypatch, METHODS["4 bits"], SEGMENT_ELEMENTS) as (run, _):
+        run.publish(0)
+        before, theta = sent(run, "joins"), run.held()[0].theta
+        shards = [Segments(1, 3), Segments(0, 0)]
+        with closing(Connection(run.syncer.address)) as connection:
+            receiver = Receiver(Dialler([connection]), RUN, run.raw.layout, METHODS["4 bits"], shards)
+            request = pb.PullRequest(
+                run=RUN, learner=run.raw.name, incarnation=run.raw.incarnation, base=-1, joining=True, fragment=0
+            )
+            advanced = receiver.pull(request).advanced
+        assert advanced is not None
+        assert torch.equal(advanced.held.theta, theta[SEGMENT_ELEMENTS : 3 * SEGMENT_ELEMENTS])
+        assert sent(run, "joins") - before < 4000

@@ -47,7 +47,9 @@ class Net(nn.Module):
         self.layers = nn.ModuleList([nn.Linear(4, width), nn.Linear(width, 3)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers[1](torch.tanh(self.layers[0](x)))
+        hidden: torch.Tensor = self.layers[0](x)
+        output: torch.Tensor = self.layers[1](torch.tanh(hidden))
+        return output
 
 
 def train(
@@ -92,7 +94,7 @@ class LearnerThreads(ThreadPoolExecutor):
         self._exchanges.append(diloco.connect(address, run=RUN, **options))
         return self._exchanges[-1]
 
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> bool | None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> bool | None:
         for exchange in self._exchanges if kind is not None else ():
             exchange.close()
         return super().__exit__(kind, *rest)

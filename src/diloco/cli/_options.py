@@ -30,6 +30,9 @@ Source = Annotated[
         metavar="SOURCE", help="host:port of the run's syncer; or its store: a state directory, or the URL of a bucket."
     ),
 ]
+Store = Annotated[
+    str | None, typer.Option(help="Read the run's store, served or not: a state directory, or the URL of a bucket.")
+]
 Every = Annotated[
     int, typer.Option(min=1, metavar="N", help="Take each N-th version; with P fragments, P are a whole new model.")
 ]

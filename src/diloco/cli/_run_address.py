@@ -74,7 +74,8 @@ def run_address(
 
 
 def takes_run_address(command: Callable[..., None]) -> Callable[..., None]:
-    """A command whose parameter `at: RunAddress` is replaced by the parameters of `run_address`."""
+    """A command whose parameter `at: RunAddress` is replaced by the parameters of `run_address`. With `store` it is
+    None: the command reads the run without a syncer."""
     options = inspect.signature(run_address).parameters
     parameters = list[inspect.Parameter]()
     for each in inspect.signature(command).parameters.values():
@@ -82,7 +83,13 @@ def takes_run_address(command: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(command)
     def called(**values: Any) -> None:
-        command(at=run_address(**{name: values.pop(name) for name in options if name in values}), **values)
+        given = {name: values.pop(name) for name in options if name in values}
+        if (store := values.get("store")) is not None and any(given.values()):
+            raise ConfigError(
+                f"--store {store} reads the run without its syncer; drop the run file, --address, --run, --keys and "
+                "--insecure."
+            )
+        command(at=None if store is not None else run_address(**given), **values)
 
     keywords = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
     called.__signature__ = inspect.Signature(keywords)  # type: ignore[attr-defined]

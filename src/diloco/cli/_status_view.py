@@ -1,27 +1,33 @@
 """The text of `diloco status`: a run in 80 columns, or with `wide` in more detail."""
 
+import io
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from diloco.cli._output import cell
+from diloco.errors import StoreError, translated
 from diloco.escaping import printable, shortened
 from diloco.planning.units import SIZE
 from diloco.protocol.contribution import UNMERGED
 from diloco.protocol.units import numbers
 from diloco.report.drawing import short
 from diloco.run.status import state_of
+from diloco.whole_files import write_whole
 
 MAX_NAMES, MAX_REASONS = 6, 3
 
 LEGEND_COLUMNS = 80
+
+PAGE_COLUMNS = 160
 
 LONG_CUT = 160
 """Of a longer description of how the model is cut, the middle is omitted."""
@@ -54,14 +60,16 @@ DISCARDED = {
 
 
 def view(status: dict[str, Any], *, wide: bool = False, whole_names: bool = False) -> Group:
-    """A snapshot of the run as text."""
+    """A snapshot of the run as text. `status`: of `Driver.status` with the syncer's part, or `stored_status`."""
     lines: list[RenderableType] = [_headed(status["run"], _run(status))]
     if reason := status.get("waits_for"):
         lines.append(_headed("contributions wait with their learners", reason))
     if missing := status.get("missing_events"):
         lines.append(_headed(f"{missing} events could not be written", "free disk space on the syncer's machine"))
     store = status["store"]
-    if store["is_shared"]:
+    if _is_stored(status):
+        lines.append(_headed("made from", _source(store)))
+    elif store["is_shared"]:
         lines.append(_headed("this syncer is", _standing(store)))
     lines += [_headed(*order) for order in _orders(status["steering"] or {})]
     if not status["initialised"]:
@@ -86,12 +94,42 @@ def view(status: dict[str, Any], *, wide: bool = False, whole_names: bool = Fals
     return Group(*lines)
 
 
+def write_page(status: dict[str, Any], page: Path) -> None:
+    """Write a snapshot of the run as one HTML file.
+
+    Raises:
+        StoreError: the disk refuses.
+    """
+    console = Console(record=True, file=io.StringIO(), width=PAGE_COLUMNS, highlight=False, markup=False)
+    console.print(view(status, wide=True, whole_names=True))
+    with translated(OSError, StoreError, f"cannot write {page}", "choose another file with --out"):
+        write_whole(page, console.export_html())
+
+
 def _run(status: dict[str, Any]) -> str:
     tokens, budget = status["tokens"], status.get("budget_tokens")
     of = "" if budget is None else f" of {short(budget, 3)} ({_percent(min(tokens, budget), budget)})"
+    if _is_stored(status):
+        seen = "the run is over" if status["store"]["is_over"] else "no syncer was asked"
+    else:
+        seen = f"this syncer started {timedelta(seconds=round(status['uptime_s']))} ago"
+    run = f"{status['method']['name']}, step {status['step']:,}, {short(tokens, 3)} tokens{of}"
+    return f"{run}; epoch {status['epoch']}, {seen}"
+
+
+def _is_stored(status: dict[str, Any]) -> bool:
+    """Whether this is what a store has, without a syncer's word."""
+    return status["uptime_s"] is None
+
+
+def _source(store: dict[str, Any]) -> str:
+    """What a page without a syncer is made from."""
+    served = f"claimed by the syncer at {store['address'] or 'an unknown address'}, which may serve it"
+    if store["standing"] == "released":
+        served = "no syncer serves it"
     return (
-        f"{status['method']['name']}, step {status['step']:,}, {short(tokens, 3)} tokens{of}; epoch {status['epoch']}, "
-        f"this syncer started {timedelta(seconds=round(status['uptime_s']))} ago"
+        f"{store['place']}, manifest {store['serial']}, {served}. It has versions, members and tokens; open rounds, "
+        "who is live, bytes, training losses and events are known to a syncer and its events.jsonl only"
     )
 
 
@@ -115,7 +153,9 @@ def _orders(steering: dict[str, Any]) -> list[tuple[str, str]]:
 def _participation(status: dict[str, Any]) -> str:
     """Live learners and the contributors of the newest merge; a difference hints at a fault."""
     learners = status["learners"].values()
-    line = f"{sum(it['live'] for it in learners)} live, {sum(it['healthy'] for it in learners)} healthy"
+    line = f"{len(learners)} in the run"
+    if not _is_stored(status):
+        line = f"{sum(it['live'] for it in learners)} live, {sum(it['healthy'] for it in learners)} healthy"
     merge = status["newest_merge"]
     if merge is None:
         return f"{line}; nothing merged yet"
@@ -173,7 +213,7 @@ def _learners(status: dict[str, Any], *, wide: bool, whole_names: bool) -> Table
     trains = ("experts",) if status["experts"] is not None else ()
     table = _table(("learner", "state"), ("step", "share", "silent", *trains, *more))
     for name, it in status["learners"].items():
-        state = state_of(it)
+        state = state_of(it) if not _is_stored(status) else "finished" if it["finished"] else "in the run"
         if state == "lost":
             state = f"lost, {it['given_up_in_s']:.0f} s left"
         shown = printable(name) if whole_names else shortened(printable(name), LONG_NAME)
@@ -196,7 +236,9 @@ def _learners(status: dict[str, Any], *, wide: bool, whole_names: bool) -> Table
 
 
 def _traffic(num_bytes: dict[str, dict[str, dict[str, int]]], name: str) -> tuple[str, str]:
-    """Bytes sent and received by a learner."""
+    """Bytes sent and received by a learner; a store has none."""
+    if not num_bytes:
+        return "", ""
     kinds = num_bytes.get(name, {}).values()  # counted by the syncer: what it received, the learner sent
     sent, received = (sum(kind.get(way, 0) for kind in kinds) for way in ("received", "sent"))
     return SIZE.show(sent), SIZE.show(received)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from diloco.cli._options import Json, Keys, Overrides, RunFile, with_keys
+from diloco.cli._options import Json, Keys, Overrides, RunFile, Store, with_keys
 from diloco.cli._output import print_result
 from diloco.config import RunConfig, load_config
 from diloco.errors import ConfigError, StoreError, UnreachableError
@@ -21,9 +21,7 @@ def command(
         bool, typer.Option("--raw", help="Write one safetensors file, under the names of the loop's state dict.")
     ] = False,
     address: Annotated[str | None, typer.Option(help="host:port of the syncer, instead of syncer.address.")] = None,
-    store: Annotated[
-        str | None, typer.Option(help="Read the run's store: a state directory, or the URL of a bucket.")
-    ] = None,
+    store: Store = None,
     checkpoint: Annotated[Path | None, typer.Option(help="Read this checkpoint directory of a learner.")] = None,
     keys: Keys = None,
     overrides: Overrides = None,

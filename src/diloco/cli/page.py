@@ -1,20 +1,34 @@
 """`diloco page`: a single-use link to the live page of a run."""
 
+from pathlib import Path
+from typing import Annotated
 from urllib.parse import urlsplit
 
 import typer
 
-from diloco.cli._options import Json
+from diloco.cli._options import Json, Store
 from diloco.cli._output import print_result
 from diloco.cli._run_address import RunAddress, takes_run_address
 
 
 @takes_run_address
-def command(at: RunAddress, as_json: Json = False) -> None:
+def command(
+    at: RunAddress | None,
+    store: Store = None,
+    out: Annotated[Path, typer.Option(help="With --store: the file to write.")] = Path("run.html"),
+    as_json: Json = False,
+) -> None:
     """Ask a live run's syncer for a single-use link to its page.
 
     The browser that opens the link within ten minutes may watch until the syncer ends; with an admin's keys it may also
-    steer the run."""
+    steer the run. With --store, write a page of what the store of a run without its syncer has: `diloco status`."""
+    if at is None:
+        from diloco.cli._status_view import write_page
+        from diloco.following.stored_status import stored_status
+
+        write_page(stored_status(str(store)), out)
+        print_result(as_json, {"file": str(out)}, f"see {out}")
+        return
     from diloco.exchange.wire import syncer_pb2 as pb
     from diloco.exchange.wire.address import is_local
 

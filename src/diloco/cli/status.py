@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from diloco.cli._options import Json
+from diloco.cli._options import Json, Store
 from diloco.cli._run_address import RunAddress, takes_run_address
 from diloco.cli._status_view import view
 from diloco.errors import UnreachableError
@@ -26,17 +26,24 @@ WIDE = 10_000
 
 @takes_run_address
 def command(
-    at: RunAddress,
+    at: RunAddress | None,
+    store: Store = None,
     as_json: Json = False,
     fragments: Annotated[
         bool, typer.Option("--fragments", help="More columns and all fragments; over 80 columns.")
     ] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Refresh every two seconds until interrupted.")] = False,
 ) -> None:
-    """Show a live run: learners, rounds and the learners they wait for, tokens, bytes."""
+    """Show a live run: learners, rounds and the learners they wait for, tokens, bytes.
+
+    With --store, of a run without its syncer: the versions, members and tokens that its store has."""
     from diloco.exchange.dialling import fetch_status
 
     def fetch() -> dict[str, Any]:
+        if at is None:
+            from diloco.following.stored_status import stored_status
+
+            return stored_status(str(store))
         return fetch_status(at.address, run=at.run, keys=at.keys, insecure=at.insecure)
 
     if not watch:

@@ -21,6 +21,7 @@ from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import parse
 from diloco.exchange.wire.incoming import Download
 from diloco.exchange.wire.rpc import CHANNEL_OPTIONS, from_rpc_error, is_retryable, path
+from diloco.exchange.wire.urls import UrlReader
 from diloco.protocol.members import Deadlines
 from diloco.protocol.session.lanes import StallTimeout
 
@@ -130,6 +131,7 @@ class Connection:
             lambda: StallTimeout(self._stall_floor_s, STALL_CAP_S)
         )
         self.closing = threading.Event()
+        self._urls = UrlReader(self.closing)
 
     def expect_answers_within(self, floor_s: float) -> None:
         """Set the stall timeout of calls; it grows on a link where longer pauses are usual."""
@@ -204,12 +206,24 @@ class Connection:
     def pull(
         self, channel: str, request: pb.PullRequest, download: Download | None = None, *, method: str = "Pull"
     ) -> tuple[pb.PullHeader, memoryview]:
-        """Fetch one part of the model. Raises as `call`, and CorruptPayloadError for damaged bytes.
+        """Fetch one part of the model, or of an object: from the syncer, or where it refers to (`url` of the header).
+        Raises as `call`, and CorruptPayloadError for damaged bytes.
 
         Arguments:
             download: of the same part, with the bytes of earlier calls; it keeps those of this one.
         """
         download = download or Download(request)
+        request.direct |= not self._urls.is_usable
+        while True:
+            header = self._answer_to(channel, request, download, method)
+            if not header.url:
+                return header, download.buffer
+            found = self._urls.read(header.url, header.url_start, header.url_start + header.num_bytes)
+            if found is not None:
+                return header, found
+            request.direct = True
+
+    def _answer_to(self, channel: str, request: pb.PullRequest, download: Download, method: str) -> pb.PullHeader:
         download.ask(request)
         sent: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         sent.put(_serialize(request))
@@ -220,7 +234,7 @@ class Connection:
         finally:
             sent.put(None)
         assert download.header is not None
-        return download.header, download.buffer
+        return download.header
 
     @contextmanager
     def stream(

@@ -104,6 +104,7 @@ class Follower:
         self._frozen: Frozen | None = None
         self._held: dict[int, tuple[str, GlobalFragment]] = {}  # with the name of its object
         self._shown: Manifest | None = None
+        self._is_over = False  # no version follows the one that was shown last
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
@@ -128,7 +129,7 @@ class Follower:
                     if not is_waiting:
                         log.info("waiting: %s", error)
                     is_waiting = True
-                if self._source.is_over and self._shown is not None:
+                if self._is_over:
                     break
                 self.closing.wait(self._poll_s)
         except StoppedError:
@@ -156,7 +157,8 @@ class Follower:
                 )
             require_one_run(self._frozen, manifest, self._source.name)
             is_newer = (manifest.epoch, manifest.serial) > (shown.epoch, shown.serial)
-            if not is_newer or _num_newer(manifest, shown) < (1 if self._source.is_over else self._every):
+            if not is_newer or _num_newer(manifest, shown) < (1 if manifest.is_over else self._every):
+                self._is_over = manifest.is_over
                 return None
         model = self._read(manifest)
         self._shown = manifest

@@ -28,7 +28,6 @@ from diloco.errors import (
 from diloco.exchange.dialling import dialler, found
 from diloco.exchange.key_pair import AnyKeys
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.urls import UrlReader
 from diloco.run.objects import Found, Objects, Readable
 from diloco.store.objects import is_url, open_store
 
@@ -48,14 +47,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 
 
 class RunSource(Readable, Protocol):
-    """Objects and a manifest of a run. Any thread may call any method.
-
-    Attributes:
-        is_over: no version follows the ones of the last manifest that was read.
-    """
-
-    @property
-    def is_over(self) -> bool: ...
+    """Objects and a manifest of a run. Any thread may call any method."""
 
     def close(self) -> None:
         """Hang up; calls that wait fail."""
@@ -67,8 +59,6 @@ class StoreSource:
     Arguments:
         objects: the store.
     """
-
-    is_over = False
 
     def __init__(self, objects: Objects) -> None:
         self.name, self.get, self.manifest = objects.name, objects.get, objects.manifest
@@ -90,9 +80,8 @@ class SyncerSource:
     """
 
     def __init__(self, addresses: str, run: str, *, keys: AnyKeys | None = None, insecure: bool = False) -> None:
-        self.name, self.is_over = addresses, False
+        self.name = addresses
         self._run, self._syncers = run, dialler(addresses, keys=keys, insecure=insecure)
-        self._urls = UrlReader()
         self._lanes: queue.SimpleQueue[str] = queue.SimpleQueue()
         for lane in range(LANES):
             self._lanes.put(f"reads {lane}")
@@ -109,7 +98,6 @@ class SyncerSource:
         except UnreachableError:
             found(self._syncers, self._run)
             reply = self._syncers.current.call("control", "Manifest", request, pb.ManifestReply)
-        self.is_over = reply.is_over
         return Found(reply.manifest, "")
 
     def get(self, name: str, start: int = 0, stop: int | None = None) -> memoryview | bytes:
@@ -124,18 +112,10 @@ class SyncerSource:
         return memoryview(whole)
 
     def _read(self, name: str, start: int, stop: int) -> memoryview:
-        request = pb.PullRequest(
-            run=self._run, object=pb.ObjectRange(name=name, start=start, stop=stop), direct=not self._urls.is_usable
-        )
+        request = pb.PullRequest(run=self._run, object=pb.ObjectRange(name=name, start=start, stop=stop))
         lane = self._lanes.get()
         try:
-            header, buffer = self._syncers.current.pull(lane, request, method="Read")
-            if header.url:
-                if (found := self._urls.read(header.url, start, stop)) is not None:
-                    return found
-                request.direct = True
-                _, buffer = self._syncers.current.pull(lane, request, method="Read")
-            return buffer
+            return self._syncers.current.pull(lane, request, method="Read")[1]
         finally:
             self._lanes.put(lane)
 
@@ -157,11 +137,6 @@ class PatientSource:
         self.name = source.name
         self._closing = threading.Event()
         self._source, self._patience_s = source, patience_s
-
-    @property
-    def is_over(self) -> bool:
-        """As `RunSource`."""
-        return self._source.is_over
 
     def manifest(self) -> Found | None:
         """As `Readable`."""

@@ -65,6 +65,7 @@ class Manifest:
         fragments: of each fragment the newest versions, newest first.
         origin: of a copy: epoch and serial of the manifest that was copied.
         copied_at: of a copy: Unix time in seconds.
+        is_over: the run has ended, with these versions; a learner that joins makes it go on.
     """
 
     run: str
@@ -78,6 +79,7 @@ class Manifest:
     fragments: tuple[tuple[NamedVersion, ...], ...] = ()
     origin: tuple[int, int] | None = None
     copied_at: float | None = None
+    is_over: bool = False
 
     @property
     def names(self) -> frozenset[str]:
@@ -166,6 +168,7 @@ class Manifest:
             and all(type(each) is str and each.isprintable() for each in (self.run, self.run_id, self.address))
             and all(is_object_name(each) for each in self.names)
             and type(self.copied_at) in (float, int, type(None))
+            and all(type(each) is bool for each in (self.is_over,))
             and len(set(has_model)) == 1
             and all(versions and _descends(versions) for versions in self.fragments)
         )

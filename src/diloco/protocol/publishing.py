@@ -117,19 +117,20 @@ class Change:
     Attributes:
         ticket: returned in `Confirmed`.
         published: new versions, by fragment.
-        record: the new record.
+        record: the new record; `is_over`: as it says, like in `Manifest`.
         initial: fields of a new run's first model.
     """
 
     ticket: Any
     published: Mapping[int, NamedVersion] = field(default_factory=dict)
     record: str | None = None
+    is_over: bool = False
     initial: Mapping[str, Any] = field(default_factory=dict)
 
     def applied_to(self, manifest: Manifest) -> Manifest:
         """The manifest after the change."""
         changed = replace(manifest, **self.initial).with_versions(self.published)
-        return changed if self.record is None else replace(changed, record=self.record)
+        return changed if self.record is None else replace(changed, record=self.record, is_over=self.is_over)
 
 
 @dataclass

@@ -472,6 +472,7 @@ class SyncerCore:
                 actions.append(self._close(now, fragment, decision.reason))
         was_settled, self.is_settled = self.is_settled, self._settles(now)
         if self.is_settled and not was_settled and self.members:
+            self._wants_record = True  # readers of the store learn that the run may be over
             actions.append(Tell(tuple(sorted(self.members))))
         return actions + self._wake(now)
 

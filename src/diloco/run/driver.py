@@ -132,16 +132,6 @@ class Driver(Generic[H, S, P]):
         """Whether tensor work is under way, or a commit to a store that does not refuse it."""
         return self._executor.is_busy or bool(self._beginnings)
 
-    @property
-    def is_over(self) -> bool:
-        """Whether the run has ended and nothing is left to merge: all learners that are there have finished, or none is
-        there and the budget is spent, or an operator has ended the run."""
-        state = self.state
-        if not state.is_initialised or not state.core.is_settled:
-            return False
-        has_ended = state.budget.is_spent(state.run_tokens, state.step) or state.core.steering.ended is not None
-        return has_ended or bool(state.core.members)
-
     def fetch(self, fragment: int, base: int, claim: Claim | None = None) -> FragmentAnswer[H, P]:
         """The update that follows version `base`, or the newest whole fragment if that update is not kept.
 
@@ -163,24 +153,8 @@ class Driver(Generic[H, S, P]):
         """Plain values for `diloco status`."""
         no_room_at_s, reason = self._no_room
         waits_for = reason if self._clock.now_s() - no_room_at_s < RETRY_EXPECTED_S else None
-        state = self.state
-        base = {
-            "run": state.run,
-            "method": state.method.to_dict(),
-            "initialised": state.is_initialised,
-            "cut": state.cut,
-            "run_id": self.lineage.run_id,
-            "epoch": self.lineage.epoch,
-            "step": state.step,
-            "tokens": state.run_tokens,
-            "initial_tokens": state.initial_tokens,
-            "spooled_bytes": self._ports.spool.held_bytes,
-            "waits_for": waits_for,
-        }
-        if not state.is_initialised:
-            nothing = dict.fromkeys(("steering", "newest_merge", "data", "experts"))
-            return {**base, **nothing, "learners": {}, "fragments": []}
-        return {**base, **self._status.as_dict(state.core, state.model, state.experts, self._clock.now_s())}
+        values = self._status.as_dict(self.state, self._clock.now_s())
+        return {**values, "spooled_bytes": self._ports.spool.held_bytes, "waits_for": waits_for}
 
     # --- a run's beginning --------------------------------------------------------------------------------------------
 

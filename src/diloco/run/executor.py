@@ -170,7 +170,8 @@ class ActionExecutor(Generic[H, S, P]):
             return
         versions = [merged for merged, _ in commit.versions]
         record = self._state.core.saved(storing=[merged.update.fragment for merged in versions])
-        self._ports.store.commit(versions, record.values, partial(self._committed, commit, record.serial))
+        values = {**record.values, "is_over": self._state.is_over}
+        self._ports.store.commit(versions, values, partial(self._committed, commit, record.serial))
 
     def _committed(self, commit: Commit[H, P], serial: int) -> None:
         now_s, core = self._clock.now_s(), self._state.core

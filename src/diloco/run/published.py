@@ -215,7 +215,7 @@ class PublishedStore(Generic[H, P]):
             return self._put_blob(prefix, self._format.record(record, epochs))
 
         def stored(name: str) -> None:
-            self._do(self.publisher.change(self._clock.now_s(), Change(done, published, name)))
+            self._do(self.publisher.change(self._clock.now_s(), Change(done, published, name, record["is_over"])))
 
         self._until_done("the run's record", "put", put_record, stored)
 

@@ -85,6 +85,14 @@ class RunState(Generic[H, P]):
         """Tokens trained by the run, and before it."""
         return 0 if self._core is None else self._core.accounting.run_tokens + self.initial_tokens
 
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left to merge, and the run has ended: its budget is spent, or an operator has ended it. A
+        run without a budget ends once all learners that are there have finished."""
+        core = self.core
+        has_ended = self.budget.is_spent(self.run_tokens, self.step) or core.steering.ended is not None
+        return core.is_settled and (has_ended or (self.budget == Budget() and bool(core.members)))
+
     def lineage(self, boot: int) -> Lineage:
         """The lineage that the process `boot` serves."""
         return Lineage(self.run_id, self.epochs[-1].number if self.epochs else 0, boot)

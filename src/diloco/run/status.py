@@ -12,8 +12,8 @@ from diloco.protocol.actions import MergeRound
 from diloco.protocol.in_flight import total
 from diloco.protocol.members import Claim
 from diloco.protocol.syncer import SyncerCore
-from diloco.run.experts import ExpertStatus
 from diloco.run.global_model import GlobalModel
+from diloco.run.run_state import RunState
 
 
 @dataclass
@@ -79,9 +79,7 @@ class RunStatus:
             seen = self._seen[learner] = _Seen(incarnation)
         return seen if seen.incarnation == incarnation else _Seen(incarnation)
 
-    def as_dict(
-        self, core: SyncerCore, model: GlobalModel[Any, Any], experts: ExpertStatus, now_s: float
-    ) -> dict[str, Any]:  # fmt: skip
+    def as_dict(self, state: RunState[Any, Any], now_s: float) -> dict[str, Any]:
         """Plain values.
 
         Of each learner: `live` (not evicted and connected), `healthy` (live and training), `heard` (a message arrived
@@ -91,7 +89,18 @@ class RunStatus:
         contribution, in versions; None: none yet), `experts` (as in `ExpertStatus.of`). `data`: as in `Leases.status`.
         `experts`: as in `ExpertStatus.as_dict`.
         """
+        lineage = state.lineage(0)
+        base = {
+            "run": state.run, "method": state.method.to_dict(), "initialised": state.is_initialised, "cut": state.cut,
+            "run_id": lineage.run_id, "epoch": lineage.epoch, "step": state.step, "tokens": state.run_tokens,
+            "initial_tokens": state.initial_tokens,
+        }  # fmt: skip
+        if not state.is_initialised:
+            nothing = dict.fromkeys(("steering", "newest_merge", "data", "experts"))
+            return {**base, **nothing, "learners": {}, "fragments": []}
+        core, model, experts = state.core, state.model, state.experts
         return {
+            **base,
             "steering": {**core.steering.saved(), "at_least": core.at_least},
             "learners": {
                 learner: {**self._learner(core, model, now_s, learner), "experts": experts.of(member)}

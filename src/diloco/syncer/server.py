@@ -237,6 +237,7 @@ class Syncer:
             page_url=self._page_url, promote=lambda: self._hosted.promote(),  # noqa: PLW0108 - of the newest one
 
             followers=FollowerCalls(lambda: self.driver, self._objects, signed, guard, self.progress.evaluated),
+            signed=signed,
             is_suspended=lambda: self._hosted.is_suspended,
         )  # fmt: skip
         self._server.add_generic_rpc_handlers((service.handlers(),))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ from diloco.core.merges import shard_of
 from diloco.core.method import Method
 from diloco.core.shards import Segments
 from diloco.core.update import Update
-from diloco.errors import ExchangeError, VersionError
+from diloco.errors import CorruptPayloadError, DigestError, ExchangeError, VersionError
 from diloco.exchange.dialling import Dialler
 from diloco.exchange.remote.messages import lineage_of, pull_request, push_header, update_of, verdicts_of
 from diloco.exchange.wire import syncer_pb2 as pb
@@ -24,6 +26,8 @@ from diloco.exchange.wire.tensors import bytes_of, tensor_of, tensors_of
 from diloco.protocol.contribution import Contribution, Verdict
 from diloco.protocol.lineage import Lineage
 from diloco.protocol.session import requests
+
+log = logging.getLogger("diloco")
 
 # --- up ---------------------------------------------------------------------------------------------------------------
 
@@ -201,14 +205,26 @@ class Receiver:
     def pull(self, request: pb.PullRequest) -> FetchResult:
         """As `fetch`. A shard is not verified: only the digests of all shards together give the published digest."""
         channel, shards = "joins" if request.joining else "updates", self._shards
-        is_shard = shards is not None and not request.static
-        if shards is not None and is_shard:
+        if shards is not None and not request.static:
             segments = shards[request.fragment]
             request.segments.CopyFrom(pb.Segments(first=segments.first, stop=segments.stop))
         header, buffer = self._pull(channel, request)
-        self.num_bytes[channel] += len(buffer)
+        try:
+            return self._checked(request, header, buffer)
+        except (CorruptPayloadError, DigestError) as error:
+            if not header.url:
+                raise
+            log.warning("%s It was read from the store; fetching it again from the syncer itself.", error)
+            request.direct = True
+            return self._checked(request, *self._pull(channel, request))
+
+    def _checked(self, request: pb.PullRequest, header: pb.PullHeader, buffer: memoryview) -> FetchResult:
+        shards = self._shards
+        is_shard = shards is not None and not request.static
         lineage, verdicts, update = lineage_of(header.lineage), verdicts_of(header.verdicts), update_of(header)
         if request.static:
+            if header.url and hashlib.sha256(buffer).hexdigest() != header.digest:
+                raise CorruptPayloadError("the static tensors are not those of the run.")
             return FetchResult(lineage, update, verdicts, None, tensors_of(buffer, "the static tensors"))
         fragment = self._layout.fragments[request.fragment]
         num_elements, places = fragment.numel, fragment.tensors
@@ -237,6 +253,7 @@ class Receiver:
         finally:
             self.resumed_bytes += self._download.resumed_bytes - before
         self._download = None
+        self.num_bytes[channel] += len(answer[1])
         return answer
 
     def take(self, download: FetchResult) -> None:

@@ -333,12 +333,10 @@ class ManifestRequest(_message.Message):
     def __init__(self, run: _Optional[str] = ...) -> None: ...
 
 class ManifestReply(_message.Message):
-    __slots__ = ("manifest", "is_over")
+    __slots__ = ("manifest",)
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
-    IS_OVER_FIELD_NUMBER: _ClassVar[int]
     manifest: bytes
-    is_over: bool
-    def __init__(self, manifest: _Optional[bytes] = ..., is_over: _Optional[bool] = ...) -> None: ...
+    def __init__(self, manifest: _Optional[bytes] = ...) -> None: ...
 
 class Score(_message.Message):
     __slots__ = ("name", "value")

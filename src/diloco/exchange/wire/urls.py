@@ -6,12 +6,14 @@ import http
 import http.client
 import logging
 import math
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-from diloco.core.buffers import new_buffer
+from diloco.errors import UnreachableError
+from diloco.exchange.wire.frames import room_for
 
 log = logging.getLogger("diloco")
 
@@ -28,9 +30,14 @@ _CHUNK_BYTES = 1 << 20
 
 
 class UrlReader:
-    """Reads ranges from signed URLs, as long as they can be read from this machine. Any thread may call any method."""
+    """Reads ranges from signed URLs, as long as they can be read from this machine. Any thread may call any method.
 
-    def __init__(self) -> None:
+    Arguments:
+        closing: once it is set, reads end.
+    """
+
+    def __init__(self, closing: threading.Event) -> None:
+        self._closing = closing
         self._again_at = -math.inf
 
     @property
@@ -40,13 +47,19 @@ class UrlReader:
 
     def read(self, url: str, start: int, stop: int) -> memoryview | None:
         """The bytes from `start` to `stop`, or up to the end of the object; None: they cannot be read from here, which
-        is logged."""
-        buffer, filled, failures = new_buffer(stop - start), 0, 0
+        is logged.
+
+        Raises:
+            CorruptPayloadError: this machine has not so much memory. UnreachableError: `closing` was set.
+        """
+        buffer, filled, failures = room_for(stop - start), 0, 0
         while True:
             before = filled
             try:
                 for num_bytes in _chunks(url, start, buffer, filled):
                     filled += num_bytes
+                    if self._closing.is_set():
+                        raise UnreachableError("this learner or follower was closed while it read from the store.")
                 return buffer[:filled]
             except (OSError, http.client.HTTPException, ValueError) as error:
                 failures = failures + 1 if filled == before else 0

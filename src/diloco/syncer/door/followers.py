@@ -19,6 +19,7 @@ from diloco.exchange.wire.frames import streamed
 from diloco.exchange.wire.outgoing import LearnersFirst, ToFollower
 from diloco.protocol.manifest import is_object_name
 from diloco.run.objects import Objects
+from diloco.store.reading import ObjectReader
 from diloco.syncer.door.admission import Call, Kind
 from diloco.syncer.door.open_calls import CallGuard
 from diloco.syncer.hosting import HostedDriver
@@ -42,6 +43,7 @@ class SignedObjects:
 
     def __init__(self, objects: Objects, expires_s: float) -> None:
         self._sign: Callable[[str, float], str] | None = getattr(objects, "sign", None)  # a bucket's
+        self._objects = objects
         self._expires_s = expires_s
 
     def url_of(self, name: str) -> str:
@@ -54,6 +56,21 @@ class SignedObjects:
             log.warning("this syncer sends all objects itself from now on: %s", error)
             self._sign = None
             return ""
+
+    def refer(self, header: pb.PullHeader, name: str, tensor: str, first: int) -> bool:
+        """Add the place of a payload to its header: the bytes of this tensor of an object, from `first` on. False: the
+        syncer sends them itself."""
+        if not (url := self.url_of(name)):
+            return False
+        try:
+            with ObjectReader(self._objects) as reader:
+                head = reader.head(name, tensor)
+        except StoreError as error:
+            log.warning("this syncer sends to a joiner what it does not find in its store: %s", error)
+            return False
+        entry = head.entries[tensor]
+        header.url, header.url_start, header.digest = url, len(head.data) + entry.first + first, entry.hash
+        return True
 
 
 class FollowerCalls:
@@ -88,9 +105,7 @@ class FollowerCalls:
 
     def manifest(self, caller: Caller, request: pb.ManifestRequest, context: grpc.ServicerContext) -> pb.ManifestReply:
         self._admit(context, caller, request, "viewer")
-        hosted = self._host()
-        is_over = hosted.ask(lambda driver: driver.is_over)  # before the manifest, which then has the last versions
-        return pb.ManifestReply(manifest=hosted.manifest.to_bytes(), is_over=is_over)
+        return pb.ManifestReply(manifest=self._host().manifest.to_bytes())
 
     def read(
         self, caller: Caller, request: pb.PullRequest, stream: Iterator[bytes], context: grpc.ServicerContext
@@ -104,7 +119,8 @@ class FollowerCalls:
                 f"{MOST_BYTES} bytes of an object; is the caller of another version?"
             )
         if not request.direct and (url := self._signed.url_of(wanted.name)):
-            yield pb.PullHeader(url=url).SerializeToString()
+            header = pb.PullHeader(url=url, url_start=wanted.start, num_bytes=wanted.stop - wanted.start)
+            yield header.SerializeToString()
             return
         data = memoryview(self._objects.get(wanted.name, wanted.start, wanted.stop))
         yield from streamed(pb.PullHeader(num_bytes=len(data)), [data], ToFollower(stream, self.link))

@@ -29,14 +29,16 @@ from diloco.exchange.wire.outgoing import ToLearner
 from diloco.exchange.wire.rpc import MAX_CONTROL_BYTES, MAX_MESSAGE_BYTES
 from diloco.exchange.wire.tensors import bytes_of
 from diloco.exchange.wire.values import message_of
-from diloco.protocol.contribution import Contribution
+from diloco.protocol.contribution import Budget, Contribution
 from diloco.protocol.leases import Grant
-from diloco.protocol.members import Claim, Report
+from diloco.protocol.members import Claim, Deadlines, Report
 from diloco.protocol.steering import Order
+from diloco.run.run_state import RunState
+from diloco.run.status import RunStatus
 from diloco.run.uploads import Upload
 from diloco.syncer.door.admission import Admission
 from diloco.syncer.door.audit import Audit
-from diloco.syncer.door.followers import FollowerCalls
+from diloco.syncer.door.followers import FollowerCalls, SignedObjects
 from diloco.syncer.door.initialising import Initialising
 from diloco.syncer.door.messages import (
     WatchStream,
@@ -75,6 +77,7 @@ class Service:
         page_url: gives a caller a link to the live page.
         promote: lets this syncer serve the run by an admin's order; returns the epoch and the versions that it serves.
         followers: handlers of the calls of followers.
+        signed: URLs of the objects.
         is_suspended: whether the syncer does not reach its store: then it answers Heartbeat, Watch and Status only.
     """
 
@@ -95,6 +98,7 @@ class Service:
         page_url: Callable[[Caller], str],
         promote: Callable[[], tuple[int, tuple[int, ...]]],
         followers: FollowerCalls,
+        signed: SignedObjects,
         is_suspended: Callable[[], bool],
     ) -> None:
         self._run, self._method, self._host = run, method, host
@@ -102,6 +106,7 @@ class Service:
         self._audit, self._transfers, self._lost_floor_s, self._resumed = audit, transfers, lost_floor_s, resumed
         self._status_extra, self._reported, self._page_url = status_extra, reported, page_url
         self._promote, self._followers, self._is_suspended = promote, followers, is_suspended
+        self._signed = signed
         self._probing = threading.Lock()
         self._initialising = Initialising(
             lambda: self._driver, transfers=transfers, audit=audit, incoming=incoming, resumed=resumed
@@ -215,7 +220,8 @@ class Service:
         try:
             status = self._host().ask(lambda driver: driver.status())
         except StandbyError:
-            status = idle_status(self._run, self._method)
+            idle = RunState[Any, Any](self._run, self._method, Deadlines(), None, Budget())
+            status = {**RunStatus().as_dict(idle, 0.0), "spooled_bytes": 0, "waits_for": None}
         return pb.StatusReply(status=json.dumps({**status, **self._status_extra()}))
 
     def promote(self, caller: Caller, request: pb.PromoteRequest, context: grpc.ServicerContext) -> pb.PromoteReply:
@@ -323,15 +329,18 @@ class Service:
     ) -> Iterator[bytes]:
         kind = "joins" if request.joining else "updates"
         self._admit(context, caller, request, "learner", kind)
-        claim = claim_of(request)
-        lineage = lineage_message(self._driver.ask(lambda driver: driver.lineage))
+        claim, hosted = claim_of(request), self._driver
+        lineage = lineage_message(hosted.ask(lambda driver: driver.lineage))
         if request.WhichOneof("part") == "static":
-            self._driver.ask(lambda driver: driver.core.check(claim.learner, claim.incarnation, claim.process))
-            static = memoryview(self._driver.ask(lambda driver: driver.state.model.static))
+            hosted.ask(lambda driver: driver.core.check(claim.learner, claim.incarnation, claim.process))
+            static = memoryview(hosted.ask(lambda driver: driver.state.model.static))
             header = pb.PullHeader(lossless=True, num_bytes=len(static), lineage=lineage)
-            yield from self._send(request, kind, header, [static], stream, context)
+            stored = hosted.manifest.frozen, "static", 0
+            yield from self._send(request, kind, header, [static], stored, stream, context)
             return
-        fetched = self._driver.ask(lambda driver: driver.fetch(request.fragment, request.base, claim))
+        fetched, manifest = hosted.ask(
+            lambda driver: (driver.fetch(request.fragment, request.base, claim), hosted.manifest)
+        )
         update, held, outer = fetched.update, fetched.held, memoryview(b"")
         num_elements = held.theta.numel()
         segments = _segments(request, num_elements)
@@ -341,22 +350,33 @@ class Service:
         elif update.lossless:
             payload = bytes_of(fetched.payload.view(torch.float32)[elements])
         else:
-            codec = self._driver.method.for_fragment(update.fragment).down
+            codec = hosted.method.for_fragment(update.fragment).down
             payload = bytes_of(fetched.payload[segments.payload_span(codec, num_elements)])
-        if fetched.payload is None and held.outer_state and self._driver.method.outer_at == "learners":
+        if fetched.payload is None and held.outer_state and hosted.method.outer_at == "learners":
             state = {name: each[elements].clone() if each.dim() else each for name, each in held.outer_state.items()}
             outer = memoryview(save(state))
         header = message_of(
             pb.PullHeader, update, base=max(update.base, 0), num_bytes=len(payload) + len(outer),
             outer_bytes=len(outer), verdicts=fetched.verdicts, lineage=lineage,
         )  # fmt: skip
-        yield from self._send(request, kind, header, [payload, outer], stream, context)
+        is_stored = fetched.payload is None and not outer
+        named = (it.held for it in manifest.fragments[update.fragment] if is_stored and it.version == update.version)
+        stored = next(named, None), "theta", elements.start * held.theta.element_size()
+        yield from self._send(request, kind, header, [payload, outer], stored, stream, context)
 
     def _send(
         self, request: pb.PullRequest, kind: str, header: pb.PullHeader, parts: list[memoryview],
-        stream: Iterator[bytes], context: grpc.ServicerContext,
+        stored: tuple[str | None, str, int], stream: Iterator[bytes], context: grpc.ServicerContext,
     ) -> Iterator[bytes]:  # fmt: skip
-        """Send a payload at the pace of the caller, without the part that it has kept."""
+        """Send a payload at the pace of the caller, without the part that it has kept; or refer a joiner to the store.
+
+        `stored`: the object that has it (None: there is none), the tensor in it, and the first byte of that.
+        """
+        name, tensor, first = stored
+        may_refer = request.joining and not request.direct and not request.HasField("kept") and header.num_bytes > 0
+        if name is not None and may_refer and self._signed.refer(header, name, tensor, first):
+            yield header.SerializeToString()
+            return
         checksum = 0
         if request.HasField("kept"):
             header.start = start_of(request.kept, header, parts[0])
@@ -385,15 +405,6 @@ class Service:
             yield from answer_probe(header, stream)
         finally:
             self._probing.release()
-
-
-def idle_status(run: str, method: Method) -> dict[str, Any]:
-    """The status of a syncer that does not serve the run, as `Driver.status`."""
-    return {
-        "run": run, "run_id": "", "epoch": 0, "method": method.to_dict(), "initialised": False, "cut": "", "step": 0,
-        "tokens": 0, "initial_tokens": 0, "spooled_bytes": 0, "waits_for": None, "steering": None, "learners": {},
-        "fragments": [], "newest_merge": None, "data": None, "experts": None,
-    }  # fmt: skip
 
 
 def _segments(request: pb.PullRequest, num_elements: int) -> Segments:
