@@ -20,7 +20,7 @@ from diloco.exchange.virtual.delivery import Arrival, Direction
 from diloco.exchange.virtual.run import VirtualRun
 from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.frames import SHORT_QUEUE_S, Window, filling, read_header
-from diloco.exchange.wire.incoming import acknowledged
+from diloco.exchange.wire.incoming import ArrivalReports
 from diloco.exchange.wire.outgoing import LEARNERS_SHARE, LearnersFirst
 from diloco.following.sources import READ_BYTES
 from diloco.planning.network import Network, Route
@@ -76,8 +76,10 @@ class Stream:
 
     def receive(self, num_bytes: int) -> None:
         """The payload, whole and undamaged."""
-        for _ in acknowledged(filling(self.replies, memoryview(bytearray(num_bytes))), self.acknowledgements):
-            pass
+        progress = ArrivalReports()
+        for filled in filling(self.replies, memoryview(bytearray(num_bytes))):
+            if progress.is_due():
+                self.acknowledgements.put(pb.Received(num_bytes=filled).SerializeToString())
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -94,10 +95,12 @@ class LearnerThreads(ThreadPoolExecutor):
         self._exchanges.append(diloco.connect(address, run=RUN, **options))
         return self._exchanges[-1]
 
-    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> bool | None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
         for exchange in self._exchanges if kind is not None else ():
             exchange.close()
-        return super().__exit__(kind, *rest)
+        return super().__exit__(kind, error, trace)
 
 
 def layout() -> Layout:
