@@ -206,6 +206,8 @@ def test_a_difference_is_said_in_words() -> None:
     [
         (lambda: DiLoCo(sync_every=0), "sync_every must be a whole number of at least 1, not 0"),
         (lambda: DiLoCo(sync_every=-3), "sync_every must be a whole number of at least 1, not -3"),
+        (lambda: DiLoCo(sync_every=None), "sync_every must be a whole number of at least 1, not None"),  # type: ignore[arg-type]
+        (lambda: StreamingDiLoCo(overlap=None), "overlap"),  # type: ignore[arg-type]
         (lambda: DiLoCo(sync_every=10.0), "sync_every must be a whole number"),  # type: ignore[arg-type]
         (lambda: DiLoCo(sync_every=10, overlap=11), "overlap=11 exceeds sync_every=10"),
         (lambda: DiLoCo(sync_every=10, offsets=[11]), "offset 11 must be a whole number from 0 to sync_every=10"),

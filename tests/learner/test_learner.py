@@ -423,6 +423,25 @@ def test_private_master_weights_are_refused() -> None:
         attach(diloco.DiLoCo(), of_its_own)
 
 
+def test_private_master_weights_are_refused_by_their_names() -> None:
+    class Mixed(SGD):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__(model.parameters(), lr=0.1)
+            self.master_params = [p.detach().float().clone() for p in model.parameters()]
+
+    with pytest.raises(ConfigError, match=r"Mixed keeps private master weights \('master_params'\)"):
+        attach(diloco.DiLoCo(), Mixed)
+
+    def in_the_state(model: nn.Module) -> torch.optim.Optimizer:
+        inner = SGD(model.parameters(), lr=0.1)
+        for parameter in model.parameters():
+            inner.state[parameter]["master_param"] = parameter.detach().float().clone()
+        return inner
+
+    with pytest.raises(ConfigError, match=r"SGD keeps private master weights \('master_param'\)"):
+        attach(diloco.DiLoCo(), in_the_state)
+
+
 def test_averaging_parameters_needs_an_optimizer_without_state() -> None:
     method = diloco.DataParallel(average="parameters")
     with pytest.raises(ConfigError, match=r"AdamW keeps some.*average='gradients'"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from random import Random
 
@@ -39,6 +40,32 @@ def test_entries_come_back_in_order_over_several_parts(tmp_path: Path, monkeypat
     assert entries_of(tmp_path) == written
     part_paths(tmp_path / "journal")[1].unlink()
     assert any("missing" in entry for entry in entries_of(tmp_path))
+
+
+def test_a_part_whose_end_the_disk_refuses_is_ended_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diloco.store.journal_files.PART_BYTES", 300)
+    full, num_refused, fsync = False, 0, os.fsync
+
+    def refuse(descriptor: int) -> None:
+        nonlocal num_refused
+        if full:
+            num_refused += 1
+            raise OSError(28, "No space left on device")
+        fsync(descriptor)
+
+    monkeypatch.setattr("diloco.store.journal_files.os.fsync", refuse)
+    written = [json.dumps({"n": number}) for number in range(400)]
+    journal = JournalFiles(tmp_path)
+    for number, entry in enumerate(written):
+        full = number % 40 > 20
+        journal.append(entry)
+        if number % 3 == 0:
+            journal.sync()
+    full = False
+    journal.close()
+    assert num_refused > 20
+    assert len(part_paths(tmp_path / "journal")) > 3
+    assert entries_of(tmp_path) == written
 
 
 def test_a_killed_writer_leaves_whole_entries(tmp_path: Path) -> None:

@@ -304,13 +304,17 @@ REPLACEABLE = ("merge", "screen", "partial", "adopt")
 """Fields of `Method` that a run file may set under every preset: they vary a method and do not make another one."""
 
 
+OPTIONAL = ("fragments", "quorum", "outer", "merge", "screen", "adopt", "offsets")
+"""Arguments of presets for which None means the default of `Method`."""
+
+
 def _method(name: str, paper: str, codec: Any, **answers: Any) -> Method:
-    """The method of a preset: each answer is a value, or the table of one from a run file; None: that of `Method`."""
+    """The method of a preset: each answer is a value, or the table of one from a run file."""
     up, down = _codecs(codec)
     values = {
         key: parse_answer(key, each) if isinstance(each, Mapping) else each
         for key, each in answers.items()
-        if each is not None
+        if each is not None or key not in OPTIONAL
     }
     return Method(name=name, paper=paper, up=up, down=down, **values)
 

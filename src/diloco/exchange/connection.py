@@ -218,6 +218,8 @@ class Connection:
             header = self._answer_to(channel, request, download, method)
             if not header.url:
                 return header, download.buffer
+            if request.direct:
+                raise CorruptPayloadError("the syncer refers to a URL, though its own bytes were asked for.")
             found = self._urls.read(header.url, header.url_start, header.url_start + header.num_bytes)
             if found is not None:
                 return header, found

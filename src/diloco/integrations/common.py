@@ -34,6 +34,8 @@ class LearnerOptions(TypedDict, total=False):
 def learner_with(exchange: Exchange, **options: Unpack[LearnerOptions]) -> Callable[..., Learner]:
     """`Learner` with these arguments, for the start of training. Raises TypeError for an argument that it lacks."""
     signature(Learner).bind_partial(**options)
+    if others := options.keys() - LearnerOptions.__annotations__.keys():
+        raise TypeError(f"{sorted(others)} of Learner are this integration's own to set")
     return partial(Learner, exchange=exchange, **options)
 
 

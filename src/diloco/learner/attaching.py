@@ -33,6 +33,9 @@ from diloco.learner.tensors import LearnerTensors, trained_tensors
 from diloco.protocol.learner import LearnerCore
 from diloco.protocol.rounds.base import Rules
 
+MASTER_WEIGHTS = ("master_param", "master_params", "fp32_params", "param_fp32")
+"""Usual names of an optimizer's own copies of parameters, as attributes or in its state."""
+
 
 def attach(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], *, method: Method | None, exchange: Exchange,
@@ -159,6 +162,8 @@ def _check_compatible(
         )
     _check_tensors(model)
     require_model_parameters(optimizers, set(map(id, model.parameters())))
+    for optimizer in optimizers:
+        _refuse_master_weights(optimizer)
     if method.exchanged == "parameters":
         for optimizer in optimizers:
             if not isinstance(optimizer, torch.optim.SGD) or any(group["momentum"] for group in optimizer.param_groups):
@@ -181,6 +186,16 @@ def _check_compatible(
             "step at different times; join them into one (diloco.training.optimizers.Chained), or use a method that "
             "exchanges outer gradients."
         )
+
+
+def _refuse_master_weights(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that trains tensors of its own, under one of their usual names."""
+    for attribute in MASTER_WEIGHTS:
+        if any(attribute in state for state in optimizer.state.values()) or hasattr(optimizer, attribute):
+            raise ConfigError(
+                f"{type(optimizer).__name__} keeps private master weights ({attribute!r}), which adopting a global "
+                "value would not reach; use an optimizer that trains the model's own parameters."
+            )
 
 
 def _check_tensors(model: nn.Module) -> None:

@@ -24,7 +24,7 @@ from diloco.exchange.island import Ranks
 from diloco.learner.attaching import attach
 from diloco.learner.island import RanksOfLearner
 from diloco.learner.leased_units import LeasedUnits
-from diloco.learner.models import joined, reshard
+from diloco.learner.models import fsdp_modules, joined, reshard
 from diloco.learner.optimizers import ModeCheck, in_eval_mode, listed, require_hooks
 from diloco.learner.pieces import Gather
 from diloco.learner.roles import Buffers, Static
@@ -128,7 +128,8 @@ class Learner:
     ) -> None:
         self.model, self.optimizer = model, optimizer
         self._root, self._optimizers = joined(model), listed(optimizer)
-        reshard(self._root)
+        self._sharded = fsdp_modules(self._root)
+        reshard(self._sharded)
         driver, opened = attach(
             self._root, self._optimizers, method=method, exchange=exchange, ranks=ranks, trains=trains,
             trains_experts=trains_experts, overlap=overlap, buffers=buffers, static=static, gather=gather,
@@ -235,7 +236,7 @@ class Learner:
         self._require_training()
         tokens = _number_of(tokens)
         self._modes.stepped()
-        reshard(self._root)
+        reshard(self._sharded)
         timing = self._driver.timing
         if not self._exchanges_gradients:
             self._exchange.stepped()
@@ -406,7 +407,7 @@ class Learner:
             yield
             return
         self._exchange.meet("global_model")
-        reshard(self._root)
+        reshard(self._sharded)
         own, counters = self._tensors.own_parameters(), self._tensors.frozen.counters()
         self._holds_global_model = True
         try:
@@ -415,7 +416,7 @@ class Learner:
                     self._tensors.write(fragment, theta)
                 yield
         finally:
-            reshard(self._root)
+            reshard(self._sharded)
             self._tensors.restore_parameters(own)
             self._tensors.frozen.load_counters(counters)
             self._holds_global_model = False
@@ -597,7 +598,7 @@ class Learner:
         self._require_open()
         self._require_own_parameters()
         self._exchange.meet(call)
-        reshard(self._root)
+        reshard(self._sharded)
 
     def _require_training(self) -> None:
         self._require_open()

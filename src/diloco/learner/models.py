@@ -53,16 +53,20 @@ def _whole(parts: Sequence[nn.Module]) -> Parts:
     return Parts(parts)
 
 
-def reshard(model: nn.Module) -> None:
-    """Replace whole parameters of FSDP2 modules by their shards, which the next forward pass gathers again.
+def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    """Those whose parameters are sharded by FSDP2."""
+    return [each for each in model.modules() if isinstance(each, FSDPModule)]
+
+
+def reshard(modules: Sequence[FSDPModule]) -> None:
+    """Replace whole parameters by their shards, which the next forward pass gathers again.
 
     Between the passes parameters are sharded, except in the root module after a forward pass without a backward pass,
     as in an evaluation. Whole tensors are then in the place of the shards, and the next forward pass uses them,
     whatever was written to the shards meanwhile.
     """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    for module in modules:
+        module.reshard()
 
 
 class Registered:

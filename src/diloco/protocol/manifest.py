@@ -168,7 +168,7 @@ class Manifest:
             and all(type(each) is str and each.isprintable() for each in (self.run, self.run_id, self.address))
             and all(is_object_name(each) for each in self.names)
             and type(self.copied_at) in (float, int, type(None))
-            and all(type(each) is bool for each in (self.is_over,))
+            and all(type(each) is bool for each in (self.is_over,))  # whatever the file says
             and len(set(has_model)) == 1
             and all(versions and _descends(versions) for versions in self.fragments)
         )

@@ -71,7 +71,7 @@ class TensorFormat:
         """As `ObjectFormat.read`, at the newest versions. No older version takes the place of one that is not whole."""
         assert manifest.frozen is not None
         assert manifest.record is not None
-        self._kept = {name: found for name, found in self._kept.items() if name in manifest.names}
+        self._kept = {name: found for name, found in dict(self._kept).items() if name in manifest.names}
         with ObjectReader(objects) as reader, ThreadPoolExecutor(READERS) as readers:
             frozen = self._read(manifest.frozen, reader.frozen)
             require_one_run(frozen, manifest, objects.name)

@@ -74,6 +74,7 @@ class JournalFiles:
         self._part = self._part_bytes = self._crc = 0
         self._follows: int | None = None
         self._is_refused = False
+        self._is_ending = False  # the part is complete, and not yet all on disk
 
     def append(self, entry: str) -> None:
         """As `recorder.JournalPort`."""
@@ -103,12 +104,13 @@ class JournalFiles:
     def _flush(self, *, end: bool = False, sync: bool = False) -> None:
         """Write all waiting entries; they keep waiting while the disk refuses."""
         try:
+            if self._is_ending:
+                self._end_part()
             if self._descriptor is None:
                 self._begin_part()
             assert self._descriptor is not None
             self._compress(end=end)
-            while self._waiting:
-                del self._waiting[: os.write(self._descriptor, self._waiting)]
+            self._write()
             self._num_waiting = 0
             if sync:
                 os.fsync(self._descriptor)
@@ -116,6 +118,8 @@ class JournalFiles:
                 log.warning("the journal in %s is written again", self._directory)
             self._is_refused = False
             if self._part_bytes >= PART_BYTES and not end:
+                self._compress(end=True)
+                self._is_ending = True
                 self._end_part()
         except OSError as error:
             self._refused(error)
@@ -155,15 +159,19 @@ class JournalFiles:
 
     def _end_part(self) -> None:
         """End a part that this process continues in the next one."""
-        self._compress(end=True)
+        self._write()
+        assert self._descriptor is not None
+        os.fsync(self._descriptor)
+        self._follows, self._num_waiting = self._crc, 0
+        self._close_part()
+
+    def _write(self) -> None:
         assert self._descriptor is not None
         while self._waiting:
             del self._waiting[: os.write(self._descriptor, self._waiting)]
-        os.fsync(self._descriptor)
-        self._follows = self._crc
-        self._close_part()
 
     def _close_part(self) -> None:
+        self._is_ending = False
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None

@@ -102,9 +102,9 @@ class Frozen:
 
 
 def require_one_run(frozen: Frozen, manifest: Manifest, place: str) -> None:
-    """Raise StoreError if a manifest names what is frozen of another run."""
+    """Raise DamagedObjectError if a manifest names what is frozen of another run."""
     if not frozen.is_of(manifest):
-        raise StoreError(f"the manifest of {place} names objects of two runs; {advice(place)}")
+        raise DamagedObjectError(f"the manifest of {place} names objects of two runs; {advice(place)}")
 
 
 class ObjectReader:

@@ -248,7 +248,9 @@ class HostedDriver:
 
     def _hold(self, manifest: Manifest, found: Saved | DilocoError | None) -> None:
         self._is_loading = False
-        if isinstance(found, SavedRun):
+        if self._publisher.standing != "waiting":  # this process serves the run, or is about to load it
+            self._format.forget()
+        elif isinstance(found, SavedRun):
             self._held = manifest, found
 
     def _begin(self, manifest: Manifest, saved: Saved | DilocoError | None) -> None:

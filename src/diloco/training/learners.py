@@ -16,7 +16,7 @@ from diloco.errors import CheckpointError
 from diloco.exchange.base import FlatModel, Overview, StartingState
 from diloco.exchange.collective import Collective
 from diloco.learner import Learner
-from diloco.learner.models import reshard
+from diloco.learner.models import fsdp_modules, reshard
 from diloco.training.mixture import buffer_roles
 
 
@@ -56,7 +56,7 @@ class StandaloneLearner:
     def global_model(self) -> Iterator[None]:
         """As of `Learner`; the learner's own model is the global one."""
         yield
-        reshard(self._model)
+        reshard(fsdp_modules(self._model))
 
     def state_dict(self, *, whole: bool = False) -> dict[str, Any]:
         """The counters, the same on every rank."""

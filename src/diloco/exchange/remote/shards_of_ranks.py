@@ -7,6 +7,7 @@ digests of all its shards give the digest that was published.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,7 @@ from diloco.core.global_fragment import AppliedUpdate, require_digest
 from diloco.core.layout import digest_of_segments
 from diloco.core.method import Method
 from diloco.core.shards import Segments, even_shards
-from diloco.errors import DilocoError, ExchangeError, NoRoomError, UnreachableError, VersionError
+from diloco.errors import DigestError, DilocoError, ExchangeError, NoRoomError, UnreachableError, VersionError
 from diloco.exchange.base import FlatModel
 from diloco.exchange.dialling import Dialler
 from diloco.exchange.group import Group, as_bytes
@@ -31,6 +32,8 @@ from diloco.exchange.wire import syncer_pb2 as pb
 from diloco.exchange.wire.tensors import bytes_of
 from diloco.protocol.session import requests
 from diloco.protocol.session.joining import GONE_TIMEOUT_S
+
+log = logging.getLogger("diloco")
 
 
 def _fetch_task(receiver: Receiver, request: pb.PullRequest, take: Callable[[FetchResult], None]) -> RankTask:
@@ -167,6 +170,16 @@ class LeadingReceiver(Receiver):
         request = pull_request(self._run, call)
         if request.static:
             return self.pull(request)
+        try:
+            return self._lead(request)
+        except DigestError as error:
+            if not request.joining or request.direct:
+                raise
+            log.warning("%s Fetching it again from the syncer itself.", error)
+            request.direct = True  # some rank may have read it from the store
+            return self._lead(request)
+
+    def _lead(self, request: pb.PullRequest) -> FetchResult:
         command = {"pull": request.SerializeToString().hex(), "at": self._dialler.place}
         result: FetchResult = self._lane.lead(command, _fetch_task(self, request, lambda _: None))
         return result

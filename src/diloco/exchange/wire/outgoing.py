@@ -21,6 +21,9 @@ Resumable = pb.PushHeader | pb.InitialiseHeader
 LEARNERS_SHARE = 64
 """While learners download, they are sent so many bytes for each byte that is sent to followers."""
 
+MOST_SPARE_BYTES = 8 * LONGEST_CHUNK_BYTES
+"""That may be sent to followers at once while learners download."""
+
 WAIT_S = 1.0
 """A follower that waits for learners is sent an empty chunk so often: it knows that the syncer lives."""
 
@@ -64,8 +67,8 @@ class LearnersFirst:
     """The order of downloads that share one link: those of learners, then those of followers. Any thread may call any
     method.
 
-    While a learner downloads, followers get a part of `1 / LEARNERS_SHARE`: they slow no download by more than that,
-    and a learner on a slow link of its own does not stop them.
+    While a learner downloads, followers get a part of `1 / LEARNERS_SHARE`: they slow no download by more than that.
+    One that downloads nearly all the time, as on a slow link of its own, leaves them no more.
     """
 
     def __init__(self) -> None:
@@ -89,7 +92,7 @@ class LearnersFirst:
     def sent(self, num_bytes: int) -> None:
         """Record bytes of a learner's download."""
         with self._changed:
-            self._spare_bytes += num_bytes / LEARNERS_SHARE
+            self._spare_bytes = min(self._spare_bytes + num_bytes / LEARNERS_SHARE, MOST_SPARE_BYTES)
             if self._spare_bytes >= LONGEST_CHUNK_BYTES:
                 self._changed.notify()
 

@@ -68,7 +68,8 @@ class SignedObjects:
         except StoreError as error:
             log.warning("this syncer sends to a joiner what it does not find in its store: %s", error)
             return False
-        entry = head.entries[tensor]
+        if (entry := head.entries.get(tensor)) is None:
+            return False
         header.url, header.url_start, header.digest = url, len(head.data) + entry.first + first, entry.hash
         return True
 
