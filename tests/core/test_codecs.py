@@ -689,6 +689,12 @@ def test_error_feedback_may_decay(codec: Codec, decay: float) -> None:
     assert same_bits(first_residual, x - codec.decode(first_payload, 1001))
 
 
+@pytest.mark.parametrize("decay", [-0.1, 1.01, math.inf, math.nan])
+def test_error_feedback_refuses_a_decay_that_grows(decay: float) -> None:
+    with pytest.raises(ConfigError, match="is not from 0 to 1"):
+        compress(Int4(), torch.zeros(3), None, decay)
+
+
 def test_top_k_with_error_feedback_sends_every_coordinate_in_the_end() -> None:
     """What was not among the largest grows in the residual until it is: SparseLoCo's e ← e + Δ; e ← e − TopK(e)."""
     codec, x, residual = TopK(k=128), torch.linspace(-2, 2, 4096), None

@@ -110,6 +110,8 @@ PARSED: dict[str, str] = {
     "export run.toml model --checkpoint": "of another run: tests/training/test_cli.py",
     "demo": "a minute of two cores: tests/test_demo.py",
     "doctor run.toml": "tests/test_doctor.py",
+    "status --store": "reads a store: tests/following/test_commands.py",
+    "page --store": "reads a store: tests/following/test_commands.py",
     "status examples/start/": "asks for the run `first`: tests/test_start.py",
     "report runs/first/": "of the run `first`: tests/test_report.py",
     "evaluate": "lambada_openai is fetched from the hub: tests/evaluation",

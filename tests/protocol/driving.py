@@ -52,7 +52,7 @@ def committed(core: SyncerCore, now: float, fragment: int, written: Record | Non
 def status_of(core: SyncerCore, now: float) -> dict[str, Any]:
     """Its part of what `diloco status` shows, where no learner has said which versions it has."""
     model = GlobalModel[Any, Any](LAYOUT, b"", core.fragments, [()] * len(core.fragments))
-    return RunStatus().as_dict(core, model, ExpertStatus(()), now)
+    return RunStatus().of_core(core, model, ExpertStatus(()), now)
 
 
 def restarted(core: SyncerCore, written: Record, now: float, versions: Sequence[int] | None = None) -> SyncerCore:

@@ -12,6 +12,7 @@ from diloco.protocol.actions import MergeRound
 from diloco.protocol.in_flight import total
 from diloco.protocol.members import Claim
 from diloco.protocol.syncer import SyncerCore
+from diloco.run.experts import ExpertStatus
 from diloco.run.global_model import GlobalModel
 from diloco.run.run_state import RunState
 
@@ -98,9 +99,13 @@ class RunStatus:
         if not state.is_initialised:
             nothing = dict.fromkeys(("steering", "newest_merge", "data", "experts"))
             return {**base, **nothing, "learners": {}, "fragments": []}
-        core, model, experts = state.core, state.model, state.experts
+        return {**base, **self.of_core(state.core, state.model, state.experts, now_s)}
+
+    def of_core(
+        self, core: SyncerCore, model: GlobalModel[Any, Any], experts: ExpertStatus, now_s: float
+    ) -> dict[str, Any]:  # fmt: skip
+        """What `as_dict` says of a run with a model."""
         return {
-            **base,
             "steering": {**core.steering.saved(), "at_least": core.at_least},
             "learners": {
                 learner: {**self._learner(core, model, now_s, learner), "experts": experts.of(member)}

@@ -98,6 +98,12 @@ class Codec(ABC):
 
     def segment_span(self, num_elements: int, start_segment: int, stop_segment: int) -> slice:
         """The bytes of segments start ≤ i < stop in a payload, which are the payload of these elements alone."""
+        num_segments = math.ceil(num_elements / SEGMENT_ELEMENTS)
+        if not 0 <= start_segment <= stop_segment <= num_segments:
+            raise ConfigError(
+                f"segments {start_segment} to {stop_segment} do not exist in a vector of {num_segments}; "
+                f"stay within 0 to {num_segments}"
+            )
         start, stop = (
             self.encoded_bytes(min(i * SEGMENT_ELEMENTS, num_elements)) for i in (start_segment, stop_segment)
         )
@@ -173,6 +179,11 @@ def compress(codec: Codec, x: Tensor, residual: Tensor | None, decay: float = 1.
     that is not from 0 to 1. Karimireddy et al. 2019, arXiv 1901.09847, algorithm 2; a decay below 1: SparseLoCo, arXiv
     2508.15706.
     """
+    _require(x, torch.float32, None, "input of compress")
+    if not 0 <= decay <= 1:
+        raise ConfigError(
+            f"an error feedback decay of {decay} is not from 0 to 1; 1 keeps what was not sent, 0.95 is SparseLoCo's"
+        )
     if residual is None:
         total = x.detach()
     else:
