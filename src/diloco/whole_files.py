@@ -101,6 +101,7 @@ def write_secret(path: Path, data: bytes) -> None:
     Raises:
         FileExistsError: the file exists.
     """
+    remove_leftovers(path.parent, path.name)
     partial = path.with_name(hidden_name(path.name))
     replace_secret(partial, data)
     try:

@@ -79,7 +79,7 @@ def view(status: dict[str, Any], *, wide: bool = False, whole_names: bool = Fals
     lines.append(shortened(printable(f"cut into {status['cut']}"), LONG_CUT))
     lines.append(printable(_participation(status)))
     if (fates := _fates([it["ledger"] for it in status["fragments"]])) is not None:
-        lines.append(f"trained tokens: {fates}")
+        lines.append(printable(f"trained tokens: {fates}"))
     lines += [printable(line) for line in _waiting(status["fragments"])]
     if status["experts"] is not None and (untrained := status["experts"]["untrained"]):
         lines.append(f"no live learner trains experts {numbers(untrained)}: nothing is merged into them")

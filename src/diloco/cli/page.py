@@ -9,13 +9,14 @@ import typer
 from diloco.cli._options import Json, Store
 from diloco.cli._output import print_result
 from diloco.cli._run_address import RunAddress, takes_run_address
+from diloco.errors import ConfigError
 
 
 @takes_run_address
 def command(
     at: RunAddress | None,
     store: Store = None,
-    out: Annotated[Path, typer.Option(help="With --store: the file to write.")] = Path("run.html"),
+    out: Annotated[Path | None, typer.Option(help="With --store: the file to write; default run.html.")] = None,
     as_json: Json = False,
 ) -> None:
     """Ask a live run's syncer for a single-use link to its page.
@@ -26,9 +27,14 @@ def command(
         from diloco.cli._status_view import write_page
         from diloco.following.stored_status import stored_status
 
-        write_page(stored_status(str(store)), out)
-        print_result(as_json, {"file": str(out)}, f"see {out}")
+        page = out or Path("run.html")
+        write_page(stored_status(str(store)), page)
+        print_result(as_json, {"file": str(page)}, f"see {page}")
         return
+    if out is not None:
+        raise ConfigError(
+            "--out has no effect on a link to a live page; name the run's place with --store, or drop it."
+        )
     from diloco.exchange.wire import syncer_pb2 as pb
     from diloco.exchange.wire.address import is_local
 

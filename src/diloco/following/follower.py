@@ -168,8 +168,9 @@ class Follower:
         assert manifest.frozen is not None
         assert manifest.record is not None
         with ObjectReader(self._source) as reader, ThreadPoolExecutor(READERS) as readers:
-            frozen = self._frozen = self._frozen or reader.frozen(manifest.frozen)
+            frozen = self._frozen or reader.frozen(manifest.frozen)
             require_one_run(frozen, manifest, self._source.name)
+            self._frozen = frozen
             record, _ = reader.record(manifest.record, len(manifest.fragments))
             with reader.checked(manifest.record, RECORD):
                 step, tokens = (0, 0) if record is None else progress_of(record)

@@ -17,7 +17,7 @@ from diloco.run.run_state import RunState
 from diloco.run.status import RunStatus
 from diloco.store.inspection import order_of
 from diloco.store.objects import open_store, read_manifest, repeated
-from diloco.store.reading import ObjectReader, advice
+from diloco.store.reading import ObjectReader, advice, require_one_run
 
 NOT_STORED = ("live", "healthy", "heard", "waiting", "silent_s", "given_up_in_s", "share", "versions_behind")
 """Of a learner: only a syncer knows it."""
@@ -39,7 +39,11 @@ def _status(objects: Readable) -> dict[str, Any]:
     assert manifest.record is not None
     newest = [versions[0] for versions in manifest.fragments]
     with ObjectReader(objects) as reader:
-        frozen, (record, epochs) = reader.frozen(manifest.frozen), reader.record(manifest.record, len(newest))
+        frozen, (record, epochs) = (
+            reader.frozen(manifest.frozen, static=False),
+            reader.record(manifest.record, len(newest)),
+        )
+        require_one_run(frozen, manifest, objects.name)
         heads = [reader.head(each.held, f"version {each.version}") for each in newest]
     place = objects.name
     with translated(MALFORMED, DamagedObjectError, f"the record of {place} has invalid values", advice(place)):

@@ -113,6 +113,8 @@ class Driver(Generic[H, S, P]):
         self._no_room: tuple[float, str] = (-math.inf, "")
         if saved is not None:
             self.state.restore(saved, self._clock.now_s())
+            if saved.record is not None and saved.record.get("is_over", False) != self.state.is_over:  # another budget
+                self._writes.record()
             self._clock.wake_at(self._clock.now_s())
 
     # --- queries, at any time -----------------------------------------------------------------------------------------

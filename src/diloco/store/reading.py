@@ -172,17 +172,17 @@ class ObjectReader:
 
     # --- by what they hold --------------------------------------------------------------------------------------------
 
-    def frozen(self, name: str) -> Frozen:
-        """What training does not change."""
+    def frozen(self, name: str, *, static: bool = True) -> Frozen:
+        """What training does not change. `static`: with its tensors, else they are empty."""
         holds = "the layout and the frozen parameters"
-        found = self.read(name, self.head(name, holds), holds)
+        found = self.read(name, self.head(name, holds), holds, lambda _: static)
         with self.checked(name, holds):
             plain = dict(found.head.described)
             plain |= {"method": Method.from_dict(plain["method"]), "layout": Layout.from_dict(plain["layout"])}
             numbers, texts = [plain[key] for key in ("step", "tokens")], [plain[key] for key in ("run", "source")]
             if not all(type(each) is int and each >= 0 for each in numbers) or not all(type(it) is str for it in texts):
                 raise TypeError("a value has another type")
-            return Frozen(**plain, static=bytes(bytes_of(found.tensors["static"])))
+            return Frozen(**plain, static=bytes(bytes_of(found.tensors["static"])) if static else b"")
 
     def version(
         self, named: NamedVersion, fragment: int, frozen: Frozen, only: Callable[[str], bool] = lambda _: True

@@ -30,6 +30,9 @@ log = logging.getLogger("diloco.syncer")
 MOST_BYTES = 4 << 20
 """Of one Read, which are in memory while they are sent."""
 
+MOST_PLACES = 4096
+"""Of tensors in objects, which a start of several learners asks for."""
+
 MOST_SCORES, MOST_NAME, MOST_FRAGMENTS = 256, 100, 10_000
 """Of one Report."""
 
@@ -43,8 +46,8 @@ class SignedObjects:
 
     def __init__(self, objects: Objects, expires_s: float) -> None:
         self._sign: Callable[[str, float], str] | None = getattr(objects, "sign", None)  # a bucket's
-        self._objects = objects
-        self._expires_s = expires_s
+        self._objects, self._expires_s = objects, expires_s
+        self._places: dict[tuple[str, str], tuple[int, str]] = {}  # of tensors: first byte, hash
 
     def url_of(self, name: str) -> str:
         """The URL of an object; empty: the syncer sends its bytes itself."""
@@ -62,15 +65,20 @@ class SignedObjects:
         syncer sends them itself."""
         if not (url := self.url_of(name)):
             return False
-        try:
-            with ObjectReader(self._objects) as reader:
-                head = reader.head(name, tensor)
-        except StoreError as error:
-            log.warning("this syncer sends to a joiner what it does not find in its store: %s", error)
-            return False
-        if (entry := head.entries.get(tensor)) is None:
-            return False
-        header.url, header.url_start, header.digest = url, len(head.data) + entry.first + first, entry.hash
+        if (place := self._places.get((name, tensor))) is None:
+            try:
+                with ObjectReader(self._objects) as reader:
+                    head = reader.head(name, tensor)
+            except StoreError as error:
+                log.warning("this syncer sends to a joiner what it does not find in its store: %s", error)
+                return False
+            if (entry := head.entries.get(tensor)) is None:
+                return False
+            if len(self._places) >= MOST_PLACES:
+                self._places.clear()
+            place = self._places[name, tensor] = len(head.data) + entry.first, entry.hash
+        start, header.digest = place
+        header.url, header.url_start = url, start + first
         return True
 
 
