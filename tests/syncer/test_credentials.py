@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import datetime as dt
+import gc
 import itertools
+import socket
+import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,7 +27,9 @@ from diloco import errors
 from diloco.core.fragments import make_layout
 from diloco.demo.plan import free_port
 from diloco.exchange import connection
+from diloco.exchange.credentials import DialSettings, find_reason
 from diloco.exchange.dialling import fetch_status
+from diloco.exchange.key_pair import read_key_pair
 from diloco.syncer.keys.keyring import Keyring
 from diloco.syncer.server import Options, Syncer
 
@@ -265,3 +270,35 @@ def test_a_learner_that_every_address_refuses_ends(tmp_path: Path, both_keys: No
             train(0, diloco.connect(addresses, run=RUN, keys=keys), None, 1)
         with pytest.raises(errors.AuthError, match="shows is not trusted"):
             fetch_status(addresses, run=RUN, keys=keys)
+
+
+@pytest.mark.parametrize("kind", ["ends", "resets", "resets after the first bytes", "answers something else"])
+@pytest.mark.parametrize("has_keys", [False, True])
+def test_a_server_that_hangs_up_in_a_diagnosis_refuses_nobody(kind: str, has_keys: bool, tmp_path: Path) -> None:
+    """And no socket stays open: such a warning is an error here."""
+    reset = struct.pack("ii", 1, 0)
+
+    def serve(listener: socket.socket, times: int) -> None:
+        for _ in range(times):
+            with listener.accept()[0] as found:
+                if kind == "resets after the first bytes":
+                    found.recv(1)
+                if kind == "answers something else":
+                    found.sendall(b"SSH-2.0-server\r\n")
+                if kind.startswith("resets"):
+                    found.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+
+    Keyring.new(tmp_path / "keys", RUN, ["127.0.0.1"], [("site-a", "learner")], DAY)
+    pair = read_key_pair(tmp_path / "keys" / "site-a") if has_keys else None
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        served = pool.submit(serve, listener, 20)
+        way = DialSettings(f"127.0.0.1:{listener.getsockname()[1]}", pair, "keys")
+        reasons = [find_reason(way) for _ in range(20)]
+        served.result(timeout=60)
+    for reason in reasons:
+        if kind == "answers something else" and has_keys:
+            assert reason is not None
+            assert "does not speak TLS" in reason.text
+        else:
+            assert reason is None or not reason.is_refusal
+    gc.collect()

@@ -10,8 +10,10 @@ import os
 import socket
 import ssl
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 from cryptography import x509
@@ -152,8 +154,7 @@ def _of_plain_text(way: DialSettings, plain: socket.socket) -> FailureReason | N
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
     try:
-        with _wrapped(context, plain):
-            pass
+        _Tls(context, plain)
     except OSError as error:
         if not (isinstance(error, ssl.SSLError) and "ALERT" in (error.reason or "")):
             return None
@@ -163,9 +164,34 @@ def _of_plain_text(way: DialSettings, plain: socket.socket) -> FailureReason | N
     )
 
 
-def _wrapped(context: ssl.SSLContext, plain: socket.socket, host: str | None = None) -> ssl.SSLSocket:
-    plain.getpeername()  # raises if the peer has reset the connection; `wrap_socket` would leave its socket open
-    return context.wrap_socket(plain, server_hostname=host)
+class _Tls:
+    """A client's end of TLS on a connected socket, which stays its owner's: `SSLContext.wrap_socket` takes it over, and
+    leaves it open where the peer resets the connection just then.
+
+    Raises:
+        OSError: no handshake; an `ssl.SSLError` says why.
+    """
+
+    def __init__(self, context: ssl.SSLContext, plain: socket.socket, host: str | None = None) -> None:
+        self._plain, self._received, self._to_send = plain, ssl.MemoryBIO(), ssl.MemoryBIO()
+        self.secure = context.wrap_bio(self._received, self._to_send, server_hostname=host)
+        self._done(self.secure.do_handshake)
+
+    def receive(self) -> bytes:
+        """A byte of what the peer sends; none: it has ended the connection. Raises OSError."""
+        received: bytes = self._done(lambda: self.secure.read(1))
+        return received
+
+    def _done(self, action: Callable[[], Any]) -> Any:
+        while True:
+            try:
+                return action()
+            except ssl.SSLWantReadError:
+                self._plain.sendall(self._to_send.read())
+                if received := self._plain.recv(1 << 16):
+                    self._received.write(received)
+                else:
+                    self._received.write_eof()
 
 
 def _of_tls(way: DialSettings, pair: KeyPair, plain: socket.socket, host: str) -> FailureReason | None:
@@ -173,7 +199,7 @@ def _of_tls(way: DialSettings, pair: KeyPair, plain: socket.socket, host: str) -
     of the handshake: a syncer that refuses hangs up instead of sending its HTTP/2 settings."""
     try:
         context = _context(pair)
-        secure = _wrapped(context, plain, host)
+        tls = _Tls(context, plain, host)
     except ssl.SSLCertVerificationError as error:
         return FailureReason(_distrust(way, pair, host, error), is_refusal=True)
     except ssl.SSLError as error:
@@ -184,14 +210,13 @@ def _of_tls(way: DialSettings, pair: KeyPair, plain: socket.socket, host: str) -
         return None
     except OSError:  # hung up
         return None
-    with secure:
-        try:
-            if secure.recv(1):
-                return None
-        except TimeoutError:
+    try:
+        if tls.receive():
             return None
-        except OSError:  # hung up
-            pass
+    except TimeoutError:
+        return None
+    except OSError:  # hung up
+        pass
     return FailureReason(
         f"the syncer at {way.address} refused the certificate in {way.where}: another authority signed it, or it is "
         "not valid by the syncer's clock; use the newest keys that `diloco keys` made.",
@@ -236,7 +261,6 @@ def _shown_by(way: DialSettings, pair: KeyPair, host: str) -> bytes | None:
     context = _context(pair)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     with suppress(OSError, ValueError), socket.create_connection(split_address(way.address), TIMEOUT_S) as plain:
-        with _wrapped(context, plain, host) as secure:
-            shown = secure.getpeercert(binary_form=True)
+        shown = _Tls(context, plain, host).secure.getpeercert(binary_form=True)
         return None if shown is None else ssl.DER_cert_to_PEM_cert(shown).encode()
     return None
