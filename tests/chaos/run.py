@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,12 +105,15 @@ def _recover(world: World, since: float) -> tuple[bool, dict[str, Any], dict[str
 
 
 def _until_all_merge(world: World, limit_s: float, since: float | None = None) -> None:
-    """Wait until every learner has work in a version that was merged after `since`, or from now on."""
+    """Wait until every learner has work in two versions of a fragment that were merged after `since`, or from now on:
+    the first of them can have been sent by a process that was killed, whose successor has yet to join."""
     begin = time.time() if since is None else since
 
     def all_merge() -> bool:
-        merges = (event for event in world.events if isinstance(event, Merged) and event.t > begin)
-        return {name for event in merges for name in event.contributors}.issuperset(world.plan.names)
+        merges = [event for event in world.events if isinstance(event, Merged) and event.t > begin]
+        versions = {(name, event.fragment, event.version) for event in merges for name in event.contributors}
+        num_merged = Counter((name, fragment) for name, fragment, _ in versions)
+        return {name for (name, _), num in num_merged.items() if num >= 2}.issuperset(world.plan.names)
 
     world.until(all_merge, "not all learners have merged", limit_s)
 
