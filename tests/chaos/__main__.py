@@ -1,10 +1,10 @@
 """A whole run on this machine under a seeded schedule of faults, and what must hold of it afterwards.
 
-A syncer and some learners run for real, with mutual TLS, leased data, a journal with all contributions, a backup every
-five seconds, and a relay before the syncer for each learner. They train undisturbed for a
-while, then faults happen, several at a time, never two on one process or path. Afterwards every learner must be in
-merges again; then all leave, the state is checked and the journals are replayed. A soak keeps the syncer alive,
-samples what its processes and files hold, and has viewers poll it.
+A syncer and some learners run for real, with mutual TLS, leased data, a journal with all contributions, a copy of the
+state every five seconds, and a relay before the syncer for each learner. They train undisturbed for a while, then
+faults happen, several at a time, never two on one process or path. Afterwards every learner must be in merges again;
+then all leave, the state is checked and the journals are replayed. A soak keeps the syncer alive, samples what its
+processes and files hold, and has viewers poll it.
 
     make chaos                                                  a minute of faults on a small model
     make chaos SEED=7 MINUTES=20 LEARNERS=4                     longer; the same seed, the same faults
