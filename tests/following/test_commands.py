@@ -194,9 +194,7 @@ def test_follow_ends_with_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert (found[0]["number"], found[-1]["number"]) == (0, 3)
         assert found[-1]["versions"] == [2, 1]
         tensors = load_file(folder / "model.safetensors")
-        assert all(
-            torch.equal(tensors[name], each) for name, each in newest_model(state, run=RUN).state_dict().items()
-        )
+        assert all(torch.equal(tensors[name], each) for name, each in newest_model(state, run=RUN).state_dict().items())
         assert json.loads((folder / DESCRIPTION).read_bytes())["versions"] == [2, 1]
 
 
