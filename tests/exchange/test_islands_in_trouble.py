@@ -21,7 +21,7 @@ from tests.exchange.island_life import Net
 from tests.exchange.scenarios import Result
 from tests.exchange.troubled_life import ATTACHES, JOINS, LIVES, STEPS, WORLD_SIZE, Life
 from tests.exchange.worlds import TIMEOUT_S, read, start_processes
-from tests.syncer.runs import PATIENT, status_of, versions_of
+from tests.syncer.runs import PATIENT, fall_silent, status_of, versions_of
 from torch.distributed import FileStore
 
 import diloco
@@ -29,7 +29,6 @@ from diloco.core.quorum import Called
 from diloco.demo.bucket_server import CREDENTIALS
 from diloco.exchange.base import Exchange
 from diloco.following.follower import newest_model
-from diloco.protocol.members import Deadlines
 from diloco.store.blobs import ObjectHead
 from diloco.store.bucket import Bucket
 from diloco.syncer.hosting import SyncerDriver
@@ -120,7 +119,7 @@ class World:
         self.until(is_up_to_date, "it does not get version 1")
         store.set("version 1 is here", "")
         self.until(lambda: store.check(["goes on, rank 0"]), "rank 0 does not step")
-        syncer.driver.ask(evict_stalled)
+        fall_silent(syncer, "island")
         self.until(lambda: island().get("incarnation") == 2 and island()["live"] and is_up_to_date(), "it is not back")
         store.set("a new incarnation has started", "")
 
@@ -188,13 +187,6 @@ class World:
 
     def has_ended(self, name: str) -> bool:
         return (self.directory / f"{name}.1.json").exists() or self.processes.done()
-
-
-def evict_stalled(driver: SyncerDriver) -> None:
-    """Every learner that has taken no step in this microsecond."""
-    before, driver.core.deadlines = driver.core.deadlines, Deadlines(stalled_floor_s=1e-6, stalled_cap_s=1e-6)
-    driver.tick()
-    driver.core.deadlines = before
 
 
 def fragments_with_a_part(driver: SyncerDriver) -> list[int]:
