@@ -30,7 +30,7 @@ from diloco.exchange.dialling import Dialler
 from diloco.exchange.remote.entry import Entry, Initial, describe, model_parts
 from diloco.exchange.remote.transfers import Payload, Receiver, Sender
 from diloco.exchange.wire import syncer_pb2 as pb
-from diloco.exchange.wire.frames import FIRST_BYTES, MAX_UNACKNOWLEDGED
+from diloco.exchange.wire.frames import FIRST_BYTES, MAX_UNACKNOWLEDGED, SHORTEST_CHUNK_BYTES
 from diloco.exchange.wire.incoming import start_of
 from diloco.exchange.wire.tensors import bytes_of
 from diloco.protocol.members import Claim, Deadlines
@@ -52,15 +52,15 @@ SIZE = wide().fragments[0].numel
 
 
 class Cutter:
-    """Cuts a connection off once `CUT_AT` bytes have crossed it in one direction, as often as it is told."""
+    """Cuts a connection off once so many bytes have crossed it in one direction, as often as it is told."""
 
-    def __init__(self, times: int, how: Callable[[Link], None] = Link.hang_up) -> None:
-        self.left, self._how, self._cut = times, how, set[Link]()
+    def __init__(self, times: int, how: Callable[[Link], None] = Link.hang_up, at: int = CUT_AT) -> None:
+        self.left, self._how, self._at, self._cut = times, how, at, set[Link]()
         self._lock = threading.Lock()
 
     def __call__(self, link: Link) -> None:
         with self._lock:
-            if self.left and link not in self._cut and max(link.up_bytes, link.down_bytes) >= CUT_AT:
+            if self.left and link not in self._cut and max(link.up_bytes, link.down_bytes) >= self._at:
                 self.left -= 1
                 self._cut.add(link)
                 self._how(link)
@@ -251,7 +251,7 @@ def test_a_transfer_in_which_nothing_moves_is_given_up_within_the_lost_deadline(
 @pytest.mark.parametrize("up", [True, False])
 def test_the_transfer_of_a_learner_that_is_gone_ends_with_it(up: bool, tmp_path: Path) -> None:
     """The syncer's end: heartbeats have stopped, and no end of the connection is told."""
-    cutter = Cutter(1, stalled)
+    cutter = Cutter(1, stalled, SHORTEST_CHUNK_BYTES)  # before the rest is on its way
     with (
         behind(tmp_path, cutter) as (syncer, relay, raw),
         ThreadPoolExecutor(1) as pool,
