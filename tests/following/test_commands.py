@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from tests.evaluation.test_evaluate import RUN as RUN_FILE
 from tests.evaluation.test_evaluate import TEXT
 from tests.following.published import METHODS, RUN, published_run
-from tests.syncer.runs import status_of
+from tests.syncer.runs import PATIENT, status_of
 from tests.syncer.test_doors import DAY
 
 import diloco
@@ -239,7 +239,7 @@ def test_versions_of_a_run_are_evaluated(tmp_path: Path, capsys: pytest.CaptureF
     file.write_text(RUN_FILE.format(text=tmp_path / "text.txt"))
     model = build_model(parse_config(file.read_text()).model, 256, 32, 0)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    options = Options("127.0.0.1:0", tmp_path / "state", budget=Budget(tokens=64))
+    options = Options("127.0.0.1:0", tmp_path / "state", budget=Budget(tokens=64), deadlines=PATIENT)
     with Syncer("small", diloco.DiLoCo(sync_every=2), options) as syncer:
         exchange = diloco.connect(syncer.address, run="small", learner="a", initialise=True)
         with diloco.Learner(model, optimizer, exchange=exchange) as learner:
