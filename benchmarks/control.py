@@ -100,7 +100,7 @@ def _measure(
     directory: Path, bit_per_s: float, queue_ms: int, num_learners: int, seconds: float
 ) -> list[Row]:  # fmt: skip
     names = [f"learner-{number}" for number in range(num_learners)]
-    method = {"preset": "AsyncDiLoCo", "sync_every": 2, "dynamic_steps": False, "fragments": FRAGMENTS}
+    method: dict[str, Any] = {"preset": "AsyncDiLoCo", "sync_every": 2, "dynamic_steps": False, "fragments": FRAGMENTS}
     go, stop, log = directory / "go", directory / "stop", directory / "state" / "events.jsonl"
     with ExitStack() as stack:
         stack.enter_context(syncer(directory, RUN, learners=names, **method))
